@@ -1,0 +1,1 @@
+"""CUDA sources, shipped as package data: `fx_fuser.build` compiles them."""
