@@ -1,0 +1,73 @@
+"""z = x · weightᵀ + bias        x: [*, K], weight: [N, K], bias: [N] or None, z: [*, N]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser.anchors.base import Config, Operands
+from fx_fuser.sites import Site
+from fx_fuser.spell import Arg, Operand
+
+
+class Linear:
+    kind = "linear"
+    operands = ("x", "weight", "bias")
+    schema = "Tensor x, Tensor weight, Tensor? bias"
+    products = ("c",)
+    cast = ("x", "weight", "bias")
+
+    def config(self, site: Site) -> dict[str, Any]:
+        return {}
+
+    def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
+        return list(operands.values())
+
+    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        return (F.linear(operands["x"], operands["weight"], operands["bias"]),)  # type: ignore[arg-type]
+
+    product_like = product
+    reference = product
+
+    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: Any) -> Tensor:
+        return c.new_empty(shape, dtype=dtype)
+
+    def z(self, operands: Operands, config: Config) -> Operand:
+        return Arg("c")
+
+    def leaves(
+        self, operands: Operands, products: Sequence[Tensor], config: Config
+    ) -> dict[str, Tensor | float]:
+        return {"c": products[0]}
+
+    def spread(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def outputs(
+        self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
+    ) -> list[Tensor]:
+        return [y]
+
+    def backward(
+        self,
+        operands: Operands,
+        products: Sequence[Tensor],
+        config: Config,
+        dz: Tensor,
+        needs: Mapping[str, bool],
+    ) -> dict[str, Tensor]:
+        x, weight, bias = (operands[n] for n in self.operands)
+        assert x is not None and weight is not None
+        grads: dict[str, Tensor] = {}
+        if needs["bias"] and bias is not None:
+            grads["bias"] = dz.reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)
+        dz = dz.to(x.dtype)
+        if needs["x"]:
+            grads["x"] = dz @ weight
+        if needs["weight"]:
+            rows, cols = weight.shape
+            grads["weight"] = dz.reshape(-1, rows).t() @ x.reshape(-1, cols)
+        return grads
