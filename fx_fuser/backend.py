@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import checks, ops, patterns, plan, rewrite
+from fx_fuser import build, checks, native, ops, patterns, plan, rewrite
 from fx_fuser.match import Match, Refusal, find
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
@@ -80,7 +80,7 @@ def fx_fuser(
             outcome.report.publish()
             if not outcome.matches:
                 return compile_inner(gm, example_inputs)
-            with torch.compiler.config.patch(cache_key_tag=_cache_tag()):
+            with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
                 compiled = compile_inner(gm, example_inputs)
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame): not a failure.
@@ -188,15 +188,11 @@ def _build_kernels(matches: Sequence[Match]) -> None:
         if device.type == "cuda":
             by_device.setdefault(device, []).append(ops.kernel_source(match))
     for device, sources in by_device.items():
-        from fx_fuser import native
-
         native.prepare(sources, device)
 
 
 def _cache_tag() -> str:
     """Our part of Inductor's cache keys: it knows our ops by name only, not what they compute."""
-    from fx_fuser import build
-
     user = ";".join(f"{p.name}={p.epilogue}" for p in _registry)
     return f"{torch.compiler.config.cache_key_tag}fx_fuser:{build.fingerprint()}:{user}"
 

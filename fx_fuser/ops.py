@@ -7,8 +7,8 @@ torch ops. On CPU it sees the pattern's plain torch ops, for the inner compiler 
 
 Arguments, after those of the anchor's own schema:
 
-    t, s, kinds   the wildcards. kinds has a letter for each: z the pre-activation itself (nothing is
-                  passed), t the tensor t[i], s the number s[i].
+    t, s, kinds   the wildcards. kinds has a letter for each: z the pre-activation itself (nothing
+                  is passed), t the tensor t[i], s the number s[i].
     compute       dtype of the anchor's product (under autocast not that of x)
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
@@ -17,7 +17,7 @@ Arguments, after those of the anchor's own schema:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fx_fuser import native
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.epilogue import (
     Z,
@@ -36,6 +37,7 @@ from fx_fuser.epilogue import (
 from fx_fuser.errors import PatternError
 from fx_fuser.match import Match
 from fx_fuser.pattern import Pattern
+from fx_fuser.rewrite import Call
 from fx_fuser.spell import Operand, is_number, meta_tensor
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
@@ -116,13 +118,16 @@ def _finish(
         wide = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in values.items()}
         out.copy_(_apply(pattern, kinds, evaluate(z, wide), wildcards, out.dtype))
         return
-    from fx_fuser import native
-
     free = {n: v for n, v in wildcards.items() if v is not Z}
     source = _leaf_source(pattern, z, kinds, {**leaves, **free}, out.dtype)
     values = {**_spread(anchor, leaves), **free}
-    tensors = [v for v in values.values() if not _travels_as_number(v)]
-    scalars = [float(v) for v in values.values() if _travels_as_number(v)]
+    tensors: list[Tensor] = []
+    scalars: list[float] = []
+    for value in values.values():
+        if isinstance(value, Tensor) and not _travels_as_number(value):
+            tensors.append(value)
+        else:
+            scalars.append(float(value))
     native.pointwise(source, out, tensors, scalars)
 
 
@@ -267,7 +272,7 @@ class _Fused(torch.autograd.Function):
                 wildcards = _wildcard_values(pattern, tensors, call.s, call.kinds)
                 return _apply(pattern, call.kinds, z, wildcards, acc)
 
-            _, pull = torch.func.vjp(epilogue, z, *(t[i].to(acc) for i in wanted))
+            pull = torch.func.vjp(epilogue, z, *(t[i].to(acc) for i in wanted))[1]
             dz, *dfree = pull(dy.to(acc))
             of_name = dict(zip(anchor.operands, needs))
             grads: dict[str, Tensor] = {}
@@ -332,19 +337,7 @@ for _anchor in ANCHORS.values():
 # ---- from a match to a call -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GraphCall:
-    """The call node that replaces a match.
-
-    results: nodes whose tensors take the 2nd, 3rd … output, by `copy_`: the running statistics.
-    """
-
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    results: tuple[Any, ...]
-
-
-def graph_call(match: Match, native: bool, tf32: bool) -> GraphCall:
+def graph_call(match: Match, native: bool, tf32: bool) -> Call:
     """The composite op's arguments for this match."""
     pattern, site = match.pattern, match.site
     anchor = ANCHORS[pattern.kind]
@@ -359,7 +352,7 @@ def graph_call(match: Match, native: bool, tf32: bool) -> GraphCall:
     args = (*(values[n] for n in order), t, s, kinds, compute, out, native)
     tracked = config.get("training") and site.operands["running_mean"] is not None
     results = (site.operands["running_mean"], site.operands["running_var"]) if tracked else ()
-    return GraphCall(getattr(torch.ops.fx_fuser, pattern.name).default, args, results)
+    return Call(getattr(torch.ops.fx_fuser, pattern.name).default, args, results)
 
 
 def _wildcards(match: Match) -> tuple[list[Any], list[float], str]:
