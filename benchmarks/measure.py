@@ -93,6 +93,8 @@ class Case:
     def values(self, call: Call) -> dict[str, Tensor]:
         """All that one step leaves behind; the model is then put back as it was."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        for leaf in self.leaves():
+            leaf.grad = None
         values = {"output": self.step(call)}
         if self.grad is not None:
             for name, leaf in [("x", self.x), *self.model.named_parameters()]:

@@ -63,8 +63,8 @@ def measure_group(
     mode: str,
     device: torch.device,
     size: Size,
-    systems: Iterable[System] = SYSTEMS,
-    timing: Timing = Timing(),
+    systems: Iterable[System],
+    timing: Timing,
 ) -> list[Row]:
     """One row a system. A system that raises gets a row that says so; the others go on."""
     # Once a group and not between its systems: a reset would throw away what is to be timed.
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
                     continue
                 now = time.perf_counter() - start
                 print(f"[{now:6.1f} s] {problem.name} {precision} {mode} x{list(size.x)}")
-                group = measure_group(problem, precision, mode, device, size, timing=timing)
+                group = measure_group(problem, precision, mode, device, size, SYSTEMS, timing)
                 date = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}"
                 for row in group:
                     results.merge(path, Row(**row, **here, date=date, commit=commit))
