@@ -166,18 +166,19 @@ def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
         if node.op != "get_attr" or not node.users:
             continue
         body = getattr(gm, str(node.target), None)
-        if isinstance(body, GraphModule) and all(map(_is_transparent, node.users)):
+        if not isinstance(body, GraphModule) or _has_policy(body):
+            continue
+        if all(map(_is_transparent, node.users)):
             yield from _bodies(body)
 
 
 def _is_transparent(node: Node) -> bool:
-    """A selective checkpoint policy (`context_fn`) names ops, so ours must not replace them."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name in _TRANSPARENT and "context_fn" not in node.meta and not _has_policy(node)
+    return getattr(node.target, "__name__", str(node.target)) in _TRANSPARENT
 
 
-def _has_policy(node: Node) -> bool:
-    return node.kwargs.get("context_fn") is not None or "_checkpoint_context_fn" in node.meta
+def _has_policy(body: GraphModule) -> bool:
+    """A selective checkpoint's policy (`context_fn`) names ops, so ours must not replace them."""
+    return "_checkpoint_context_fn" in body.meta
 
 
 def _build_kernels(matches: Sequence[Match]) -> None:

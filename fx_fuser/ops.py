@@ -17,13 +17,12 @@ Arguments, after those of the anchor's own schema:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fx_fuser import native
 from fx_fuser.anchors import ANCHORS, Anchor
@@ -232,8 +231,53 @@ class _Call:
         return op(*operands, *self.config.values(), *tail)
 
 
+def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward without a derivative of its own: to differentiate its results raises.
+
+    torch's `once_differentiable` looks at dy alone. The gradient of `y.sum()` was then a constant,
+    and a gradient penalty on it silently did nothing.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return found
+        name = ctx.call.pattern.name
+        message = (
+            f"fx_fuser::{name} has no double backward; to differentiate twice, leave it unfused "
+            f"with options={{'patterns': ['-{name}']}}"
+        )
+        present = [g.detach().requires_grad_() for g in found if g is not None]
+        guards = torch._C._functions.DelayedError(message.encode(), len(present))(*present)
+        results = iter(guards if isinstance(guards, tuple) else (guards,))
+        return tuple(None if g is None else next(results) for g in found)
+
+    return guarded
+
+
+def _pull_back(
+    call: _Call, z: Tensor, t: Sequence[Tensor | None], wanted: Sequence[int], dy: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the epilogue: of z, and of the tensor wildcards whose indices are wanted.
+
+    By autograd and not `torch.func.vjp`, which raises where saved-tensor hooks are set, as in a
+    model compiled inside `torch.utils.checkpoint` or `save_on_cpu`.
+    """
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        tensors = list(t)
+        for i in wanted:
+            tensors[i] = t[i].to(z.dtype).detach().requires_grad_()  # type: ignore[union-attr]
+        wildcards = _wildcard_values(call.pattern, tensors, call.s, call.kinds)
+        y = _apply(call.pattern, call.kinds, z, wildcards, z.dtype)
+        free = [tensors[i] for i in wanted]
+        return torch.autograd.grad(y, [z, *free], dy, materialize_grads=True)  # type: ignore[list-item]
+
+
 class _Fused(torch.autograd.Function):
-    """The fused op with gradients: saves its products, derives the epilogue with vjp."""
+    """The fused op with gradients: saves its products, derives the epilogue by autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -246,10 +290,10 @@ class _Fused(torch.autograd.Function):
         return (y, *statistics)
 
     @staticmethod
-    @once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         call: _Call = ctx.call
-        anchor, pattern = call.anchor, call.pattern
+        anchor = call.anchor
         saved = list(ctx.saved_tensors)
         products = [saved.pop() for _ in anchor.products][::-1]
         count = len(anchor.operands)
@@ -265,15 +309,7 @@ class _Fused(torch.autograd.Function):
             z = evaluate(anchor.z(operands, call.config), values)
             wanted = [i for i, need in enumerate(needs_t) if need]
 
-            def epilogue(z: Tensor, *free: Tensor) -> Tensor:
-                tensors = list(t)
-                for i, tensor in zip(wanted, free):
-                    tensors[i] = tensor
-                wildcards = _wildcard_values(pattern, tensors, call.s, call.kinds)
-                return _apply(pattern, call.kinds, z, wildcards, acc)
-
-            pull = torch.func.vjp(epilogue, z, *(t[i].to(acc) for i in wanted))[1]
-            dz, *dfree = pull(dy.to(acc))
+            dz, *dfree = _pull_back(call, z, t, wanted, dy.to(acc))
             of_name = dict(zip(anchor.operands, needs))
             grads: dict[str, Tensor] = {}
             if any(of_name.values()):
