@@ -1,1 +1,31 @@
 """torch.compile(model, backend="fx_fuser"): matched subgraphs become one fused CUDA kernel each."""
+
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from fx_fuser.backend import fx_fuser, register_pattern, registered_patterns
+from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError
+from fx_fuser.explain import explain
+from fx_fuser.report import Report, SiteReport
+
+try:
+    __version__ = version("fx_fuser")
+except PackageNotFoundError:  # a bare checkout
+    __version__ = "0.0.0+checkout"
+
+if not any(e.name == "fx_fuser" for e in entry_points(group="torch_dynamo_backends")):
+    from torch._dynamo import register_backend
+
+    register_backend(fx_fuser, name="fx_fuser")
+
+__all__ = [
+    "BuildError",
+    "FxFuserError",
+    "OptionError",
+    "PatternError",
+    "Report",
+    "SiteReport",
+    "__version__",
+    "explain",
+    "register_pattern",
+    "registered_patterns",
+]

@@ -1,0 +1,147 @@
+"""z = conv2d(x, weight) + bias        x: [N, C, H, W], weight: [O, C/groups, kh, kw], bias: [O].
+
+The library's convolution runs without its bias, which the pointwise pass adds for nothing; with
+it, cuDNN's result would be read and written once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser.anchors.base import Anchor, Config, Operands
+from fx_fuser.sites import Site
+from fx_fuser.spell import Arg, Expr, Operand, meta_tensor
+
+
+def _pair(value: Any) -> list[int]:
+    return list(value) * (2 // len(value)) if isinstance(value, (tuple, list)) else [value] * 2
+
+
+def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """[left, right, top, bottom], as F.pad takes them."""
+    if padding == "valid":
+        return [0, 0, 0, 0]
+    if padding == "same":  # torch puts the odd one at the end
+        total_h, total_w = (d * (k - 1) for d, k in zip(dilation, kernel))
+        return [total_w // 2, total_w - total_w // 2, total_h // 2, total_h - total_h // 2]
+    high, wide = _pair(padding)
+    return [wide, wide, high, high]
+
+
+def padded(x: Tensor, config: Config) -> tuple[Tensor, list[int]]:
+    """x and the symmetric padding that is left for the convolution to do."""
+    left, right, top, bottom = config["padding"]
+    if left == right and top == bottom:
+        return x, [top, left]
+    return F.pad(x, config["padding"]), [0, 0]
+
+
+def convolve(operands: Operands, config: Config) -> Tensor:
+    """The convolution without its bias, as a user would write it; differentiable."""
+    x, padding = padded(operands["x"], config)
+    geometry = (config["stride"], padding, config["dilation"], config["groups"])
+    return F.conv2d(x, operands["weight"], None, *geometry)
+
+
+class Conv2d(Anchor):
+    kind = "conv2d"
+    schema = (
+        "Tensor x, Tensor weight, Tensor? bias, "
+        "int[] stride, int[] padding, int[] dilation, int groups, bool tf32"
+    )
+
+    def config(self, site: Site) -> dict[str, Any]:
+        weight = meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
+        assert weight is not None
+        dilation = _pair(site.attrs["dilation"])
+        return {
+            "stride": _pair(site.attrs["stride"]),
+            "padding": _padding(site.attrs["padding"], weight.shape[2:], dilation),
+            "dilation": dilation,
+            "groups": site.attrs["groups"],
+        }
+
+    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        x, padding = padded(operands["x"], config)
+        cudnn = torch.backends.cudnn
+        # aten._convolution is the one entry that takes TF32 as an argument: cuDNN's own default
+        # allows it, and fp32 here means fp32-accurate.
+        c = torch.ops.aten._convolution(
+            x,
+            operands["weight"],
+            None,
+            config["stride"],
+            padding,
+            config["dilation"],
+            False,
+            [0, 0],
+            config["groups"],
+            cudnn.benchmark,
+            cudnn.deterministic,
+            cudnn.enabled,
+            config["tf32"],
+        )
+        return (c,)
+
+    def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        return (convolve(operands, config),)
+
+    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(c, dtype=dtype)
+
+    def z(self, operands: Operands, config: Config) -> Operand:
+        return Arg("c") if operands["bias"] is None else Expr("add", (Arg("c"), Arg("bias")))
+
+    def leaves(
+        self, operands: Operands, products: Sequence[Tensor], config: Config
+    ) -> dict[str, Tensor | float]:
+        found: dict[str, Tensor | float] = {"c": products[0]}
+        if operands["bias"] is not None:
+            found["bias"] = operands["bias"]
+        return found
+
+    def spread(self, vector: Tensor) -> Tensor:
+        return vector.view(-1, 1, 1)
+
+    def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        c, bias = convolve(operands, config), operands["bias"]
+        return (c if bias is None else c + self.spread(bias),)
+
+    def backward(
+        self,
+        operands: Operands,
+        products: Sequence[Tensor],
+        config: Config,
+        dz: Tensor,
+        needs: Mapping[str, bool],
+    ) -> dict[str, Tensor]:
+        """Also for a convolution under a BatchNorm, whose dz is then the gradient of c + bias."""
+        x, weight, bias = (operands[n] for n in ("x", "weight", "bias"))
+        grads: dict[str, Tensor] = {}
+        if needs["bias"] and bias is not None:
+            grads["bias"] = dz.sum((0, 2, 3)).to(bias.dtype)
+        wide, padding = padded(x, config)
+        dx, dweight, _ = torch.ops.aten.convolution_backward(
+            dz.to(x.dtype),
+            wide,
+            weight,
+            None,
+            config["stride"],
+            padding,
+            config["dilation"],
+            False,
+            [0, 0],
+            config["groups"],
+            [needs["x"], needs["weight"], False],
+        )
+        if needs["x"]:
+            left, right, top, bottom = config["padding"] if wide is not x else (0, 0, 0, 0)
+            grads["x"] = F.pad(dx, [-left, -right, -top, -bottom]) if wide is not x else dx
+        if needs["weight"]:
+            grads["weight"] = dweight
+        return grads

@@ -1,0 +1,155 @@
+"""z = batch_norm(conv2d(x, weight) + bias)        operands and shapes as in conv2d, vectors [O].
+
+z = (c + bias − mean) / √(var + eps) · gamma + beta
+
+In training, mean and (biased) variance are those of c over N, H and W, and the bias drops out of z:
+it only shifts the mean. In evaluation they are the running statistics, read at every call; nothing
+is folded ahead of time, so no update can go unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser import native
+from fx_fuser.anchors.base import Config, Operands
+from fx_fuser.anchors.conv2d import Conv2d, convolve
+from fx_fuser.epilogue import accumulation_dtype
+from fx_fuser.sites import Site
+from fx_fuser.spell import Arg, Expr, Operand
+
+
+def batch_stats(c: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance [C] of c [N, C, H, W], in the accumulation dtype."""
+    if c.device.type == "cuda":
+        return native.batch_stats(c)
+    wide = c.to(accumulation_dtype((c.dtype,)))
+    var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
+    return mean, var
+
+
+class Conv2dBatchNorm(Conv2d):
+    kind = "conv2d_batchnorm"
+    operands = (*Conv2d.operands, "running_mean", "running_var", "gamma", "beta")
+    schema = (
+        "Tensor x, Tensor weight, Tensor? bias, "
+        "Tensor? running_mean, Tensor? running_var, Tensor? gamma, Tensor? beta, "
+        "int[] stride, int[] padding, int[] dilation, int groups, bool tf32, "
+        "bool training, float momentum, float eps"
+    )
+    products = ("c", "mean", "var")
+
+    def config(self, site: Site) -> dict[str, Any]:
+        training = site.attrs["training"]
+        updates = training and site.operands["running_mean"] is not None
+        return {
+            **super().config(site),
+            "training": training,
+            "momentum": float(site.attrs["momentum"]) if updates else 0.0,
+            "eps": float(site.attrs["eps"]),
+        }
+
+    def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
+        """Batch statistics need no running ones, which are updated before backward runs."""
+        unread = ("running_mean", "running_var") if config["training"] else ()
+        return [None if n in unread else v for n, v in operands.items()]
+
+    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        (c,) = super().product(operands, config)
+        if config["training"]:
+            return (c, *batch_stats(c))
+        return (c, c.new_empty(0), c.new_empty(0))
+
+    def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        (c,) = super().product_like(operands, config)
+        if not config["training"]:
+            return (c, c.new_empty(0), c.new_empty(0))
+        vector = c.new_empty(c.shape[1], dtype=accumulation_dtype((c.dtype,)))
+        return (c, vector, torch.empty_like(vector))
+
+    def z(self, operands: Operands, config: Config) -> Operand:
+        shifted: list[Operand] = [Arg("c"), Expr("mul", (Arg("mean"), -1.0))]
+        if operands["bias"] is not None and not config["training"]:
+            shifted.insert(1, Arg("bias"))
+        rstd = Expr("rsqrt", (Expr("add", (Arg("var"), Arg("eps"))),))
+        factors: list[Operand] = [Expr("add", tuple(shifted)), rstd]
+        if operands["gamma"] is not None:
+            factors[1] = Expr("mul", (rstd, Arg("gamma")))
+        scaled = Expr("mul", tuple(factors))
+        return scaled if operands["beta"] is None else Expr("add", (scaled, Arg("beta")))
+
+    def leaves(
+        self, operands: Operands, products: Sequence[Tensor], config: Config
+    ) -> dict[str, Tensor | float]:
+        c, mean, var = products
+        found: dict[str, Tensor | float] = {"c": c}
+        if operands["bias"] is not None and not config["training"]:
+            found["bias"] = operands["bias"]
+        if not config["training"]:
+            mean, var = operands["running_mean"], operands["running_var"]
+        found |= {"mean": mean, "var": var}
+        found |= {n: v for n in ("gamma", "beta") if (v := operands[n]) is not None}
+        found["eps"] = config["eps"]
+        return found
+
+    def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        c, bias = convolve(operands, config), operands["bias"]
+        biased = c if bias is None else c + self.spread(bias)
+        training, eps = config["training"], config["eps"]
+        mean, var = (None if training else operands[n] for n in ("running_mean", "running_var"))
+        gamma, beta = operands["gamma"], operands["beta"]
+        z = F.batch_norm(biased, mean, var, gamma, beta, training, 0.0, eps)
+        return (z, *batch_stats(c.detach())) if training else (z,)
+
+    def outputs(
+        self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
+    ) -> list[Tensor]:
+        """[y] or [y, new running_mean, new running_var], updated as PyTorch does: unbiased var."""
+        running_mean, running_var = operands["running_mean"], operands["running_var"]
+        if not config["training"] or running_mean is None or running_var is None:
+            return [y]
+        mean, var = (s.detach() for s in statistics)
+        if operands["bias"] is not None:
+            mean = mean + operands["bias"].detach()
+        count = y.shape[0] * y.shape[2] * y.shape[3]
+        var = var * (count / (count - 1))
+        m = config["momentum"]
+        pairs = ((running_mean, mean), (running_var, var))
+        return [y, *(((1 - m) * old + m * now).to(old.dtype) for old, now in pairs)]
+
+    def backward(
+        self,
+        operands: Operands,
+        products: Sequence[Tensor],
+        config: Config,
+        dz: Tensor,
+        needs: Mapping[str, bool],
+    ) -> dict[str, Tensor]:
+        c, mean, var = products
+        training = config["training"]
+        running_mean, running_var = operands["running_mean"], operands["running_var"]
+        if not training and operands["bias"] is not None:
+            c = c + self.spread(operands["bias"])
+        dc, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
+            dz.to(c.dtype),
+            c,
+            operands["gamma"],
+            running_mean,
+            running_var,
+            mean if training else None,
+            (var + config["eps"]).rsqrt() if training else None,
+            training,
+            config["eps"],
+            [True, needs["gamma"], needs["beta"]],
+        )
+        grads = super().backward(operands, products, config, dc, needs)
+        if needs["gamma"]:
+            grads["gamma"] = dgamma
+        if needs["beta"]:
+            grads["beta"] = dbeta
+        return grads

@@ -1,0 +1,59 @@
+"""z = x · weightᵀ + bias        x: [*, K], weight: [N, K], bias: [N] or None, z: [*, N]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser.anchors.base import Anchor, Config, Operands
+from fx_fuser.sites import Site
+from fx_fuser.spell import Arg, Operand
+
+
+class Linear(Anchor):
+    kind = "linear"
+    schema = "Tensor x, Tensor weight, Tensor? bias"
+
+    def config(self, site: Site) -> dict[str, Any]:
+        return {}
+
+    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        return (F.linear(operands["x"], operands["weight"], operands["bias"]),)
+
+    product_like = product
+    reference = product
+
+    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return c.new_empty(shape, dtype=dtype)
+
+    def z(self, operands: Operands, config: Config) -> Operand:
+        return Arg("c")
+
+    def leaves(
+        self, operands: Operands, products: Sequence[Tensor], config: Config
+    ) -> dict[str, Tensor | float]:
+        return {"c": products[0]}
+
+    def backward(
+        self,
+        operands: Operands,
+        products: Sequence[Tensor],
+        config: Config,
+        dz: Tensor,
+        needs: Mapping[str, bool],
+    ) -> dict[str, Tensor]:
+        x, weight, bias = (operands[n] for n in self.operands)
+        grads: dict[str, Tensor] = {}
+        if needs["bias"] and bias is not None:
+            grads["bias"] = dz.reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)
+        dz = dz.to(x.dtype)
+        if needs["x"]:
+            grads["x"] = dz @ weight
+        if needs["weight"]:
+            rows, cols = weight.shape
+            grads["weight"] = dz.reshape(-1, rows).t() @ x.reshape(-1, cols)
+        return grads

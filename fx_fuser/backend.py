@@ -1,0 +1,209 @@
+"""The backend, as its own diagram: find → check → plan → rewrite → inner compiler.
+
+`torch.compile(model, backend="fx_fuser")` calls `fx_fuser` with each graph Dynamo recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+from torch.fx import Graph, GraphModule, Node
+
+from fx_fuser import build, checks, native, ops, patterns, plan, rewrite
+from fx_fuser.match import Match, Refusal, find
+from fx_fuser.options import Options
+from fx_fuser.pattern import Check, Pattern, trace
+from fx_fuser.report import Report
+from fx_fuser.spell import View, meta_tensor
+
+log = logging.getLogger("fx_fuser.backend")
+
+# Higher-order ops whose body is ordinary model code, run as often as the call.
+_TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
+
+_registry: list[Pattern] = []
+
+
+def register_pattern(
+    source: Callable[..., Any], check: Check | None = None, name: str | None = None
+) -> Pattern:
+    """Add a pattern, for every compilation from now on.
+
+    source: an anchor followed by pointwise ops, see `fx_fuser.pattern`; it is traced once.
+    check: `check(match)` returns why a match must not be fused, or None.
+    name: of the op `torch.ops.fx_fuser.<name>`; default the function's own.
+    Raises PatternError if the source is no pattern, or the name taken by another one.
+    """
+    pattern = trace(source, check, name)
+    ops.define(pattern)
+    _registry[:] = [p for p in _registry if p.name != pattern.name] + [pattern]
+    _registry.sort(key=lambda p: (-p.size, p.name))
+    return pattern
+
+
+def registered_patterns() -> list[Pattern]:
+    """All patterns, in the order in which they are tried: largest first."""
+    return list(_registry)
+
+
+for _pattern in patterns.discover():
+    ops.define(_pattern)
+    _registry.append(_pattern)
+
+
+def fx_fuser(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; the backend function of `torch.compile`.
+
+    Raises OptionError for a bad option. Where fx_fuser itself fails, the user's own graph is
+    compiled and one warning says why; `options={"strict": True}` raises instead.
+    """
+    chosen = Options.parse(mode, options, [p.name for p in _registry])
+    compile_inner = chosen.inner_compiler()
+    with restorable(gm) as restore:
+        try:
+            outcome = fuse(gm, chosen)
+            outcome.report.publish()
+            if not outcome.matches:
+                return compile_inner(gm, example_inputs)
+            with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
+                compiled = compile_inner(gm, example_inputs)
+        except Exception as error:
+            # Dynamo's own exceptions steer its analysis (restart, skip the frame): not a failure.
+            if chosen.strict or isinstance(error, TorchDynamoException):
+                raise
+            restore()
+            warnings.warn(
+                f"fx_fuser leaves a graph unfused: {type(error).__name__}: {error}", stacklevel=2
+            )
+            log.info("the graph is compiled as the user wrote it", exc_info=True)
+            return compile_inner(gm, example_inputs)
+    for match in outcome.matches:
+        counters["fx_fuser"][match.pattern.name] += 1
+    return compiled
+
+
+@dataclass
+class Outcome:
+    """What `fuse` did: the report, and the matches that were rewritten."""
+
+    report: Report = field(default_factory=Report)
+    matches: list[Match] = field(default_factory=list)
+
+
+def fuse(gm: GraphModule, options: Options, only_report: bool = False) -> Outcome:
+    """Rewrite every match in the module's graph and in the bodies of its transparent regions.
+
+    Graphs are replaced, not edited: those in place before stay as they were.
+    """
+    outcome = Outcome()
+    active = [p for p in _registry if options.selects(p.name)]
+    for module in _bodies(gm):
+        graph = _copy(module.graph)
+        before = len(outcome.matches)
+        for match in _matches(graph, active, outcome.report):
+            outcome.matches.append(match)
+            outcome.report.add_match(match)
+            native = plan.runs_native(match, options)
+            rewrite.replace(match, ops.graph_call(match, native, plan.tf32_requested()))
+        if len(outcome.matches) > before and not only_report:
+            graph.lint()
+            module.graph = graph
+    if not only_report:
+        _build_kernels(outcome.matches)
+    return outcome
+
+
+def _copy(graph: Graph) -> Graph:
+    """A copy to edit. Dynamo hangs a placeholder's source on the node, where fx does not look."""
+    made = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, made.nodes):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return made
+
+
+def _matches(graph: Graph, active: Sequence[Pattern], report: Report) -> Iterator[Match]:
+    """Each match in turn; the caller rewrites it before the next is looked for."""
+    view = View(graph)
+    for node in list(view.nodes):
+        if node not in view.order:  # erased with an earlier match
+            continue
+        found = find(view, active, _fault_of, node)
+        if isinstance(found, Match):
+            yield found
+            view = View(graph)
+        elif isinstance(found, Refusal):
+            report.add_refusal(found)
+
+
+def _fault_of(match: Match) -> checks.Fault | None:
+    fault = checks.fault_of(match)
+    if fault is None:
+        reason = plan.unavailable(meta_tensor(match.site.node).device)  # type: ignore[union-attr]
+        fault = (match.root, reason) if reason else None
+    return fault
+
+
+def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
+    """The module itself, and the bodies of checkpointed and nested compile regions in it."""
+    yield gm
+    for node in gm.graph.nodes:
+        if node.op != "get_attr" or not node.users:
+            continue
+        body = getattr(gm, str(node.target), None)
+        if isinstance(body, GraphModule) and all(map(_is_transparent, node.users)):
+            yield from _bodies(body)
+
+
+def _is_transparent(node: Node) -> bool:
+    """A selective checkpoint policy (`context_fn`) names ops, so ours must not replace them."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name in _TRANSPARENT and "context_fn" not in node.meta and not _has_policy(node)
+
+
+def _has_policy(node: Node) -> bool:
+    return node.kwargs.get("context_fn") is not None or "_checkpoint_context_fn" in node.meta
+
+
+def _build_kernels(matches: Sequence[Match]) -> None:
+    """Compile what the rewritten graph will launch, all in one run of ninja."""
+    by_device: dict[torch.device, list[str]] = {}
+    for match in matches:
+        device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
+        if device.type == "cuda":
+            by_device.setdefault(device, []).append(ops.kernel_source(match))
+    for device, sources in by_device.items():
+        native.prepare(sources, device)
+
+
+def _cache_tag() -> str:
+    """Our part of Inductor's cache keys: it knows our ops by name only, not what they compute."""
+    user = ";".join(f"{p.name}={p.epilogue}" for p in _registry)
+    return f"{torch.compiler.config.cache_key_tag}fx_fuser:{build.fingerprint()}:{user}"
+
+
+@contextmanager
+def restorable(gm: GraphModule) -> Iterator[Callable[[], None]]:
+    """Yields a function that puts back the graphs the module and its bodies have now."""
+    originals = [(module, module.graph) for module in _bodies(gm)]
+
+    def restore() -> None:
+        for module, graph in originals:
+            module.graph = graph
+
+    yield restore

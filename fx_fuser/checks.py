@@ -1,0 +1,246 @@
+"""Is this match surely right?  One function a hazard; each returns the node at fault and why.
+
+The fused op stands where the last matched node stood, computes what all of them computed, and
+leaves nothing else behind. Every check here guards one way in which that could differ.
+Each docstring says what goes wrong without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fuser.epilogue import ANCHOR_DTYPES, CUDA_TYPES
+from fx_fuser.match import Match
+from fx_fuser.spell import (
+    called_in_place,
+    inputs_of,
+    is_number,
+    meta_tensor,
+    storages,
+    writes_of,
+)
+
+Fault = tuple[Node, str]
+
+
+def one_region(match: Match) -> Fault | None:
+    """Grad mode or autocast changes inside the match, or a functorch level is open.
+
+    Dropping an inner `no_grad` changed gradients; under `vmap` and `jvp` stock torch.compile works
+    and a rewritten graph raised.
+    """
+    region = match.view.region[match.root]
+    for node in sorted(match.nodes, key=match.view.order.__getitem__):
+        if match.view.region[node] != region:
+            return (
+                node,
+                f"grad mode, autocast or another mode changes between {node} and {match.root}",
+            )
+    level = region.functional_level()
+    if level is not None:
+        return level, "it is inside a functorch transform or a forward-mode AD level"
+    return None
+
+
+def inner_values_unused(match: Match) -> Fault | None:
+    """An inner value is needed elsewhere: it would no longer exist."""
+    for node in match.nodes - {match.root}:
+        for reader in match.view.readers[node]:
+            if reader not in match.nodes:
+                what = "returned" if reader.op == "output" else f"used by {reader}"
+                return node, f"the inner value {node} is also {what}"
+    return None
+
+
+def in_place_writes_stay_inside(match: Match) -> Fault | None:
+    """A matched in-place operation changes memory that something else can see."""
+    for node in match.nodes:
+        if not called_in_place(node):
+            continue
+        written = storages((node,))
+        for other in match.view.nodes:
+            if other not in match.nodes and storages((other,)) & written:
+                return node, f"{node} works in place on memory that {other} also shows"
+    return None
+
+
+def operands_unchanged(match: Match) -> Fault | None:
+    """Something between the first and the last matched node may write what the fused op reads.
+
+    `z = lin(x); x.add_(1); return z * sigmoid(z) * 2` came out wrong: the fused op runs last.
+    A write to a graph input may reach an operand through an alias that only the caller knows, so
+    it is refused too, unless it is an integer counter or BatchNorm's own statistics.
+    """
+    read = storages([*match.operands, *match.nodes])
+    for node in match.between():
+        for written in writes_of(node):
+            memory = storages((written,))
+            if memory & read or None in memory | read:
+                return node, f"{node} may change {written} before the fused op would read it"
+            tensor = meta_tensor(written)
+            counter = tensor is not None and not tensor.dtype.is_floating_point
+            spelled = match.view.spell(node)
+            own = counter or (spelled is not None and spelled.op == "batch_norm")
+            if not own and memory & _graph_inputs(match):
+                return node, f"{node} changes a graph input, which may share memory with an operand"
+    return None
+
+
+def _graph_inputs(match: Match) -> set[Any]:
+    return storages(n for n in match.view.nodes if n.op == "placeholder")
+
+
+def statistics_unseen(match: Match) -> Fault | None:
+    """Something between the batch_norm and the end of the match looks at the running statistics.
+
+    They are updated where the match ends; a `running_mean.clone()` taken before was wrong.
+    """
+    if not match.site.attrs.get("training"):
+        return None
+    names = ("running_mean", "running_var")
+    statistics = storages(o for n in names if (o := match.site.operands[n]) is not None)
+    start = match.view.order[match.site.node]
+    for node in match.between():
+        if match.view.order[node] > start and storages(inputs_of(node)) & statistics:
+            return node, f"{node} uses the running statistics before the match ends"
+    return None
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def plain_tensors(match: Match) -> Fault | None:
+    """A tensor of another class, layout or unknown kind: DTensor, sparse, quantized."""
+    for node in (*match.operands, *match.nodes):
+        tensor = meta_tensor(node)
+        if isinstance(node.meta.get("example_value"), (torch.SymFloat, torch.SymInt)):
+            return node, f"{node} is a number that changes from call to call"
+        if tensor is None:
+            return node, f"{node} is no tensor that is known when compiling"
+        if not isinstance(tensor, FakeTensor) and type(tensor) not in _PLAIN:
+            return node, f"{node} is a {type(tensor).__name__}, not a plain tensor"
+        if tensor.layout is not torch.strided:
+            return node, f"{node} has layout {tensor.layout}"
+    return None
+
+
+def known_dtypes(match: Match) -> Fault | None:
+    """A dtype the kernels do not take."""
+    for node in match.nodes:
+        dtype = meta_tensor(node).dtype  # type: ignore[union-attr]
+        if dtype not in ANCHOR_DTYPES:
+            return node, f"{node} has dtype {dtype}"
+    for node in match.operands:
+        dtype = meta_tensor(node).dtype  # type: ignore[union-attr]
+        if dtype not in CUDA_TYPES:
+            return node, f"the operand {node} has dtype {dtype}"
+    return None
+
+
+def one_device(match: Match) -> Fault | None:
+    """Operands on several devices; a 0-d CPU tensor beside CUDA tensors is legal."""
+    device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
+    if device.type not in ("cpu", "cuda"):
+        return match.site.node, f"device {device} has no kernels"
+    for node in match.operands:
+        tensor = meta_tensor(node)
+        assert tensor is not None
+        scalar = tensor.ndim == 0 and tensor.device.type == "cpu"
+        if tensor.device != device and not scalar:
+            return node, f"the operand {node} is on {tensor.device}, the anchor on {device}"
+    return None
+
+
+def shape_kept(match: Match) -> Fault | None:
+    """The result is larger than z, other than along the last dimension of a one-column Linear."""
+    z, y = meta_tensor(match.site.node), meta_tensor(match.root)
+    assert z is not None and y is not None
+    same_rank = z.ndim == y.ndim
+    if same_rank and all(statically_known_true(a == b) for a, b in zip(z.shape, y.shape)):
+        return None
+    gate = same_rank and match.site.kind == "linear" and z.shape[-1:] == (1,)
+    if gate and all(statically_known_true(a == b) for a, b in zip(z.shape[:-1], y.shape[:-1])):
+        return None
+    return match.root, f"the result has shape {tuple(y.shape)}, but z has {tuple(z.shape)}"
+
+
+def anchor_form(match: Match) -> Fault | None:
+    """Ranks and attributes that the anchor's op takes."""
+    site = match.site
+    x, weight = (meta_tensor(site.operands[n]) for n in ("x", "weight"))  # type: ignore[arg-type]
+    assert x is not None and weight is not None
+    if site.kind == "linear":
+        bias = site.operands["bias"]
+        if weight.ndim != 2 or x.ndim < 1:
+            return site.node, f"x has rank {x.ndim} and the weight {weight.ndim}; at least 1 and 2"
+        if bias is not None and meta_tensor(bias).ndim != 1:  # type: ignore[union-attr]
+            return site.node, f"the bias {bias} is no vector"
+        return None
+    if x.ndim != 4 or weight.ndim != 4:
+        return site.node, f"x has rank {x.ndim}, which is not 4: [N, C, H, W]"
+    for name in ("stride", "padding", "dilation", "groups"):
+        value = site.attrs[name]
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        fine = value in ("same", "valid") if isinstance(value, str) else all(map(is_number, parts))
+        if not fine:
+            return site.node, f"{name}={value} is not known when compiling"
+    return _batchnorm_form(match) if site.kind == "conv2d_batchnorm" else None
+
+
+def _batchnorm_form(match: Match) -> Fault | None:
+    site = match.site
+    if not isinstance(site.attrs["training"], bool) or not is_number(site.attrs["eps"]):
+        return site.node, "the batch_norm's mode or eps is not known when compiling"
+    tracked = site.operands["running_mean"] is not None
+    if tracked != (site.operands["running_var"] is not None):
+        return site.node, "only one of running_mean and running_var is given"
+    if not site.attrs["training"] and not tracked:
+        return site.node, "the batch_norm has neither batch nor running statistics"
+    if site.attrs["training"] and tracked and not is_number(site.attrs["momentum"]):
+        return site.node, f"momentum={site.attrs['momentum']} is not known when compiling"
+    return None
+
+
+def numbers_fit(match: Match) -> Fault | None:
+    """A Python number that no float can hold."""
+    for name, operand in match.wildcards.items():
+        if is_number(operand):
+            try:
+                math.isnan(operand)  # type: ignore[arg-type]
+            except OverflowError:
+                return match.root, f"the number bound to {name} is too large for a float"
+    return None
+
+
+def pattern_check(match: Match) -> Fault | None:
+    """The pattern's own condition."""
+    reason = match.pattern.check(match) if match.pattern.check else None
+    return (match.root, reason) if reason else None
+
+
+CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
+    plain_tensors,
+    one_region,
+    inner_values_unused,
+    in_place_writes_stay_inside,
+    operands_unchanged,
+    statistics_unseen,
+    known_dtypes,
+    one_device,
+    anchor_form,
+    shape_kept,
+    numbers_fit,
+    pattern_check,
+)
+
+
+def fault_of(match: Match) -> Fault | None:
+    """The first fault any check finds, or None."""
+    return next((f for check in CHECKS if (f := check(match)) is not None), None)

@@ -1,0 +1,55 @@
+"""explain(model, *inputs): what fx_fuser would fuse in this model, and why it would not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fx_fuser.backend import fuse, registered_patterns
+from fx_fuser.options import Options
+from fx_fuser.report import Report
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Trace `model(*inputs, **kwargs)` and report every site fused or refused.
+
+    The model runs once, unfused, on copies of the inputs; its buffers and the random state are put
+    back afterwards. options: as for the backend ("patterns" is the one that matters here).
+    Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table.
+    """
+    model = getattr(model, "_orig_mod", model)  # already compiled: look at what was
+    chosen = Options.parse(None, options, [p.name for p in registered_patterns()])
+    report = Report()
+
+    def look(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        report.extend(fuse(gm, chosen, only_report=True).report)
+        return gm.forward
+
+    with _unchanged(model):
+        torch.compile(model, backend=look)(*copy.deepcopy(inputs), **copy.deepcopy(kwargs))
+    return report
+
+
+@contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Puts back buffers and random state, which a forward pass in training mode changes."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    saved = [b.detach().clone() for b in buffers]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, saved):
+                    buffer.copy_(value)

@@ -1,0 +1,282 @@
+"""(site, pattern) → Match, or a Refusal that says why.
+
+Products and sums are matched as multisets: the target's nested `mul` (or `add`) nodes are opened
+until as many factors are there as the pattern has, and factors are assigned with backtracking.
+A structural fit becomes a Match only if every check of `fx_fuser.checks` passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fx_fuser.epilogue import OPS, Z
+from fx_fuser.pattern import Pattern
+from fx_fuser.sites import Site, site_at
+from fx_fuser.spell import Arg, Expr, Operand, View, is_number, meta_tensor
+
+_MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": math.fsum, "mul": math.prod}
+_COMMUTATIVE = ("minimum", "maximum")
+_MAX_DESCENDANTS = 64
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place where a pattern fits.
+
+    root: the last matched node, whose value the fused op replaces. nodes: all matched nodes.
+    wildcards: name → `Z`, a number, or the node of a tensor. view: the reading of its graph.
+    """
+
+    pattern: Pattern
+    site: Site
+    root: Node
+    nodes: frozenset[Node]
+    wildcards: dict[str, Operand]
+    view: View = field(repr=False)
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """Every tensor the fused op reads."""
+        own = [o for o in self.site.operands.values() if o is not None]
+        free = [o for o in self.wildcards.values() if isinstance(o, Node)]
+        return tuple(dict.fromkeys([*own, *free]))
+
+    @property
+    def first(self) -> Node:
+        return min(self.nodes, key=self.view.order.__getitem__)
+
+    def between(self) -> list[Node]:
+        """Nodes that run between the first and the last matched one and are not matched."""
+        span = self.view.nodes[self.view.order[self.first] : self.view.order[self.root]]
+        return [n for n in span if n not in self.nodes]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a pattern was not fused at a site. Falsy."""
+
+    pattern: Pattern
+    site: Site
+    node: Node
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+CheckAll = Callable[[Match], "tuple[Node, str] | None"]
+
+
+@dataclass(frozen=True)
+class _Binding:
+    wildcards: tuple[tuple[str, Operand], ...] = ()
+    nodes: frozenset[Node] = frozenset()
+
+    def bind(self, name: str, operand: Operand) -> _Binding | None:
+        """With the wildcard bound, or None if it already stands for something else."""
+        for known, value in self.wildcards:
+            if known == name:
+                same = value is operand or (is_number(value) and value == operand)
+                return self if same else None
+        return _Binding((*self.wildcards, (name, operand)), self.nodes)
+
+
+class _Unifier:
+    """Finds all ways in which an epilogue fits the graph after one site."""
+
+    def __init__(self, view: View, site: Site) -> None:
+        self.view = view
+        self.site = site
+
+    def fit(self, pattern: Operand, target: Operand, b: _Binding) -> Iterator[_Binding]:
+        if target is self.site.node:
+            target = Z
+        if isinstance(pattern, Arg):
+            if pattern == Z:
+                if target == Z:
+                    yield b
+            elif target == Z or isinstance(target, Node) or is_number(target):
+                bound = b.bind(pattern.name, target)
+                if bound is not None:
+                    yield bound
+        elif not isinstance(pattern, Expr):
+            if pattern is target or (is_number(target) and pattern == target):
+                yield b
+        else:
+            expr, nodes = self._open(target)
+            if expr is None or (expr.op, expr.attrs) != (pattern.op, pattern.attrs):
+                return
+            b = _Binding(b.wildcards, b.nodes | nodes)
+            if pattern.op in _MULTISET:
+                yield from self._terms(pattern, expr, b)
+            elif pattern.op in _COMMUTATIVE:
+                yield from self._assign(pattern.args, expr.args, b)
+            elif len(pattern.args) == len(expr.args):
+                yield from self._positional(pattern.args, expr.args, b)
+
+    def _open(self, target: Operand) -> tuple[Expr | None, frozenset[Node]]:
+        if isinstance(target, Node):
+            return self.view.spell(target), frozenset((target,))
+        return (target, frozenset()) if isinstance(target, Expr) else (None, frozenset())
+
+    def _positional(
+        self, patterns: Sequence[Operand], targets: Sequence[Operand], b: _Binding
+    ) -> Iterator[_Binding]:
+        if not patterns:
+            yield b
+            return
+        for fitted in self.fit(patterns[0], targets[0], b):
+            yield from self._positional(patterns[1:], targets[1:], fitted)
+
+    def _assign(
+        self, patterns: Sequence[Operand], targets: Sequence[Operand], b: _Binding
+    ) -> Iterator[_Binding]:
+        """Each pattern to one target, the most specific patterns first."""
+        if not patterns:
+            yield b
+            return
+        for i, target in enumerate(targets):
+            for fitted in self.fit(patterns[0], target, b):
+                rest = (*targets[:i], *targets[i + 1 :])
+                yield from self._assign(patterns[1:], rest, fitted)
+
+    def _terms(self, pattern: Expr, expr: Expr, b: _Binding) -> Iterator[_Binding]:
+        wanted = sorted(pattern.args, key=_specificity)
+        for terms, nodes in self._cuts(expr, len(wanted)):
+            terms = _fold_numbers(expr.op, terms, len(wanted))
+            if len(terms) == len(wanted):
+                yield from self._assign(wanted, terms, _Binding(b.wildcards, b.nodes | nodes))
+
+    def _cuts(
+        self, expr: Expr, limit: int
+    ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
+        """All ways to write a nested sum or product flat, opening some of its inner nodes."""
+        choices = [list(self._openings(expr.op, arg, limit)) for arg in expr.args]
+        for chosen in itertools.product(*choices):
+            terms = tuple(t for part, _ in chosen for t in part)
+            if len([t for t in terms if not is_number(t)]) <= limit:
+                yield terms, frozenset().union(*(nodes for _, nodes in chosen))
+
+    def _openings(
+        self, op: str, operand: Operand, limit: int
+    ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
+        expr, nodes = (None, frozenset()) if operand is self.site.node else self._open(operand)
+        same = expr is not None and expr.op == op and all(map(_is_floating, nodes))
+        if expr is not None and same:
+            for terms, inner in self._cuts(expr, limit):
+                yield terms, inner | nodes
+        yield (operand,), frozenset()
+
+
+def _is_floating(node: Node) -> bool:
+    """Integer products wrap around; opening one would change its value."""
+    tensor = meta_tensor(node)
+    return tensor is not None and tensor.dtype.is_floating_point
+
+
+def _specificity(pattern: Operand) -> int:
+    if isinstance(pattern, Expr):
+        return 0
+    return 2 if isinstance(pattern, Arg) and pattern != Z else 1
+
+
+def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Operand, ...]:
+    """Several numbers as one, where there are more terms than the pattern has."""
+    numbers = [t for t in terms if is_number(t)]
+    if len(terms) <= limit or len(numbers) < 2:
+        return terms
+    return (*(t for t in terms if not is_number(t)), _MULTISET[op](numbers))
+
+
+def _descendants(view: View, site: Site) -> list[Node]:
+    """Nodes an epilogue of this site may end at, the last first."""
+    found: dict[Node, None] = {}
+    queue = [site.node]
+    while queue and len(found) < _MAX_DESCENDANTS:
+        for reader in view.readers[queue.pop(0)]:
+            expr = view.spell(reader)
+            if expr is not None and expr.op in OPS and reader not in found:
+                found[reader] = None
+                queue.append(reader)
+    return sorted(found, key=view.order.__getitem__, reverse=True)
+
+
+def _fits(view: View, site: Site, pattern: Pattern, root: Node) -> Iterator[Match]:
+    for b in _Unifier(view, site).fit(pattern.epilogue, root, _Binding()):
+        nodes = b.nodes | set(site.nodes)
+        wildcards = {name: _as_tensor(operand) for name, operand in b.wildcards}
+        if not any(w in nodes for w in wildcards.values() if isinstance(w, Node)):
+            yield Match(pattern, site, root, nodes, wildcards, view)
+
+
+def _as_tensor(operand: Operand) -> Operand:
+    """The 0-d tensor behind a number that changes from call to call.
+
+    Dynamo passes a Python float that has changed as a tensor and takes its `item()`. Giving a
+    SymFloat to a `float` argument would recompile for every value; a 0-d tensor does not.
+    """
+    if not isinstance(operand, Node) or (operand.op, operand.target) != ("call_method", "item"):
+        return operand
+    scalar = operand.args[0]
+    tensor = meta_tensor(scalar) if isinstance(scalar, Node) else None
+    detached = tensor is not None and tensor.ndim == 0 and not tensor.requires_grad
+    is_float = isinstance(operand.meta.get("example_value"), torch.SymFloat)
+    return scalar if detached and is_float else operand  # type: ignore[return-value]
+
+
+def find(
+    view: View, patterns: Sequence[Pattern], check: CheckAll, node: Node
+) -> Match | Refusal | None:
+    """The first match at the anchor whose value `node` is.
+
+    check: match → why it must not be fused, with the node at fault, or None.
+    Returns a Refusal if a pattern fitted, wholly or nearly, and None if there is nothing to say.
+    """
+    site = site_at(view, node)
+    if site is None:
+        return None
+    own = [p for p in patterns if p.kind == site.kind]
+    refusal: Refusal | None = None
+    descendants = _descendants(view, site)
+    for root, pattern in itertools.product(descendants, own):
+        for match in _fits(view, site, pattern, root):
+            fault = check(match)
+            if fault is None:
+                return match
+            refusal = refusal or Refusal(pattern, site, *fault)
+    return refusal or _near_miss(view, site, own, descendants)
+
+
+def _near_miss(
+    view: View, site: Site, patterns: Sequence[Pattern], descendants: Sequence[Node]
+) -> Refusal | None:
+    """The pattern that got furthest past the anchor, if one did."""
+    unifier = _Unifier(view, site)
+    for pattern in patterns:
+        for part in _parts(pattern.epilogue):
+            for node in descendants:
+                if any(True for _ in unifier.fit(part, node, _Binding())):
+                    reason = f"{part} is there, but nothing that makes it {pattern.epilogue}"
+                    return Refusal(pattern, site, node, reason)
+        if len(site.nodes) > 1:  # conv2d → batch_norm is itself half of a pattern
+            after = ", ".join(r.name for r in view.readers[site.node]) or "nothing"
+            reason = (
+                f"z is there, but followed by {after}, which does not make it {pattern.epilogue}"
+            )
+            return Refusal(pattern, site, site.node, reason)
+    return None
+
+
+def _parts(epilogue: Operand) -> list[Expr]:
+    """Proper subexpressions of an epilogue that hold z, the largest first."""
+    if not isinstance(epilogue, Expr):
+        return []
+    below = [a for a in epilogue.args if isinstance(a, Expr)]
+    return below + [p for a in below for p in _parts(a)]

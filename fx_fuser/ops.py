@@ -1,0 +1,380 @@
+"""The torch.library side: one composite op a pattern, one kernel op an anchor, one autograd rule.
+
+The graph calls `torch.ops.fx_fuser.<pattern>`. It is CompositeImplicitAutograd: AOTAutograd looks
+through it and sees, on CUDA, the *kernel op* of the anchor (`fx_fuser::linear_kernel`), which has
+no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
+torch ops. On CPU it sees the pattern's plain torch ops, for the inner compiler to fuse.
+
+Arguments, after those of the anchor's own schema:
+
+    t, s, kinds   the wildcards. kinds has a letter for each: z the pre-activation itself (nothing
+                  is passed), t the tensor t[i], s the number s[i].
+    compute       dtype of the anchor's product (under autocast not that of x)
+    out           dtype of the result
+    native        kernel op and autograd.Function, or plain torch ops
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fx_fuser import native
+from fx_fuser.anchors import ANCHORS, Anchor
+from fx_fuser.epilogue import (
+    Z,
+    accumulation_dtype,
+    cuda_source,
+    evaluate,
+    substitute,
+)
+from fx_fuser.errors import PatternError
+from fx_fuser.match import Match
+from fx_fuser.pattern import Pattern
+from fx_fuser.rewrite import Call
+from fx_fuser.spell import Operand, is_number, meta_tensor
+
+_LIBRARY = torch.library.Library("fx_fuser", "DEF")
+_PATTERNS: dict[str, Pattern] = {}
+_WILDCARD_SCHEMA = "Tensor?[] t, float[] s, str kinds"
+
+
+# ---- the epilogue, applied ------------------------------------------------------------------
+
+
+def _wildcard_values(
+    pattern: Pattern, t: Sequence[Tensor | None], s: Sequence[float], kinds: str
+) -> dict[str, Any]:
+    """name → `Z`, tensor or number."""
+    choice = {"z": lambda i: Z, "t": lambda i: t[i], "s": lambda i: s[i]}
+    return {name: choice[kind](i) for i, (name, kind) in enumerate(zip(pattern.wildcards, kinds))}
+
+
+def _epilogue(pattern: Pattern, kinds: str) -> Operand:
+    """The pattern's epilogue with the wildcards that are z replaced by it."""
+    return substitute(
+        pattern.epilogue, {n: Z for n, kind in zip(pattern.wildcards, kinds) if kind == "z"}
+    )
+
+
+def _apply(
+    pattern: Pattern, kinds: str, z: Any, wildcards: Mapping[str, Any], dtype: torch.dtype
+) -> Tensor:
+    """The epilogue in plain torch ops: accumulation dtype inside, one rounding at the end."""
+    tensors = [v for v in (z, *wildcards.values()) if isinstance(v, Tensor)]
+    acc = accumulation_dtype([*(v.dtype for v in tensors), dtype])
+    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
+    return evaluate(_epilogue(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
+
+
+@functools.cache
+def _source(
+    pattern: str,
+    z: Operand,
+    kinds: str,
+    tensors: tuple[tuple[str, torch.dtype], ...],
+    scalars: tuple[str, ...],
+    out: torch.dtype,
+) -> str:
+    expr = substitute(_epilogue(_PATTERNS[pattern], kinds), {"z": z})
+    return cuda_source(expr, dict(tensors), scalars, out, f"pattern {pattern}")
+
+
+def _leaf_source(
+    pattern: Pattern, z: Operand, kinds: str, leaves: Mapping[str, Any], out: torch.dtype
+) -> str:
+    """CUDA text for these leaves; 0-d CPU tensors travel as numbers."""
+    tensors = tuple((n, v.dtype) for n, v in leaves.items() if not _travels_as_number(v))
+    scalars = tuple(n for n, v in leaves.items() if _travels_as_number(v))
+    return _source(pattern.name, z, kinds, tensors, scalars, out)
+
+
+def _travels_as_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
+
+
+def _finish(
+    pattern: Pattern,
+    kinds: str,
+    anchor: Anchor,
+    operands: Mapping[str, Tensor | None],
+    products: Sequence[Tensor],
+    config: Mapping[str, Any],
+    wildcards: Mapping[str, Any],
+    out: Tensor,
+) -> None:
+    """out ← epilogue(z(products)), in one pass over memory."""
+    z = anchor.z(operands, config)
+    leaves = anchor.leaves(operands, products, config)
+    if out.device.type == "cpu":
+        values = _spread(anchor, leaves)
+        acc = accumulation_dtype([v.dtype for v in values.values() if isinstance(v, Tensor)])
+        wide = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in values.items()}
+        out.copy_(_apply(pattern, kinds, evaluate(z, wide), wildcards, out.dtype))
+        return
+    free = {n: v for n, v in wildcards.items() if v is not Z}
+    source = _leaf_source(pattern, z, kinds, {**leaves, **free}, out.dtype)
+    values = {**_spread(anchor, leaves), **free}
+    tensors: list[Tensor] = []
+    scalars: list[float] = []
+    for value in values.values():
+        if isinstance(value, Tensor) and not _travels_as_number(value):
+            tensors.append(value)
+        else:
+            scalars.append(float(value))
+    native.pointwise(source, out, tensors, scalars)
+
+
+def _spread(anchor: Anchor, leaves: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    return {
+        n: anchor.spread(v) if isinstance(v, Tensor) and n != "c" else v for n, v in leaves.items()
+    }
+
+
+def cuda_text(
+    pattern: Pattern, kinds: str, dtypes: Mapping[str, torch.dtype], **config: Any
+) -> str:
+    """The kernel that the pattern's op runs on CUDA: generated text, for reading and building.
+
+    dtypes: name → dtype of each operand of the anchor that is present and of each tensor wildcard;
+    "c" is the product's (default x's), "out" the result's (default c's).
+    config: the anchor's configuration, as far as z depends on it (`training`, `eps`).
+    """
+    anchor = ANCHORS[pattern.kind]
+    c = dtypes.get("c", dtypes["x"])
+    config = {"training": False, "eps": 1e-5, **config}
+    like = {n: torch.empty(1, dtype=d, device="meta") for n, d in dtypes.items()}
+    operands = {n: like.get(n) for n in anchor.operands}
+    statistic = torch.empty(1, dtype=accumulation_dtype((c,)), device="meta")
+    products = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
+    leaves = anchor.leaves(operands, products[: len(anchor.products)], config)
+    free = {
+        n: 0.0 if kind == "s" else like[n]
+        for n, kind in zip(pattern.wildcards, kinds)
+        if kind != "z"
+    }
+    out = dtypes.get("out", c)
+    return _leaf_source(pattern, anchor.z(operands, config), kinds, {**leaves, **free}, out)
+
+
+# ---- kernel ops: one an anchor, no autograd key ---------------------------------------------
+
+
+def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Positional op arguments → operands, configuration, the rest."""
+    names = [a.split()[-1] for a in anchor.schema.split(", ")]
+    values = dict(zip(names, args))
+    operands = {n: values.pop(n) for n in anchor.operands}
+    return operands, values, list(args[len(names) :])
+
+
+def _run_kernel(anchor: Anchor, args: Sequence[Any], fake: bool) -> tuple[Tensor, ...]:
+    operands, config, (t, s, kinds, name, out_dtype, save) = _split(anchor, args)
+    pattern = _PATTERNS[name]
+    wildcards = _wildcard_values(pattern, t, s, kinds)
+    products = (anchor.product_like if fake else anchor.product)(operands, config)
+    c = products[0]
+    shape = torch.broadcast_shapes(c.shape, *(v.shape for v in t if v is not None))
+    in_place = not save and c.dtype == out_dtype and shape == c.shape
+    out = c if in_place else anchor.empty_output(c, shape, out_dtype)
+    if not fake:
+        _finish(pattern, kinds, anchor, operands, products, config, wildcards, out)
+    kept = c if save else c.new_empty(0)
+    return (out, kept, *products[1:])
+
+
+def _define_kernel(anchor: Anchor) -> None:
+    name = f"{anchor.kind}_kernel"
+    returns = ", ".join(f"Tensor {p}" for p in ("y", *anchor.products))
+    _LIBRARY.define(
+        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, ScalarType out, bool save)"
+        f" -> ({returns})"
+    )
+    real = functools.partial(_kernel_entry, anchor, False)
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, real, device)
+    fake = functools.partial(_kernel_entry, anchor, True)
+    torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
+
+
+def _kernel_entry(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
+    return _run_kernel(anchor, args, fake)
+
+
+# ---- autograd -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a fused call is, apart from its tensors."""
+
+    pattern: Pattern
+    config: dict[str, Any]
+    s: list[float]
+    kinds: str
+    out: torch.dtype
+
+    @property
+    def anchor(self) -> Anchor:
+        return ANCHORS[self.pattern.kind]
+
+    def run(
+        self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None], save: bool
+    ) -> tuple[Tensor, ...]:
+        op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_kernel").default
+        tail = (list(t), self.s, self.kinds, self.pattern.name, self.out, save)
+        return op(*operands, *self.config.values(), *tail)
+
+
+class _Fused(torch.autograd.Function):
+    """The fused op with gradients: saves its products, derives the epilogue with vjp."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        count = len(call.anchor.operands)
+        y, *products = call.run(tensors[:count], tensors[count:], save=True)
+        ctx.call = call
+        ctx.save_for_backward(*tensors, *products)
+        statistics = products[1:]
+        ctx.mark_non_differentiable(*statistics)
+        return (y, *statistics)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        anchor, pattern = call.anchor, call.pattern
+        saved = list(ctx.saved_tensors)
+        products = [saved.pop() for _ in anchor.products][::-1]
+        count = len(anchor.operands)
+        operands = dict(zip(anchor.operands, saved[:count]))
+        t = saved[count:]
+        needs = ctx.needs_input_grad[1:]
+        needs_t = needs[count:]
+        with torch.autocast(dy.device.type, enabled=False):
+            values = _spread(anchor, anchor.leaves(operands, products, call.config))
+            floats = [v.dtype for v in (*values.values(), *t) if isinstance(v, Tensor)]
+            acc = accumulation_dtype([*floats, call.out])
+            values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in values.items()}
+            z = evaluate(anchor.z(operands, call.config), values)
+            wanted = [i for i, need in enumerate(needs_t) if need]
+
+            def epilogue(z: Tensor, *free: Tensor) -> Tensor:
+                tensors = list(t)
+                for i, tensor in zip(wanted, free):
+                    tensors[i] = tensor
+                wildcards = _wildcard_values(pattern, tensors, call.s, call.kinds)
+                return _apply(pattern, call.kinds, z, wildcards, acc)
+
+            pull = torch.func.vjp(epilogue, z, *(t[i].to(acc) for i in wanted))[1]
+            dz, *dfree = pull(dy.to(acc))
+            of_name = dict(zip(anchor.operands, needs))
+            grads: dict[str, Tensor] = {}
+            if any(of_name.values()):
+                grads = anchor.backward(operands, products, call.config, dz, of_name)
+            dt: list[Tensor | None] = [None] * len(t)
+            for i, grad in zip(wanted, dfree):
+                dt[i] = grad.to(t[i].dtype).to(t[i].device)
+        return (None, *(grads.get(n) for n in anchor.operands), *dt)
+
+
+# ---- composite ops: one a pattern, what the graph calls -------------------------------------
+
+
+def _composite(pattern: Pattern, *args: Any) -> list[Tensor]:
+    anchor = ANCHORS[pattern.kind]
+    operands, config, (t, s, kinds, compute, out, native) = _split(anchor, args)
+    with torch.autocast(operands["x"].device.type, enabled=False):
+        for name in anchor.cast:
+            if operands[name] is not None:
+                operands[name] = operands[name].to(compute)
+        call = _Call(pattern, config, list(s), kinds, out)
+        tensors = [*anchor.kernel_operands(operands, config), *t]
+        if not native:
+            z, *statistics = anchor.reference(operands, config)
+            y = _apply(pattern, kinds, z, _wildcard_values(pattern, t, s, kinds), out)
+        elif torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
+            y, *statistics = _Fused.apply(call, *tensors)
+        else:
+            y, _, *statistics = call.run(tensors[: len(operands)], t, save=False)
+        return anchor.outputs(y, statistics, operands, config)
+
+
+def define(pattern: Pattern) -> None:
+    """Make `torch.ops.fx_fuser.<pattern.name>`. The same pattern twice is one; another raises."""
+    known = _PATTERNS.get(pattern.name)
+    if known is not None:
+        if (known.kind, known.epilogue, known.wildcards) == (
+            pattern.kind,
+            pattern.epilogue,
+            pattern.wildcards,
+        ):
+            _PATTERNS[pattern.name] = pattern
+            return
+        raise PatternError(
+            f"a pattern named {pattern.name!r} exists and computes {known.epilogue}; "
+            "give the new one another name"
+        )
+    schema = ANCHORS[pattern.kind].schema
+    _LIBRARY.define(
+        f"{pattern.name}({schema}, {_WILDCARD_SCHEMA}, ScalarType compute, ScalarType out, "
+        "bool native) -> Tensor[]"
+    )
+    _LIBRARY.impl(pattern.name, functools.partial(_composite, pattern), "CompositeImplicitAutograd")
+    _PATTERNS[pattern.name] = pattern
+
+
+for _anchor in ANCHORS.values():
+    _define_kernel(_anchor)
+
+
+# ---- from a match to a call -----------------------------------------------------------------
+
+
+def graph_call(match: Match, native: bool, tf32: bool) -> Call:
+    """The composite op's arguments for this match."""
+    pattern, site = match.pattern, match.site
+    anchor = ANCHORS[pattern.kind]
+    config = anchor.config(site)
+    if "bool tf32" in anchor.schema:
+        config["tf32"] = tf32
+    order = [a.split()[-1] for a in anchor.schema.split(", ")]
+    values = {**site.operands, **config}
+    t, s, kinds = _wildcards(match)
+    compute = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
+    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
+    args = (*(values[n] for n in order), t, s, kinds, compute, out, native)
+    tracked = config.get("training") and site.operands["running_mean"] is not None
+    results = (site.operands["running_mean"], site.operands["running_var"]) if tracked else ()
+    return Call(getattr(torch.ops.fx_fuser, pattern.name).default, args, results)
+
+
+def _wildcards(match: Match) -> tuple[list[Any], list[float], str]:
+    values = [match.wildcards[n] for n in match.pattern.wildcards]
+    kinds = "".join("z" if v == Z else "s" if is_number(v) else "t" for v in values)
+    t = [v if kind == "t" else None for v, kind in zip(values, kinds)]
+    s = [float(v) if kind == "s" else 0.0 for v, kind in zip(values, kinds)]  # type: ignore[arg-type]
+    return t, s, kinds
+
+
+def kernel_source(match: Match) -> str:
+    """The generated CUDA translation unit this match needs."""
+    _, _, kinds = _wildcards(match)
+    anchor = ANCHORS[match.pattern.kind]
+    c = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
+    dtypes = {"c": c, "out": meta_tensor(match.root).dtype}  # type: ignore[union-attr]
+    for name, node in (*match.site.operands.items(), *match.wildcards.items()):
+        tensor = meta_tensor(node) if isinstance(node, torch.fx.Node) else None
+        if tensor is None:
+            continue
+        dtypes[name] = c if name in anchor.cast else tensor.dtype
+        if name in match.wildcards and _travels_as_number(tensor):
+            i = match.pattern.wildcards.index(name)
+            kinds = kinds[:i] + "s" + kinds[i + 1 :]
+    return cuda_text(match.pattern, kinds, dtypes, training=match.site.attrs.get("training", False))

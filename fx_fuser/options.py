@@ -1,0 +1,108 @@
+"""Every option of the backend: its name, type, default and error."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+
+from fx_fuser.errors import OptionError
+
+INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`torch.compile(model, backend="fx_fuser", options={...})`.
+
+    inner: compiler of the rewritten graph: "inductor", "aot_eager" or "eager".
+    strict: raise where fx_fuser itself fails, instead of a warning and the user's own graph.
+    mode: a mode of Inductor ("reduce-overhead", "max-autotune", …), as `torch.compile(mode=)`.
+    patterns: names of the patterns to use, or with a leading "-" not to use; None: all.
+    cpu_ops: on CPU too, run kernel ops and their autograd rule (reference implementation).
+    inductor: all other keys; they must be options of `torch._inductor.config`.
+    """
+
+    inner: str = "inductor"
+    strict: bool = False
+    mode: str | None = None
+    patterns: tuple[str, ...] | None = None
+    cpu_ops: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(
+        cls, mode: str | None, options: Mapping[str, Any] | None, known: Sequence[str]
+    ) -> Options:
+        """Check what the user gave; `known` are the names of the patterns there are."""
+        given = dict(options or {})
+        own = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
+        values = {key: given.pop(key) for key in list(given) if key in own}
+        if mode is not None:
+            values.setdefault("mode", mode)
+        if isinstance(values.get("patterns"), list):
+            values["patterns"] = tuple(values["patterns"])
+        made = cls(**values, inductor=given)
+        made._check_types()
+        made._check_inductor_keys(sorted(own))
+        made._check_patterns(known)
+        return made
+
+    def _check_types(self) -> None:
+        expected: dict[str, tuple[Any, str]] = {
+            "inner": (str, f"one of {', '.join(INNER_COMPILERS)}"),
+            "strict": (bool, "True or False"),
+            "mode": ((str, type(None)), "the name of an Inductor mode"),
+            "patterns": ((tuple, type(None)), "a list of pattern names"),
+            "cpu_ops": (bool, "True or False"),
+        }
+        for name, (types, remedy) in expected.items():
+            value = getattr(self, name)
+            if not isinstance(value, types):
+                raise OptionError(f"option {name!r} is {value!r}; give {remedy}")
+        if self.inner not in INNER_COMPILERS:
+            raise OptionError(
+                f"option 'inner' is {self.inner!r}; give one of {', '.join(INNER_COMPILERS)}"
+            )
+        if self.mode not in (None, "default"):
+            if self.inner != "inductor":
+                raise OptionError(
+                    f"mode {self.mode!r} is Inductor's, but 'inner' is {self.inner!r}"
+                )
+            modes = torch._inductor.list_mode_options()
+            if self.mode not in modes:
+                raise OptionError(f"mode is {self.mode!r}; give one of {', '.join(modes)}")
+
+    def _check_inductor_keys(self, own: Sequence[str]) -> None:
+        if not self.inductor:
+            return
+        stock = torch._inductor.list_options()
+        for key in self.inductor:
+            if self.inner == "inductor" and key.replace("-", "_") in stock:
+                continue
+            near = difflib.get_close_matches(key, [*own, *stock], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fx_fuser's are {', '.join(own)}"
+            raise OptionError(f"unknown option {key!r}; {hint}")
+
+    def _check_patterns(self, known: Sequence[str]) -> None:
+        for name in self.patterns or ():
+            if not isinstance(name, str) or name.removeprefix("-") not in known:
+                raise OptionError(f"option 'patterns' names {name!r}; there are {', '.join(known)}")
+
+    def selects(self, pattern: str) -> bool:
+        """Is the pattern to be used? Without a positive name, all are that are not disabled."""
+        if self.patterns is None:
+            return True
+        positive = [n for n in self.patterns if not n.startswith("-")]
+        return f"-{pattern}" not in self.patterns and (not positive or pattern in positive)
+
+    def inner_compiler(self) -> Callable[..., Any]:
+        """(graph module, example inputs) → compiled function."""
+        if self.inner == "inductor":
+            return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
+        return lookup_backend(self.inner)

@@ -1,0 +1,141 @@
+"""A pattern is a Python function: an anchor, then a free pointwise epilogue.
+
+    def source(x, weight, bias, a, b):
+        z = F.linear(x, weight, bias)
+        return torch.sigmoid(z) * a * b
+
+It is traced once. The anchor is what `fx_fuser.sites` finds in the trace; whatever follows is the
+epilogue, an expression over z and the parameters that are no operand of the anchor (wildcards).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.fx
+from torch.fx import Node
+
+from fx_fuser.epilogue import OPS, Z, flatten, leaves
+from fx_fuser.errors import PatternError
+from fx_fuser.sites import Site, site_at
+from fx_fuser.spell import Arg, Expr, Operand, View, is_number
+
+if TYPE_CHECKING:
+    from fx_fuser.match import Match
+
+Check = Callable[["Match"], "str | None"]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What is searched for, and what is put in its place.
+
+    name: also the name of its op, `torch.ops.fx_fuser.<name>`.
+    kind: the anchor's kind, a name of `fx_fuser.sites`' table.
+    epilogue: expression over `Z` and the wildcards, products and sums flattened.
+    wildcards: names in the order of the source's signature.
+    check: further conditions on a match; returns why it must not be fused, or None.
+    """
+
+    name: str
+    kind: str
+    epilogue: Expr
+    wildcards: tuple[str, ...]
+    source: Callable[..., Any]
+    check: Check | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of operations in the epilogue; larger patterns are tried first."""
+
+        def count(e: Operand) -> int:
+            if not isinstance(e, Expr):
+                return 0
+            own = len(e.args) - 1 if e.op in ("add", "mul") else 1
+            return own + sum(map(count, e.args))
+
+        return count(self.epilogue)
+
+
+def trace(
+    source: Callable[..., Any], check: Check | None = None, name: str | None = None
+) -> Pattern:
+    """Trace `source` into a `Pattern`; raise PatternError where it is none.
+
+    name: default, the function's own name, or its module's where that is just `source`.
+    """
+    name = name or _default_name(source)
+    if not name.isidentifier():
+        raise PatternError(f"pattern name {name!r} is no Python identifier: pass another `name=`")
+    for parameter in inspect.signature(source).parameters.values():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise PatternError(
+                f"pattern {name}: parameter {parameter} is not a plain positional one; "
+                "give every operand its own name"
+            )
+    try:
+        view = View(torch.fx.symbolic_trace(source).graph)
+    except Exception as e:
+        raise PatternError(
+            f"pattern {name}: torch.fx could not trace its source ({type(e).__name__}: {e}); "
+            "use torch functions on the parameters, without control flow on their values"
+        ) from e
+    result = next(n for n in view.nodes if n.op == "output").args[0]
+    site = _only_site(view, name)
+    operands = {o for o in site.operands.values() if o is not None}
+    free = [n for n in view.nodes if n.op == "placeholder" and n not in operands]
+    for operand in operands:
+        if operand.op != "placeholder":
+            raise PatternError(
+                f"pattern {name}: the anchor's operand {operand} is computed; "
+                "an anchor takes parameters of the source as they are"
+            )
+    epilogue = flatten(_epilogue(view, result, site, name))
+    if not isinstance(epilogue, Expr) or "z" not in leaves(epilogue):
+        raise PatternError(f"pattern {name}: nothing pointwise follows the {site.kind}")
+    wildcards = tuple(str(n.target) for n in free)
+    for wildcard in wildcards:
+        if wildcard not in leaves(epilogue):
+            raise PatternError(f"pattern {name}: its parameter {wildcard!r} is not used")
+        if wildcard == "z":
+            raise PatternError(
+                f"pattern {name}: 'z' names the anchor's value; rename the parameter"
+            )
+    return Pattern(name, site.kind, epilogue, wildcards, source, check)
+
+
+def _default_name(source: Callable[..., Any]) -> str:
+    name = getattr(source, "__name__", "")
+    return source.__module__.rpartition(".")[2] if name == "source" else name
+
+
+def _only_site(view: View, name: str) -> Site:
+    sites = [s for s in (site_at(view, n) for n in view.nodes) if s is not None]
+    inner = {n for s in sites for n in s.nodes if n is not s.node}
+    outer = [s for s in sites if s.node not in inner]
+    if len(outer) != 1:
+        raise PatternError(
+            f"pattern {name}: it has {len(outer)} anchors ({', '.join(s.kind for s in outer)}); "
+            "a pattern has one F.linear, F.conv2d or F.batch_norm(F.conv2d(...))"
+        )
+    return outer[0]
+
+
+def _epilogue(view: View, value: Any, site: Site, name: str) -> Operand:
+    if value is site.node:
+        return Z
+    if value is None or is_number(value):
+        return value
+    if isinstance(value, Node) and value.op == "placeholder":
+        return Arg(str(value.target))
+    expr = view.spell(value) if isinstance(value, Node) else value
+    if not isinstance(expr, Expr) or expr.op not in OPS:
+        known = ", ".join(sorted(OPS))
+        what = getattr(value, "target", value) if expr is None else getattr(expr, "op", expr)
+        raise PatternError(
+            f"pattern {name}: {getattr(what, '__name__', what)} is no epilogue op. Known: {known}"
+        )
+    return Expr(expr.op, tuple(_epilogue(view, a, site, name) for a in expr.args), expr.attrs)
