@@ -267,13 +267,13 @@ def _pull_back(
     """
     with torch.enable_grad():
         z = z.detach().requires_grad_()
+        free = [t[i].to(z.dtype).detach().requires_grad_() for i in wanted]  # type: ignore[union-attr]
         tensors = list(t)
-        for i in wanted:
-            tensors[i] = t[i].to(z.dtype).detach().requires_grad_()  # type: ignore[union-attr]
+        for i, tensor in zip(wanted, free):
+            tensors[i] = tensor
         wildcards = _wildcard_values(call.pattern, tensors, call.s, call.kinds)
         y = _apply(call.pattern, call.kinds, z, wildcards, z.dtype)
-        free = [tensors[i] for i in wanted]
-        return torch.autograd.grad(y, [z, *free], dy, materialize_grads=True)  # type: ignore[list-item]
+        return torch.autograd.grad(y, [z, *free], dy, materialize_grads=True)
 
 
 class _Fused(torch.autograd.Function):
