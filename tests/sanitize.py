@@ -1,4 +1,4 @@
-"""Every native kernel on small shapes: `PYTHONPATH=. compute-sanitizer python tests/sanitize.py`."""
+"""The native kernels on small shapes: `PYTHONPATH=. compute-sanitizer python tests/sanitize.py`."""
 
 import torch
 from native_cases import SMALL_CASES

@@ -204,17 +204,20 @@ def test_values(name, dtype):
     out, check_guards = guarded_like(inputs[0])
     native.pointwise(source, out, inputs, scalars)
     check_guards()
+    # What the arithmetic and the one rounding at the end may do to a result.
+    acc_eps = torch.finfo(torch.float64 if acc == "double" else torch.float32).eps
     if name == "EveryFunction":  # its casts jump: compare with torch in the accumulation dtype
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        wide = torch.float64 if acc == "double" else torch.float32
         reference = function(*(x.to(wide) for x in inputs), *scalars).double()
-        ulps = 2.0**-7 * 16  # a value on the edge of two bfloat16 may go either way
-        assert (out.double() - reference).abs().max() <= ulps
-        close = (out.double() - reference).abs() <= 64 * torch.finfo(dtype).eps * reference.abs()
-        assert close.double().mean() > 0.99
+        error = (out.double() - reference).abs()
+        bound = (torch.finfo(dtype).eps + 32 * acc_eps) * reference.abs()
+        jump = 2.0**-5 + 2.0**-6  # a value between two bfloat16 below 8, two halves below 32
+        assert (error <= bound + jump).all()
+        assert (error <= bound).double().mean() > 0.99
         return
     reference = function(*(x.double() for x in inputs), *scalars)
     eager = function(*inputs, *scalars).double()
-    floor = 4 * torch.finfo(dtype).eps * 1e-3
+    floor = 8 * acc_eps * reference.abs().max()
     error = (out.double() - reference).abs().max()
     assert error <= 2 * (eager - reference).abs().max() + floor
 
