@@ -305,11 +305,14 @@ def test_batch_stats_of_a_constant_are_exact():
 
 
 def test_batch_stats_against_cancellation():
-    """A sum of squares in fp32 would be off by tens of percent here."""
+    """A sum of squares in fp32 has an error of eps * mean^2, 12 times the variance of 1 here.
+
+    What is left to us is the rounding of group means, half an ulp of 1e4 = 5e-4 each, at random.
+    """
     x = stats_data("large mean", (128, 8, 63, 65), torch.float32)
     _, variance = native.batch_stats(x)
     exact = x.double().var((0, 2, 3), correction=0)
-    torch.testing.assert_close(variance.double(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(variance.double(), exact, rtol=5e-5, atol=0)
 
 
 def test_batch_stats_of_nothing_is_nan():
