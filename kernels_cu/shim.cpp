@@ -155,8 +155,6 @@ struct Loops {
   std::array<std::array<int64_t, kMaxRank>, kMaxInputs + 1> stride;
 };
 
-void append_dim(Loops& loops, int64_t size) { loops.size[loops.rank++] = size; }
-
 Loops loops_over(const Tensor& out, const std::vector<Tensor>& inputs) {
   const auto sizes = out.sizes();
   const auto out_strides = out.strides();
@@ -171,15 +169,17 @@ Loops loops_over(const Tensor& out, const std::vector<Tensor>& inputs) {
   std::sort(order.begin(), order.begin() + kept,
             [&](int a, int b) { return out_strides[a] < out_strides[b]; });
 
+  const bool empty = out.numel() == 0;
   Loops loops;
   loops.operands = count + 1;
   int64_t dense = 1;
   for (int k = 0; k < kept; ++k) {
-    STD_TORCH_CHECK(out_strides[order[k]] == dense, "fx_fuser: out must be dense, but has sizes ",
-                    to_string(sizes), " and strides ", to_string(out_strides));
+    STD_TORCH_CHECK(empty || out_strides[order[k]] == dense,
+                    "fx_fuser: out must be dense, but has sizes ", to_string(sizes),
+                    " and strides ", to_string(out_strides));
     loops.stride[count][k] = dense;
     dense *= sizes[order[k]];
-    append_dim(loops, sizes[order[k]]);
+    loops.size[loops.rank++] = sizes[order[k]];
   }
   for (int i = 0; i < count; ++i) {
     const auto in_sizes = inputs[i].sizes();
@@ -312,7 +312,7 @@ bool pointwise(int64_t handle, const Tensor& out, const std::vector<Tensor>& inp
   if (out.numel() == 0) return true;
   if (loops.rank == 0) {  // one element
     for (int i = 0; i < loops.operands; ++i) loops.stride[i][0] = 1;
-    append_dim(loops, 1);
+    loops.size[loops.rank++] = 1;
   }
   coalesce(loops);
   if (loops.rank > kMaxDims) return false;
