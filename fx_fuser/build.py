@@ -1,0 +1,438 @@
+"""Native sources to cached binaries, keyed by everything that goes into them.
+
+One cache folder serves every process and version side by side. An entry is `<key><suffix>` with
+`<key>.json`, the sha256 of its bytes, beside it: an entry that does not match, for whatever reason,
+is built again. Builders hold a file lock, work in a temporary folder and rename into place, so a
+build killed at any point leaves nothing that a later one could mistake for an entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fx_fuser.errors import BuildError
+
+log = logging.getLogger("fx_fuser.build")
+
+PACKAGE = Path(__file__).parent
+KERNELS = PACKAGE / "kernels_cu"
+
+LOWEST_CAPABILITY = (8, 0)
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
+
+NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "-lineinfo", "-Xptxas", "-v,-warn-spills")
+CXX_FLAGS = (
+    *("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"),
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI as of 2.11
+)
+
+
+# ---- toolchain -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compilers, and what `--version` says of them."""
+
+    nvcc: Path
+    cxx: Path
+    versions: str
+
+    def cuda_home(self) -> Path:
+        """The toolkit's root: what nvcc says, since the nvcc on PATH may be a link or a script."""
+        return _cuda_home_of(str(self.nvcc))
+
+
+def toolchain() -> Toolchain:
+    """nvcc (of PATH, $CUDA_HOME or /usr/local/cuda) and g++.
+
+    Raises:
+        BuildError: names what is missing and how to get it.
+    """
+    folders = [os.environ.get("PATH", "")]
+    if home := os.environ.get("CUDA_HOME"):
+        folders.append(os.path.join(home, "bin"))
+    folders.append("/usr/local/cuda/bin")
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
+    if nvcc is None:
+        raise BuildError(
+            "nvcc was found neither on PATH nor in $CUDA_HOME/bin nor in /usr/local/cuda/bin; "
+            "install the CUDA toolkit (12.8 or newer) or set CUDA_HOME to where it is"
+        )
+    cxx = shutil.which("g++")
+    if cxx is None:
+        raise BuildError("g++ was not found on PATH; install it (Debian: apt-get install g++)")
+    return Toolchain(Path(nvcc), Path(cxx), _version_of(nvcc) + _version_of(cxx))
+
+
+@functools.cache
+def _version_of(compiler: str) -> str:
+    try:
+        return subprocess.run(
+            [compiler, "--version"], check=True, capture_output=True, text=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{compiler} --version failed ({error}); reinstall it") from error
+
+
+@functools.cache
+def _cuda_home_of(nvcc: str) -> Path:
+    steps = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], check=False, capture_output=True, text=True
+    ).stderr
+    if found := re.search(r"^#\$ TOP=(.+?)/?$", steps, re.MULTILINE):
+        return Path(found[1]).resolve()
+    raise BuildError(
+        f"{nvcc} --dryrun does not tell the CUDA toolkit's root; reinstall the toolkit"
+    )
+
+
+def arch_of(device: torch.device | int | None = None) -> str:
+    """The architecture nvcc compiles for: "sm_80", "sm_90a", "sm_100a", "sm_120"...
+
+    Hopper and the datacenter Blackwells get the `a` that their matrix instructions ask for.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
+
+
+# ---- cache ---------------------------------------------------------------------------------------
+
+
+def cache_dir() -> Path:
+    """$FX_FUSER_CACHE_DIR, or fx_fuser in $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("FX_FUSER_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fx_fuser"
+
+
+@functools.cache
+def _fallback_dir() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fx_fuser-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def _warn_fallback(folder: Path, reason: str) -> None:
+    log.warning(
+        "cannot write the cache folder %s (%s); binaries of this process go to a temporary folder "
+        "and are built again next time. Set FX_FUSER_CACHE_DIR to a writable folder.",
+        folder,
+        reason,
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compiler call: `text`, saved as `<key><source_suffix>`, becomes `<key><suffix>`."""
+
+    key: str
+    text: str
+    source_suffix: str
+    suffix: str
+    command: tuple[str, ...]  # with {source} and {target} left to fill in
+
+    def entry(self, folder: Path) -> Path:
+        return folder / f"{self.key}{self.suffix}"
+
+    def is_cached(self, folder: Path) -> bool:
+        try:
+            manifest = json.loads((folder / f"{self.key}.json").read_bytes())
+            return bool(manifest["sha256"] == _digest(self.entry(folder).read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, against other processes and other threads alike."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _ensure(jobs: Sequence[Job]) -> list[Path]:
+    """The jobs' binaries, building in one ninja run those the cache does not hold."""
+    folder = cache_dir()
+    try:
+        return _ensure_in(folder, jobs)
+    except OSError as error:  # read-only, full, without locks...
+        _warn_fallback(folder, os.strerror(error.errno) if error.errno else str(error))
+        return _ensure_in(_fallback_dir(), jobs)
+
+
+def _ensure_in(folder: Path, jobs: Sequence[Job]) -> list[Path]:
+    if not all(job.is_cached(folder) for job in jobs):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            # Whoever held the lock before may have built them.
+            missing = {job.key: job for job in jobs if not job.is_cached(folder)}
+            if missing:
+                _build(folder, list(missing.values()))
+    return [job.entry(folder) for job in jobs]
+
+
+# ---- building ------------------------------------------------------------------------------------
+
+
+def _build(folder: Path, jobs: Sequence[Job]) -> None:
+    for leftover in folder.glob("tmp-*"):  # of a killed build: only the lock's holder makes these
+        shutil.rmtree(leftover, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder))
+    started = time.perf_counter()
+    try:
+        _run_ninja(work, jobs)
+        logs = {job: _read_log(work, job) for job in jobs}
+        if failures := [reason for job in jobs if (reason := _failure(work, job, logs[job]))]:
+            raise BuildError("\n\n".join(failures))
+        for job in jobs:
+            binary = job.entry(work)
+            manifest = work / f"{job.key}.json"
+            manifest.write_text(json.dumps({"sha256": _digest(binary.read_bytes())}))
+            # The manifest last: until it is there, the binary is no entry.
+            os.replace(binary, job.entry(folder))
+            os.replace(manifest, folder / manifest.name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    log.info("built %d binaries in %.1f s", len(jobs), time.perf_counter() - started)
+
+
+def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:
+    try:
+        from ninja import BIN_DIR
+    except ImportError as error:
+        raise BuildError("the Python package ninja is missing; pip install ninja") from error
+
+    lines = ["rule run", "  command = $cmd > $out.log 2>&1", ""]
+    for job in jobs:
+        source = f"{job.key}{job.source_suffix}"
+        target = f"{job.key}{job.suffix}"
+        (work / source).write_text(job.text)
+        command = " ".join(
+            _quote(part.format(source=source, target=target)) for part in job.command
+        )
+        lines += [f"build {target}: run {source}", f"  cmd = {command}", ""]
+    (work / "build.ninja").write_text("\n".join(lines))
+    # -k 0: one broken source should not hide what is wrong with the others.
+    subprocess.run(
+        [os.path.join(BIN_DIR, "ninja"), "-k", "0", "-C", str(work)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def _quote(part: str) -> str:
+    return shlex.quote(part).replace("$", "$$")  # once for the shell, once for ninja
+
+
+def _read_log(work: Path, job: Job) -> str:
+    try:
+        return (work / f"{job.key}{job.suffix}.log").read_text(errors="replace")
+    except FileNotFoundError:
+        return "(the compiler was not started)"
+
+
+# ptxas only warns of these. Results stay right, but the kernel is then several times slower than
+# the one that was measured.
+_SPILL = re.compile(r"\b[1-9]\d* bytes spill|Registers are spilled")
+_SERIALISED = re.compile(r"C75[01]\d|[Pp]otential [Pp]erformance [Ll]oss: wgmma")
+
+
+def _failure(work: Path, job: Job, text: str) -> str | None:
+    if "No space left on device" in text:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if not job.entry(work).exists():
+        return f"{' '.join(job.command)} failed:\n{text[:4000]}"
+    for pattern, meaning in ((_SPILL, "spills registers"), (_SERIALISED, "serialises its wgmma")):
+        if found := pattern.search(text):
+            line = text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0].strip()
+            kernel = re.findall(r"Compiling entry function '(\w+)'", text[: found.start()])
+            return (
+                f"{kernel[-1] if kernel else job.key} {meaning} ({line}); "
+                "compile fewer operands or operations into one kernel"
+            )
+    return None
+
+
+# ---- what is built -------------------------------------------------------------------------------
+
+
+def _kernel_sources() -> list[Path]:
+    return sorted(
+        path for path in KERNELS.iterdir() if path.suffix in (".cu", ".cuh", ".cpp", ".h")
+    )
+
+
+def _hash_files(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def fingerprint() -> str:
+    """sha256 over fx_fuser's Python and CUDA sources: a tag for caches of what it compiled."""
+    python = {*PACKAGE.rglob("*.py"), *(PACKAGE / "patterns").glob("*.py")}
+    return _hash_files([*sorted(python), *_kernel_sources()])
+
+
+def _key(*parts: str) -> str:
+    return _digest("\0".join((*parts, _hash_files(_kernel_sources()))).encode())[:32]
+
+
+def _cubin_job(source: str, arch: str, tools: Toolchain) -> Job:
+    virtual = arch.replace("sm_", "compute_")
+    flags = (*NVCC_FLAGS, "-gencode", f"arch={virtual},code={arch}")
+    key = _key(source, *flags, tools.versions)
+    include = ("-I", str(KERNELS.resolve()), "-ccbin", str(tools.cxx))
+    command = (str(tools.nvcc), *flags, *include, "{source}", "-o", "{target}")
+    return Job(key, source, ".cu", ".cubin", command)
+
+
+def _cuda_library_dir(cuda_home: Path) -> Path:
+    for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+        if (cuda_home / folder / "libcudart_static.a").exists():
+            return cuda_home / folder
+    raise BuildError(
+        f"libcudart_static.a is not below {cuda_home}; install the toolkit's development files "
+        "(Debian: cuda-cudart-dev)"
+    )
+
+
+def _shim_job(tools: Toolchain) -> Job:
+    torch_root = Path(torch.__file__).parent
+    include = (
+        *("-I", str(KERNELS.resolve())),
+        *("-isystem", str(torch_root / "include")),
+        *("-isystem", str(tools.cuda_home() / "include")),
+    )
+    link = (
+        *(f"-L{torch_root / 'lib'}", f"-L{_cuda_library_dir(tools.cuda_home())}"),
+        # Nothing of torch is called by name of libtorch itself, yet it brings libtorch_cuda along.
+        *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
+        *("-lcudart_static", "-ldl", "-lrt", "-lpthread"),
+    )
+    text = (KERNELS / "shim.cpp").read_text()
+    key = _key("shim", *CXX_FLAGS, *link, tools.versions, torch.__version__)
+    command = (str(tools.cxx), *CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
+    return Job(key, text, ".cpp", ".so", command)
+
+
+def cubin(source: str, arch: str) -> Path:
+    """The cubin of one CUDA source, which may include the headers of kernels_cu.
+
+    Args:
+        source: the text of a .cu file.
+        arch: "sm_90a" and the like, see `arch_of`.
+
+    Raises:
+        BuildError: the source does not compile, or compiles to code that spills registers.
+    """
+    return cubins([source], arch)[0]
+
+
+def cubins(sources: Sequence[str], arch: str) -> list[Path]:
+    """As `cubin`, for several sources at once, compiled in parallel."""
+    tools = toolchain()
+    return _ensure([_cubin_job(source, arch, tools) for source in sources])
+
+
+def shim() -> Path:
+    """The shared library with the `torch.ops.fx_fuser_native` ops.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    return _ensure([_shim_job(toolchain())])[0]
+
+
+def batch_stats_source() -> str:
+    """The source of the batch-statistics kernels, for `cubin`."""
+    return (KERNELS / "batch_stats.cu").read_text()
+
+
+# ---- python -m fx_fuser.build --------------------------------------------------------------------
+
+
+def example_source(epilogue: str, scalars: int, *types: str) -> str:
+    """A generated source as `fx_fuser.epilogue` makes them, with an epilogue of examples.cuh.
+
+    Args:
+        epilogue: its name.
+        scalars: how many scalars it takes.
+        types: Acc, Out and In... as C++ names.
+    """
+    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
+    return f'#include "examples.cuh"\n#include "pointwise.cuh"\nFX_FUSER_POINTWISE({arguments})\n'
+
+
+def _representative_sources() -> list[str]:
+    sources = [batch_stats_source()]
+    for value in ("float", "double", "__half", "__nv_bfloat16"):
+        acc = "double" if value == "double" else "float"
+        sources += [
+            example_source("Swish", 1, acc, value, value),
+            example_source("BatchNormMul", 1, acc, value, *[value] * 6),
+            example_source("EveryFunction", 2, acc, value, value, value),
+        ]
+    for mask, y in (("bool", "uint8_t"), ("int8_t", "int16_t"), ("int32_t", "int64_t")):
+        sources.append(example_source("Gate", 0, "float", "__nv_bfloat16", "float", mask, y))
+    return sources
+
+
+def _attempt(label: str, action: Callable[[], object]) -> bool:
+    started = time.perf_counter()
+    try:
+        action()
+    except BuildError as error:
+        print(f"FAIL  {label}\n{error}", flush=True)
+        return False
+    print(f"ok    {label} ({time.perf_counter() - started:.1f} s)", flush=True)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles everything and prints a line each; 0 if all of it compiled."""
+    parser = argparse.ArgumentParser(prog="python -m fx_fuser.build", description=main.__doc__)
+    parser.add_argument("--all-archs", action="store_true", help=f"for {', '.join(ARCHS)}")
+    parser.add_argument("--arch", action="append", default=[], help="for this one, say sm_90a")
+    chosen = parser.parse_args(arguments)
+    sources = _representative_sources()
+
+    passed = [_attempt("shim", shim)]
+    for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
+        compile_all = functools.partial(cubins, sources, arch)
+        passed.append(_attempt(f"{arch}: {len(sources)} sources", compile_all))
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The compiled kernels as Python functions. Nothing touches CUDA before the first call.
+
+Kernels are built and loaded once per source and device; after that a call is one dictionary lookup
+and one op.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fx_fuser import build
+from fx_fuser.errors import BuildError
+
+_lock = threading.RLock()
+_pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], bool]
+_kernels: dict[tuple[str, int], int] = {}  # (source, device index) → handle
+_batch_stats: dict[int, int] = {}  # device index → handle
+
+_SIGNATURE = re.compile(r"^FX_FUSER_POINTWISE\((.*)\)\s*;?\s*$", re.MULTILINE)
+
+
+def available(device: torch.device | str | int) -> str | None:
+    """None if kernels can be built for and run on `device`, else the reason in words."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"{device} is not a CUDA device"
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False"
+    if torch.version.hip is not None:
+        return "this build of torch is for ROCm"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < build.LOWEST_CAPABILITY:
+        lowest = ".".join(map(str, build.LOWEST_CAPABILITY))
+        return f"compute capability {major}.{minor} is below {lowest}"
+    try:
+        build.toolchain()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def pointwise(source: str, out: Tensor, inputs: Sequence[Tensor], scalars: Sequence[float]) -> None:
+    """out = epilogue(inputs, scalars), elementwise; the inputs broadcast to out's shape.
+
+    Args:
+        source: the generated text of one translation unit, see kernels_cu/pointwise.cuh.
+        out: a dense CUDA tensor of the dtype that `source` names. May be `inputs[0]` itself.
+        inputs: the anchor's value first, then the operands; on out's device, of the dtypes that
+            `source` names, with any strides.
+        scalars: as many as `source` names.
+
+    Raises:
+        BuildError: the source does not compile or load.
+        RuntimeError: tensors do not fit the source or each other, or the launch fails.
+    """
+    handle = _kernels.get((source, out.get_device()))
+    if handle is None:
+        prepare([source], out.device)
+        handle = _kernels[source, out.get_device()]
+    if not _pointwise(handle, out, inputs, scalars):
+        # More dimensions than the kernel walks: with copies in out's layout there is one.
+        copies = [torch.empty_like(out, dtype=x.dtype).copy_(x) for x in inputs]
+        _pointwise(handle, out, copies, scalars)
+
+
+def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
+    """Builds (in parallel) and loads the pointwise kernels of `sources` ahead of their use.
+
+    Raises:
+        BuildError: a source does not compile or load.
+    """
+    device = torch.device(device)
+    index = _index_of(device)
+    with _lock:
+        missing = [s for s in dict.fromkeys(sources) if (s, index) not in _kernels]
+        if not missing:
+            return
+        _load_shim()
+        signatures = [_signature_of(source) for source in missing]
+        paths = build.cubins(missing, build.arch_of(device))
+        for source, signature, path in zip(missing, signatures, paths, strict=True):
+            _kernels[source, index] = _load("load_pointwise", str(path), signature, index)
+
+
+def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel of x [N, C, ...], each [C].
+
+    Both are float32, or float64 if x is. Deterministic bit for bit.
+
+    Raises:
+        BuildError: the kernels do not compile or load.
+        RuntimeError: x is not a CUDA tensor of a float dtype with at least two dimensions.
+    """
+    index = x.get_device()
+    handle = _batch_stats.get(index)
+    if handle is None:
+        handle = _prepare_batch_stats(x.device)
+    if not x.is_contiguous() and not x.movedim(1, -1).is_contiguous():
+        x = x.contiguous()
+    mean, variance = torch.ops.fx_fuser_native.batch_stats.default(handle, x)
+    return mean, variance
+
+
+def _prepare_batch_stats(device: torch.device) -> int:
+    index = _index_of(device)
+    with _lock:
+        if index not in _batch_stats:
+            _load_shim()
+            path = build.cubin(build.batch_stats_source(), build.arch_of(device))
+            _batch_stats[index] = _load("load_batch_stats", str(path), index)
+        return _batch_stats[index]
+
+
+def _index_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        raise BuildError(f"kernels run on CUDA devices, not on {device}; move the tensors")
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _signature_of(source: str) -> list[str]:
+    found = _SIGNATURE.findall(source)
+    if len(found) != 1:
+        raise BuildError(
+            f"a pointwise source has {len(found)} lines FX_FUSER_POINTWISE(...), not one"
+        )
+    return [part.strip() for part in re.sub(r"/\*.*?\*/", "", found[0]).split(",")]
+
+
+def _load_shim() -> None:
+    """Registers the ops, once per process: a second library with their namespace would abort it."""
+    global _pointwise
+    if not hasattr(torch.ops.fx_fuser_native, "pointwise"):
+        path = build.shim()
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            raise BuildError(f"cannot load {path} ({error}); does it fit this torch?") from error
+    _pointwise = torch.ops.fx_fuser_native.pointwise.default
+
+
+def _load(op: str, *arguments: object) -> int:
+    try:
+        handle: int = getattr(torch.ops.fx_fuser_native, op).default(*arguments)
+        return handle
+    except RuntimeError as error:
+        raise BuildError(str(error)) from error

@@ -1,0 +1,205 @@
+// out[...] = epilogue(in0[...], in1[...], ..., scalars), elementwise with broadcasting.
+//
+// A thread takes vectors of V consecutive elements of out's memory. For each operand it finds where
+// the vector begins, loads raw elements (the anchor's first: they come from DRAM, the others often
+// from a cache), and only then converts, computes, rounds once and stores. Nothing of a thread is
+// stored before everything of it is loaded, so out may be the anchor's own memory.
+//
+// The generated translation unit holds one functor and one line:
+//
+//   #include "pointwise.cuh"
+//   struct Epilogue {
+//     template <class Acc>
+//     __device__ Acc operator()(const Acc (&in)[2], const Acc (&scalar)[1]) const {
+//       return in[0] * fx_fuser::math::sigmoid(in[0]) * in[1] * scalar[0];
+//     }
+//   };
+//   FX_FUSER_POINTWISE(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*In*/ float, float)
+//
+// `scalar` has at least one element, also where the epilogue has no scalar.
+#pragma once
+
+#include <utility>
+
+#include "convert.cuh"
+#include "epilogue_math.cuh"
+#include "pointwise_args.h"
+
+namespace fx_fuser {
+
+// A tuple of raw vectors, one per operand, that stays in registers.
+template <int kOperand, class T, int kWidth>
+struct Slot {
+  Vec<T, kWidth> raw;
+};
+
+template <class Operands, int kWidth, class... In>
+struct RawVectors;
+
+template <size_t... kOperand, int kWidth, class... In>
+struct RawVectors<std::index_sequence<kOperand...>, kWidth, In...>
+    : Slot<static_cast<int>(kOperand), In, kWidth>... {};
+
+template <int kOperand, class T, int kWidth>
+__device__ __forceinline__ Vec<T, kWidth>& raw_of(Slot<kOperand, T, kWidth>& slot) {
+  return slot.raw;
+}
+
+template <class Index, int kInputs>
+struct Place {
+  Index offset[kInputs];  // of the element, in each operand
+  Index inner;            // its coordinate along the innermost dimension
+};
+
+template <int kInputs, class Index>
+__device__ __forceinline__ Place<Index, kInputs> locate(const PointwiseArgs<Index>& args,
+                                                        Index index) {
+  Place<Index, kInputs> place{};
+#pragma unroll
+  for (int d = 0; d < kMaxDims; ++d) {
+    if (d == args.rank) break;
+    Index coordinate = index;
+    if (d + 1 < args.rank) {
+      index = divide(index, args.dim[d]);
+      coordinate -= index * args.dim[d].size;
+    }
+    if (d == 0) place.inner = coordinate;
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) place.offset[i] += coordinate * args.stride[i][d];
+  }
+  return place;
+}
+
+template <class T, int kWidth, class Index>
+__device__ __forceinline__ void load_vector(Vec<T, kWidth>& raw, const void* in, Mode mode,
+                                            Index offset, Index inner_stride) {
+  const T* from = static_cast<const T*>(in) + offset;
+  if (mode == Mode::kVector) {
+    raw = *reinterpret_cast<const Vec<T, kWidth>*>(from);
+  } else if (mode == Mode::kSplat) {
+    const T value = *from;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) raw.element[e] = value;
+  } else {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) raw.element[e] = from[e * inner_stride];
+  }
+}
+
+template <class Epilogue, int kScalars, class Acc, class Out, class Index, class Operands,
+          class... In>
+struct PointwiseKernel;
+
+template <class Epilogue, int kScalars, class Acc, class Out, class Index, size_t... kOperand,
+          class... In>
+struct PointwiseKernel<Epilogue, kScalars, Acc, Out, Index, std::index_sequence<kOperand...>,
+                       In...> {
+  static constexpr int kInputs = sizeof...(In);
+  static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  static constexpr int kInputSize[] = {sizeof(In)...};
+  static constexpr int kWidth = vector_width(sizeof(Out), kInputSize[0]);
+  static constexpr int kVectors = vectors_in_flight(kWidth * (0 + ... + int{sizeof(In)}));
+  static_assert(kInputs <= kMaxInputs && kScalars <= kMaxScalars);
+
+  using Raw = RawVectors<std::index_sequence<kOperand...>, kWidth, In...>;
+  using Args = PointwiseArgs<Index>;
+
+  template <int kOne>
+  static __device__ __forceinline__ void load_operand(
+      Raw (&raw)[kVectors], const Args& args, const Place<Index, kInputs> (&place)[kVectors],
+      const bool (&whole)[kVectors]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (whole[v]) {
+        load_vector(raw_of<kOne>(raw[v]), args.in[kOne], args.mode[kOne], place[v].offset[kOne],
+                    args.stride[kOne][0]);
+      }
+    }
+  }
+
+  // A vector that runs into the next row of some operand, or past the end: element by element.
+  static __device__ __forceinline__ void load_elements(Raw& raw, const Args& args, Index first) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const bool inside = first + e < args.numel;
+      const auto place = locate<kInputs>(args, inside ? first + e : Index{0});
+      ((raw_of<kOperand>(raw).element[e] =
+            static_cast<const In*>(args.in[kOperand])[place.offset[kOperand]]),
+       ...);
+    }
+  }
+
+  static __device__ __forceinline__ Vec<Out, kWidth> compute(Raw& raw,
+                                                             const Acc (&scalar)[kScalarSlots]) {
+    Vec<Out, kWidth> result;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const Acc in[kInputs] = {convert<Acc>(raw_of<kOperand>(raw).element[e])...};
+      result.element[e] = convert<Out>(static_cast<Acc>(Epilogue{}(in, scalar)));
+    }
+    return result;
+  }
+
+  static __device__ __forceinline__ void store(const Vec<Out, kWidth>& result, const Args& args,
+                                               Index first) {
+    Out* out = static_cast<Out*>(args.out) + first;
+    if (args.out_is_aligned && first + kWidth <= args.numel) {
+      *reinterpret_cast<Vec<Out, kWidth>*>(out) = result;
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      if (first + e < args.numel) out[e] = result.element[e];
+    }
+  }
+
+  static __device__ __forceinline__ void run(const Args& args) {
+    const Index vector = Index{blockIdx.x} * (kVectors * kPointwiseThreads) + threadIdx.x;
+
+    Index first[kVectors];
+    Place<Index, kInputs> place[kVectors];
+    bool whole[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      first[v] = (vector + v * kPointwiseThreads) * kWidth;
+      place[v] = locate<kInputs>(args, first[v]);
+      whole[v] = first[v] + kWidth <= args.numel && place[v].inner + kWidth <= args.dim[0].size;
+    }
+
+    Raw raw[kVectors];
+    (load_operand<kOperand>(raw, args, place, whole), ...);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!whole[v] && first[v] < args.numel) load_elements(raw[v], args, first[v]);
+    }
+
+    Acc scalar[kScalarSlots];
+#pragma unroll
+    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = static_cast<Acc>(args.scalar[s]);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (first[v] < args.numel) store(compute(raw[v], scalar), args, first[v]);
+    }
+  }
+};
+
+template <class Epilogue, int kScalars, class Acc, class Out, class... In, class Index>
+__device__ __forceinline__ void pointwise(const PointwiseArgs<Index>& args) {
+  PointwiseKernel<Epilogue, kScalars, Acc, Out, Index, std::index_sequence_for<In...>, In...>::run(
+      args);
+}
+
+}  // namespace fx_fuser
+
+// One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
+#define FX_FUSER_POINTWISE_KERNEL(name, Index, ...)                            \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kPointwiseThreads, 1) \
+      name(const __grid_constant__ fx_fuser::PointwiseArgs<Index> args) {      \
+    fx_fuser::pointwise<__VA_ARGS__>(args);                                    \
+  }
+
+// FX_FUSER_POINTWISE(Epilogue, scalars, Acc, Out, In...): indices of 32 bits where every index and
+// every offset fits in 31, of 64 bits elsewhere.
+#define FX_FUSER_POINTWISE(...)                                            \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u32, uint32_t, __VA_ARGS__) \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u64, uint64_t, __VA_ARGS__)

@@ -1,0 +1,48 @@
+// What the host tells a pointwise kernel. shim.cpp fills it, pointwise.cuh reads it.
+#pragma once
+
+#include <cstdint>
+
+#include "divisor.h"
+
+namespace fx_fuser {
+
+constexpr int kMaxDims = 8;
+constexpr int kMaxInputs = 16;
+constexpr int kMaxScalars = 8;
+constexpr int kPointwiseThreads = 256;
+
+// Elements a thread handles at once: what fills 16 bytes of the wider of result and anchor.
+constexpr int vector_width(int out_size, int anchor_size) {
+  return 16 / (out_size > anchor_size ? out_size : anchor_size);
+}
+
+// Vectors a thread has in flight. Raw operands wait in registers, so the more operands, the fewer
+// vectors: 48 registers of them leave room for three resident blocks an SM.
+constexpr int vectors_in_flight(int raw_bytes_per_vector) {
+  const int vectors = 4 * 48 / raw_bytes_per_vector;
+  return vectors < 1 ? 1 : vectors > 4 ? 4 : vectors;
+}
+
+// How an operand meets one vector, that is V consecutive elements of out's memory.
+enum class Mode : uint8_t {
+  kVector,   // V consecutive, aligned elements
+  kSplat,    // one element, V times
+  kStrided,  // V elements, `stride[0]` apart
+};
+
+template <class Index>
+struct PointwiseArgs {
+  void* out;  // dense; may be the memory of in[0] with the same layout
+  const void* in[kMaxInputs];
+  double scalar[kMaxScalars];
+  // Dimensions are in out's memory order, innermost first, coalesced over all operands.
+  Divisor<Index> dim[kMaxDims];
+  Index stride[kMaxInputs][kMaxDims];  // in elements; 0 where the operand is broadcast
+  Index numel;
+  int32_t rank;
+  Mode mode[kMaxInputs];
+  bool out_is_aligned;  // whole vectors may be stored at once
+};
+
+}  // namespace fx_fuser

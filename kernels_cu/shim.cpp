@@ -1,0 +1,520 @@
+// The one C++ file between torch and the kernels: loads cubins, reads tensors, launches.
+//
+// Built on the LibTorch stable ABI at version 2.11 and linked with a static CUDA runtime, so that a
+// single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration)
+// and into every CUDA torch from 2.11 on.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "batch_stats_args.h"
+#include "pointwise_args.h"
+
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace fx_fuser {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void check(cudaError_t status, const char* call) {
+  STD_TORCH_CHECK(status == cudaSuccess, "fx_fuser: ", call, ": ", cudaGetErrorString(status));
+}
+
+// ---- device, stream, launch ---------------------------------------------------------------------
+
+// Our static runtime keeps its own notion of the current device beside torch's; both are set.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : guard_(device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+cudaStream_t current_stream(int device) {
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                  "fx_fuser: this build of torch has no CUDA; its tensors cannot reach a kernel");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+template <class Args>
+void launch(cudaKernel_t kernel, int64_t blocks, int threads, cudaStream_t stream,
+            const Args& args) {
+  STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "fx_fuser: ", blocks,
+                  " blocks are more than a grid holds");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  void* parameters[] = {const_cast<Args*>(&args)};
+  check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), parameters),
+        "cudaLaunchKernelExC");
+}
+
+// Libraries stay loaded for the life of the process: captured graphs may refer to their kernels.
+cudaLibrary_t load_library(const std::string& cubin) {
+  cudaLibrary_t library = nullptr;
+  const cudaError_t status =
+      cudaLibraryLoadFromFile(&library, cubin.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  STD_TORCH_CHECK(status == cudaSuccess, "fx_fuser: cannot load ", cubin, ": ",
+                  cudaGetErrorString(status));
+  return library;
+}
+
+cudaKernel_t get_kernel(cudaLibrary_t library, const std::string& name) {
+  cudaKernel_t kernel = nullptr;
+  const cudaError_t status = cudaLibraryGetKernel(&kernel, library, name.c_str());
+  STD_TORCH_CHECK(status == cudaSuccess, "fx_fuser: no kernel ", name, ": ",
+                  cudaGetErrorString(status));
+  // Code is uploaded lazily, which a stream capture would not allow: ask for it now.
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
+        "cudaFuncGetAttributes");
+  return kernel;
+}
+
+void require_cuda(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cuda(), "fx_fuser: ", name, " is not a CUDA tensor");
+}
+
+template <class Shape>
+std::string to_string(const Shape& shape) {
+  std::ostringstream text;
+  text << '[';
+  for (size_t d = 0; d < shape.size(); ++d) text << (d ? ", " : "") << shape[d];
+  text << ']';
+  return text.str();
+}
+
+// ---- pointwise ----------------------------------------------------------------------------------
+
+struct PointwiseKernels {
+  cudaKernel_t u32;
+  cudaKernel_t u64;
+  int scalars;
+  ScalarType out;
+  std::vector<ScalarType> in;
+};
+
+ScalarType scalar_type_of(const std::string& cuda_name) {
+  static constexpr std::pair<const char*, ScalarType> kNames[] = {
+      {"float", ScalarType::Float}, {"double", ScalarType::Double},
+      {"__half", ScalarType::Half}, {"__nv_bfloat16", ScalarType::BFloat16},
+      {"bool", ScalarType::Bool},   {"uint8_t", ScalarType::Byte},
+      {"int8_t", ScalarType::Char}, {"int16_t", ScalarType::Short},
+      {"int32_t", ScalarType::Int}, {"int64_t", ScalarType::Long},
+  };
+  for (const auto& [name, type] : kNames) {
+    if (cuda_name == name) return type;
+  }
+  STD_TORCH_CHECK(false, "fx_fuser: unknown element type ", cuda_name);
+}
+
+// `signature` is what stands between the parentheses of FX_FUSER_POINTWISE, as a list.
+int64_t load_pointwise(const std::string& cubin, const std::vector<std::string>& signature,
+                       int64_t device) {
+  STD_TORCH_CHECK(signature.size() >= 5,
+                  "fx_fuser: FX_FUSER_POINTWISE needs an epilogue, a number "
+                  "of scalars, Acc, Out and at least one In");
+  const OnDevice on_device(static_cast<int>(device));
+  cudaLibrary_t library = load_library(cubin);
+  auto kernels = std::make_unique<PointwiseKernels>();
+  kernels->u32 = get_kernel(library, "fx_fuser_pointwise_u32");
+  kernels->u64 = get_kernel(library, "fx_fuser_pointwise_u64");
+  kernels->scalars = std::stoi(signature[1]);
+  kernels->out = scalar_type_of(signature[3]);
+  for (size_t i = 4; i < signature.size(); ++i) kernels->in.push_back(scalar_type_of(signature[i]));
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// out and every input as one set of loops: dimensions in out's memory order, innermost first, each
+// with one stride an operand (out's last). Bounded, since a launch should not allocate.
+struct Loops {
+  static constexpr int kMaxRank = 64;  // torch's own limit
+  int rank = 0;
+  int operands = 0;
+  std::array<int64_t, kMaxRank> size;
+  std::array<std::array<int64_t, kMaxRank>, kMaxInputs + 1> stride;
+};
+
+void append_dim(Loops& loops, int64_t size) { loops.size[loops.rank++] = size; }
+
+Loops loops_over(const Tensor& out, const std::vector<Tensor>& inputs) {
+  const auto sizes = out.sizes();
+  const auto out_strides = out.strides();
+  const int rank = static_cast<int>(sizes.size());
+  const int count = static_cast<int>(inputs.size());
+
+  std::array<int, Loops::kMaxRank> order;
+  int kept = 0;
+  for (int d = 0; d < rank; ++d) {
+    if (sizes[d] != 1) order[kept++] = d;
+  }
+  std::sort(order.begin(), order.begin() + kept,
+            [&](int a, int b) { return out_strides[a] < out_strides[b]; });
+
+  Loops loops;
+  loops.operands = count + 1;
+  int64_t dense = 1;
+  for (int k = 0; k < kept; ++k) {
+    STD_TORCH_CHECK(out_strides[order[k]] == dense, "fx_fuser: out must be dense, but has sizes ",
+                    to_string(sizes), " and strides ", to_string(out_strides));
+    loops.stride[count][k] = dense;
+    dense *= sizes[order[k]];
+    append_dim(loops, sizes[order[k]]);
+  }
+  for (int i = 0; i < count; ++i) {
+    const auto in_sizes = inputs[i].sizes();
+    const auto in_strides = inputs[i].strides();
+    const int missing = rank - static_cast<int>(in_sizes.size());  // leading dims, broadcast
+    bool fits = missing >= 0;
+    for (int d = missing; fits && d < rank; ++d) {
+      fits = in_sizes[d - missing] == sizes[d] || in_sizes[d - missing] == 1;
+    }
+    STD_TORCH_CHECK(fits, "fx_fuser: input ", i, " of shape ", to_string(in_sizes),
+                    " does not broadcast to out's shape ", to_string(sizes));
+    for (int k = 0; k < kept; ++k) {
+      const int d = order[k] - missing;
+      loops.stride[i][k] = d < 0 || in_sizes[d] == 1 ? 0 : in_strides[d];
+    }
+  }
+  return loops;
+}
+
+// Two neighbouring loops are one where every operand steps through them as through one.
+void coalesce(Loops& loops) {
+  int last = 0;
+  for (int d = 1; d < loops.rank; ++d) {
+    bool joins = true;
+    for (int i = 0; joins && i < loops.operands; ++i) {
+      joins = loops.stride[i][d] == loops.stride[i][last] * loops.size[last];
+    }
+    if (joins) {
+      loops.size[last] *= loops.size[d];
+      continue;
+    }
+    ++last;
+    loops.size[last] = loops.size[d];
+    for (int i = 0; i < loops.operands; ++i) loops.stride[i][last] = loops.stride[i][d];
+  }
+  loops.rank = last + 1;
+}
+
+int64_t highest_offset(const Loops& loops, int operand) {
+  int64_t offset = 0;
+  for (int d = 0; d < loops.rank; ++d) offset += (loops.size[d] - 1) * loops.stride[operand][d];
+  return offset;
+}
+
+bool same_layout(const Loops& loops, int operand) {
+  const auto& out = loops.stride[loops.operands - 1];
+  return std::equal(out.begin(), out.begin() + loops.rank, loops.stride[operand].begin());
+}
+
+// An operand that overlaps out must be out, element for element: a thread then reads what only it
+// writes.
+void check_overlap(const Loops& loops, int operand, const Tensor& out, const Tensor& input) {
+  const auto begin = reinterpret_cast<uintptr_t>(input.data_ptr());
+  const auto end = begin + (highest_offset(loops, operand) + 1) * input.element_size();
+  const auto out_begin = reinterpret_cast<uintptr_t>(out.data_ptr());
+  const auto out_end = out_begin + out.numel() * out.element_size();
+  if (end <= out_begin || out_end <= begin) return;
+  STD_TORCH_CHECK(begin == out_begin && same_layout(loops, operand) &&
+                      input.element_size() == out.element_size(),
+                  "fx_fuser: input ", operand,
+                  " shares memory with out but not its layout; pass a copy");
+}
+
+Mode mode_of(const Loops& loops, int operand, const Tensor& input, int width) {
+  const auto& stride = loops.stride[operand];
+  if (stride[0] == 0) return Mode::kSplat;
+  const int64_t element = input.element_size();
+  const int64_t alignment = std::min<int64_t>(16, width * element);
+  bool aligned = reinterpret_cast<uintptr_t>(input.data_ptr()) % alignment == 0;
+  // Vectors begin at multiples of `width` in out. Where the operand runs along with out that is a
+  // multiple in the operand too; elsewhere if rows are whole vectors and begin aligned.
+  if (!same_layout(loops, operand)) {
+    aligned &= stride[0] == 1 && loops.size[0] % width == 0;
+    for (int d = 1; d < loops.rank; ++d) aligned &= stride[d] * element % alignment == 0;
+  }
+  return aligned ? Mode::kVector : Mode::kStrided;
+}
+
+template <class Index>
+void launch_pointwise(cudaKernel_t kernel, const Loops& loops, const Tensor& out,
+                      const std::vector<Tensor>& inputs, const std::vector<double>& scalars,
+                      cudaStream_t stream) {
+  const int out_size = static_cast<int>(out.element_size());
+  const int width = vector_width(out_size, static_cast<int>(inputs[0].element_size()));
+
+  PointwiseArgs<Index> args{};
+  args.out = out.data_ptr();
+  args.numel = static_cast<Index>(out.numel());
+  args.rank = loops.rank;
+  args.out_is_aligned = reinterpret_cast<uintptr_t>(args.out) % (width * out_size) == 0;
+  std::copy(scalars.begin(), scalars.end(), args.scalar);
+  for (int d = 0; d < loops.rank; ++d) {
+    args.dim[d] = make_divisor(static_cast<Index>(loops.size[d]));
+  }
+  int raw_bytes = 0;
+  for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
+    args.in[i] = inputs[i].data_ptr();
+    args.mode[i] = mode_of(loops, i, inputs[i], width);
+    for (int d = 0; d < loops.rank; ++d) {
+      args.stride[i][d] = static_cast<Index>(loops.stride[i][d]);
+    }
+    raw_bytes += width * static_cast<int>(inputs[i].element_size());
+  }
+  const int64_t per_block = int64_t{width} * vectors_in_flight(raw_bytes) * kPointwiseThreads;
+  launch(kernel, (out.numel() + per_block - 1) / per_block, kPointwiseThreads, stream, args);
+}
+
+// False, and nothing is launched, where more than kMaxDims dimensions remain after coalescing: the
+// caller then copies the inputs to out's layout.
+bool pointwise(int64_t handle, const Tensor& out, const std::vector<Tensor>& inputs,
+               const std::vector<double>& scalars) {
+  const auto& kernels = *reinterpret_cast<const PointwiseKernels*>(handle);
+  require_cuda(out, "out");
+  const int device = out.get_device_index();
+  STD_TORCH_CHECK(out.scalar_type() == kernels.out, "fx_fuser: the kernel writes ",
+                  toString(kernels.out), ", but out is ", toString(out.scalar_type()));
+  STD_TORCH_CHECK(inputs.size() == kernels.in.size(), "fx_fuser: the kernel takes ",
+                  kernels.in.size(), " inputs, not ", inputs.size());
+  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
+                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    STD_TORCH_CHECK(inputs[i].is_cuda() && inputs[i].get_device_index() == device,
+                    "fx_fuser: input ", i, " is not on out's device, cuda:", device);
+    STD_TORCH_CHECK(inputs[i].scalar_type() == kernels.in[i], "fx_fuser: the kernel reads input ",
+                    i, " as ", toString(kernels.in[i]), ", but it is ",
+                    toString(inputs[i].scalar_type()));
+  }
+
+  Loops loops = loops_over(out, inputs);
+  if (out.numel() == 0) return true;
+  if (loops.rank == 0) {  // one element
+    for (int i = 0; i < loops.operands; ++i) loops.stride[i][0] = 1;
+    append_dim(loops, 1);
+  }
+  coalesce(loops);
+  if (loops.rank > kMaxDims) return false;
+
+  // What a grid of whole vectors overshoots must stay below 2^31 too.
+  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
+  bool narrow = out.numel() <= kHighest;
+  for (int i = 0; i < static_cast<int>(inputs.size()); ++i) {
+    check_overlap(loops, i, out, inputs[i]);
+    narrow &= highest_offset(loops, i) <= kHighest;
+  }
+
+  const OnDevice on_device(device);
+  const cudaStream_t stream = current_stream(device);
+  if (narrow) {
+    launch_pointwise<uint32_t>(kernels.u32, loops, out, inputs, scalars, stream);
+  } else {
+    launch_pointwise<uint64_t>(kernels.u64, loops, out, inputs, scalars, stream);
+  }
+  return true;
+}
+
+// ---- batch statistics ---------------------------------------------------------------------------
+
+struct StatsKernels {
+  cudaKernel_t planes;
+  cudaKernel_t rows;
+  cudaKernel_t rows_narrow;
+  cudaKernel_t combine;
+};
+
+struct StatsLibrary {
+  StatsKernels float32;
+  StatsKernels float64;
+  StatsKernels float16;
+  StatsKernels bfloat16;
+
+  const StatsKernels& of(ScalarType type) const {
+    switch (type) {
+      case ScalarType::Float:
+        return float32;
+      case ScalarType::Double:
+        return float64;
+      case ScalarType::Half:
+        return float16;
+      case ScalarType::BFloat16:
+        return bfloat16;
+      default:
+        STD_TORCH_CHECK(false, "fx_fuser: batch_stats has no kernel for ", toString(type));
+    }
+  }
+};
+
+int64_t load_batch_stats(const std::string& cubin, int64_t device) {
+  const OnDevice on_device(static_cast<int>(device));
+  cudaLibrary_t library = load_library(cubin);
+  const auto kernels = [&](const std::string& suffix) -> StatsKernels {
+    const auto kernel = [&](const char* name) {
+      return get_kernel(library, std::string("fx_fuser_batch_stats_") + name + "_" + suffix);
+    };
+    return {kernel("planes"), kernel("rows"), kernel("rows_narrow"), kernel("combine")};
+  };
+  return reinterpret_cast<int64_t>(new StatsLibrary{kernels("float32"), kernels("float64"),
+                                                    kernels("float16"), kernels("bfloat16")});
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// As many rounds as still leave kStatsMinBlocks blocks. Depends on the shape alone, so that results
+// do not depend on the GPU's size.
+int64_t units_per_block(int64_t units, int64_t round, int64_t blocks_beside) {
+  int64_t rounds = kStatsRounds;
+  while (rounds > 1 && ceil_div(units, rounds * round) * blocks_beside < kStatsMinBlocks) {
+    rounds /= 2;
+  }
+  return rounds * round;
+}
+
+bool is_dense(const Tensor& x, bool channels_first) {
+  const int rank = static_cast<int>(x.dim());
+  int64_t dense = 1;
+  const auto step = [&](int d) {
+    if (x.size(d) != 1 && x.stride(d) != dense) return false;
+    dense *= x.size(d);
+    return true;
+  };
+  if (!channels_first && !step(1)) return false;
+  for (int d = rank - 1; d >= 2; --d) {
+    if (!step(d)) return false;
+  }
+  return (!channels_first || step(1)) && step(0);
+}
+
+struct StatsShape {
+  int64_t samples;
+  int64_t channels;
+  int64_t plane;
+};
+
+// The partial moments of one launch: enough room for [channels, splits] of (count, mean, M2).
+Tensor new_partial(const Tensor& x, ScalarType acc, int64_t channels, int64_t splits) {
+  return torch::stable::new_empty(x, {channels, splits, 3}, acc);
+}
+
+std::pair<Tensor, int64_t> launch_planes(const StatsKernels& kernels, const Tensor& x,
+                                         const StatsShape& shape, ScalarType acc,
+                                         cudaStream_t stream) {
+  const int64_t element = x.element_size();
+  const int64_t width = 16 / element;
+  const auto address = reinterpret_cast<uintptr_t>(x.data_ptr());
+  PlanesArgs args{};
+  args.x = reinterpret_cast<const void*>(address / 16 * 16);
+  args.skew = static_cast<int64_t>(address % 16) / element;
+  args.channels = shape.channels;
+  args.plane = shape.plane;
+  const bool runs_are_aligned = args.skew == 0 && shape.plane % width == 0;
+  const int64_t vectors = runs_are_aligned ? shape.plane / width  //
+                                           : (shape.plane + 2 * width - 2) / width;
+  args.vectors = make_divisor(static_cast<uint64_t>(vectors));
+  args.units = shape.samples * vectors;
+  args.units_per_block =
+      units_per_block(args.units, kStatsThreads * kStatsInFlight, shape.channels);
+  args.splits = ceil_div(args.units, args.units_per_block);
+  Tensor partial = new_partial(x, acc, shape.channels, args.splits);
+  args.partial = partial.data_ptr();
+  launch(kernels.planes, args.splits * shape.channels, kStatsThreads, stream, args);
+  return {partial, args.splits};
+}
+
+std::pair<Tensor, int64_t> launch_rows(const StatsKernels& kernels, const Tensor& x,
+                                       const StatsShape& shape, ScalarType acc,
+                                       cudaStream_t stream) {
+  int64_t width = 16 / static_cast<int64_t>(x.element_size());
+  const bool aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  const bool wide = aligned && shape.channels % width == 0;
+  if (!wide) width = 1;
+  const int64_t vectors = shape.channels / width;
+  const int64_t tile = std::min<int64_t>(vectors, kStatsThreads);
+  const int64_t tiles = ceil_div(vectors, tile);
+  RowsArgs args{};
+  args.x = x.data_ptr();
+  args.rows = shape.samples * shape.plane;
+  args.channels = shape.channels;
+  args.rows_per_block = units_per_block(args.rows, kStatsThreads / tile * kStatsInFlight, tiles);
+  args.splits = ceil_div(args.rows, args.rows_per_block);
+  Tensor partial = new_partial(x, acc, shape.channels, args.splits);
+  args.partial = partial.data_ptr();
+  launch(wide ? kernels.rows : kernels.rows_narrow, args.splits * tiles, kStatsThreads, stream,
+         args);
+  return {partial, args.splits};
+}
+
+// (mean, biased variance) of each channel of x[N, C, ...], dense with channels second or last.
+std::tuple<Tensor, Tensor> batch_stats(int64_t handle, const Tensor& x) {
+  require_cuda(x, "x");
+  STD_TORCH_CHECK(x.dim() >= 2, "fx_fuser: batch_stats wants x[N, C, ...], not ",
+                  to_string(x.sizes()));
+  const StatsKernels& kernels = reinterpret_cast<const StatsLibrary*>(handle)->of(x.scalar_type());
+  const ScalarType acc =
+      x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  StatsShape shape{x.size(0), x.size(1), 1};
+  for (int64_t d = 2; d < x.dim(); ++d) shape.plane *= x.size(d);
+  const bool channels_second = is_dense(x, /*channels_first=*/true);
+  const bool channels_last = is_dense(x, /*channels_first=*/false);
+  STD_TORCH_CHECK(channels_second || channels_last, "fx_fuser: batch_stats wants a dense x, not ",
+                  to_string(x.sizes()), " with strides ", to_string(x.strides()));
+
+  Tensor mean = torch::stable::new_empty(x, {shape.channels}, acc);
+  Tensor variance = torch::stable::new_empty(x, {shape.channels}, acc);
+  if (shape.channels == 0) return {mean, variance};
+
+  const int device = x.get_device_index();
+  const OnDevice on_device(device);
+  const cudaStream_t stream = current_stream(device);
+  std::pair<Tensor, int64_t> partial{mean, 0};  // of an empty x: no moments, and NaN from them
+  if (x.numel() > 0) {
+    // One element a plane is both layouts; so is one channel.
+    const bool as_rows = channels_last && (!channels_second || shape.plane == 1);
+    partial = as_rows ? launch_rows(kernels, x, shape, acc, stream)
+                      : launch_planes(kernels, x, shape, acc, stream);
+  }
+  const CombineArgs args{partial.first.data_ptr(), mean.data_ptr(), variance.data_ptr(),
+                         partial.second};
+  launch(kernels.combine, shape.channels, kStatsThreads, stream, args);
+  return {mean, variance};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
+  m.def("load_pointwise(str cubin, str[] signature, int device) -> int");
+  m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> bool");
+  m.def("load_batch_stats(str cubin, int device) -> int");
+  m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
+}
+
+// For every device, so that a CPU tensor meets our error and not the dispatcher's.
+STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
+  m.impl("load_pointwise", TORCH_BOX(&load_pointwise));
+  m.impl("pointwise", TORCH_BOX(&pointwise));
+  m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));
+  m.impl("batch_stats", TORCH_BOX(&batch_stats));
+}
+
+}  // namespace fx_fuser
