@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import checks, ops, patterns, plan, rewrite
+from fx_fuser import build, checks, native, ops, patterns, plan, rewrite
 from fx_fuser.match import Match, Refusal, find
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
@@ -80,7 +80,7 @@ def fx_fuser(
             outcome.report.publish()
             if not outcome.matches:
                 return compile_inner(gm, example_inputs)
-            with torch.compiler.config.patch(cache_key_tag=_cache_tag()):
+            with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
                 compiled = compile_inner(gm, example_inputs)
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame): not a failure.
@@ -166,18 +166,19 @@ def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
         if node.op != "get_attr" or not node.users:
             continue
         body = getattr(gm, str(node.target), None)
-        if isinstance(body, GraphModule) and all(map(_is_transparent, node.users)):
+        if not isinstance(body, GraphModule) or _has_policy(body):
+            continue
+        if all(map(_is_transparent, node.users)):
             yield from _bodies(body)
 
 
 def _is_transparent(node: Node) -> bool:
-    """A selective checkpoint policy (`context_fn`) names ops, so ours must not replace them."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name in _TRANSPARENT and "context_fn" not in node.meta and not _has_policy(node)
+    return getattr(node.target, "__name__", str(node.target)) in _TRANSPARENT
 
 
-def _has_policy(node: Node) -> bool:
-    return node.kwargs.get("context_fn") is not None or "_checkpoint_context_fn" in node.meta
+def _has_policy(body: GraphModule) -> bool:
+    """A selective checkpoint's policy (`context_fn`) names ops, so ours must not replace them."""
+    return "_checkpoint_context_fn" in body.meta
 
 
 def _build_kernels(matches: Sequence[Match]) -> None:
@@ -188,15 +189,11 @@ def _build_kernels(matches: Sequence[Match]) -> None:
         if device.type == "cuda":
             by_device.setdefault(device, []).append(ops.kernel_source(match))
     for device, sources in by_device.items():
-        from fx_fuser import native
-
         native.prepare(sources, device)
 
 
 def _cache_tag() -> str:
     """Our part of Inductor's cache keys: it knows our ops by name only, not what they compute."""
-    from fx_fuser import build
-
     user = ";".join(f"{p.name}={p.epilogue}" for p in _registry)
     return f"{torch.compiler.config.cache_key_tag}fx_fuser:{build.fingerprint()}:{user}"
 

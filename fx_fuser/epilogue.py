@@ -119,8 +119,10 @@ def flatten(expr: Operand) -> Operand:
         return expr
     args: list[Operand] = []
     for arg in map(flatten, expr.args):
-        nested = isinstance(arg, Expr) and arg.op == expr.op and expr.op in ("add", "mul")
-        args += arg.args if nested else (arg,)  # type: ignore[union-attr]
+        if isinstance(arg, Expr) and arg.op == expr.op and expr.op in ("add", "mul"):
+            args += arg.args
+        else:
+            args.append(arg)
     return Expr(expr.op, tuple(args), expr.attrs)
 
 
@@ -209,5 +211,5 @@ struct Epilogue {{
 }};
 }}  // namespace fx_fuser
 
-FX_FUSER_POINTWISE(fx_fuser::Epilogue, {acc}, {CUDA_TYPES[out]}, {inputs})
+FX_FUSER_POINTWISE(fx_fuser::Epilogue, {len(scalars)}, {acc}, {CUDA_TYPES[out]}, {inputs})
 """

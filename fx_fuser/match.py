@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -20,7 +21,7 @@ from fx_fuser.pattern import Pattern
 from fx_fuser.sites import Site, site_at
 from fx_fuser.spell import Arg, Expr, Operand, View, is_number, meta_tensor
 
-_MULTISET = {"add": math.fsum, "mul": math.prod}
+_MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": math.fsum, "mul": math.prod}
 _COMMUTATIVE = ("minimum", "maximum")
 _MAX_DESCENDANTS = 64
 
@@ -191,7 +192,7 @@ def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Oper
     numbers = [t for t in terms if is_number(t)]
     if len(terms) <= limit or len(numbers) < 2:
         return terms
-    return (*(t for t in terms if not is_number(t)), _MULTISET[op](numbers))  # type: ignore[arg-type]
+    return (*(t for t in terms if not is_number(t)), _MULTISET[op](numbers))
 
 
 def _descendants(view: View, site: Site) -> list[Node]:

@@ -7,8 +7,8 @@ torch ops. On CPU it sees the pattern's plain torch ops, for the inner compiler 
 
 Arguments, after those of the anchor's own schema:
 
-    t, s, kinds   the wildcards. kinds has a letter for each: z the pre-activation itself (nothing is
-                  passed), t the tensor t[i], s the number s[i].
+    t, s, kinds   the wildcards. kinds has a letter for each: z the pre-activation itself (nothing
+                  is passed), t the tensor t[i], s the number s[i].
     compute       dtype of the anchor's product (under autocast not that of x)
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fx_fuser import native
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.epilogue import (
     Z,
@@ -36,6 +36,7 @@ from fx_fuser.epilogue import (
 from fx_fuser.errors import PatternError
 from fx_fuser.match import Match
 from fx_fuser.pattern import Pattern
+from fx_fuser.rewrite import Call
 from fx_fuser.spell import Operand, is_number, meta_tensor
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
@@ -116,13 +117,16 @@ def _finish(
         wide = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in values.items()}
         out.copy_(_apply(pattern, kinds, evaluate(z, wide), wildcards, out.dtype))
         return
-    from fx_fuser import native
-
     free = {n: v for n, v in wildcards.items() if v is not Z}
     source = _leaf_source(pattern, z, kinds, {**leaves, **free}, out.dtype)
     values = {**_spread(anchor, leaves), **free}
-    tensors = [v for v in values.values() if not _travels_as_number(v)]
-    scalars = [float(v) for v in values.values() if _travels_as_number(v)]
+    tensors: list[Tensor] = []
+    scalars: list[float] = []
+    for value in values.values():
+        if isinstance(value, Tensor) and not _travels_as_number(value):
+            tensors.append(value)
+        else:
+            scalars.append(float(value))
     native.pointwise(source, out, tensors, scalars)
 
 
@@ -227,8 +231,53 @@ class _Call:
         return op(*operands, *self.config.values(), *tail)
 
 
+def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward without a derivative of its own: to differentiate its results raises.
+
+    torch's `once_differentiable` looks at dy alone. The gradient of `y.sum()` was then a constant,
+    and a gradient penalty on it silently did nothing.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return found
+        name = ctx.call.pattern.name
+        message = (
+            f"fx_fuser::{name} has no double backward; to differentiate twice, leave it unfused "
+            f"with options={{'patterns': ['-{name}']}}"
+        )
+        present = [g.detach().requires_grad_() for g in found if g is not None]
+        guards = torch._C._functions.DelayedError(message.encode(), len(present))(*present)
+        results = iter(guards if isinstance(guards, tuple) else (guards,))
+        return tuple(None if g is None else next(results) for g in found)
+
+    return guarded
+
+
+def _pull_back(
+    call: _Call, z: Tensor, t: Sequence[Tensor | None], wanted: Sequence[int], dy: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the epilogue: of z, and of the tensor wildcards whose indices are wanted.
+
+    By autograd and not `torch.func.vjp`, which raises where saved-tensor hooks are set, as in a
+    model compiled inside `torch.utils.checkpoint` or `save_on_cpu`.
+    """
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        free = [t[i].to(z.dtype).detach().requires_grad_() for i in wanted]  # type: ignore[union-attr]
+        tensors = list(t)
+        for i, tensor in zip(wanted, free):
+            tensors[i] = tensor
+        wildcards = _wildcard_values(call.pattern, tensors, call.s, call.kinds)
+        y = _apply(call.pattern, call.kinds, z, wildcards, z.dtype)
+        return torch.autograd.grad(y, [z, *free], dy, materialize_grads=True)
+
+
 class _Fused(torch.autograd.Function):
-    """The fused op with gradients: saves its products, derives the epilogue with vjp."""
+    """The fused op with gradients: saves its products, derives the epilogue by autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -241,10 +290,10 @@ class _Fused(torch.autograd.Function):
         return (y, *statistics)
 
     @staticmethod
-    @once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         call: _Call = ctx.call
-        anchor, pattern = call.anchor, call.pattern
+        anchor = call.anchor
         saved = list(ctx.saved_tensors)
         products = [saved.pop() for _ in anchor.products][::-1]
         count = len(anchor.operands)
@@ -260,15 +309,7 @@ class _Fused(torch.autograd.Function):
             z = evaluate(anchor.z(operands, call.config), values)
             wanted = [i for i, need in enumerate(needs_t) if need]
 
-            def epilogue(z: Tensor, *free: Tensor) -> Tensor:
-                tensors = list(t)
-                for i, tensor in zip(wanted, free):
-                    tensors[i] = tensor
-                wildcards = _wildcard_values(pattern, tensors, call.s, call.kinds)
-                return _apply(pattern, call.kinds, z, wildcards, acc)
-
-            _, pull = torch.func.vjp(epilogue, z, *(t[i].to(acc) for i in wanted))
-            dz, *dfree = pull(dy.to(acc))
+            dz, *dfree = _pull_back(call, z, t, wanted, dy.to(acc))
             of_name = dict(zip(anchor.operands, needs))
             grads: dict[str, Tensor] = {}
             if any(of_name.values()):
@@ -332,19 +373,7 @@ for _anchor in ANCHORS.values():
 # ---- from a match to a call -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GraphCall:
-    """The call node that replaces a match.
-
-    results: nodes whose tensors take the 2nd, 3rd … output, by `copy_`: the running statistics.
-    """
-
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    results: tuple[Any, ...]
-
-
-def graph_call(match: Match, native: bool, tf32: bool) -> GraphCall:
+def graph_call(match: Match, native: bool, tf32: bool) -> Call:
     """The composite op's arguments for this match."""
     pattern, site = match.pattern, match.site
     anchor = ANCHORS[pattern.kind]
@@ -359,7 +388,7 @@ def graph_call(match: Match, native: bool, tf32: bool) -> GraphCall:
     args = (*(values[n] for n in order), t, s, kinds, compute, out, native)
     tracked = config.get("training") and site.operands["running_mean"] is not None
     results = (site.operands["running_mean"], site.operands["running_var"]) if tracked else ()
-    return GraphCall(getattr(torch.ops.fx_fuser, pattern.name).default, args, results)
+    return Call(getattr(torch.ops.fx_fuser, pattern.name).default, args, results)
 
 
 def _wildcards(match: Match) -> tuple[list[Any], list[float], str]:

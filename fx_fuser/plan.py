@@ -7,6 +7,7 @@ import warnings
 
 import torch
 
+from fx_fuser import native
 from fx_fuser.match import Match
 from fx_fuser.options import Options
 from fx_fuser.spell import meta_tensor
@@ -30,8 +31,6 @@ def unavailable(device: torch.device) -> str | None:
     """Why fused kernels cannot run on this device, or None; a missing toolchain warns once."""
     if device.type == "cpu":
         return None
-    from fx_fuser import native  # only with a GPU: it needs a compiler
-
     reason = native.available(device)
     if reason is not None:
         warnings.warn(f"fx_fuser fuses nothing on {device}: {reason}", stacklevel=2)

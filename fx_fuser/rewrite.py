@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
@@ -13,15 +15,16 @@ from fx_fuser.spell import inputs_of
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
-class Call(Protocol):
+@dataclass(frozen=True)
+class Call:
     """What to put in: a function of graph values that returns a list of tensors, the result first.
 
     results: nodes whose tensors take the further outputs, in order, by `copy_`.
     """
 
-    target: Any
+    target: Callable[..., Any]
     args: tuple[Any, ...]
-    results: tuple[Node, ...]
+    results: tuple[Any, ...]
 
 
 def replace(match: Match, call: Call) -> Node:

@@ -64,6 +64,47 @@ class Program(nn.Module):
         return self.body(self, *inputs)
 
 
+def leaf(*shape: int, **kwargs: Any) -> Tensor:
+    """Random, and with a gradient."""
+    return torch.randn(*shape, **kwargs).requires_grad_()
+
+
+def linear_program(body: Callable[..., Any]) -> Program:
+    """Members for programs with a Linear from 8 to 6 features."""
+    return Program(
+        body,
+        lin=nn.Linear(8, 6),
+        bare=nn.Linear(8, 6, bias=False),
+        w=nn.Parameter(torch.randn(6, 8)),
+        b=nn.Parameter(torch.randn(6)),
+        p=nn.Parameter(torch.tensor(1.5)),
+        s=torch.tensor(0.75),
+        sigmoid=nn.Sigmoid(),
+        silu=nn.SiLU(),
+        silu_in_place=nn.SiLU(inplace=True),
+    )
+
+
+def conv_program(body: Callable[..., Any], conv: nn.Module, norm: nn.Module) -> Program:
+    """Members for programs with a convolution from 4 to 6 channels."""
+    channels = 6
+    if isinstance(norm, nn.BatchNorm2d) and norm.track_running_stats:
+        norm.running_mean.copy_(torch.randn(channels))
+        norm.running_var.copy_(torch.rand(channels) + 0.5)
+    return Program(
+        body,
+        conv=conv,
+        bn=norm,
+        w=nn.Parameter(torch.randn(channels, 4, 3, 3)),
+        b=nn.Parameter(torch.randn(channels)),
+        gamma=nn.Parameter(torch.randn(channels)),
+        beta=nn.Parameter(torch.randn(channels)),
+        mean=torch.randn(channels),
+        var=torch.rand(channels) + 0.5,
+        p=nn.Parameter(torch.tensor(1.5)),
+    )
+
+
 @dataclass
 class Run:
     """What one run left behind, by name."""

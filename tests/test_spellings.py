@@ -8,34 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ADD, CONV, MUL, Program, check
+from helpers import ADD, CONV, MUL, check, conv_program, leaf, linear_program
 from torch import Tensor, nn
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 static_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
-def leaf(*shape: int, **kwargs: Any) -> Tensor:
-    return torch.randn(*shape, **kwargs).requires_grad_()
-
-
 def cases(table: dict[str, Any]) -> Any:
     return pytest.mark.parametrize("spelled", table.values(), ids=table.keys())
-
-
-def linear_program(body: Callable[..., Any]) -> Program:
-    return Program(
-        body,
-        lin=nn.Linear(8, 6),
-        bare=nn.Linear(8, 6, bias=False),
-        w=nn.Parameter(torch.randn(6, 8)),
-        b=nn.Parameter(torch.randn(6)),
-        p=nn.Parameter(torch.tensor(1.5)),
-        s=torch.tensor(0.75),
-        sigmoid=nn.Sigmoid(),
-        silu=nn.SiLU(),
-        silu_in_place=nn.SiLU(inplace=True),
-    )
 
 
 # ---- Linear → sigmoid → mul → mul -----------------------------------------------------------
@@ -340,25 +321,6 @@ def test_linears(spelled: Callable[..., Tensor], pattern: str, train: bool, dyna
 
 
 # ---- Conv2d → BatchNorm2d → mul -------------------------------------------------------------
-
-
-def conv_program(body: Callable[..., Any], conv: nn.Module, norm: nn.Module) -> Program:
-    channels = 6
-    if isinstance(norm, nn.BatchNorm2d) and norm.track_running_stats:
-        norm.running_mean.copy_(torch.randn(channels))
-        norm.running_var.copy_(torch.rand(channels) + 0.5)
-    return Program(
-        body,
-        conv=conv,
-        bn=norm,
-        w=nn.Parameter(torch.randn(channels, 4, 3, 3)),
-        b=nn.Parameter(torch.randn(channels)),
-        gamma=nn.Parameter(torch.randn(channels)),
-        beta=nn.Parameter(torch.randn(channels)),
-        mean=torch.randn(channels),
-        var=torch.rand(channels) + 0.5,
-        p=nn.Parameter(torch.tensor(1.5)),
-    )
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fx_fuser.sites import Site
 from fx_fuser.spell import Operand
 
-Operands = Mapping[str, "Tensor | None"]
+Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
 
 
-class Anchor(Protocol):
+class Anchor(ABC):
     """See the package's docstring for the vocabulary.
 
     kind: name in `fx_fuser.sites`. operands: names, in schema order, of its tensors.
@@ -23,55 +25,56 @@ class Anchor(Protocol):
     """
 
     kind: str
-    operands: tuple[str, ...]
+    operands: tuple[str, ...] = ("x", "weight", "bias")
     schema: str
-    products: tuple[str, ...]
-    cast: tuple[str, ...]
+    products: tuple[str, ...] = ("c",)
+    cast: tuple[str, ...] = ("x", "weight", "bias")
 
+    @abstractmethod
     def config(self, site: Site) -> dict[str, Any]:
         """The configuration arguments of the op call that replaces `site`."""
-        ...
 
     def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
         """The operands, in order, without those that the kernel op does not read."""
-        ...
+        return list(operands.values())
 
+    @abstractmethod
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """The main operation, by the library's own kernels: the products, real memory."""
-        ...
 
+    @abstractmethod
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """Products of right shape, stride and dtype, for fake tensors."""
-        ...
 
-    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: Any) -> Tensor:
+    @abstractmethod
+    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for the result, in the memory format of c."""
-        ...
 
+    @abstractmethod
     def z(self, operands: Operands, config: Config) -> Operand:
         """z as an expression over the names of `leaves`."""
-        ...
 
+    @abstractmethod
     def leaves(
         self, operands: Operands, products: Sequence[Tensor], config: Config
     ) -> dict[str, Tensor | float]:
         """What z's expression reads, `c` first; vectors are per channel."""
-        ...
 
     def spread(self, vector: Tensor) -> Tensor:
         """A per-channel leaf, shaped to broadcast against c."""
-        ...
+        return vector
 
+    @abstractmethod
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """(z, statistics…) in the plain torch ops a user would write; differentiable."""
-        ...
 
     def outputs(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:
         """What the op returns to the graph: y, then the new running statistics if there are any."""
-        ...
+        return [y]
 
+    @abstractmethod
     def backward(
         self,
         operands: Operands,
@@ -81,4 +84,3 @@ class Anchor(Protocol):
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor]:
         """Gradients of the operands that need one; dz is in the accumulation dtype."""
-        ...

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser.anchors.base import Config, Operands
+from fx_fuser.anchors.base import Anchor, Config, Operands
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Expr, Operand, meta_tensor
 
@@ -43,20 +43,17 @@ def padded(x: Tensor, config: Config) -> tuple[Tensor, list[int]]:
 
 def convolve(operands: Operands, config: Config) -> Tensor:
     """The convolution without its bias, as a user would write it; differentiable."""
-    x, padding = padded(operands["x"], config)  # type: ignore[arg-type]
+    x, padding = padded(operands["x"], config)
     geometry = (config["stride"], padding, config["dilation"], config["groups"])
-    return F.conv2d(x, operands["weight"], None, *geometry)  # type: ignore[arg-type]
+    return F.conv2d(x, operands["weight"], None, *geometry)
 
 
-class Conv2d:
+class Conv2d(Anchor):
     kind = "conv2d"
-    operands: tuple[str, ...] = ("x", "weight", "bias")
     schema = (
         "Tensor x, Tensor weight, Tensor? bias, "
         "int[] stride, int[] padding, int[] dilation, int groups, bool tf32"
     )
-    products: tuple[str, ...] = ("c",)
-    cast = ("x", "weight", "bias")
 
     def config(self, site: Site) -> dict[str, Any]:
         weight = meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
@@ -69,11 +66,8 @@ class Conv2d:
             "groups": site.attrs["groups"],
         }
 
-    def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
-        return list(operands.values())
-
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        x, padding = padded(operands["x"], config)  # type: ignore[arg-type]
+        x, padding = padded(operands["x"], config)
         cudnn = torch.backends.cudnn
         # aten._convolution is the one entry that takes TF32 as an argument: cuDNN's own default
         # allows it, and fp32 here means fp32-accurate.
@@ -97,7 +91,7 @@ class Conv2d:
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (convolve(operands, config),)
 
-    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: Any) -> Tensor:
+    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_like(c, dtype=dtype)
 
     def z(self, operands: Operands, config: Config) -> Operand:
@@ -118,11 +112,6 @@ class Conv2d:
         c, bias = convolve(operands, config), operands["bias"]
         return (c if bias is None else c + self.spread(bias),)
 
-    def outputs(
-        self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
-    ) -> list[Tensor]:
-        return [y]
-
     def backward(
         self,
         operands: Operands,
@@ -133,7 +122,6 @@ class Conv2d:
     ) -> dict[str, Tensor]:
         """Also for a convolution under a BatchNorm, whose dz is then the gradient of c + bias."""
         x, weight, bias = (operands[n] for n in ("x", "weight", "bias"))
-        assert x is not None and weight is not None
         grads: dict[str, Tensor] = {}
         if needs["bias"] and bias is not None:
             grads["bias"] = dz.sum((0, 2, 3)).to(bias.dtype)

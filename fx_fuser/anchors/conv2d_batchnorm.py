@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fx_fuser import native
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import Conv2d, convolve
 from fx_fuser.epilogue import accumulation_dtype
@@ -26,8 +27,6 @@ from fx_fuser.spell import Arg, Expr, Operand
 def batch_stats(c: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [C] of c [N, C, H, W], in the accumulation dtype."""
     if c.device.type == "cuda":
-        from fx_fuser import native  # the CUDA side is imported by those who have it
-
         return native.batch_stats(c)
     wide = c.to(accumulation_dtype((c.dtype,)))
     var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
@@ -74,7 +73,7 @@ class Conv2dBatchNorm(Conv2d):
         return (c, vector, torch.empty_like(vector))
 
     def z(self, operands: Operands, config: Config) -> Operand:
-        shifted = [Arg("c"), Expr("mul", (Arg("mean"), -1.0))]
+        shifted: list[Operand] = [Arg("c"), Expr("mul", (Arg("mean"), -1.0))]
         if operands["bias"] is not None and not config["training"]:
             shifted.insert(1, Arg("bias"))
         rstd = Expr("rsqrt", (Expr("add", (Arg("var"), Arg("eps"))),))
@@ -92,7 +91,6 @@ class Conv2dBatchNorm(Conv2d):
         if operands["bias"] is not None and not config["training"]:
             found["bias"] = operands["bias"]
         if not config["training"]:
-            assert operands["running_mean"] is not None and operands["running_var"] is not None
             mean, var = operands["running_mean"], operands["running_var"]
         found |= {"mean": mean, "var": var}
         found |= {n: v for n in ("gamma", "beta") if (v := operands[n]) is not None}
@@ -103,10 +101,9 @@ class Conv2dBatchNorm(Conv2d):
         c, bias = convolve(operands, config), operands["bias"]
         biased = c if bias is None else c + self.spread(bias)
         training, eps = config["training"], config["eps"]
-        names = ("running_mean", "running_var")
-        running = [None if training else operands[n] for n in names]
-        affine = (operands["gamma"], operands["beta"])
-        z = F.batch_norm(biased, *running, *affine, training, 0.0, eps)
+        mean, var = (None if training else operands[n] for n in ("running_mean", "running_var"))
+        gamma, beta = operands["gamma"], operands["beta"]
+        z = F.batch_norm(biased, mean, var, gamma, beta, training, 0.0, eps)
         return (z, *batch_stats(c.detach())) if training else (z,)
 
     def outputs(

@@ -5,34 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser.anchors.base import Config, Operands
+from fx_fuser.anchors.base import Anchor, Config, Operands
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Operand
 
 
-class Linear:
+class Linear(Anchor):
     kind = "linear"
-    operands = ("x", "weight", "bias")
     schema = "Tensor x, Tensor weight, Tensor? bias"
-    products = ("c",)
-    cast = ("x", "weight", "bias")
 
     def config(self, site: Site) -> dict[str, Any]:
         return {}
 
-    def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
-        return list(operands.values())
-
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        return (F.linear(operands["x"], operands["weight"], operands["bias"]),)  # type: ignore[arg-type]
+        return (F.linear(operands["x"], operands["weight"], operands["bias"]),)
 
     product_like = product
     reference = product
 
-    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: Any) -> Tensor:
+    def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return c.new_empty(shape, dtype=dtype)
 
     def z(self, operands: Operands, config: Config) -> Operand:
@@ -43,14 +38,6 @@ class Linear:
     ) -> dict[str, Tensor | float]:
         return {"c": products[0]}
 
-    def spread(self, vector: Tensor) -> Tensor:
-        return vector
-
-    def outputs(
-        self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
-    ) -> list[Tensor]:
-        return [y]
-
     def backward(
         self,
         operands: Operands,
@@ -60,7 +47,6 @@ class Linear:
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor]:
         x, weight, bias = (operands[n] for n in self.operands)
-        assert x is not None and weight is not None
         grads: dict[str, Tensor] = {}
         if needs["bias"] and bias is not None:
             grads["bias"] = dz.reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)

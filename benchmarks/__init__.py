@@ -1,0 +1,1 @@
+"""What is measured (problems), how (measure), the run (run) and what is written of it (report)."""

@@ -1,0 +1,221 @@
+"""How a problem is run, checked against float64 and timed, for the demo and the benchmark."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.problems import Problem, Size
+
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+MODES = ("eval-fwd", "train-fwd", "fwd+bwd")
+
+Call = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def float32_settings(precision: str, cudnn_tf32: bool = True) -> Iterator[None]:
+    """torch's defaults (TF32 in cuDNN, not in matrix products), or TF32 in both for "tf32".
+
+    Set through the older switches: after a write through `fp32_precision`, torch's own reads of
+    the older ones raise, while these keep both in step.
+    """
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = cudnn_tf32
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@dataclass
+class Case:
+    """A problem in one precision and mode: every system gets this model, input and gradient.
+
+    eval-fwd and train-fwd run without gradients; in fwd+bwd the model trains, and x and all
+    parameters require gradients.
+    """
+
+    model: nn.Module
+    x: Tensor
+    grad: Tensor | None  # of the output; None in the forward modes
+
+    @classmethod
+    def make(
+        cls, problem: Problem, size: Size, precision: str, mode: str, device: torch.device
+    ) -> Case:
+        model, x = problem.make(size, device)
+        model, x = model.to(DTYPES[precision]).train(mode != "eval-fwd"), x.to(DTYPES[precision])
+        case = cls(model, x, None)
+        if mode == "fwd+bwd":
+            case.grad = torch.randn_like(case.values(model)["output"])
+            x.requires_grad_()
+        return case
+
+    def in_float64(self) -> Case:
+        """The same numbers, as rounded to this case's dtype, held in float64."""
+        model = copy.deepcopy(self.model).double()
+        x = self.x.detach().double().requires_grad_(self.x.requires_grad)
+        return Case(model, x, None if self.grad is None else self.grad.double())
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors that receive a gradient."""
+        return [] if self.grad is None else [self.x, *self.model.parameters()]
+
+    def step(self, call: Call) -> Tensor:
+        """What is timed: the forward pass, and the backward pass in fwd+bwd."""
+        if self.grad is None:
+            with torch.no_grad():
+                return call(self.x)
+        output = call(self.x)
+        output.backward(self.grad)
+        return output.detach()
+
+    def values(self, call: Call) -> dict[str, Tensor]:
+        """All that one step leaves behind; the model is then put back as it was."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        for leaf in self.leaves():
+            leaf.grad = None
+        values = {"output": self.step(call)}
+        if self.grad is not None:
+            for name, leaf in [("x", self.x), *self.model.named_parameters()]:
+                assert leaf.grad is not None, f"{name} received no gradient"
+                values[f"grad {name}"], leaf.grad = leaf.grad, None
+        for name, buffer in self.model.named_buffers():
+            if self.model.training:
+                values[name] = buffer.clone()
+            buffer.copy_(before[name])
+        return values
+
+
+def scales(reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """What errors are relative to: the Frobenius norms of the float64 values, by name.
+
+    A gradient that exact arithmetic makes zero (that of a convolution's bias ahead of a training
+    BatchNorm) has no relative error; its scale is the largest parameter gradient.
+    """
+    norms = {name: float(tensor.double().norm()) for name, tensor in reference.items()}
+    gradients = [name for name in norms if name.startswith("grad ") and name != "grad x"]
+    largest = max((norms[name] for name in gradients), default=0.0)
+    vanishing = {name: largest for name in gradients if norms[name] < 1e-9 * largest}
+    return norms | vanishing
+
+
+def errors(
+    values: Mapping[str, Tensor], against: Mapping[str, Tensor], scale: Mapping[str, float]
+) -> dict[str, float]:
+    """Relative Frobenius errors by name; absolute where the scale is zero."""
+    found = {}
+    for name, expected in against.items():
+        difference = float((values[name].double() - expected.double()).norm())
+        found[name] = difference / (scale[name] or 1.0)
+        if not math.isfinite(found[name]):
+            raise ArithmeticError(f"{name} is not finite")
+    return found
+
+
+def bounds(
+    precision: str, device: torch.device, errors_of: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """The largest error that passes, by tensor, from the errors of "eager" (README, Accuracy).
+
+    On a CPU from the larger of those of "eager" and "inductor": fused sites are left to Inductor
+    there as plain torch operations, and its sums are less exact than eager's (those of BatchNorm's
+    gradients in #73 by a factor of 3).
+    """
+    factor = 2.0 if precision in ("bf16", "fp16") else 1.5
+    peers = [errors_of["eager"]]
+    if device.type == "cpu" and "inductor" in errors_of:
+        peers.append(errors_of["inductor"])
+    return {name: max(factor * max(p[name] for p in peers), 4e-7) for name in errors_of["eager"]}
+
+
+def median_ms(
+    step: Callable[[], object], leaves: list[Tensor], device: torch.device, warmup: int, rep: int
+) -> float:
+    """The median time of a step in ms; on a GPU with the L2 cache cleared before each.
+
+    `warmup` and `rep` are in ms. The leaves' gradients are dropped before each step, so that no
+    step pays for adding to the last one's.
+    """
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return float(
+            do_bench(step, warmup=warmup, rep=rep, grad_to_none=leaves, return_mode="median")
+        )
+    samples: list[float] = []
+    end = time.perf_counter() + (warmup + rep) / 1e3
+    while time.perf_counter() < end or len(samples) < 5:
+        for leaf in leaves:
+            leaf.grad = None
+        start = time.perf_counter()
+        step()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(samples[len(samples) * warmup // (warmup + rep) :])
+
+
+def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The median over rounds; each round takes all in turn, every other one backwards, so that
+    a drifting clock favours none."""
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    order = list(timers)
+    for _ in range(rounds):
+        for name in order:
+            samples[name].append(timers[name]())
+        order.reverse()
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+class Machine(TypedDict, total=False):
+    gpu: str
+    driver: str | None
+    torch: str
+
+
+def machine(device: torch.device) -> Machine:
+    """What the figures were measured on."""
+    if device.type == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        gpu = torch.cuda.get_device_name(device)
+        return Machine(gpu=gpu, driver=driver, torch=torch.__version__)
+    return Machine(gpu=f"CPU {platform.machine()}", driver=None, torch=torch.__version__)
+
+
+def free_memory() -> None:
+    """Hand back what the last case held: #59 in float64 needs most of a GPU."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def peak_mib(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
+    """Device memory at the height of one step, in MiB, all that was there before included."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)

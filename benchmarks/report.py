@@ -1,0 +1,215 @@
+"""Write the results into README's table and a picture:  python -m benchmarks.report [--check]
+
+`--check` writes nothing and fails where README or a picture is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks import results
+from benchmarks.problems import PROBLEMS
+from benchmarks.results import Row
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+SYSTEMS = ("eager", "inductor", "max-autotune", "inductor-ieee", "fx_fuser")
+SHOWN = ("fp32", "bf16")  # the other precisions are folded away
+LEGEND = (
+    "Medians in ms, the L2 cache cleared before each call. Speed-ups are Inductor's time over "
+    "fx_fuser's, with Inductor = `torch.compile(model)`. Error: relative Frobenius error against "
+    "float64, the largest of the output's and, in fwd+bwd, every gradient's. In #73 Inductor's "
+    "convolution uses TF32, as torch's defaults allow; Inductor ieee is Inductor without it."
+)
+
+Group = tuple[str, str, str]  # problem, precision, mode
+
+
+def by_group(rows: list[Row]) -> dict[Group, dict[str, Row]]:
+    groups: dict[Group, dict[str, Row]] = {}
+    for row in sorted(rows, key=results.place):
+        problem, precision, mode, system = results.key(row)
+        groups.setdefault((problem, precision, mode), {})[system] = row
+    return groups
+
+
+def time_of(systems: dict[str, Row], name: str) -> float | None:
+    return systems[name]["ms"] if name in systems else None
+
+
+def speedup(systems: dict[str, Row], *over: str) -> float | None:
+    """The quickest of `over` against fx_fuser, 2.0 meaning half its time."""
+    times = [time for name in over if (time := time_of(systems, name)) is not None]
+    ours = time_of(systems, "fx_fuser")
+    return min(times) / ours if times and ours is not None else None
+
+
+def milliseconds(systems: dict[str, Row], name: str) -> str:
+    if name not in systems:
+        return ""
+    ms = systems[name]["ms"]
+    return "failed" if ms is None else f"{ms:.3f}"
+
+
+def factor(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}×"
+
+
+def error(systems: dict[str, Row], name: str) -> str:
+    value = systems[name]["err_fp64"] if name in systems else None
+    return "" if value is None else f"{value:.1e}"
+
+
+def title(problem: str) -> str:
+    return f"#{problem} {PROBLEMS[problem].title}" if problem.isdigit() else problem
+
+
+def table(rows: list[Row], precision: str) -> str:
+    groups = by_group([row for row in rows if row["precision"] == precision])
+    ieee = any("inductor-ieee" in systems for systems in groups.values())
+    shown = [name for name in SYSTEMS if ieee or name != "inductor-ieee"]
+    header = ["problem", "input", "mode"]
+    header += [
+        f"{name.replace('inductor', 'Inductor').replace('-ieee', ' ieee')}" for name in shown
+    ]
+    header += ["over Inductor"] + (["over Inductor ieee"] if ieee else [])
+    header += ["error: eager", "Inductor", "fx_fuser"]
+    lines = []
+    for (problem, _, mode), systems in groups.items():
+        line = [title(problem), next(iter(systems.values()))["input"], mode]
+        line += [milliseconds(systems, name) for name in shown]
+        line.append(f"**{factor(speedup(systems, 'inductor'))}**")
+        if ieee:
+            line.append(factor(speedup(systems, "inductor-ieee")))
+        line += [error(systems, name) for name in ("eager", "inductor", "fx_fuser")]
+        lines.append(line)
+    left = 3
+    align = ("left",) * left + ("right",) * (len(header) - left)
+    return tabulate(lines, header, "github", colalign=align, disable_numparse=True)
+
+
+def values(rows: list[Row], field: str) -> str:
+    return ", ".join(sorted({str(row[field]) for row in rows if row.get(field)}))  # type: ignore[literal-required]
+
+
+def caption(rows: list[Row]) -> str:
+    days = sorted(row["date"][:10] for row in rows)
+    when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+    driver = f", driver {values(rows, 'driver')}" if values(rows, "driver") else ""
+    return (
+        f"{values(rows, 'gpu')}{driver}, torch {values(rows, 'torch')}, measured {when} "
+        f"at {values(rows, 'commit')}."
+    )
+
+
+def section(path: Path, rows: list[Row]) -> str:
+    """The caption, the tables and the picture of one GPU."""
+    present = list(dict.fromkeys(row["precision"] for row in sorted(rows, key=results.place)))
+    parts = [caption(rows)]
+    parts += [f"**{name}**\n\n{table(rows, name)}" for name in present if name in SHOWN]
+    folded = [name for name in present if name not in SHOWN]
+    if folded:
+        tables = "\n\n".join(f"**{name}**\n\n{table(rows, name)}" for name in folded)
+        summary = " and ".join(folded)
+        parts.append(f"<details><summary>{summary}</summary>\n\n{tables}\n\n</details>")
+    picture = path.with_suffix(".svg")
+    parts.append(f"![speed-ups](benchmarks/results/{picture.name})")
+    return "\n\n".join(parts)
+
+
+def render(readme: str, files: dict[Path, list[Row]]) -> str:
+    """README's text with everything between the marks written anew."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"README has no {BEGIN} … {END}")
+    body = "\n\n".join([section(path, rows) for path, rows in files.items()] + [LEGEND])
+    return (
+        f"{before}{BEGIN}\n\n{body}\n\n{END}{after}" if files else f"{before}{BEGIN}\n{END}{after}"
+    )
+
+
+Bars = dict[str, dict[str, float]]  # precision → label of the group → speed-up
+
+
+def bars(rows: list[Row]) -> Bars:
+    found: Bars = {}
+    for (problem, precision, mode), systems in by_group(rows).items():
+        ratio = speedup(systems, "inductor", "max-autotune")
+        if ratio is not None:
+            found.setdefault(precision, {})[f"{problem}\n{mode}"] = round(ratio, 4)
+    return found
+
+
+def digest(drawn: Bars) -> str:
+    """Kept inside the picture, so that --check needs no matplotlib to see that it is stale."""
+    return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()
+
+
+def draw(path: Path, rows: list[Row]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    drawn = bars(rows)
+    labels = list(dict.fromkeys(label for group in drawn.values() for label in group))
+    width = 0.8 / len(drawn)
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.1 * len(labels)), 4.2), layout="constrained")
+    for index, (precision, group) in enumerate(drawn.items()):
+        left = [labels.index(label) + (index + 0.5) * width - 0.4 for label in group]
+        axes.bar_label(
+            axes.bar(left, list(group.values()), width, label=precision),
+            fmt="%.2f",
+            fontsize=6,
+            rotation=90,
+            padding=2,
+        )
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.set_ylabel("speed-up over the better of Inductor and max-autotune")
+    axes.set_title(f"fx_fuser on {values(rows, 'gpu')}, torch {values(rows, 'torch')}", fontsize=9)
+    axes.margins(y=0.15)
+    axes.legend(fontsize=7)
+    matplotlib.rcParams["svg.hashsalt"] = "fx_fuser"  # the same picture from the same numbers
+    figure.savefig(path, metadata={"Date": None, "Description": digest(drawn)})
+    pyplot.close(figure)
+
+
+def stale(readme: Path, files: dict[Path, list[Row]]) -> list[str]:
+    found = []
+    if readme.read_text() != render(readme.read_text(), files):
+        found.append(f"{readme.name} does not show what the results say")
+    for path, rows in files.items():
+        picture = path.with_suffix(".svg")
+        if not picture.exists() or digest(bars(rows)) not in picture.read_text():
+            found.append(f"{picture.name} does not show what {path.name} says")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where stale")
+    parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
+    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
+    args = parser.parse_args(arguments)
+
+    files = {path: results.read(path) for path in sorted(args.results.glob("*.json"))}
+    if not args.check:
+        for path, rows in files.items():
+            draw(path.with_suffix(".svg"), rows)
+        args.readme.write_text(render(args.readme.read_text(), files))
+    problems = stale(args.readme, files)
+    for problem in problems:
+        print(f"{problem}: run python -m benchmarks.report", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Result rows and the files that hold them: one a GPU, rewritten after every row."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from benchmarks.measure import MODES, Machine
+from benchmarks.problems import PROBLEMS
+
+FOLDER = Path(__file__).parent / "results"
+
+
+class Row(Machine, total=False):
+    problem: str
+    precision: str
+    mode: str
+    system: str
+    ms: float | None  # median; None where the system failed
+    err_fp64: float | None  # the largest relative Frobenius error of the output and all gradients
+    accurate: bool  # every tensor within measure.bounds
+    fused: int  # fused sites; in fx_fuser's rows only
+    peak_mib: float  # device memory at the height of one step, weights included; GPUs only
+    compile_s: float  # the first call
+    input: str
+    error: str  # what was raised; absent where nothing was
+    date: str  # UTC
+    commit: str
+
+
+def key(row: Row) -> tuple[str, str, str, str]:
+    return row["problem"], row["precision"], row["mode"], row["system"]
+
+
+def place(row: Row) -> tuple[int, int, int, str]:
+    """Where a row stands in its file: the order of the tables, whatever was measured first."""
+    problem = PROBLEMS[row["problem"]]
+    return (
+        list(PROBLEMS).index(problem.name),
+        problem.precisions.index(row["precision"]),
+        MODES.index(row["mode"]),
+        row["system"],
+    )
+
+
+def path_for(gpu: str, folder: Path = FOLDER) -> Path:
+    return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+
+
+def read(path: Path) -> list[Row]:
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def merge(path: Path, row: Row) -> None:
+    """Put a row in the place of the one with its key; a reader never sees half a file."""
+    rows = [other for other in read(path) if key(other) != key(row)] + [row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    lines = (json.dumps(other, allow_nan=False) for other in sorted(rows, key=place))
+    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    os.replace(partial, path)

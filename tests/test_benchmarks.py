@@ -1,0 +1,249 @@
+"""The benchmark measures what it says, and its files and tables say what was measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import measure, report, results, run
+from benchmarks.measure import Case
+from benchmarks.problems import PROBLEMS, Size
+from benchmarks.results import Row
+
+CPU = torch.device("cpu")
+TIMING = run.Timing(warmup=1, rep=1, rounds=1)
+TINY = {"70": Size((64, 48, 2.0), (8, 64)), "73": Size((8, 16, 3, 2.0), (2, 8, 12, 12))}
+EAGER = run.System("eager", lambda model: model)
+OURS = run.System(
+    "fx_fuser", partial(torch.compile, backend="fx_fuser", options={"inner": "aot_eager"})
+)
+
+
+def row(system: str, ms: float | None = 1.0, **fields: object) -> Row:
+    found: Row = {
+        "problem": "73",
+        "precision": "fp32",
+        "mode": "eval-fwd",
+        "system": system,
+        "input": "x[2, 3]",
+        "ms": ms,
+        "err_fp64": None if ms is None else 1e-7,
+        "gpu": "NVIDIA Test",
+        "driver": "1.2",
+        "torch": "2.11.0",
+        "date": "2026-11-21 10:00",
+        "commit": "abc",
+    }
+    found.update(fields)  # type: ignore[typeddict-item]
+    return found
+
+
+@pytest.mark.parametrize("mode", PROBLEMS["73"].modes)
+def test_a_group_measures_and_verifies_each_system(mode: str) -> None:
+    rows = run.measure_group(
+        PROBLEMS["73"], "fp32", mode, CPU, TINY["73"], (EAGER, OURS), timing=TIMING
+    )
+    assert [r["system"] for r in rows] == ["eager", "fx_fuser"]
+    for r in rows:
+        assert "error" not in r and r["accurate"]
+        assert r["ms"] is not None and r["ms"] > 0
+        assert r["err_fp64"] is not None and 0 < r["err_fp64"] < 1e-5
+    assert rows[1]["fused"] == 1
+    assert [run.complaint(r) for r in rows] == [None, None]
+
+
+def test_a_system_that_raises_leaves_a_row_and_the_others_go_on() -> None:
+    def broken(model: nn.Module) -> measure.Call:
+        raise RuntimeError("out of luck\nand more")
+
+    systems = (EAGER, run.System("inductor", broken), OURS)
+    rows = run.measure_group(
+        PROBLEMS["70"], "fp32", "eval-fwd", CPU, TINY["70"], systems, timing=TIMING
+    )
+    assert [r["ms"] is None for r in rows] == [False, True, False]
+    assert run.complaint(rows[1]) == "RuntimeError: out of luck"
+
+
+def test_a_row_of_ours_that_is_unfused_or_wrong_fails_the_run() -> None:
+    assert run.complaint(row("fx_fuser", fused=0, accurate=True)) == "nothing was fused"
+    assert "beyond the bound" in str(run.complaint(row("fx_fuser", fused=1, accurate=False)))
+    assert run.complaint(row("inductor", accurate=False)) is None
+
+
+def test_every_system_sees_the_same_numbers() -> None:
+    first, second = (
+        Case.make(PROBLEMS["73"], TINY["73"], "bf16", "fwd+bwd", CPU) for _ in range(2)
+    )
+    assert torch.equal(first.x, second.x)
+    assert first.grad is not None and second.grad is not None
+    assert torch.equal(first.grad, second.grad)
+    state = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    once, twice = first.values(first.model), first.values(first.model)
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+    assert all(torch.equal(state[n], tensor) for n, tensor in first.model.state_dict().items())
+    assert all(leaf.grad is None for leaf in first.leaves())
+
+
+def test_errors_are_relative_and_vanishing_gradients_have_a_scale() -> None:
+    exact = {
+        "output": torch.tensor([3.0, 4.0], dtype=torch.float64),
+        "grad weight": torch.tensor([0.0, 10.0], dtype=torch.float64),
+        "grad bias": torch.tensor([1e-15], dtype=torch.float64),
+    }
+    found = {"output": torch.tensor([3.0, 4.5]), "grad weight": torch.tensor([0.0, 10.0])}
+    found["grad bias"] = torch.tensor([1e-6])
+    scale = measure.scales(exact)
+    errors = measure.errors(found, exact, scale)
+    assert errors["output"] == pytest.approx(0.1)
+    assert errors["grad weight"] == 0
+    assert errors["grad bias"] == pytest.approx(1e-7, rel=1e-3)
+    with pytest.raises(ArithmeticError, match="output"):
+        measure.errors({**found, "output": torch.tensor([math.nan, 4.0])}, exact, scale)
+
+
+@pytest.mark.parametrize(
+    ("precision", "eager", "allowed"),
+    [("fp32", 1e-7, 4e-7), ("fp32", 1e-6, 1.5e-6), ("bf16", 2e-3, 4e-3), ("fp16", 2e-4, 4e-4)],
+)
+def test_bounds_come_from_eager_and_on_a_cpu_from_inductor_too(
+    precision: str, eager: float, allowed: float
+) -> None:
+    errors = {"eager": {"output": eager}, "inductor": {"output": 10 * eager}}
+    gpu = measure.bounds(precision, torch.device("cuda"), errors)
+    cpu = measure.bounds(precision, CPU, errors)
+    assert gpu["output"] == pytest.approx(allowed)
+    assert cpu["output"] == pytest.approx(max(eager * (15 if precision == "fp32" else 20), 4e-7))
+    assert measure.bounds(precision, CPU, {"eager": errors["eager"]}) == gpu
+
+
+def test_rounds_take_turns_and_every_other_one_runs_backwards() -> None:
+    seen = []
+
+    def timer(name: str) -> float:
+        seen.append(name)
+        return float(len(seen))
+
+    medians = measure.interleaved({name: partial(timer, name) for name in "ab"}, rounds=3)
+    assert "".join(seen) == "abbaab"
+    assert medians == {"a": 4.0, "b": 3.0}
+
+
+def test_float32_settings_are_put_back() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    with measure.float32_settings("tf32", cudnn_tf32=False):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert not torch.backends.cudnn.allow_tf32
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+def test_merge_replaces_the_row_with_the_same_key_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = results.path_for("NVIDIA H200", tmp_path / "new")
+    assert path.name == "nvidia-h200.json"
+    results.merge(path, row("fx_fuser", 3.0))
+    results.merge(path, row("eager", 2.0))
+    results.merge(path, row("eager", 2.0, problem="59"))
+    results.merge(path, row("fx_fuser", 1.0))
+    rows = results.read(path)
+    assert [(r["problem"], r["system"], r["ms"]) for r in rows] == [
+        ("59", "eager", 2.0),
+        ("73", "eager", 2.0),
+        ("73", "fx_fuser", 1.0),
+    ]
+
+
+def test_a_run_writes_rows_that_say_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SYSTEMS", (EAGER, OURS))
+    monkeypatch.setitem(PROBLEMS, "70", replace(PROBLEMS["70"], small=TINY["70"]))
+    monkeypatch.setattr(run, "commit_here", lambda: None)
+    arguments = ["--problem", "70", "--precision", "fp32", "bf16", "--mode", "eval-fwd"]
+    arguments += ["--size", "small", "--results", str(tmp_path), "--rounds", "1", "--rep", "1"]
+    with pytest.raises(SystemExit):  # no git, and no --commit: nothing is made up
+        run.main(arguments)
+    assert run.main([*arguments, "--commit", "0123abc"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    rows = results.read(path)
+    assert [(r["precision"], r["system"]) for r in rows] == [
+        ("fp32", "eager"),
+        ("fp32", "fx_fuser"),
+        ("bf16", "eager"),
+        ("bf16", "fx_fuser"),
+    ]
+    fields = {"problem", "precision", "mode", "system", "ms", "err_fp64"}
+    fields |= {"gpu", "torch", "driver", "date", "commit"}
+    assert all(fields <= set(r) and r["commit"] == "0123abc" for r in rows)
+
+
+def readme(folder: Path) -> Path:
+    path = folder / "README.md"
+    path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    return path
+
+
+def test_without_results_the_table_is_empty(tmp_path: Path) -> None:
+    path = readme(tmp_path)
+    arguments = ["--results", str(tmp_path), "--readme", str(path)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert report.main(arguments) == 0
+    assert path.read_text() == f"before\n{report.BEGIN}\n{report.END}\nafter\n"
+    assert report.main([*arguments, "--check"]) == 0
+
+
+def test_the_table_shows_times_speed_ups_and_errors() -> None:
+    rows = [row("eager", 4.0), row("inductor", 2.0), row("max-autotune", None, error="E: no")]
+    rows += [row("inductor-ieee", 3.0), row("fx_fuser", 1.0, err_fp64=2e-7)]
+    lines = report.section(Path("nvidia-test.json"), rows).splitlines()
+    assert lines[0].startswith("NVIDIA Test, driver 1.2, torch 2.11.0, measured 2026-11-21 at abc")
+    (line,) = [line for line in lines if line.startswith("| #73")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == [
+        *("#73 Conv2d_BatchNorm_Scaling", "x[2, 3]", "eval-fwd"),
+        *("4.000", "2.000", "failed", "3.000", "1.000"),
+        *("**2.00×**", "3.00×", "1.0e-07", "1.0e-07", "2.0e-07"),
+    ]
+
+
+def test_check_fails_when_results_change(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = readme(tmp_path)
+    json_file = tmp_path / "nvidia-test.json"
+    for system, ms in (("inductor", 2.0), ("fx_fuser", 1.0)):
+        results.merge(json_file, row(system, ms))
+    arguments = ["--results", str(tmp_path), "--readme", str(path)]
+    assert report.main(arguments) == 0
+    assert "**2.00×**" in path.read_text()
+    assert report.main([*arguments, "--check"]) == 0
+    results.merge(json_file, row("fx_fuser", 0.5))
+    assert report.main([*arguments, "--check"]) == 1
+
+
+def test_check_needs_no_matplotlib_to_see_a_stale_picture(tmp_path: Path) -> None:
+    json_file = tmp_path / "nvidia-test.json"
+    for system, ms in (("inductor", 2.0), ("fx_fuser", 1.0)):
+        results.merge(json_file, row(system, ms))
+    path = readme(tmp_path)
+    files = {json_file: results.read(json_file)}
+    path.write_text(report.render(path.read_text(), files))
+    picture = tmp_path / "nvidia-test.svg"
+    picture.write_text("<svg/>")
+    assert report.stale(path, files) == ["nvidia-test.svg does not show what nvidia-test.json says"]
+    picture.write_text(f"<svg>{report.digest(report.bars(files[json_file]))}</svg>")
+    assert report.stale(path, files) == []
+
+
+def test_a_readme_without_marks_is_refused() -> None:
+    with pytest.raises(SystemExit, match="benchmark:begin"):
+        report.render("no marks", {})
+
+
+def test_the_seed_models_compute_what_they_are_named_for() -> None:
+    model, x = PROBLEMS["70"].make(TINY["70"], CPU)
+    z: Tensor = model.get_submodule("gemm")(x)
+    torch.testing.assert_close(model(x), z + 2.0 * torch.sigmoid(z))
