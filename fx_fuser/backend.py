@@ -188,6 +188,8 @@ def _build_kernels(matches: Sequence[Match]) -> None:
         device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
         if device.type == "cuda":
             by_device.setdefault(device, []).append(ops.kernel_source(match))
+            if match.site.attrs.get("training"):
+                native.prepare_batch_stats(device)
     for device, sources in by_device.items():
         native.prepare(sources, device)
 

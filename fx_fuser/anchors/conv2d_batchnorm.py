@@ -130,26 +130,22 @@ class Conv2dBatchNorm(Conv2d):
         dz: Tensor,
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor]:
-        c, mean, var = products
-        training = config["training"]
-        running_mean, running_var = operands["running_mean"], operands["running_var"]
-        if not training and operands["bias"] is not None:
-            c = c + self.spread(operands["bias"])
-        dc, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
-            dz.to(c.dtype),
-            c,
-            operands["gamma"],
-            running_mean,
-            running_var,
-            mean if training else None,
-            (var + config["eps"]).rsqrt() if training else None,
-            training,
-            config["eps"],
-            [True, needs["gamma"], needs["beta"]],
-        )
+        # In the accumulation dtype throughout; aten's own kernels want one dtype for c and gamma.
+        leaves = self.leaves(operands, products, config)
+        wide = {n: v.to(dz.dtype) for n, v in leaves.items() if isinstance(v, Tensor)}
+        vector = {n: self.spread(v) for n, v in wide.items() if n != "c"}
+        rstd = (vector["var"] + config["eps"]).rsqrt()
+        normalised = (wide["c"] + vector.get("bias", 0.0) - vector["mean"]) * rstd
+        dbeta = dz.sum((0, 2, 3), keepdim=True)
+        dgamma = (dz * normalised).sum((0, 2, 3), keepdim=True)
+        dc = dz
+        if config["training"]:  # mean and variance depend on c
+            count = dz.shape[0] * dz.shape[2] * dz.shape[3]
+            dc = dz - (dbeta + normalised * dgamma) / count
+        dc = dc * rstd * vector.get("gamma", 1.0)
         grads = super().backward(operands, products, config, dc, needs)
         if needs["gamma"]:
-            grads["gamma"] = dgamma
+            grads["gamma"] = dgamma.flatten().to(operands["gamma"].dtype)
         if needs["beta"]:
-            grads["beta"] = dbeta
+            grads["beta"] = dbeta.flatten().to(operands["beta"].dtype)
         return grads
