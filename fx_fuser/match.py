@@ -170,17 +170,17 @@ class _Unifier:
         self, op: str, operand: Operand, limit: int
     ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
         expr, nodes = (None, frozenset()) if operand is self.site.node else self._open(operand)
-        same = expr is not None and expr.op == op and all(map(_is_floating, nodes))
+        same = expr is not None and expr.op == op and all(map(_is_inexact, nodes))
         if expr is not None and same:
             for terms, inner in self._cuts(expr, limit):
                 yield terms, inner | nodes
         yield (operand,), frozenset()
 
 
-def _is_floating(node: Node) -> bool:
+def _is_inexact(node: Node) -> bool:
     """Integer products wrap around; opening one would change its value."""
     tensor = meta_tensor(node)
-    return tensor is not None and tensor.dtype.is_floating_point
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _specificity(pattern: Operand) -> int:

@@ -155,20 +155,22 @@ def run(
     call: Callable[[nn.Module], Callable[..., Any]] = lambda m: m,
     dtype: torch.dtype | None = None,
     narrow: Sequence[Tensor] | None = None,
+    grad: bool | None = None,
 ) -> tuple[Run, list[Tensor]]:
     """Run a copy of the model forward, and in training backward from random gradients.
 
     call: model → what to call. dtype: run in this dtype. narrow: outputs of an earlier run, whose
-    dtypes the gradients must fit in.
+    dtypes the gradients must fit in. grad: whether to run backward, if not as `train`.
     """
+    grad = train if grad is None else grad
     model = copy.deepcopy(model).train(train)
     if dtype is not None:
         model = model.to(dtype)
     copies = [_copy(i, dtype) for i in inputs]
-    with torch.set_grad_enabled(train):
+    with torch.set_grad_enabled(grad):
         outputs = _flat(call(model)(*copies))
     made = Run({str(i): o.detach().clone() for i, o in enumerate(outputs)})
-    if train:
+    if grad:
         wanted = [i for i, o in enumerate(outputs) if o.requires_grad]
         narrow_outputs = [(narrow or outputs)[i] for i in wanted]
         grads = _random_like([outputs[i] for i in wanted], narrow_outputs)
@@ -282,16 +284,17 @@ def check(
     fullgraph: bool = True,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f,
     leaves: tuple[str, ...] = (),
+    grad: bool | None = None,
     **options: Any,
 ) -> list[GraphModule]:
     """Compile and run; assert which sites fuse, that the old ops are gone, and all numbers.
 
     fuses: pattern → sites; empty for a refusal. wrap: around the call, e.g. in autocast.
-    leaves: old ops that rightly stay in the graph beside the fused one.
+    leaves: old ops that rightly stay in the graph beside the fused one. grad: as in `run`.
     Returns the graphs given to the inner compiler.
     """
-    eager, outputs = run(model, inputs, train, wrap)
-    exact, _ = run(model, inputs, train, wrap, torch.float64, outputs)
+    eager, outputs = run(model, inputs, train, wrap, grad=grad)
+    exact, _ = run(model, inputs, train, wrap, torch.float64, outputs, grad)
     with recorded() as graphs:
         ours, got = run(
             model,
@@ -299,6 +302,7 @@ def check(
             train,
             lambda m: wrap(compiled(m, dynamic, fullgraph, **options)),
             narrow=outputs,
+            grad=grad,
         )
     assert fused() == fuses
     called = calls(graphs)

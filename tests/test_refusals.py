@@ -251,7 +251,7 @@ def _write_clamp_(x: Tensor) -> None:
 
 
 def _write_index_put(x: Tensor) -> None:
-    x.index_put_((torch.tensor([0]),), torch.tensor(3.0))
+    x.index_put_((torch.tensor([0]),), torch.ones_like(x[:1]))
 
 
 def _write_dropout(x: Tensor) -> None:
@@ -325,12 +325,6 @@ def _write_weight(m: Any, x: Tensor, y: Tensor) -> Any:
     return z + torch.sigmoid(z) * 2.0
 
 
-def _write_0d(m: Any, x: Tensor, y: Tensor) -> Any:
-    z = m.lin(x)
-    r = z * torch.sigmoid(z) * m.s
-    return r
-
-
 def _write_other_input(m: Any, x: Tensor, y: Tensor) -> Any:
     z = m.lin(x)
     y.add_(1)
@@ -349,7 +343,7 @@ OPERAND_WRITES: dict[str, tuple[Body, str]] = {
 
 @cases(OPERAND_WRITES)
 def test_operand_written_in_between(body: Body, reason: str) -> None:
-    model = linear_program(body)
+    model = linear_program(body).requires_grad_(False)
     refused(model, torch.randn(4, 8), torch.randn(4, 6), reason=reason, train=False)
 
 
@@ -466,7 +460,9 @@ def _read_both(m: Any, z: Tensor) -> Tensor:
     return torch.stack([m.bn.running_mean, m.bn.running_var])
 
 
-STATISTICS = {f.__name__[1:]: f for f in (_read_mean, _read_var_view, _write_mean, _write_var, _read_both)}  # fmt: skip
+STATISTICS = {
+    f.__name__[1:]: f for f in (_read_mean, _read_var_view, _write_mean, _write_var, _read_both)
+}
 
 
 @pytest.mark.parametrize("look", STATISTICS.values(), ids=STATISTICS.keys())
@@ -476,11 +472,10 @@ def test_statistics_in_between(look: Callable[..., Tensor]) -> None:
         seen = look(m, z)
         return z * 2.0, seen
 
-    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
-    model.train()
-    refused(model, leaf(3, 4, 8, 9), reason="", train=True)
-    reasons = [s.reason for s in fx_fuser.explain(model, torch.randn(3, 4, 8, 9)).refused]
-    assert any("running statistics" in r or "before the fused op" in r for r in reasons), reasons
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).train()
+    # Without backward: BatchNorm saves the statistics, so eager refuses the ones that write.
+    reason = "before the fused op" if "write" in look.__name__ else "running statistics"
+    refused(model, leaf(3, 4, 8, 9), reason=reason, train=True, grad=False)
 
 
 def test_statistics_read_in_eval_fuse() -> None:
@@ -793,9 +788,6 @@ OTHER_LINEAR: dict[str, Body] = {
     "addmm with alpha": lambda m, x, y: (lambda z: z + torch.sigmoid(z) * 2.0)(
         torch.addmm(m.b, x, m.w.t(), alpha=0.5)
     ),
-    "bilinear": lambda m, x, y: (lambda z: z * torch.sigmoid(z) * 2.0)(
-        F.bilinear(x, x, torch.ones(6, 8, 8) / 64.0)
-    ),
     "LayerNorm in between": lambda m, x, y: torch.sigmoid(F.layer_norm(m.lin(x), (6,))) * 2.0 + y,
 }
 
@@ -843,13 +835,13 @@ OTHER_CONV: dict[str, tuple[Body, nn.Module, nn.Module, int]] = {
     "mul before the norm": (
         lambda m, x: m.bn(m.conv(x) * 2.0), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), 2
     ),
-    "norm of a pooled conv": (
-        lambda m, x: m.bn(F.max_pool2d(m.conv(x), 2)) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), 2
+    "norm of a copied conv": (
+        lambda m, x: m.bn(m.conv(x).clone()) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), 2
     ),
     "norm alone": (lambda m, x: m.bn(x) * 2.0, nn.Identity(), nn.BatchNorm2d(4), 2),
     "conv alone": (lambda m, x: m.conv(x) * 2.0, nn.Conv2d(4, 6, 3), nn.Identity(), 2),
     "Linear, BatchNorm1d": (
-        lambda m, x: m.bn(m.conv(x).mT) * 2.0, nn.Linear(7, 6), nn.BatchNorm1d(6), 1
+        lambda m, x: m.bn(m.conv(x).mT.contiguous()) * 2.0, nn.Linear(7, 6), nn.BatchNorm1d(6), 1
     ),
 }  # fmt: skip
 
@@ -865,23 +857,6 @@ def test_other_convolutions(case: Any, train: bool) -> None:
 def test_conv_near_miss_has_a_reason() -> None:
     body, conv, norm, _ = OTHER_CONV["relu"]
     refused(Program(body, conv=conv, bn=norm), leaf(3, 4, 7, 7), reason="followed by relu")
-
-
-def test_norm_of_unknown_mode() -> None:
-    """Only one of two statistics: eager refuses it, and so must we, without a crash of our own."""
-    model = conv_program(
-        lambda m, x: F.batch_norm(m.conv(x), m.mean, None, training=True) * 2.0,
-        nn.Conv2d(4, 6, 3),
-        nn.Identity(),
-    )
-    try:
-        model(torch.randn(3, 4, 8, 9))
-    except RuntimeError:
-        with pytest.raises(Exception, match="running"):
-            compiled(model)(torch.randn(3, 4, 8, 9))
-        assert fused() == {}
-    else:
-        refused(model, leaf(3, 4, 8, 9), reason="only one of running_mean and running_var")
 
 
 # ---- hazard B: numbers that change ----------------------------------------------------------
