@@ -17,7 +17,7 @@ Arguments, after those of the anchor's own schema:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,16 @@ def _epilogue(pattern: Pattern, kinds: str) -> Operand:
     )
 
 
+def _wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
+    """Of the tensors that count in type promotion: a 0-d float64 scale does not widen float32."""
+    return [v.dtype for v in values if isinstance(v, Tensor) and v.ndim > 0]
+
+
 def _apply(
     pattern: Pattern, kinds: str, z: Any, wildcards: Mapping[str, Any], dtype: torch.dtype
 ) -> Tensor:
     """The epilogue in plain torch ops: accumulation dtype inside, one rounding at the end."""
-    tensors = [v for v in (z, *wildcards.values()) if isinstance(v, Tensor)]
-    acc = accumulation_dtype([*(v.dtype for v in tensors), dtype])
+    acc = accumulation_dtype([*_wide_dtypes((z, *wildcards.values())), dtype])
     values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
     return evaluate(_epilogue(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
 
@@ -303,8 +307,7 @@ class _Fused(torch.autograd.Function):
         needs_t = needs[count:]
         with torch.autocast(dy.device.type, enabled=False):
             values = _spread(anchor, anchor.leaves(operands, products, call.config))
-            floats = [v.dtype for v in (*values.values(), *t) if isinstance(v, Tensor)]
-            acc = accumulation_dtype([*floats, call.out])
+            acc = accumulation_dtype([*_wide_dtypes((*values.values(), *t)), call.out])
             values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in values.items()}
             z = evaluate(anchor.z(operands, call.config), values)
             wanted = [i for i, need in enumerate(needs_t) if need]
