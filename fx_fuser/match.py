@@ -249,8 +249,9 @@ def find(
             fault = check(match)
             if fault is None:
                 return match
-            refusal = refusal or Refusal(pattern, site, *fault)
-    return refusal or _near_miss(view, site, own, descendants)
+            if refusal is None:  # a Refusal is falsy: `or` would lose it
+                refusal = Refusal(pattern, site, *fault)
+    return _near_miss(view, site, own, descendants) if refusal is None else refusal
 
 
 def _near_miss(
