@@ -135,13 +135,19 @@ class Conv2dBatchNorm(Conv2d):
     ) -> dict[str, Tensor]:
         c, mean, var = products
         training = config["training"]
-        running_mean, running_var = operands["running_mean"], operands["running_var"]
+        names = ("gamma", "running_mean", "running_var")
+        gamma, running_mean, running_var = (operands[n] for n in names)
         if not training and operands["bias"] is not None:
             c = c + self.spread(operands["bias"])
+        # mean and var are wide, and ATen's CPU kernel wants all its vectors of one dtype.
+        wide = accumulation_dtype((c.dtype,))
+        gamma, running_mean, running_var = (
+            None if v is None else v.to(wide) for v in (gamma, running_mean, running_var)
+        )
         dc, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
             dz.to(c.dtype),
             c,
-            operands["gamma"],
+            gamma,
             running_mean,
             running_var,
             mean if training else None,
@@ -152,7 +158,7 @@ class Conv2dBatchNorm(Conv2d):
         )
         grads = super().backward(operands, products, config, dc, needs)
         if needs["gamma"]:
-            grads["gamma"] = dgamma
+            grads["gamma"] = dgamma.to(operands["gamma"].dtype)  # type: ignore[union-attr]
         if needs["beta"]:
-            grads["beta"] = dbeta
+            grads["beta"] = dbeta.to(operands["beta"].dtype)  # type: ignore[union-attr]
         return grads
