@@ -66,6 +66,10 @@ class Anchor(Protocol):
         """(z, statistics…) in the plain torch ops a user would write; differentiable."""
         ...
 
+    def read_by_backward(self, needs: Mapping[str, bool]) -> tuple[str, ...]:
+        """Operands of whose values, not only shapes, `leaves` or `backward` make use."""
+        ...
+
     def outputs(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:

@@ -118,6 +118,9 @@ class Conv2d:
         c, bias = convolve(operands, config), operands["bias"]
         return (c if bias is None else c + self.spread(bias),)
 
+    def read_by_backward(self, needs: Mapping[str, bool]) -> tuple[str, ...]:
+        return self.operands
+
     def outputs(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:

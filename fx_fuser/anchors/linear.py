@@ -46,6 +46,9 @@ class Linear:
     def spread(self, vector: Tensor) -> Tensor:
         return vector
 
+    def read_by_backward(self, needs: Mapping[str, bool]) -> tuple[str, ...]:
+        return (*(("x",) if needs["weight"] else ()), *(("weight",) if needs["x"] else ()))
+
     def outputs(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:
@@ -63,11 +66,15 @@ class Linear:
         assert x is not None and weight is not None
         grads: dict[str, Tensor] = {}
         if needs["bias"] and bias is not None:
-            grads["bias"] = dz.reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)
+            grads["bias"] = _matrix(dz).sum(0).to(bias.dtype)
         dz = dz.to(x.dtype)
         if needs["x"]:
             grads["x"] = dz @ weight
         if needs["weight"]:
-            rows, cols = weight.shape
-            grads["weight"] = dz.reshape(-1, rows).t() @ x.reshape(-1, cols)
+            grads["weight"] = _matrix(dz).t() @ _matrix(x)
         return grads
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[*, K] as [M, K]. `reshape(-1, K)` cannot tell M where K is 0."""
+    return x.unsqueeze(0).flatten(0, -2)
