@@ -33,7 +33,7 @@ def wildcard_values(
     }
 
 
-def _epilogue(pattern: Pattern, kinds: str) -> Operand:
+def epilogue_of(pattern: Pattern, kinds: str) -> Operand:
     """The pattern's epilogue with the wildcards that are z replaced by it."""
     return substitute(
         pattern.epilogue, {n: Z for n, kind in zip(pattern.wildcards, kinds) if kind == "z"}
@@ -51,7 +51,7 @@ def in_torch(
     """The epilogue in plain torch ops: accumulation dtype inside, one rounding at the end."""
     acc = accumulation_dtype([*wide_dtypes((z, *wildcards.values())), dtype])
     values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
-    return evaluate(_epilogue(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
+    return evaluate(epilogue_of(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
 
 
 def z_in_torch(
@@ -121,7 +121,7 @@ def _text(
 ) -> str:
     tensors = {n: v.dtype for n, v in leaves.items() if not travels_as_number(v)}
     scalars = [n for n, v in leaves.items() if travels_as_number(v)]
-    expr = substitute(_epilogue(pattern, kinds), {"z": z})
+    expr = substitute(epilogue_of(pattern, kinds), {"z": z})
     return cuda_source(expr, tensors, scalars, out, f"pattern {pattern.name}")
 
 

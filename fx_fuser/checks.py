@@ -113,6 +113,32 @@ def statistics_unseen(match: Match) -> Fault | None:
     return None
 
 
+def statistics_alone(match: Match) -> Fault | None:
+    """Another batch_norm in the graph, or another operand, shares the statistics being updated.
+
+    An unfused batch_norm saves them for its backward and, unlike our `copy_`, updates them without
+    telling autograd: one BatchNorm2d called twice, with one of the results scaled, raised in
+    backward.
+    """
+    site = match.site
+    mean, var = site.operands.get("running_mean"), site.operands.get("running_var")
+    if not site.attrs.get("training") or mean is None or var is None:
+        return None
+    statistics = storages((mean, var))
+    if len(statistics) < 2:
+        return site.node, "running_mean and running_var share memory"
+    others = {**site.operands, **match.wildcards, "running_mean": None, "running_var": None}
+    for operand in others.values():
+        if isinstance(operand, Node) and storages((operand,)) & statistics:
+            return operand, f"the operand {operand} shares memory with the running statistics"
+    for node in match.view.nodes:
+        spelled = match.view.spell(node) if node not in match.nodes else None
+        norm = spelled is not None and spelled.op == "batch_norm"
+        if norm and storages(inputs_of(node)) & statistics:
+            return site.node, f"{node} updates the same running statistics"
+    return None
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -171,6 +197,23 @@ def shape_kept(match: Match) -> Fault | None:
     return match.root, f"the result has shape {tuple(y.shape)}, but z has {tuple(z.shape)}"
 
 
+def layout_kept(match: Match) -> Fault | None:
+    """Another operand's memory layout wins over z's: `a * sigmoid(z) * 2` with a column-major a.
+
+    The fused op writes in the layout of its product; `.t().view(-1)` of the result then raised.
+    """
+    c, y = meta_tensor(match.site.nodes[0]), meta_tensor(match.root)
+    assert c is not None and y is not None
+    if any(statically_known_true(size <= 0) for size in y.shape):
+        return None
+    grown = statically_known_true(c.shape[-1] == 1) and match.site.kind == "linear"
+    wanted = torch.empty(y.shape, device="meta").stride() if grown else c.stride()
+    for size, mine, its in zip(y.shape, wanted, y.stride()):
+        if not statically_known_true(size == 1) and not statically_known_true(mine == its):
+            return match.root, f"the result has strides {y.stride()}, but z makes it {wanted}"
+    return None
+
+
 def anchor_form(match: Match) -> Fault | None:
     """Ranks and attributes that the anchor's op takes."""
     site = match.site
@@ -185,6 +228,9 @@ def anchor_form(match: Match) -> Fault | None:
         return None
     if x.ndim != 4 or weight.ndim != 4:
         return site.node, f"x has rank {x.ndim}, which is not 4: [N, C, H, W]"
+    if any(statically_known_true(size == 0) for size in x.shape):
+        # No statistics to take: PyTorch leaves the running ones alone, where ours became NaN.
+        return site.node, "x is empty"
     for name in ("stride", "padding", "dilation", "groups"):
         value = site.attrs[name]
         parts = value if isinstance(value, (tuple, list)) else (value,)
@@ -232,10 +278,12 @@ CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
     in_place_writes_stay_inside,
     operands_unchanged,
     statistics_unseen,
+    statistics_alone,
     known_dtypes,
     one_device,
     anchor_form,
     shape_kept,
+    layout_kept,
     numbers_fit,
     pattern_check,
 )

@@ -27,11 +27,12 @@ from torch import Tensor
 from fx_fuser import apply
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.epilogue import Z, accumulation_dtype
+from fx_fuser.epilogue import leaves as leaf_names
 from fx_fuser.errors import PatternError
 from fx_fuser.match import Match
 from fx_fuser.pattern import Pattern
 from fx_fuser.rewrite import Call
-from fx_fuser.spell import is_number, meta_tensor
+from fx_fuser.spell import Expr, Operand, is_number, meta_tensor
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _PATTERNS: dict[str, Pattern] = {}
@@ -155,6 +156,30 @@ def _pull_back(
         return torch.autograd.grad(y, [z, *free], dy, materialize_grads=True)
 
 
+def _kept(
+    call: _Call, tensors: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The tensors to save: those of which backward needs but the shape, without their memory.
+
+    As in eager mode, they may be written to before backward runs.
+    """
+    names = (*call.anchor.operands, *call.pattern.wildcards)
+    read = {*call.anchor.read_by_backward(dict(zip(names, needs)))}
+    read |= _read_by_derivative(apply.epilogue_of(call.pattern, call.kinds))
+    return [
+        t if t is None or name in read else t.detach().new_zeros(()).expand(t.shape)
+        for name, t in zip(names, tensors)
+    ]
+
+
+def _read_by_derivative(epilogue: Operand) -> set[str]:
+    """The leaves on which a derivative depends: all but the plain terms of an outermost sum."""
+    terms: tuple[Operand, ...] = (epilogue,)
+    if isinstance(epilogue, Expr) and epilogue.op == "add":
+        terms = tuple(a for a in epilogue.args if isinstance(a, Expr))
+    return set().union(*map(leaf_names, terms))
+
+
 class _Fused(torch.autograd.Function):
     """The fused op with gradients: saves its products, derives the epilogue by autograd."""
 
@@ -163,7 +188,7 @@ class _Fused(torch.autograd.Function):
         count = len(call.anchor.operands)
         y, *products = call.run(tensors[:count], tensors[count:], save=True)
         ctx.call = call
-        ctx.save_for_backward(*tensors, *products)
+        ctx.save_for_backward(*_kept(call, tensors, ctx.needs_input_grad[1:]), *products)
         statistics = products[1:]
         ctx.mark_non_differentiable(*statistics)
         return (y, *statistics)

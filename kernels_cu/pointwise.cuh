@@ -87,20 +87,21 @@ __device__ __forceinline__ void load_vector(Vec<T, kWidth>& raw, const void* in,
   }
 }
 
-template <class Index, int kMostVectors, int kThreads, class Epilogue, int kScalars, class Acc,
-          class Out, class Operands, class... In>
+template <class Index, bool kIsSmall, class Epilogue, int kScalars, class Acc, class Out,
+          class Operands, class... In>
 struct PointwiseKernel;
 
-template <class Index, int kMostVectors, int kThreads, class Epilogue, int kScalars, class Acc,
-          class Out, size_t... kOperand, class... In>
-struct PointwiseKernel<Index, kMostVectors, kThreads, Epilogue, kScalars, Acc, Out,
+template <class Index, bool kIsSmall, class Epilogue, int kScalars, class Acc, class Out,
+          size_t... kOperand, class... In>
+struct PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out,
                        std::index_sequence<kOperand...>, In...> {
   static constexpr int kInputs = sizeof...(In);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kInputSize[] = {sizeof(In)...};
   static constexpr int kWidth = vector_width(sizeof(Out), kInputSize[0]);
   static constexpr int kVectors =
-      vectors_in_flight(kWidth * (0 + ... + int{sizeof(In)}), kMostVectors);
+      kIsSmall ? 1 : vectors_in_flight(kWidth, kWidth * (0 + ... + int{sizeof(In)}));
+  static constexpr int kThreads = kIsSmall ? kSmallThreads : kPointwiseThreads;
   static_assert(kInputs <= kMaxInputs && kScalars <= kMaxScalars);
 
   using Raw = RawVectors<std::index_sequence<kOperand...>, kWidth, In...>;
@@ -193,30 +194,29 @@ struct PointwiseKernel<Index, kMostVectors, kThreads, Epilogue, kScalars, Acc, O
   }
 };
 
-template <int kMostVectors, int kThreads, class Epilogue, int kScalars, class Acc, class Out,
-          class... In, class Index>
+template <bool kIsSmall, class Epilogue, int kScalars, class Acc, class Out, class... In,
+          class Index>
 __device__ __forceinline__ void pointwise(const PointwiseArgs<Index>& args) {
-  PointwiseKernel<Index, kMostVectors, kThreads, Epilogue, kScalars, Acc, Out,
-                  std::index_sequence_for<In...>, In...>::run(args);
+  PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out, std::index_sequence_for<In...>,
+                  In...>::run(args);
 }
 
 }  // namespace fx_fuser
 
 // One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
-#define FX_FUSER_POINTWISE_KERNEL(name, Index, most_vectors, threads, ...) \
-  extern "C" __global__ void __launch_bounds__(threads, 1)                 \
-      name(const __grid_constant__ fx_fuser::PointwiseArgs<Index> args) {  \
-    fx_fuser::pointwise<most_vectors, threads, __VA_ARGS__>(args);         \
+#define FX_FUSER_POINTWISE_KERNEL(name, Index, is_small, threads, ...)    \
+  extern "C" __global__ void __launch_bounds__(threads, 1)                \
+      name(const __grid_constant__ fx_fuser::PointwiseArgs<Index> args) { \
+    fx_fuser::pointwise<is_small, __VA_ARGS__>(args);                     \
   }
-#define FX_FUSER_POINTWISE_FULL(name, Index, ...)                                             \
-  FX_FUSER_POINTWISE_KERNEL(name, Index, fx_fuser::kMostVectors, fx_fuser::kPointwiseThreads, \
-                            __VA_ARGS__)
 
 // FX_FUSER_POINTWISE(Epilogue, scalars, Acc, Out, In...): indices of 32 bits where every index and
 // every offset fits in 31, of 64 bits elsewhere. `small` has small blocks and one vector a thread,
 // so that an output which cannot fill the GPU is at least spread over more of it.
-#define FX_FUSER_POINTWISE(...)                                                             \
-  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_small, uint32_t, 1, fx_fuser::kSmallThreads, \
-                            __VA_ARGS__)                                                    \
-  FX_FUSER_POINTWISE_FULL(fx_fuser_pointwise_u32, uint32_t, __VA_ARGS__)                    \
-  FX_FUSER_POINTWISE_FULL(fx_fuser_pointwise_u64, uint64_t, __VA_ARGS__)
+#define FX_FUSER_POINTWISE(...)                                                                   \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_small, uint32_t, true, fx_fuser::kSmallThreads,    \
+                            __VA_ARGS__)                                                          \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u32, uint32_t, false, fx_fuser::kPointwiseThreads, \
+                            __VA_ARGS__)                                                          \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u64, uint64_t, false, fx_fuser::kPointwiseThreads, \
+                            __VA_ARGS__)

@@ -291,7 +291,7 @@ void launch_pointwise(const PointwiseKernels& kernels, const Loops& loops, const
     }
     raw_bytes += width * static_cast<int>(inputs[i].element_size());
   }
-  const int vectors = vectors_in_flight(raw_bytes, kMostVectors);
+  const int vectors = vectors_in_flight(width, raw_bytes);
   const int64_t blocks = ceil_div(out.numel(), int64_t{width} * vectors * kPointwiseThreads);
   if constexpr (sizeof(Index) == 4) {
     if (blocks < kernels.multiprocessors) {

@@ -43,6 +43,8 @@ from compare import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import fx_fuser
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
@@ -340,6 +342,139 @@ def test_momentum_may_change() -> None:
         torch.testing.assert_close(compiled(x), reference(x), rtol=1e-6, atol=1e-6)
         for mine, its in zip(model.buffers(), reference.buffers()):
             torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
+
+
+class SharedNorm(nn.Module):
+    """One BatchNorm2d on two paths; `scaled` of the results are multiplied."""
+
+    def __init__(self, scaled: int) -> None:
+        super().__init__()
+        self.conv, self.bn, self.scaled = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.bn(self.conv(x))
+        second = self.bn(self.conv(torch.relu(first) if self.scaled == 1 else first * 2.0))
+        return second * 3.0
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("scaled", [1, 2])
+def test_a_batchnorm_called_twice(scaled: int, inner: str) -> None:
+    """The unfused call saves the statistics; our update of them made its backward raise."""
+    x = torch.randn(4, 3, 6, 6, requires_grad=True)
+    zero = ("grad conv.bias",)
+    assert_same_as_eager(SharedNorm(scaled), (x,), {}, no_bound=zero, inner=inner)
+
+
+@pytest.mark.parametrize("shared", ["gamma", "running_mean", "the multiplier"])
+def test_statistics_that_are_operands_too_are_refused(shared: str) -> None:
+    def norm(x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, gamma: Tensor) -> Tensor:
+        gamma = var if shared == "gamma" else gamma
+        mean = var if shared == "running_mean" else mean
+        y = F.batch_norm(F.conv2d(x, weight), mean, var, gamma, None, True)
+        return y * (var[:, None, None] if shared == "the multiplier" else 2.0)
+
+    vectors = torch.zeros(6), torch.ones(6), torch.ones(6)
+    report = fx_fuser.explain(norm, torch.randn(2, 3, 6, 6), torch.randn(6, 3, 3, 3), *vectors)
+    (site,) = report.refused
+    assert report.fused == [] and "running" in site.reason
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_an_empty_batch(training: bool, inner: str) -> None:
+    model = ScaledNorm().train(training)
+    kept = copy.deepcopy(model.state_dict())
+    x = torch.randn(0, 3, 6, 6, requires_grad=True)
+    value = fused_compile(model, inner=inner)(x)
+    value.sum().backward()
+    assert value.shape == (0, 6, 4, 4) and x.grad.shape == x.shape
+    for name, buffer in model.named_buffers():
+        if name != "bn.num_batches_tracked":
+            assert torch.equal(buffer, kept[name]), name
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_model_in_bfloat16(training: bool, inner: str) -> None:
+    """All of it, BatchNorm's vectors too: ATen's backward wants them in one dtype."""
+    model = ScaledNorm().bfloat16().train(training)
+    x = torch.randn(4, 3, 6, 6).bfloat16().requires_grad_()
+    reference, exact, others = copy.deepcopy(model), double(model), (copied(x), double(x))
+    seen = observe(model, fused_compile(model, inner=inner), (x,), True)
+    expected = observe(reference, reference, others[:1], True)
+    true = observe(exact, exact, others[1:], True)
+    assert sites() == {CONV: 1}
+    if training:
+        for values in (seen, expected, true):
+            values.pop("grad conv.bias")  # truly zero
+    assert_close_to_exact(seen, expected, true, torch.bfloat16)
+
+
+# ---- memory: layouts, and tensors written to after the call -------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_the_layout_of_another_operand_wins(inner: str) -> None:
+    def gate(x: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        y = a * torch.sigmoid(F.linear(x, weight)) * 2.0
+        return y, y.t().view(-1) + 1.0  # raises unless y is column-major
+
+    tensors = torch.randn(3, 6), torch.randn(5, 6), torch.randn(5, 3).t()
+    value, flat = fused_compile(gate, inner=inner)(*tensors)
+    expected, flat_expected = gate(*tensors)
+    assert value.stride() == expected.stride() == (1, 3)
+    assert torch.equal(value, expected) and torch.equal(flat, flat_expected)
+
+
+def test_channels_last_times_contiguous() -> None:
+    def block(x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, a: Tensor) -> Tensor:
+        return a * F.batch_norm(F.conv2d(x, weight), mean, var)
+
+    x = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    tensors = x, torch.randn(6, 3, 3, 3), torch.zeros(6), torch.ones(6), torch.randn(2, 6, 4, 4)
+    value, expected = fused_compile(block)(*tensors), block(*tensors)
+    assert value.stride() == expected.stride()
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inputs", [0, 6], ids=["no inputs", "inputs"])
+def test_gradients_of_a_linear_without_inputs(inputs: int, inner: str) -> None:
+    x = torch.randn(3, inputs, requires_grad=True)
+    model = Swish(6, 5)
+    model.linear.weight = nn.Parameter(torch.randn(5, inputs))
+    reference, other = copy.deepcopy(model), copied(x)
+    fused_compile(model, inner=inner)(x).sum().backward()
+    reference(other).sum().backward()
+    assert sites() == {MUL_MUL: 1}
+    for mine, its in zip((x, *model.parameters()), (other, *reference.parameters())):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_what_backward_does_not_read_may_be_written_to(inner: str) -> None:
+    """As in eager mode: x if the weight is frozen, the weight if x needs no gradient, an addend."""
+
+    def step(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        y = residual + 2.0 * torch.sigmoid(F.linear(x, weight, bias))
+        x.mul_(0.5)
+        weight.mul_(0.5)
+        residual.mul_(0.5)
+        return y
+
+    def run(function: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        tensors = [torch.randn(*s) for s in ((3, 6), (5, 6), (5,), (3, 5))]
+        tensors[2].requires_grad_()
+        value = function(*tensors)
+        value.square().sum().backward()
+        return (value, tensors[2].grad, *tensors)
+
+    for mine, its in zip(run(fused_compile(step, inner=inner)), run(step)):
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
+    assert sites() == {MUL_ADD: 1}
 
 
 # ---- autocast -----------------------------------------------------------------------------------

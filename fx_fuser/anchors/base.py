@@ -64,6 +64,10 @@ class Anchor(ABC):
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """(z, statistics…) in the plain torch ops a user would write; differentiable."""
 
+    def read_by_backward(self, needs: Mapping[str, bool]) -> tuple[str, ...]:
+        """Operands of whose values, not only shapes, `leaves` or `backward` make use."""
+        return self.operands
+
     def outputs(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:

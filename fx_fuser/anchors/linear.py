@@ -38,6 +38,9 @@ class Linear(Anchor):
     ) -> dict[str, Tensor | float]:
         return {"c": products[0]}
 
+    def read_by_backward(self, needs: Mapping[str, bool]) -> tuple[str, ...]:
+        return (*(("x",) if needs["weight"] else ()), *(("weight",) if needs["x"] else ()))
+
     def backward(
         self,
         operands: Operands,
@@ -49,11 +52,15 @@ class Linear(Anchor):
         x, weight, bias = (operands[n] for n in self.operands)
         grads: dict[str, Tensor] = {}
         if needs["bias"] and bias is not None:
-            grads["bias"] = dz.reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)
+            grads["bias"] = _matrix(dz).sum(0).to(bias.dtype)
         dz = dz.to(x.dtype)
         if needs["x"]:
             grads["x"] = dz @ weight
         if needs["weight"]:
-            rows, cols = weight.shape
-            grads["weight"] = dz.reshape(-1, rows).t() @ x.reshape(-1, cols)
+            grads["weight"] = _matrix(dz).t() @ _matrix(x)
         return grads
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[*, K] as [M, K]. `reshape(-1, K)` cannot tell M where K is 0."""
+    return x.unsqueeze(0).flatten(0, -2)
