@@ -913,6 +913,19 @@ def test_scale_from_item() -> None:
         check(model, leaf(4, 8), fuses={})
 
 
+@pytest.mark.parametrize("scales", [(1e30, 1e30), (1e-30, 1e-30), (2**62, 2.0**70)])
+def test_product_of_numbers_beyond_float32(scales: tuple[float, float]) -> None:
+    """Each step is an ordinary float32 number, the product of the scales is none: one stays out."""
+    size = 1e-25 if scales[0] > 1 else 1e25
+    model = Program(
+        lambda m, x: (lambda z: torch.sigmoid(z) * z * scales[0] * scales[1])(m.lin(x)),
+        lin=nn.Linear(8, 6, bias=False),
+    )
+    with torch.no_grad():
+        model.lin.weight.mul_(size)
+    check(model, leaf(4, 8), fuses={MUL: 1}, grad=False, leaves=("mul",))
+
+
 # ---- choices of the user --------------------------------------------------------------------
 
 
