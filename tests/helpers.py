@@ -133,9 +133,9 @@ def _copy(tensor: Any, dtype: torch.dtype | None) -> Any:
     if dtype is not None and tensor.is_floating_point():
         copied = copied.to(dtype)
     if copied.stride() != tensor.stride():
-        base = copied.new_empty(tensor.untyped_storage().nbytes() // tensor.element_size())
-        copied = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        copied.copy_(tensor.detach())
+        elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        whole = tensor.detach().as_strided((elements,), (1,), 0).clone().to(copied.dtype)
+        copied = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     return copied.requires_grad_(tensor.requires_grad)
 
 
