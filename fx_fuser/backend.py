@@ -74,14 +74,15 @@ def fx_fuser(
     """
     chosen = Options.parse(mode, options, [p.name for p in _registry])
     compile_inner = chosen.inner_compiler()
+    matches: list[Match] = []
     with restorable(gm) as restore:
         try:
             outcome = fuse(gm, chosen)
             outcome.report.publish()
-            if not outcome.matches:
-                return compile_inner(gm, example_inputs)
-            with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                compiled = compile_inner(gm, example_inputs)
+            if outcome.matches:
+                with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
+                    compiled = compile_inner(gm, example_inputs)
+                matches = outcome.matches
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame): not a failure.
             if chosen.strict or isinstance(error, TorchDynamoException):
@@ -91,8 +92,9 @@ def fx_fuser(
                 f"fx_fuser leaves a graph unfused: {type(error).__name__}: {error}", stacklevel=2
             )
             log.info("the graph is compiled as the user wrote it", exc_info=True)
-            return compile_inner(gm, example_inputs)
-    for match in outcome.matches:
+    if not matches:
+        return compile_inner(gm, example_inputs)
+    for match in matches:
         counters["fx_fuser"][match.pattern.name] += 1
     return compiled
 

@@ -263,7 +263,7 @@ def find(
             fault = check(match)
             if fault is None:
                 return match
-            if refusal is None:  # a Refusal is falsy
+            if refusal is None:  # a Refusal is falsy: `or` would lose it
                 refusal = Refusal(pattern, site, *fault)
     return _near_miss(view, site, own, descendants) if refusal is None else refusal
 
