@@ -13,7 +13,7 @@ from helpers import ADD, CONV, MUL, Program, calls, check, compiled, fused, leaf
 from torch import nn
 
 import fx_fuser
-from fx_fuser import PatternError, backend, build, ops
+from fx_fuser import PatternError, apply, backend, build
 from fx_fuser.pattern import trace
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -208,7 +208,7 @@ def test_cuda_source_compiles(case: Any) -> None:
     _needs_nvcc()
     source, kinds, dtypes, config = case
     pattern = fx_fuser.register_pattern(source)
-    text = ops.cuda_text(pattern, kinds, dtypes, **config)
+    text = apply.cuda_text(pattern, kinds, dtypes, **config)
     op = {"tanh_mul": "tanh", "gelu_add": "gelu", "norm_clamp": "minimum"}[pattern.name]
     assert f"math::{op}(" in text
     assert build.cubin(text, "sm_80").read_bytes()[:4] == b"\x7fELF"
@@ -219,7 +219,7 @@ def test_cuda_source_reads_each_operand_once(kinds: str) -> None:
     """The text names exactly the operands that these kinds bring."""
     (pattern,) = [p for p in fx_fuser.registered_patterns() if p.name == ADD]
     dtypes = dict.fromkeys(("x", "weight", "bias", "a", "b"), torch.float32)
-    text = ops.cuda_text(pattern, kinds, dtypes)
+    text = apply.cuda_text(pattern, kinds, dtypes)
     tensors, scalars = 1 + kinds.count("t"), kinds.count("s")
     assert set(re.findall(r"in\[(\d)\]", text)) >= {str(i) for i in range(tensors)}
     body = text.split("operator()", 1)[1].split("const {", 1)[1]
@@ -346,7 +346,7 @@ def test_every_epilogue_op(op: str, train: bool) -> None:
     model = Program(lambda m, x, a: tail(m.lin(x), a), lin=nn.Linear(8, 6))
     check(model, leaf(4, 8), a, fuses={pattern.name: 1}, train=train)
     dtypes = {**dict.fromkeys(("x", "weight", "bias"), torch.float32), "a": a.dtype}
-    assert "FX_FUSER_POINTWISE(" in ops.cuda_text(pattern, "t", dtypes)
+    assert "FX_FUSER_POINTWISE(" in apply.cuda_text(pattern, "t", dtypes)
 
 
 def test_trace_is_the_public_reading() -> None:
