@@ -174,7 +174,8 @@ def run(
         wanted = [i for i, o in enumerate(outputs) if o.requires_grad]
         narrow_outputs = [(narrow or outputs)[i] for i in wanted]
         grads = _random_like([outputs[i] for i in wanted], narrow_outputs)
-        torch.autograd.backward([outputs[i] for i in wanted], grads)
+        if wanted:
+            torch.autograd.backward([outputs[i] for i in wanted], grads)
         leaves = dict(model.named_parameters())
         leaves |= {f"input {i}": c for i, c in enumerate(copies) if isinstance(c, Tensor)}
         made.grads = {n: p.grad for n, p in leaves.items() if p.is_leaf and p.grad is not None}
