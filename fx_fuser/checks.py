@@ -7,7 +7,6 @@ Each docstring says what goes wrong without it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -254,17 +253,6 @@ def _batchnorm_form(match: Match) -> Fault | None:
     return None
 
 
-def numbers_fit(match: Match) -> Fault | None:
-    """A Python number that no float can hold."""
-    for name, operand in match.wildcards.items():
-        if is_number(operand):
-            try:
-                math.isnan(operand)  # type: ignore[arg-type]
-            except OverflowError:
-                return match.root, f"the number bound to {name} is too large for a float"
-    return None
-
-
 def pattern_check(match: Match) -> Fault | None:
     """The pattern's own condition."""
     reason = match.pattern.check(match) if match.pattern.check else None
@@ -284,7 +272,6 @@ CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
     anchor_form,
     shape_kept,
     layout_kept,
-    numbers_fit,
     pattern_check,
 )
 

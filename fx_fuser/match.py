@@ -190,11 +190,17 @@ def _specificity(pattern: Operand) -> int:
 
 
 def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Operand, ...]:
-    """Several numbers as one, where there are more terms than the pattern has."""
-    numbers = [t for t in terms if is_number(t)]
+    """Several numbers as one, where there are more terms than the pattern has.
+
+    Not if a product leaves float32's range, which the steps of `tiny * 1e30 * 1e30` do not.
+    """
+    numbers = [float(t) for t in terms if is_number(t)]  # type: ignore[arg-type]
     if len(terms) <= limit or len(numbers) < 2:
         return terms
-    return (*(t for t in terms if not is_number(t)), _MULTISET[op](numbers))
+    folded = _MULTISET[op](numbers)
+    if op == "mul" and folded != 0 and not 1e-30 < abs(folded) < 1e30:
+        return terms
+    return (*(t for t in terms if not is_number(t)), folded)
 
 
 def _descendants(view: View, site: Site) -> list[Node]:

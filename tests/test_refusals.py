@@ -28,6 +28,15 @@ from helpers import (
     recorded,
     refused,
 )
+from test_spellings import (
+    FUNCTIONAL_CONVOLUTIONS,
+    FUNCTIONAL_NORMS,
+    LINEARS,
+    ONLY_INFERENCE,
+    PRODUCTS,
+    SCALES,
+    SUMS,
+)
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -434,6 +443,94 @@ def test_integer_counter_in_between_fuses() -> None:
     model = linear_program(body)
     model.register_buffer("count", torch.tensor(0))
     check(model, leaf(4, 8), fuses={MUL: 1}, leaves=("add",))
+
+
+# ---- every spelling, where it must not fuse --------------------------------------------------
+
+Tail = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def _gate_of(m: Any, z: Tensor, y: Tensor) -> Tensor:
+    return z * torch.sigmoid(z) * 2.0
+
+
+SPELLED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Tail]] = {
+    **{f"product {n}": (lambda m, x: m.lin(x), tail) for n, tail in PRODUCTS.items()},
+    **{f"sum {n}": (lambda m, x: m.lin(x), tail) for n, tail in SUMS.items()},
+    **{f"linear {n}": (linear, _gate_of) for n, linear in LINEARS.items()},
+}
+ONLY_INFERRED = {n: (lambda m, x: m.lin(x), tail) for n, tail in ONLY_INFERENCE.items()}
+SPELLED_CONV: dict[str, tuple[Callable[[Any, Tensor], Tensor], Tail]] = {
+    **{f"scale {n}": (lambda m, x: m.bn(m.conv(x)), tail) for n, tail in SCALES.items()},
+    **{
+        f"conv {n}": ((lambda m, x, conv=conv: m.bn(conv(m, x))), lambda m, z: z * 2.0)
+        for n, conv in FUNCTIONAL_CONVOLUTIONS.items()
+    },
+    **{
+        f"norm {n}": ((lambda m, x, norm=norm: norm(m, m.conv(x))), lambda m, z: z * 2.0)
+        for n, norm in FUNCTIONAL_NORMS.items()
+    },
+}
+static_dynamic = pytest.mark.parametrize(
+    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"]
+)
+
+
+@static_dynamic
+@pytest.mark.parametrize("anchor, tail", SPELLED.values(), ids=SPELLED.keys())
+def test_spelled_across_no_grad(anchor: Body, tail: Tail, dynamic: bool) -> None:
+    """The anchor's parameters must get no gradient, however the pattern is spelt."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = anchor(m, x)
+        return tail(m, z, y)
+
+    check(linear_program(body), leaf(4, 8), leaf(4, 6), fuses={}, dynamic=dynamic)
+
+
+@static_dynamic
+@pytest.mark.parametrize(
+    "anchor, tail",
+    [*SPELLED.values(), *ONLY_INFERRED.values()],
+    ids=[*SPELLED.keys(), *ONLY_INFERRED.keys()],
+)
+def test_spelled_around_a_write(anchor: Body, tail: Tail, dynamic: bool) -> None:
+    """x as it was before the write counts, however the pattern is spelt."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 1.0
+        z = anchor(m, x)
+        x.add_(1)
+        return tail(m, z, y), x
+
+    model = linear_program(body)
+    check(model, torch.randn(4, 8), torch.randn(4, 6), fuses={}, train=False, dynamic=dynamic)
+
+
+@static_dynamic
+@pytest.mark.parametrize("anchor, tail", SPELLED_CONV.values(), ids=SPELLED_CONV.keys())
+def test_conv_spelled_across_no_grad(anchor: Body, tail: Body, dynamic: bool) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = anchor(m, x)
+        return tail(m, z)
+
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    check(model, leaf(3, 4, 8, 9), fuses={}, dynamic=dynamic)
+
+
+@static_dynamic
+@pytest.mark.parametrize("anchor, tail", SPELLED_CONV.values(), ids=SPELLED_CONV.keys())
+def test_conv_spelled_around_a_write(anchor: Body, tail: Body, dynamic: bool) -> None:
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 1.0
+        z = anchor(m, x)
+        x.zero_()
+        return tail(m, z), x
+
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    check(model, torch.randn(3, 4, 8, 9), fuses={}, train=False, dynamic=dynamic)
 
 
 # ---- hazard F: running statistics -----------------------------------------------------------
@@ -911,6 +1008,19 @@ def test_scale_from_item() -> None:
         eager = model(leaf(4, 8))
         assert eager.shape == (4, 6)
         check(model, leaf(4, 8), fuses={})
+
+
+@pytest.mark.parametrize("scales", [(1e30, 1e30), (1e-30, 1e-30), (2**62, 2.0**70)])
+def test_product_of_numbers_beyond_float32(scales: tuple[float, float]) -> None:
+    """Each step is an ordinary float32 number, the product of the scales is none: one stays out."""
+    size = 1e-25 if scales[0] > 1 else 1e25
+    model = Program(
+        lambda m, x: (lambda z: torch.sigmoid(z) * z * scales[0] * scales[1])(m.lin(x)),
+        lin=nn.Linear(8, 6, bias=False),
+    )
+    with torch.no_grad():
+        model.lin.weight.mul_(size)
+    check(model, leaf(4, 8), fuses={MUL: 1}, grad=False, leaves=("mul",))
 
 
 # ---- choices of the user --------------------------------------------------------------------

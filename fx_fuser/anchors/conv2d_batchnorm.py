@@ -118,7 +118,7 @@ class Conv2dBatchNorm(Conv2d):
         if operands["bias"] is not None:
             mean = mean + operands["bias"].detach()
         count = y.shape[0] * y.shape[2] * y.shape[3]
-        var = var * (count / (count - 1))
+        var = var * count / (count - 1)  # no SymFloat: AOTAutograd would want it as a tensor
         m = config["momentum"]
         pairs = ((running_mean, mean), (running_var, var))
         return [y, *(((1 - m) * old + m * now).to(old.dtype) for old, now in pairs)]

@@ -1,0 +1,417 @@
+"""Each guard is load-bearing: without it a program comes out wrong, or raises.
+
+`UNGUARDED` has at least one adversarial program for every function of `checks.CHECKS`. With the
+check it is refused and right; with the check taken out, the same program must fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    ADD,
+    CONV,
+    MUL,
+    Program,
+    assert_close,
+    check,
+    compiled,
+    conv_program,
+    fused,
+    leaf,
+    linear_program,
+    recorded,
+    run,
+)
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import fx_fuser
+from fx_fuser import backend, build, checks, ops, options
+
+
+@dataclass
+class Trap:
+    """A program that only one check keeps right."""
+
+    check: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    train: bool = False
+    grad: bool | None = None
+    dynamic: bool | None = None
+
+
+def _gate(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    return z * torch.sigmoid(z) * 2.0
+
+
+def _no_grad_inside(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    with torch.no_grad():
+        s = torch.sigmoid(z)
+    return z * s * 2.0
+
+
+def _x_written(m: Any, x: Tensor) -> Any:
+    x = x * 1.0
+    z = m.lin(x)
+    x.add_(1)
+    return z * torch.sigmoid(z) * 2.0
+
+
+def _x_written_through_a_view(m: Any, x: Tensor) -> Any:
+    x = x * 1.0
+    row = x[0]
+    z = m.lin(x)
+    row.zero_()
+    return z * torch.sigmoid(z) * 2.0
+
+
+def _multiplier_written(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    r = torch.sigmoid(z) * y
+    y[0] = 7.0
+    return r * z
+
+
+def _statistics_read(m: Any, x: Tensor) -> Any:
+    z = m.bn(m.conv(x))
+    seen = m.bn.running_mean.clone()
+    return z * 2.0, seen
+
+
+def _statistics_viewed(m: Any, x: Tensor) -> Any:
+    z = m.bn(m.conv(x))
+    seen = m.bn.running_var[:3] * 1.0
+    return z * 2.0, seen
+
+
+def _operand_lives_on(m: Any, x: Tensor, y: Tensor) -> Any:
+    y.add_(2.0 * torch.sigmoid(m.lin(x)))
+    return y * 1.0
+
+
+def _gated(m: Any, x: Tensor, w: Tensor) -> Tensor:
+    z = F.linear(x, w)
+    return z * torch.sigmoid(z) * 2.0
+
+
+def _bn_mul(m: Any, x: Tensor, *y: Tensor) -> Tensor:
+    return m.bn(m.conv(x)) * (y[0] if y else 2.0)
+
+
+def _conv(body: Callable[..., Any]) -> Callable[[], nn.Module]:
+    return lambda: conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+
+
+def _linear(body: Callable[..., Any]) -> Callable[[], nn.Module]:
+    return lambda: linear_program(body)
+
+
+def _rows() -> tuple[Tensor]:
+    return (torch.randn(4, 8),)
+
+
+def _rows_and_operand() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 8), torch.randn(4, 6)
+
+
+def _leaf_rows() -> tuple[Tensor]:
+    return (leaf(4, 8),)
+
+
+def _images() -> tuple[Tensor]:
+    return (torch.randn(3, 4, 8, 9),)
+
+
+TRAPS: dict[str, Trap] = {
+    "a size as the scale": Trap(
+        "plain_tensors",
+        _linear(lambda m, x: (lambda z: z * torch.sigmoid(z) * x.shape[0])(m.lin(x))),
+        _rows,
+        dynamic=True,
+    ),
+    "no_grad inside": Trap("one_region", _linear(_no_grad_inside), _leaf_rows, train=True),
+    "inside vmap": Trap(
+        "one_region", _linear(lambda m, x: torch.func.vmap(lambda v: _gate(m, v))(x)), _rows
+    ),
+    "inside jvp": Trap(
+        "one_region",
+        _linear(
+            lambda m, x: torch.func.jvp(lambda v: _gate(m, v), (x,), (torch.ones_like(x),))[1]
+        ),
+        _rows,
+    ),
+    "z is returned too": Trap(
+        "inner_values_unused",
+        _linear(lambda m, x: (lambda z: (z * torch.sigmoid(z) * 2.0, z))(m.lin(x))),
+        _leaf_rows,
+        train=True,
+    ),
+    "the conv is used too": Trap(
+        "inner_values_unused",
+        _conv(lambda m, x: (lambda c: (m.bn(c) * 2.0, c.cos()))(m.conv(x))),
+        _images,
+    ),
+    "the addend is written": Trap(
+        "in_place_writes_stay_inside", _linear(_operand_lives_on), _rows_and_operand
+    ),
+    "x is written": Trap("operands_unchanged", _linear(_x_written), _rows),
+    "x is written through a view": Trap(
+        "operands_unchanged", _linear(_x_written_through_a_view), _rows
+    ),
+    "a multiplier is written": Trap(
+        "operands_unchanged", _linear(_multiplier_written), _rows_and_operand
+    ),
+    "running_mean is read": Trap(
+        "statistics_unseen", _conv(_statistics_read), _images, train=True, grad=False
+    ),
+    "running_var is viewed": Trap(
+        "statistics_unseen", _conv(_statistics_viewed), _images, train=True, grad=False
+    ),
+    "a complex operand": Trap(
+        "known_dtypes",
+        _linear(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y),
+        lambda: (torch.randn(4, 8), torch.randn(6, dtype=torch.complex64)),
+    ),
+    "no batch dimension": Trap(
+        "anchor_form",
+        lambda: Program(
+            lambda m, x: F.batch_norm(m.conv(x), None, None, training=True) * 2.0,
+            conv=nn.Conv2d(4, 6, 3),
+        ),
+        lambda: (torch.randn(4, 8, 9),),
+    ),
+    "a weight vector": Trap("anchor_form", lambda: Program(_gated), lambda: (leaf(4, 8), leaf(8)),
+                            train=True),
+    "the result is larger": Trap(
+        "shape_kept", _conv(_bn_mul), lambda: (torch.randn(1, 4, 8, 9), torch.randn(3, 6, 6, 7))
+    ),
+}  # fmt: skip
+
+# What no program on a CPU can show, and the test that stands in for it.
+ELSEWHERE = {"one_device": "test_other_device", "pattern_check": "test_pattern_check"}
+
+
+def attempt(trap: Trap) -> None:
+    """Raises unless all numbers are right; says nothing about what fuses."""
+    torch.manual_seed(0)
+    model, inputs = trap.model(), trap.inputs()
+    eager, outputs = run(model, inputs, trap.train, grad=trap.grad)
+    exact, _ = run(model, inputs, trap.train, lambda m: m, torch.float64, outputs, trap.grad)
+    ours, _ = run(
+        model, inputs, trap.train, lambda m: compiled(m, trap.dynamic), None, outputs, trap.grad
+    )
+    assert_close(ours, eager, exact)
+
+
+@pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS.keys())
+def test_guard_is_load_bearing(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt(trap)
+    assert fused() == {}, "with the check in place it is refused"
+
+    torch._dynamo.reset()
+    kept = tuple(c for c in checks.CHECKS if c.__name__ != trap.check)
+    assert len(kept) == len(checks.CHECKS) - 1
+    monkeypatch.setattr(checks, "CHECKS", kept)
+    with pytest.raises(Exception) as failure:
+        attempt(trap)
+    wrong_numbers = isinstance(failure.value, AssertionError)
+    assert fused() or not wrong_numbers, "wrong numbers come from fusing"
+
+
+def test_every_check_has_a_trap() -> None:
+    shown = {t.check for t in TRAPS.values()} | ELSEWHERE.keys()
+    assert shown == {c.__name__ for c in checks.CHECKS}
+    assert all(test in globals() for test in ELSEWHERE.values())
+
+
+def test_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On "meta" no kernel op runs; without the check one is asked to."""
+    model, x = linear_program(_gate).to("meta"), torch.randn(4, 8, device="meta")
+    assert compiled(model)(x).shape == (4, 6)
+    assert fused() == {}
+    torch._dynamo.reset()
+    without = tuple(c for c in checks.CHECKS if c is not checks.one_device)
+    monkeypatch.setattr(checks, "CHECKS", without)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(backend.plan, "unavailable", lambda device: asked.append(device))
+    with pytest.raises(Exception, match="linear_sigmoid_mul_mul"):
+        compiled(model)(x)
+    assert asked == [torch.device("meta")]
+
+
+def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hazard_test_rounds(x, weight, bias):  # type: ignore[no-untyped-def]
+        return torch.tanh(torch.tanh(F.linear(x, weight, bias)))
+
+    known = list(backend._registry)
+    monkeypatch.setattr(backend, "_registry", known)
+    fx_fuser.register_pattern(hazard_test_rounds, check=lambda match: "never on a Tuesday")
+    model = linear_program(lambda m, x: torch.tanh(torch.tanh(m.lin(x))))
+    check(model, leaf(4, 8), fuses={})
+    report = fx_fuser.explain(copy.deepcopy(model), torch.randn(4, 8))
+    assert [s.reason for s in report.refused] == ["never on a Tuesday"]
+    torch._dynamo.reset()
+    without = tuple(c for c in checks.CHECKS if c is not checks.pattern_check)
+    monkeypatch.setattr(checks, "CHECKS", without)
+    check(model, leaf(4, 8), fuses={"hazard_test_rounds": 1})
+
+
+# ---- A: caches ------------------------------------------------------------------------------
+
+
+def test_a_pattern_changes_the_cache_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    before = backend._cache_tag()
+    assert backend._cache_tag() == before
+
+    def hazard_test_another(x, weight, bias, a):  # type: ignore[no-untyped-def]
+        return torch.tanh(F.linear(x, weight, bias)) - a
+
+    fx_fuser.register_pattern(hazard_test_another)
+    assert backend._cache_tag() != before
+
+
+@pytest.mark.parametrize("edited", ["ops.py", "patterns/conv2d_batchnorm_mul.py", "kernels_cu"])
+def test_editing_a_source_changes_the_cache_tag(
+    edited: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fx_fuser"
+    shutil.copytree(build.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(build, "PACKAGE", package)
+    monkeypatch.setattr(build, "KERNELS", package / "kernels_cu")
+    before = backend._cache_tag()
+    file = package / edited
+    if file.is_dir():
+        file = sorted(file.glob("*.cu*"))[0]
+    file.write_text(file.read_text() + "\n// edited\n")
+    assert backend._cache_tag() != before
+
+
+def test_the_tag_is_set_while_the_inner_compiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        options.Options,
+        "inner_compiler",
+        lambda self: (
+            lambda gm, inputs: seen.append(torch.compiler.config.cache_key_tag) or gm.forward
+        ),
+    )
+    compiled(linear_program(_gate))(leaf(4, 8))
+    assert seen == [backend._cache_tag()]
+    assert torch.compiler.config.cache_key_tag == ""
+    torch._dynamo.reset()
+    compiled(linear_program(lambda m, x: m.lin(x)))(leaf(4, 8))
+    assert seen[1] == "", "an unfused graph may share stock's cache entries"
+
+
+# ---- B: see test_refusals.test_changing_scale_does_not_recompile ----------------------------
+
+
+def test_without_the_product_a_changing_scale_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard of hazard B is `Match.items`: a 0-d tensor alone made the number a constant."""
+
+    def compiles() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        model = linear_program(lambda m, x: (lambda z: z * torch.sigmoid(z) * m.scale)(m.lin(x)))
+        model.scale = 0.5
+        call = compiled(model.eval())
+        with torch.no_grad():
+            for model.scale in (0.5, 0.25, 3.5, 1.75):
+                call(torch.ones(4, 8))
+        return counters["stats"]["unique_graphs"]
+
+    assert compiles() == 2
+    replace = backend.rewrite.replace
+
+    def without_items(match: Any, call: Any) -> Any:
+        match.items.clear()
+        return replace(match, call)
+
+    monkeypatch.setattr(backend.rewrite, "replace", without_items)
+    assert compiles() > 2
+
+
+# ---- D: double backward ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
+def test_double_backward_raises(pattern: str, inner: str) -> None:
+    if pattern == CONV:
+        model, x = conv_program(_bn_mul, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), leaf(3, 4, 8, 9)
+    else:
+        sigmoid = torch.sigmoid
+        tail = {MUL: lambda z: z * sigmoid(z) * 2.0, ADD: lambda z: z + sigmoid(z) * 2.0}[pattern]
+        model, x = linear_program(lambda m, x: tail(m.lin(x))), leaf(4, 8)
+    y = compiled(model, inner=inner)(x)
+    assert fused() == {pattern: 1}
+    with pytest.raises(RuntimeError, match="double backward"):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+
+
+def test_gradients_with_create_graph_are_right_the_first_time() -> None:
+    model, x = linear_program(_gate), leaf(4, 8)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    y = compiled(model, inner="eager")(x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x, create_graph=True), expected)
+
+
+# ---- E, with inner="eager": AOTAutograd's alias guards are missing ---------------------------
+
+
+def test_input_write_is_load_bearing_with_inner_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """y is a view of x, which only the caller knows; without the check x is read too late."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        z = m.lin(x)
+        y.add_(1)
+        return z * torch.sigmoid(z) * 2.0
+
+    def error() -> float:
+        torch._dynamo.reset()
+        model = linear_program(body).eval()
+        call = compiled(model, inner="eager")
+        with torch.no_grad():
+            call(torch.ones(4, 8), torch.ones(2, 8))
+            x, same = torch.ones(4, 8), torch.ones(4, 8)
+            return float((call(x, x[:2]) - model(same, same[:2])).abs().max())
+
+    assert error() == 0.0
+    monkeypatch.setattr(checks, "_graph_inputs", lambda match: set())
+    assert error() > 1e-3
+
+
+# ---- rewriting: fresh meta, restored graphs -------------------------------------------------
+
+
+def test_failure_of_ours_leaves_the_users_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = linear_program(_gate), leaf(4, 8)
+    monkeypatch.setattr(ops, "graph_call", lambda *a, **k: 1 / 0)
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        got = compiled(model, strict=False)(x)
+    torch.testing.assert_close(got, model(x))
+    assert fused() == {}
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="division by zero"):
+        compiled(model, strict=True)(x)
+
+
+def test_rewritten_nodes_have_fresh_meta() -> None:
+    with recorded() as graphs:
+        compiled(linear_program(_gate))(leaf(4, 8))
+    (node,) = [n for n in graphs[0].graph.nodes if "fx_fuser" in str(n.target)]
+    allowed = {"example_value", "stack_trace", "nn_module_stack", "source_fn_stack"}
+    assert set(node.meta) <= allowed

@@ -1,0 +1,36 @@
+"""One test of each pattern through Inductor, as users run it, and with the kernel ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ADD, CONV, MUL, Program, check, conv_program, leaf
+from torch import Tensor, nn
+
+
+def _program(pattern: str) -> tuple[Program, tuple[Any, ...]]:
+    if pattern == MUL:
+        return Program(
+            lambda m, x: F.silu(m.gate(x)) * m.up(x), gate=nn.Linear(8, 6), up=nn.Linear(8, 6)
+        ), (leaf(4, 8),)
+    if pattern == ADD:
+        return Program(
+            lambda m, x: (lambda z: z + 2.0 * torch.sigmoid(z))(m.lin(x)), lin=nn.Linear(8, 6)
+        ), (leaf(4, 8),)
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return torch.relu(m.bn(m.conv(x)) * 2.0)
+
+    return conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), (leaf(3, 4, 8, 9),)
+
+
+@pytest.mark.parametrize("train, cpu_ops", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
+def test_inductor(pattern: str, train: bool, cpu_ops: bool) -> None:
+    model, inputs = _program(pattern)
+    leaves = ("linear",) if pattern == MUL else ()
+    settings: dict[str, Any] = {"train": train, "inner": "inductor", "cpu_ops": cpu_ops}
+    check(model, *inputs, fuses={pattern: 1}, leaves=leaves, **settings)

@@ -1,0 +1,173 @@
+"""Every option: what it does, and what is said when its name or value is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import MUL, compiled, fused, leaf, linear_program
+from torch import Tensor
+
+from fx_fuser.errors import OptionError
+from fx_fuser.options import Options
+
+KNOWN = ["one", "two"]
+
+
+def _gate(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    return z * torch.sigmoid(z) * 2.0
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": ({"stric": True}, "unknown option 'stric'; did you mean 'strict'?"),
+    "misspelt inner": ({"iner": "eager"}, "did you mean 'inner'?"),
+    "misspelt plural": ({"pattern": ["one"]}, "did you mean 'patterns'?"),
+    "misspelt cpu_ops": ({"cpu_op": True}, "did you mean 'cpu_ops'?"),
+    "misspelt Inductor": ({"max_autotun": True}, "did you mean 'max_autotune'?"),
+    "like nothing": ({"qqqqqqqq": 1}, "fx_fuser's are cpu_ops, inner,"),
+    "inner": ({"inner": "tvm"}, "option 'inner' is 'tvm'; give one of inductor, aot_eager, eager"),
+    "inner type": ({"inner": 3}, "option 'inner' is 3; give one of inductor"),
+    "strict type": ({"strict": "yes"}, "option 'strict' is 'yes'; give True or False"),
+    "strict int": ({"strict": 1}, "option 'strict' is 1; give True or False"),
+    "cpu_ops type": ({"cpu_ops": None}, "option 'cpu_ops' is None; give True or False"),
+    "mode type": ({"mode": 7}, "option 'mode' is 7; give the name of an Inductor mode"),
+    "mode": ({"mode": "fastest"}, "mode is 'fastest'; give one of"),
+    "mode without Inductor": (
+        {"mode": "max-autotune", "inner": "eager"},
+        "mode 'max-autotune' is Inductor's, but 'inner' is 'eager'",
+    ),
+    "patterns type": ({"patterns": "one"}, "option 'patterns' is 'one'; give a list"),
+    "patterns name": ({"patterns": ["three"]}, "names 'three'; there are one, two"),
+    "patterns disabled name": ({"patterns": ["-three"]}, "names '-three'; there are one, two"),
+    "patterns entry": ({"patterns": [1]}, "names 1; there are one, two"),
+    "Inductor option without Inductor": (
+        {"inner": "aot_eager", "max_autotune": True},
+        "unknown option 'max_autotune'",
+    ),
+    "inductor is no option": ({"inductor": {}}, "unknown option 'inductor'"),
+}
+
+
+@pytest.mark.parametrize("options, message", ERRORS.values(), ids=ERRORS.keys())
+def test_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as failure:
+        Options.parse(None, options, KNOWN)
+    assert message in str(failure.value)
+    assert isinstance(failure.value, ValueError)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_errors_reach_the_user(strict: bool) -> None:
+    """A wrong option is never one of the failures that leave the graph unfused."""
+    call = torch.compile(
+        linear_program(_gate), backend="fx_fuser", options={"inner": "tvm", "strict": strict}
+    )
+    with pytest.raises(Exception, match="option 'inner' is 'tvm'"):
+        call(leaf(4, 8))
+
+
+def test_defaults() -> None:
+    options = Options.parse(None, None, KNOWN)
+    assert options == Options()
+    assert (options.inner, options.strict, options.cpu_ops, options.mode) == (
+        "inductor", False, False, None,
+    )  # fmt: skip
+    assert all(map(options.selects, KNOWN))
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Options().inner = "eager"  # type: ignore[misc]
+
+
+SELECTIONS: dict[str, tuple[Any, list[str]]] = {
+    "none given": (None, ["one", "two"]),
+    "empty": ([], ["one", "two"]),
+    "positive": (["one"], ["one"]),
+    "negative": (["-one"], ["two"]),
+    "both": (["one", "two", "-two"], ["one"]),
+    "tuple": (("two",), ["two"]),
+}
+
+
+@pytest.mark.parametrize("given, selected", SELECTIONS.values(), ids=SELECTIONS.keys())
+def test_selects(given: Any, selected: list[str]) -> None:
+    options = Options.parse(None, {"patterns": given}, KNOWN)
+    assert [n for n in KNOWN if options.selects(n)] == selected
+
+
+@pytest.mark.parametrize("name", ["default", "reduce-overhead", "max-autotune"])
+def test_mode_from_either_place(name: str) -> None:
+    assert Options.parse(name, None, KNOWN).mode == name
+    assert Options.parse(None, {"mode": name}, KNOWN).mode == name
+
+
+@pytest.mark.parametrize("name", [None, "max-autotune-no-cudagraphs"])
+def test_inductor_options_pass_through(name: str | None) -> None:
+    options = Options.parse(name, {"epilogue_fusion": False, "max-autotune": True}, KNOWN)
+    assert dict(options.inductor) == {"epilogue_fusion": False, "max-autotune": True}
+    config = options.inner_compiler().config  # type: ignore[attr-defined]
+    assert config["epilogue_fusion"] is False and config["max_autotune"] is True
+
+
+def test_mode_becomes_inductors_config() -> None:
+    config = Options.parse("max-autotune-no-cudagraphs", None, KNOWN).inner_compiler().config  # type: ignore[attr-defined]
+    assert config["max_autotune"] is True
+
+
+def test_torch_compile_hands_both_over() -> None:
+    seen: list[Options] = []
+    parse = Options.parse
+
+    def spy(mode: Any, options: Any, known: Any) -> Options:
+        seen.append(parse(mode, options, known))
+        return Options(inner="eager", strict=True)
+
+    with mock.patch.object(Options, "parse", spy):
+        torch.compile(linear_program(_gate), backend="fx_fuser", mode="max-autotune")(leaf(4, 8))
+        torch._dynamo.reset()
+        torch.compile(
+            linear_program(_gate),
+            backend="fx_fuser",
+            options={"mode": "max-autotune", "epilogue_fusion": True, "strict": True},
+        )(leaf(4, 8))
+    assert seen[0] == Options(mode="max-autotune")
+    assert seen[1] == Options(mode="max-autotune", strict=True, inductor={"epilogue_fusion": True})
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("cpu_ops", [False, True])
+def test_inner_and_cpu_ops(inner: str, cpu_ops: bool) -> None:
+    model, x = linear_program(_gate), leaf(4, 8)
+    torch.testing.assert_close(compiled(model, inner=inner, cpu_ops=cpu_ops)(x), model(x))
+    assert fused() == {MUL: 1}
+
+
+def test_cpu_ops_decides_what_runs() -> None:
+    """The kernel op with it, the pattern's plain torch ops without."""
+    for cpu_ops in (True, False):
+        torch._dynamo.reset()
+        call = compiled(linear_program(_gate), inner="eager", cpu_ops=cpu_ops)
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            call(torch.randn(4, 8))
+        names = {e.key for e in profile.key_averages()}
+        assert ("fx_fuser::linear_kernel" in names) == cpu_ops
+        assert "aten::sigmoid" in names
+
+
+def test_strict_raises_and_default_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fx_fuser import backend
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(backend, "fuse", broken)
+    model, x = linear_program(_gate), leaf(4, 8)
+    with pytest.warns(UserWarning, match="leaves a graph unfused: RuntimeError: broken on purpose"):
+        torch.testing.assert_close(compiled(model, strict=False)(x), model(x))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="broken on purpose"):
+        compiled(model, strict=True)(x)

@@ -1,0 +1,355 @@
+"""A pattern is one function: what is wrong with it is said, and what is right fuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ADD, CONV, MUL, Program, calls, check, compiled, fused, leaf
+from torch import nn
+
+import fx_fuser
+from fx_fuser import PatternError, apply, backend, build
+from fx_fuser.pattern import trace
+
+train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Patterns registered by a test are gone after it; their ops stay, as ops do."""
+    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    yield
+
+
+# ---- errors ---------------------------------------------------------------------------------
+
+
+def no_anchor(x, a):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(x) * a
+
+
+def two_anchors(x, w, v):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x, w)) * F.linear(x, v)
+
+
+def nothing_pointwise(x, w):  # type: ignore[no-untyped-def]
+    return F.linear(x, w)
+
+
+def without_z(x, w, a):  # type: ignore[no-untyped-def]
+    F.linear(x, w)
+    return a * 2.0
+
+
+def unused_parameter(x, w, a, b):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x, w)) * a
+
+
+def named_z(x, w, z):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x, w)) * z
+
+
+def computed_operand(x, w):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x * 2.0, w)) * 3.0
+
+
+def unknown_op(x, w):  # type: ignore[no-untyped-def]
+    return torch.softmax(F.linear(x, w), -1) * 2.0
+
+
+def unknown_method(x, w):  # type: ignore[no-untyped-def]
+    return F.linear(x, w).cumsum(0) * 2.0
+
+
+def data_dependent(x, w, a):  # type: ignore[no-untyped-def]
+    z = F.linear(x, w)
+    return z * 2.0 if z.sum() > 0 else z * a
+
+
+def variadic(x, w, *rest):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x, w)) * rest[0]
+
+
+def keyword_only(x, w, *, a):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x, w)) * a
+
+
+ERRORS: dict[Callable[..., Any], str] = {
+    no_anchor: "has 0 anchors",
+    two_anchors: r"has 2 anchors \(linear, linear\)",
+    nothing_pointwise: "nothing pointwise follows the linear",
+    without_z: "nothing pointwise follows the linear",
+    unused_parameter: "its parameter 'b' is not used",
+    named_z: "'z' names the anchor's value; rename the parameter",
+    computed_operand: "the anchor's operand mul is computed",
+    unknown_op: "softmax is no epilogue op. Known: abs, add,",
+    unknown_method: "cumsum is no epilogue op",
+    data_dependent: r"could not trace its source \(TraceError",
+    variadic: r"parameter \*rest is not a plain positional one",
+    keyword_only: "parameter a is not a plain positional one",
+}
+
+
+@pytest.mark.parametrize("source", ERRORS, ids=lambda f: f.__name__)
+def test_errors(source: Callable[..., Any]) -> None:
+    with pytest.raises(PatternError, match=ERRORS[source]) as failure:
+        fx_fuser.register_pattern(source)
+    assert source.__name__ in str(failure.value)
+    assert source.__name__ not in [p.name for p in fx_fuser.registered_patterns()]
+
+
+def test_name_must_be_an_identifier() -> None:
+    with pytest.raises(PatternError, match="'two words' is no Python identifier"):
+        fx_fuser.register_pattern(nothing_pointwise, name="two words")
+    with pytest.raises(PatternError, match="'<lambda>' is no Python identifier"):
+        fx_fuser.register_pattern(lambda x, w: torch.tanh(F.linear(x, w)))
+
+
+# ---- three patterns with other ops ----------------------------------------------------------
+
+
+def tanh_mul(x, weight, bias, a):  # type: ignore[no-untyped-def]
+    return torch.tanh(F.linear(x, weight, bias)) * a
+
+
+def gelu_add(x, weight, bias, r):  # type: ignore[no-untyped-def]
+    return F.gelu(F.linear(x, weight, bias)) + r
+
+
+def norm_clamp(x, weight, bias, mean, var, gamma, beta):  # type: ignore[no-untyped-def]
+    z = F.batch_norm(F.conv2d(x, weight, bias), mean, var, gamma, beta)
+    return torch.clamp(z, -0.5, 0.5)
+
+
+def program(pattern: Callable[..., Any]) -> tuple[Program, tuple[Any, ...]]:
+    if pattern is tanh_mul:
+        return Program(lambda m, x, y: y * m.lin(x).tanh(), lin=nn.Linear(8, 6)), (
+            leaf(4, 8),
+            leaf(4, 6),
+        )
+    if pattern is gelu_add:
+        return Program(lambda m, x, y: y + F.gelu(m.lin(x)), lin=nn.Linear(8, 6)), (
+            leaf(4, 8),
+            leaf(6),
+        )
+    return Program(
+        lambda m, x: m.bn(m.conv(x)).clamp(min=-0.5, max=0.5),
+        conv=nn.Conv2d(4, 6, 3),
+        bn=nn.BatchNorm2d(6),
+    ), (leaf(3, 4, 8, 9),)
+
+
+NEW = [tanh_mul, gelu_add, norm_clamp]
+new_patterns = pytest.mark.parametrize("pattern", NEW, ids=lambda f: f.__name__)
+
+
+@train_eval
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@new_patterns
+def test_new_pattern(pattern: Callable[..., Any], train: bool, dynamic: bool) -> None:
+    model, inputs = program(pattern)
+    check(model, *inputs, fuses={}, train=train)
+    torch._dynamo.reset()
+    fx_fuser.register_pattern(pattern)
+    graphs = check(
+        model, *inputs, fuses={pattern.__name__: 1}, train=train, dynamic=dynamic, cpu_ops=True
+    )
+    assert not calls(graphs).keys() & {"tanh", "gelu", "clamp", "linear", "conv2d", "batch_norm"}
+
+
+@new_patterns
+def test_new_pattern_needs_its_own_constants(pattern: Callable[..., Any]) -> None:
+    fx_fuser.register_pattern(pattern)
+    near = {
+        tanh_mul: Program(lambda m, x, y: y * m.lin(x).relu(), lin=nn.Linear(8, 6)),
+        gelu_add: Program(
+            lambda m, x, y: y + F.gelu(m.lin(x), approximate="tanh"), lin=nn.Linear(8, 6)
+        ),
+        norm_clamp: Program(
+            lambda m, x: m.bn(m.conv(x)).clamp(min=-0.5, max=0.75),
+            conv=nn.Conv2d(4, 6, 3),
+            bn=nn.BatchNorm2d(6),
+        ),
+    }[pattern]
+    check(near, *program(pattern)[1], fuses={})
+
+
+def _needs_nvcc() -> None:
+    try:
+        build.toolchain()
+    except fx_fuser.BuildError as error:
+        pytest.skip(str(error))
+
+
+SOURCES: dict[str, tuple[Any, str, dict[str, torch.dtype], dict[str, Any]]] = {
+    "tanh_mul": (tanh_mul, "t", dict.fromkeys(("x", "weight", "bias", "a"), torch.float32), {}),
+    "gelu_add bf16": (
+        gelu_add, "t", dict.fromkeys(("x", "weight", "bias", "r"), torch.bfloat16), {}
+    ),
+    "norm_clamp training": (
+        norm_clamp, "", dict.fromkeys(("x", "weight", "bias", "gamma", "beta"), torch.float32),
+        {"training": True},
+    ),
+    "norm_clamp eval": (
+        norm_clamp, "",
+        dict.fromkeys(("x", "weight", "running_mean", "running_var", "gamma"), torch.float16),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES.keys())
+def test_cuda_source_compiles(case: Any) -> None:
+    _needs_nvcc()
+    source, kinds, dtypes, config = case
+    pattern = fx_fuser.register_pattern(source)
+    text = apply.cuda_text(pattern, kinds, dtypes, **config)
+    op = {"tanh_mul": "tanh", "gelu_add": "gelu", "norm_clamp": "minimum"}[pattern.name]
+    assert f"math::{op}(" in text
+    assert build.cubin(text, "sm_80").read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("kinds", ["zs", "ts", "tt", "st", "zt", "tz", "zz", "ss"])
+def test_cuda_source_reads_each_operand_once(kinds: str) -> None:
+    """The text names exactly the operands that these kinds bring."""
+    (pattern,) = [p for p in fx_fuser.registered_patterns() if p.name == ADD]
+    dtypes = dict.fromkeys(("x", "weight", "bias", "a", "b"), torch.float32)
+    text = apply.cuda_text(pattern, kinds, dtypes)
+    tensors, scalars = 1 + kinds.count("t"), kinds.count("s")
+    assert set(re.findall(r"in\[(\d)\]", text)) >= {str(i) for i in range(tensors)}
+    body = text.split("operator()", 1)[1].split("const {", 1)[1]
+    assert set(re.findall(r"\bin\[(\d)\]", body)) == {str(i) for i in range(tensors)}
+    assert set(re.findall(r"\bscalar\[(\d)\]", body)) == {str(i) for i in range(scalars)}
+
+
+# ---- the registry ---------------------------------------------------------------------------
+
+
+def test_the_three_built_in_patterns() -> None:
+    assert {p.name for p in fx_fuser.registered_patterns()} >= {MUL, ADD, CONV}
+
+
+def test_same_pattern_twice_is_one() -> None:
+    first = fx_fuser.register_pattern(tanh_mul)
+    second = fx_fuser.register_pattern(tanh_mul)
+    names = [p.name for p in fx_fuser.registered_patterns()]
+    assert names.count("tanh_mul") == 1 and first == second
+
+
+def test_name_taken_by_another_pattern() -> None:
+    fx_fuser.register_pattern(tanh_mul)
+    with pytest.raises(PatternError, match="a pattern named 'tanh_mul' exists and computes"):
+        fx_fuser.register_pattern(gelu_add, name="tanh_mul")
+    with pytest.raises(PatternError, match=f"a pattern named '{MUL}' exists"):
+        fx_fuser.register_pattern(gelu_add, name=MUL)
+
+
+def test_registering_again_replaces_the_check() -> None:
+    model, inputs = program(tanh_mul)
+    fx_fuser.register_pattern(tanh_mul, check=lambda match: "no")
+    check(model, *inputs, fuses={})
+    torch._dynamo.reset()
+    fx_fuser.register_pattern(tanh_mul)
+    check(model, *inputs, fuses={"tanh_mul": 1})
+
+
+def test_check_sees_the_match() -> None:
+    seen: list[Any] = []
+    fx_fuser.register_pattern(tanh_mul, check=lambda match: seen.append(match))
+    model, inputs = program(tanh_mul)
+    check(model, *inputs, fuses={"tanh_mul": 1})
+    assert seen[0].pattern.name == "tanh_mul" and seen[0].wildcards["a"].op == "placeholder"
+
+
+def test_another_name() -> None:
+    pattern = fx_fuser.register_pattern(tanh_mul, name="my_own_name")
+    assert pattern.name == "my_own_name" and hasattr(torch.ops.fx_fuser, "my_own_name")
+
+
+def test_disabled_by_name() -> None:
+    fx_fuser.register_pattern(tanh_mul)
+    model, inputs = program(tanh_mul)
+    compiled(model, patterns=["-tanh_mul"])(*inputs)
+    assert fused() == {}
+
+
+def largest(x, weight, bias, a, b, c):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x, weight, bias)) * a * b + c
+
+
+def smallest(x, weight, bias):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(F.linear(x, weight, bias))
+
+
+def test_largest_first() -> None:
+    """Wherever several fit, the one that takes most in is used, whichever came first."""
+    fx_fuser.register_pattern(smallest)
+    fx_fuser.register_pattern(largest)
+    sizes = [p.size for p in fx_fuser.registered_patterns()]
+    assert sizes == sorted(sizes, reverse=True)
+    y = leaf(4, 6)
+    model = Program(lambda m, x, y: y + m.lin(x).sigmoid() * 2.0 * y, lin=nn.Linear(8, 6))
+    check(model, leaf(4, 8), y, fuses={"largest": 1})
+
+
+def test_smaller_pattern_where_the_larger_is_refused() -> None:
+    fx_fuser.register_pattern(smallest)
+    model = Program(
+        lambda m, x: (lambda s: (s, s * m.s * 2.0))(m.lin(x).sigmoid()),
+        lin=nn.Linear(8, 6),
+        s=torch.ones(6),
+    )
+    check(model, leaf(4, 8), fuses={"smallest": 1}, leaves=("mul",))
+
+
+@pytest.mark.parametrize(
+    "op",
+    ["sub", "neg", "div", "silu", "relu", "exp", "log", "sqrt", "rsqrt", "abs", "pow", "minimum",
+     "maximum", "where", "erf", "softplus", "cast", "hardtanh", "relu6"],
+)  # fmt: skip
+@train_eval
+def test_every_epilogue_op(op: str, train: bool) -> None:
+    """One pattern an op: fuses, right forward and backward, and has CUDA text."""
+    tails: dict[str, Callable[[Any, Any], Any]] = {
+        "sub": lambda z, a: a - z,
+        "neg": lambda z, a: -torch.tanh(z) + a,
+        "div": lambda z, a: a / (torch.exp(z) + 1.0),
+        "silu": lambda z, a: F.silu(z) * a * a,
+        "relu": lambda z, a: torch.relu(z) * a,
+        "exp": lambda z, a: torch.exp(z) * a,
+        "log": lambda z, a: torch.log(torch.exp(z) + 1.0) * a,
+        "sqrt": lambda z, a: torch.sqrt(torch.exp(z)) * a,
+        "rsqrt": lambda z, a: torch.rsqrt(torch.exp(z)) * a,
+        "abs": lambda z, a: torch.abs(z) * a,
+        "pow": lambda z, a: z**3 * a,
+        "minimum": lambda z, a: torch.minimum(z, a),
+        "maximum": lambda z, a: torch.maximum(a, z),
+        "where": lambda z, a: torch.where(a, z, 0.25),
+        "erf": lambda z, a: torch.erf(z) * a,
+        "softplus": lambda z, a: F.softplus(z) * a,
+        "cast": lambda z, a: (z * a).to(torch.float64),
+        "hardtanh": lambda z, a: F.hardtanh(z, -0.5, 0.25) * a,
+        "relu6": lambda z, a: F.relu6(z * 9.0) * a,
+    }
+    tail = tails[op]
+
+    def source(x, weight, bias, a):  # type: ignore[no-untyped-def]
+        return tail(F.linear(x, weight, bias), a)
+
+    pattern = fx_fuser.register_pattern(source, name=f"epilogue_{op}")
+    a = torch.rand(4, 6) > 0.5 if op == "where" else leaf(4, 6)
+    model = Program(lambda m, x, a: tail(m.lin(x), a), lin=nn.Linear(8, 6))
+    check(model, leaf(4, 8), a, fuses={pattern.name: 1}, train=train)
+    dtypes = {**dict.fromkeys(("x", "weight", "bias"), torch.float32), "a": a.dtype}
+    assert "FX_FUSER_POINTWISE(" in apply.cuda_text(pattern, "t", dtypes)
+
+
+def test_trace_is_the_public_reading() -> None:
+    pattern = trace(gelu_add)
+    assert (pattern.name, pattern.kind, pattern.wildcards) == ("gelu_add", "linear", ("r",))
+    assert str(pattern.epilogue) == "add(gelu(z, approximate=none), r)"
