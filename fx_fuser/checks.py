@@ -96,6 +96,23 @@ def _graph_inputs(match: Match) -> set[Any]:
     return storages(n for n in match.view.nodes if n.op == "placeholder")
 
 
+def copies_stay_copies(match: Match) -> Fault | None:
+    """A factor computed apart from z is opened, and what it was computed from is written to later.
+
+    `q = r * 1.0; y = sigmoid(z) * q; r.add_(1)`: backward then needs q, and r is no longer that.
+    """
+    view, apart = match.view, set(match.nodes) - set(match.site.nodes)
+    for node in sorted(apart, key=view.order.__getitem__):
+        if any(view.value(node, n) in match.nodes - apart for n in inputs_of(node)):
+            apart.discard(node)  # it reads z
+    read = storages(view.value(n, i) for n in apart for i in inputs_of(n))
+    for node in view.nodes[view.order[match.root] + 1 :] if apart else ():
+        for written in writes_of(node):
+            if storages((written,)) & read:
+                return node, f"{node} changes {written}, from which a factor was computed before"
+    return None
+
+
 def statistics_unseen(match: Match) -> Fault | None:
     """Something between the batch_norm and the end of the match looks at the running statistics.
 
@@ -265,6 +282,7 @@ CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
     inner_values_unused,
     in_place_writes_stay_inside,
     operands_unchanged,
+    copies_stay_copies,
     statistics_unseen,
     statistics_alone,
     known_dtypes,

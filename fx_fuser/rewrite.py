@@ -34,7 +34,7 @@ def replace(match: Match, call: Call) -> Node:
     The result's `example_value` is that of the node it replaces; nothing else of the old nodes'
     meta is kept but where in the user's source they came from.
     """
-    graph, root, view = match.root.graph, match.root, match.view
+    graph, root = match.root.graph, match.root
     meta = {k: root.meta[k] for k in _KEPT_META if k in root.meta}
 
     def add(op: str, target: Any, args: tuple[Any, ...], like: Node | None = None) -> Node:
@@ -59,11 +59,11 @@ def replace(match: Match, call: Call) -> Node:
             value = add("call_function", operator.getitem, (fused, i + 1), destination)
             add("call_method", "copy_", (destination, value), destination)
 
-    for reader in view.readers[root]:
-        for named in inputs_of(reader):
-            # After an in-place operation the value may be read under an older name.
-            if view.value(reader, named) is root:
-                reader.replace_input_with(named, result)
+    # Whoever else names a matched node means the root's tensor: after an in-place operation under
+    # an older name, and if changed in place since, it is the result that was changed.
+    for node in match.nodes:
+        for reader in [user for user in node.users if user not in match.nodes]:
+            reader.replace_input_with(node, result)
     _erase(match)
     return result
 

@@ -477,6 +477,39 @@ def test_what_backward_does_not_read_may_be_written_to(inner: str) -> None:
     assert sites() == {MUL_ADD: 1}
 
 
+def test_a_copy_of_what_is_written_later_stays_a_copy() -> None:
+    # Not through AOTAutograd: it recomputes q from the r that was written to, fused or not
+    # (torch 2.13, aot_eager and Inductor alike).
+    def step(x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        q = r * 0.5
+        y = torch.sigmoid(F.linear(x, weight)) * q
+        r.add_(1.0)
+        return y, r
+
+    weight, expected_weight = (torch.ones(5, 6, requires_grad=True) for _ in range(2))
+    x, r = torch.randn(3, 6), torch.randn(3, 5)
+    value, _ = fused_compile(step, inner="eager")(x, weight, r.clone())
+    expected, _ = step(x, expected_weight, r.clone())
+    value.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weight.grad, expected_weight.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_result_changed_in_place_and_read_under_its_old_name(inner: str) -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        z = F.linear(x, weight)
+        y = z * torch.sigmoid(z) * 2.0
+        F.relu_(y)
+        return y
+
+    x, weight = torch.randn(3, 6), torch.randn(5, 6)
+    value = fused_compile(step, inner=inner)(x, weight)
+    assert sites() == {MUL_MUL: 1}
+    torch.testing.assert_close(value, step(x, weight), rtol=1e-6, atol=1e-6)
+
+
 # ---- autocast -----------------------------------------------------------------------------------
 
 
