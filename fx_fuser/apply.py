@@ -94,7 +94,7 @@ def finish(
     native.pointwise(source, out, tensors, scalars)
 
 
-def travels_as_number(value: Any) -> bool:
+def _travels_as_number(value: Any) -> bool:
     """Numbers, and 0-d CPU tensors beside CUDA ones."""
     return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
 
@@ -108,7 +108,7 @@ def _layout(
     scalars: list[float] = []
     for name, value in leaves.items():
         key.append(name)
-        if travels_as_number(value):
+        if _travels_as_number(value):
             scalars.append(float(value))
         else:
             tensors.append(value)
@@ -119,17 +119,34 @@ def _layout(
 def _text(
     pattern: Pattern, kinds: str, z: Operand, leaves: Mapping[str, Any], out: torch.dtype
 ) -> str:
-    tensors = {n: v.dtype for n, v in leaves.items() if not travels_as_number(v)}
-    scalars = [n for n, v in leaves.items() if travels_as_number(v)]
+    tensors = {n: v.dtype for n, v in leaves.items() if not _travels_as_number(v)}
+    scalars = [n for n, v in leaves.items() if _travels_as_number(v)]
     expr = substitute(epilogue_of(pattern, kinds), {"z": z})
     return cuda_source(expr, tensors, scalars, out, f"pattern {pattern.name}")
 
 
-def cuda_text(
+def kernel_source(
     pattern: Pattern,
     kinds: str,
-    dtypes: Mapping[str, torch.dtype],
+    operands: Mapping[str, Any],
+    t: Sequence[Tensor | None],
+    c: torch.dtype,
+    out: torch.dtype,
     training: bool = False,
+) -> str:
+    """`cuda_text` for tensors of these dtypes, ranks and devices; c: the dtype of the product."""
+    cast = ANCHORS[pattern.kind].cast
+    dtypes = {n: c if n in cast else v.dtype for n, v in operands.items() if v is not None}
+    passed = ""
+    for name, kind, tensor in zip(pattern.wildcards, kinds, t):
+        if tensor is not None:
+            dtypes[name] = tensor.dtype
+        passed += "s" if tensor is not None and _travels_as_number(tensor) else kind
+    return cuda_text(pattern, passed, {**dtypes, "c": c, "out": out}, training)
+
+
+def cuda_text(
+    pattern: Pattern, kinds: str, dtypes: Mapping[str, torch.dtype], training: bool = False
 ) -> str:
     """The kernel that the pattern's op runs on CUDA: generated text, for reading and building.
 

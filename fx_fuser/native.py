@@ -6,6 +6,8 @@ and one op.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from fx_fuser import build
 from fx_fuser.errors import BuildError
 
 _lock = threading.RLock()
-_pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], bool]
+_pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], None]
 _kernels: dict[tuple[str, int], int] = {}  # (source, device index) → handle
 _batch_stats: dict[int, int] = {}  # device index → handle
 
@@ -62,10 +64,13 @@ def pointwise(source: str, out: Tensor, inputs: Sequence[Tensor], scalars: Seque
     if handle is None:
         prepare([source], out.device)
         handle = _kernels[source, out.get_device()]
-    if not _pointwise(handle, out, inputs, scalars):
-        # More dimensions than the kernel walks: with copies in out's layout there is one.
-        copies = [torch.empty_like(out, dtype=x.dtype).copy_(x) for x in inputs]
-        _pointwise(handle, out, copies, scalars)
+    _pointwise(handle, out, inputs, scalars)
+
+
+@functools.cache
+def kernel_name(source: str) -> str:
+    """The name under which a graph finds the kernel of this source: its content, hashed."""
+    return hashlib.sha256(source.encode()).hexdigest()[:32]
 
 
 def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
@@ -84,7 +89,8 @@ def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
         signatures = [_signature_of(source) for source in missing]
         paths = build.cubins(missing, build.arch_of(device))
         for source, signature, path in zip(missing, signatures, paths, strict=True):
-            _kernels[source, index] = _load("load_pointwise", str(path), signature, index)
+            name = kernel_name(source)
+            _kernels[source, index] = _load("load_pointwise", name, str(path), signature, index)
 
 
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:

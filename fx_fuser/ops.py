@@ -12,6 +12,9 @@ Arguments, after those of the anchor's own schema:
     compute       dtype of the anchor's product (under autocast not that of x)
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
+
+and of the kernel op, pattern and kernel (the names of the pattern, and on CUDA of the kernel that
+`fx_fuser.native` has loaded), and save: return c too, else an empty tensor in its place.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_fuser import apply
+from fx_fuser import apply, native
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.epilogue import Z, accumulation_dtype
 from fx_fuser.epilogue import leaves as leaf_names
@@ -57,7 +60,7 @@ def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
-    operands, config, (t, s, kinds, name, out_dtype, save) = _split(anchor, args)
+    operands, config, (t, s, kinds, name, _, out_dtype, save) = _split(anchor, args)
     pattern = _PATTERNS[name]
     products = (anchor.product_like if fake else anchor.product)(operands, config)
     c = products[0]
@@ -77,11 +80,12 @@ def _define_kernel(anchor: Anchor) -> None:
     name = f"{anchor.kind}_kernel"
     returns = ", ".join(f"Tensor {p}" for p in ("y", *anchor.products))
     _LIBRARY.define(
-        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, ScalarType out, bool save)"
-        f" -> ({returns})"
+        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str kernel, ScalarType out, "
+        f"bool save) -> ({returns})"
     )
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), device)
+    _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
+    if anchor.kind != "linear":  # kernels_cu/shim.cpp has that one: in Python it took 40 us a call
+        _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CUDA")
     fake = functools.partial(_kernel, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
 
@@ -107,8 +111,21 @@ class _Call:
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None], save: bool
     ) -> tuple[Tensor, ...]:
         op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_kernel").default
-        tail = (list(t), self.s, self.kinds, self.pattern.name, self.out, save)
-        return op(*operands, *self.config.values(), *tail)
+        tail = (list(t), self.s, self.kinds, self.pattern.name, self._kernel(operands, t), self.out)
+        return op(*operands, *self.config.values(), *tail, save)
+
+    def _kernel(self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None]) -> str:
+        """Name of the CUDA kernel. Loads it, unless the tensors are fake: then `backend` has."""
+        named = dict(zip(self.anchor.operands, operands))
+        x: Any = named["x"]
+        if x.device.type != "cuda":
+            return ""
+        training = self.config.get("training", False)
+        wanted = (self.pattern, self.kinds, named, t, x.dtype, self.out, training)
+        source = apply.kernel_source(*wanted)
+        if type(x) in (Tensor, torch.nn.Parameter):
+            native.prepare([source], x.device)
+        return native.kernel_name(source)
 
 
 def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,17 +319,10 @@ def _wildcards(match: Match) -> tuple[list[Any], list[float], str]:
 
 def kernel_source(match: Match) -> str:
     """The generated CUDA translation unit this match needs."""
-    _, _, kinds = _wildcards(match)
-    anchor = ANCHORS[match.pattern.kind]
+    t, _, kinds = _wildcards(match)
+    tensors = [None if node is None else meta_tensor(node) for node in t]
+    operands = {n: o and meta_tensor(o) for n, o in match.site.operands.items()}
     c = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
-    dtypes = {"c": c, "out": meta_tensor(match.root).dtype}  # type: ignore[union-attr]
-    for name, node in (*match.site.operands.items(), *match.wildcards.items()):
-        tensor = meta_tensor(node) if isinstance(node, torch.fx.Node) else None
-        if tensor is None:
-            continue
-        dtypes[name] = c if name in anchor.cast else tensor.dtype
-        if name in match.wildcards and apply.travels_as_number(tensor):
-            i = match.pattern.wildcards.index(name)
-            kinds = kinds[:i] + "s" + kinds[i + 1 :]
+    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
     training = match.site.attrs.get("training", False)
-    return apply.cuda_text(match.pattern, kinds, dtypes, training)
+    return apply.kernel_source(match.pattern, kinds, operands, tensors, c, out, training)

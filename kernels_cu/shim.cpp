@@ -13,11 +13,16 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
+#include <optional>
+#include <shared_mutex>
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "batch_stats_args.h"
@@ -132,9 +137,35 @@ ScalarType scalar_type_of(const std::string& cuda_name) {
   STD_TORCH_CHECK(false, "fx_fuser: unknown element type ", cuda_name);
 }
 
+// Loaded kernels by name and device, for the ops that graphs call: a graph names its kernel.
+class Registry {
+ public:
+  void add(const std::string& name, int device, const PointwiseKernels* kernels) {
+    const std::unique_lock lock(mutex_);
+    kernels_[{name, device}] = kernels;
+  }
+
+  const PointwiseKernels& at(const std::string& name, int device) {
+    const std::shared_lock lock(mutex_);
+    const auto found = kernels_.find({name, device});
+    STD_TORCH_CHECK(found != kernels_.end(), "fx_fuser: kernel ", name,
+                    " is not loaded on cuda:", device, "; fx_fuser.native.prepare loads it");
+    return *found->second;
+  }
+
+ private:
+  std::shared_mutex mutex_;
+  std::map<std::pair<std::string, int>, const PointwiseKernels*> kernels_;
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
 // `signature` is what stands between the parentheses of FX_FUSER_POINTWISE, as a list.
-int64_t load_pointwise(const std::string& cubin, const std::vector<std::string>& signature,
-                       int64_t device) {
+int64_t load_pointwise(const std::string& name, const std::string& cubin,
+                       const std::vector<std::string>& signature, int64_t device) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_POINTWISE needs an epilogue, a number "
                   "of scalars, Acc, Out and at least one In");
@@ -150,6 +181,7 @@ int64_t load_pointwise(const std::string& cubin, const std::vector<std::string>&
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
   for (size_t i = 4; i < signature.size(); ++i) kernels->in.push_back(scalar_type_of(signature[i]));
+  registry().add(name, static_cast<int>(device), kernels.get());
   return reinterpret_cast<int64_t>(kernels.release());
 }
 
@@ -305,11 +337,9 @@ void launch_pointwise(const PointwiseKernels& kernels, const Loops& loops, const
   }
 }
 
-// False, and nothing is launched, where more than kMaxDims dimensions remain after coalescing: the
-// caller then copies the inputs to out's layout.
-bool pointwise(int64_t handle, const Tensor& out, const std::vector<Tensor>& inputs,
-               const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const PointwiseKernels*>(handle);
+// False, and nothing is launched, where more than kMaxDims dimensions remain after coalescing.
+bool try_pointwise(const PointwiseKernels& kernels, const Tensor& out,
+                   const std::vector<Tensor>& inputs, const std::vector<double>& scalars) {
   require_cuda(out, "out");
   const int device = out.get_device_index();
   STD_TORCH_CHECK(out.scalar_type() == kernels.out, "fx_fuser: the kernel writes ",
@@ -351,6 +381,101 @@ bool pointwise(int64_t handle, const Tensor& out, const std::vector<Tensor>& inp
     launch_pointwise<uint64_t>(kernels, loops, out, inputs, scalars, stream);
   }
   return true;
+}
+
+void run_pointwise(const PointwiseKernels& kernels, const Tensor& out,
+                   const std::vector<Tensor>& inputs, const std::vector<double>& scalars) {
+  if (try_pointwise(kernels, out, inputs, scalars)) return;
+  // Copies in out's layout leave one dimension.
+  std::vector<Tensor> copies;
+  for (const Tensor& input : inputs) {
+    std::array<StableIValue, 7> stack{
+        torch::stable::detail::from(out),          torch::stable::detail::from(input.scalar_type()),
+        torch::stable::detail::from(std::nullopt), torch::stable::detail::from(std::nullopt),
+        torch::stable::detail::from(std::nullopt), torch::stable::detail::from(std::nullopt)};
+    TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
+    Tensor copy = torch::stable::detail::to<Tensor>(stack[0]);
+    torch::stable::copy_(copy, input);
+    copies.push_back(std::move(copy));
+  }
+  try_pointwise(kernels, out, copies, scalars);
+}
+
+void pointwise(int64_t handle, const Tensor& out, const std::vector<Tensor>& inputs,
+               const std::vector<double>& scalars) {
+  run_pointwise(*reinterpret_cast<const PointwiseKernels*>(handle), out, inputs, scalars);
+}
+
+// ---- linear: the library's product, then the epilogue -------------------------------------------
+
+double cpu_scalar(const Tensor& tensor) {
+  const void* data = tensor.data_ptr();
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return *static_cast<const double*>(data);
+    case ScalarType::Float:
+      return *static_cast<const float*>(data);
+    case ScalarType::Long:
+      return static_cast<double>(*static_cast<const int64_t*>(data));
+    case ScalarType::Int:
+      return *static_cast<const int32_t*>(data);
+    case ScalarType::Bool:
+      return *static_cast<const bool*>(data);
+    default:
+      break;
+  }
+  std::array<StableIValue, 5> stack{
+      torch::stable::detail::from(tensor), torch::stable::detail::from(ScalarType::Double),
+      torch::stable::detail::from(false), torch::stable::detail::from(false),
+      torch::stable::detail::from(std::nullopt)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::to", "dtype", stack.data(), TORCH_ABI_VERSION));
+  return cpu_scalar(torch::stable::detail::to<Tensor>(stack[0]));
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
+                                    torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.
+std::tuple<Tensor, Tensor> linear_kernel(const Tensor& x, const Tensor& weight,
+                                         const std::optional<Tensor>& bias,
+                                         const std::vector<std::optional<Tensor>>& t,
+                                         const std::vector<double>& s, const std::string& kinds,
+                                         const std::string& /*pattern*/, const std::string& kernel,
+                                         ScalarType out_type, bool save) {
+  require_cuda(x, "x");
+  const PointwiseKernels& kernels = registry().at(kernel, x.get_device_index());
+  const Tensor c = linear(x, weight, bias);
+
+  std::vector<Tensor> inputs{c};
+  std::vector<double> scalars;
+  const auto c_sizes = c.sizes();
+  std::vector<int64_t> shape(c_sizes.begin(), c_sizes.end());
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    if (kinds[i] == 's') {
+      scalars.push_back(s[i]);
+    } else if (kinds[i] == 't' && t[i]->dim() == 0 && t[i]->is_cpu()) {
+      scalars.push_back(cpu_scalar(*t[i]));
+    } else if (kinds[i] == 't') {
+      inputs.push_back(*t[i]);
+      // A gate, one column wide, may be spread along that dimension.
+      if (!shape.empty() && shape.back() == 1 && t[i]->dim() > 0) {
+        shape.back() = t[i]->size(t[i]->dim() - 1);
+      }
+    }
+  }
+  const bool same_shape = std::equal(shape.begin(), shape.end(), c_sizes.begin());
+  const bool in_place = !save && c.scalar_type() == out_type && same_shape;
+  const Tensor y = in_place ? c : torch::stable::new_empty(c, shape, out_type);
+  run_pointwise(kernels, y, inputs, scalars);
+  return {y, save ? c : torch::stable::new_empty(c, {0})};
 }
 
 // ---- batch statistics ---------------------------------------------------------------------------
@@ -519,8 +644,8 @@ std::tuple<Tensor, Tensor> batch_stats(int64_t handle, const Tensor& x) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
-  m.def("load_pointwise(str cubin, str[] signature, int device) -> int");
-  m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> bool");
+  m.def("load_pointwise(str name, str cubin, str[] signature, int device) -> int");
+  m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("load_batch_stats(str cubin, int device) -> int");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
 }
@@ -532,5 +657,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) { m.impl("linear_kernel", TORCH_BOX(&linear_kernel)); }
 
 }  // namespace fx_fuser
