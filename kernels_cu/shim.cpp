@@ -389,10 +389,13 @@ void run_pointwise(const PointwiseKernels& kernels, const Tensor& out,
   // Copies in out's layout leave one dimension.
   std::vector<Tensor> copies;
   for (const Tensor& input : inputs) {
-    std::array<StableIValue, 7> stack{
-        torch::stable::detail::from(out),          torch::stable::detail::from(input.scalar_type()),
-        torch::stable::detail::from(std::nullopt), torch::stable::detail::from(std::nullopt),
-        torch::stable::detail::from(std::nullopt), torch::stable::detail::from(std::nullopt)};
+    std::array<StableIValue, 6> stack{
+        torch::stable::detail::from(out),
+        torch::stable::detail::from(std::optional(input.scalar_type())),
+        torch::stable::detail::from(std::nullopt),
+        torch::stable::detail::from(std::nullopt),
+        torch::stable::detail::from(std::nullopt),
+        torch::stable::detail::from(std::nullopt)};
     TORCH_ERROR_CODE_CHECK(
         torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
     Tensor copy = torch::stable::detail::to<Tensor>(stack[0]);

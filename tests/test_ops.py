@@ -146,7 +146,7 @@ def _detached(value: Any) -> Any:
 def test_opcheck_linear_kernel(pattern: str, kinds: str, save: bool) -> None:
     x, w, b, t, s, letters, _, out, _ = _detached(list(linear_args(kinds, F32)))
     op = torch.ops.fx_fuser.linear_kernel.default
-    opcheck(op, (x, w, b, t, s, letters, pattern, out, save))
+    opcheck(op, (x, w, b, t, s, letters, pattern, "", out, save))
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
@@ -158,7 +158,7 @@ def test_opcheck_conv_kernel(last: bool, training: bool, save: bool) -> None:
         args[0] = args[0].to(memory_format=torch.channels_last)
     *front, _, out, _ = args
     op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
-    opcheck(op, (*front, CONV, out, save))
+    opcheck(op, (*front, CONV, "", out, save))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
