@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import backend, build, checks, ops, plan, rewrite
+from fx_fuser import apply, backend, build, checks, ops, plan, rewrite
 from fx_fuser.options import Options
 
 
@@ -57,7 +57,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "kernels": (backend, "_build_kernels", _raises),
     "the cache tag": (build, "fingerprint", _raises),
     "the report": (fx_fuser.Report, "publish", _raises),
-    "the epilogue": (ops, "_apply", _raises),
+    "the epilogue": (apply, "in_torch", _raises),
     "the anchor": (ops.ANCHORS["linear"], "product_like", _raises),
 }
 

@@ -7,6 +7,7 @@ check it is refused and right; with the check taken out, the same program must f
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Trap:
     train: bool = False
     grad: bool | None = None
     dynamic: bool | None = None
+    inner: str = "aot_eager"
 
 
 def _gate(m: Any, x: Tensor) -> Tensor:
@@ -98,6 +100,21 @@ def _statistics_viewed(m: Any, x: Tensor) -> Any:
 def _operand_lives_on(m: Any, x: Tensor, y: Tensor) -> Any:
     y.add_(2.0 * torch.sigmoid(m.lin(x)))
     return y * 1.0
+
+
+def _norm_twice(m: Any, x: Tensor) -> Any:
+    return torch.relu(m.bn(m.conv(x))) + m.bn(m.conv(x * 0.5)) * 2.0
+
+
+def _columns_flattened(m: Any, x: Tensor, y: Tensor) -> Any:
+    return (y * torch.sigmoid(m.lin(x)) * 2.0).t().view(-1)
+
+
+def _factor_source_written(m: Any, x: Tensor, y: Tensor) -> Any:
+    q = y * 0.5
+    r = torch.sigmoid(m.lin(x)) * q
+    y.add_(1.0)
+    return r
 
 
 def _gated(m: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -178,6 +195,19 @@ TRAPS: dict[str, Trap] = {
     "running_var is viewed": Trap(
         "statistics_unseen", _conv(_statistics_viewed), _images, train=True, grad=False
     ),
+    "the norm is used twice": Trap(
+        "statistics_alone", _conv(_norm_twice), _images, train=True, inner="eager"
+    ),
+    "the operand's layout wins": Trap(
+        "layout_kept", _linear(_columns_flattened), lambda: (leaf(4, 8), torch.randn(6, 4).t())
+    ),
+    "a factor's source is written": Trap(
+        "copies_stay_copies",
+        _linear(_factor_source_written),
+        lambda: (leaf(4, 8), torch.randn(4, 6)),
+        train=True,
+        inner="eager",
+    ),
     "a complex operand": Trap(
         "known_dtypes",
         _linear(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y),
@@ -208,9 +238,8 @@ def attempt(trap: Trap) -> None:
     model, inputs = trap.model(), trap.inputs()
     eager, outputs = run(model, inputs, trap.train, grad=trap.grad)
     exact, _ = run(model, inputs, trap.train, lambda m: m, torch.float64, outputs, trap.grad)
-    ours, _ = run(
-        model, inputs, trap.train, lambda m: compiled(m, trap.dynamic), None, outputs, trap.grad
-    )
+    compile_it = functools.partial(compiled, dynamic=trap.dynamic, inner=trap.inner)
+    ours, _ = run(model, inputs, trap.train, compile_it, None, outputs, trap.grad)
     assert_close(ours, eager, exact)
 
 
