@@ -57,6 +57,12 @@ template <int kInputs, class Index>
 __device__ __forceinline__ Place<Index, kInputs> locate(const PointwiseArgs<Index>& args,
                                                         Index index) {
   Place<Index, kInputs> place{};
+  if (args.rank == 1) {  // all operands laid out like out, or splat: the common case of a linear
+    place.inner = index;
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) place.offset[i] = index * args.stride[i][0];
+    return place;
+  }
 #pragma unroll 1
   for (int d = 0; d < args.rank; ++d) {
     Index coordinate = index;
