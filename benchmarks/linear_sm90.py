@@ -3,8 +3,8 @@
     python -m benchmarks.linear_sm90 [--skip-sweep] [--skip-timing] [--cases 200] [--seed 0]
 
 Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
-on random data, the splitting of x included; `sustained` is the mean of 0.4 s back to back, where the
-power cap binds.
+on random data, the splitting of x included; `sustained` is the mean of 0.4 s back to back, where
+the power cap binds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Example:
     """An epilogue of examples.cuh and the same in torch ops, as f(z, operands, scalars)."""
 
     source: str
-    torch: Callable[[Tensor, list[Tensor], list[float]], Tensor]
+    reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]
     operands: tuple[torch.dtype, ...] = ()
     scalars: int = 0
     out: torch.dtype = torch.float32
@@ -167,7 +167,7 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         run(example, x, weight, bias, operands, scalars, out, z)
 
         exact_z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        exact = example.torch(exact_z, operands, scalars)
+        exact = example.reference(exact_z, operands, scalars)
         # Rounding to the result's dtype, and the epilogue's own few roundings, are no error here.
         bound = 1e-3 if example.out == torch.float16 else 2e-6
         error = float((out.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
@@ -316,9 +316,9 @@ def timing(failures: list[str]) -> list[list[object]]:
         def eager(
             e: Example = example, x: Tensor = x, w: Tensor = weight, b: Tensor = bias
         ) -> Tensor:
-            return e.torch(F.linear(x, w, b), [], [2.0])
+            return e.reference(F.linear(x, w, b), [], [2.0])
 
-        exact = example.torch(F.linear(x.double(), weight.double(), bias.double()), [], [2.0])
+        exact = example.reference(F.linear(x.double(), weight.double(), bias.double()), [], [2.0])
         error, eager_error = relative(ours(), exact), relative(eager(), exact)
         del exact
         if not error <= max(1.5 * eager_error, FLOOR):
@@ -327,8 +327,10 @@ def timing(failures: list[str]) -> list[list[object]]:
         again = median_ms(ours, [], CUDA, 50, 200)
         eager_ms = median_ms(eager, [], CUDA, 20, 100)
         rows.append(
-            [name, ms, again, sustained_ms(ours, ms), eager_ms, eager_ms / ms]
-            + [2e-9 * m * n * k / ms, error, eager_error]
+            [
+                *(name, ms, again, sustained_ms(ours, ms), eager_ms, eager_ms / ms),
+                *(2e-9 * m * n * k / ms, error, eager_error),
+            ]
         )
     x, weight = torch.randn(8, 64, device=CUDA), torch.randn(8, 64, device=CUDA)
     out = torch.empty(8, 8, device=CUDA)
