@@ -71,15 +71,16 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 
-// Also orders the shared-memory accesses of the cluster's blocks before and after it.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+// A barrier of the cluster in two halves, which also orders shared-memory accesses of its blocks.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Stores to the same variable of another block of the cluster.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Stores to the same variable of another block of the cluster, which must have started.
 __device__ __forceinline__ void store_to_block(uint32_t address, uint32_t rank, float value) {
   asm volatile(
       "{\n"

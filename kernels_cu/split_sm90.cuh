@@ -83,6 +83,7 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   __shared__ float warp_largest[kSplitThreads / 32];
   __shared__ float block_largest[kSplitMaxCluster];
 
+  ptx::cluster_arrive();  // has started
   ptx::launch_dependents();
   const int rank = static_cast<int>(ptx::cluster_rank());
   const int cluster = static_cast<int>(ptx::cluster_size());
@@ -103,10 +104,12 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
   __syncthreads();
   for (const float other : warp_largest) largest = fmaxf(largest, other);
+  ptx::cluster_wait();
   if (threadIdx.x < cluster) {
     ptx::store_to_block(ptx::shared_address(&block_largest[rank]), threadIdx.x, largest);
   }
-  ptx::cluster_sync();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
   for (int block = 0; block < cluster; ++block) largest = fmaxf(largest, block_largest[block]);
 
   const Scale scale = Scale::of(largest);
