@@ -108,6 +108,7 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   if (threadIdx.x < cluster) {
     ptx::store_to_block(ptx::shared_address(&block_largest[rank]), threadIdx.x, largest);
   }
+  __syncwarp();
   ptx::cluster_arrive();
   ptx::cluster_wait();
   for (int block = 0; block < cluster; ++block) largest = fmaxf(largest, block_largest[block]);
