@@ -222,7 +222,8 @@ def special_values(failures: list[str]) -> None:
     same("tiny weight", x * 1e20, weight * 1e-30)
     same("huge weight", x * 1e-36, weight * 1e36)
     same("huge x", x * 1e36, weight * 1e-36)
-    same("overflow", x * 1e30, weight * 1e30)
+    if run(IDENTITY, x * 1e30, weight * 1e30).isfinite().any():  # in fp32 of either sign, or NaN
+        failures.append("overflow: finite values")
 
 
 def graphs_and_repeats(failures: list[str]) -> None:

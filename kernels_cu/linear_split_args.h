@@ -44,9 +44,8 @@ constexpr int kLinearStages = 3;
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes = 8 * 32 * 20 * 4;  // an exchange buffer a warp
-// Stages begin at multiples of 1024 bytes, which dynamic shared memory need not.
 constexpr int kLinearSharedBytes =
-    1024 + kLinearStages * (kLinearStageBytes + 2 * 8 /*barriers*/) + kLinearEpilogueBytes;
+    kLinearStages * (kLinearStageBytes + 2 * 8 /*barriers*/) + kLinearEpilogueBytes;
 
 // Element [m, n] is data[m * stride_m + n * stride_n].
 struct LinearOperand {

@@ -68,7 +68,7 @@ struct Shared {
   uint64_t full[kLinearStages];
   uint64_t empty[kLinearStages];
 };
-static_assert(sizeof(Shared) + 1024 == kLinearSharedBytes);
+static_assert(sizeof(Shared) == kLinearSharedBytes);
 
 // Where in the ring of stages a reader or writer is.
 struct Cursor {
@@ -215,8 +215,9 @@ struct Turn {
 // relative to the sum so far.
 __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments& weight,
                                                const Stage& stage, const Turn& turn) {
-  const uint64_t x_hi = ptx::matrix_descriptor(ptx::shared_address(stage.x[0]));
-  const uint64_t x_lo = ptx::matrix_descriptor(ptx::shared_address(stage.x[1]));
+  const uint32_t x = ptx::uniform(ptx::shared_address(stage.x));
+  const uint64_t x_hi = ptx::matrix_descriptor(x);
+  const uint64_t x_lo = ptx::matrix_descriptor(x + sizeof(stage.x[0]));
   constexpr int kDescriptorStep = 16 * sizeof(__half) / 16;
   // Pinned here, else ptxas serialises the products or sinks the splitting behind the barrier.
   ptx::pin(accumulator);
@@ -440,10 +441,10 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
 template <class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
 __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   static_assert(std::is_same_v<Acc, float> && std::is_same_v<Z, float>);
-  extern __shared__ uint8_t dynamic_shared[];
-  const uint32_t misaligned = ptx::shared_address(dynamic_shared) % 1024;
-  Shared& shared =
-      *reinterpret_cast<Shared*>(dynamic_shared + (misaligned ? 1024 - misaligned : 0));
+  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kLinearStages; ++s) {

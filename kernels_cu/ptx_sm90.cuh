@@ -116,6 +116,13 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// The value of the warp's first lane, which ptxas then knows to be uniform. A descriptor that it
+// takes for per-lane goes to each wgmma through R2UR, which waits for the wgmma before to have read
+// the same uniform registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(0xFFFFFFFF, value, 0);
+}
+
 // Values are in these registers here: what follows cannot be computed before, nor what precedes be
 // put off.
 template <int kCount>
