@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include <cstdint>
 
@@ -39,7 +40,8 @@ constexpr int kLinearThreads = 384;
 constexpr int kLinearTileN = 128;  // rows of the weight
 constexpr int kLinearTileM = 128;  // rows of x
 constexpr int kLinearTileK = 64;
-constexpr int kLinearBoxK = 32;  // of the weight's tensor map: 128 bytes, one swizzle span
+constexpr int kLinearBoxK = 32;       // of the weight's tensor map: 128 bytes, one swizzle span
+constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
@@ -58,6 +60,7 @@ struct LinearSplitArgs {
   CUtensorMap weight_map;  // [n, k] fp32
   CUtensorMap x_map;       // [2, m, padded k] fp16, as the split wrote it
   const float* x_unscale;  // [m]
+  float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   const float* x;          // [m, k], row stride x_stride: only read to repair
   const float* weight;     // [n, k], likewise
   const float* bias;       // [n], or null

@@ -237,6 +237,41 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
   turn.pass();
 }
 
+// Sums of more than kLinearChunk of k are sums of such sums, each begun at zero: adding a thousand
+// terms to one fp32 would cost more than cuBLAS's own error. What is done waits in memory, as
+// [block][16][thread] float4.
+constexpr int kChunkTiles = kLinearChunkK / kTileK;
+
+__device__ __forceinline__ float4* parking_place(const LinearSplitArgs& args) {
+  return args.parked + blockIdx.x * (16 * kConsumers * kWarpgroup) + threadIdx.x;
+}
+
+__device__ __forceinline__ void park(const LinearSplitArgs& args, float (&sum)[64], bool first) {
+  float4* place = parking_place(args);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float4 before = make_float4(0, 0, 0, 0);
+    if (!first) before = place[i * kConsumers * kWarpgroup];
+    place[i * kConsumers * kWarpgroup] =
+        make_float4(before.x + sum[4 * i], before.y + sum[4 * i + 1], before.z + sum[4 * i + 2],
+                    before.w + sum[4 * i + 3]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[4 * i + e] = 0;
+  }
+}
+
+__device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)[64]) {
+  const float4* place = parking_place(args);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float4 before = place[i * kConsumers * kWarpgroup];
+    sum[4 * i] += before.x;
+    sum[4 * i + 1] += before.y;
+    sum[4 * i + 2] += before.z;
+    sum[4 * i + 3] += before.w;
+  }
+}
+
 // finish(tile, sum) for every tile of the block, sum[4i + 2r + t] being the one of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
 // still in the scale of x's row.
@@ -280,26 +315,31 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     Fragments weight;
     read_weight();
     find_scale(unscale);
-    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      weight.split_of(raw, scale);
-      issue_products(accumulator, weight, shared.stage[computing], turn);
-      // While they run: the next stage's weight.
-      float next_unscale[2] = {0, 0};
-      if (k_tile + 1 < k_tiles) {
-        read_weight();
-        find_scale(next_unscale);
-      }
-      ptx::pin(scale);
-      ptx::pin(next_unscale);
-      ptx::wgmma_wait<0>();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[computing]));
-      if (++computing == kLinearStages) computing = 0;
-      ptx::pin(accumulator);
+    for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
+      if (begin > 0) park(args, sum, /*first=*/begin == kChunkTiles);
+      const int end = min(begin + kChunkTiles, k_tiles);
+      for (int k_tile = begin; k_tile < end; ++k_tile) {
+        weight.split_of(raw, scale);
+        issue_products(accumulator, weight, shared.stage[computing], turn);
+        // While they run: the next stage's weight.
+        float next_unscale[2] = {0, 0};
+        if (k_tile + 1 < k_tiles) {
+          read_weight();
+          find_scale(next_unscale);
+        }
+        ptx::pin(scale);
+        ptx::pin(next_unscale);
+        ptx::wgmma_wait<0>();
+        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[computing]));
+        if (++computing == kLinearStages) computing = 0;
+        ptx::pin(accumulator);
 #pragma unroll
-      for (int i = 0; i < 64; ++i) sum[i] = fmaf(accumulator[i], unscale[i / 2 % 2], sum[i]);
-      unscale[0] = next_unscale[0];
-      unscale[1] = next_unscale[1];
+        for (int i = 0; i < 64; ++i) sum[i] = fmaf(accumulator[i], unscale[i / 2 % 2], sum[i]);
+        unscale[0] = next_unscale[0];
+        unscale[1] = next_unscale[1];
+      }
     }
+    if (k_tiles > kChunkTiles) unpark(args, sum);
     finish(tile_at(args, index), sum);
   }
   turn.end();

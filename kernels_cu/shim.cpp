@@ -725,11 +725,13 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
   const cudaStream_t stream = current_stream(device);
 
   const int64_t padded_k = ceil_div(k, kLinearTileK) * kLinearTileK;
+  const int64_t blocks = persistent_blocks(tiles, kernels.multiprocessors);
   const int64_t split_bytes = 2 * m * padded_k * 2;
-  const Tensor workspace = torch::stable::new_empty(
-      x, {split_bytes + m * static_cast<int64_t>(sizeof(float))}, ScalarType::Byte);
+  const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
+  const Tensor workspace =
+      torch::stable::new_empty(x, {split_bytes + parked_bytes + m * 4}, ScalarType::Byte);
   auto* split = static_cast<uint8_t*>(workspace.data_ptr());
-  auto* unscale = reinterpret_cast<float*>(split + split_bytes);
+  auto* unscale = reinterpret_cast<float*>(split + split_bytes + parked_bytes);
 
   const SplitRowsArgs rows{static_cast<const float*>(x.data_ptr()),
                            *x_stride,
@@ -752,6 +754,7 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
       CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split, {unsigned64(padded_k), unsigned64(m), 2},
       {unsigned64(padded_k * 2), unsigned64(m * padded_k * 2)}, {kLinearTileK, kLinearTileM, 2});
   args.x_unscale = unscale;
+  args.parked = reinterpret_cast<float4*>(split + split_bytes);
   args.x = rows.x;
   args.weight = static_cast<const float*>(weight.data_ptr());
   args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
@@ -768,8 +771,7 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
   LaunchOptions overlapped;
   overlapped.shared_bytes = kLinearSharedBytes;
   overlapped.dependent = true;
-  launch(kernels.product, persistent_blocks(tiles, kernels.multiprocessors), kLinearThreads, stream,
-         args, overlapped);
+  launch(kernels.product, blocks, kLinearThreads, stream, args, overlapped);
   return true;
 }
 
