@@ -46,6 +46,7 @@ class Outcome:
     fused: list[dict[str, Any]] = field(default_factory=list)
     errors: dict[str, Errors] = field(default_factory=dict)  # against float64, by system
     from_eager: Errors = field(default_factory=dict)  # fx_fuser against eager
+    allowed: Errors = field(default_factory=dict)  # for fx_fuser against float64
     ms: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -63,7 +64,7 @@ def compilers() -> Compilers:
             )
         }
     return found | {
-        "torch.compile": torch.compile,
+        "inductor": torch.compile,
         "fx_fuser": partial(torch.compile, backend="fx_fuser", options={"strict": True}),
     }
 
@@ -85,6 +86,7 @@ def run(
 
     exact = case.in_float64()
     reference = exact.values(exact.model)
+    scale = measure.scales(reference)
     del exact
     eager = case.values(case.model)
     steps: dict[str, Callable[[], object]] = {}
@@ -93,17 +95,18 @@ def run(
         start, before = time.perf_counter(), counters["fx_fuser"][problem.pattern]
         call = compile_with(case.model)
         values = case.values(call)
-        outcome.errors[name] = measure.errors(values, reference)
+        outcome.errors[name] = measure.errors(values, reference, scale)
         if name == "fx_fuser":
-            outcome.from_eager = measure.errors(values, eager)
+            outcome.from_eager = measure.errors(values, eager, scale)
             if counters["fx_fuser"][problem.pattern] - before != 1:
                 outcome.failures.append(f"{problem.pattern} was not fused once")
         steps[name] = partial(case.step, call)
         print(f"{time.perf_counter() - start:.1f} s")
     del reference, eager, values
 
-    for tensor, error in outcome.errors["fx_fuser"].items():
-        allowed = measure.bound(precision, outcome.errors["eager"][tensor])
+    outcome.allowed = measure.bounds(precision, device, outcome.errors)
+    for tensor, allowed in outcome.allowed.items():
+        error = outcome.errors["fx_fuser"][tensor]
         if error > allowed:
             outcome.failures.append(f"{tensor}: error {error:.1e} is above {allowed:.1e}")
 
@@ -119,15 +122,15 @@ def run(
 def error_table(outcomes: list[Outcome]) -> str:
     lines = []
     for outcome in outcomes:
-        for tensor, ours in outcome.errors.get("fx_fuser", {}).items():
-            eager = outcome.errors["eager"][tensor]
-            allowed = measure.bound(outcome.precision, eager)
+        for tensor, allowed in outcome.allowed.items():
+            ours = outcome.errors["fx_fuser"][tensor]
+            against = [outcome.errors.get(name, {}).get(tensor) for name in ("eager", "inductor")]
+            numbers = [outcome.from_eager[tensor], *against, ours, allowed]
+            shown = ["" if number is None else f"{number:.1e}" for number in numbers]
             verdict = "ok" if ours <= allowed else "WRONG"
-            numbers = [outcome.from_eager[tensor], eager, ours, allowed]
-            shown = [f"{number:.1e}" for number in numbers]
             lines.append([outcome.problem, tensor, *shown, verdict])
-    header = ["problem", "tensor", "fx_fuser v eager", "eager v fp64", "fx_fuser v fp64", "allowed"]
-    return tabulate(lines, [*header, ""], disable_numparse=True)
+    header = ["problem", "tensor", "fx_fuser v eager", "eager v fp64", "torch.compile v fp64"]
+    return tabulate(lines, [*header, "fx_fuser v fp64", "allowed", ""], disable_numparse=True)
 
 
 def time_table(outcomes: list[Outcome]) -> str:
@@ -138,10 +141,10 @@ def time_table(outcomes: list[Outcome]) -> str:
         ours = outcome.ms["fx_fuser"]
         patterns = ", ".join(site["pattern"] for site in outcome.fused)
         line = [outcome.problem, outcome.input, patterns]
-        for name in ("eager", "torch.compile"):
+        for name in ("eager", "inductor"):
             line.append(f"{outcome.ms[name]:.3f}" if name in outcome.ms else "")
         line.append(f"{ours:.3f}")
-        for name in ("eager", "torch.compile"):
+        for name in ("eager", "inductor"):
             line.append(f"{outcome.ms[name] / ours:.2f}×" if name in outcome.ms else "")
         lines.append(line)
     header = ["problem", "input", "fused", "eager ms", "torch.compile ms", "fx_fuser ms"]

@@ -20,7 +20,7 @@ class Row(Machine, total=False):
     system: str
     ms: float | None  # median; None where the system failed
     err_fp64: float | None  # the largest relative Frobenius error of the output and all gradients
-    accurate: bool  # every tensor within measure.bound of eager's error
+    accurate: bool  # every tensor within measure.bounds
     fused: int  # fused sites; in fx_fuser's rows only
     peak_mib: float  # device memory at the height of one step, weights included; GPUs only
     compile_s: float  # the first call

@@ -72,11 +72,12 @@ def measure_group(
     case = Case.make(problem, size, precision, mode, device)
     exact = case.in_float64()
     reference = exact.values(exact.model)
+    scale = measure.scales(reference)
     del exact
 
     rows: dict[str, Row] = {}
     steps: dict[str, Callable[[], object]] = {}
-    eager_errors: dict[str, float] = {}
+    errors: dict[str, dict[str, float]] = {}
     running = [system for system in systems if system.runs(problem, precision)]
     for system in running:
         row = rows[system.name] = Row(
@@ -97,29 +98,30 @@ def measure_group(
                 row["compile_s"] = round(time.perf_counter() - start, 2)
                 if system.name == "fx_fuser":
                     row["fused"] = counters["fx_fuser"][problem.pattern] - fused
-                errors = measure.errors(values, reference)
+                found = errors[system.name] = measure.errors(values, reference, scale)
                 del values
-                eager_errors = eager_errors or errors
-                row["err_fp64"] = max(errors.values())
-                row["accurate"] = all(
-                    errors[name] <= measure.bound(precision, eager_errors[name]) for name in errors
-                )
+                allowed = measure.bounds(precision, device, errors)
+                row["err_fp64"] = max(found.values())
+                row["accurate"] = all(found[name] <= allowed[name] for name in allowed)
             steps[system.name] = partial(case.step, call)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     del reference
 
-    def timer(system: System) -> float:
+    def settled(of: Callable[..., float], system: System, *arguments: int) -> float:
         with measure.float32_settings(precision, system.cudnn_tf32):
-            return measure.median_ms(
-                steps[system.name], case.leaves(), device, timing.warmup, timing.rep
-            )
+            return of(steps[system.name], case.leaves(), device, *arguments)
 
-    timers = {s.name: partial(timer, s) for s in running if s.name in steps}
+    ready = [system for system in running if system.name in steps]
+    timers = {
+        system.name: partial(settled, measure.median_ms, system, timing.warmup, timing.rep)
+        for system in ready
+    }
     for name, ms in measure.interleaved(timers, timing.rounds).items():
         rows[name]["ms"] = round(ms, 5)
-        if device.type == "cuda":
-            rows[name]["peak_mib"] = measure.peak_mib(steps[name], case.leaves(), device)
+    if device.type == "cuda":
+        for system in ready:
+            rows[system.name]["peak_mib"] = settled(measure.peak_mib, system)
     return list(rows.values())
 
 

@@ -74,14 +74,15 @@ def fx_fuser(
     """
     chosen = Options.parse(mode, options, [p.name for p in _registry])
     compile_inner = chosen.inner_compiler()
+    matches: list[Match] = []
     with restorable(gm) as restore:
         try:
             outcome = fuse(gm, chosen)
             outcome.report.publish()
-            if not outcome.matches:
-                return compile_inner(gm, example_inputs)
-            with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                compiled = compile_inner(gm, example_inputs)
+            if outcome.matches:
+                with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
+                    compiled = compile_inner(gm, example_inputs)
+                matches = outcome.matches
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame): not a failure.
             if chosen.strict or isinstance(error, TorchDynamoException):
@@ -91,8 +92,9 @@ def fx_fuser(
                 f"fx_fuser leaves a graph unfused: {type(error).__name__}: {error}", stacklevel=2
             )
             log.info("the graph is compiled as the user wrote it", exc_info=True)
-            return compile_inner(gm, example_inputs)
-    for match in outcome.matches:
+    if not matches:
+        return compile_inner(gm, example_inputs)
+    for match in matches:
         counters["fx_fuser"][match.pattern.name] += 1
     return compiled
 
@@ -166,18 +168,19 @@ def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
         if node.op != "get_attr" or not node.users:
             continue
         body = getattr(gm, str(node.target), None)
-        if isinstance(body, GraphModule) and all(map(_is_transparent, node.users)):
+        if not isinstance(body, GraphModule) or _has_policy(body):
+            continue
+        if all(map(_is_transparent, node.users)):
             yield from _bodies(body)
 
 
 def _is_transparent(node: Node) -> bool:
-    """A selective checkpoint policy (`context_fn`) names ops, so ours must not replace them."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name in _TRANSPARENT and "context_fn" not in node.meta and not _has_policy(node)
+    return getattr(node.target, "__name__", str(node.target)) in _TRANSPARENT
 
 
-def _has_policy(node: Node) -> bool:
-    return node.kwargs.get("context_fn") is not None or "_checkpoint_context_fn" in node.meta
+def _has_policy(body: GraphModule) -> bool:
+    """A selective checkpoint's policy (`context_fn`) names ops, so ours must not replace them."""
+    return "_checkpoint_context_fn" in body.meta
 
 
 def _build_kernels(matches: Sequence[Match]) -> None:
@@ -187,6 +190,8 @@ def _build_kernels(matches: Sequence[Match]) -> None:
         device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
         if device.type == "cuda":
             by_device.setdefault(device, []).append(ops.kernel_source(match))
+            if match.site.attrs.get("training"):
+                native.prepare_batch_stats(device)
     for device, sources in by_device.items():
         native.prepare(sources, device)
 

@@ -38,6 +38,7 @@ log = logging.getLogger("fx_fuser.build")
 PACKAGE = Path(__file__).parent
 KERNELS = PACKAGE / "kernels_cu"
 
+DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 LOWEST_CAPABILITY = (8, 0)
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
 
@@ -73,11 +74,11 @@ def toolchain() -> Toolchain:
     folders = [os.environ.get("PATH", "")]
     if home := os.environ.get("CUDA_HOME"):
         folders.append(os.path.join(home, "bin"))
-    folders.append("/usr/local/cuda/bin")
+    folders.append(str(DEFAULT_CUDA_HOME / "bin"))
     nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
     if nvcc is None:
         raise BuildError(
-            "nvcc was found neither on PATH nor in $CUDA_HOME/bin nor in /usr/local/cuda/bin; "
+            f"nvcc was found neither on PATH nor in $CUDA_HOME/bin nor in {DEFAULT_CUDA_HOME}/bin; "
             "install the CUDA toolkit (12.8 or newer) or set CUDA_HOME to where it is"
         )
     cxx = shutil.which("g++")

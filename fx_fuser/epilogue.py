@@ -95,7 +95,7 @@ OPS: dict[str, Op] = {
     "pow": Op(torch.pow, lambda x, exponent: f"math::pow({x}, {_number(exponent)})"),
     "gelu": Op(
         F.gelu,
-        lambda x, approximate: f"math::gelu_{'tanh' if approximate == 'tanh' else 'erf'}({x})",
+        lambda x, approximate: f"math::{'gelu_tanh' if approximate == 'tanh' else 'gelu'}({x})",
     ),
     "softplus": Op(
         F.softplus,

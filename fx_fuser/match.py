@@ -32,6 +32,7 @@ class Match:
 
     root: the last matched node, whose value the fused op replaces. nodes: all matched nodes.
     wildcards: name → `Z`, a number, or the node of a tensor. view: the reading of its graph.
+    items: 0-d tensor → its `item()`, for wildcards that are a number which changes by the call.
     """
 
     pattern: Pattern
@@ -40,6 +41,7 @@ class Match:
     nodes: frozenset[Node]
     wildcards: dict[str, Operand]
     view: View = field(repr=False)
+    items: dict[Node, Node] = field(default_factory=dict)
 
     @property
     def operands(self) -> tuple[Node, ...]:
@@ -168,17 +170,17 @@ class _Unifier:
         self, op: str, operand: Operand, limit: int
     ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
         expr, nodes = (None, frozenset()) if operand is self.site.node else self._open(operand)
-        same = expr is not None and expr.op == op and all(map(_is_floating, nodes))
+        same = expr is not None and expr.op == op and all(map(_is_inexact, nodes))
         if expr is not None and same:
             for terms, inner in self._cuts(expr, limit):
                 yield terms, inner | nodes
         yield (operand,), frozenset()
 
 
-def _is_floating(node: Node) -> bool:
+def _is_inexact(node: Node) -> bool:
     """Integer products wrap around; opening one would change its value."""
     tensor = meta_tensor(node)
-    return tensor is not None and tensor.dtype.is_floating_point
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _specificity(pattern: Operand) -> int:
@@ -211,24 +213,29 @@ def _descendants(view: View, site: Site) -> list[Node]:
 def _fits(view: View, site: Site, pattern: Pattern, root: Node) -> Iterator[Match]:
     for b in _Unifier(view, site).fit(pattern.epilogue, root, _Binding()):
         nodes = b.nodes | set(site.nodes)
-        wildcards = {name: _as_tensor(operand) for name, operand in b.wildcards}
+        wildcards, items = dict(b.wildcards), {}
+        for name, operand in b.wildcards:
+            scalar = _scalar_behind(operand)
+            if scalar is not None:
+                wildcards[name] = scalar
+                items[scalar] = operand
         if not any(w in nodes for w in wildcards.values() if isinstance(w, Node)):
-            yield Match(pattern, site, root, nodes, wildcards, view)
+            yield Match(pattern, site, root, nodes, wildcards, view, items)  # type: ignore[arg-type]
 
 
-def _as_tensor(operand: Operand) -> Operand:
-    """The 0-d tensor behind a number that changes from call to call.
+def _scalar_behind(operand: Operand) -> Node | None:
+    """The 0-d tensor behind a number that changes from call to call, or None.
 
     Dynamo passes a Python float that has changed as a tensor and takes its `item()`. Giving a
     SymFloat to a `float` argument would recompile for every value; a 0-d tensor does not.
     """
     if not isinstance(operand, Node) or (operand.op, operand.target) != ("call_method", "item"):
-        return operand
+        return None
     scalar = operand.args[0]
     tensor = meta_tensor(scalar) if isinstance(scalar, Node) else None
     detached = tensor is not None and tensor.ndim == 0 and not tensor.requires_grad
     is_float = isinstance(operand.meta.get("example_value"), torch.SymFloat)
-    return scalar if detached and is_float else operand  # type: ignore[return-value]
+    return scalar if detached and is_float else None  # type: ignore[return-value]
 
 
 def find(
@@ -250,8 +257,9 @@ def find(
             fault = check(match)
             if fault is None:
                 return match
-            refusal = refusal or Refusal(pattern, site, *fault)
-    return refusal or _near_miss(view, site, own, descendants)
+            if refusal is None:  # a Refusal is falsy: `or` would lose it
+                refusal = Refusal(pattern, site, *fault)
+    return _near_miss(view, site, own, descendants) if refusal is None else refusal
 
 
 def _near_miss(

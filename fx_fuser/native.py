@@ -152,14 +152,19 @@ def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     index = x.get_device()
     handle = _batch_stats.get(index)
     if handle is None:
-        handle = _prepare_batch_stats(x.device)
+        handle = prepare_batch_stats(x.device)
     if not x.is_contiguous() and not x.movedim(1, -1).is_contiguous():
         x = x.contiguous()
     mean, variance = torch.ops.fx_fuser_native.batch_stats.default(handle, x)
     return mean, variance
 
 
-def _prepare_batch_stats(device: torch.device) -> int:
+def prepare_batch_stats(device: torch.device) -> int:
+    """Builds and loads the statistics kernels ahead of their use; returns their handle.
+
+    Raises:
+        BuildError: they do not compile or load.
+    """
     index = _index_of(device)
     with _lock:
         if index not in _batch_stats:

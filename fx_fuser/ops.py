@@ -17,174 +17,57 @@ Arguments, after those of the anchor's own schema:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fx_fuser import native
+from fx_fuser import apply
 from fx_fuser.anchors import ANCHORS, Anchor
-from fx_fuser.epilogue import (
-    Z,
-    accumulation_dtype,
-    cuda_source,
-    evaluate,
-    substitute,
-)
+from fx_fuser.epilogue import Z, accumulation_dtype
 from fx_fuser.errors import PatternError
 from fx_fuser.match import Match
 from fx_fuser.pattern import Pattern
 from fx_fuser.rewrite import Call
-from fx_fuser.spell import Operand, is_number, meta_tensor
+from fx_fuser.spell import is_number, meta_tensor
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _PATTERNS: dict[str, Pattern] = {}
 _WILDCARD_SCHEMA = "Tensor?[] t, float[] s, str kinds"
 
 
-# ---- the epilogue, applied ------------------------------------------------------------------
-
-
-def _wildcard_values(
-    pattern: Pattern, t: Sequence[Tensor | None], s: Sequence[float], kinds: str
-) -> dict[str, Any]:
-    """name → `Z`, tensor or number."""
-    choice = {"z": lambda i: Z, "t": lambda i: t[i], "s": lambda i: s[i]}
-    return {name: choice[kind](i) for i, (name, kind) in enumerate(zip(pattern.wildcards, kinds))}
-
-
-def _epilogue(pattern: Pattern, kinds: str) -> Operand:
-    """The pattern's epilogue with the wildcards that are z replaced by it."""
-    return substitute(
-        pattern.epilogue, {n: Z for n, kind in zip(pattern.wildcards, kinds) if kind == "z"}
-    )
-
-
-def _apply(
-    pattern: Pattern, kinds: str, z: Any, wildcards: Mapping[str, Any], dtype: torch.dtype
-) -> Tensor:
-    """The epilogue in plain torch ops: accumulation dtype inside, one rounding at the end."""
-    tensors = [v for v in (z, *wildcards.values()) if isinstance(v, Tensor)]
-    acc = accumulation_dtype([*(v.dtype for v in tensors), dtype])
-    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
-    return evaluate(_epilogue(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
+# ---- kernel ops: one an anchor, no autograd key ---------------------------------------------
 
 
 @functools.cache
-def _source(
-    pattern: str,
-    z: Operand,
-    kinds: str,
-    tensors: tuple[tuple[str, torch.dtype], ...],
-    scalars: tuple[str, ...],
-    out: torch.dtype,
-) -> str:
-    expr = substitute(_epilogue(_PATTERNS[pattern], kinds), {"z": z})
-    return cuda_source(expr, dict(tensors), scalars, out, f"pattern {pattern}")
-
-
-def _leaf_source(
-    pattern: Pattern, z: Operand, kinds: str, leaves: Mapping[str, Any], out: torch.dtype
-) -> str:
-    """CUDA text for these leaves; 0-d CPU tensors travel as numbers."""
-    tensors = tuple((n, v.dtype) for n, v in leaves.items() if not _travels_as_number(v))
-    scalars = tuple(n for n, v in leaves.items() if _travels_as_number(v))
-    return _source(pattern.name, z, kinds, tensors, scalars, out)
-
-
-def _travels_as_number(value: Any) -> bool:
-    return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
-
-
-def _finish(
-    pattern: Pattern,
-    kinds: str,
-    anchor: Anchor,
-    operands: Mapping[str, Tensor | None],
-    products: Sequence[Tensor],
-    config: Mapping[str, Any],
-    wildcards: Mapping[str, Any],
-    out: Tensor,
-) -> None:
-    """out ← epilogue(z(products)), in one pass over memory."""
-    z = anchor.z(operands, config)
-    leaves = anchor.leaves(operands, products, config)
-    if out.device.type == "cpu":
-        values = _spread(anchor, leaves)
-        acc = accumulation_dtype([v.dtype for v in values.values() if isinstance(v, Tensor)])
-        wide = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in values.items()}
-        out.copy_(_apply(pattern, kinds, evaluate(z, wide), wildcards, out.dtype))
-        return
-    free = {n: v for n, v in wildcards.items() if v is not Z}
-    source = _leaf_source(pattern, z, kinds, {**leaves, **free}, out.dtype)
-    values = {**_spread(anchor, leaves), **free}
-    tensors: list[Tensor] = []
-    scalars: list[float] = []
-    for value in values.values():
-        if isinstance(value, Tensor) and not _travels_as_number(value):
-            tensors.append(value)
-        else:
-            scalars.append(float(value))
-    native.pointwise(source, out, tensors, scalars)
-
-
-def _spread(anchor: Anchor, leaves: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-    return {
-        n: anchor.spread(v) if isinstance(v, Tensor) and n != "c" else v for n, v in leaves.items()
-    }
-
-
-def cuda_text(
-    pattern: Pattern, kinds: str, dtypes: Mapping[str, torch.dtype], **config: Any
-) -> str:
-    """The kernel that the pattern's op runs on CUDA: generated text, for reading and building.
-
-    dtypes: name → dtype of each operand of the anchor that is present and of each tensor wildcard;
-    "c" is the product's (default x's), "out" the result's (default c's).
-    config: the anchor's configuration, as far as z depends on it (`training`, `eps`).
-    """
-    anchor = ANCHORS[pattern.kind]
-    c = dtypes.get("c", dtypes["x"])
-    config = {"training": False, "eps": 1e-5, **config}
-    like = {n: torch.empty(1, dtype=d, device="meta") for n, d in dtypes.items()}
-    operands = {n: like.get(n) for n in anchor.operands}
-    statistic = torch.empty(1, dtype=accumulation_dtype((c,)), device="meta")
-    products = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
-    leaves = anchor.leaves(operands, products[: len(anchor.products)], config)
-    free = {
-        n: 0.0 if kind == "s" else like[n]
-        for n, kind in zip(pattern.wildcards, kinds)
-        if kind != "z"
-    }
-    out = dtypes.get("out", c)
-    return _leaf_source(pattern, anchor.z(operands, config), kinds, {**leaves, **free}, out)
-
-
-# ---- kernel ops: one an anchor, no autograd key ---------------------------------------------
+def _argument_names(kind: str) -> tuple[str, ...]:
+    return tuple(a.split()[-1] for a in ANCHORS[kind].schema.split(", "))
 
 
 def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Positional op arguments → operands, configuration, the rest."""
-    names = [a.split()[-1] for a in anchor.schema.split(", ")]
-    values = dict(zip(names, args))
-    operands = {n: values.pop(n) for n in anchor.operands}
-    return operands, values, list(args[len(names) :])
+    names = _argument_names(anchor.kind)
+    count = len(anchor.operands)
+    operands = dict(zip(names[:count], args))
+    config = dict(zip(names[count:], args[count:]))
+    return operands, config, list(args[len(names) :])
 
 
-def _run_kernel(anchor: Anchor, args: Sequence[Any], fake: bool) -> tuple[Tensor, ...]:
+def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
     operands, config, (t, s, kinds, name, out_dtype, save) = _split(anchor, args)
     pattern = _PATTERNS[name]
-    wildcards = _wildcard_values(pattern, t, s, kinds)
     products = (anchor.product_like if fake else anchor.product)(operands, config)
     c = products[0]
-    shape = torch.broadcast_shapes(c.shape, *(v.shape for v in t if v is not None))
+    shape = c.shape
+    if anchor.kind == "linear" and shape[-1:] == (1,):  # a gate may be spread along its last dim
+        shape = torch.broadcast_shapes(shape, *(v.shape for v in t if v is not None))
     in_place = not save and c.dtype == out_dtype and shape == c.shape
     out = c if in_place else anchor.empty_output(c, shape, out_dtype)
     if not fake:
-        _finish(pattern, kinds, anchor, operands, products, config, wildcards, out)
+        wildcards = apply.wildcard_values(pattern, t, s, kinds)
+        apply.finish(pattern, kinds, anchor, operands, products, config, wildcards, out)
     kept = c if save else c.new_empty(0)
     return (out, kept, *products[1:])
 
@@ -196,15 +79,10 @@ def _define_kernel(anchor: Anchor) -> None:
         f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, ScalarType out, bool save)"
         f" -> ({returns})"
     )
-    real = functools.partial(_kernel_entry, anchor, False)
     for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, real, device)
-    fake = functools.partial(_kernel_entry, anchor, True)
+        _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), device)
+    fake = functools.partial(_kernel, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
-
-
-def _kernel_entry(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
-    return _run_kernel(anchor, args, fake)
 
 
 # ---- autograd -------------------------------------------------------------------------------
@@ -232,8 +110,53 @@ class _Call:
         return op(*operands, *self.config.values(), *tail)
 
 
+def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward without a derivative of its own: to differentiate its results raises.
+
+    torch's `once_differentiable` looks at dy alone. The gradient of `y.sum()` was then a constant,
+    and a gradient penalty on it silently did nothing.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return found
+        name = ctx.call.pattern.name
+        message = (
+            f"fx_fuser::{name} has no double backward; to differentiate twice, leave it unfused "
+            f"with options={{'patterns': ['-{name}']}}"
+        )
+        present = [g.detach().requires_grad_() for g in found if g is not None]
+        guards = torch._C._functions.DelayedError(message.encode(), len(present))(*present)
+        results = iter(guards if isinstance(guards, tuple) else (guards,))
+        return tuple(None if g is None else next(results) for g in found)
+
+    return guarded
+
+
+def _pull_back(
+    call: _Call, z: Tensor, t: Sequence[Tensor | None], wanted: Sequence[int], dy: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the epilogue: of z, and of the tensor wildcards whose indices are wanted.
+
+    By autograd and not `torch.func.vjp`, which raises where saved-tensor hooks are set, as in a
+    model compiled inside `torch.utils.checkpoint` or `save_on_cpu`.
+    """
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        free = [t[i].to(z.dtype).detach().requires_grad_() for i in wanted]  # type: ignore[union-attr]
+        tensors = list(t)
+        for i, tensor in zip(wanted, free):
+            tensors[i] = tensor
+        wildcards = apply.wildcard_values(call.pattern, tensors, call.s, call.kinds)
+        y = apply.in_torch(call.pattern, call.kinds, z, wildcards, z.dtype)
+        return torch.autograd.grad(y, [z, *free], dy, materialize_grads=True)
+
+
 class _Fused(torch.autograd.Function):
-    """The fused op with gradients: saves its products, derives the epilogue with vjp."""
+    """The fused op with gradients: saves its products, derives the epilogue by autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -246,10 +169,10 @@ class _Fused(torch.autograd.Function):
         return (y, *statistics)
 
     @staticmethod
-    @once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         call: _Call = ctx.call
-        anchor, pattern = call.anchor, call.pattern
+        anchor = call.anchor
         saved = list(ctx.saved_tensors)
         products = [saved.pop() for _ in anchor.products][::-1]
         count = len(anchor.operands)
@@ -258,22 +181,11 @@ class _Fused(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         needs_t = needs[count:]
         with torch.autocast(dy.device.type, enabled=False):
-            values = _spread(anchor, anchor.leaves(operands, products, call.config))
-            floats = [v.dtype for v in (*values.values(), *t) if isinstance(v, Tensor)]
-            acc = accumulation_dtype([*floats, call.out])
-            values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in values.items()}
-            z = evaluate(anchor.z(operands, call.config), values)
+            acc = accumulation_dtype([*apply.wide_dtypes((*products, *t)), call.out])
+            z = apply.z_in_torch(anchor, operands, products, call.config, acc)
             wanted = [i for i, need in enumerate(needs_t) if need]
 
-            def epilogue(z: Tensor, *free: Tensor) -> Tensor:
-                tensors = list(t)
-                for i, tensor in zip(wanted, free):
-                    tensors[i] = tensor
-                wildcards = _wildcard_values(pattern, tensors, call.s, call.kinds)
-                return _apply(pattern, call.kinds, z, wildcards, acc)
-
-            pull = torch.func.vjp(epilogue, z, *(t[i].to(acc) for i in wanted))[1]
-            dz, *dfree = pull(dy.to(acc))
+            dz, *dfree = _pull_back(call, z, t, wanted, dy.to(acc))
             of_name = dict(zip(anchor.operands, needs))
             grads: dict[str, Tensor] = {}
             if any(of_name.values()):
@@ -298,7 +210,7 @@ def _composite(pattern: Pattern, *args: Any) -> list[Tensor]:
         tensors = [*anchor.kernel_operands(operands, config), *t]
         if not native:
             z, *statistics = anchor.reference(operands, config)
-            y = _apply(pattern, kinds, z, _wildcard_values(pattern, t, s, kinds), out)
+            y = apply.in_torch(pattern, kinds, z, apply.wildcard_values(pattern, t, s, kinds), out)
         elif torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
             y, *statistics = _Fused.apply(call, *tensors)
         else:
@@ -374,7 +286,8 @@ def kernel_source(match: Match) -> str:
         if tensor is None:
             continue
         dtypes[name] = c if name in anchor.cast else tensor.dtype
-        if name in match.wildcards and _travels_as_number(tensor):
+        if name in match.wildcards and apply.travels_as_number(tensor):
             i = match.pattern.wildcards.index(name)
             kinds = kinds[:i] + "s" + kinds[i + 1 :]
-    return cuda_text(match.pattern, kinds, dtypes, training=match.site.attrs.get("training", False))
+    training = match.site.attrs.get("training", False)
+    return apply.cuda_text(match.pattern, kinds, dtypes, training)

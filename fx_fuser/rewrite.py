@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fx_fuser.match import Match
@@ -44,7 +45,14 @@ def replace(match: Match, call: Call) -> Node:
         return node
 
     with graph.inserting_before(root):
-        fused = add("call_function", call.target, call.args)
+        scalars: dict[Node, Node] = {}
+        for scalar, item in match.items.items():
+            # Through a product with the number itself: AOTAutograd makes a constant, and a compile
+            # for each value, of every changing number that no tensor op of the graph takes.
+            one = add("call_method", "new_ones", (scalar, ()), scalar)
+            scalars[scalar] = add("call_function", torch.mul, (one, item), scalar)
+        args = torch.fx.node.map_arg(call.args, lambda n: scalars.get(n, n))
+        fused = add("call_function", call.target, args)
         fused.meta["example_value"] = [n.meta["example_value"] for n in (root, *call.results)]
         result = add("call_function", operator.getitem, (fused, 0), root)
         for i, destination in enumerate(call.results):
@@ -61,7 +69,7 @@ def replace(match: Match, call: Call) -> Node:
 
 
 def _erase(match: Match) -> None:
-    """Drop the matched nodes, and what only they used: transposes of weights, `item()`."""
+    """Drop the matched nodes, and the transposes of weights that only they used."""
     order = match.view.order
     dead = sorted(match.nodes, key=order.__getitem__, reverse=True)
     for node in dead:
@@ -69,6 +77,5 @@ def _erase(match: Match) -> None:
         match.root.graph.erase_node(node)
         for producer in producers:
             spelled = match.view.spell(producer)
-            moved = (spelled is not None and spelled.op == "t") or producer.target == "item"
-            if moved and not producer.users:
+            if spelled is not None and spelled.op == "t" and not producer.users:
                 match.root.graph.erase_node(producer)

@@ -2,8 +2,8 @@
 //
 // A thread takes vectors of V consecutive elements of out's memory. For each operand it finds where
 // the vector begins, loads raw elements (the anchor's first: they come from DRAM, the others often
-// from a cache), and only then converts, computes, rounds once and stores. Nothing of a thread is
-// stored before everything of it is loaded, so out may be the anchor's own memory.
+// from a cache), and only then converts, computes, rounds once and stores. An element is stored
+// only after everything it is made of is loaded, so out may be the anchor's own memory.
 //
 // The generated translation unit holds one functor and one line:
 //
@@ -51,13 +51,14 @@ struct Place {
   Index inner;            // its coordinate along the innermost dimension
 };
 
+// A rolled loop: most tensors have one to three dimensions left, and code that is never run would
+// push what is run out of the instruction cache.
 template <int kInputs, class Index>
 __device__ __forceinline__ Place<Index, kInputs> locate(const PointwiseArgs<Index>& args,
                                                         Index index) {
   Place<Index, kInputs> place{};
-#pragma unroll
-  for (int d = 0; d < kMaxDims; ++d) {
-    if (d == args.rank) break;
+#pragma unroll 1
+  for (int d = 0; d < args.rank; ++d) {
     Index coordinate = index;
     if (d + 1 < args.rank) {
       index = divide(index, args.dim[d]);
@@ -86,19 +87,20 @@ __device__ __forceinline__ void load_vector(Vec<T, kWidth>& raw, const void* in,
   }
 }
 
-template <class Epilogue, int kScalars, class Acc, class Out, class Index, class Operands,
-          class... In>
+template <class Index, int kMostVectors, int kThreads, class Epilogue, int kScalars, class Acc,
+          class Out, class Operands, class... In>
 struct PointwiseKernel;
 
-template <class Epilogue, int kScalars, class Acc, class Out, class Index, size_t... kOperand,
-          class... In>
-struct PointwiseKernel<Epilogue, kScalars, Acc, Out, Index, std::index_sequence<kOperand...>,
-                       In...> {
+template <class Index, int kMostVectors, int kThreads, class Epilogue, int kScalars, class Acc,
+          class Out, size_t... kOperand, class... In>
+struct PointwiseKernel<Index, kMostVectors, kThreads, Epilogue, kScalars, Acc, Out,
+                       std::index_sequence<kOperand...>, In...> {
   static constexpr int kInputs = sizeof...(In);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kInputSize[] = {sizeof(In)...};
   static constexpr int kWidth = vector_width(sizeof(Out), kInputSize[0]);
-  static constexpr int kVectors = vectors_in_flight(kWidth * (0 + ... + int{sizeof(In)}));
+  static constexpr int kVectors =
+      vectors_in_flight(kWidth * (0 + ... + int{sizeof(In)}), kMostVectors);
   static_assert(kInputs <= kMaxInputs && kScalars <= kMaxScalars);
 
   using Raw = RawVectors<std::index_sequence<kOperand...>, kWidth, In...>;
@@ -117,18 +119,6 @@ struct PointwiseKernel<Epilogue, kScalars, Acc, Out, Index, std::index_sequence<
     }
   }
 
-  // A vector that runs into the next row of some operand, or past the end: element by element.
-  static __device__ __forceinline__ void load_elements(Raw& raw, const Args& args, Index first) {
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const bool inside = first + e < args.numel;
-      const auto place = locate<kInputs>(args, inside ? first + e : Index{0});
-      ((raw_of<kOperand>(raw).element[e] =
-            static_cast<const In*>(args.in[kOperand])[place.offset[kOperand]]),
-       ...);
-    }
-  }
-
   static __device__ __forceinline__ Vec<Out, kWidth> compute(Raw& raw,
                                                              const Acc (&scalar)[kScalarSlots]) {
     Vec<Out, kWidth> result;
@@ -143,63 +133,90 @@ struct PointwiseKernel<Epilogue, kScalars, Acc, Out, Index, std::index_sequence<
   static __device__ __forceinline__ void store(const Vec<Out, kWidth>& result, const Args& args,
                                                Index first) {
     Out* out = static_cast<Out*>(args.out) + first;
-    if (args.out_is_aligned && first + kWidth <= args.numel) {
+    if (args.out_is_aligned) {
       *reinterpret_cast<Vec<Out, kWidth>*>(out) = result;
       return;
     }
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      if (first + e < args.numel) out[e] = result.element[e];
+    for (int e = 0; e < kWidth; ++e) out[e] = result.element[e];
+  }
+
+  // A vector that runs into the next row of some operand, or past the end: element by element.
+  static __device__ __forceinline__ void run_elements(const Args& args, Index first,
+                                                      const Acc (&scalar)[kScalarSlots]) {
+#pragma unroll 1
+    for (Index index = first; index < first + kWidth && index < args.numel; ++index) {
+      const auto place = locate<kInputs>(args, index);
+      const Acc in[kInputs] = {
+          convert<Acc>(static_cast<const In*>(args.in[kOperand])[place.offset[kOperand]])...};
+      static_cast<Out*>(args.out)[index] = convert<Out>(static_cast<Acc>(Epilogue{}(in, scalar)));
     }
   }
 
+  static __device__ __forceinline__ bool is_whole(const Args& args, Index first, Index inner) {
+    return first + kWidth <= args.numel && inner + kWidth <= args.dim[0].size;
+  }
+
   static __device__ __forceinline__ void run(const Args& args) {
-    const Index vector = Index{blockIdx.x} * (kVectors * kPointwiseThreads) + threadIdx.x;
+    const Index vector = Index{blockIdx.x} * (kVectors * kThreads) + threadIdx.x;
 
     Index first[kVectors];
     Place<Index, kInputs> place[kVectors];
     bool whole[kVectors];
+    bool all_whole = true;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      first[v] = (vector + v * kPointwiseThreads) * kWidth;
+      first[v] = (vector + v * kThreads) * kWidth;
       place[v] = locate<kInputs>(args, first[v]);
-      whole[v] = first[v] + kWidth <= args.numel && place[v].inner + kWidth <= args.dim[0].size;
+      whole[v] = is_whole(args, first[v], place[v].inner);
+      all_whole &= whole[v];
     }
 
     Raw raw[kVectors];
     (load_operand<kOperand>(raw, args, place, whole), ...);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (!whole[v] && first[v] < args.numel) load_elements(raw[v], args, first[v]);
-    }
 
     Acc scalar[kScalarSlots];
 #pragma unroll
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = static_cast<Acc>(args.scalar[s]);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (first[v] < args.numel) store(compute(raw[v], scalar), args, first[v]);
+      if (whole[v]) store(compute(raw[v], scalar), args, first[v]);
+    }
+    if (all_whole) return;
+#pragma unroll 1
+    for (int v = 0; v < kVectors; ++v) {
+      const Index begin = (vector + v * kThreads) * kWidth;
+      if (!is_whole(args, begin, locate<kInputs>(args, begin).inner)) {
+        run_elements(args, begin, scalar);
+      }
     }
   }
 };
 
-template <class Epilogue, int kScalars, class Acc, class Out, class... In, class Index>
+template <int kMostVectors, int kThreads, class Epilogue, int kScalars, class Acc, class Out,
+          class... In, class Index>
 __device__ __forceinline__ void pointwise(const PointwiseArgs<Index>& args) {
-  PointwiseKernel<Epilogue, kScalars, Acc, Out, Index, std::index_sequence_for<In...>, In...>::run(
-      args);
+  PointwiseKernel<Index, kMostVectors, kThreads, Epilogue, kScalars, Acc, Out,
+                  std::index_sequence_for<In...>, In...>::run(args);
 }
 
 }  // namespace fx_fuser
 
 // One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
-#define FX_FUSER_POINTWISE_KERNEL(name, Index, ...)                            \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kPointwiseThreads, 1) \
-      name(const __grid_constant__ fx_fuser::PointwiseArgs<Index> args) {      \
-    fx_fuser::pointwise<__VA_ARGS__>(args);                                    \
+#define FX_FUSER_POINTWISE_KERNEL(name, Index, most_vectors, threads, ...) \
+  extern "C" __global__ void __launch_bounds__(threads, 1)                 \
+      name(const __grid_constant__ fx_fuser::PointwiseArgs<Index> args) {  \
+    fx_fuser::pointwise<most_vectors, threads, __VA_ARGS__>(args);         \
   }
+#define FX_FUSER_POINTWISE_FULL(name, Index, ...)                                             \
+  FX_FUSER_POINTWISE_KERNEL(name, Index, fx_fuser::kMostVectors, fx_fuser::kPointwiseThreads, \
+                            __VA_ARGS__)
 
 // FX_FUSER_POINTWISE(Epilogue, scalars, Acc, Out, In...): indices of 32 bits where every index and
-// every offset fits in 31, of 64 bits elsewhere.
-#define FX_FUSER_POINTWISE(...)                                            \
-  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u32, uint32_t, __VA_ARGS__) \
-  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u64, uint64_t, __VA_ARGS__)
+// every offset fits in 31, of 64 bits elsewhere. `small` has small blocks and one vector a thread,
+// so that an output which cannot fill the GPU is at least spread over more of it.
+#define FX_FUSER_POINTWISE(...)                                                             \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_small, uint32_t, 1, fx_fuser::kSmallThreads, \
+                            __VA_ARGS__)                                                    \
+  FX_FUSER_POINTWISE_FULL(fx_fuser_pointwise_u32, uint32_t, __VA_ARGS__)                    \
+  FX_FUSER_POINTWISE_FULL(fx_fuser_pointwise_u64, uint64_t, __VA_ARGS__)

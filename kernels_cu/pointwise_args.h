@@ -11,6 +11,7 @@ constexpr int kMaxDims = 8;
 constexpr int kMaxInputs = 16;
 constexpr int kMaxScalars = 8;
 constexpr int kPointwiseThreads = 256;
+constexpr int kSmallThreads = 64;  // of a grid too small to fill the GPU with full blocks
 
 // Elements a thread handles at once: what fills 16 bytes of the wider of result and anchor.
 constexpr int vector_width(int out_size, int anchor_size) {
@@ -19,9 +20,10 @@ constexpr int vector_width(int out_size, int anchor_size) {
 
 // Vectors a thread has in flight. Raw operands wait in registers, so the more operands, the fewer
 // vectors: 48 registers of them leave room for three resident blocks an SM.
-constexpr int vectors_in_flight(int raw_bytes_per_vector) {
+constexpr int kMostVectors = 4;
+constexpr int vectors_in_flight(int raw_bytes_per_vector, int most) {
   const int vectors = 4 * 48 / raw_bytes_per_vector;
-  return vectors < 1 ? 1 : vectors > 4 ? 4 : vectors;
+  return vectors < 1 ? 1 : vectors > most ? most : vectors;
 }
 
 // How an operand meets one vector, that is V consecutive elements of out's memory.

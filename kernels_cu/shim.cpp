@@ -58,6 +58,8 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct LaunchOptions {
   int shared_bytes = 0;
   int cluster = 1;
@@ -132,8 +134,10 @@ std::string to_string(const Shape& shape) {
 // ---- pointwise ----------------------------------------------------------------------------------
 
 struct PointwiseKernels {
+  cudaKernel_t small;
   cudaKernel_t u32;
   cudaKernel_t u64;
+  int multiprocessors;
   int scalars;
   ScalarType out;
   std::vector<ScalarType> in;
@@ -162,6 +166,10 @@ int64_t load_pointwise(const std::string& cubin, const std::vector<std::string>&
   const OnDevice on_device(static_cast<int>(device));
   cudaLibrary_t library = load_library(cubin);
   auto kernels = std::make_unique<PointwiseKernels>();
+  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
+                               static_cast<int>(device)),
+        "cudaDeviceGetAttribute");
+  kernels->small = get_kernel(library, "fx_fuser_pointwise_small");
   kernels->u32 = get_kernel(library, "fx_fuser_pointwise_u32");
   kernels->u64 = get_kernel(library, "fx_fuser_pointwise_u64");
   kernels->scalars = std::stoi(signature[1]);
@@ -180,8 +188,6 @@ struct Loops {
   std::array<std::array<int64_t, kMaxRank>, kMaxInputs + 1> stride;
 };
 
-void append_dim(Loops& loops, int64_t size) { loops.size[loops.rank++] = size; }
-
 Loops loops_over(const Tensor& out, const std::vector<Tensor>& inputs) {
   const auto sizes = out.sizes();
   const auto out_strides = out.strides();
@@ -196,15 +202,17 @@ Loops loops_over(const Tensor& out, const std::vector<Tensor>& inputs) {
   std::sort(order.begin(), order.begin() + kept,
             [&](int a, int b) { return out_strides[a] < out_strides[b]; });
 
+  const bool empty = out.numel() == 0;
   Loops loops;
   loops.operands = count + 1;
   int64_t dense = 1;
   for (int k = 0; k < kept; ++k) {
-    STD_TORCH_CHECK(out_strides[order[k]] == dense, "fx_fuser: out must be dense, but has sizes ",
-                    to_string(sizes), " and strides ", to_string(out_strides));
+    STD_TORCH_CHECK(empty || out_strides[order[k]] == dense,
+                    "fx_fuser: out must be dense, but has sizes ", to_string(sizes),
+                    " and strides ", to_string(out_strides));
     loops.stride[count][k] = dense;
     dense *= sizes[order[k]];
-    append_dim(loops, sizes[order[k]]);
+    loops.size[loops.rank++] = sizes[order[k]];
   }
   for (int i = 0; i < count; ++i) {
     const auto in_sizes = inputs[i].sizes();
@@ -284,7 +292,7 @@ Mode mode_of(const Loops& loops, int operand, const Tensor& input, int width) {
 }
 
 template <class Index>
-void launch_pointwise(cudaKernel_t kernel, const Loops& loops, const Tensor& out,
+void launch_pointwise(const PointwiseKernels& kernels, const Loops& loops, const Tensor& out,
                       const std::vector<Tensor>& inputs, const std::vector<double>& scalars,
                       cudaStream_t stream) {
   const int out_size = static_cast<int>(out.element_size());
@@ -308,8 +316,18 @@ void launch_pointwise(cudaKernel_t kernel, const Loops& loops, const Tensor& out
     }
     raw_bytes += width * static_cast<int>(inputs[i].element_size());
   }
-  const int64_t per_block = int64_t{width} * vectors_in_flight(raw_bytes) * kPointwiseThreads;
-  launch(kernel, (out.numel() + per_block - 1) / per_block, kPointwiseThreads, stream, args);
+  const int vectors = vectors_in_flight(raw_bytes, kMostVectors);
+  const int64_t blocks = ceil_div(out.numel(), int64_t{width} * vectors * kPointwiseThreads);
+  if constexpr (sizeof(Index) == 4) {
+    if (blocks < kernels.multiprocessors) {
+      launch(kernels.small, ceil_div(out.numel(), int64_t{width} * kSmallThreads), kSmallThreads,
+             stream, args);
+    } else {
+      launch(kernels.u32, blocks, kPointwiseThreads, stream, args);
+    }
+  } else {
+    launch(kernels.u64, blocks, kPointwiseThreads, stream, args);
+  }
 }
 
 // False, and nothing is launched, where more than kMaxDims dimensions remain after coalescing: the
@@ -337,7 +355,7 @@ bool pointwise(int64_t handle, const Tensor& out, const std::vector<Tensor>& inp
   if (out.numel() == 0) return true;
   if (loops.rank == 0) {  // one element
     for (int i = 0; i < loops.operands; ++i) loops.stride[i][0] = 1;
-    append_dim(loops, 1);
+    loops.size[loops.rank++] = 1;
   }
   coalesce(loops);
   if (loops.rank > kMaxDims) return false;
@@ -353,9 +371,9 @@ bool pointwise(int64_t handle, const Tensor& out, const std::vector<Tensor>& inp
   const OnDevice on_device(device);
   const cudaStream_t stream = current_stream(device);
   if (narrow) {
-    launch_pointwise<uint32_t>(kernels.u32, loops, out, inputs, scalars, stream);
+    launch_pointwise<uint32_t>(kernels, loops, out, inputs, scalars, stream);
   } else {
-    launch_pointwise<uint64_t>(kernels.u64, loops, out, inputs, scalars, stream);
+    launch_pointwise<uint64_t>(kernels, loops, out, inputs, scalars, stream);
   }
   return true;
 }
@@ -403,8 +421,6 @@ int64_t load_batch_stats(const std::string& cubin, int64_t device) {
   return reinterpret_cast<int64_t>(new StatsLibrary{kernels("float32"), kernels("float64"),
                                                     kernels("float16"), kernels("bfloat16")});
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // As many rounds as still leave kStatsMinBlocks blocks. Depends on the shape alone, so that results
 // do not depend on the GPU's size.

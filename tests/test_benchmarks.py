@@ -98,20 +98,28 @@ def test_errors_are_relative_and_vanishing_gradients_have_a_scale() -> None:
     }
     found = {"output": torch.tensor([3.0, 4.5]), "grad weight": torch.tensor([0.0, 10.0])}
     found["grad bias"] = torch.tensor([1e-6])
-    errors = measure.errors(found, exact)
+    scale = measure.scales(exact)
+    errors = measure.errors(found, exact, scale)
     assert errors["output"] == pytest.approx(0.1)
     assert errors["grad weight"] == 0
     assert errors["grad bias"] == pytest.approx(1e-7, rel=1e-3)
     with pytest.raises(ArithmeticError, match="output"):
-        measure.errors({**found, "output": torch.tensor([math.nan, 4.0])}, exact)
+        measure.errors({**found, "output": torch.tensor([math.nan, 4.0])}, exact, scale)
 
 
 @pytest.mark.parametrize(
     ("precision", "eager", "allowed"),
     [("fp32", 1e-7, 4e-7), ("fp32", 1e-6, 1.5e-6), ("bf16", 2e-3, 4e-3), ("fp16", 2e-4, 4e-4)],
 )
-def test_bound(precision: str, eager: float, allowed: float) -> None:
-    assert measure.bound(precision, eager) == pytest.approx(allowed)
+def test_bounds_come_from_eager_and_on_a_cpu_from_inductor_too(
+    precision: str, eager: float, allowed: float
+) -> None:
+    errors = {"eager": {"output": eager}, "inductor": {"output": 10 * eager}}
+    gpu = measure.bounds(precision, torch.device("cuda"), errors)
+    cpu = measure.bounds(precision, CPU, errors)
+    assert gpu["output"] == pytest.approx(allowed)
+    assert cpu["output"] == pytest.approx(max(eager * (15 if precision == "fp32" else 20), 4e-7))
+    assert measure.bounds(precision, CPU, {"eager": errors["eager"]}) == gpu
 
 
 def test_rounds_take_turns_and_every_other_one_runs_backwards() -> None:

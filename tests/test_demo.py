@@ -72,7 +72,7 @@ def test_fails_where_nothing_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fails_where_an_error_is_above_the_bound(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "bound", lambda precision, eager_error: -1.0)
+    monkeypatch.setattr(measure, "bounds", lambda precision, device, errors: {"output": -1.0})
     assert demo.main(["--problem", "70"]) == 1
     assert "output: error" in capsys.readouterr().err
 

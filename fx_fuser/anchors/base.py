@@ -58,11 +58,7 @@ class Anchor(ABC):
     def leaves(
         self, operands: Operands, products: Sequence[Tensor], config: Config
     ) -> dict[str, Tensor | float]:
-        """What z's expression reads, `c` first; vectors are per channel."""
-
-    def spread(self, vector: Tensor) -> Tensor:
-        """A per-channel leaf, shaped to broadcast against c."""
-        return vector
+        """What z's expression reads, `c` first, shaped to broadcast against c."""
 
     @abstractmethod
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:

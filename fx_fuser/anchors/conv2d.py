@@ -48,6 +48,11 @@ def convolve(operands: Operands, config: Config) -> Tensor:
     return F.conv2d(x, operands["weight"], None, *geometry)
 
 
+def per_channel(vector: Tensor) -> Tensor:
+    """[C], shaped to broadcast against [N, C, H, W]."""
+    return vector.view(-1, 1, 1)
+
+
 class Conv2d(Anchor):
     kind = "conv2d"
     schema = (
@@ -102,15 +107,12 @@ class Conv2d(Anchor):
     ) -> dict[str, Tensor | float]:
         found: dict[str, Tensor | float] = {"c": products[0]}
         if operands["bias"] is not None:
-            found["bias"] = operands["bias"]
+            found["bias"] = per_channel(operands["bias"])
         return found
-
-    def spread(self, vector: Tensor) -> Tensor:
-        return vector.view(-1, 1, 1)
 
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         c, bias = convolve(operands, config), operands["bias"]
-        return (c if bias is None else c + self.spread(bias),)
+        return (c if bias is None else c + per_channel(bias),)
 
     def backward(
         self,

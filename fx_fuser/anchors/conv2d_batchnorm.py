@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fx_fuser import native
 from fx_fuser.anchors.base import Config, Operands
-from fx_fuser.anchors.conv2d import Conv2d, convolve
+from fx_fuser.anchors.conv2d import Conv2d, convolve, per_channel
 from fx_fuser.epilogue import accumulation_dtype
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Expr, Operand
@@ -87,19 +87,20 @@ class Conv2dBatchNorm(Conv2d):
         self, operands: Operands, products: Sequence[Tensor], config: Config
     ) -> dict[str, Tensor | float]:
         c, mean, var = products
-        found: dict[str, Tensor | float] = {"c": c}
-        if operands["bias"] is not None and not config["training"]:
-            found["bias"] = operands["bias"]
-        if not config["training"]:
-            mean, var = operands["running_mean"], operands["running_var"]
-        found |= {"mean": mean, "var": var}
-        found |= {n: v for n in ("gamma", "beta") if (v := operands[n]) is not None}
-        found["eps"] = config["eps"]
-        return found
+        training = config["training"]
+        vectors = {
+            "bias": None if training else operands["bias"],
+            "mean": mean if training else operands["running_mean"],
+            "var": var if training else operands["running_var"],
+            "gamma": operands["gamma"],
+            "beta": operands["beta"],
+        }
+        present = {n: per_channel(v) for n, v in vectors.items() if v is not None}
+        return {"c": c, **present, "eps": config["eps"]}
 
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         c, bias = convolve(operands, config), operands["bias"]
-        biased = c if bias is None else c + self.spread(bias)
+        biased = c if bias is None else c + per_channel(bias)
         training, eps = config["training"], config["eps"]
         mean, var = (None if training else operands[n] for n in ("running_mean", "running_var"))
         gamma, beta = operands["gamma"], operands["beta"]
@@ -130,26 +131,21 @@ class Conv2dBatchNorm(Conv2d):
         dz: Tensor,
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor]:
-        c, mean, var = products
-        training = config["training"]
-        running_mean, running_var = operands["running_mean"], operands["running_var"]
-        if not training and operands["bias"] is not None:
-            c = c + self.spread(operands["bias"])
-        dc, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
-            dz.to(c.dtype),
-            c,
-            operands["gamma"],
-            running_mean,
-            running_var,
-            mean if training else None,
-            (var + config["eps"]).rsqrt() if training else None,
-            training,
-            config["eps"],
-            [True, needs["gamma"], needs["beta"]],
-        )
+        # In the accumulation dtype throughout; aten's own kernels want one dtype for c and gamma.
+        leaves = self.leaves(operands, products, config)
+        wide = {n: v.to(dz.dtype) for n, v in leaves.items() if isinstance(v, Tensor)}
+        rstd = (wide["var"] + config["eps"]).rsqrt()
+        normalised = (wide["c"] + wide.get("bias", 0.0) - wide["mean"]) * rstd
+        dbeta = dz.sum((0, 2, 3), keepdim=True)
+        dgamma = (dz * normalised).sum((0, 2, 3), keepdim=True)
+        dc = dz
+        if config["training"]:  # mean and variance depend on c
+            count = dz.shape[0] * dz.shape[2] * dz.shape[3]
+            dc = dz - (dbeta + normalised * dgamma) / count
+        dc = dc * rstd * wide.get("gamma", 1.0)
         grads = super().backward(operands, products, config, dc, needs)
         if needs["gamma"]:
-            grads["gamma"] = dgamma
+            grads["gamma"] = dgamma.flatten().to(operands["gamma"].dtype)
         if needs["beta"]:
-            grads["beta"] = dbeta
+            grads["beta"] = dbeta.flatten().to(operands["beta"].dtype)
         return grads

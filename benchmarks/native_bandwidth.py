@@ -1,0 +1,84 @@
+"""GB/s of the pointwise and batch-statistics kernels beside torch's own copy.
+
+Medians of triton.testing.do_bench, which clears L2 before each run; random data; results are
+checked before they are timed. Run as `PYTHONPATH=. python benchmarks/native_bandwidth.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from triton.testing import do_bench
+
+from fx_fuser import native
+from fx_fuser.build import example_source
+
+rows: list[list[object]] = []
+
+
+def measure(name: str, moved: int, run: Callable[[], object]) -> None:
+    milliseconds = do_bench(run, warmup=100, rep=400, return_mode="median")
+    rows.append([name, f"{milliseconds * 1e3:.1f}", f"{moved / milliseconds / 1e6:.0f}"])
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def swish(dtype: torch.dtype, name: str) -> None:
+    z = torch.randn(1024, 8192, device="cuda", dtype=dtype)
+    out = torch.empty_like(z)
+    source = example_source("Swish", 1, "float", name, name)
+    native.pointwise(source, out, [z], [2.0])
+    expected = (z.double() * z.double().sigmoid() * 2).to(dtype)
+    torch.testing.assert_close(out, expected)
+    measure(f"swish {name}", bytes_of(z, out), lambda: native.pointwise(source, out, [z], [2.0]))
+    measure(f"  torch copy of {name}", bytes_of(z, out), lambda: out.copy_(z))
+
+
+def batch_norm_mul(memory_format: torch.memory_format, side: int) -> None:
+    z = torch.randn(128, 64, side, side, device="cuda").to(memory_format=memory_format)
+    mean, var, gamma, beta = (torch.rand(64, 1, 1, device="cuda") + 0.5 for _ in range(4))
+    inputs = [z, mean, var, gamma, beta, torch.full([], 2.0, device="cuda")]
+    source = example_source("BatchNormMul", 1, "float", *["float"] * 7)
+    out = torch.empty_like(z)
+    native.pointwise(source, out, inputs, [1e-5])
+    expected = ((z - mean) * torch.rsqrt(var + 1e-5) * gamma + beta) * 2
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    inputs[0] = out
+    label = f"batch_norm_mul in place, {side}x{side} {memory_format}"
+    measure(label, 2 * bytes_of(z), lambda: native.pointwise(source, out, inputs, [1e-5]))
+    measure("  torch copy", 2 * bytes_of(z), lambda: out.copy_(z))
+
+
+def batch_stats(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format) -> None:
+    x = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=layout)
+    mean, variance = native.batch_stats(x)
+    exact = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    torch.testing.assert_close(variance.double(), exact[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mean.double(), exact[1], rtol=1e-5, atol=1e-6)
+    measure(
+        f"batch_stats {list(shape)} {dtype} {layout}", bytes_of(x), lambda: native.batch_stats(x)
+    )
+
+
+def main() -> None:
+    swish(torch.float32, "float")
+    swish(torch.bfloat16, "__nv_bfloat16")
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        batch_norm_mul(memory_format, 126)
+        batch_norm_mul(memory_format, 127)
+        for dtype in (torch.float32, torch.bfloat16):
+            batch_stats((128, 64, 126, 126), dtype, memory_format)
+            batch_stats((128, 64, 127, 127), dtype, memory_format)
+            batch_stats((32, 256, 14, 14), dtype, memory_format)
+        batch_stats((128, 3, 224, 224), torch.float32, memory_format)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
+    print(tabulate(rows, headers=["kernel", "µs", "GB/s"]))
+
+
+if __name__ == "__main__":
+    main()

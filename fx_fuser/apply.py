@@ -1,0 +1,152 @@
+"""The epilogue, applied to an anchor's products: by one CUDA kernel, or in plain torch ops.
+
+Values meet names here. The *leaves* of a fused expression are what the anchor's z is made of
+(`Anchor.leaves`) and the wildcards that are not z; each is a tensor or a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_fuser import native
+from fx_fuser.anchors import ANCHORS, Anchor
+from fx_fuser.epilogue import Z, accumulation_dtype, cuda_source, evaluate, substitute
+from fx_fuser.pattern import Pattern
+from fx_fuser.spell import Operand
+
+# (pattern, kinds, dtype of the result, leaves) → text; a leaf is its name, and its dtype if it is
+# read from memory. Which leaves there are tells all that z depends on.
+_sources: dict[tuple[Any, ...], str] = {}
+
+
+def wildcard_values(
+    pattern: Pattern, t: Sequence[Tensor | None], s: Sequence[float], kinds: str
+) -> dict[str, Any]:
+    """name → `Z`, tensor or number."""
+    return {
+        name: Z if kind == "z" else tensor if kind == "t" else number
+        for name, kind, tensor, number in zip(pattern.wildcards, kinds, t, s)
+    }
+
+
+def _epilogue(pattern: Pattern, kinds: str) -> Operand:
+    """The pattern's epilogue with the wildcards that are z replaced by it."""
+    return substitute(
+        pattern.epilogue, {n: Z for n, kind in zip(pattern.wildcards, kinds) if kind == "z"}
+    )
+
+
+def wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
+    """Of the tensors that count in type promotion: a 0-d float64 scale does not widen float32."""
+    return [v.dtype for v in values if isinstance(v, Tensor) and v.ndim > 0]
+
+
+def in_torch(
+    pattern: Pattern, kinds: str, z: Any, wildcards: Mapping[str, Any], dtype: torch.dtype
+) -> Tensor:
+    """The epilogue in plain torch ops: accumulation dtype inside, one rounding at the end."""
+    acc = accumulation_dtype([*wide_dtypes((z, *wildcards.values())), dtype])
+    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
+    return evaluate(_epilogue(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
+
+
+def z_in_torch(
+    anchor: Anchor,
+    operands: Mapping[str, Any],
+    products: Sequence[Tensor],
+    config: Mapping[str, Any],
+    acc: torch.dtype,
+) -> Tensor:
+    """z from the products, in plain torch ops, in the accumulation dtype `acc`."""
+    leaves = anchor.leaves(operands, products, config)
+    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in leaves.items()}
+    return evaluate(anchor.z(operands, config), values)
+
+
+def finish(
+    pattern: Pattern,
+    kinds: str,
+    anchor: Anchor,
+    operands: Mapping[str, Any],
+    products: Sequence[Tensor],
+    config: Mapping[str, Any],
+    wildcards: Mapping[str, Any],
+    out: Tensor,
+) -> None:
+    """out ← epilogue(z(products)), in one pass over memory."""
+    if out.device.type == "cpu":
+        acc = accumulation_dtype([*wide_dtypes((*products, *wildcards.values())), out.dtype])
+        value = z_in_torch(anchor, operands, products, config, acc)
+        out.copy_(in_torch(pattern, kinds, value, wildcards, out.dtype))
+        return
+    leaves = anchor.leaves(operands, products, config)
+    leaves.update((n, v) for n, v in wildcards.items() if v is not Z)
+    key, tensors, scalars = _layout(pattern, kinds, leaves, out.dtype)
+    source = _sources.get(key)
+    if source is None:
+        source = _sources[key] = _text(
+            pattern, kinds, anchor.z(operands, config), leaves, out.dtype
+        )
+    native.pointwise(source, out, tensors, scalars)
+
+
+def travels_as_number(value: Any) -> bool:
+    """Numbers, and 0-d CPU tensors beside CUDA ones."""
+    return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
+
+
+def _layout(
+    pattern: Pattern, kinds: str, leaves: Mapping[str, Any], out: torch.dtype
+) -> tuple[tuple[Any, ...], list[Tensor], list[float]]:
+    """(key of the kernel's text, its tensors, its scalars)"""
+    key: list[Any] = [pattern.name, kinds, out]
+    tensors: list[Tensor] = []
+    scalars: list[float] = []
+    for name, value in leaves.items():
+        key.append(name)
+        if travels_as_number(value):
+            scalars.append(float(value))
+        else:
+            tensors.append(value)
+            key.append(value.dtype)
+    return tuple(key), tensors, scalars
+
+
+def _text(
+    pattern: Pattern, kinds: str, z: Operand, leaves: Mapping[str, Any], out: torch.dtype
+) -> str:
+    tensors = {n: v.dtype for n, v in leaves.items() if not travels_as_number(v)}
+    scalars = [n for n, v in leaves.items() if travels_as_number(v)]
+    expr = substitute(_epilogue(pattern, kinds), {"z": z})
+    return cuda_source(expr, tensors, scalars, out, f"pattern {pattern.name}")
+
+
+def cuda_text(
+    pattern: Pattern,
+    kinds: str,
+    dtypes: Mapping[str, torch.dtype],
+    training: bool = False,
+) -> str:
+    """The kernel that the pattern's op runs on CUDA: generated text, for reading and building.
+
+    kinds: a letter for each wildcard, as in the op's arguments (`fx_fuser.ops`).
+    dtypes: name → dtype of each operand of the anchor that is present and of each tensor wildcard;
+    "c" is the product's (default x's), "out" the result's (default c's).
+    training: of the BatchNorm, where the anchor has one.
+    """
+    anchor = ANCHORS[pattern.kind]
+    c = dtypes.get("c", dtypes["x"])
+    config = {"training": training, "eps": 1e-5}  # z does not depend on the rest, nor on eps' value
+    like = {n: torch.empty(1, dtype=d, device="meta") for n, d in dtypes.items()}
+    operands = {n: like.get(n) for n in anchor.operands}
+    statistic = torch.empty(1, dtype=accumulation_dtype((c,)), device="meta")
+    products = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
+    leaves = anchor.leaves(operands, products[: len(anchor.products)], config)
+    for name, kind in zip(pattern.wildcards, kinds):
+        if kind != "z":
+            leaves[name] = 0.0 if kind == "s" else like[name]
+    return _text(pattern, kinds, anchor.z(operands, config), leaves, dtypes.get("out", c))

@@ -1,0 +1,21 @@
+"""Every test starts from a fresh Dynamo, a fixed seed and zeroed counters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.set_num_threads(1)  # tiny tensors, and one process a core
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    random.seed(0)
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,248 @@
+"""Whatever breaks inside fx_fuser, the user's model runs: one warning, and the graph as it was."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from compare import (
+    ALL_THREE,
+    ThreePatterns,
+    fresh,  # noqa: F401
+    images,
+    sites,
+)
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+import fx_fuser
+from fx_fuser import backend, build, checks, ops, plan, rewrite
+from fx_fuser.options import Options
+
+
+class Boom(Exception):
+    pass
+
+
+def _raises(*args: Any, **kwargs: Any) -> Any:
+    raise Boom("our own fault")
+
+
+def _after(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, that raises from its `count`-th call on."""
+    calls = iter(range(count))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            raise Boom("our own fault")
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "matching": (backend, "find", _raises),
+    "a check": (checks, "fault_of", _raises),
+    "the plan": (plan, "runs_native", _raises),
+    "the call": (ops, "graph_call", _raises),
+    "rewriting": (rewrite, "replace", _raises),
+    "the second rewrite": (rewrite, "replace", _after(1, rewrite.replace)),
+    "erasing after the call is in": (rewrite, "_erase", _raises),
+    "kernels": (backend, "_build_kernels", _raises),
+    "the cache tag": (build, "fingerprint", _raises),
+    "the report": (fx_fuser.Report, "publish", _raises),
+    "the epilogue": (ops, "_apply", _raises),
+    "the anchor": (ops.ANCHORS["linear"], "product_like", _raises),
+}
+
+
+@pytest.fixture(params=FAULTS)
+def fault(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[request.param])
+
+
+@contextmanager
+def _our_warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(w.message) for w in caught if "fx_fuser" in str(w.message)]
+
+
+class Recorder:
+    """An inner compiler that keeps what it was given, and runs it."""
+
+    def __init__(self, fails: Callable[[GraphModule], bool] = lambda gm: False) -> None:
+        self.graphs: list[str] = []
+        self.fails = fails
+
+    def __call__(self, gm: GraphModule, example_inputs: Any) -> Any:
+        self.graphs.append(str(gm.graph))
+        if self.fails(gm):
+            raise ValueError("the inner compiler's own")
+        return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(Options, "inner_compiler", lambda self: made)
+    return made
+
+
+def _plain_graph(model: nn.Module, x: Tensor) -> str:
+    seen: list[str] = []
+
+    def look(gm: GraphModule, example_inputs: Any) -> Any:
+        seen.append(str(gm.graph))
+        return gm.forward
+
+    torch.compile(model, backend=look)(x)
+    torch._dynamo.reset()
+    return seen[0]
+
+
+def _compile(model: nn.Module, strict: bool = False) -> Any:
+    return torch.compile(model, backend="fx_fuser", options={"cpu_ops": True, "strict": strict})
+
+
+def test_one_warning_the_untouched_graph_and_the_right_result(
+    fault: None, recorder: Recorder
+) -> None:
+    model, x = ThreePatterns().eval(), images()
+    plain = _plain_graph(model, x)
+    with _our_warnings() as messages:
+        value = _compile(model)(x)
+    assert torch.equal(value, model(x))
+    assert recorder.graphs[-1] == plain
+    assert sites() == {}
+    (message,) = messages
+    assert "leaves a graph unfused" in message and "Boom: our own fault" in message
+    value.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_strict_raises_the_cause(fault: None, recorder: Recorder) -> None:
+    with pytest.raises(Exception, match="our own fault"):
+        _compile(ThreePatterns().eval(), strict=True)(images())
+
+
+def test_the_log_has_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, recorder: Recorder, caplog: Any
+) -> None:
+    monkeypatch.setattr(rewrite, "replace", _raises)
+    with caplog.at_level(logging.INFO, logger="fx_fuser.backend"), _our_warnings():
+        _compile(ThreePatterns().eval())(images())
+    (record,) = [r for r in caplog.records if r.name == "fx_fuser.backend"]
+    assert record.exc_info is not None and record.exc_info[0] is Boom
+
+
+def test_a_fault_in_a_checkpointed_body_restores_that_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = ThreePatterns().eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, self.body(x)[:, :3, None, None], use_reentrant=False)
+
+    monkeypatch.setattr(rewrite, "replace", _after(4, rewrite.replace))
+    model, x = Checkpointed(), images()
+    with _our_warnings() as messages:
+        value = torch.compile(
+            model, backend="fx_fuser", options={"inner": "aot_eager", "cpu_ops": True}
+        )(x)
+    assert len(messages) == 1 and sites() == {}
+    torch.testing.assert_close(value, model(x), rtol=0, atol=0)
+
+
+# ---- the inner compiler -------------------------------------------------------------------------
+
+
+def _is_rewritten(gm: GraphModule) -> bool:
+    return any("fx_fuser" in str(n.target) for n in gm.graph.nodes)
+
+
+def test_an_inner_compiler_that_fails_on_the_rewritten_graph(recorder: Recorder) -> None:
+    recorder.fails = _is_rewritten
+    model, x = ThreePatterns(), images()
+    plain = _plain_graph(model.eval(), x)
+    with _our_warnings() as messages:
+        value = _compile(model)(x)
+    assert torch.equal(value, model(x))
+    first, second = recorder.graphs
+    assert "fx_fuser" in first and second == plain
+    (message,) = messages
+    assert "ValueError: the inner compiler's own" in message
+    assert sites() == {}
+
+
+def test_an_inner_compiler_that_always_fails_raises_the_users_error(recorder: Recorder) -> None:
+    recorder.fails = lambda gm: True
+    with _our_warnings(), pytest.raises(Exception, match="the inner compiler's own") as caught:
+        _compile(ThreePatterns().eval())(images())
+    cause = caught.value.__cause__ or getattr(caught.value, "inner_exception", None)
+    assert isinstance(cause, ValueError) or "ValueError" in str(caught.value)
+    assert len(recorder.graphs) == 2  # ours, then the user's
+
+
+def test_a_failing_inner_compiler_is_not_tried_twice_on_the_same_graph(
+    recorder: Recorder,
+) -> None:
+    recorder.fails = lambda gm: True
+    with _our_warnings() as messages, pytest.raises(Exception, match="inner compiler's own"):
+        _compile(nn.Linear(3, 3))(torch.ones(2, 3))
+    assert len(recorder.graphs) == 1  # nothing was fused, so the fault cannot be ours
+    assert messages == []
+
+
+def test_a_bad_option_raises_and_is_no_fault(recorder: Recorder) -> None:
+    run = torch.compile(nn.Linear(3, 3), backend="fx_fuser", options={"strikt": True})
+    with _our_warnings() as messages, pytest.raises(Exception, match="did you mean 'strict'"):
+        run(torch.ones(2, 3))
+    assert messages == [] and recorder.graphs == []
+
+
+# ---- no kernels on this device ------------------------------------------------------------------
+
+
+def test_a_device_without_kernels_is_a_refusal_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, recorder: Recorder
+) -> None:
+    monkeypatch.setattr(plan, "unavailable", lambda device: "nvcc was not found on PATH")
+    model, x = ThreePatterns().eval(), images()
+    plain = _plain_graph(model, x)
+    report = fx_fuser.explain(model, x)
+    assert report.fused == []
+    assert {s.pattern for s in report.refused} == set(ALL_THREE)
+    assert {s.reason for s in report.refused} == {"nvcc was not found on PATH"}
+    torch._dynamo.reset()
+    value = _compile(model, strict=True)(x)
+    assert torch.equal(value, model(x))
+    assert recorder.graphs == [plain] and sites() == {}
+
+
+# ---- Dynamo's own exceptions are not ours to catch ----------------------------------------------
+
+
+def test_an_exception_that_steers_dynamo_passes(
+    monkeypatch: pytest.MonkeyPatch, recorder: Recorder
+) -> None:
+    def skip(*args: Any, **kwargs: Any) -> Any:
+        raise torch._dynamo.exc.SkipFrame("skip this frame")
+
+    monkeypatch.setattr(rewrite, "replace", skip)
+    model, x = ThreePatterns().eval(), images()
+    with _our_warnings() as messages:
+        value = _compile(model)(x)
+    assert torch.equal(value, model(x))
+    assert messages == [] and recorder.graphs == []

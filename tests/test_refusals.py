@@ -1,0 +1,1022 @@
+"""What must not fuse, does not: no fused site, unchanged results and gradients, and a reason."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    ADD,
+    CONV,
+    MUL,
+    OPTIONS,
+    Program,
+    calls,
+    check,
+    compiled,
+    conv_program,
+    fused,
+    leaf,
+    linear_program,
+    recorded,
+    refused,
+)
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fx_fuser
+from fx_fuser import checks
+
+Body = Callable[..., Any]
+
+
+@torch.library.custom_op("fx_fuser_tests::bump", mutates_args={"t"})
+def bump(t: Tensor) -> None:
+    t.add_(1)
+
+
+@torch.library.custom_op("fx_fuser_tests::twice", mutates_args=())
+def twice(t: Tensor) -> Tensor:
+    return t * 2
+
+
+@twice.register_fake
+def _(t: Tensor) -> Tensor:
+    return torch.empty_like(t)
+
+
+def cases(table: dict[str, tuple[Body, str]]) -> Any:
+    return pytest.mark.parametrize("body, reason", table.values(), ids=table.keys())
+
+
+# ---- an inner value is needed ---------------------------------------------------------------
+
+
+def _mul_parts(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    z = m.lin(x)
+    s = torch.sigmoid(z)
+    r = z * s
+    return z, s, r, r * 2.0
+
+
+def _add_parts(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    z = m.lin(x)
+    s = torch.sigmoid(z)
+    r = s * 2.0
+    return z, s, r, r + z
+
+
+def _conv_parts(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    c = m.conv(x)
+    z = m.bn(c)
+    return c, z, z * 2.0
+
+
+LINEAR_PARTS = {"mul": _mul_parts, "add": _add_parts}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("used", [False, True], ids=["returned", "used"])
+@pytest.mark.parametrize("inner", [0, 1, 2])
+@pytest.mark.parametrize("parts", LINEAR_PARTS.values(), ids=LINEAR_PARTS.keys())
+def test_inner_value_of_linear(parts: Body, inner: int, used: bool, train: bool) -> None:
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        values = parts(m, x)
+        return values[-1], torch.cos(values[inner]) if used else values[inner]
+
+    reason = "is also used by cos" if used else "is also returned"
+    refused(linear_program(body), leaf(4, 8), reason=reason, train=train)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("used", [False, True], ids=["returned", "used"])
+@pytest.mark.parametrize("inner", [0, 1])
+def test_inner_value_of_conv(inner: int, used: bool, train: bool) -> None:
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        values = _conv_parts(m, x)
+        return values[-1], torch.cos(values[inner]) if used else values[inner]
+
+    reason = "is also used by cos" if used else "is also returned"
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    refused(model, leaf(3, 4, 8, 9), reason=reason, train=train)
+
+
+def test_product_without_its_bias_is_used() -> None:
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = x @ m.w.t()
+        z = product + m.b
+        return z * torch.sigmoid(z) * 2.0, product
+
+    check(linear_program(body), leaf(4, 8), fuses={})
+
+
+def test_sigmoid_only_feeds_shape() -> None:
+    """A view of an inner value keeps it alive too."""
+    model = linear_program(lambda m, x: (lambda z: (z * z.sigmoid() * 2.0, z[0]))(m.lin(x)))
+    refused(model, leaf(4, 8), reason="is also used by getitem")
+
+
+# ---- in-place operations --------------------------------------------------------------------
+
+
+def _z_overwritten_with_view(m: Any, x: Tensor, y: Tensor) -> Any:
+    base = m.lin(x)
+    seen = base.view(-1)
+    s = torch.sigmoid(base)
+    base.mul_(s)
+    return base * 2.0, seen
+
+
+def _r_overwritten_with_view(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    r = z * torch.sigmoid(z)
+    seen = r[0]
+    r.mul_(2.0)
+    return r, seen
+
+
+def _operand_lives_on(m: Any, x: Tensor, y: Tensor) -> Any:
+    r = y * 1.0
+    r.add_(2.0 * torch.sigmoid(m.lin(x)))
+    return r
+
+
+def _operand_lives_on_in_view(m: Any, x: Tensor, y: Tensor) -> Any:
+    r = y * 1.0
+    row = r[0]
+    out = r.add_(2.0 * torch.sigmoid(m.lin(x)))
+    return out, row
+
+
+def _input_lives_on(m: Any, x: Tensor, y: Tensor) -> Any:
+    y += 2.0 * torch.sigmoid(m.lin(x))
+    return y
+
+
+def _input_multiplied(m: Any, x: Tensor, y: Tensor) -> Any:
+    return y.mul_(torch.sigmoid(m.lin(x))) * 2.0
+
+
+def _buffer_accumulates(m: Any, x: Tensor, y: Tensor) -> Any:
+    m.total.add_(2.0 * torch.sigmoid(m.lin(x)))
+    return m.total * 1.0
+
+
+IN_PLACE: dict[str, tuple[Body, str]] = {
+    "z with a live view": (_z_overwritten_with_view, "is also used by"),
+    "product with a live view": (_r_overwritten_with_view, "is also used by"),
+    "an operand": (_operand_lives_on, "works in place on memory that"),
+    "an operand with a view": (_operand_lives_on_in_view, "works in place on memory that"),
+    "an input, +=": (_input_lives_on, "works in place on memory that"),
+    "an input, mul_": (_input_multiplied, "works in place on memory that"),
+    "a buffer": (_buffer_accumulates, "works in place on memory that"),
+}
+
+
+@cases(IN_PLACE)
+def test_in_place(body: Body, reason: str) -> None:
+    model = linear_program(body)
+    model.register_buffer("total", torch.zeros(4, 6))
+    refused(model, torch.randn(4, 8), torch.randn(4, 6), reason=reason, train=False)
+
+
+def test_in_place_on_an_operand_in_training() -> None:
+    refused(
+        linear_program(_operand_lives_on), leaf(4, 8), leaf(4, 6), reason="works in place on memory"
+    )
+
+
+# ---- hazard E: something writes an operand in between ---------------------------------------
+
+
+def _write_add_(x: Tensor) -> None:
+    x.add_(1)
+
+
+def _write_iadd(x: Tensor) -> None:
+    x += 1
+
+
+def _write_through_view(x: Tensor) -> None:
+    x.view(-1).add_(1)
+
+
+def _write_through_row(x: Tensor) -> None:
+    row = x[0]
+    row.zero_()
+
+
+def _write_setitem(x: Tensor) -> None:
+    x[0] = 1.0
+
+
+def _write_setitem_slice(x: Tensor) -> None:
+    x[1:3, ::2] = 0.5
+
+
+def _write_out(x: Tensor) -> None:
+    torch.add(x, 1, out=x)
+
+
+def _write_copy_(x: Tensor) -> None:
+    x.copy_(torch.ones_like(x))
+
+
+def _write_custom_op(x: Tensor) -> None:
+    bump(x)
+
+
+def _write_custom_op_view(x: Tensor) -> None:
+    bump(x[1])
+
+
+def _write_relu_(x: Tensor) -> None:
+    F.relu(x, inplace=True)
+
+
+def _write_torch_function(x: Tensor) -> None:
+    torch.relu_(x)
+
+
+def _write_clamp_(x: Tensor) -> None:
+    torch.clamp_(x, min=0.5)
+
+
+def _write_index_put(x: Tensor) -> None:
+    x.index_put_((torch.tensor([0]),), torch.ones_like(x[:1]))
+
+
+def _write_dropout(x: Tensor) -> None:
+    F.threshold(x, 0.1, 3.0, True)
+
+
+WRITES = {
+    f.__name__[7:]: f
+    for f in (
+        _write_add_,
+        _write_iadd,
+        _write_through_view,
+        _write_through_row,
+        _write_setitem,
+        _write_setitem_slice,
+        _write_out,
+        _write_copy_,
+        _write_custom_op,
+        _write_custom_op_view,
+        _write_relu_,
+        _write_torch_function,
+        _write_clamp_,
+        _write_index_put,
+        _write_dropout,
+    )
+}
+
+
+@pytest.mark.parametrize("is_input", [False, True], ids=["intermediate", "input"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_x_written_in_between(write: Callable[[Tensor], None], is_input: bool) -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        x = x if is_input else x * 1.0
+        z = m.lin(x)
+        write(x)
+        return z * torch.sigmoid(z) * 2.0, x * 1.0
+
+    refused(linear_program(body), torch.randn(4, 8), reason="before the fused op", train=False)
+
+
+def _write_after_sigmoid(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    s = torch.sigmoid(z)
+    x.mul_(3.0)
+    return z * s * 2.0
+
+
+def _write_multiplier(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    r = torch.sigmoid(z) * y
+    y.add_(1)
+    return r * z
+
+
+def _write_addend(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    r = torch.sigmoid(z) * y
+    y.add_(1)
+    return r + 2.0
+
+
+def _write_bias(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    m.lin.bias.add_(1)
+    return z * torch.sigmoid(z) * 2.0
+
+
+def _write_weight(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    m.lin.weight.data.mul_(2.0)
+    return z + torch.sigmoid(z) * 2.0
+
+
+def _write_other_input(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    y.add_(1)
+    return z * torch.sigmoid(z) * 2.0
+
+
+OPERAND_WRITES: dict[str, tuple[Body, str]] = {
+    "after the sigmoid": (_write_after_sigmoid, "before the fused op"),
+    "a multiplier": (_write_multiplier, "before the fused op"),
+    "a multiplier, then add": (_write_addend, "before the fused op"),
+    "the bias": (_write_bias, "before the fused op"),
+    "the weight": (_write_weight, "before the fused op"),
+    "another input": (_write_other_input, "may share memory with an operand"),
+}
+
+
+@cases(OPERAND_WRITES)
+def test_operand_written_in_between(body: Body, reason: str) -> None:
+    model = linear_program(body).requires_grad_(False)
+    refused(model, torch.randn(4, 8), torch.randn(4, 6), reason=reason, train=False)
+
+
+def test_x_written_in_between_with_frozen_weight() -> None:
+    """In training: nothing saves x, so eager allows it."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        x = x * 1.0
+        z = m.lin(x)
+        x.add_(1)
+        return z * torch.sigmoid(z) * 2.0
+
+    model = linear_program(body)
+    model.lin.weight.requires_grad_(False)
+    refused(model, leaf(4, 8), reason="before the fused op", train=True)
+
+
+def test_operand_written_by_unknown_function() -> None:
+    @torch.compiler.allow_in_graph
+    def unknown(t: Tensor) -> Tensor:
+        return t.add_(1)
+
+    def body(m: Any, x: Tensor) -> Any:
+        x = x * 1.0
+        z = m.lin(x)
+        unknown(x)
+        return z * torch.sigmoid(z) * 2.0
+
+    refused(linear_program(body), torch.randn(4, 8), reason="before the fused op", train=False)
+
+
+def test_operand_given_to_higher_order_op() -> None:
+    """A body of its own might write; what it does is not looked at."""
+
+    def body(m: Any, x: Tensor) -> Any:
+        z = m.lin(x)
+        other = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+        return z * torch.sigmoid(z) * 2.0, other
+
+    refused(linear_program(body), torch.randn(4, 8), reason="before the fused op", train=False)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_alias_only_the_caller_knows(inner: str) -> None:
+    """Compiled for two tensors, called with two views of one."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
+        z = m.lin(x)
+        y.add_(1)
+        return z * torch.sigmoid(z) * 2.0
+
+    model = linear_program(body).eval()
+    run = compiled(model, inner=inner)
+    with torch.no_grad():
+        for same in (False, True):
+            x, expected_x = torch.ones(4, 8), torch.ones(4, 8)
+            y, expected_y = (x[:2], expected_x[:2]) if same else (torch.ones(2, 8),) * 2
+            expected = model(expected_x, expected_y)
+            torch.testing.assert_close(run(x, y.clone() if not same else y), expected)
+            torch.testing.assert_close(x, expected_x)
+    assert fused() == {}
+
+
+# Not hazards: the same positions, and nothing is wrong with them.
+
+
+def test_harmless_nodes_in_between_fuse() -> None:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
+        z = m.lin(x)
+        unrelated = y.cos()
+        unrelated.add_(1)
+        unrelated[0] = 2.0
+        other = twice(y)
+        return z * torch.sigmoid(z) * 2.0, unrelated, other
+
+    check(
+        linear_program(body), torch.randn(4, 8), torch.randn(4, 6), fuses={MUL: 1}, train=False,
+        leaves=("add",),
+    )  # fmt: skip
+
+
+def test_integer_counter_in_between_fuses() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        z = m.lin(x)
+        m.count.add_(1)
+        return z * torch.sigmoid(z) * 2.0
+
+    model = linear_program(body)
+    model.register_buffer("count", torch.tensor(0))
+    check(model, leaf(4, 8), fuses={MUL: 1}, leaves=("add",))
+
+
+# ---- hazard F: running statistics -----------------------------------------------------------
+
+
+def _read_mean(m: Any, z: Tensor) -> Tensor:
+    return m.bn.running_mean.clone()
+
+
+def _read_var_view(m: Any, z: Tensor) -> Tensor:
+    return m.bn.running_var[1:] + 0.0
+
+
+def _write_mean(m: Any, z: Tensor) -> Tensor:
+    return m.bn.running_mean.add_(1) * 1.0
+
+
+def _write_var(m: Any, z: Tensor) -> Tensor:
+    m.bn.running_var.fill_(2.0)
+    return m.bn.running_var + 0.0
+
+
+def _read_both(m: Any, z: Tensor) -> Tensor:
+    return torch.stack([m.bn.running_mean, m.bn.running_var])
+
+
+STATISTICS = {
+    f.__name__[1:]: f for f in (_read_mean, _read_var_view, _write_mean, _write_var, _read_both)
+}
+
+
+@pytest.mark.parametrize("look", STATISTICS.values(), ids=STATISTICS.keys())
+def test_statistics_in_between(look: Callable[..., Tensor]) -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        z = m.bn(m.conv(x))
+        seen = look(m, z)
+        return z * 2.0, seen
+
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).train()
+    # Without backward: BatchNorm saves the statistics, so eager refuses the ones that write.
+    reason = "before the fused op" if "write" in look.__name__ else "running statistics"
+    refused(model, leaf(3, 4, 8, 9), reason=reason, train=True, grad=False)
+
+
+def test_statistics_read_in_eval_fuse() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        z = m.bn(m.conv(x))
+        seen = m.bn.running_mean.clone()
+        return z * 2.0, seen
+
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    check(model, torch.randn(3, 4, 8, 9), fuses={CONV: 1}, train=False)
+
+
+def test_statistics_written_in_eval() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        z = m.bn(m.conv(x))
+        m.bn.running_mean.add_(1)
+        return z * 2.0
+
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).eval()
+    refused(model, torch.randn(3, 4, 8, 9), reason="before the fused op", train=False)
+
+
+# ---- hazard C: regions ----------------------------------------------------------------------
+
+
+def _no_grad_sigmoid(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    with torch.no_grad():
+        s = torch.sigmoid(z)
+    return z * s * 2.0
+
+
+def _no_grad_linear(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = m.lin(x)
+    return z * torch.sigmoid(z) * m.p
+
+
+def _no_grad_product(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    s = torch.sigmoid(z)
+    with torch.no_grad():
+        r = s * 2.0
+    return r + z
+
+
+def _enable_grad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = m.lin(x)
+        with torch.enable_grad():
+            r = torch.sigmoid(z) * m.p
+    return r + x.sum()
+
+
+def _autocast_linear(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        z = m.lin(x)
+    return z * torch.sigmoid(z) * 2.0
+
+
+def _autocast_tail(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        return z * torch.sigmoid(z) * 2.0
+
+
+def _autocast_off_inside(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        z = m.lin(x)
+        with torch.autocast("cpu", enabled=False):
+            s = torch.sigmoid(z)
+        return s * 2.0 + z
+
+
+REGIONS: dict[str, tuple[Body, str]] = {
+    f.__name__[1:]: (f, "grad mode, autocast or another mode changes")
+    for f in (
+        _no_grad_sigmoid,
+        _no_grad_linear,
+        _no_grad_product,
+        _enable_grad,
+        _autocast_linear,
+        _autocast_tail,
+        _autocast_off_inside,
+    )
+}
+
+
+@cases(REGIONS)
+def test_regions(body: Body, reason: str) -> None:
+    refused(linear_program(body), leaf(4, 8), reason=reason)
+
+
+@pytest.mark.parametrize("context", ["no_grad", "autocast"])
+def test_region_between_conv_and_mul(context: str) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        if context == "no_grad":
+            with torch.no_grad():
+                z = m.bn(m.conv(x))
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                z = m.bn(m.conv(x))
+        return z * m.p
+
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    refused(model, leaf(3, 4, 8, 9), reason="grad mode, autocast or another mode changes")
+
+
+def _gate(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    return z * torch.sigmoid(z) * 2.0
+
+
+FUNCTORCH: dict[str, Body] = {
+    "vmap": lambda m, x: torch.func.vmap(lambda v: _gate(m, v))(x),
+    "vmap of vmap": lambda m, x: torch.func.vmap(torch.func.vmap(lambda v: _gate(m, v)))(x[None]),
+    "grad": lambda m, x: torch.func.grad(lambda v: _gate(m, v).sum())(x),
+    "vjp": lambda m, x: torch.func.vjp(lambda v: _gate(m, v), x)[1](torch.ones(4, 6))[0],
+    "jvp": lambda m, x: torch.func.jvp(lambda v: _gate(m, v), (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda m, x: torch.func.jacrev(lambda v: _gate(m, v))(x[0]),
+}
+
+
+@pytest.mark.parametrize("body", FUNCTORCH.values(), ids=FUNCTORCH.keys())
+def test_functorch(body: Body) -> None:
+    model = linear_program(body).eval()
+    refused(model, torch.randn(4, 8), reason="inside a functorch transform", train=False)
+
+
+def test_functorch_beside_a_site_that_fuses() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        return _gate(m, x), torch.func.vmap(lambda v: v.sin())(x), _gate(m, x)
+
+    check(linear_program(body), torch.randn(4, 8), fuses={MUL: 2}, train=False)
+
+
+# ---- tensors that no kernel takes -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "eager"])
+def test_tensor_subclass(inner: str) -> None:
+    model = linear_program(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y).eval()
+    x, y = torch.randn(4, 8), TwoTensor(torch.randn(4, 6), torch.randn(4, 6))
+    with torch.no_grad():
+        expected, got = model(x, y), compiled(model, inner=inner)(x, y)
+        torch.testing.assert_close(got.a, expected.a)
+        torch.testing.assert_close(got.b, expected.b)
+        assert fused() == {}
+        reasons = [s.reason for s in fx_fuser.explain(model, x, y).refused]
+    assert any("TwoTensor" in r for r in reasons), reasons
+
+
+def exactly_refused(model: nn.Module, *inputs: Any, reason: str) -> None:
+    """As `refused`, for tensors without a float64 twin: the results are eager's, bit for bit."""
+    model.eval()
+    with torch.no_grad():
+        expected, got = model(*inputs), compiled(model)(*inputs)
+        assert fused() == {}
+        assert torch.equal(got, expected)
+        reasons = [s.reason for s in fx_fuser.explain(model, *inputs).refused]
+    assert any(reason in r for r in reasons), reasons
+
+
+def test_complex_operand() -> None:
+    model = linear_program(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y)
+    y = torch.randn(6, dtype=torch.complex64)
+    exactly_refused(model, torch.randn(4, 8), y, reason="complex64")
+
+
+def test_complex_linear() -> None:
+    model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(F.linear(x, w)))
+    x, w = (torch.randn(*s, dtype=torch.complex64) for s in ((4, 8), (6, 8)))
+    exactly_refused(model, x, w, reason="complex64")
+
+
+def test_integer_linear() -> None:
+    model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(x @ w.t()))
+    x, w = torch.randint(-3, 3, (4, 8)), torch.randint(-3, 3, (6, 8))
+    exactly_refused(model, x, w, reason="dtype torch.int64")
+
+
+def test_meta_device() -> None:
+    """A device without kernels: nothing is fused, and nothing else is attempted."""
+    model = linear_program(_gate).to("meta")
+    x = torch.randn(4, 8, device="meta")
+    assert compiled(model)(x).shape == (4, 6)
+    assert fused() == {}
+    reasons = [s.reason for s in fx_fuser.explain(model, x).refused]
+    assert any("device meta" in r for r in reasons), reasons
+
+
+def test_operand_on_another_device() -> None:
+    """A 0-d CPU number beside meta tensors is legal in eager."""
+    model = linear_program(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y).to("meta")
+    x, y = torch.randn(4, 8, device="meta"), torch.tensor(2.0)
+    assert compiled(model)(x, y).shape == (4, 6)
+    assert fused() == {}
+
+
+# ---- shapes ---------------------------------------------------------------------------------
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {  # x, y, features
+    "more dimensions": ((4, 8), (3, 4, 6), 6),
+    "rows of one": ((1, 8), (4, 6), 6),
+    "batch of one": ((1, 4, 8), (3, 4, 6), 6),
+    "vector": ((8,), (4, 6), 6),
+    "a gate that also grows rows": ((1, 8), (4, 5), 1),
+    "a gate that also grows rank": ((4, 8), (3, 4, 5), 1),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("pattern", [MUL, ADD])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+def test_growth(shapes: Any, pattern: str, train: bool) -> None:
+    x, y, features = shapes
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        s = torch.sigmoid(m.lin(x)) * 2.0
+        return s * y if pattern == MUL else s + y
+
+    model = Program(body, lin=nn.Linear(8, features))
+    refused(model, leaf(*x), leaf(*y), reason="the result has shape", train=train)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("shape", [(3, 6, 6, 7), (2, 1, 6, 6, 7)], ids=["batch", "rank"])
+def test_growth_of_conv(shape: tuple[int, ...], train: bool) -> None:
+    model = conv_program(lambda m, x, y: m.bn(m.conv(x)) * y, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    refused(model, leaf(1, 4, 8, 9), leaf(*shape), reason="the result has shape", train=train)
+
+
+def test_growth_of_the_last_dimension_of_conv() -> None:
+    model = conv_program(lambda m, x, y: m.bn(m.conv(x)) * y, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    refused(model, leaf(3, 4, 8, 3), leaf(3, 6, 6, 5), reason="the result has shape")
+
+
+def test_growth_unknown_when_compiling() -> None:
+    """Two batch sizes that are equal in this call need not be in the next."""
+    model = linear_program(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y)
+    refused(model, leaf(1, 8), leaf(4, 6), reason="the result has shape", dynamic=True)
+
+
+def test_convolution_without_batch_dimension() -> None:
+    model = conv_program(
+        lambda m, x: F.batch_norm(m.conv(x), None, None, training=True) * 2.0,
+        nn.Conv2d(4, 6, 3),
+        nn.Identity(),
+    )
+    refused(model, leaf(4, 8, 9), reason="rank 3, which is not 4")
+
+
+def test_weight_vector() -> None:
+    model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(F.linear(x, w)))
+    refused(model, leaf(4, 8), leaf(8), reason="the weight 1")
+
+
+def test_batched_matrix_product() -> None:
+    """w is 3-D: `w.mT` is no transposed matrix of a Linear."""
+    model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(x @ w.mT))
+    check(model, leaf(3, 4, 8), leaf(3, 6, 8), fuses={})
+
+
+def test_permuted_weight_is_no_transpose() -> None:
+    model = Program(
+        lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(x @ w.permute(0, 1)),
+    )
+    check(model, leaf(4, 8), leaf(8, 6), fuses={})
+
+
+def test_plain_matrix_product() -> None:
+    model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(x @ w))
+    check(model, leaf(4, 8), leaf(8, 6), fuses={})
+
+
+# ---- not the pattern ------------------------------------------------------------------------
+
+OTHER_LINEAR: dict[str, Body] = {
+    "nothing": lambda m, x, y: m.lin(x),
+    "relu": lambda m, x, y: torch.relu(m.lin(x)) * 2.0,
+    "tanh": lambda m, x, y: (lambda z: z * torch.tanh(z) * 2.0)(m.lin(x)),
+    "gelu": lambda m, x, y: F.gelu(m.lin(x)) * 2.0,
+    "sigmoid alone": lambda m, x, y: torch.sigmoid(m.lin(x)),
+    "one multiplication": lambda m, x, y: (lambda z: z * torch.sigmoid(z))(m.lin(x)),
+    "silu alone": lambda m, x, y: F.silu(m.lin(x)),
+    "addition alone": lambda m, x, y: torch.sigmoid(m.lin(x)) + y,
+    "sigmoid of another tensor": lambda m, x, y: m.lin(x) * torch.sigmoid(y) * 2.0,
+    "sigmoid of a scaled z": lambda m, x, y: (lambda z: z * torch.sigmoid(2.0 * z) * y)(m.lin(x)),
+    "sigmoid of a sum": lambda m, x, y: torch.sigmoid(m.lin(x) + y) * 2.0 * y,
+    "hardsigmoid": lambda m, x, y: (lambda z: z * F.hardsigmoid(z) * 2.0)(m.lin(x)),
+    "logsigmoid": lambda m, x, y: (lambda z: z * F.logsigmoid(z) * 2.0)(m.lin(x)),
+    "sigmoid of sigmoid": lambda m, x, y: torch.sigmoid(torch.sigmoid(m.lin(x))) * y * 2.0,
+    "divided by a tensor": lambda m, x, y: torch.sigmoid(m.lin(x)) / (y * y + 1.0),
+    "rounding division": lambda m, x, y: torch.div(
+        torch.sigmoid(m.lin(x)) * 3.0, 2, rounding_mode="floor"
+    ),
+    "matmul of the product": lambda m, x, y: (torch.sigmoid(m.lin(x)) * 2.0) @ y.t(),
+    "power": lambda m, x, y: torch.sigmoid(m.lin(x)) ** 2,
+    "a view in between": lambda m, x, y: (lambda z: z * torch.sigmoid(z.view(24)).view(4, 6) * 2.0)(
+        m.lin(x)
+    ),
+    "a transpose in between": lambda m, x, y: (lambda z: torch.sigmoid(z.t()) * 2.0 * y.t())(
+        m.lin(x)
+    ),
+    "a sum over it": lambda m, x, y: torch.sigmoid(m.lin(x)).sum() * 2.0 + y,
+    "dropout in between": lambda m, x, y: F.dropout(torch.sigmoid(m.lin(x)), 0.0) * 2.0,
+    "addmm with beta": lambda m, x, y: (lambda z: z * torch.sigmoid(z) * 2.0)(
+        torch.addmm(m.b, x, m.w.t(), beta=2)
+    ),
+    "addmm with alpha": lambda m, x, y: (lambda z: z + torch.sigmoid(z) * 2.0)(
+        torch.addmm(m.b, x, m.w.t(), alpha=0.5)
+    ),
+    "LayerNorm in between": lambda m, x, y: torch.sigmoid(F.layer_norm(m.lin(x), (6,))) * 2.0 + y,
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("body", OTHER_LINEAR.values(), ids=OTHER_LINEAR.keys())
+def test_other_epilogues_of_linear(body: Body, train: bool) -> None:
+    check(linear_program(body), leaf(4, 8), leaf(4, 6), fuses={}, train=train)
+
+
+NEAR_MISSES: dict[str, tuple[Body, str]] = {
+    "silu alone": (lambda m, x: F.silu(m.lin(x)), "is there, but nothing that makes it"),
+    "sigmoid alone": (lambda m, x: m.lin(x).sigmoid().sum(), "sigmoid(z) is there, but nothing"),
+    "sigmoid, add": (lambda m, x: m.lin(x).sigmoid() + 1.0, "sigmoid(z) is there, but nothing"),
+}
+
+
+@cases(NEAR_MISSES)
+def test_near_misses_have_a_reason(body: Body, reason: str) -> None:
+    refused(linear_program(body), leaf(4, 8), reason=reason)
+
+
+def _bn_then(tail: Callable[[Any, Tensor], Tensor]) -> tuple[Body, nn.Module, nn.Module, int]:
+    return (lambda m, x: tail(m, m.bn(m.conv(x)))), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), 2
+
+
+OTHER_CONV: dict[str, tuple[Body, nn.Module, nn.Module, int]] = {
+    "no multiplication": _bn_then(lambda m, z: z),
+    "relu": _bn_then(lambda m, z: torch.relu(z)),
+    "addition": _bn_then(lambda m, z: z + 1.0),
+    "relu, then mul": _bn_then(lambda m, z: torch.relu(z) * 2.0),
+    "matmul": _bn_then(lambda m, z: z @ z.mT),
+    "Conv1d": (lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), 1),
+    "Conv3d": (lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv3d(4, 6, 2), nn.BatchNorm3d(6), 3),
+    "ConvTranspose2d": (
+        lambda m, x: m.bn(m.conv(x)) * 2.0, nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), 2
+    ),
+    "InstanceNorm2d": (
+        lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv2d(4, 6, 3), nn.InstanceNorm2d(6), 2
+    ),
+    "GroupNorm": (lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), 2),
+    "relu before the norm": (
+        lambda m, x: m.bn(torch.relu(m.conv(x))) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), 2
+    ),
+    "mul before the norm": (
+        lambda m, x: m.bn(m.conv(x) * 2.0), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), 2
+    ),
+    "norm of a copied conv": (
+        lambda m, x: m.bn(m.conv(x).clone()) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), 2
+    ),
+    "norm alone": (lambda m, x: m.bn(x) * 2.0, nn.Identity(), nn.BatchNorm2d(4), 2),
+    "conv alone": (lambda m, x: m.conv(x) * 2.0, nn.Conv2d(4, 6, 3), nn.Identity(), 2),
+    "Linear, BatchNorm1d": (
+        lambda m, x: m.bn(m.conv(x).mT.contiguous()) * 2.0, nn.Linear(7, 6), nn.BatchNorm1d(6), 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("case", OTHER_CONV.values(), ids=OTHER_CONV.keys())
+def test_other_convolutions(case: Any, train: bool) -> None:
+    body, conv, norm, dimensions = case
+    model = Program(body, conv=copy.deepcopy(conv), bn=copy.deepcopy(norm))
+    check(model, leaf(3, 4, *[7] * dimensions), fuses={}, train=train)
+
+
+def test_conv_near_miss_has_a_reason() -> None:
+    body, conv, norm, _ = OTHER_CONV["relu"]
+    refused(Program(body, conv=conv, bn=norm), leaf(3, 4, 7, 7), reason="followed by relu")
+
+
+# ---- hazard B: numbers that change ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_changing_scale_does_not_recompile(pattern: str, train: bool) -> None:
+    """The first value is a constant, the second makes it a 0-d tensor, and that is all."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        if pattern == CONV:
+            return m.bn(m.conv(x)) * m.scale
+        z = m.lin(x)
+        return z * torch.sigmoid(z) * m.scale if pattern == MUL else z + m.scale * torch.sigmoid(z)
+
+    model = Program(
+        body, lin=nn.Linear(8, 6), conv=nn.Conv2d(4, 6, 3), bn=nn.BatchNorm2d(6), scale=0.5
+    ).train(train)
+    x = leaf(3, 4, 8, 9) if pattern == CONV else leaf(4, 8)
+    compiled_model = compiled(model)
+    for scale in (0.5, 1.25, -3.0, 7.5, 0.1, 1e-3):
+        model.scale = scale
+        with torch.set_grad_enabled(train):
+            expected, got = copy.deepcopy(model)(x), compiled_model(x)
+        torch.testing.assert_close(got, expected)
+        if train:
+            wanted = torch.autograd.grad(expected.sum(), x)
+            torch.testing.assert_close(torch.autograd.grad(got.sum(), x), wanted)
+    assert fused() == {pattern: 2}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_scale_that_is_a_size() -> None:
+    """A SymInt is no operand; with static shapes it is a number like any other."""
+    model = linear_program(lambda m, x: (lambda z: z * torch.sigmoid(z) * x.shape[0])(m.lin(x)))
+    check(model, leaf(4, 8), fuses={MUL: 1}, dynamic=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    check(model, leaf(4, 8), fuses={}, dynamic=True)
+
+
+def test_scale_from_item() -> None:
+    """`item()` of a tensor with a gradient: a number, without the gradient."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = m.lin(x)
+        return z * torch.sigmoid(z) * m.p.item()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        model = linear_program(body)
+        eager = model(leaf(4, 8))
+        assert eager.shape == (4, 6)
+        check(model, leaf(4, 8), fuses={})
+
+
+# ---- choices of the user --------------------------------------------------------------------
+
+
+def _all_three(m: Any, x: Tensor, image: Tensor) -> Any:
+    z = m.lin(x)
+    u = m.lin2(x)
+    return z * torch.sigmoid(z) * 2.0, u + 2.0 * torch.sigmoid(u), m.bn(m.conv(image)) * 2.0
+
+
+CHOICES: dict[str, tuple[list[str], set[str]]] = {
+    "one": ([MUL], {MUL}),
+    "two": ([MUL, CONV], {MUL, CONV}),
+    "without one": ([f"-{MUL}"], {ADD, CONV}),
+    "without two": ([f"-{MUL}", f"-{ADD}"], {CONV}),
+    "with and without": ([MUL, ADD, f"-{ADD}"], {MUL}),
+    "without all": ([f"-{MUL}", f"-{ADD}", f"-{CONV}"], set()),
+}
+
+
+@pytest.mark.parametrize("patterns, left", CHOICES.values(), ids=CHOICES.keys())
+def test_patterns_option(patterns: list[str], left: set[str]) -> None:
+    model = Program(
+        _all_three,
+        lin=nn.Linear(8, 6),
+        lin2=nn.Linear(8, 6),
+        conv=nn.Conv2d(4, 6, 3),
+        bn=nn.BatchNorm2d(6),
+    )
+    eager, got = copy.deepcopy(model), compiled(model, patterns=patterns)
+    x, image = torch.randn(4, 8), torch.randn(3, 4, 8, 9)
+    torch.testing.assert_close(got(x, image), eager(x, image))
+    assert fused() == dict.fromkeys(left, 1)
+
+
+def test_selective_checkpoint_policy() -> None:
+    """A policy names ops; a fused op would be one that it does not know."""
+    context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(lambda t: _gate(m, t), x, use_reentrant=False, context_fn=context)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(linear_program(body), leaf(4, 8), fuses={})
+
+
+def test_fused_site_beside_a_refused_one() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        z = m.lin(x)
+        u = m.bare(x)
+        return z * torch.sigmoid(z) * 2.0, u * torch.sigmoid(u) * 2.0, u
+
+    check(linear_program(body), leaf(4, 8), fuses={MUL: 1}, leaves=("linear", "sigmoid", "mul"))
+
+
+# ---- the untouched graph --------------------------------------------------------------------
+
+
+def _text(gm: torch.fx.GraphModule) -> str:
+    return str(gm.graph)
+
+
+@pytest.mark.parametrize("body", [_mul_parts, _no_grad_sigmoid, OTHER_LINEAR["tanh"]])
+def test_unmatched_graph_is_passed_on_unchanged(body: Body) -> None:
+    """The very module Dynamo made, with the very graph, whether refused or not even near."""
+    seen: list[tuple[int, int, str]] = []
+
+    def spy(gm: Any, inputs: Any) -> Any:
+        seen.append((id(gm), id(gm.graph), _text(gm)))
+        return gm.forward
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        before = (id(gm), id(gm.graph), _text(gm))
+        with mock.patch.object(fx_fuser.options.Options, "inner_compiler", lambda self: spy):
+            result = fx_fuser.backend.fx_fuser(gm, inputs, options=OPTIONS)
+        assert seen[-1] == before
+        return result
+
+    model = linear_program(
+        lambda m, x: body(m, x) if body.__code__.co_argcount == 2 else body(m, x, x)
+    )
+    torch.compile(model, backend=backend)(leaf(4, 8))
+    assert len(seen) == 1
+
+
+def test_matched_graph_keeps_its_other_nodes() -> None:
+    """To the letter: only the matched nodes change."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
+        before = torch.multiply(y.cos(), 3)
+        z = m.lin(x)
+        gated = z * torch.sigmoid(z) * 2.0
+        return F.gelu(gated) + before / 2
+
+    model = linear_program(body)
+    with recorded() as graphs:
+        compiled(model)(leaf(4, 8), leaf(4, 6))
+    called = calls(graphs)
+    assert fused() == {MUL: 1}
+    assert {n: called[n] for n in ("cos", "multiply", "gelu", "truediv", "add")} == dict.fromkeys(
+        ("cos", "multiply", "gelu", "truediv", "add"), 1
+    )
+
+
+def test_every_check_can_be_named() -> None:
+    """explain() tells a user which check spoke only through its reason; none may be silent."""
+    assert all(c.__doc__ for c in checks.CHECKS)
