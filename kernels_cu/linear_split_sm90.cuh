@@ -146,18 +146,23 @@ struct RawWeight {
     }
   }
 
-  // Of one of the two rows, over the whole stage: the other parts are in the quad's other lanes.
-  __device__ __forceinline__ Scale scale_of(int row) const {
-    float largest = 0;
+  // What this lane has of one of the two rows.
+  __device__ __forceinline__ float largest_in_row(int row) const {
+    float largest = largest_of(chunk[0][row]);
 #pragma unroll
-    for (int step = 0; step < kTileK / 16; ++step) {
+    for (int step = 1; step < kTileK / 16; ++step) {
       largest = fmaxf(largest, largest_of(chunk[step][row]));
     }
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
-    return Scale::of(largest);
+    return largest;
   }
 };
+
+// Of a row over the whole stage: the quad's lanes have a part each.
+__device__ __forceinline__ Scale scale_of_quad(float largest) {
+  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+  return Scale::of(largest);
+}
 
 struct Fragments {
   uint32_t hi[kTileK / 16][4];
@@ -211,27 +216,31 @@ struct Turn {
   }
 };
 
-// accumulator = the stage's three products. The small ones first: what the tensor core truncates is
-// relative to the sum so far.
+// accumulator = the three products of the stage whose x is at `x`. The small ones first: what the
+// tensor core truncates is relative to the sum so far. A warp waits at each wgmma for the one
+// before to begin, so the largest values of the next stage's weight are found in between.
 __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments& weight,
-                                               const Stage& stage, const Turn& turn) {
-  const uint32_t x = ptx::uniform(ptx::shared_address(stage.x));
+                                               uint32_t x, const Turn& turn, const RawWeight& next,
+                                               float (&next_largest)[2]) {
+  x = ptx::uniform(x);
   const uint64_t x_hi = ptx::matrix_descriptor(x);
-  const uint64_t x_lo = ptx::matrix_descriptor(x + sizeof(stage.x[0]));
+  const uint64_t x_lo = ptx::matrix_descriptor(x + sizeof(Stage::x) / 2);
   constexpr int kDescriptorStep = 16 * sizeof(__half) / 16;
+  constexpr int kSteps = kTileK / 16;
   // Pinned here, else ptxas serialises the products or sinks the splitting behind the barrier.
   ptx::pin(accumulator);
   weight.pin();
   turn.take();
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kTileK / 16; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
     ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_lo + step * kDescriptorStep, step > 0);
     ptx::wgmma_m64n128k16(accumulator, weight.lo[step], x_hi + step * kDescriptorStep, true);
   }
 #pragma unroll
-  for (int step = 0; step < kTileK / 16; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
     ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_hi + step * kDescriptorStep, true);
+    if (step < 2) next_largest[step] = next.largest_in_row(step);
   }
   ptx::wgmma_commit();
   turn.pass();
@@ -288,45 +297,53 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
 
   Cursor reading;     // the stage whose weight is loaded next
   int computing = 0;  // the slot whose products are issued next
-  RawWeight raw;
+  RawWeight raw;      // of that slot
+  float largest[2];   // in the lane's part of it
   float scale[2];
   float unscale[2];
-  const auto read_weight = [&] {
+  const auto wait_until_full = [&] {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[reading.slot]), reading.phase);
-    raw.load(ptx::shared_address(shared.stage[reading.slot].weight) + place);
-    reading.advance();
   };
-  const auto find_scale = [&](float (&next_unscale)[2]) {
+  const auto weight_address = [&] {
+    return ptx::shared_address(shared.stage[reading.slot].weight) + place;
+  };
+  const auto find_scale = [&](float (&found_unscale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Scale found = raw.scale_of(r);
+      const Scale found = scale_of_quad(largest[r]);
       scale[r] = found.scale;
-      next_unscale[r] = found.unscale;
+      found_unscale[r] = found.unscale;
     }
   };
 
   const Turn turn{consumer};
   turn.begin();
+  wait_until_full();
+  raw.load(weight_address());
+  reading.advance();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) largest[r] = raw.largest_in_row(r);
+  find_scale(unscale);
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    const bool last_tile = index + gridDim.x >= args.tiles;
     float sum[64];
 #pragma unroll
     for (float& one : sum) one = 0;
     float accumulator[64];
     Fragments weight;
-    read_weight();
-    find_scale(unscale);
     for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
       if (begin > 0) park(args, sum, /*first=*/begin == kChunkTiles);
       const int end = min(begin + kChunkTiles, k_tiles);
       for (int k_tile = begin; k_tile < end; ++k_tile) {
         weight.split_of(raw, scale);
-        issue_products(accumulator, weight, shared.stage[computing], turn);
-        // While they run: the next stage's weight.
-        float next_unscale[2] = {0, 0};
-        if (k_tile + 1 < k_tiles) {
-          read_weight();
-          find_scale(next_unscale);
-        }
+        // After the very last stage some slot is read and not used.
+        if (!last_tile || k_tile + 1 < k_tiles) wait_until_full();
+        raw.load(weight_address());
+        reading.advance();
+        issue_products(accumulator, weight, ptx::shared_address(shared.stage[computing].x), turn,
+                       raw, largest);
+        float next_unscale[2];
+        find_scale(next_unscale);
         ptx::pin(scale);
         ptx::pin(next_unscale);
         ptx::wgmma_wait<0>();
