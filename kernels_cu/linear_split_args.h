@@ -47,7 +47,7 @@ constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes = 8 * 32 * 20 * 4;  // an exchange buffer a warp
 constexpr int kLinearSharedBytes =
-    kLinearStages * (kLinearStageBytes + 2 * 8 /*barriers*/) + kLinearEpilogueBytes;
+    kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) + kLinearEpilogueBytes;
 
 // Element [m, n] is data[m * stride_m + n * stride_n].
 struct LinearOperand {

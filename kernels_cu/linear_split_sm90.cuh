@@ -54,23 +54,33 @@ static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters 
 
 // ---- shared memory ------------------------------------------------------------------------------
 
-// One 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r %
-// 8).
-struct Stage {
-  float weight[kTileK / kLinearBoxK][kTileN][kLinearBoxK];
-  __half x[2 /*hi, lo*/][kTileM][kTileK];
+// 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+struct WeightSlot {
+  float box[kTileK / kLinearBoxK][kTileN][kLinearBoxK];
 };
-static_assert(sizeof(Stage) == kLinearStageBytes && sizeof(Stage) % 1024 == 0);
+struct XSlot {
+  __half part[2 /*hi, lo*/][kTileM][kTileK];
+};
+static_assert(sizeof(WeightSlot) + sizeof(XSlot) == kLinearStageBytes);
+static_assert(sizeof(WeightSlot) % 1024 == 0 && sizeof(XSlot) % 1024 == 0);
 
-struct Shared {
-  Stage stage[kLinearStages];
-  float exchange[kConsumers * kWarpgroup / 32][kBatchM][kExchangePitch];
+// Two rings: a slot of the weight is free once it is in registers, one of x once its products are
+// done, more than a turn later.
+struct Barriers {
   uint64_t full[kLinearStages];
   uint64_t empty[kLinearStages];
 };
+
+struct Shared {
+  WeightSlot weight[kLinearStages];
+  XSlot x[kLinearStages];
+  float exchange[kConsumers * kWarpgroup / 32][kBatchM][kExchangePitch];
+  Barriers of_weight;
+  Barriers of_x;
+};
 static_assert(sizeof(Shared) == kLinearSharedBytes);
 
-// Where in the ring of stages a reader or writer is.
+// Where in a ring a reader or writer is.
 struct Cursor {
   int slot = 0;
   uint32_t phase = 0;
@@ -80,6 +90,12 @@ struct Cursor {
       slot = 0;
       phase ^= 1;
     }
+  }
+  __device__ __forceinline__ void wait_until_full(Barriers& barriers) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.full[slot]), phase);
+  }
+  __device__ __forceinline__ void wait_until_empty(Barriers& barriers) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.empty[slot]), phase ^ 1);
   }
 };
 
@@ -100,26 +116,39 @@ __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) 
   return {(group * kGroupM + inside % width) * kTileM, inside / width * kTileN};
 }
 
-// ---- producer -----------------------------------------------------------------------------------
+// ---- producers ----------------------------------------------------------------------------------
 
-__device__ __forceinline__ void produce(const LinearSplitArgs& args, Shared& shared) {
+__device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared& shared) {
   // A weight that only one tile of x meets is read once.
-  const uint64_t weight_policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
+  const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
   Cursor cursor;
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-    const Tile tile = tile_at(args, index);
+    const int n = tile_at(args, index).n;
     for (int k = 0; k < args.k; k += kTileK) {
-      Stage& stage = shared.stage[cursor.slot];
-      const uint32_t full = ptx::shared_address(&shared.full[cursor.slot]);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.empty[cursor.slot]), cursor.phase ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(Stage));
+      WeightSlot& slot = shared.weight[cursor.slot];
+      const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
+      cursor.wait_until_empty(shared.of_weight);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
 #pragma unroll
       for (int box = 0; box < kTileK / kLinearBoxK; ++box) {
-        ptx::tensor_load(ptx::shared_address(stage.weight[box]), args.weight_map, full,
-                         weight_policy, k + box * kLinearBoxK, tile.n);
+        ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
+                         k + box * kLinearBoxK, n);
       }
-      ptx::tensor_load(ptx::shared_address(stage.x), args.x_map, full, ptx::kEvictLast, k, tile.m,
-                       0);
+      cursor.advance();
+    }
+  }
+}
+
+__device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {
+  Cursor cursor;
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    const int m = tile_at(args, index).m;
+    for (int k = 0; k < args.k; k += kTileK) {
+      const uint32_t full = ptx::shared_address(&shared.of_x.full[cursor.slot]);
+      cursor.wait_until_empty(shared.of_x);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(XSlot));
+      ptx::tensor_load(ptx::shared_address(shared.x[cursor.slot].part), args.x_map, full,
+                       ptx::kEvictLast, k, m, 0);
       cursor.advance();
     }
   }
@@ -140,7 +169,7 @@ struct RawWeight {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
-        chunk[step][row] = ptx::load_shared(chunk_address + step / 2 * sizeof(Stage::weight) / 2 +
+        chunk[step][row] = ptx::load_shared(chunk_address + step / 2 * sizeof(WeightSlot) / 2 +
                                             row * 8 * kLinearBoxK * 4);
       }
     }
@@ -216,15 +245,16 @@ struct Turn {
   }
 };
 
-// accumulator = the three products of the stage whose x is at `x`. The small ones first: what the
-// tensor core truncates is relative to the sum so far. A warp waits at each wgmma for the one
-// before to begin, so the largest values of the next stage's weight are found in between.
+// accumulator = the three products with x. The small ones first: what the tensor core truncates is
+// relative to the sum so far. A warp waits at each wgmma for the one before to begin: `between`
+// runs in that time.
+template <class Between>
 __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments& weight,
-                                               uint32_t x, const Turn& turn, const RawWeight& next,
-                                               float (&next_largest)[2]) {
-  x = ptx::uniform(x);
+                                               const XSlot& slot, const Turn& turn,
+                                               const Between& between) {
+  const uint32_t x = ptx::uniform(ptx::shared_address(slot.part));
   const uint64_t x_hi = ptx::matrix_descriptor(x);
-  const uint64_t x_lo = ptx::matrix_descriptor(x + sizeof(Stage::x) / 2);
+  const uint64_t x_lo = ptx::matrix_descriptor(x + sizeof(slot.part[0]));
   constexpr int kDescriptorStep = 16 * sizeof(__half) / 16;
   constexpr int kSteps = kTileK / 16;
   // Pinned here, else ptxas serialises the products or sinks the splitting behind the barrier.
@@ -237,10 +267,10 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
     ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_lo + step * kDescriptorStep, step > 0);
     ptx::wgmma_m64n128k16(accumulator, weight.lo[step], x_hi + step * kDescriptorStep, true);
   }
+  between();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_hi + step * kDescriptorStep, true);
-    if (step < 2) next_largest[step] = next.largest_in_row(step);
   }
   ptx::wgmma_commit();
   turn.pass();
@@ -295,35 +325,33 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   const uint32_t place = row * kLinearBoxK * 4 + ((2 * c ^ g) << 4);
   const int k_tiles = (args.k + kTileK - 1) / kTileK;
 
-  Cursor reading;     // the stage whose weight is loaded next
-  int computing = 0;  // the slot whose products are issued next
-  RawWeight raw;      // of that slot
-  float largest[2];   // in the lane's part of it
+  Cursor reading;    // the weight that is loaded next
+  Cursor computing;  // the x whose products are issued next
+  RawWeight raw;     // the weight that goes with it
   float scale[2];
   float unscale[2];
-  const auto wait_until_full = [&] {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[reading.slot]), reading.phase);
+  const auto read_weight = [&] {
+    raw.load(ptx::shared_address(shared.weight[reading.slot].box) + place);
   };
-  const auto weight_address = [&] {
-    return ptx::shared_address(shared.stage[reading.slot].weight) + place;
-  };
-  const auto find_scale = [&](float (&found_unscale)[2]) {
+  // The slot is given back when the last loaded value has been looked at.
+  const auto find_scale_and_release = [&](float (&found_unscale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Scale found = scale_of_quad(largest[r]);
+      const Scale found = scale_of_quad(raw.largest_in_row(r));
       scale[r] = found.scale;
       found_unscale[r] = found.unscale;
     }
+    const uint32_t zero = (__float_as_uint(scale[0]) | __float_as_uint(scale[1])) >> 31;
+    const uint32_t empty = ptx::shared_address(&shared.of_weight.empty[reading.slot]);
+    if (lane == 0) ptx::mbarrier_arrive(empty + zero);
+    reading.advance();
   };
 
   const Turn turn{consumer};
   turn.begin();
-  wait_until_full();
-  raw.load(weight_address());
-  reading.advance();
-#pragma unroll
-  for (int r = 0; r < 2; ++r) largest[r] = raw.largest_in_row(r);
-  find_scale(unscale);
+  reading.wait_until_full(shared.of_weight);
+  read_weight();
+  find_scale_and_release(unscale);
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
     const bool last_tile = index + gridDim.x >= args.tiles;
     float sum[64];
@@ -336,19 +364,17 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       const int end = min(begin + kChunkTiles, k_tiles);
       for (int k_tile = begin; k_tile < end; ++k_tile) {
         weight.split_of(raw, scale);
-        // After the very last stage some slot is read and not used.
-        if (!last_tile || k_tile + 1 < k_tiles) wait_until_full();
-        raw.load(weight_address());
-        reading.advance();
-        issue_products(accumulator, weight, ptx::shared_address(shared.stage[computing].x), turn,
-                       raw, largest);
+        // After the very last product some slot is read and not used.
+        if (!last_tile || k_tile + 1 < k_tiles) reading.wait_until_full(shared.of_weight);
+        read_weight();
+        computing.wait_until_full(shared.of_x);
         float next_unscale[2];
-        find_scale(next_unscale);
-        ptx::pin(scale);
-        ptx::pin(next_unscale);
+        issue_products(accumulator, weight, shared.x[computing.slot], turn,
+                       [&] { find_scale_and_release(next_unscale); });
         ptx::wgmma_wait<0>();
-        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[computing]));
-        if (++computing == kLinearStages) computing = 0;
+        if (lane == 0)
+          ptx::mbarrier_arrive(ptx::shared_address(&shared.of_x.empty[computing.slot]));
+        computing.advance();
         ptx::pin(accumulator);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[i] = fmaf(accumulator[i], unscale[i / 2 % 2], sum[i]);
@@ -504,22 +530,31 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
 
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kLinearStages; ++s) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[s]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[s]), kConsumers * kWarpgroup / 32);
+    for (Barriers* barriers : {&shared.of_weight, &shared.of_x}) {
+      for (int slot = 0; slot < kLinearStages; ++slot) {
+        ptx::mbarrier_init(ptx::shared_address(&barriers->full[slot]), 1);
+        ptx::mbarrier_init(ptx::shared_address(&barriers->empty[slot]),
+                           kConsumers * kWarpgroup / 32);
+      }
     }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  ptx::wait_for_prerequisites();  // x as the pre-pass splits it
 
+  const int warp = threadIdx.x / 32;
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     ptx::give_registers<kProducerRegisters>();
-    if (threadIdx.x % kWarpgroup == 0) produce(args, shared);
+    const int producer = threadIdx.x % kWarpgroup;
+    if (producer == 0) {
+      feed_weight(args, shared);
+    } else if (producer == 32) {
+      ptx::wait_for_prerequisites();  // x as the pre-pass splits it
+      feed_x(args, shared);
+    }
   } else {
     ptx::take_registers<kConsumerRegisters>();
-    const int warp = threadIdx.x / 32;
+    ptx::wait_for_prerequisites();  // the scales of x's rows
     const Finish<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> finish{
         args, shared.exchange[warp], warp * kWarpN};
     consume(args, shared, warpgroup, finish);
