@@ -5,17 +5,15 @@
 //
 //   x w ~ x_lo w_hi + x_hi w_lo + x_hi w_hi
 //
-// - x is split by a pre-pass, with one scale a row. The weight is split in registers on its way
-// from
-//   shared memory to the tensor core, with one scale a row *and* 64 of k, taken from the values at
-//   hand: there is no state between calls that could be stale, and no other pass over the weight.
+// - x is split by a pre-pass, with one scale a row. The weight is split in registers on its way to
+//   the tensor core, with one scale a row *and* 64 of k, taken from the very values that are split:
+//   there is no state between calls that could be stale, and no other pass over the weight.
 // - The tensor core truncates when it accumulates, and the weight's scale holds for 64 of k: every
 //   64 of k the accumulators are multiplied by 1 / scale and added to sums in fp32 registers.
 // - The tile is computed transposed, weight times xᵀ: the fp32 operand must be the one that wgmma
 //   takes from registers, and a thread then reads just the rows of the weight whose sums it holds.
 // - A z that is not finite is computed again by plain fp32 arithmetic (`repair`): split products
-// turn
-//   infinities into NaN, and overflow where a weight is beyond about 2^100.
+//   turn infinities into NaN, and overflow where a weight is beyond about 2^100.
 //
 // Blocks are persistent: one warpgroup feeds shared memory, two of 64 rows of the weight each
 // compute. They take turns at the tensor core: while one's products run the other promotes and
