@@ -130,14 +130,15 @@ def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
             return
         _load_shim()
         arch = build.arch_of(device)
-        loaders = {source: _signature_of(source) for source in missing}
+        signatures = {source: _signature_of(source) for source in missing}
         if arch != _LINEAR_SPLIT_ARCH:
-            for source in [s for s in missing if loaders[s][0] == "load_linear_split"]:
+            for source in [s for s in missing if _loader_of(s) == "load_linear_split"]:
                 _kernels[source, index] = _NO_KERNEL
                 missing.remove(source)
         for source, path in zip(missing, build.cubins(missing, arch), strict=True):
-            op, signature = loaders[source]
-            _kernels[source, index] = _load(op, str(path), signature, index)
+            _kernels[source, index] = _load(
+                _loader_of(source), str(path), signatures[source], index
+            )
 
 
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,14 +181,26 @@ def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _signature_of(source: str) -> tuple[str, list[str]]:
-    """The op that loads the source's kernel, and the arguments of its macro."""
+def _macro_of(source: str) -> tuple[str, str]:
+    """Name and arguments of the source's last line, which instantiates a kernel."""
     found = _SIGNATURE.findall(source)
     if len(found) != 1:
-        raise BuildError(f"a kernel's source has {len(found)} lines FX_FUSER_...(...), not one")
-    kernel, arguments = found[0]
-    parts = re.sub(r"/\*.*?\*/", "", arguments).split(",")
-    return f"load_{kernel.lower()}", [part.strip() for part in parts]
+        raise BuildError(
+            f"a kernel source has {len(found)} lines FX_FUSER_POINTWISE(...) "
+            "or FX_FUSER_LINEAR_SPLIT(...), not one"
+        )
+    name, arguments = found[0]
+    return name, arguments
+
+
+def _loader_of(source: str) -> str:
+    """The op that loads the source's kernel."""
+    return f"load_{_macro_of(source)[0].lower()}"
+
+
+def _signature_of(source: str) -> list[str]:
+    parts = re.sub(r"/\*.*?\*/", "", _macro_of(source)[1]).split(",")
+    return [part.strip() for part in parts]
 
 
 def _load_shim() -> None:

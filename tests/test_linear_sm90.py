@@ -45,9 +45,10 @@ FX_FUSER_LINEAR_SPLIT(Epilogue, 1, float, float, float{", float" * operands})
 
 def test_the_signature_names_the_kernel() -> None:
     source = build.linear_example_source("Swish", 1, "float", "__half", "float", "bool")
-    op, signature = native._signature_of(source)
-    assert op == "load_linear_split"
-    assert signature == ["fx_fuser::examples::Swish", "1", "float", "__half", "float", "bool"]
+    assert native._loader_of(source) == "load_linear_split"
+    assert native._signature_of(source) == [
+        *("fx_fuser::examples::Swish", "1", "float", "__half", "float", "bool")
+    ]
 
 
 @needs_nvcc
