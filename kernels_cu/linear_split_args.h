@@ -37,6 +37,7 @@ struct SplitRowsArgs {
 // ---- the product --------------------------------------------------------------------------------
 
 constexpr int kLinearThreads = 384;
+constexpr int kLinearConsumerThreads = 256;
 constexpr int kLinearTileN = 128;  // rows of the weight
 constexpr int kLinearTileM = 128;  // rows of x
 constexpr int kLinearTileK = 64;
@@ -61,6 +62,7 @@ struct LinearSplitArgs {
   CUtensorMap x_map;       // [2, m, padded k] fp16, as the split wrote it
   const float* x_unscale;  // [m]
   float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
+  uint64_t* broken;        // [tiles, consuming threads]: which of its results are not finite
   const float* x;          // [m, k], row stride x_stride: only read to repair
   const float* weight;     // [n, k], likewise
   const float* bias;       // [n], or null

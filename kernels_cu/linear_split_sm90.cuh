@@ -244,15 +244,11 @@ struct Turn {
 };
 
 // accumulator = the three products with x. The small ones first: what the tensor core truncates is
-// relative to the sum so far. A warp waits at each wgmma for the one before to begin: `between`
-// runs in that time.
-template <class Between>
+// relative to the sum so far.
 __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments& weight,
-                                               const XSlot& slot, const Turn& turn,
-                                               const Between& between) {
-  const uint32_t x = ptx::uniform(ptx::shared_address(slot.part));
-  const uint64_t x_hi = ptx::matrix_descriptor(x);
-  const uint64_t x_lo = ptx::matrix_descriptor(x + sizeof(slot.part[0]));
+                                               const XSlot& slot, const Turn& turn) {
+  const uint64_t x_hi = ptx::matrix_descriptor(ptx::shared_address(slot.part[0]));
+  const uint64_t x_lo = ptx::matrix_descriptor(ptx::shared_address(slot.part[1]));
   constexpr int kDescriptorStep = 16 * sizeof(__half) / 16;
   constexpr int kSteps = kTileK / 16;
   // Pinned here, else ptxas serialises the products or sinks the splitting behind the barrier.
@@ -265,7 +261,6 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
     ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_lo + step * kDescriptorStep, step > 0);
     ptx::wgmma_m64n128k16(accumulator, weight.lo[step], x_hi + step * kDescriptorStep, true);
   }
-  between();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_hi + step * kDescriptorStep, true);
@@ -309,12 +304,16 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
   }
 }
 
-// finish(tile, sum) for every tile of the block, sum[4i + 2r + t] being the one of
+// finish(index, sum) for every tile of the block, sum[4i + 2r + t] being the one of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
-// still in the scale of x's row.
+// still in the scale of x's row; then finish.repair().
+//
+// What decides the speed is the path from one product's end to the next one's issue: promote,
+// split, issue. It must be shorter than the other consumer's products. All else stands after the
+// issue, where the warp would only wait.
 template <class Finish>
 __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& shared, int consumer,
-                                        const Finish& finish) {
+                                        Finish& finish) {
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
   const int g = lane / 4;
@@ -323,33 +322,30 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   const uint32_t place = row * kLinearBoxK * 4 + ((2 * c ^ g) << 4);
   const int k_tiles = (args.k + kTileK - 1) / kTileK;
 
-  Cursor reading;    // the weight that is loaded next
-  Cursor computing;  // the x whose products are issued next
-  RawWeight raw;     // the weight that goes with it
+  Cursor next;   // the stage that is read next
+  int slot = 0;  // the stage whose products are issued next
+  RawWeight raw;
   float scale[2];
   float unscale[2];
-  const auto read_weight = [&] {
-    raw.load(ptx::shared_address(shared.weight[reading.slot].box) + place);
-  };
-  // The slot is given back when the last loaded value has been looked at.
-  const auto find_scale_and_release = [&](float (&found_unscale)[2]) {
+  const auto read_stage = [&](float (&found_unscale)[2]) {
+    next.wait_until_full(shared.of_weight);
+    next.wait_until_full(shared.of_x);
+    raw.load(ptx::shared_address(shared.weight[next.slot].box) + place);
+    next.advance();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const Scale found = scale_of_quad(raw.largest_in_row(r));
       scale[r] = found.scale;
       found_unscale[r] = found.unscale;
     }
-    const uint32_t zero = (__float_as_uint(scale[0]) | __float_as_uint(scale[1])) >> 31;
-    const uint32_t empty = ptx::shared_address(&shared.of_weight.empty[reading.slot]);
-    if (lane == 0) ptx::mbarrier_arrive(empty + zero);
-    reading.advance();
+  };
+  const auto release = [&](Barriers& barriers) {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[slot]));
   };
 
   const Turn turn{consumer};
   turn.begin();
-  reading.wait_until_full(shared.of_weight);
-  read_weight();
-  find_scale_and_release(unscale);
+  read_stage(unscale);
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
     const bool last_tile = index + gridDim.x >= args.tiles;
     float sum[64];
@@ -362,17 +358,15 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       const int end = min(begin + kChunkTiles, k_tiles);
       for (int k_tile = begin; k_tile < end; ++k_tile) {
         weight.split_of(raw, scale);
-        // After the very last product some slot is read and not used.
-        if (!last_tile || k_tile + 1 < k_tiles) reading.wait_until_full(shared.of_weight);
-        read_weight();
-        computing.wait_until_full(shared.of_x);
-        float next_unscale[2];
-        issue_products(accumulator, weight, shared.x[computing.slot], turn,
-                       [&] { find_scale_and_release(next_unscale); });
+        issue_products(accumulator, weight, shared.x[slot], turn);
+        release(shared.of_weight);
+        float next_unscale[2] = {0, 0};
+        if (!last_tile || k_tile + 1 < k_tiles) read_stage(next_unscale);
+        ptx::pin(scale);
+        ptx::pin(next_unscale);
         ptx::wgmma_wait<0>();
-        if (lane == 0)
-          ptx::mbarrier_arrive(ptx::shared_address(&shared.of_x.empty[computing.slot]));
-        computing.advance();
+        release(shared.of_x);
+        if (++slot == kLinearStages) slot = 0;
         ptx::pin(accumulator);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[i] = fmaf(accumulator[i], unscale[i / 2 % 2], sum[i]);
@@ -381,9 +375,10 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       }
     }
     if (k_tiles > kChunkTiles) unpark(args, sum);
-    finish(tile_at(args, index), sum);
+    finish(index, sum);
   }
   turn.end();
+  finish.repair();
 }
 
 // ---- epilogue -----------------------------------------------------------------------------------
@@ -428,6 +423,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   const LinearSplitArgs& args;
   float (&exchange)[kBatchM][kExchangePitch];  // this warp's
   int warp_n;                                  // the warp's first row of the weight, in the tile
+  bool any_broken = false;                     // in any lane
 
   struct Inputs {
     float value[1 + kOperands];  // z first
@@ -457,7 +453,8 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   static __device__ __forceinline__ int row_of(int e, int lane) { return 2 * e + lane / kWarpN; }
 
   // Batch by batch through shared memory, so that a warp reads and writes runs of n.
-  __device__ __forceinline__ void operator()(Tile tile, const float (&sum)[64]) const {
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64]) {
+    const Tile tile = tile_at(args, index);
     const int lane = threadIdx.x % 32;
     const int n = tile.n + warp_n + lane % kWarpN;
     const float bias = bias_of(n);
@@ -494,7 +491,21 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
       }
       __syncwarp();
     }
-    if (__any_sync(0xFFFFFFFF, broken != 0)) repair(tile, broken);
+    broken_in(index) = broken;
+    any_broken |= __any_sync(0xFFFFFFFF, broken != 0);
+  }
+
+  __device__ __forceinline__ uint64_t& broken_in(int index) const {
+    return args.broken[int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x];
+  }
+
+  // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
+  // the stages' addresses are uniform, and descriptors would then reach each wgmma through R2UR.
+  __device__ __forceinline__ void repair() const {
+    if (!any_broken) return;
+    for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+      repair(tile_at(args, index), broken_in(index));
+    }
   }
 
   // The warp goes through its lanes' broken elements one by one.
@@ -553,7 +564,7 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    const Finish<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> finish{
+    Finish<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> finish{
         args, shared.exchange[warp], warp * kWarpN};
     consume(args, shared, warpgroup, finish);
   }

@@ -744,10 +744,13 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
   const int64_t blocks = persistent_blocks(tiles, kernels.multiprocessors);
   const int64_t split_bytes = 2 * m * padded_k * 2;
   const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
-  const Tensor workspace =
-      torch::stable::new_empty(x, {split_bytes + parked_bytes + m * 4}, ScalarType::Byte);
+  const int64_t broken_bytes = tiles * kLinearConsumerThreads * 8;
+  const Tensor workspace = torch::stable::new_empty(
+      x, {split_bytes + parked_bytes + broken_bytes + m * 4}, ScalarType::Byte);
   auto* split = static_cast<uint8_t*>(workspace.data_ptr());
-  auto* unscale = reinterpret_cast<float*>(split + split_bytes + parked_bytes);
+  uint8_t* parked = split + split_bytes;
+  uint8_t* broken = parked + parked_bytes;
+  auto* unscale = reinterpret_cast<float*>(broken + broken_bytes);
 
   const SplitRowsArgs rows{static_cast<const float*>(x.data_ptr()),
                            *x_stride,
@@ -770,7 +773,8 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
       CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split, {unsigned64(padded_k), unsigned64(m), 2},
       {unsigned64(padded_k * 2), unsigned64(m * padded_k * 2)}, {kLinearTileK, kLinearTileM, 2});
   args.x_unscale = unscale;
-  args.parked = reinterpret_cast<float4*>(split + split_bytes);
+  args.parked = reinterpret_cast<float4*>(parked);
+  args.broken = reinterpret_cast<uint64_t*>(broken);
   args.x = rows.x;
   args.weight = static_cast<const float*>(weight.data_ptr());
   args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
