@@ -395,6 +395,24 @@ def example_source(epilogue: str, scalars: int, *types: str) -> str:
     return f'#include "examples.cuh"\n#include "pointwise.cuh"\nFX_FUSER_POINTWISE({arguments})\n'
 
 
+def linear_example_source(epilogue: str, scalars: int, *types: str) -> str:
+    """As `example_source`, of the linear kernel of sm_90a: Acc, Out, the type of z, operands..."""
+    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
+    return (
+        '#include "examples.cuh"\n#include "linear_split_sm90.cuh"\n'
+        f"FX_FUSER_LINEAR_SPLIT({arguments})\n"
+    )
+
+
+def _linear_sources(arch: str) -> list[str]:
+    if arch != "sm_90a":
+        return []
+    return [
+        linear_example_source("Swish", 1, "float", "float", "float"),
+        linear_example_source("BatchNormMul", 1, "float", "__half", "float", *["float"] * 5),
+    ]
+
+
 def _representative_sources() -> list[str]:
     sources = [batch_stats_source()]
     for value in ("float", "double", "__half", "__nv_bfloat16"):
@@ -430,8 +448,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     passed = [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
-        compile_all = functools.partial(cubins, sources, arch)
-        passed.append(_attempt(f"{arch}: {len(sources)} sources", compile_all))
+        of_arch = sources + _linear_sources(arch)
+        compile_all = functools.partial(cubins, of_arch, arch)
+        passed.append(_attempt(f"{arch}: {len(of_arch)} sources", compile_all))
     return 0 if all(passed) else 1
 
 

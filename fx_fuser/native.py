@@ -20,10 +20,14 @@ from fx_fuser.errors import BuildError
 
 _lock = threading.RLock()
 _pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], None]
+_linear_split: Callable[..., bool]
 _kernels: dict[tuple[str, int], int] = {}  # (source, device index) → handle
 _batch_stats: dict[int, int] = {}  # device index → handle
 
-_SIGNATURE = re.compile(r"^FX_FUSER_POINTWISE\((.*)\)\s*;?\s*$", re.MULTILINE)
+# The last line of a generated source: which kernel, and what it is instantiated with.
+_SIGNATURE = re.compile(r"^FX_FUSER_(POINTWISE|LINEAR_SPLIT)\((.*)\)\s*;?\s*$", re.MULTILINE)
+_LINEAR_SPLIT_ARCH = "sm_90a"
+_NO_KERNEL = 0  # the handle where the device has no such kernel
 
 
 def available(device: torch.device | str | int) -> str | None:
@@ -73,8 +77,52 @@ def kernel_name(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:32]
 
 
+def linear_split(
+    source: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
+
+    Nothing outlives the call but the results: no state, no scales of an earlier weight. Captured in
+    a CUDA graph, replays read the tensors anew.
+
+    Args:
+        source: the generated text of one translation unit, see kernels_cu/linear_split_sm90.cuh.
+        x: [*, K], float32, rows 16-byte aligned and evenly spaced.
+        weight: [N, K], float32, rows 16-byte aligned.
+        bias: [N], float32.
+        out: [*, N] of the dtype that `source` names. Shares memory with no other tensor here.
+        z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
+        operands: of the dtypes that `source` names; each broadcasts to out's shape and has any
+            strides with which out's rows, counted through its leading dimensions, are evenly
+            spaced in it.
+        scalars: as many as `source` names.
+
+    Returns:
+        False, with nothing done, where the kernel does not take this device, these strides, these
+        addresses or K = 0; the caller then goes another way.
+
+    Raises:
+        BuildError: the source does not compile or load.
+        RuntimeError: tensors do not fit the source or each other, or the launch fails.
+    """
+    handle = _kernels.get((source, out.get_device()))
+    if handle is None:
+        prepare([source], out.device)
+        handle = _kernels[source, out.get_device()]
+    if handle == _NO_KERNEL:
+        return False
+    return _linear_split(handle, x, weight, bias, out, z, operands, scalars)
+
+
 def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
-    """Builds (in parallel) and loads the pointwise kernels of `sources` ahead of their use.
+    """Builds (in parallel) and loads the kernels of `sources` ahead of their use.
 
     Raises:
         BuildError: a source does not compile or load.
@@ -86,11 +134,16 @@ def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
         if not missing:
             return
         _load_shim()
-        signatures = [_signature_of(source) for source in missing]
-        paths = build.cubins(missing, build.arch_of(device))
-        for source, signature, path in zip(missing, signatures, paths, strict=True):
-            name = kernel_name(source)
-            _kernels[source, index] = _load("load_pointwise", name, str(path), signature, index)
+        arch = build.arch_of(device)
+        signatures = {source: _signature_of(source) for source in missing}
+        if arch != _LINEAR_SPLIT_ARCH:
+            for source in [s for s in missing if _loader_of(s) == "load_linear_split"]:
+                _kernels[source, index] = _NO_KERNEL
+                missing.remove(source)
+        for source, path in zip(missing, build.cubins(missing, arch), strict=True):
+            loader = _loader_of(source)
+            name = (kernel_name(source),) if loader == "load_pointwise" else ()
+            _kernels[source, index] = _load(loader, *name, str(path), signatures[source], index)
 
 
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,18 +186,31 @@ def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _signature_of(source: str) -> list[str]:
+def _macro_of(source: str) -> tuple[str, str]:
+    """Name and arguments of the source's last line, which instantiates a kernel."""
     found = _SIGNATURE.findall(source)
     if len(found) != 1:
         raise BuildError(
-            f"a pointwise source has {len(found)} lines FX_FUSER_POINTWISE(...), not one"
+            f"a kernel source has {len(found)} lines FX_FUSER_POINTWISE(...) "
+            "or FX_FUSER_LINEAR_SPLIT(...), not one"
         )
-    return [part.strip() for part in re.sub(r"/\*.*?\*/", "", found[0]).split(",")]
+    name, arguments = found[0]
+    return name, arguments
+
+
+def _loader_of(source: str) -> str:
+    """The op that loads the source's kernel."""
+    return f"load_{_macro_of(source)[0].lower()}"
+
+
+def _signature_of(source: str) -> list[str]:
+    parts = re.sub(r"/\*.*?\*/", "", _macro_of(source)[1]).split(",")
+    return [part.strip() for part in parts]
 
 
 def _load_shim() -> None:
     """Registers the ops, once per process: a second library with their namespace would abort it."""
-    global _pointwise
+    global _linear_split, _pointwise
     if not hasattr(torch.ops.fx_fuser_native, "pointwise"):
         path = build.shim()
         try:
@@ -152,6 +218,7 @@ def _load_shim() -> None:
         except OSError as error:
             raise BuildError(f"cannot load {path} ({error}); does it fit this torch?") from error
     _pointwise = torch.ops.fx_fuser_native.pointwise.default
+    _linear_split = torch.ops.fx_fuser_native.linear_split.default
 
 
 def _load(op: str, *arguments: object) -> int:

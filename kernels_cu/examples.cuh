@@ -14,6 +14,30 @@ struct Swish {
   }
 };
 
+// sigmoid(z) * s + z
+struct Residual {
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[1], const Acc (&scalar)[1]) const {
+    return math::sigmoid(in[0]) * scalar[0] + in[0];
+  }
+};
+
+// The value itself.
+struct Identity {
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[1], const Acc (&)[1]) const {
+    return in[0];
+  }
+};
+
+// z * sigmoid(z) * a + b * c - s
+struct ThreeOperands {
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[4], const Acc (&scalar)[1]) const {
+    return in[0] * math::sigmoid(in[0]) * in[1] + in[2] * in[3] - scalar[0];
+  }
+};
+
 // mask * sigmoid(z) * y
 struct Gate {
   template <class Acc>

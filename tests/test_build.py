@@ -268,7 +268,7 @@ def test_arch_of(monkeypatch):
 
 @pytest.mark.parametrize("source", ["", "FX_FUSER_POINTWISE(E, 0, float, float, float)\n" * 2])
 def test_a_pointwise_source_has_one_signature(source):
-    with pytest.raises(BuildError, match=r"lines FX_FUSER_POINTWISE\(\.\.\.\), not one"):
+    with pytest.raises(BuildError, match=r"has [02] lines FX_FUSER_POINTWISE.*, not one"):
         native._signature_of(source)
 
 

@@ -1,0 +1,391 @@
+"""The fp32 linear kernel of sm_90a by itself: builds it, checks it against float64, times it.
+
+    python -m benchmarks.linear_sm90 [--skip-sweep] [--skip-timing] [--cases 200] [--seed 0]
+
+Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
+on random data, the splitting of x included; `sustained` is the mean of 0.4 s back to back, where
+the power cap binds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+
+from benchmarks.measure import float32_settings, median_ms
+from fx_fuser import build, native
+
+CUDA = torch.device("cuda")
+FLOOR = 4e-7  # of the accuracy contract
+ROW_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Example:
+    """An epilogue of examples.cuh and the same in torch ops, as f(z, operands, scalars)."""
+
+    source: str
+    reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]
+    operands: tuple[torch.dtype, ...] = ()
+    scalars: int = 0
+    out: torch.dtype = torch.float32
+
+
+def _example(name: str, scalars: int, out: str, *operands: str) -> str:
+    return build.linear_example_source(name, scalars, "float", out, "float", *operands)
+
+
+IDENTITY = Example(_example("Identity", 0, "float"), lambda z, t, s: z)
+SWISH = Example(_example("Swish", 1, "float"), lambda z, t, s: F.silu(z) * s[0], scalars=1)
+RESIDUAL = Example(
+    _example("Residual", 1, "float"), lambda z, t, s: torch.sigmoid(z) * s[0] + z, scalars=1
+)
+OPERANDS = Example(
+    _example("ThreeOperands", 1, "float", "float", "__nv_bfloat16", "bool"),
+    lambda z, t, s: F.silu(z) * t[0].to(z.dtype) + t[1].to(z.dtype) * t[2].to(z.dtype) - s[0],
+    (torch.float32, torch.bfloat16, torch.bool),
+    scalars=1,
+)
+HALF_OUT = Example(_example("Identity", 0, "__half"), lambda z, t, s: z, out=torch.float16)
+EXAMPLES = (IDENTITY, SWISH, RESIDUAL, OPERANDS, HALF_OUT)
+
+
+def run(
+    example: Example,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    operands: list[Tensor] | None = None,
+    scalars: list[float] | None = None,
+    out: Tensor | None = None,
+    z: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], len(weight)), dtype=example.out)
+    taken = native.linear_split(
+        example.source, x, weight, bias, out, z, operands or [], scalars or [2.0] * example.scalars
+    )
+    assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
+    return out
+
+
+# ---- accuracy ------------------------------------------------------------------------------------
+
+
+def relative(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm().clamp_min(1e-300))
+
+
+def worst_row(value: Tensor, exact: Tensor) -> float:
+    error = (value.double() - exact).norm(dim=1)
+    return float((error / exact.norm(dim=1).clamp_min(1e-300)).max())
+
+
+def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The data of the accuracy contract: name, x [m, k], weight [n, k]."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=CUDA)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, device=CUDA)
+
+    def spread(decades: float, *shape: int) -> Tensor:
+        return 10.0 ** ((uniform(*shape) * 2 - 1) * decades)
+
+    yield "as nn.Linear", uniform(m, k), (uniform(n, k) * 2 - 1) / k**0.5
+    yield "normal", normal(m, k), normal(n, k)
+    yield "all positive", uniform(m, k), uniform(n, k)
+    yield "heavy-tailed", normal(m, k) * spread(4, m, k), normal(n, k) * spread(4, n, k)
+    yield "scaled rows", normal(m, k) * spread(6, m, 1), normal(n, k) * spread(6, n, 1)
+    columns = torch.where(uniform(1, k) < 0.01, 1000.0, 1.0)
+    yield "outlier columns", normal(m, k) * columns, normal(n, k)
+
+
+def accuracy(failures: list[str]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for m, n, k in ((256, 384, 64), (256, 384, 1024), (256, 384, 8192), (256, 384, 65536)):
+        for name, x, weight in families(m, n, k):
+            exact = x.double() @ weight.double().T
+            ours, sgemm = run(IDENTITY, x, weight), F.linear(x, weight)
+            row = [k, name, relative(ours, exact), relative(sgemm, exact)]
+            per_row = [worst_row(ours, exact), worst_row(sgemm, exact)]
+            rows.append([*row, *per_row])
+            if not row[2] <= max(1.5 * row[3], FLOOR):  # type: ignore[operator]
+                failures.append(f"accuracy, K = {k}, {name}: {row[2]:.2e} v {row[3]:.2e}")
+            if not per_row[0] <= max(4 * per_row[1], ROW_FLOOR):
+                failures.append(f"worst row, K = {k}, {name}: {per_row[0]:.2e} v {per_row[1]:.2e}")
+    return rows
+
+
+# ---- everything else that must be right ----------------------------------------------------------
+
+SENTINEL = 12345.0
+
+
+def strided(rows: int, columns: int, choose: random.Random) -> Tensor:
+    """Random values with 16-byte aligned rows, some with a gap between them."""
+    padded = -(-columns // 4) * 4 + choose.choice((0, 0, 4, 12))
+    return torch.randn(rows, padded, device=CUDA)[:, :columns]
+
+
+def random_operand(m: int, n: int, dtype: torch.dtype, choose: random.Random) -> Tensor:
+    shape = choose.choice(((n,), (m, 1), (1, n), (m, n), (1, 1), ()))
+    values = torch.randn(shape, device=CUDA)
+    values = values > 0 if dtype == torch.bool else values.to(dtype)
+    if shape == (m, n) and choose.random() < 0.5:
+        values = values.T.contiguous().T
+    return values
+
+
+def sweep(cases: int, seed: int, failures: list[str]) -> float:
+    """Random shapes, strides, operands and outputs; returns the largest error seen."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    largest = 0.0
+    for case in range(cases):
+        example = choose.choice(EXAMPLES)
+        m, n = choose.choice((1, 2, choose.randint(1, 700))), choose.randint(1, 700)
+        k = choose.choice((choose.randint(1, 64), choose.randint(1, 3000)))
+        x, weight = strided(m, k, choose), strided(n, k, choose)
+        bias = torch.randn(n, device=CUDA) if choose.random() < 0.5 else None
+        operands = [random_operand(m, n, dtype, choose) for dtype in example.operands]
+        scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
+        # Poison where the result goes, sentinels beside it.
+        frame = torch.full((m + 2, n + 5), SENTINEL, device=CUDA, dtype=example.out)
+        out = frame[1:-1, 3 : 3 + n].fill_(float("nan"))
+        z = torch.full((m, n), float("nan"), device=CUDA) if choose.random() < 0.5 else None
+        run(example, x, weight, bias, operands, scalars, out, z)
+
+        exact_z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        exact = example.reference(exact_z, operands, scalars)
+        # Rounding to the result's dtype, and the epilogue's own few roundings, are no error here.
+        bound = 1e-3 if example.out == torch.float16 else 2e-6
+        error = float((out.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
+        if z is not None:
+            error = max(error, relative(z, exact_z))
+        frame[1:-1, 3 : 3 + n] = SENTINEL
+        what = f"case {case}: {m} x {n} x {k}, {example.source.splitlines()[-1]}"
+        if not bool((frame == SENTINEL).all()):
+            failures.append(f"{what}: wrote outside the result")
+        if not error <= bound:
+            failures.append(f"{what}: error {error:.2e}")
+        if example.out == torch.float32:
+            largest = max(largest, error)
+    return largest
+
+
+def special_values(failures: list[str]) -> None:
+    """Infinities, NaN, zeros, denormals and extremes, as an fp32 product gives them."""
+    m, n, k = 200, 300, 500
+
+    def same(what: str, x: Tensor, weight: Tensor) -> None:
+        ours, exact = run(IDENTITY, x, weight), F.linear(x.double(), weight.double()).float()
+        finite = exact.isfinite()
+        if not torch.equal(ours.nan_to_num(0, 1, -1)[~finite], exact.nan_to_num(0, 1, -1)[~finite]):
+            failures.append(f"{what}: other infinities or NaN than IEEE's")
+        if not torch.equal(ours.isnan(), exact.isnan()):
+            failures.append(f"{what}: NaN differ")
+        rows, columns = finite.all(1), finite.all(0)
+        error = relative(ours[rows][:, columns], exact[rows][:, columns].double())
+        if not error <= 1e-6:
+            failures.append(f"{what}: error {error:.2e} where finite")
+
+    def pair() -> tuple[Tensor, Tensor]:
+        return torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+
+    inf, nan = float("inf"), float("nan")
+    x, weight = pair()
+    x[3, 7], x[150, 499], weight[5, 8], weight[299, 0] = inf, -inf, inf, -inf
+    same("infinities", x, weight)
+    x, weight = pair()
+    x[3, 7], x[3, 9], weight[17, 100] = inf, nan, nan
+    same("NaN", x, weight)
+    x, weight = pair()
+    x[3, 7], weight[20, 7] = inf, 0.0
+    same("0 * inf", x, weight)
+    x, weight = pair()
+    same("all NaN", x * nan, weight)
+    same("zeros", x * 0, weight)
+    same("zero rows", x * (torch.arange(m, device=CUDA) % 2)[:, None], weight)
+    same("denormal x", x * 1e-40, weight * 1e4)
+    same("denormal weight", x * 1e4, weight * 1e-40)
+    same("tiny weight", x * 1e20, weight * 1e-30)
+    same("huge weight", x * 1e-36, weight * 1e36)
+    same("huge x", x * 1e36, weight * 1e-36)
+    if run(IDENTITY, x * 1e30, weight * 1e30).isfinite().any():  # in fp32 of either sign, or NaN
+        failures.append("overflow: finite values")
+
+
+def graphs_and_repeats(failures: list[str]) -> None:
+    """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
+    x, weight = torch.randn(300, 1000, device=CUDA), torch.randn(500, 1000, device=CUDA)
+    out = run(SWISH, x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(SWISH, x, weight, out=out)
+    for factor in (1.0, 1e-6, 1e6):
+        weight.normal_().mul_(factor)
+        graph.replay()
+        exact = F.silu(x.double() @ weight.double().T) * 2
+        if not relative(out, exact) <= 1e-6:
+            failures.append(f"graph replay, weight * {factor}: {relative(out, exact):.2e}")
+    first = run(SWISH, x, weight)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results = []
+    for i in range(400):
+        with torch.cuda.stream(streams[i % 2]):
+            result = run(SWISH, x, weight)
+            results.append((result != first).any())
+    torch.cuda.synchronize()
+    if any(bool(r) for r in results):
+        failures.append("launches over two streams differ")
+
+
+def refusals(failures: list[str]) -> None:
+    x, weight = torch.randn(8, 33, device=CUDA), torch.randn(16, 33, device=CUDA)
+    unaligned = torch.randn(8 * 32 + 1, device=CUDA)[1:].view(8, 32)
+    out = torch.empty(8, 16, device=CUDA)
+    for what, a, b in (
+        ("K = 33", x, weight),
+        ("unaligned x", unaligned, weight[:, :32].contiguous()),
+        ("K = 0", x[:, :0], weight[:, :0]),
+    ):
+        if native.linear_split(IDENTITY.source, a, b, None, out, None, [], []):
+            failures.append(f"{what} was not refused")
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def sustained_ms(step: Callable[[], object], one_ms: float) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    count = max(1, round(400 / one_ms))
+    for _ in range(count // 2):
+        step()
+    start.record()
+    for _ in range(count):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / count
+
+
+def host_us(step: Callable[[], object]) -> float:
+    step()
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(10):
+            step()
+        samples.append((time.perf_counter() - start) / 10 * 1e6)
+        torch.cuda.synchronize()
+    return sorted(samples)[len(samples) // 2]
+
+
+def timing(failures: list[str]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for name, example, m, k, n in (
+        ("#70", RESIDUAL, 1024, 8192, 8192),
+        ("#59", SWISH, 128, 32768, 32768),
+    ):
+        x = torch.rand(m, k, device=CUDA)
+        linear = torch.nn.Linear(k, n, device=CUDA)
+        weight, bias = linear.weight.detach(), linear.bias.detach()
+        out = torch.empty(m, n, device=CUDA).fill_(float("nan"))
+
+        def ours(
+            e: Example = example,
+            x: Tensor = x,
+            w: Tensor = weight,
+            b: Tensor = bias,
+            o: Tensor = out,
+        ) -> Tensor:
+            return run(e, x, w, b, out=o)
+
+        def eager(
+            e: Example = example, x: Tensor = x, w: Tensor = weight, b: Tensor = bias
+        ) -> Tensor:
+            return e.reference(F.linear(x, w, b), [], [2.0])
+
+        exact = example.reference(F.linear(x.double(), weight.double(), bias.double()), [], [2.0])
+        error, eager_error = relative(ours(), exact), relative(eager(), exact)
+        del exact
+        if not error <= max(1.5 * eager_error, FLOOR):
+            failures.append(f"{name}: error {error:.2e}, eager's {eager_error:.2e}")
+        ms = median_ms(ours, [], CUDA, 50, 200)
+        again = median_ms(ours, [], CUDA, 50, 200)
+        eager_ms = median_ms(eager, [], CUDA, 20, 100)
+        rows.append(
+            [
+                *(name, ms, again, sustained_ms(ours, ms), eager_ms, eager_ms / ms),
+                *(2e-9 * m * n * k / ms, error, eager_error),
+            ]
+        )
+    x, weight = torch.randn(8, 64, device=CUDA), torch.randn(8, 64, device=CUDA)
+    out = torch.empty(8, 8, device=CUDA)
+    rows.append(["host, µs", host_us(lambda: run(SWISH, x, weight, out=out))])
+    rows.append(["F.linear, µs", host_us(lambda: F.linear(x, weight))])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_sm90")
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--skip-timing", action="store_true")
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+
+    started = time.perf_counter()
+
+    def done(what: str) -> None:
+        torch.cuda.synchronize()
+        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
+
+    native.prepare([e.source for e in EXAMPLES], CUDA)
+    done("built")
+    failures: list[str] = []
+    errors: list[list[object]] = []
+    times: list[list[object]] = []
+    with float32_settings("fp32"):
+        if not chosen.skip_checks:
+            largest = sweep(chosen.cases, chosen.seed, failures)
+            done(f"{chosen.cases} random cases, largest error {largest:.1e}")
+            special_values(failures)
+            refusals(failures)
+            graphs_and_repeats(failures)
+            done("special values, refusals, graphs, repeats")
+            errors = accuracy(failures)
+            done("accuracy")
+        if not chosen.skip_timing:
+            times = timing(failures)
+            done("timing")
+
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    if errors:
+        heads = ["K", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
+        print(tabulate(errors, heads, floatfmt=".1e") + "\n")
+    if times:
+        heads = ["", "ms", "again", "sustained", "eager", "×", "TFLOP/s", "error", "eager's"]
+        formats = ["", ".4f", ".4f", ".4f", ".3f", ".2f", ".0f", ".1e", ".1e"]
+        print(tabulate(times, heads, floatfmt=formats) + "\n")
+    for failure in failures[:30]:
+        print("FAIL", failure)
+    print(f"{len(failures)} checks failed" if failures else "all checks passed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+// What the host tells the split-product linear kernels. shim.cpp fills it, linear_split_sm90.cuh
+// reads it.
+#pragma once
+
+#include <cuda.h>
+#include <vector_types.h>
+
+#include <cstdint>
+
+#include "pointwise_args.h"
+
+namespace fx_fuser {
+
+// ---- the rows of x, split -----------------------------------------------------------------------
+
+constexpr int kSplitThreads = 256;
+constexpr int kSplitWidth = 8;  // elements a thread has at once
+constexpr int kSplitMaxCluster = 8;
+
+// Blocks that share a row: with 16 elements a thread a row is read in two rounds.
+constexpr int split_cluster(int64_t k) {
+  int blocks = 1;
+  while (blocks < kSplitMaxCluster && blocks * 2 * kSplitThreads * kSplitWidth < k) blocks *= 2;
+  return blocks;
+}
+
+struct SplitRowsArgs {
+  const float* x;  // [rows, k], 16-byte aligned rows
+  int64_t x_stride;
+  void* split;     // [2, rows, padded_k] fp16: hi, lo
+  float* unscale;  // [rows]
+  int32_t rows;
+  int32_t k;
+  int32_t padded_k;
+};
+
+// ---- the product --------------------------------------------------------------------------------
+
+constexpr int kLinearThreads = 384;
+constexpr int kLinearConsumerThreads = 256;
+constexpr int kLinearTileN = 128;  // rows of the weight
+constexpr int kLinearTileM = 128;  // rows of x
+constexpr int kLinearTileK = 64;
+constexpr int kLinearBoxK = 32;       // of the weight's tensor map: 128 bytes, one swizzle span
+constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
+constexpr int kLinearStages = 3;
+constexpr int kLinearStageBytes =
+    kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
+constexpr int kLinearEpilogueBytes = 8 * 32 * 20 * 4;  // an exchange buffer a warp
+constexpr int kLinearSharedBytes =
+    kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) + kLinearEpilogueBytes;
+
+// Element [m, n] is data[m * stride_m + n * stride_n].
+struct LinearOperand {
+  const void* data;
+  int64_t stride_m;
+  int64_t stride_n;
+};
+
+struct LinearSplitArgs {
+  CUtensorMap weight_map;  // [n, k] fp32
+  CUtensorMap x_map;       // [2, m, padded k] fp16, as the split wrote it
+  const float* x_unscale;  // [m]
+  float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
+  uint64_t* broken;        // [tiles, consuming threads]: which of its results are not finite
+  const float* x;          // [m, k], row stride x_stride: only read to repair
+  const float* weight;     // [n, k], likewise
+  const float* bias;       // [n], or null
+  void* out;               // [m, n], row stride out_stride
+  float* z;                // [m, n], row stride z_stride, or null: x weightᵀ + bias
+  int64_t x_stride;
+  int64_t weight_stride;
+  int64_t out_stride;
+  int64_t z_stride;
+  LinearOperand operand[kMaxInputs];
+  float scalar[kMaxScalars];
+  int32_t m;
+  int32_t n;
+  int32_t k;
+  int32_t tiles;  // of the output
+};
+
+}  // namespace fx_fuser

@@ -1,0 +1,584 @@
+// out[m, n] = epilogue(z, operands...), z = sum over k of x[m, k] weight[n, k] + bias[n], for
+// sm_90a: fp32-accurate on the fp16 tensor cores.
+//
+// Each operand is two fp16 (split_sm90.cuh), and three products are summed:
+//
+//   x w ~ x_lo w_hi + x_hi w_lo + x_hi w_hi
+//
+// - x is split by a pre-pass, with one scale a row. The weight is split in registers on its way to
+//   the tensor core, with one scale a row *and* 64 of k, taken from the very values that are split:
+//   there is no state between calls that could be stale, and no other pass over the weight.
+// - The tensor core truncates when it accumulates, and the weight's scale holds for 64 of k: every
+//   64 of k the accumulators are multiplied by 1 / scale and added to sums in fp32 registers.
+// - The tile is computed transposed, weight times xᵀ: the fp32 operand must be the one that wgmma
+//   takes from registers, and a thread then reads just the rows of the weight whose sums it holds.
+// - A z that is not finite is computed again by plain fp32 arithmetic (`repair`): split products
+//   turn infinities into NaN, and overflow where a weight is beyond about 2^100.
+//
+// Blocks are persistent: one warpgroup feeds shared memory, two of 64 rows of the weight each
+// compute. They take turns at the tensor core: while one's products run the other promotes and
+// splits.
+//
+// The generated translation unit is that of pointwise.cuh with another last line, where in[0] is z:
+//
+//   FX_FUSER_LINEAR_SPLIT(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*z*/ float,
+//                         /*operands*/ float...)
+#pragma once
+
+#include <utility>
+
+#include "convert.cuh"
+#include "epilogue_math.cuh"
+#include "linear_split_args.h"
+#include "ptx_sm90.cuh"
+#include "split_sm90.cuh"
+
+namespace fx_fuser::linear_split {
+
+constexpr int kConsumers = 2;
+constexpr int kWarpgroup = 128;
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+constexpr int kTileM = kLinearTileM;
+constexpr int kTileN = kLinearTileN;
+constexpr int kTileK = kLinearTileK;
+constexpr int kWarpN = 16;                  // rows of the weight whose sums a warp holds
+constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
+constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
+constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
+static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
+static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters * kWarpgroup <=
+              64 * 1024);
+
+// ---- shared memory ------------------------------------------------------------------------------
+
+// 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+struct WeightSlot {
+  float box[kTileK / kLinearBoxK][kTileN][kLinearBoxK];
+};
+struct XSlot {
+  __half part[2 /*hi, lo*/][kTileM][kTileK];
+};
+static_assert(sizeof(WeightSlot) + sizeof(XSlot) == kLinearStageBytes);
+static_assert(sizeof(WeightSlot) % 1024 == 0 && sizeof(XSlot) % 1024 == 0);
+
+// Two rings: a slot of the weight is free once it is in registers, one of x once its products are
+// done, more than a turn later.
+struct Barriers {
+  uint64_t full[kLinearStages];
+  uint64_t empty[kLinearStages];
+};
+
+struct Shared {
+  WeightSlot weight[kLinearStages];
+  XSlot x[kLinearStages];
+  float exchange[kConsumers * kWarpgroup / 32][kBatchM][kExchangePitch];
+  Barriers of_weight;
+  Barriers of_x;
+};
+static_assert(sizeof(Shared) == kLinearSharedBytes);
+
+// Where in a ring a reader or writer is.
+struct Cursor {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kLinearStages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ void wait_until_full(Barriers& barriers) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.full[slot]), phase);
+  }
+  __device__ __forceinline__ void wait_until_empty(Barriers& barriers) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.empty[slot]), phase ^ 1);
+  }
+};
+
+// ---- which tile ---------------------------------------------------------------------------------
+
+struct Tile {
+  int m;  // first row of x
+  int n;  // first row of the weight
+};
+
+// Columns of kGroupM tiles of x; in a group the weight is walked once.
+__device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) {
+  const int m_tiles = (args.m + kTileM - 1) / kTileM;
+  const int n_tiles = args.tiles / m_tiles;
+  const int group = index / (kGroupM * n_tiles);
+  const int inside = index - group * kGroupM * n_tiles;
+  const int width = min(kGroupM, m_tiles - group * kGroupM);
+  return {(group * kGroupM + inside % width) * kTileM, inside / width * kTileN};
+}
+
+// ---- producers ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared& shared) {
+  // A weight that only one tile of x meets is read once.
+  const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
+  Cursor cursor;
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    const int n = tile_at(args, index).n;
+    for (int k = 0; k < args.k; k += kTileK) {
+      WeightSlot& slot = shared.weight[cursor.slot];
+      const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
+      cursor.wait_until_empty(shared.of_weight);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
+#pragma unroll
+      for (int box = 0; box < kTileK / kLinearBoxK; ++box) {
+        ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
+                         k + box * kLinearBoxK, n);
+      }
+      cursor.advance();
+    }
+  }
+}
+
+__device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {
+  Cursor cursor;
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    const int m = tile_at(args, index).m;
+    for (int k = 0; k < args.k; k += kTileK) {
+      const uint32_t full = ptx::shared_address(&shared.of_x.full[cursor.slot]);
+      cursor.wait_until_empty(shared.of_x);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(XSlot));
+      ptx::tensor_load(ptx::shared_address(shared.x[cursor.slot].part), args.x_map, full,
+                       ptx::kEvictLast, k, m, 0);
+      cursor.advance();
+    }
+  }
+}
+
+// ---- the weight, from shared memory to wgmma's operand ------------------------------------------
+
+// A thread's part of a stage: rows g and g + 8 of its warp's 16, chunks 2c and 2c + 1 of each 32 of
+// k. Chunk 2c + j of box b is its part of the wgmma over k positions 32b + 16j...32b + 16j + 15.
+struct RawWeight {
+  float4 chunk[kTileK / 16][2 /*row*/];
+
+  // `address` is that of row g, chunk 2c in the first box. Free of bank conflicts: the eight lanes
+  // of one phase have eight different swizzled chunks.
+  __device__ __forceinline__ void load(uint32_t address) {
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
+        chunk[step][row] = ptx::load_shared(chunk_address + step / 2 * sizeof(WeightSlot) / 2 +
+                                            row * 8 * kLinearBoxK * 4);
+      }
+    }
+  }
+
+  // What this lane has of one of the two rows.
+  __device__ __forceinline__ float largest_in_row(int row) const {
+    float largest = largest_of(chunk[0][row]);
+#pragma unroll
+    for (int step = 1; step < kTileK / 16; ++step) {
+      largest = fmaxf(largest, largest_of(chunk[step][row]));
+    }
+    return largest;
+  }
+};
+
+// Of a row over the whole stage: the quad's lanes have a part each.
+__device__ __forceinline__ Scale scale_of_quad(float largest) {
+  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+  return Scale::of(largest);
+}
+
+struct Fragments {
+  uint32_t hi[kTileK / 16][4];
+  uint32_t lo[kTileK / 16][4];
+
+  __device__ __forceinline__ void split_of(const RawWeight& raw, const float (&scale)[2]) {
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float4 v = raw.chunk[step][row];
+        const SplitPair front = split(v.x * scale[row], v.y * scale[row]);
+        const SplitPair back = split(v.z * scale[row], v.w * scale[row]);
+        hi[step][row] = front.hi;
+        hi[step][2 + row] = back.hi;
+        lo[step][row] = front.lo;
+        lo[step][2 + row] = back.lo;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+      ptx::pin(hi[step]);
+      ptx::pin(lo[step]);
+    }
+  }
+};
+
+// ---- consumers ----------------------------------------------------------------------------------
+
+// Lets the two consumers issue in turn, the first one first.
+struct Turn {
+  int consumer;
+
+  __device__ __forceinline__ static void wait_for(int consumer) {
+    ptx::barrier_sync<kConsumers * kWarpgroup>(1 + consumer);
+  }
+  __device__ __forceinline__ static void pass_to(int consumer) {
+    ptx::barrier_arrive<kConsumers * kWarpgroup>(1 + consumer);
+  }
+  __device__ __forceinline__ void begin() const {
+    if (consumer == 1) pass_to(0);
+  }
+  __device__ __forceinline__ void take() const { wait_for(consumer); }
+  __device__ __forceinline__ void pass() const { pass_to(1 - consumer); }
+  // The second consumer's last pass is still to be met.
+  __device__ __forceinline__ void end() const {
+    if (consumer == 0) wait_for(0);
+  }
+};
+
+// accumulator = the three products with x. The small ones first: what the tensor core truncates is
+// relative to the sum so far.
+__device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments& weight,
+                                               const XSlot& slot, const Turn& turn) {
+  const uint64_t x_hi = ptx::matrix_descriptor(ptx::shared_address(slot.part[0]));
+  const uint64_t x_lo = ptx::matrix_descriptor(ptx::shared_address(slot.part[1]));
+  constexpr int kDescriptorStep = 16 * sizeof(__half) / 16;
+  constexpr int kSteps = kTileK / 16;
+  // Pinned here, else ptxas serialises the products or sinks the splitting behind the barrier.
+  ptx::pin(accumulator);
+  weight.pin();
+  turn.take();
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_lo + step * kDescriptorStep, step > 0);
+    ptx::wgmma_m64n128k16(accumulator, weight.lo[step], x_hi + step * kDescriptorStep, true);
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_hi + step * kDescriptorStep, true);
+  }
+  ptx::wgmma_commit();
+  turn.pass();
+}
+
+// Sums of more than kLinearChunk of k are sums of such sums, each begun at zero: adding a thousand
+// terms to one fp32 would cost more than cuBLAS's own error. What is done waits in memory, as
+// [block][16][thread] float4.
+constexpr int kChunkTiles = kLinearChunkK / kTileK;
+
+__device__ __forceinline__ float4* parking_place(const LinearSplitArgs& args) {
+  return args.parked + blockIdx.x * (16 * kConsumers * kWarpgroup) + threadIdx.x;
+}
+
+__device__ __forceinline__ void park(const LinearSplitArgs& args, float (&sum)[64], bool first) {
+  float4* place = parking_place(args);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float4 before = make_float4(0, 0, 0, 0);
+    if (!first) before = place[i * kConsumers * kWarpgroup];
+    place[i * kConsumers * kWarpgroup] =
+        make_float4(before.x + sum[4 * i], before.y + sum[4 * i + 1], before.z + sum[4 * i + 2],
+                    before.w + sum[4 * i + 3]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[4 * i + e] = 0;
+  }
+}
+
+__device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)[64]) {
+  const float4* place = parking_place(args);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float4 before = place[i * kConsumers * kWarpgroup];
+    sum[4 * i] += before.x;
+    sum[4 * i + 1] += before.y;
+    sum[4 * i + 2] += before.z;
+    sum[4 * i + 3] += before.w;
+  }
+}
+
+// finish(index, sum) for every tile of the block, sum[4i + 2r + t] being the one of
+//   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
+// still in the scale of x's row; then finish.repair().
+//
+// What decides the speed is the path from one product's end to the next one's issue: promote,
+// split, issue. It must be shorter than the other consumer's products. All else stands after the
+// issue, where the warp would only wait.
+template <class Finish>
+__device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& shared, int consumer,
+                                        Finish& finish) {
+  const int thread = threadIdx.x % kWarpgroup;
+  const int lane = thread % 32;
+  const int g = lane / 4;
+  const int c = lane % 4;
+  const int row = consumer * 64 + thread / 32 * 16 + g;
+  const uint32_t place = row * kLinearBoxK * 4 + ((2 * c ^ g) << 4);
+  const int k_tiles = (args.k + kTileK - 1) / kTileK;
+
+  Cursor next;   // the stage that is read next
+  int slot = 0;  // the stage whose products are issued next
+  RawWeight raw;
+  float scale[2];
+  float unscale[2];
+  const auto read_stage = [&](float (&found_unscale)[2]) {
+    next.wait_until_full(shared.of_weight);
+    next.wait_until_full(shared.of_x);
+    raw.load(ptx::shared_address(shared.weight[next.slot].box) + place);
+    next.advance();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Scale found = scale_of_quad(raw.largest_in_row(r));
+      scale[r] = found.scale;
+      found_unscale[r] = found.unscale;
+    }
+  };
+  const auto release = [&](Barriers& barriers) {
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[slot]));
+  };
+
+  const Turn turn{consumer};
+  turn.begin();
+  read_stage(unscale);
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    const bool last_tile = index + gridDim.x >= args.tiles;
+    float sum[64];
+#pragma unroll
+    for (float& one : sum) one = 0;
+    float accumulator[64];
+    Fragments weight;
+    for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
+      if (begin > 0) park(args, sum, /*first=*/begin == kChunkTiles);
+      const int end = min(begin + kChunkTiles, k_tiles);
+      for (int k_tile = begin; k_tile < end; ++k_tile) {
+        weight.split_of(raw, scale);
+        issue_products(accumulator, weight, shared.x[slot], turn);
+        release(shared.of_weight);
+        float next_unscale[2] = {0, 0};
+        if (!last_tile || k_tile + 1 < k_tiles) read_stage(next_unscale);
+        ptx::pin(scale);
+        ptx::pin(next_unscale);
+        ptx::wgmma_wait<0>();
+        release(shared.of_x);
+        if (++slot == kLinearStages) slot = 0;
+        ptx::pin(accumulator);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sum[i] = fmaf(accumulator[i], unscale[i / 2 % 2], sum[i]);
+        unscale[0] = next_unscale[0];
+        unscale[1] = next_unscale[1];
+      }
+    }
+    if (k_tiles > kChunkTiles) unpark(args, sum);
+    finish(index, sum);
+  }
+  turn.end();
+  finish.repair();
+}
+
+// ---- epilogue -----------------------------------------------------------------------------------
+
+// A warp computes x[m, :] weight[n, :]ᵀ in fp32, as IEEE has it.
+__device__ __forceinline__ float plain_product(const LinearSplitArgs& args, int m, int n) {
+  constexpr int kInFlight = 8;
+  const float* x = args.x + m * args.x_stride;
+  const float* weight = args.weight + n * args.weight_stride;
+  float sum = 0;
+  for (int k0 = threadIdx.x % 32; k0 - static_cast<int>(threadIdx.x % 32) < args.k;
+       k0 += 32 * kInFlight) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int k = k0 + 32 * i;
+      if (k < args.k) sum = fmaf(x[k], weight[k], sum);
+    }
+    // A NaN stays one: a tensor full of them is soon done.
+    if (__any_sync(0xFFFFFFFF, isnan(sum))) return NAN;
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+  }
+  return sum;
+}
+
+template <class Epilogue, int kScalars, class Out, class Operands, class... In>
+struct Finish;
+
+template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... In>
+struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
+  static constexpr int kOperands = sizeof...(In);
+  static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  static constexpr int kBatches = kTileM / kBatchM;
+  static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
+  // Of those, whose operands are loaded together: as many as leave no register to spill.
+  static constexpr int kInFlight = kOperands < 2 ? 8 : kOperands < 4 ? 4 : kOperands < 8 ? 2 : 1;
+  static_assert(kOperands <= kMaxInputs && kScalars <= kMaxScalars);
+  static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
+
+  const LinearSplitArgs& args;
+  float (&exchange)[kBatchM][kExchangePitch];  // this warp's
+  int warp_n;                                  // the warp's first row of the weight, in the tile
+  bool any_broken = false;                     // in any lane
+
+  struct Inputs {
+    float value[1 + kOperands];  // z first
+
+    __device__ __forceinline__ void load(const LinearSplitArgs& args, int64_t m, int64_t n) {
+      ((value[1 + kOperand] = convert<float>(static_cast<const In*>(
+            args.operand[kOperand]
+                .data)[m * args.operand[kOperand].stride_m + n * args.operand[kOperand].stride_n])),
+       ...);
+    }
+  };
+
+  __device__ __forceinline__ float bias_of(int n) const {
+    return args.bias != nullptr && n < args.n ? args.bias[n] : 0.0f;
+  }
+
+  __device__ __forceinline__ void store(const Inputs& in, int64_t m, int64_t n) const {
+    float scalar[kScalarSlots];
+#pragma unroll
+    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
+    if (args.z != nullptr) args.z[m * args.z_stride + n] = in.value[0];
+    static_cast<Out*>(args.out)[m * args.out_stride + n] =
+        convert<Out>(static_cast<float>(Epilogue{}(in.value, scalar)));
+  }
+
+  // Element e of a lane's batch: for each e the warp has two rows of x and all 16 of its n.
+  static __device__ __forceinline__ int row_of(int e, int lane) { return 2 * e + lane / kWarpN; }
+
+  // Batch by batch through shared memory, so that a warp reads and writes runs of n.
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64]) {
+    const Tile tile = tile_at(args, index);
+    const int lane = threadIdx.x % 32;
+    const int n = tile.n + warp_n + lane % kWarpN;
+    const float bias = bias_of(n);
+    uint64_t broken = 0;  // bit 16 batch + e: that z is not finite
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const int first_m = tile.m + batch * kBatchM;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        exchange[i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i / 2 % 2 * 8] =
+            sum[batch * kElements + i];
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int e0 = 0; e0 < kElements; e0 += kInFlight) {
+        Inputs in[kInFlight];
+#pragma unroll
+        for (int e = 0; e < kInFlight; ++e) {
+          const int m = first_m + row_of(e0 + e, lane);
+          if (m < args.m && n < args.n) {
+            in[e].value[0] =
+                fmaf(exchange[row_of(e0 + e, lane)][lane % kWarpN], args.x_unscale[m], bias);
+            in[e].load(args, m, n);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < kInFlight; ++e) {
+          const int m = first_m + row_of(e0 + e, lane);
+          if (m < args.m && n < args.n) {
+            store(in[e], m, n);
+            if (!isfinite(in[e].value[0])) broken |= uint64_t{1} << (batch * kElements + e0 + e);
+          }
+        }
+      }
+      __syncwarp();
+    }
+    broken_in(index) = broken;
+    any_broken |= __any_sync(0xFFFFFFFF, broken != 0);
+  }
+
+  __device__ __forceinline__ uint64_t& broken_in(int index) const {
+    return args.broken[int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x];
+  }
+
+  // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
+  // the stages' addresses are uniform, and descriptors would then reach each wgmma through R2UR.
+  __device__ __forceinline__ void repair() const {
+    if (!any_broken) return;
+    for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+      repair(tile_at(args, index), broken_in(index));
+    }
+  }
+
+  // The warp goes through its lanes' broken elements one by one.
+  __device__ __forceinline__ void repair(Tile tile, uint64_t broken) const {
+    const int lane = threadIdx.x % 32;
+    while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, broken != 0)) {
+      const int owner = __ffs(lanes) - 1;
+      const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, broken, owner)) - 1;
+      const int m = tile.m + bit / kElements * kBatchM + row_of(bit % kElements, owner);
+      const int n = tile.n + warp_n + owner % kWarpN;
+      const float product = plain_product(args, m, n);
+      if (lane == owner) {
+        Inputs in;
+        in.value[0] = product + bias_of(n);
+        in.load(args, m, n);
+        store(in, m, n);
+        broken &= broken - 1;
+      }
+    }
+  }
+};
+
+// ---- the kernel ---------------------------------------------------------------------------------
+
+template <class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
+__device__ __forceinline__ void run(const LinearSplitArgs& args) {
+  static_assert(std::is_same_v<Acc, float> && std::is_same_v<Z, float>);
+  // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
+
+  if (threadIdx.x == 0) {
+    for (Barriers* barriers : {&shared.of_weight, &shared.of_x}) {
+      for (int slot = 0; slot < kLinearStages; ++slot) {
+        ptx::mbarrier_init(ptx::shared_address(&barriers->full[slot]), 1);
+        ptx::mbarrier_init(ptx::shared_address(&barriers->empty[slot]),
+                           kConsumers * kWarpgroup / 32);
+      }
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const int warp = threadIdx.x / 32;
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == kConsumers) {
+    ptx::give_registers<kProducerRegisters>();
+    const int producer = threadIdx.x % kWarpgroup;
+    if (producer == 0) {
+      feed_weight(args, shared);
+    } else if (producer == 32) {
+      ptx::wait_for_prerequisites();  // x as the pre-pass splits it
+      feed_x(args, shared);
+    }
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    ptx::wait_for_prerequisites();  // the scales of x's rows
+    Finish<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> finish{
+        args, shared.exchange[warp], warp * kWarpN};
+    consume(args, shared, warpgroup, finish);
+  }
+}
+
+}  // namespace fx_fuser::linear_split
+
+// FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, Z, Operands...)
+#define FX_FUSER_LINEAR_SPLIT(...)                                                       \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)              \
+      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {    \
+    fx_fuser::linear_split::run<__VA_ARGS__>(args);                                      \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                  \
+      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) { \
+    fx_fuser::split_rows(args);                                                          \
+  }

@@ -1,0 +1,234 @@
+// One function an instruction of sm_90a that CUDA C++ has no name for. The sections cited are those
+// of the PTX ISA manual. Shared-memory addresses are 32-bit, as the instructions take them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace fx_fuser::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarrier (9.7.13.15) -----------------------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Returns once the phase of this parity is complete.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "@!complete bra again_%=;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- named barriers (9.7.13.1) ------------------------------------------------------------------
+
+template <int kThreads>
+__device__ __forceinline__ void barrier_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+template <int kThreads>
+__device__ __forceinline__ void barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// ---- clusters (9.7.13.3) ------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// A barrier of the cluster in two halves, which also orders shared-memory accesses of its blocks.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Stores to the same variable of another block of the cluster, which must have started.
+__device__ __forceinline__ void store_to_block(uint32_t address, uint32_t rank, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.f32 [remote], %2;\n"
+      "}\n" ::"r"(address),
+      "r"(rank), "f"(value)
+      : "memory");
+}
+
+// ---- dependent launches (9.7.13.13) -------------------------------------------------------------
+
+// The next kernel in the stream, if launched for it, may start once every block has said so.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Returns once the kernel before is complete and its writes are visible.
+__device__ __forceinline__ void wait_for_prerequisites() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// ---- registers (9.7.19.5) -----------------------------------------------------------------------
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The value of the warp's first lane, which ptxas then knows to be uniform. A descriptor that it
+// takes for per-lane goes to each wgmma through R2UR, which waits for the wgmma before to have read
+// the same uniform registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(0xFFFFFFFF, value, 0);
+}
+
+// Values are in these registers here: what follows cannot be computed before, nor what precedes be
+// put off.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(value[i])::"memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(value[i])::"memory");
+}
+
+// ---- the copy engine (9.7.9.25) -----------------------------------------------------------------
+
+// Cache policies as createpolicy encodes them for whole accesses (CUTLASS, TMA::CacheHintSm90).
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
+
+// Coordinates are in elements, innermost first. Elements outside the tensor arrive as zeros and
+// count as bytes of the barrier all the same.
+__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from, uint32_t barrier,
+                                            uint64_t policy, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
+      "l"(&from), "r"(barrier), "l"(policy), "r"(x), "r"(y)
+      : "memory");
+}
+
+__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from, uint32_t barrier,
+                                            uint64_t policy, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
+      "l"(&from), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
+  return value;
+}
+
+// ---- wgmma (9.7.15) -----------------------------------------------------------------------------
+
+// Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle: 8 rows are 1024
+// bytes, on which `address` is aligned (9.7.15.5.1). 16 elements of 16 bits further: + 2.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+  constexpr uint64_t kLeadingOffset = 1;  // ignored where a row is one swizzle span
+  constexpr uint64_t kStrideOffset = 1024 / 16;
+  constexpr uint64_t kSwizzle128 = 1;
+  return (address & 0x3FFFF) >> 4 | kLeadingOffset << 16 | kStrideOffset << 32 | kSwizzle128 << 62;
+}
+
+// Ahead of the first wgmma, and wherever its registers were touched since the last.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// d[64 x 128] = a[64 x 16] * b[16 x 128] + (accumulate ? d : 0), a and b fp16. Warp w of the four
+// holds rows 16w...16w+15; with g = lane / 4, c = lane % 4 a thread's
+//   a[2s + r] holds row g + 8r, columns 8s + 2c and 8s + 2c + 1
+//   d[4i + 2r + t] is row g + 8r, column 8i + 2c + t        (9.7.15.4.1, figures of .m64nNk16)
+__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
+                                                 bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 0;\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+}  // namespace fx_fuser::ptx

@@ -1,0 +1,146 @@
+// fp32 as two fp16: v * scale = hi + lo, with scale a power of two that brings the largest value of
+// the group sharing it to [2^14, 2^15). What is lost is at most 2^-22 of v, or 2^-40 of the
+// largest.
+//
+// And the pre-pass: rows of x to hi, lo and one factor a row, in the order of k in which
+// linear_split_sm90.cuh finds the weights in its registers. In each 32 of k,
+//   position 16j + 8b + 2c + t holds k = 8c + 4j + 2b + t        c < 4; j, b, t < 2
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "linear_split_args.h"
+#include "ptx_sm90.cuh"
+
+namespace fx_fuser {
+
+// Factors for a group whose largest magnitude is given. Below 2^-112 the exponent stays where both
+// factors are normal numbers; the split of such values is exact. An infinity asks for 2^-114, which
+// leaves all finite values finite.
+struct Scale {
+  float scale;
+  float unscale;  // 1 / scale
+
+  static __device__ __forceinline__ Scale of(float largest) {
+    constexpr uint32_t kExponent = 0x7F800000;
+    const uint32_t exponent = max(__float_as_uint(largest) & kExponent, 15u << 23);
+    // Biased exponents add up to 127 + 127; scale * 2^(exponent - 127) is 2^14.
+    return {__uint_as_float((268u << 23) - exponent), __uint_as_float(exponent - (14u << 23))};
+  }
+};
+
+struct SplitPair {
+  uint32_t hi;  // two fp16 each
+  uint32_t lo;
+};
+
+// The lo of an infinity or a NaN is a NaN. That needs no guard: the product is then not finite and
+// is repaired, as it must be anyway, since hi * inf + lo * inf is a NaN for most finite hi + lo.
+__device__ __forceinline__ SplitPair split(float a, float b) {
+  const __half2 hi = __floats2half2_rn(a, b);
+  const float2 rounded = __half22float2(hi);
+  const __half2 lo = __floats2half2_rn(a - rounded.x, b - rounded.y);
+  return {reinterpret_cast<const uint32_t&>(hi), reinterpret_cast<const uint32_t&>(lo)};
+}
+
+struct Octet {
+  float4 half[2];
+};
+
+__device__ __forceinline__ Octet load_octet(const float* row, int k, int columns) {
+  if (k + kSplitWidth <= columns) {
+    const auto* from = reinterpret_cast<const float4*>(row + k);
+    return {from[0], from[1]};
+  }
+  const auto at = [&](int i) { return k + i < columns ? row[k + i] : 0.0f; };
+  return {make_float4(at(0), at(1), at(2), at(3)), make_float4(at(4), at(5), at(6), at(7))};
+}
+
+__device__ __forceinline__ float largest_of(const float4& v) {
+  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+
+// Word q of lane c in each quad of lanes goes to lane q as word c.
+__device__ __forceinline__ void transpose_quads(uint32_t (&word)[4]) {
+  const auto exchange = [&](int low, int high, bool upper, int distance) {
+    const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, upper ? word[low] : word[high], distance);
+    if (upper) {
+      word[low] = received;
+    } else {
+      word[high] = received;
+    }
+  };
+  const bool odd = threadIdx.x & 1;
+  const bool second_pair = threadIdx.x & 2;
+  exchange(0, 1, odd, 1);
+  exchange(2, 3, odd, 1);
+  exchange(0, 2, second_pair, 2);
+  exchange(1, 3, second_pair, 2);
+}
+
+// A cluster of blocks = a row of x.
+__device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
+  __shared__ float warp_largest[kSplitThreads / 32];
+  __shared__ float block_largest[kSplitMaxCluster];
+
+  ptx::cluster_arrive();  // has started
+  ptx::launch_dependents();
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const int cluster = static_cast<int>(ptx::cluster_size());
+  const int64_t r = blockIdx.x / cluster;
+  const float* row = args.x + r * args.x_stride;
+  const int thread_k = threadIdx.x * kSplitWidth;
+  const int first = rank * kSplitThreads * kSplitWidth;
+  const int step = cluster * kSplitThreads * kSplitWidth;
+
+  float largest = 0;
+  for (int k = first + thread_k; k < args.k; k += step) {
+    const Octet octet = load_octet(row, k, args.k);
+    largest = fmaxf(largest, fmaxf(largest_of(octet.half[0]), largest_of(octet.half[1])));
+  }
+  for (int distance = 16; distance > 0; distance /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, distance));
+  }
+  if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
+  __syncthreads();
+  for (const float other : warp_largest) largest = fmaxf(largest, other);
+  ptx::cluster_wait();
+  if (threadIdx.x < cluster) {
+    ptx::store_to_block(ptx::shared_address(&block_largest[rank]), threadIdx.x, largest);
+  }
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (int block = 0; block < cluster; ++block) largest = fmaxf(largest, block_largest[block]);
+
+  const Scale scale = Scale::of(largest);
+  if (rank == 0 && threadIdx.x == 0) args.unscale[r] = scale.unscale;
+  auto* hi = static_cast<__half*>(args.split) + r * args.padded_k;
+  __half* lo = hi + int64_t{args.rows} * args.padded_k;
+  for (int base = first; base < args.padded_k; base += step) {
+    const int k = base + thread_k;
+    const Octet octet = load_octet(row, k, args.k);  // again, now from the cache
+    uint32_t hi_word[4];                             // word 2j + b
+    uint32_t lo_word[4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float4 v = octet.half[j];
+      const SplitPair front = split(v.x * scale.scale, v.y * scale.scale);
+      const SplitPair back = split(v.z * scale.scale, v.w * scale.scale);
+      hi_word[2 * j] = front.hi;
+      hi_word[2 * j + 1] = back.hi;
+      lo_word[2 * j] = front.lo;
+      lo_word[2 * j + 1] = back.lo;
+    }
+    transpose_quads(hi_word);
+    transpose_quads(lo_word);
+    if (k < args.padded_k) {
+      *reinterpret_cast<uint4*>(hi + k) =
+          make_uint4(hi_word[0], hi_word[1], hi_word[2], hi_word[3]);
+      *reinterpret_cast<uint4*>(lo + k) =
+          make_uint4(lo_word[0], lo_word[1], lo_word[2], lo_word[3]);
+    }
+  }
+}
+
+}  // namespace fx_fuser
