@@ -1,0 +1,275 @@
+// The fp32 product on tensor cores: tensor maps, workspace, launch.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "linear_split_args.h"
+#include "shim_pointwise.h"
+
+namespace fx_fuser {
+namespace {
+
+struct LinearSplitKernels {
+  cudaKernel_t split_rows;
+  cudaKernel_t product;
+  int multiprocessors;
+  int scalars;
+  ScalarType out;
+  std::vector<ScalarType> operands;
+};
+
+// cuTensorMapEncodeTiled of the driver, which nothing here is linked with.
+auto tensor_map_encoder() {
+  static const auto encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                           cudaEnableDefault, &result),
+          "cudaGetDriverEntryPointByVersion");
+    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess && found != nullptr,
+                    "fx_fuser: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  return encode;
+}
+
+// Sizes and box innermost first; strides in bytes, of all dimensions but the innermost.
+template <int kRank>
+CUtensorMap tensor_map(CUtensorMapDataType type, const void* data,
+                       const std::array<cuuint64_t, kRank>& sizes,
+                       const std::array<cuuint64_t, kRank - 1>& strides,
+                       const std::array<cuuint32_t, kRank>& box) {
+  std::array<cuuint32_t, kRank> steps;
+  steps.fill(1);
+  CUtensorMap map;
+  const CUresult status = tensor_map_encoder()(
+      &map, type, kRank, const_cast<void*>(data), sizes.data(), strides.data(), box.data(),
+      steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(status == CUDA_SUCCESS, "fx_fuser: cuTensorMapEncodeTiled failed with ",
+                  static_cast<int>(status), " for sizes ", to_string(sizes), " and strides ",
+                  to_string(strides));
+  return map;
+}
+
+// `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
+int64_t load_linear_split(const std::string& cubin, const std::vector<std::string>& signature,
+                          int64_t device) {
+  STD_TORCH_CHECK(signature.size() >= 5,
+                  "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
+                  "Out and the type of z");
+  const OnDevice on_device(static_cast<int>(device));
+  cudaLibrary_t library = load_library(cubin);
+  auto kernels = std::make_unique<LinearSplitKernels>();
+  kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
+  kernels->product = get_kernel(library, "fx_fuser_linear_split");
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernels->product),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
+        "cudaFuncSetAttribute");
+  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
+                               static_cast<int>(device)),
+        "cudaDeviceGetAttribute");
+  kernels->scalars = std::stoi(signature[1]);
+  kernels->out = scalar_type_of(signature[3]);
+  for (size_t i = 5; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// The stride between rows of a tensor seen as [rows, columns], whose leading dimensions broadcast
+// to those of `like`; nothing where the rows are not evenly spaced.
+std::optional<int64_t> row_stride(const Tensor& tensor, const Tensor& like) {
+  const int rank = static_cast<int>(like.dim());
+  const int missing = rank - static_cast<int>(tensor.dim());
+  int64_t rows = 1;
+  int64_t stride = 0;
+  for (int d = rank - 2; d >= 0; --d) {
+    if (like.size(d) == 1) continue;
+    const bool broadcast = d < missing || tensor.size(d - missing) == 1;
+    const int64_t step = broadcast ? 0 : tensor.stride(d - missing);
+    if (rows == 1) stride = step;
+    if (step != stride * rows) return std::nullopt;
+    rows *= like.size(d);
+  }
+  return stride;
+}
+
+bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
+  const int64_t missing = out.dim() - tensor.dim();
+  if (missing < 0) return false;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) != 1 && tensor.size(d) != out.size(d + missing)) return false;
+  }
+  return true;
+}
+
+// What 16-byte loads and the copy engine ask of rows of fp32.
+bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
+  const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
+  return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
+         (rows == 1 || stride % 4 == 0);
+}
+
+// As few blocks as finish in the same number of rounds: the others would only draw power.
+int64_t persistent_blocks(int64_t tiles, int64_t multiprocessors) {
+  return ceil_div(tiles, ceil_div(tiles, multiprocessors));
+}
+
+void check_linear(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  const int device = out.get_device_index();
+  const auto check_one = [&](const Tensor& tensor, const char* name, ScalarType type) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device, "fx_fuser: ", name,
+                    " is not on out's device, cuda:", device);
+    STD_TORCH_CHECK(tensor.scalar_type() == type, "fx_fuser: the kernel takes ", name, " as ",
+                    toString(type), ", but it is ", toString(tensor.scalar_type()));
+  };
+  require_cuda(out, "out");
+  check_one(out, "out", kernels.out);
+  check_one(x, "x", ScalarType::Float);
+  check_one(weight, "weight", ScalarType::Float);
+  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
+                  "fx_fuser: x of shape ", to_string(x.sizes()), " has no product with weight ",
+                  to_string(weight.sizes()));
+  const auto check_result = [&](const Tensor& result, const char* name) {
+    bool fits = result.dim() == x.dim() && result.size(-1) == weight.size(0);
+    for (int64_t d = 0; fits && d + 1 < x.dim(); ++d) fits = result.size(d) == x.size(d);
+    STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(result.sizes()),
+                    " does not hold the product of x ", to_string(x.sizes()), " and weight ",
+                    to_string(weight.sizes()));
+  };
+  check_result(out, "out");
+  if (z) {
+    check_one(*z, "z", ScalarType::Float);
+    check_result(*z, "z");
+  }
+  if (bias) {
+    check_one(*bias, "bias", ScalarType::Float);
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), "fx_fuser: bias of shape ",
+                    to_string(bias->sizes()), " does not fit weight ", to_string(weight.sizes()));
+  }
+  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
+                  kernels.operands.size(), " operands, not ", operands.size());
+  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
+                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
+  for (size_t i = 0; i < operands.size(); ++i) {
+    check_one(operands[i], "an operand", kernels.operands[i]);
+    STD_TORCH_CHECK(broadcasts_to(operands[i], out), "fx_fuser: operand ", i, " of shape ",
+                    to_string(operands[i].sizes()), " does not broadcast to out's shape ",
+                    to_string(out.sizes()));
+  }
+}
+
+// out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
+// False, and nothing is launched, where the copy engine or the kernel's indices do not take these
+// shapes, strides or addresses.
+bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
+  check_linear(kernels, x, weight, bias, out, z, operands, scalars);
+  const int64_t n = weight.size(0);
+  const int64_t k = weight.size(1);
+  if (k == 0) return false;
+  if (out.numel() == 0) return true;
+  const int64_t m = x.numel() / k;
+
+  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
+  const int64_t tiles = ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN);
+  if (m > kHighest / kSplitMaxCluster || n > kHighest || k > kHighest || tiles > kHighest) {
+    return false;
+  }
+  const auto x_stride = row_stride(x, out);
+  const auto out_stride = row_stride(out, out);
+  const auto z_stride = z ? row_stride(*z, out) : 0;
+  if (!x_stride || !out_stride || !z_stride) return false;
+  if (!has_aligned_rows(x, m, *x_stride) || !has_aligned_rows(weight, n, weight.stride(0)) ||
+      (n > 1 && weight.stride(0) == 0)) {
+    return false;
+  }
+  const auto dense_rows = [&](const Tensor& tensor) { return n == 1 || tensor.stride(-1) == 1; };
+  if (!dense_rows(out) || (z && !dense_rows(*z)) || (bias && !dense_rows(*bias))) return false;
+
+  LinearSplitArgs args{};
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const auto stride = row_stride(operands[i], out);
+    if (!stride) return false;
+    const bool vector = operands[i].dim() > 0 && operands[i].size(-1) != 1;
+    args.operand[i] = {operands[i].data_ptr(), *stride, vector ? operands[i].stride(-1) : 0};
+  }
+
+  const int device = out.get_device_index();
+  const OnDevice on_device(device);
+  const cudaStream_t stream = current_stream(device);
+
+  const int64_t padded_k = ceil_div(k, kLinearTileK) * kLinearTileK;
+  const int64_t blocks = persistent_blocks(tiles, kernels.multiprocessors);
+  const int64_t split_bytes = 2 * m * padded_k * 2;
+  const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
+  const int64_t broken_bytes = tiles * kLinearConsumerThreads * 8;
+  const Tensor workspace = torch::stable::new_empty(
+      x, {split_bytes + parked_bytes + broken_bytes + m * 4}, ScalarType::Byte);
+  auto* split = static_cast<uint8_t*>(workspace.data_ptr());
+  uint8_t* parked = split + split_bytes;
+  uint8_t* broken = parked + parked_bytes;
+  auto* unscale = reinterpret_cast<float*>(broken + broken_bytes);
+
+  const SplitRowsArgs rows{static_cast<const float*>(x.data_ptr()),
+                           *x_stride,
+                           split,
+                           unscale,
+                           static_cast<int32_t>(m),
+                           static_cast<int32_t>(k),
+                           static_cast<int32_t>(padded_k)};
+  const int cluster = split_cluster(k);
+  LaunchOptions in_cluster;
+  in_cluster.cluster = cluster;
+  launch(kernels.split_rows, m * cluster, kSplitThreads, stream, rows, in_cluster);
+
+  const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  args.weight_stride = n == 1 ? ceil_div(k, 4) * 4 : weight.stride(0);
+  args.weight_map = tensor_map<2>(
+      CU_TENSOR_MAP_DATA_TYPE_FLOAT32, weight.data_ptr(), {unsigned64(k), unsigned64(n)},
+      {unsigned64(args.weight_stride * 4)}, {kLinearBoxK, kLinearTileN});
+  args.x_map = tensor_map<3>(
+      CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split, {unsigned64(padded_k), unsigned64(m), 2},
+      {unsigned64(padded_k * 2), unsigned64(m * padded_k * 2)}, {kLinearTileK, kLinearTileM, 2});
+  args.x_unscale = unscale;
+  args.parked = reinterpret_cast<float4*>(parked);
+  args.broken = reinterpret_cast<uint64_t*>(broken);
+  args.x = rows.x;
+  args.weight = static_cast<const float*>(weight.data_ptr());
+  args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
+  args.out = out.data_ptr();
+  args.z = z ? static_cast<float*>(z->data_ptr()) : nullptr;
+  args.x_stride = *x_stride;
+  args.out_stride = *out_stride;
+  args.z_stride = *z_stride;
+  std::copy(scalars.begin(), scalars.end(), args.scalar);
+  args.m = rows.rows;
+  args.n = static_cast<int32_t>(n);
+  args.k = rows.k;
+  args.tiles = static_cast<int32_t>(tiles);
+  LaunchOptions overlapped;
+  overlapped.shared_bytes = kLinearSharedBytes;
+  overlapped.dependent = true;
+  launch(kernels.product, blocks, kLinearThreads, stream, args, overlapped);
+  return true;
+}
+
+}  // namespace
+}  // namespace fx_fuser
