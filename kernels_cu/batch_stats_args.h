@@ -1,4 +1,4 @@
-// What the host tells the batch-statistics kernels. shim.cpp fills it, batch_stats.cu reads it.
+// What the host tells the batch-statistics kernels. The shim fills it, batch_stats.cu reads it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the host tells the split-product linear kernels. shim.cpp fills it, linear_split_sm90.cuh
+// What the host tells the split-product linear kernels. The shim fills it, linear_split_sm90.cuh
 // reads it.
 #pragma once
 

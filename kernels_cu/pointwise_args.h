@@ -1,4 +1,4 @@
-// What the host tells a pointwise kernel. shim.cpp fills it, pointwise.cuh reads it.
+// What the host tells a pointwise kernel. The shim fills it, pointwise.cuh reads it.
 #pragma once
 
 #include <cstdint>
