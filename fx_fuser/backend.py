@@ -116,13 +116,13 @@ def fuse(gm: GraphModule, options: Options, only_report: bool = False) -> Outcom
     active = [p for p in _registry if options.selects(p.name)]
     for module in _bodies(gm):
         graph = _copy(module.graph)
-        before = len(outcome.matches)
-        for match in _matches(graph, active, outcome.report):
-            outcome.matches.append(match)
-            outcome.report.add_match(match)
-            native = plan.runs_native(match, options)
-            rewrite.replace(match, ops.graph_call(match, native, plan.tf32_requested()))
-        if len(outcome.matches) > before and not only_report:
+        matches = _matches(View(graph), active, outcome.report)
+        outcome.matches += matches
+        moved: dict[Node, Node] = {}
+        for match in [] if only_report else matches:
+            call = ops.graph_call(match, plan.runs_native(match, options), plan.tf32_requested())
+            moved[match.root] = rewrite.replace(match, call, moved)
+        if moved:
             graph.lint()
             module.graph = graph
     if not only_report:
@@ -139,26 +139,29 @@ def _copy(graph: Graph) -> Graph:
     return made
 
 
-def _matches(graph: Graph, active: Sequence[Pattern], report: Report) -> Iterator[Match]:
-    """Each match in turn; the caller rewrites it before the next is looked for."""
-    view = View(graph)
-    for node in list(view.nodes):
-        if node not in view.order:  # erased with an earlier match
-            continue
-        found = find(view, active, _fault_of, node)
+def _matches(view: View, active: Sequence[Pattern], report: Report) -> list[Match]:
+    """All matches of a graph; no node belongs to two of them."""
+    matches: list[Match] = []
+    taken: set[Node] = set()
+
+    def fault_of(match: Match) -> checks.Fault | None:
+        if not taken.isdisjoint(match.nodes):
+            return match.root, "part of it is fused with another site"
+        fault = checks.fault_of(match)
+        if fault is None:
+            reason = plan.unavailable(meta_tensor(match.site.node).device)  # type: ignore[union-attr]
+            fault = (match.root, reason) if reason else None
+        return fault
+
+    for node in view.nodes:
+        found = None if node in taken else find(view, active, fault_of, node)
         if isinstance(found, Match):
-            yield found
-            view = View(graph)
+            matches.append(found)
+            taken |= found.nodes
+            report.add_match(found)
         elif isinstance(found, Refusal):
             report.add_refusal(found)
-
-
-def _fault_of(match: Match) -> checks.Fault | None:
-    fault = checks.fault_of(match)
-    if fault is None:
-        reason = plan.unavailable(meta_tensor(match.site.node).device)  # type: ignore[union-attr]
-        fault = (match.root, reason) if reason else None
-    return fault
+    return matches
 
 
 def _bodies(gm: GraphModule) -> Iterator[GraphModule]:

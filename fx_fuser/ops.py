@@ -84,7 +84,9 @@ def _define_kernel(anchor: Anchor) -> None:
         f"bool save) -> ({returns})"
     )
     _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
-    if anchor.kind != "linear":  # kernels_cu/shim_linear.h has that one: in Python it took 40 us a call
+    if (
+        anchor.kind != "linear"
+    ):  # kernels_cu/shim_linear.h has that one: in Python it took 40 us a call
         _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CUDA")
     fake = functools.partial(_kernel, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)

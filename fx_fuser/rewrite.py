@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,10 @@ class Call:
     results: tuple[Any, ...]
 
 
-def replace(match: Match, call: Call) -> Node:
+def replace(match: Match, call: Call, moved: Mapping[Node, Node]) -> Node:
     """Put the call where the last matched node stood; return the node of its result.
 
+    moved: last node → result, of the matches of this graph that were replaced before.
     The result's `example_value` is that of the node it replaces; nothing else of the old nodes'
     meta is kept but where in the user's source they came from.
     """
@@ -51,7 +52,7 @@ def replace(match: Match, call: Call) -> Node:
             # for each value, of every changing number that no tensor op of the graph takes.
             one = add("call_method", "new_ones", (scalar, ()), scalar)
             scalars[scalar] = add("call_function", torch.mul, (one, item), scalar)
-        args = torch.fx.node.map_arg(call.args, lambda n: scalars.get(n, n))
+        args = torch.fx.node.map_arg(call.args, lambda n: scalars.get(n, moved.get(n, n)))
         fused = add("call_function", call.target, args)
         fused.meta["example_value"] = [n.meta["example_value"] for n in (root, *call.results)]
         result = add("call_function", operator.getitem, (fused, 0), root)

@@ -434,7 +434,7 @@ class View:
 
     def value(self, reader: Node, argument: Node) -> Node:
         """The node whose value `reader` sees when it names `argument`."""
-        return self._reads[reader][argument]
+        return self._reads[reader].get(argument, argument)
 
     def resolve(self, reader: Node, argument: Any) -> Any:
         """`argument` with every node replaced by the node whose value `reader` sees."""

@@ -364,9 +364,9 @@ def test_without_the_product_a_changing_scale_recompiles(monkeypatch: pytest.Mon
     assert compiles() == 2
     replace = backend.rewrite.replace
 
-    def without_items(match: Any, call: Any) -> Any:
+    def without_items(match: Any, *rest: Any) -> Any:
         match.items.clear()
-        return replace(match, call)
+        return replace(match, *rest)
 
     monkeypatch.setattr(backend.rewrite, "replace", without_items)
     assert compiles() > 2
