@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_map_only
 
 from fx_fuser.backend import fuse, registered_patterns
 from fx_fuser.options import Options
@@ -36,8 +36,13 @@ def explain(
         return gm.forward
 
     with _unchanged(model):
-        torch.compile(model, backend=look)(*copy.deepcopy(inputs), **copy.deepcopy(kwargs))
+        args, named = tree_map_only(torch.Tensor, _copy, (inputs, kwargs))
+        torch.compile(model, backend=look)(*args, **named)
     return report
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

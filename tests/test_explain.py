@@ -273,3 +273,11 @@ def _run_gated(extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_inputs_that_have_a_history() -> None:
+    """A tensor that is no leaf has no deepcopy; it is looked at all the same."""
+    x = torch.randn(4, 8, requires_grad=True) * 2.0
+    linear = nn.Linear(8, 6)
+    report = fx_fuser.explain(lambda x: torch.sigmoid(linear(x)) * 2.0 * 3.0, x)
+    assert len(report.fused) == 1 and x.grad_fn is not None
