@@ -8,31 +8,20 @@ import torch
 from torch import Tensor
 
 from fx_fuser import native
+from fx_fuser.epilogue import ANCHOR_DTYPES, CUDA_TYPES
 
 DEVICE = "cuda"
 POISON = 97
 GUARD = 64  # elements before and after out that must survive
 
-CUDA_NAMES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
-    torch.bool: "bool",
-    torch.uint8: "uint8_t",
-    torch.int8: "int8_t",
-    torch.int16: "int16_t",
-    torch.int32: "int32_t",
-    torch.int64: "int64_t",
-}
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+FLOATS = ANCHOR_DTYPES
 
 
 def weighted_sum(out: torch.dtype, *inputs: torch.dtype) -> str:
     """Source of sum((i + 1) * in[i]) + scalar: exact on small whole numbers in every dtype."""
     acc = "double" if torch.float64 in (out, *inputs) else "float"
     terms = " + ".join(f"Acc({i + 1}) * in[{i}]" for i in range(len(inputs)))
-    types = ", ".join((acc, *(CUDA_NAMES[dtype] for dtype in (out, *inputs))))
+    types = ", ".join((acc, *(CUDA_TYPES[dtype] for dtype in (out, *inputs))))
     return f"""#include "pointwise.cuh"
 struct WeightedSum {{
   template <class Acc>
