@@ -255,10 +255,12 @@ def _composite(pattern: Pattern, *args: Any) -> list[Tensor]:
         if not native:
             z, *statistics = anchor.reference(operands, config)
             y = apply.in_torch(pattern, kinds, z, apply.wildcard_values(pattern, t, s, kinds), out)
-        elif torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
-            y, *statistics = _Fused.apply(call, *tensors)
         else:
-            y, _, *statistics = call.run(tensors[: len(operands)], t, save=False)
+            if torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
+                y, *statistics = _Fused.apply(call, *tensors)
+            else:
+                y, _, *statistics = call.run(tensors[: len(operands)], t, save=False)
+            statistics = list(anchor.statistics_of_z(statistics, operands, config))
         return anchor.outputs(y, statistics, operands, config)
 
 

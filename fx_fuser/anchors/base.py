@@ -68,6 +68,12 @@ class Anchor(ABC):
         """Operands of whose values, not only shapes, `leaves` or `backward` make use."""
         return self.operands
 
+    def statistics_of_z(
+        self, statistics: Sequence[Tensor], operands: Operands, config: Config
+    ) -> Sequence[Tensor]:
+        """The statistics that `reference` gives, from the products that follow c."""
+        return statistics
+
     def outputs(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:

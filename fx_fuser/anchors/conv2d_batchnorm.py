@@ -105,7 +105,16 @@ class Conv2dBatchNorm(Conv2d):
         mean, var = (None if training else operands[n] for n in ("running_mean", "running_var"))
         gamma, beta = operands["gamma"], operands["beta"]
         z = F.batch_norm(biased, mean, var, gamma, beta, training, 0.0, eps)
-        return (z, *batch_stats(c.detach())) if training else (z,)
+        return (z, *batch_stats(biased.detach())) if training else (z,)
+
+    def statistics_of_z(
+        self, statistics: Sequence[Tensor], operands: Operands, config: Config
+    ) -> Sequence[Tensor]:
+        """c's mean lacks the bias."""
+        mean, var = statistics
+        bias = operands["bias"]
+        with_bias = config["training"] and bias is not None
+        return (mean + bias.detach(), var) if with_bias else statistics
 
     def outputs(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
@@ -115,8 +124,6 @@ class Conv2dBatchNorm(Conv2d):
         if not config["training"] or running_mean is None or running_var is None:
             return [y]
         mean, var = (s.detach() for s in statistics)
-        if operands["bias"] is not None:
-            mean = mean + operands["bias"].detach()
         count = y.shape[0] * y.shape[2] * y.shape[3]
         var = var * count / (count - 1)  # no SymFloat: AOTAutograd would want it as a tensor
         m = config["momentum"]
