@@ -856,7 +856,7 @@ def _distributed_step(rank: int, port: int, kind: str, out: str) -> None:
         torch.save(whole | count, out)
     torch.distributed.barrier()
     # No destructors: DDP's Reducer joins gloo's threads with the GIL held, which they may wait for
-    # (seen once in some twenty runs on torch 2.13; the process then never ends).
+    # (seen once, torch 2.13; the process then never ends).
     os._exit(0)
 
 
