@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from fx_fuser.epilogue import OPS, Z, flatten, leaves
 from fx_fuser.errors import PatternError
-from fx_fuser.sites import Site, site_at
+from fx_fuser.sites import ANCHOR_NAMES, Site, site_at
 from fx_fuser.spell import Arg, Expr, Operand, View, is_number
 
 if TYPE_CHECKING:
@@ -93,13 +93,14 @@ def trace(
                 f"pattern {name}: the anchor's operand {operand} is computed; "
                 "an anchor takes parameters of the source as they are"
             )
-    epilogue = flatten(_epilogue(view, result, site, name))
+    names = _wildcard_names(free)
+    epilogue = flatten(_epilogue(view, result, site, name, names))
     if not isinstance(epilogue, Expr) or "z" not in leaves(epilogue):
         raise PatternError(f"pattern {name}: nothing pointwise follows the {site.kind}")
-    wildcards = tuple(str(n.target) for n in free)
-    for wildcard in wildcards:
+    wildcards = tuple(names.values())
+    for node, wildcard in names.items():
         if wildcard not in leaves(epilogue):
-            raise PatternError(f"pattern {name}: its parameter {wildcard!r} is not used")
+            raise PatternError(f"pattern {name}: its parameter {node.target!r} is not used")
         if wildcard == "z":
             raise PatternError(
                 f"pattern {name}: 'z' names the anchor's value; rename the parameter"
@@ -124,13 +125,32 @@ def _only_site(view: View, name: str) -> Site:
     return outer[0]
 
 
-def _epilogue(view: View, value: Any, site: Site, name: str) -> Operand:
+def _wildcard_names(parameters: list[Node]) -> dict[Node, str]:
+    """Each parameter's own name, with an underscore after it where an anchor uses that name."""
+    taken = set(ANCHOR_NAMES) | {str(p.target) for p in parameters}
+    names: dict[Node, str] = {}
+    for parameter in parameters:
+        name = str(parameter.target)
+        if name in ANCHOR_NAMES:
+            while name in taken:
+                name += "_"
+            taken.add(name)
+        names[parameter] = name
+    return names
+
+
+def _epilogue(view: View, value: Any, site: Site, name: str, names: dict[Node, str]) -> Operand:
     if value is site.node:
         return Z
     if value is None or is_number(value):
         return value
     if isinstance(value, Node) and value.op == "placeholder":
-        return Arg(str(value.target))
+        if value not in names:
+            raise PatternError(
+                f"pattern {name}: {value.target!r} is an operand of the {site.kind} and is used "
+                "after it too; take it as another parameter"
+            )
+        return Arg(names[value])
     expr = view.spell(value) if isinstance(value, Node) else value
     if not isinstance(expr, Expr) or expr.op not in OPS:
         known = ", ".join(sorted(OPS))
@@ -138,4 +158,6 @@ def _epilogue(view: View, value: Any, site: Site, name: str) -> Operand:
         raise PatternError(
             f"pattern {name}: {getattr(what, '__name__', what)} is no epilogue op. Known: {known}"
         )
-    return Expr(expr.op, tuple(_epilogue(view, a, site, name) for a in expr.args), expr.attrs)
+    return Expr(
+        expr.op, tuple(_epilogue(view, a, site, name, names) for a in expr.args), expr.attrs
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 
 import torch
@@ -11,8 +10,6 @@ from fx_fuser import native
 from fx_fuser.match import Match
 from fx_fuser.options import Options
 from fx_fuser.spell import meta_tensor
-
-log = logging.getLogger("fx_fuser.plan")
 
 
 def tf32_requested() -> bool:

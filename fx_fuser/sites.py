@@ -18,6 +18,12 @@ from torch.fx import Node
 
 from fx_fuser.spell import Expr, Operand, View, meta_tensor
 
+# Names that anchors give to operands, to what z is made of, and to the result. Values are looked up
+# by name, so a pattern's wildcards have none of these (`fx_fuser.pattern` renames those that do).
+ANCHOR_NAMES = frozenset(
+    "x weight bias running_mean running_var gamma beta c mean var eps out".split()  # noqa: SIM905
+)
+
 
 @dataclass(frozen=True)
 class Site:

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ADD, CONV, MUL, Program, calls, check, compiled, fused, leaf
-from torch import nn
+from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import PatternError, apply, backend, build
+from fx_fuser.anchors import ANCHORS
 from fx_fuser.pattern import trace
+from fx_fuser.sites import ANCHOR_NAMES
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 
@@ -353,3 +355,47 @@ def test_trace_is_the_public_reading() -> None:
     pattern = trace(gelu_add)
     assert (pattern.name, pattern.kind, pattern.wildcards) == ("gelu_add", "linear", ("r",))
     assert str(pattern.epilogue) == "add(gelu(z, approximate=none), r)"
+
+
+def test_wildcards_named_like_operands() -> None:
+    """Values are looked up by name: a wildcard `weight` made the weight's gradient wrong."""
+
+    def named_like_operands(x, w, b, weight, c):  # type: ignore[no-untyped-def]
+        return torch.tanh(F.linear(x, w, b)) * weight + c
+
+    pattern = trace(named_like_operands)
+    assert pattern.wildcards == ("weight_", "c_")
+    float32 = torch.float32
+    dtypes = {"x": float32, "weight": float32, "weight_": float32, "c_": float32}
+    assert "// in: c, weight_, c_\n" in apply.cuda_text(pattern, "tt", dtypes)
+
+    fx_fuser.register_pattern(named_like_operands)
+    lin, x, s, r = nn.Linear(4, 5), torch.randn(3, 4), torch.randn(3, 5), torch.randn(3, 5)
+
+    def body(x: Tensor, s: Tensor, r: Tensor) -> Tensor:
+        return torch.tanh(lin(x)) * s + r
+
+    grads = []
+    for f in (body, compiled(body)):
+        lin.zero_grad()
+        f(x, s, r).sum().backward()
+        grads.append(lin.weight.grad.clone())
+    assert fused() == {"named_like_operands": 1}
+    torch.testing.assert_close(*grads)
+
+
+def test_anchors_use_the_names_kept_for_them() -> None:
+    for anchor in ANCHORS.values():
+        like = {n: torch.empty(1, device="meta") for n in anchor.operands}
+        products = [torch.empty(1, device="meta")] * len(anchor.products)
+        config = {"training": False, "eps": 1e-5}
+        names = {*anchor.operands, *anchor.leaves(like, products, config)}
+        assert names <= ANCHOR_NAMES
+
+
+def test_an_operand_used_after_the_anchor_is_an_error() -> None:
+    def residual(x, w, b):  # type: ignore[no-untyped-def]
+        return torch.tanh(F.linear(x, w, b)) * x
+
+    with pytest.raises(PatternError, match="'x' is an operand of the linear and is used after it"):
+        trace(residual)
