@@ -76,9 +76,11 @@ def operands_unchanged(match: Match) -> Fault | None:
     `z = lin(x); x.add_(1); return z * sigmoid(z) * 2` came out wrong: the fused op runs last.
     A write to a graph input may reach an operand through an alias that only the caller knows, so
     it is refused too, unless it is an integer counter or BatchNorm's own statistics.
+    What is written before an operand is made is no change of it: `noise.bernoulli_(p).div_(p)`.
     """
-    read = storages([*match.operands, *match.nodes])
+    order, matched = match.view.order, storages(match.nodes)
     for node in match.between():
+        read = matched | storages(o for o in match.operands if order[o] < order[node])
         for written in writes_of(node):
             memory = storages((written,))
             if memory & read or None in memory | read:

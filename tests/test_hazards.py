@@ -85,6 +85,14 @@ def _multiplier_written(m: Any, x: Tensor, y: Tensor) -> Any:
     return r * z
 
 
+def _multiplier_made_and_written(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    g = y.clone()
+    r = torch.sigmoid(z) * g
+    g.mul_(2.0)
+    return r * z
+
+
 def _statistics_read(m: Any, x: Tensor) -> Any:
     z = m.bn(m.conv(x))
     seen = m.bn.running_mean.clone()
@@ -188,6 +196,9 @@ TRAPS: dict[str, Trap] = {
     ),
     "a multiplier is written": Trap(
         "operands_unchanged", _linear(_multiplier_written), _rows_and_operand
+    ),
+    "a multiplier made on the way is written": Trap(
+        "operands_unchanged", _linear(_multiplier_made_and_written), _rows_and_operand
     ),
     "running_mean is read": Trap(
         "statistics_unseen", _conv(_statistics_read), _images, train=True, grad=False
