@@ -4,8 +4,9 @@
     python demo.py --train              training step: gradients and running statistics too
     python demo.py --precision bf16 --problem 59 llama_mlp
 
-The models are in benchmarks/problems.py. Exits non-zero where a model is not fused, is further
-from float64 than the accuracy contract allows, or fails.
+The models are in benchmarks/problems.py. Exits non-zero where a model's site is neither fused
+nor, since timing shows that nothing is gained, left to Inductor; where a value is further from
+float64 than the accuracy contract allows; or where something fails.
 """
 
 from __future__ import annotations
@@ -92,14 +93,14 @@ def run(
     steps: dict[str, Callable[[], object]] = {}
     for name, compile_with in systems.items():
         print(f"  {name}: compile and check … ", end="", flush=True)
-        start, before = time.perf_counter(), counters["fx_fuser"][problem.pattern]
+        start, before = time.perf_counter(), settled_sites(problem)
         call = compile_with(case.model)
         values = case.values(call)
         outcome.errors[name] = measure.errors(values, reference, scale)
         if name == "fx_fuser":
             outcome.from_eager = measure.errors(values, eager, scale)
-            if counters["fx_fuser"][problem.pattern] - before != 1:
-                outcome.failures.append(f"{problem.pattern} was not fused once")
+            if settled_sites(problem) - before != 1:
+                outcome.failures.append(f"{problem.pattern} was not found once")
         steps[name] = partial(case.step, call)
         print(f"{time.perf_counter() - start:.1f} s")
     del reference, eager, values
@@ -133,13 +134,19 @@ def error_table(outcomes: list[Outcome]) -> str:
     return tabulate(lines, [*header, "fx_fuser v fp64", "allowed", ""], disable_numparse=True)
 
 
+def settled_sites(problem: Problem) -> int:
+    """Sites fused, or left to the inner compiler because timing showed no gain, so far."""
+    groups = "fx_fuser", "fx_fuser_left"
+    return sum(counters[group][problem.pattern] for group in groups)
+
+
 def time_table(outcomes: list[Outcome]) -> str:
     lines = []
     for outcome in outcomes:
         if not outcome.ms:
             continue
         ours = outcome.ms["fx_fuser"]
-        patterns = ", ".join(site["pattern"] for site in outcome.fused)
+        patterns = ", ".join(site["pattern"] for site in outcome.fused) or "left to Inductor"
         line = [outcome.problem, outcome.input, patterns]
         for name in ("eager", "inductor"):
             line.append(f"{outcome.ms[name]:.3f}" if name in outcome.ms else "")
@@ -191,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
     if not failures:
-        print("Every model fused, every value within the accuracy contract.")
+        print("Every site settled, every value within the accuracy contract.")
     return 1 if failures else 0
 
 

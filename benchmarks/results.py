@@ -22,6 +22,7 @@ class Row(Machine, total=False):
     err_fp64: float | None  # the largest relative Frobenius error of the output and all gradients
     accurate: bool  # every tensor within measure.bounds
     fused: int  # fused sites; in fx_fuser's rows only
+    left: int  # sites left to Inductor since they gain nothing, likewise
     peak_mib: float  # device memory at the height of one step, weights included; GPUs only
     compile_s: float  # the first call
     input: str

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from fx_fuser import native
 from fx_fuser.anchors import ANCHORS, Anchor
-from fx_fuser.epilogue import Z, accumulation_dtype, cuda_source, evaluate, substitute
+from fx_fuser.epilogue import (
+    POINTWISE,
+    Kernel,
+    Z,
+    accumulation_dtype,
+    cuda_source,
+    evaluate,
+    substitute,
+)
 from fx_fuser.pattern import Pattern
 from fx_fuser.spell import Operand
 
@@ -117,12 +125,17 @@ def _layout(
 
 
 def _text(
-    pattern: Pattern, kinds: str, z: Operand, leaves: Mapping[str, Any], out: torch.dtype
+    pattern: Pattern,
+    kinds: str,
+    z: Operand,
+    leaves: Mapping[str, Any],
+    out: torch.dtype,
+    kernel: Kernel = POINTWISE,
 ) -> str:
     tensors = {n: v.dtype for n, v in leaves.items() if not _travels_as_number(v)}
     scalars = [n for n, v in leaves.items() if _travels_as_number(v)]
     expr = substitute(epilogue_of(pattern, kinds), {"z": z})
-    return cuda_source(expr, tensors, scalars, out, f"pattern {pattern.name}")
+    return cuda_source(expr, tensors, scalars, out, f"pattern {pattern.name}", kernel)
 
 
 def kernel_source(
@@ -133,6 +146,7 @@ def kernel_source(
     c: torch.dtype,
     out: torch.dtype,
     training: bool = False,
+    kernel: Kernel = POINTWISE,
 ) -> str:
     """`cuda_text` for tensors of these dtypes, ranks and devices; c: the dtype of the product."""
     cast = ANCHORS[pattern.kind].cast
@@ -142,11 +156,15 @@ def kernel_source(
         if tensor is not None:
             dtypes[name] = tensor.dtype
         passed += "s" if tensor is not None and _travels_as_number(tensor) else kind
-    return cuda_text(pattern, passed, {**dtypes, "c": c, "out": out}, training)
+    return cuda_text(pattern, passed, {**dtypes, "c": c, "out": out}, training, kernel)
 
 
 def cuda_text(
-    pattern: Pattern, kinds: str, dtypes: Mapping[str, torch.dtype], training: bool = False
+    pattern: Pattern,
+    kinds: str,
+    dtypes: Mapping[str, torch.dtype],
+    training: bool = False,
+    kernel: Kernel = POINTWISE,
 ) -> str:
     """The kernel that the pattern's op runs on CUDA: generated text, for reading and building.
 
@@ -154,6 +172,7 @@ def cuda_text(
     dtypes: name → dtype of each operand of the anchor that is present and of each tensor wildcard;
     "c" is the product's (default x's), "out" the result's (default c's).
     training: of the BatchNorm, where the anchor has one.
+    kernel: which of `Anchor.kernels`.
     """
     anchor = ANCHORS[pattern.kind]
     c = dtypes.get("c", dtypes["x"])
@@ -166,4 +185,4 @@ def cuda_text(
     for name, kind in zip(pattern.wildcards, kinds):
         if kind != "z":
             leaves[name] = 0.0 if kind == "s" else like[name]
-    return _text(pattern, kinds, anchor.z(operands, config), leaves, dtypes.get("out", c))
+    return _text(pattern, kinds, anchor.z(operands, config), leaves, dtypes.get("out", c), kernel)

@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import build, checks, native, ops, patterns, plan, rewrite
+from fx_fuser import build, checks, ops, patterns, plan, rewrite
 from fx_fuser.match import Match, Refusal, find
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
@@ -79,6 +79,8 @@ def fx_fuser(
         try:
             outcome = fuse(gm, chosen)
             outcome.report.publish()
+            for refusal in outcome.left:
+                counters["fx_fuser_left"][refusal.pattern.name] += 1
             if outcome.matches:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
                     compiled = compile_inner(gm, example_inputs)
@@ -101,10 +103,12 @@ def fx_fuser(
 
 @dataclass
 class Outcome:
-    """What `fuse` did: the report, and the matches that were rewritten."""
+    """What `fuse` did: the report, the matches that were rewritten, and those left as they gain
+    nothing."""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
+    left: list[Refusal] = field(default_factory=list)
 
 
 def fuse(gm: GraphModule, options: Options, only_report: bool = False) -> Outcome:
@@ -113,20 +117,29 @@ def fuse(gm: GraphModule, options: Options, only_report: bool = False) -> Outcom
     Graphs are replaced, not edited: those in place before stay as they were.
     """
     outcome = Outcome()
+    report = outcome.report
     active = [p for p in _registry if options.selects(p.name)]
+    found: list[tuple[GraphModule, Graph, list[Match]]] = []
     for module in _bodies(gm):
         graph = _copy(module.graph)
-        matches = _matches(View(graph), active, outcome.report)
-        outcome.matches += matches
+        found.append((module, graph, _matches(View(graph), active, report)))
+    # All at once: kernels compile side by side.
+    plans = iter(plan.decide([match for *_, matches in found for match in matches], options))
+    for module, graph, matches in found:
         moved: dict[Node, Node] = {}
-        for match in [] if only_report else matches:
-            call = ops.graph_call(match, plan.runs_native(match, options), plan.tf32_requested())
-            moved[match.root] = rewrite.replace(match, call, moved)
+        for match, chosen in zip(matches, plans):
+            if isinstance(chosen, Refusal):
+                report.add_refusal(chosen)
+                outcome.left.append(chosen)
+                continue
+            report.add_match(match, chosen.note)
+            outcome.matches.append(match)
+            if not only_report:
+                call = ops.graph_call(match, chosen.native, chosen.choices)
+                moved[match.root] = rewrite.replace(match, call, moved)
         if moved:
             graph.lint()
             module.graph = graph
-    if not only_report:
-        _build_kernels(outcome.matches)
     return outcome
 
 
@@ -158,7 +171,6 @@ def _matches(view: View, active: Sequence[Pattern], report: Report) -> list[Matc
         if isinstance(found, Match):
             matches.append(found)
             taken |= found.nodes
-            report.add_match(found)
         elif isinstance(found, Refusal):
             report.add_refusal(found)
     return matches
@@ -184,19 +196,6 @@ def _is_transparent(node: Node) -> bool:
 def _has_policy(body: GraphModule) -> bool:
     """A selective checkpoint's policy (`context_fn`) names ops, so ours must not replace them."""
     return "_checkpoint_context_fn" in body.meta
-
-
-def _build_kernels(matches: Sequence[Match]) -> None:
-    """Compile what the rewritten graph will launch, all in one run of ninja."""
-    by_device: dict[torch.device, list[str]] = {}
-    for match in matches:
-        device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
-        if device.type == "cuda":
-            by_device.setdefault(device, []).append(ops.kernel_source(match))
-            if match.site.attrs.get("training"):
-                native.prepare_batch_stats(device)
-    for device, sources in by_device.items():
-        native.prepare(sources, device)
 
 
 def _cache_tag() -> str:

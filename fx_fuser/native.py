@@ -26,7 +26,7 @@ _batch_stats: dict[int, int] = {}  # device index → handle
 
 # The last line of a generated source: which kernel, and what it is instantiated with.
 _SIGNATURE = re.compile(r"^FX_FUSER_(POINTWISE|LINEAR_SPLIT)\((.*)\)\s*;?\s*$", re.MULTILINE)
-_LINEAR_SPLIT_ARCH = "sm_90a"
+_ONLY_ON = {"LINEAR_SPLIT": "sm_90a"}  # the others run everywhere
 _NO_KERNEL = 0  # the handle where the device has no such kernel
 
 
@@ -121,6 +121,11 @@ def linear_split(
     return _linear_split(handle, x, weight, bias, out, z, operands, scalars)
 
 
+def runs_on(source: str, device: torch.device | str | int) -> bool:
+    """Is there a kernel of this source for the architecture of this device?"""
+    return _ONLY_ON.get(_macro_of(source)[0]) in (None, build.arch_of(torch.device(device)))
+
+
 def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
     """Builds (in parallel) and loads the kernels of `sources` ahead of their use.
 
@@ -136,14 +141,13 @@ def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
         _load_shim()
         arch = build.arch_of(device)
         signatures = {source: _signature_of(source) for source in missing}
-        if arch != _LINEAR_SPLIT_ARCH:
-            for source in [s for s in missing if _loader_of(s) == "load_linear_split"]:
-                _kernels[source, index] = _NO_KERNEL
-                missing.remove(source)
+        for source in [s for s in missing if not runs_on(s, device)]:
+            _kernels[source, index] = _NO_KERNEL
+            missing.remove(source)
         for source, path in zip(missing, build.cubins(missing, arch), strict=True):
             loader = _loader_of(source)
-            name = (kernel_name(source),) if loader == "load_pointwise" else ()
-            _kernels[source, index] = _load(loader, *name, str(path), signatures[source], index)
+            arguments = (kernel_name(source), str(path), signatures[source], index)
+            _kernels[source, index] = _load(loader, *arguments)
 
 
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:

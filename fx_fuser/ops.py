@@ -13,14 +13,14 @@ Arguments, after those of the anchor's own schema:
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
 
-and of the kernel op, pattern and kernel (the names of the pattern, and on CUDA of the kernel that
-`fx_fuser.native` has loaded), and save: return c too, else an empty tensor in its place.
+and of the kernel op, pattern (its name), kernels (on CUDA the names of those of `Anchor.kernels`,
+which `fx_fuser.native` has loaded), and save: return c too, else an empty tensor in its place.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def _define_kernel(anchor: Anchor) -> None:
     name = f"{anchor.kind}_kernel"
     returns = ", ".join(f"Tensor {p}" for p in ("y", *anchor.products))
     _LIBRARY.define(
-        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str kernel, ScalarType out, "
+        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str[] kernels, ScalarType out, "
         f"bool save) -> ({returns})"
     )
     _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
@@ -96,7 +96,7 @@ def _define_kernel(anchor: Anchor) -> None:
 
 
 @dataclass(frozen=True)
-class _Call:
+class FusedCall:
     """What a fused call is, apart from its tensors."""
 
     pattern: Pattern
@@ -113,21 +113,22 @@ class _Call:
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None], save: bool
     ) -> tuple[Tensor, ...]:
         op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_kernel").default
-        tail = (list(t), self.s, self.kinds, self.pattern.name, self._kernel(operands, t), self.out)
+        kernels = self._kernels(operands, t)
+        tail = (list(t), self.s, self.kinds, self.pattern.name, kernels, self.out)
         return op(*operands, *self.config.values(), *tail, save)
 
-    def _kernel(self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None]) -> str:
-        """Name of the CUDA kernel. Loads it, unless the tensors are fake: then `backend` has."""
+    def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None]) -> list[str]:
+        """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` then has."""
         named = dict(zip(self.anchor.operands, operands))
         x: Any = named["x"]
         if x.device.type != "cuda":
-            return ""
+            return []
         training = self.config.get("training", False)
         wanted = (self.pattern, self.kinds, named, t, x.dtype, self.out, training)
-        source = apply.kernel_source(*wanted)
+        sources = [apply.kernel_source(*wanted, k) for k in self.anchor.kernels(self.config)]
         if type(x) in (Tensor, torch.nn.Parameter):
-            native.prepare([source], x.device)
-        return native.kernel_name(source)
+            native.prepare(sources, x.device)
+        return [native.kernel_name(source) for source in sources]
 
 
 def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +158,7 @@ def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pull_back(
-    call: _Call, z: Tensor, t: Sequence[Tensor | None], wanted: Sequence[int], dy: Tensor
+    call: FusedCall, z: Tensor, t: Sequence[Tensor | None], wanted: Sequence[int], dy: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of the epilogue: of z, and of the tensor wildcards whose indices are wanted.
 
@@ -176,7 +177,7 @@ def _pull_back(
 
 
 def _kept(
-    call: _Call, tensors: Sequence[Tensor | None], needs: Sequence[bool]
+    call: FusedCall, tensors: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The tensors to save: those of which backward needs but the shape, without their memory.
 
@@ -203,7 +204,7 @@ class _Fused(torch.autograd.Function):
     """The fused op with gradients: saves its products, derives the epilogue by autograd."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: FusedCall, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         count = len(call.anchor.operands)
         y, *products = call.run(tensors[:count], tensors[count:], save=True)
         ctx.call = call
@@ -215,7 +216,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @_differentiable_once
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-        call: _Call = ctx.call
+        call: FusedCall = ctx.call
         anchor = call.anchor
         saved = list(ctx.saved_tensors)
         products = [saved.pop() for _ in anchor.products][::-1]
@@ -250,7 +251,7 @@ def _composite(pattern: Pattern, *args: Any) -> list[Tensor]:
         for name in anchor.cast:
             if operands[name] is not None:
                 operands[name] = operands[name].to(compute)
-        call = _Call(pattern, config, list(s), kinds, out)
+        call = FusedCall(pattern, config, list(s), kinds, out)
         tensors = [*anchor.kernel_operands(operands, config), *t]
         if not native:
             z, *statistics = anchor.reference(operands, config)
@@ -295,16 +296,14 @@ for _anchor in ANCHORS.values():
 # ---- from a match to a call -----------------------------------------------------------------
 
 
-def graph_call(match: Match, native: bool, tf32: bool) -> Call:
-    """The composite op's arguments for this match."""
+def graph_call(match: Match, native: bool, choices: Mapping[str, Any]) -> Call:
+    """The composite op's arguments for this match; choices: the configuration that plan makes."""
     pattern, site = match.pattern, match.site
     anchor = ANCHORS[pattern.kind]
-    config = anchor.config(site)
-    if "bool tf32" in anchor.schema:
-        config["tf32"] = tf32
+    config = {**anchor.config(site), **choices}
     order = [a.split()[-1] for a in anchor.schema.split(", ")]
     values = {**site.operands, **config}
-    t, s, kinds = _wildcards(match)
+    t, s, kinds = wildcards_of(match)
     compute = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
     out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
     args = (*(values[n] for n in order), t, s, kinds, compute, out, native)
@@ -313,7 +312,7 @@ def graph_call(match: Match, native: bool, tf32: bool) -> Call:
     return Call(getattr(torch.ops.fx_fuser, pattern.name).default, args, results)
 
 
-def _wildcards(match: Match) -> tuple[list[Any], list[float], str]:
+def wildcards_of(match: Match) -> tuple[list[Any], list[float], str]:
     values = [match.wildcards[n] for n in match.pattern.wildcards]
     kinds = "".join("z" if v == Z else "s" if is_number(v) else "t" for v in values)
     t = [v if kind == "t" else None for v, kind in zip(values, kinds)]
@@ -321,12 +320,14 @@ def _wildcards(match: Match) -> tuple[list[Any], list[float], str]:
     return t, s, kinds
 
 
-def kernel_source(match: Match) -> str:
-    """The generated CUDA translation unit this match needs."""
-    t, _, kinds = _wildcards(match)
+def kernel_sources(match: Match, choices: Mapping[str, Any]) -> list[str]:
+    """The generated CUDA translation units that this match needs with these choices of plan."""
+    t, _, kinds = wildcards_of(match)
     tensors = [None if node is None else meta_tensor(node) for node in t]
     operands = {n: o and meta_tensor(o) for n, o in match.site.operands.items()}
     c = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
     out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
     training = match.site.attrs.get("training", False)
-    return apply.kernel_source(match.pattern, kinds, operands, tensors, c, out, training)
+    wanted = (match.pattern, kinds, operands, tensors, c, out, training)
+    kernels = ANCHORS[match.pattern.kind].kernels(choices)
+    return [apply.kernel_source(*wanted, kernel) for kernel in kernels]

@@ -13,7 +13,11 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
-INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+CHOICES = {
+    "inner": ("inductor", "aot_eager", "eager"),
+    "fp32": ("follow", "split", "ieee", "tf32"),
+    "plan": ("measure", "always"),
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Options:
     strict: raise where fx_fuser itself fails, instead of a warning and the user's own graph.
     mode: a mode of Inductor ("reduce-overhead", "max-autotune", …), as `torch.compile(mode=)`.
     patterns: names of the patterns to use, or with a leading "-" not to use; None: all.
+    fp32: what computes a Linear's fp32 product on CUDA, and whether a convolution may take TF32.
+        "follow" torch's settings (at `highest` the default, "split"); "split": three products of
+        fp16 halves, as exact as fp32; "ieee": the library's fp32; "tf32".
+    plan: "measure" and leave to the inner compiler what gains nothing, or "always" fuse.
     cpu_ops: on CPU too, run kernel ops and their autograd rule (reference implementation).
     inductor: all other keys; they must be options of `torch._inductor.config`.
     """
@@ -32,6 +40,8 @@ class Options:
     strict: bool = False
     mode: str | None = None
     patterns: tuple[str, ...] | None = None
+    fp32: str = "follow"
+    plan: str = "measure"
     cpu_ops: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,7 +65,7 @@ class Options:
 
     def _check_types(self) -> None:
         expected: dict[str, tuple[Any, str]] = {
-            "inner": (str, f"one of {', '.join(INNER_COMPILERS)}"),
+            **{name: (str, f"one of {', '.join(of)}") for name, of in CHOICES.items()},
             "strict": (bool, "True or False"),
             "mode": ((str, type(None)), "the name of an Inductor mode"),
             "patterns": ((tuple, type(None)), "a list of pattern names"),
@@ -65,10 +75,10 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, types):
                 raise OptionError(f"option {name!r} is {value!r}; give {remedy}")
-        if self.inner not in INNER_COMPILERS:
-            raise OptionError(
-                f"option 'inner' is {self.inner!r}; give one of {', '.join(INNER_COMPILERS)}"
-            )
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise OptionError(f"option {name!r} is {value!r}; give one of {', '.join(allowed)}")
         if self.mode not in (None, "default"):
             if self.inner != "inductor":
                 raise OptionError(

@@ -1,27 +1,60 @@
-"""(match, options) → how its op will run: on our kernels, or as plain torch ops."""
+"""(matches, options) → how each op will run, or why it is left to the inner compiler.
+
+A Linear on CUDA is fused where one kernel of ours, product and epilogue, beats the library's
+product with the pointwise kernel; both are timed on tensors of our own (`fx_fuser.timing`). The
+latter stands for what Inductor makes of the region: the same within 3 % (benchmarks/results).
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fx_fuser import native
-from fx_fuser.match import Match
+from fx_fuser import native, ops, rehearse, timing
+from fx_fuser.anchors.linear import LIBRARY, SPLIT
+from fx_fuser.epilogue import CUDA_TYPES
+from fx_fuser.errors import OptionError
+from fx_fuser.match import Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.spell import meta_tensor
 
+_GAIN = 0.98  # of the library's time: what a kernel of ours must stay below to be taken
 
-def tf32_requested() -> bool:
-    """Did the user ask for TF32?  matmul precision "tf32" (`high` and `medium` set it).
 
-    cuDNN's convolutions allow TF32 by default, which nobody asked for: a convolution takes it only
-    if matmul precision says so and cuDNN's own setting does not forbid it. The getters of before
-    torch 2.9 raise once the new settings were used, so only the new ones are read.
+@dataclass(frozen=True)
+class Plan:
+    """How one match runs.
+
+    native: kernel op and our autograd rule, rather than the pattern's plain torch ops.
+    choices: the configuration of the anchor's op that is ours to choose: `product`, `tf32`.
+    note: what runs, and what was measured.
     """
-    backends = torch.backends
-    asked = backends.cuda.matmul.fp32_precision == "tf32"
-    return asked and backends.cudnn.conv.fp32_precision != "ieee"  # type: ignore[attr-defined]
+
+    native: bool
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def matmul_tf32_requested() -> bool:
+    """Did the user ask for TF32 products?  `high` and `medium` matmul precision do.
+
+    The getters of before torch 2.9 raise once the new settings were used, so only the new ones
+    are read.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def conv_tf32_requested() -> bool:
+    """cuDNN's convolutions allow TF32 by default, which nobody asked for: a convolution takes it
+    only if matmul precision says so and cuDNN's own setting does not forbid it.
+    """
+    setting: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return matmul_tf32_requested() and setting != "ieee"
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -39,5 +72,107 @@ def runs_native(match: Match, options: Options) -> bool:
 
     On CPU the inner compiler fuses plain ops better than it can call an opaque reference op.
     """
-    device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
-    return device.type == "cuda" or options.cpu_ops
+    return _device(match).type == "cuda" or options.cpu_ops
+
+
+def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
+    """For each match how it runs, with all its kernels built and loaded; a Refusal leaves it alone.
+
+    Raises:
+        OptionError: option "fp32" asks for what torch's own setting forbids.
+        BuildError: a kernel does not compile or load.
+    """
+    candidates = [_candidates(match, options) for match in matches]
+    _build_kernels(matches, candidates)
+    return [_pick(m, c, options) for m, c in zip(matches, candidates)]
+
+
+def _device(match: Match) -> torch.device:
+    return meta_tensor(match.site.node).device  # type: ignore[union-attr]
+
+
+def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
+    """The choices that are right for this match, the library's product first."""
+    if match.site.kind != "linear":
+        tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
+        return [{"tf32": tf32}]
+    found: list[dict[str, Any]] = [{"product": LIBRARY}]
+    product = _own_product(match, options)
+    if product is not None and _device(match).type == "cuda":
+        own = {"product": product}
+        sources = ops.kernel_sources(match, own)
+        if all(native.runs_on(source, _device(match)) for source in sources):
+            found.append(own)
+    return found
+
+
+def _own_product(match: Match, options: Options) -> str | None:
+    """The product that our kernels can make in the precision that is asked for, or None."""
+    tensors = [meta_tensor(node) for node in (match.site.nodes[0], *match.operands)]
+    c = tensors[0]
+    assert c is not None
+    if c.dtype != torch.float32 or not c.is_contiguous():
+        return None
+    # Computed in double, where the epilogue is; its kernels' accumulators are float.
+    if any(CUDA_TYPES[t.dtype] == "double" for t in tensors if t is not None):
+        return None
+    precision = options.fp32
+    if precision == "follow":
+        precision = "tf32" if matmul_tf32_requested() else "split"
+    elif precision == "ieee" and _device(match).type == "cuda" and matmul_tf32_requested():
+        raise OptionError(
+            "option 'fp32' is 'ieee', but torch.backends.cuda.matmul.fp32_precision is 'tf32', "
+            "which cuBLAS follows; set it to 'ieee', or give 'split' or 'follow'"
+        )
+    return SPLIT if precision == "split" else None
+
+
+def _build_kernels(
+    matches: Sequence[Match], candidates: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Compile what may be launched, all in one run of ninja."""
+    by_device: dict[torch.device, list[str]] = {}
+    for match, choices in zip(matches, candidates):
+        device = _device(match)
+        if device.type == "cuda":
+            for choice in choices:
+                by_device.setdefault(device, []).extend(ops.kernel_sources(match, choice))
+            if match.site.attrs.get("training"):
+                native.prepare_batch_stats(device)
+    for device, sources in by_device.items():
+        native.prepare(sources, device)
+
+
+def _pick(
+    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
+) -> Plan | Refusal:
+    on_kernels = runs_native(match, options)
+    *_, preferred = candidates
+    if match.site.kind != "linear" or _device(match).type != "cuda":
+        return Plan(on_kernels, preferred)
+    if options.plan == "always":
+        return Plan(on_kernels, preferred, preferred["product"])
+    gains, note = _compare(match, candidates)
+    if gains:
+        return Plan(on_kernels, preferred, note)
+    if options.inner != "inductor":  # it would run the epilogue op by op
+        return Plan(on_kernels, candidates[0], note)
+    reason = f"nothing is gained ({note}): it is left to the inner compiler"
+    return Refusal(match.pattern, match.site, match.root, reason)
+
+
+def _compare(match: Match, candidates: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
+    """Does the last candidate beat the first, the library's product?  And by what figures."""
+    if len(candidates) == 1:
+        return False, "no kernel of ours makes this product"
+    preferred = candidates[-1]["product"]
+    tensors = rehearse.tensors_of(match)
+    if tensors is None:
+        return True, f"{preferred}, sizes unknown"
+    key = (*(ops.kernel_sources(match, c) for c in candidates), [str(t) for t in tensors])
+    rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
+    times = timing.medians(key, rehearsals, _device(match))
+    if times is None:
+        return True, f"{preferred}, no memory to time it"
+    note = ", ".join(f"{c['product']} {ms:.4g} ms" for c, ms in zip(candidates, times))
+    return times[-1] <= _GAIN * times[0], note

@@ -1,4 +1,4 @@
-// fx_fuser::linear_kernel on CUDA: the library's product, then the epilogue.
+// fx_fuser::linear_kernel on CUDA: one kernel, or the library's product and then the epilogue.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "shim_linear_split.h"
 #include "shim_pointwise.h"
 
 namespace fx_fuser {
@@ -47,38 +48,90 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.
-std::tuple<Tensor, Tensor> linear_kernel(const Tensor& x, const Tensor& weight,
-                                         const std::optional<Tensor>& bias,
-                                         const std::vector<std::optional<Tensor>>& t,
-                                         const std::vector<double>& s, const std::string& kinds,
-                                         const std::string& /*pattern*/, const std::string& kernel,
-                                         ScalarType out_type, bool save) {
-  require_cuda(x, "x");
-  const PointwiseKernels& kernels = registry().at(kernel, x.get_device_index());
-  const Tensor c = linear(x, weight, bias);
+// Is the split product faster than cuBLAS's fp32 product, which also divides few tiles along k?
+// Both as measured on the H200 (kernels_cu/NOTES.md), where a tile's 64 of k take 1.2 us.
+bool split_pays(int64_t m, int64_t n, int64_t k, int64_t multiprocessors) {
+  constexpr double kStage = 1.2e-6;      // s
+  constexpr double kStart = 8e-6;        // s: the pre-pass, filling the ring, the epilogue
+  constexpr double kLibrary = 48e12;     // flop/s, where the product is large
+  constexpr double kBandwidth = 4.0e12;  // byte/s
+  const int64_t tiles = ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN);
+  const auto rounds = static_cast<double>(ceil_div(tiles, multiprocessors));
+  const double split = kStart + rounds * static_cast<double>(ceil_div(k, kLinearTileK)) * kStage;
+  const double operations = 2.0 * static_cast<double>(m) * static_cast<double>(n * k);
+  const double bytes = 4.0 * static_cast<double>(n * k);
+  return split < std::max(operations / kLibrary, bytes / kBandwidth);
+}
 
-  std::vector<Tensor> inputs{c};
+// What an epilogue reads besides z, in the order of its functor.
+struct Wildcards {
+  std::vector<Tensor> tensors;
   std::vector<double> scalars;
-  const auto c_sizes = c.sizes();
-  std::vector<int64_t> shape(c_sizes.begin(), c_sizes.end());
+};
+
+Wildcards wildcards_of(const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
+                       const std::string& kinds) {
+  Wildcards found;
   for (size_t i = 0; i < kinds.size(); ++i) {
     if (kinds[i] == 's') {
-      scalars.push_back(s[i]);
+      found.scalars.push_back(s[i]);
     } else if (kinds[i] == 't' && t[i]->dim() == 0 && t[i]->is_cpu()) {
-      scalars.push_back(cpu_scalar(*t[i]));
+      found.scalars.push_back(cpu_scalar(*t[i]));
     } else if (kinds[i] == 't') {
-      inputs.push_back(*t[i]);
-      // A gate, one column wide, may be spread along that dimension.
-      if (!shape.empty() && shape.back() == 1 && t[i]->dim() > 0) {
-        shape.back() = t[i]->size(t[i]->dim() - 1);
-      }
+      found.tensors.push_back(*t[i]);
     }
   }
-  const bool same_shape = std::equal(shape.begin(), shape.end(), c_sizes.begin());
+  return found;
+}
+
+// y and, if it is to be saved, c; nothing where the kernel does not take or does not gain from
+// these tensors.
+std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
+    const std::string& kernel, const Tensor& x, const Tensor& weight,
+    const std::optional<Tensor>& bias, const std::vector<int64_t>& shape,
+    const Wildcards& wildcards, ScalarType out_type, bool save) {
+  const auto& kernels = registry<LinearSplitKernels>().at(kernel, x.get_device_index());
+  const int64_t k = weight.size(1);
+  if (k == 0 || !split_pays(x.numel() / k, weight.size(0), k, kernels.multiprocessors)) return {};
+  const Tensor y = torch::stable::new_empty(x, shape, out_type);
+  std::optional<Tensor> c;
+  if (save) c = torch::stable::new_empty(x, shape);
+  if (!run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars)) {
+    return {};
+  }
+  return std::tuple{y, save ? *c : torch::stable::new_empty(x, {0})};
+}
+
+// fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.
+std::tuple<Tensor, Tensor> linear_kernel(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::string& /*product*/, const std::vector<std::optional<Tensor>>& t,
+    const std::vector<double>& s, const std::string& kinds, const std::string& /*pattern*/,
+    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+  require_cuda(x, "x");
+  const Wildcards wildcards = wildcards_of(t, s, kinds);
+  const auto x_sizes = x.sizes();
+  std::vector<int64_t> c_shape(x_sizes.begin(), x_sizes.end());
+  c_shape.back() = weight.size(0);
+  std::vector<int64_t> shape = c_shape;
+  for (const Tensor& tensor : wildcards.tensors) {
+    // A gate, one column wide, may be spread along that dimension.
+    if (shape.back() == 1 && tensor.dim() > 0) shape.back() = tensor.size(-1);
+  }
+  const bool same_shape = shape == c_shape;
+
+  if (kernels.size() > 1 && same_shape) {
+    auto done = linear_in_one_kernel(kernels[1], x, weight, bias, shape, wildcards, out_type, save);
+    if (done) return *std::move(done);
+  }
+
+  const auto& epilogue = registry<PointwiseKernels>().at(kernels[0], x.get_device_index());
+  const Tensor c = linear(x, weight, bias);
+  std::vector<Tensor> inputs{c};
+  inputs.insert(inputs.end(), wildcards.tensors.begin(), wildcards.tensors.end());
   const bool in_place = !save && c.scalar_type() == out_type && same_shape;
   const Tensor y = in_place ? c : torch::stable::new_empty(c, shape, out_type);
-  run_pointwise(kernels, y, inputs, scalars);
+  run_pointwise(epilogue, y, inputs, wildcards.scalars);
   return {y, save ? c : torch::stable::new_empty(c, {0})};
 }
 

@@ -63,8 +63,8 @@ CUtensorMap tensor_map(CUtensorMapDataType type, const void* data,
 }
 
 // `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
-int64_t load_linear_split(const std::string& cubin, const std::vector<std::string>& signature,
-                          int64_t device) {
+int64_t load_linear_split(const std::string& name, const std::string& cubin,
+                          const std::vector<std::string>& signature, int64_t device) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
                   "Out and the type of z");
@@ -84,6 +84,7 @@ int64_t load_linear_split(const std::string& cubin, const std::vector<std::strin
   for (size_t i = 5; i < signature.size(); ++i) {
     kernels->operands.push_back(scalar_type_of(signature[i]));
   }
+  registry<LinearSplitKernels>().add(name, static_cast<int>(device), kernels.get());
   return reinterpret_cast<int64_t>(kernels.release());
 }
 
@@ -176,11 +177,10 @@ void check_linear(const LinearSplitKernels& kernels, const Tensor& x, const Tens
 // out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
 // False, and nothing is launched, where the copy engine or the kernel's indices do not take these
 // shapes, strides or addresses.
-bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Tensor& out,
-                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
+bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
+                      const std::optional<Tensor>& bias, const Tensor& out,
+                      const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                      const std::vector<double>& scalars) {
   check_linear(kernels, x, weight, bias, out, z, operands, scalars);
   const int64_t n = weight.size(0);
   const int64_t k = weight.size(1);
@@ -269,6 +269,14 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
   overlapped.dependent = true;
   launch(kernels.product, blocks, kLinearThreads, stream, args, overlapped);
   return true;
+}
+
+bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  return run_linear_split(*reinterpret_cast<const LinearSplitKernels*>(handle), x, weight, bias,
+                          out, z, operands, scalars);
 }
 
 }  // namespace

@@ -43,15 +43,16 @@ ScalarType scalar_type_of(const std::string& cuda_name) {
   STD_TORCH_CHECK(false, "fx_fuser: unknown element type ", cuda_name);
 }
 
-// Loaded kernels by name and device, for the ops that graphs call: a graph names its kernel.
+// Loaded kernels by name and device, for the ops that graphs call: a graph names its kernels.
+template <class Kernels>
 class Registry {
  public:
-  void add(const std::string& name, int device, const PointwiseKernels* kernels) {
+  void add(const std::string& name, int device, const Kernels* kernels) {
     const std::unique_lock lock(mutex_);
     kernels_[{name, device}] = kernels;
   }
 
-  const PointwiseKernels& at(const std::string& name, int device) {
+  const Kernels& at(const std::string& name, int device) {
     const std::shared_lock lock(mutex_);
     const auto found = kernels_.find({name, device});
     STD_TORCH_CHECK(found != kernels_.end(), "fx_fuser: kernel ", name,
@@ -61,11 +62,12 @@ class Registry {
 
  private:
   std::shared_mutex mutex_;
-  std::map<std::pair<std::string, int>, const PointwiseKernels*> kernels_;
+  std::map<std::pair<std::string, int>, const Kernels*> kernels_;
 };
 
-Registry& registry() {
-  static Registry instance;
+template <class Kernels>
+Registry<Kernels>& registry() {
+  static Registry<Kernels> instance;
   return instance;
 }
 
@@ -87,7 +89,7 @@ int64_t load_pointwise(const std::string& name, const std::string& cubin,
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
   for (size_t i = 4; i < signature.size(); ++i) kernels->in.push_back(scalar_type_of(signature[i]));
-  registry().add(name, static_cast<int>(device), kernels.get());
+  registry<PointwiseKernels>().add(name, static_cast<int>(device), kernels.get());
   return reinterpret_cast<int64_t>(kernels.release());
 }
 

@@ -71,8 +71,11 @@ def test_a_system_that_raises_leaves_a_row_and_the_others_go_on() -> None:
 
 
 def test_a_row_of_ours_that_is_unfused_or_wrong_fails_the_run() -> None:
-    assert run.complaint(row("fx_fuser", fused=0, accurate=True)) == "nothing was fused"
-    assert "beyond the bound" in str(run.complaint(row("fx_fuser", fused=1, accurate=False)))
+    unfused = row("fx_fuser", fused=0, left=0, accurate=True)
+    assert run.complaint(unfused) == "nothing was fused"
+    assert run.complaint({**unfused, "left": 1}) is None
+    wrong = row("fx_fuser", fused=1, left=0, accurate=False)
+    assert "beyond the bound" in str(run.complaint(wrong))
     assert run.complaint(row("inductor", accurate=False)) is None
 
 

@@ -54,7 +54,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rewriting": (rewrite, "replace", _raises),
     "the second rewrite": (rewrite, "replace", _after(1, rewrite.replace)),
     "erasing after the call is in": (rewrite, "_erase", _raises),
-    "kernels": (backend, "_build_kernels", _raises),
+    "kernels": (plan, "_build_kernels", _raises),
     "the cache tag": (build, "fingerprint", _raises),
     "the report": (fx_fuser.Report, "publish", _raises),
     "the epilogue": (apply, "in_torch", _raises),

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-import fx_fuser  # noqa: F401  registers the backend in a bare checkout
+import fx_fuser
+from fx_fuser import timing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,7 +107,7 @@ def assert_as_exact_as_eager(
     counters.clear()
     ours, eager = copy.deepcopy(model), copy.deepcopy(model)
     exact = copy.deepcopy(model).double()
-    options = {"strict": True, **compile_options.pop("options", {})}  # type: ignore[dict-item]
+    options = {"strict": True, "plan": "always", **compile_options.pop("options", {})}  # type: ignore[dict-item]
     compiled = torch.compile(ours, backend="fx_fuser", options=options, **compile_options)
     g = torch.randn_like(model(x)) if backward else None
     with torch.set_grad_enabled(backward):
@@ -156,7 +157,9 @@ def test_cuda_graphs() -> None:
     """mode="reduce-overhead" captures the op; replays read the inputs of each call."""
     torch._dynamo.reset()
     model = Swish().cuda()
-    compiled = torch.compile(model, backend="fx_fuser", mode="reduce-overhead")
+    compiled = torch.compile(
+        model, backend="fx_fuser", options={"mode": "reduce-overhead", "plan": "always"}
+    )
     with torch.no_grad():
         for seed in range(5):
             torch.manual_seed(seed)
@@ -190,7 +193,7 @@ def test_autocast(where: str) -> None:
                 return super().forward(x)
 
     model = (Inside() if where == "inside" else Swish()).cuda()
-    compiled = torch.compile(model, backend="fx_fuser", options={"strict": True})
+    compiled = torch.compile(model, backend="fx_fuser", options={"strict": True, "plan": "always"})
     x = torch.randn(64, 72, device="cuda")
     g = torch.randn(64, 61, device="cuda", dtype=torch.bfloat16)
 
@@ -258,9 +261,124 @@ def test_more_than_2_31_elements() -> None:
     linear = nn.Linear(8, n, bias=False, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(2**16 + 3, 8, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(
-        lambda x: F.silu(linear(x)) * 2.0, backend="fx_fuser", options={"strict": True}
+        lambda x: F.silu(linear(x)) * 2.0,
+        backend="fx_fuser",
+        options={"strict": True, "plan": "always"},
     )
     with torch.no_grad():
         y = compiled(x)
         for rows in (slice(0, 64), slice(-64, None)):
             torch.testing.assert_close(y[rows], F.silu(linear(x[rows])) * 2.0, rtol=2e-2, atol=1e-2)
+
+
+# ---- products of our own, and the plan that takes or leaves them ---------------------------------
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not HOPPER, reason="the kernels are sm_90a's")
+
+
+def launched(step: Callable[[], object]) -> set[str]:
+    """Names of the kernels that a call launches."""
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return {event.key for event in profile.key_averages()}
+
+
+class Large(nn.Module):
+    def __init__(self, k: int = 2048, n: int = 2048, form: str = "swish") -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(k, n), form
+        self.scale = nn.Parameter(torch.randn(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        return F.silu(z) * self.scale if self.form == "swish" else z + self.scale * torch.sigmoid(z)
+
+
+@hopper
+@pytest.mark.parametrize("form", ["swish", "residual"])
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_split_product(form: str, train: bool, inner: str) -> None:
+    torch.manual_seed(5)
+    model = Large(form=form).cuda()
+    x = torch.randn(3, 341, 2048, device="cuda")
+    assert_as_exact_as_eager(model, x, backward=train, options={"inner": inner})
+    compiled = torch.compile(model, backend="fx_fuser", options={"plan": "always"})
+    with torch.no_grad():
+        assert "fx_fuser_linear_split" in launched(lambda: compiled(x))
+
+
+@hopper
+@pytest.mark.parametrize("fp32, kernel", [("split", True), ("ieee", False), ("tf32", False)])
+def test_option_fp32(fp32: str, kernel: bool) -> None:
+    torch._dynamo.reset()
+    model, x = Large().cuda(), torch.randn(1024, 2048, device="cuda")
+    options = {"fp32": fp32, "plan": "always", "strict": True}
+    compiled = torch.compile(model, backend="fx_fuser", options=options)
+    with torch.no_grad():
+        assert ("fx_fuser_linear_split" in launched(lambda: compiled(x))) == kernel
+        exact = copy.deepcopy(model).double()(x.double())
+        assert relative_error(compiled(x), exact) <= (1e-3 if fp32 == "tf32" else 1e-6)
+
+
+@hopper
+def test_the_plan_measures_takes_and_leaves(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large fp32 product is taken, a tiny one left to Inductor; both answers are remembered."""
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(timing, "_known", {})
+    state = torch.cuda.get_rng_state()
+    for k, n, fused in ((4096, 4096, 1), (64, 64, 0)):
+        torch._dynamo.reset()
+        counters.clear()
+        model, x = Large(k, n).cuda(), torch.randn(1024, k, device="cuda")
+        state = torch.cuda.get_rng_state()
+        compiled = torch.compile(model, backend="fx_fuser", options={"strict": True})
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+        assert sum(counters["fx_fuser"].values()) == fused
+        assert sum(counters["fx_fuser_left"].values()) == 1 - fused
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        report = str(fx_fuser.explain(model, x))
+        assert "split" in report and " ms" in report
+    assert len(list((tmp_path / "plans").glob("*.json"))) == 2
+
+    def measured(*_: object) -> None:
+        raise AssertionError("it was known already")
+
+    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(timing, "_measure", measured)
+    torch._dynamo.reset()
+    torch.compile(model, backend="fx_fuser", options={"strict": True})(x)
+
+
+@hopper
+def test_a_dynamic_batch_falls_back_where_it_must() -> None:
+    """One graph for all M: the split product where it pays, the library's where it does not."""
+    torch._dynamo.reset()
+    model = Large().cuda()
+    options = {"strict": True, "plan": "always"}
+    compiled = torch.compile(model, backend="fx_fuser", dynamic=True, options=options)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for m in (1024, 1, 7, 515, 0):
+            x = torch.randn(m, 2048, device="cuda")
+            value = compiled(x)
+            assert value.shape == (m, 2048)
+            if m:
+                assert relative_error(value, exact(x.double())) <= 1e-6
+
+
+@hopper
+def test_a_weight_changed_behind_autograds_back() -> None:
+    """Nothing of a weight outlives a call: `.data`, `copy_`, growing and shrinking."""
+    torch._dynamo.reset()
+    model, x = Large().cuda(), torch.randn(1024, 2048, device="cuda")
+    compiled = torch.compile(model, backend="fx_fuser", options={"plan": "always"})
+    with torch.no_grad():
+        for factor in (1.0, 1e-6, 1e9, 1e-12, 1e3):
+            model.linear.weight.data.mul_(factor)
+            exact = copy.deepcopy(model).double()(x.double())
+            assert relative_error(compiled(x), exact) <= 1e-6

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fx_fuser.epilogue import POINTWISE, Kernel
 from fx_fuser.sites import Site
 from fx_fuser.spell import Operand
 
@@ -32,11 +33,18 @@ class Anchor(ABC):
 
     @abstractmethod
     def config(self, site: Site) -> dict[str, Any]:
-        """The configuration arguments of the op call that replaces `site`."""
+        """The configuration arguments of the op call for `site`, without plan's choices."""
 
     def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
         """The operands, in order, without those that the kernel op does not read."""
         return list(operands.values())
+
+    def kernels(self, config: Config) -> tuple[Kernel, ...]:
+        """What the op runs on CUDA: the epilogue alone, then a kernel that makes its product too.
+
+        The first is launched where there is no second, or the second does not take the tensors.
+        """
+        return (POINTWISE,)
 
     @abstractmethod
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:

@@ -10,16 +10,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.anchors.base import Anchor, Config, Operands
+from fx_fuser.epilogue import POINTWISE, Kernel
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Operand
+
+LIBRARY = "library"
+SPLIT = "split"
+# Who multiplies on CUDA, and in which kernel, if it is ours: cuBLAS; three fp16 products that make
+# an fp32 one.
+PRODUCTS: dict[str, Kernel | None] = {
+    LIBRARY: None,
+    SPLIT: Kernel("linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT"),
+}
 
 
 class Linear(Anchor):
     kind = "linear"
-    schema = "Tensor x, Tensor weight, Tensor? bias"
+    schema = "Tensor x, Tensor weight, Tensor? bias, str product"
 
     def config(self, site: Site) -> dict[str, Any]:
         return {}
+
+    def kernels(self, config: Config) -> tuple[Kernel, ...]:
+        own = PRODUCTS[config["product"]]
+        return (POINTWISE,) if own is None else (POINTWISE, own)
 
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (F.linear(operands["x"], operands["weight"], operands["bias"]),)
