@@ -7,6 +7,8 @@ Medians over interleaved rounds, each with a cold L2 cache. The answers lie besi
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -54,8 +56,15 @@ def medians(
 
 def _machine(device: torch.device) -> tuple[object, ...]:
     gpu = torch.cuda.get_device_properties(device)
-    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return gpu.name, gpu.multi_processor_count, driver, torch.__version__, build.fingerprint()
+    return gpu.name, gpu.multi_processor_count, _driver(), torch.__version__, build.fingerprint()
+
+
+@functools.cache
+def _driver() -> int:
+    """The CUDA version of the driver, times 1000; torch has no name for it."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _measure(
