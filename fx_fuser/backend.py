@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import build, checks, ops, patterns, plan, rewrite
+from fx_fuser.errors import OptionError
 from fx_fuser.match import Match, Refusal, find
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
@@ -86,8 +87,9 @@ def fx_fuser(
                     compiled = compile_inner(gm, example_inputs)
                 matches = outcome.matches
         except Exception as error:
-            # Dynamo's own exceptions steer its analysis (restart, skip the frame): not a failure.
-            if chosen.strict or isinstance(error, TorchDynamoException):
+            # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
+            # is the user's: no failures of ours.
+            if chosen.strict or isinstance(error, (TorchDynamoException, OptionError)):
                 raise
             restore()
             warnings.warn(

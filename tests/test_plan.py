@@ -1,0 +1,270 @@
+"""What is fused, what is left alone, in which precision; and what is remembered of the timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+import fx_fuser  # noqa: F401  (registers the backend in a bare checkout)
+from fx_fuser import native, plan, rehearse, timing
+from fx_fuser.errors import OptionError
+from fx_fuser.match import Match, Refusal
+from fx_fuser.options import Options
+from fx_fuser.plan import Plan
+
+GPU = torch.device("cuda", 0)
+MEASURED = Options()
+
+
+def swish(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    z = F.linear(x, weight, bias)
+    return z * torch.sigmoid(z) * 2.0
+
+
+def scaled_norm(x: Tensor, weight: Tensor) -> Tensor:
+    y = F.batch_norm(F.conv2d(x, weight), None, None, training=True)
+    return y * 2.0
+
+
+@pytest.fixture
+def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
+    def find(f: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Match:
+        found: list[Match] = []
+
+        def decide(matches: Sequence[Match], _: Options) -> list[Plan]:
+            found.extend(matches)
+            return [Plan(False, {"product": "library"} if m.site.kind == "linear" else {"tf32": 0})
+                    for m in matches]  # fmt: skip
+
+        torch._dynamo.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "decide", decide)
+            torch.compile(f, backend="fx_fuser", **options)(*inputs)
+        (match,) = found
+        return match
+
+    return find
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """As if the matches were on a Hopper GPU whose times are given."""
+    times: list[list[float] | None] = [[1.0, 0.5]]
+    monkeypatch.setattr(plan, "_device", lambda match: GPU)
+    monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
+    monkeypatch.setattr(native, "runs_on", lambda *_: True)
+    monkeypatch.setattr(timing, "medians", lambda *_: times[0])
+    precision = torch.backends.cuda.matmul.fp32_precision
+    yield lambda *found: times.__setitem__(0, None if found == (None,) else list(found))
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+def linear_tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, bias = torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
+    return x.to(dtype), weight.to(dtype), bias.to(dtype)
+
+
+def decide(match: Match, **options: Any) -> Plan | Refusal:
+    (decision,) = plan.decide([match], Options(**options))
+    return decision
+
+
+def test_on_a_cpu_the_inner_compiler_has_the_plain_ops(match_of: Any) -> None:
+    match = match_of(swish, *linear_tensors())
+    assert decide(match) == Plan(False, {"product": "library"})
+    assert decide(match, cpu_ops=True) == Plan(True, {"product": "library"})
+
+
+def test_a_faster_kernel_is_taken_and_says_by_how_much(match_of: Any, on_gpu: Any) -> None:
+    on_gpu(2.0, 0.75)
+    decision = decide(match_of(swish, *linear_tensors()))
+    assert decision == Plan(True, {"product": "split"}, "library 2 ms, split 0.75 ms")
+
+
+@pytest.mark.parametrize("split", [0.985, 1.0, 3.0])
+def test_what_gains_nothing_is_left_to_inductor(match_of: Any, on_gpu: Any, split: float) -> None:
+    on_gpu(1.0, split)
+    match = match_of(swish, *linear_tensors())
+    decision = decide(match)
+    assert isinstance(decision, Refusal)
+    assert f"library 1 ms, split {split:g} ms" in decision.reason
+    # Other compilers would run the epilogue op by op.
+    assert decide(match, inner="eager").choices == {"product": "library"}  # type: ignore[union-attr]
+    assert decide(match, plan="always").choices == {"product": "split"}  # type: ignore[union-attr]
+
+
+def test_without_an_answer_the_kernel_is_taken(match_of: Any, on_gpu: Any) -> None:
+    on_gpu(None)
+    decision = decide(match_of(swish, *linear_tensors()))
+    assert decision == Plan(True, {"product": "split"}, "split, no memory to time it")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes_without_a_kernel_are_left_alone(match_of: Any, on_gpu: Any, dtype: Any) -> None:
+    match = match_of(swish, *linear_tensors(dtype))
+    decision = decide(match)
+    assert isinstance(decision, Refusal) and "no kernel of ours" in decision.reason
+    assert decide(match, plan="always").choices == {"product": "library"}  # type: ignore[union-attr]
+
+
+def test_a_double_operand_has_no_fp32_kernel(match_of: Any, on_gpu: Any) -> None:
+    def f(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        return torch.sigmoid(F.linear(x, weight)) * y * 2.0
+
+    x, weight, _ = linear_tensors()
+    match = match_of(f, x, weight, torch.randn(4, 8, dtype=torch.float64))
+    assert isinstance(decide(match), Refusal)
+
+
+@pytest.mark.parametrize(
+    "precision, option, product",
+    [
+        ("ieee", "follow", "split"),
+        ("tf32", "follow", "library"),
+        ("tf32", "split", "split"),
+        ("ieee", "ieee", "library"),
+        ("ieee", "tf32", "library"),
+    ],
+)
+def test_option_fp32_on_a_linear(
+    match_of: Any, on_gpu: Any, precision: str, option: str, product: str
+) -> None:
+    match = match_of(swish, *linear_tensors())
+    torch.backends.cuda.matmul.fp32_precision = precision
+    decision = decide(match, fp32=option, plan="always")
+    assert isinstance(decision, Plan) and decision.choices == {"product": product}
+
+
+def test_ieee_against_torchs_own_setting_is_an_error(match_of: Any, on_gpu: Any) -> None:
+    match = match_of(swish, *linear_tensors())
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with pytest.raises(OptionError, match=r"fp32_precision is 'tf32'.*set it to 'ieee'"):
+        decide(match, fp32="ieee")
+
+
+@pytest.mark.parametrize(
+    "precision, option, tf32",
+    [("ieee", "follow", False), ("tf32", "follow", True), ("tf32", "ieee", False),
+     ("tf32", "split", False), ("ieee", "tf32", True)],
+)  # fmt: skip
+def test_option_fp32_on_a_convolution(
+    match_of: Any, on_gpu: Any, precision: str, option: str, tf32: bool
+) -> None:
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    torch.backends.cuda.matmul.fp32_precision = precision
+    assert decide(match, fp32=option) == Plan(True, {"tf32": tf32})
+
+
+# ---- the tensors that are timed ------------------------------------------------------------------
+
+
+def test_forms_have_the_sizes_strides_and_dtypes_of_the_trace(match_of: Any) -> None:
+    _, weight, bias = linear_tensors()
+    wide = torch.randn(4, 32)[:, ::2]
+    forms = rehearse.tensors_of(match_of(swish, wide, weight, bias))
+    assert forms is not None and forms[-2:] == [None, None]  # z itself, and a number
+    made = [form.random(torch.Generator().manual_seed(0)) for form in forms if form is not None]
+    assert [(m.shape, m.stride()) for m in made] == [
+        (t.shape, t.stride()) for t in (wide, weight, bias)
+    ]
+    assert all(m.isfinite().all() and m.std() > 0.1 for m in made)
+
+
+def test_dynamic_sizes_are_those_of_the_trace(match_of: Any) -> None:
+    forms = rehearse.tensors_of(match_of(swish, *linear_tensors(), dynamic=True))
+    assert forms is not None and forms[0] is not None and forms[0].size == (4, 16)
+
+
+def test_the_rehearsal_is_the_op_that_runs(match_of: Any) -> None:
+    match = match_of(swish, *linear_tensors())
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    ways = rehearse.rehearsals(match, [{"product": "library"}, {"product": "split"}], forms)
+    for y, saved in (way() for way in ways):  # type: ignore[misc]
+        assert y.shape == (4, 8) and saved.numel() == 0
+
+
+# ---- what is remembered --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts the measurements; each gives other figures."""
+    count = [0]
+
+    def measure(make_ways: Any, device: Any) -> list[float]:
+        count[0] += 1
+        return [float(count[0]), 2.0]
+
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(timing, "_machine", lambda device: ("a GPU",))
+    monkeypatch.setattr(timing, "_measure", measure)
+    yield count
+
+
+def ask(*key: object) -> list[float] | None:
+    return timing.medians(key, list, GPU)
+
+
+def test_measured_once_in_a_process_and_on_a_machine(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask("a") == ask("a") == [1.0, 2.0] and ask("b") == [2.0, 2.0]
+    monkeypatch.setattr(timing, "_known", {})
+    assert ask("a") == [1.0, 2.0] and clock == [2]
+    monkeypatch.setattr(timing, "_machine", lambda device: ("another GPU",))
+    assert ask("a") == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '"x"', '["x"]'])
+def test_a_damaged_answer_is_measured_again(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    ask("a")
+    (file,) = (tmp_path / "plans").iterdir()
+    file.write_text(text)
+    monkeypatch.setattr(timing, "_known", {})
+    assert ask("a") == [2.0, 2.0]
+
+
+def test_a_cache_that_cannot_be_written_to(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "file"))
+    assert ask("a") == [1.0, 2.0] == ask("a")
+
+
+def test_too_little_memory_is_not_remembered(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(timing, "_measure", lambda *_: None)
+        assert ask("a") is None
+    assert ask("a") == [1.0, 2.0]
+
+
+def test_left_sites_are_counted(on_gpu: Any) -> None:
+    on_gpu(1.0, 1.0)
+    counters.clear()
+    torch._dynamo.reset()
+    tensors = linear_tensors()
+    value = torch.compile(swish, backend="fx_fuser")(*tensors)
+    torch.testing.assert_close(value, swish(*tensors))
+    assert not counters["fx_fuser"] and counters["fx_fuser_left"] == {"linear_sigmoid_mul_mul": 1}
+
+
+def test_a_bad_option_is_no_fault_of_ours_to_survive(on_gpu: Any) -> None:
+    torch._dynamo.reset()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with pytest.raises(BackendCompilerFailed, match="set it to 'ieee'"):
+        torch.compile(swish, backend="fx_fuser", options={"fp32": "ieee"})(*linear_tensors())
