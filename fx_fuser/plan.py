@@ -92,14 +92,14 @@ def _device(match: Match) -> torch.device:
 
 
 def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
-    """The choices that are right for this match, the library's product first."""
+    """The choices that are right for this match; for a Linear the library's product first."""
     if match.site.kind != "linear":
         tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
         return [{"tf32": tf32}]
-    found: list[dict[str, Any]] = [{"product": LIBRARY}]
+    found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]
     product = _own_product(match, options)
     if product is not None and _device(match).type == "cuda":
-        own = {"product": product}
+        own = {"product": product, "backward": SPLIT if product == SPLIT else LIBRARY}
         sources = ops.kernel_sources(match, own)
         if all(native.runs_on(source, _device(match)) for source in sources):
             found.append(own)
@@ -152,27 +152,40 @@ def _pick(
         return Plan(on_kernels, preferred)
     if options.plan == "always":
         return Plan(on_kernels, preferred, preferred["product"])
-    gains, note = _compare(match, candidates)
-    if gains:
-        return Plan(on_kernels, preferred, note)
+    best, note = _compare(match, candidates)
+    if best is not None:
+        return Plan(on_kernels, best, note)
     if options.inner != "inductor":  # it would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
     return Refusal(match.pattern, match.site, match.root, reason)
 
 
-def _compare(match: Match, candidates: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
-    """Does the last candidate beat the first, the library's product?  And by what figures."""
+def _compare(
+    match: Match, candidates: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any] | None, str]:
+    """What beats the library, forward and, in training, backward together, and by what figures.
+
+    None if nothing does.
+    """
     if len(candidates) == 1:
-        return False, "no kernel of ours makes this product"
-    preferred = candidates[-1]["product"]
+        return None, "no kernel of ours makes this product"
+    own = candidates[1]
     tensors = rehearse.tensors_of(match)
     if tensors is None:
-        return True, f"{preferred}, sizes unknown"
-    key = (*(ops.kernel_sources(match, c) for c in candidates), [str(t) for t in tensors])
+        return dict(own), f"{own['product']}, sizes unknown"
+    trains = rehearse.gradients_of(match)
+    key = (*(ops.kernel_sources(match, c) for c in candidates), *map(str, tensors), trains)
     rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
     times = timing.medians(key, rehearsals, _device(match))
     if times is None:
-        return True, f"{preferred}, no memory to time it"
-    note = ", ".join(f"{c['product']} {ms:.4g} ms" for c, ms in zip(candidates, times))
-    return times[-1] <= _GAIN * times[0], note
+        return dict(own), f"{own['product']}, no memory to time it"
+    ahead, back = times[:2], times[2:]
+    note = f"library {ahead[0]:.4g} ms, {own['product']} {ahead[1]:.4g} ms"
+    backward = LIBRARY
+    if back:
+        note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
+        if back[1] <= _GAIN * back[0]:
+            backward = own["backward"]
+    gained = ahead[1] + min(back, default=0) <= _GAIN * (ahead[0] + sum(back[:1]))
+    return ({**own, "backward": backward} if gained else None), note

@@ -65,21 +65,44 @@ def _hint(size: int | torch.SymInt) -> int | None:
     return size if isinstance(size, int) else size.node.hint
 
 
+def gradients_of(match: Match) -> dict[str, bool]:
+    """Of which operands of the anchor a gradient is asked for; empty if nothing is to be saved."""
+    z: Any = meta_tensor(match.site.node)
+    if not z.requires_grad:
+        return {}
+    nodes = {name: match.site.operands[name] for name in ANCHORS[match.site.kind].operands}
+    tensors = {name: node and meta_tensor(node) for name, node in nodes.items()}
+    return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
+
+
 def rehearsals(
     match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
 ) -> list[Callable[[], object]]:
-    """For each of plan's candidates the kernel op on random tensors, as the match will call it."""
+    """The kernel op on random tensors with each of plan's candidates, as the match will call it.
+
+    In training followed by the anchor's backward with each of them.
+    """
     pattern, site = match.pattern, match.site
     anchor = ANCHORS[pattern.kind]
-    z: Any = meta_tensor(site.node)
-    generator = torch.Generator(z.device).manual_seed(0)  # the user's random state stays as it is
+    c: Any = meta_tensor(site.nodes[0])
+    generator = torch.Generator(c.device).manual_seed(0)  # the user's random state stays as it is
     values = [None if form is None else form.random(generator) for form in tensors]
     count = len(anchor.operands)
+    operands = dict(zip(anchor.operands, values))
     _, s, kinds = wildcards_of(match)
     out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
-    calls = [
-        FusedCall(pattern, {**anchor.config(site), **choices}, s, kinds, out)
-        for choices in candidates
+    configs = [{**anchor.config(site), **choices} for choices in candidates]
+    calls = [FusedCall(pattern, config, s, kinds, out) for config in configs]
+    needs = gradients_of(match)
+    forward = [
+        functools.partial(call.run, values[:count], values[count:], save=bool(needs))
+        for call in calls
     ]
-    save = z.requires_grad
-    return [functools.partial(c.run, values[:count], values[count:], save) for c in calls]
+    if not needs:
+        return forward  # type: ignore[return-value]
+    sizes: Any = tuple(map(_hint, c.shape))
+    dz = torch.empty(sizes, dtype=c.dtype, device=c.device).normal_(generator=generator)
+    backward = [
+        functools.partial(anchor.backward, operands, (), config, dz, needs) for config in configs
+    ]
+    return [*forward, *backward]

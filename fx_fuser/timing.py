@@ -90,6 +90,9 @@ def _measure(
                         found.append(_once(way, flush))
         except torch.OutOfMemoryError:
             return None
+        finally:
+            ways = flush = None  # type: ignore[assignment]
+            torch.cuda.empty_cache()
     return [median(found) for found in samples]
 
 

@@ -32,6 +32,7 @@
 #include "linear_split_args.h"
 #include "ptx_sm90.cuh"
 #include "split_sm90.cuh"
+#include "transpose.cuh"
 
 namespace fx_fuser::linear_split {
 
@@ -581,4 +582,8 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                  \
       fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) { \
     fx_fuser::split_rows(args);                                                          \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kTransposeThreads)              \
+      fx_fuser_transpose(const __grid_constant__ fx_fuser::TransposeArgs args) {         \
+    fx_fuser::transpose(args);                                                           \
   }

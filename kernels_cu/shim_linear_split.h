@@ -15,6 +15,7 @@
 
 #include "linear_split_args.h"
 #include "shim_pointwise.h"
+#include "transpose.cuh"
 
 namespace fx_fuser {
 namespace {
@@ -22,6 +23,7 @@ namespace {
 struct LinearSplitKernels {
   cudaKernel_t split_rows;
   cudaKernel_t product;
+  cudaKernel_t transpose;
   int multiprocessors;
   int scalars;
   ScalarType out;
@@ -73,6 +75,7 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   auto kernels = std::make_unique<LinearSplitKernels>();
   kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
   kernels->product = get_kernel(library, "fx_fuser_linear_split");
+  kernels->transpose = get_kernel(library, "fx_fuser_transpose");
   check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernels->product),
                              cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
         "cudaFuncSetAttribute");

@@ -304,11 +304,33 @@ class Large(nn.Module):
 def test_split_product(form: str, train: bool, inner: str) -> None:
     torch.manual_seed(5)
     model = Large(form=form).cuda()
-    x = torch.randn(3, 341, 2048, device="cuda")
+    x = torch.randn(3, 344, 2048, device="cuda", requires_grad=train)
     assert_as_exact_as_eager(model, x, backward=train, options={"inner": inner})
     compiled = torch.compile(model, backend="fx_fuser", options={"plan": "always"})
-    with torch.no_grad():
-        assert "fx_fuser_linear_split" in launched(lambda: compiled(x))
+    with torch.set_grad_enabled(train):
+        kernels = launched(lambda: compiled(x).sum().backward() if train else compiled(x))
+    assert "fx_fuser_linear_split" in kernels
+    assert ("fx_fuser_transpose" in kernels) == train
+
+
+@hopper
+@pytest.mark.parametrize("scale", [1.0, 1e-10, 1e6])
+@pytest.mark.parametrize("rows", [1032, 1023])  # 1023: rows of the transposed x are unaligned
+def test_split_backward_keeps_small_gradients_exact(rows: int, scale: float) -> None:
+    torch.manual_seed(6)
+    model, x = Large().cuda(), torch.randn(rows, 2048, device="cuda", requires_grad=True)
+    g = torch.randn(rows, 2048, device="cuda") * scale
+    compiled = torch.compile(model, backend="fx_fuser", options={"plan": "always"})
+
+    def gradients(call: Callable, x: Tensor, g: Tensor, model: nn.Module) -> list[Tensor]:
+        return list(torch.autograd.grad(call(x), [x, *model.parameters()], g))
+
+    exact_model = copy.deepcopy(model).double()
+    exact_x = x.detach().double().requires_grad_()
+    exact = gradients(exact_model, exact_x, g.double(), exact_model)
+    eager, ours = gradients(model, x, g, model), gradients(compiled, x, g, model)
+    for mine, other, truth in zip(ours, eager, exact, strict=True):
+        assert relative_error(mine, truth) <= max(2 * relative_error(other, truth), 6e-7)
 
 
 @hopper

@@ -38,7 +38,7 @@ def _wildcards(
 def linear_args(kinds: str, dtype: torch.dtype, bias: bool = True, native: bool = True) -> tuple:
     x, w = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in ((4, 3), (5, 3)))
     b = torch.randn(5, dtype=dtype, requires_grad=True) if bias else None
-    return (x, w, b, "library", *_wildcards(kinds, (4, 5), dtype), dtype, dtype, native)
+    return (x, w, b, "library", "library", *_wildcards(kinds, (4, 5), dtype), dtype, dtype, native)
 
 
 def conv_args(
@@ -144,9 +144,9 @@ def _detached(value: Any) -> Any:
 @pytest.mark.parametrize("kinds", ["zs", "nf"])
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 def test_opcheck_linear_kernel(pattern: str, kinds: str, save: bool) -> None:
-    x, w, b, product, t, s, letters, _, out, _ = _detached(list(linear_args(kinds, F32)))
+    *front, t, s, letters, _, out, _ = _detached(list(linear_args(kinds, F32)))
     op = torch.ops.fx_fuser.linear_kernel.default
-    opcheck(op, (x, w, b, product, t, s, letters, pattern, [], out, save))
+    opcheck(op, (*front, t, s, letters, pattern, [], out, save))
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])

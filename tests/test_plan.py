@@ -21,7 +21,8 @@ from fx_fuser.options import Options
 from fx_fuser.plan import Plan
 
 GPU = torch.device("cuda", 0)
-MEASURED = Options()
+LIBRARY = {"product": "library", "backward": "library"}
+SPLIT = {"product": "split", "backward": "split"}
 
 
 def swish(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,7 +42,7 @@ def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
 
         def decide(matches: Sequence[Match], _: Options) -> list[Plan]:
             found.extend(matches)
-            return [Plan(False, {"product": "library"} if m.site.kind == "linear" else {"tf32": 0})
+            return [Plan(False, LIBRARY if m.site.kind == "linear" else {"tf32": 0})
                     for m in matches]  # fmt: skip
 
         torch._dynamo.reset()
@@ -79,14 +80,14 @@ def decide(match: Match, **options: Any) -> Plan | Refusal:
 
 def test_on_a_cpu_the_inner_compiler_has_the_plain_ops(match_of: Any) -> None:
     match = match_of(swish, *linear_tensors())
-    assert decide(match) == Plan(False, {"product": "library"})
-    assert decide(match, cpu_ops=True) == Plan(True, {"product": "library"})
+    assert decide(match) == Plan(False, LIBRARY)
+    assert decide(match, cpu_ops=True) == Plan(True, LIBRARY)
 
 
 def test_a_faster_kernel_is_taken_and_says_by_how_much(match_of: Any, on_gpu: Any) -> None:
     on_gpu(2.0, 0.75)
     decision = decide(match_of(swish, *linear_tensors()))
-    assert decision == Plan(True, {"product": "split"}, "library 2 ms, split 0.75 ms")
+    assert decision == Plan(True, {**SPLIT, "backward": "library"}, "library 2 ms, split 0.75 ms")
 
 
 @pytest.mark.parametrize("split", [0.985, 1.0, 3.0])
@@ -97,14 +98,33 @@ def test_what_gains_nothing_is_left_to_inductor(match_of: Any, on_gpu: Any, spli
     assert isinstance(decision, Refusal)
     assert f"library 1 ms, split {split:g} ms" in decision.reason
     # Other compilers would run the epilogue op by op.
-    assert decide(match, inner="eager").choices == {"product": "library"}  # type: ignore[union-attr]
-    assert decide(match, plan="always").choices == {"product": "split"}  # type: ignore[union-attr]
+    assert decide(match, inner="eager").choices == LIBRARY  # type: ignore[union-attr]
+    assert decide(match, plan="always").choices == SPLIT  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "times, choices",
+    [
+        ([1.0, 0.5, 2.0, 1.0], SPLIT),
+        ([1.0, 0.5, 2.0, 3.0], {**SPLIT, "backward": "library"}),
+        ([1.0, 1.1, 2.0, 1.0], SPLIT),
+        ([1.0, 0.97, 9.0, 9.0], None),
+    ],
+)
+def test_training_is_judged_on_the_sum(
+    match_of: Any, on_gpu: Any, times: list[float], choices: Any
+) -> None:
+    x, weight, bias = linear_tensors()
+    match = match_of(swish, x, weight.requires_grad_(), bias)
+    on_gpu(*times)
+    decision = decide(match)
+    assert getattr(decision, "choices", None) == choices
 
 
 def test_without_an_answer_the_kernel_is_taken(match_of: Any, on_gpu: Any) -> None:
     on_gpu(None)
     decision = decide(match_of(swish, *linear_tensors()))
-    assert decision == Plan(True, {"product": "split"}, "split, no memory to time it")
+    assert decision == Plan(True, SPLIT, "split, no memory to time it")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -112,7 +132,7 @@ def test_dtypes_without_a_kernel_are_left_alone(match_of: Any, on_gpu: Any, dtyp
     match = match_of(swish, *linear_tensors(dtype))
     decision = decide(match)
     assert isinstance(decision, Refusal) and "no kernel of ours" in decision.reason
-    assert decide(match, plan="always").choices == {"product": "library"}  # type: ignore[union-attr]
+    assert decide(match, plan="always").choices == LIBRARY  # type: ignore[union-attr]
 
 
 def test_a_double_operand_has_no_fp32_kernel(match_of: Any, on_gpu: Any) -> None:
@@ -127,20 +147,20 @@ def test_a_double_operand_has_no_fp32_kernel(match_of: Any, on_gpu: Any) -> None
 @pytest.mark.parametrize(
     "precision, option, product",
     [
-        ("ieee", "follow", "split"),
-        ("tf32", "follow", "library"),
-        ("tf32", "split", "split"),
-        ("ieee", "ieee", "library"),
-        ("ieee", "tf32", "library"),
+        ("ieee", "follow", SPLIT),
+        ("tf32", "follow", LIBRARY),
+        ("tf32", "split", SPLIT),
+        ("ieee", "ieee", LIBRARY),
+        ("ieee", "tf32", LIBRARY),
     ],
 )
 def test_option_fp32_on_a_linear(
-    match_of: Any, on_gpu: Any, precision: str, option: str, product: str
+    match_of: Any, on_gpu: Any, precision: str, option: str, product: Any
 ) -> None:
     match = match_of(swish, *linear_tensors())
     torch.backends.cuda.matmul.fp32_precision = precision
     decision = decide(match, fp32=option, plan="always")
-    assert isinstance(decision, Plan) and decision.choices == {"product": product}
+    assert isinstance(decision, Plan) and decision.choices == product
 
 
 def test_ieee_against_torchs_own_setting_is_an_error(match_of: Any, on_gpu: Any) -> None:
@@ -187,9 +207,23 @@ def test_the_rehearsal_is_the_op_that_runs(match_of: Any) -> None:
     match = match_of(swish, *linear_tensors())
     forms = rehearse.tensors_of(match)
     assert forms is not None
-    ways = rehearse.rehearsals(match, [{"product": "library"}, {"product": "split"}], forms)
+    ways = rehearse.rehearsals(match, [LIBRARY, SPLIT], forms)
     for y, saved in (way() for way in ways):  # type: ignore[misc]
         assert y.shape == (4, 8) and saved.numel() == 0
+
+
+def test_the_rehearsal_of_training(match_of: Any) -> None:
+    x, weight, bias = linear_tensors()
+    match = match_of(swish, x, weight.requires_grad_(), bias)
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    with torch.no_grad():
+        *ahead, library, split = (
+            way() for way in rehearse.rehearsals(match, [LIBRARY, SPLIT], forms)
+        )
+    assert all(saved.shape == (4, 8) for _, saved in ahead)  # type: ignore[misc]
+    assert library.keys() == split.keys() == {"weight"}  # type: ignore[attr-defined]
+    torch.testing.assert_close(library["weight"], split["weight"])  # type: ignore[index]
 
 
 # ---- what is remembered --------------------------------------------------------------------------
