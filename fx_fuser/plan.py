@@ -3,6 +3,9 @@
 A Linear on CUDA is fused where one kernel of ours, product and epilogue, beats the library's
 product with the pointwise kernel; both are timed on tensors of our own (`fx_fuser.timing`). The
 latter stands for what Inductor makes of the region: the same within 3 % (benchmarks/results).
+
+A convolution that is fp32-accurate is fused always. In 16 bits and TF32 it is left to Inductor,
+which turns the layout of whole graphs, where the library is faster in channels_last.
 """
 
 from __future__ import annotations
@@ -148,17 +151,36 @@ def _pick(
 ) -> Plan | Refusal:
     on_kernels = runs_native(match, options)
     *_, preferred = candidates
-    if match.site.kind != "linear" or _device(match).type != "cuda":
+    if _device(match).type != "cuda":
         return Plan(on_kernels, preferred)
     if options.plan == "always":
-        return Plan(on_kernels, preferred, preferred["product"])
-    best, note = _compare(match, candidates)
+        return Plan(on_kernels, preferred, preferred.get("product", ""))
+    compare = _compare if match.site.kind == "linear" else _compare_layouts
+    best, note = compare(match, candidates)
     if best is not None:
         return Plan(on_kernels, best, note)
     if options.inner != "inductor":  # it would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
     return Refusal(match.pattern, match.site, match.root, reason)
+
+
+def _compare_layouts(
+    match: Match, candidates: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any] | None, str]:
+    """Is the convolution as fast in the layout it is given as in channels_last, all turned?"""
+    (choices,) = candidates
+    exact = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
+    tensors = rehearse.tensors_of(match)
+    if (exact and not choices["tf32"]) or tensors is None:
+        return dict(choices), ""
+    key = (*ops.kernel_sources(match, choices), *map(str, tensors), str(choices), "layouts")
+    rehearsals = functools.partial(rehearse.layouts, match, choices, tensors)
+    times = timing.medians(key, rehearsals, _device(match))
+    if times is None:
+        return dict(choices), ""
+    note = "as it lies {:.4g} ms, in channels_last {:.4g} ms".format(*times)
+    return (dict(choices) if times[0] <= _GAIN * times[1] else None), note
 
 
 def _compare(

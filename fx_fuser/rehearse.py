@@ -75,34 +75,71 @@ def gradients_of(match: Match) -> dict[str, bool]:
     return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
 
 
+def layouts(
+    match: Match, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
+) -> list[Callable[[], object]]:
+    """A convolution's kernel op as the match will call it, and with x turned to channels_last."""
+    run = _Rehearsal(match, tensors)
+    x, weight, *others = run.operands
+    turned_weight = weight.contiguous(memory_format=torch.channels_last)
+
+    def turned() -> object:
+        turned_x = x.contiguous(memory_format=torch.channels_last)
+        return run.forward(choices, [turned_x, turned_weight, *others])
+
+    return [functools.partial(run.forward, choices, run.operands), turned]
+
+
 def rehearsals(
     match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
 ) -> list[Callable[[], object]]:
-    """The kernel op on random tensors with each of plan's candidates, as the match will call it.
+    """A Linear's kernel op with each of plan's candidates, as the match will call it.
 
     In training followed by the anchor's backward with each of them.
     """
-    pattern, site = match.pattern, match.site
-    anchor = ANCHORS[pattern.kind]
-    c: Any = meta_tensor(site.nodes[0])
-    generator = torch.Generator(c.device).manual_seed(0)  # the user's random state stays as it is
-    values = [None if form is None else form.random(generator) for form in tensors]
-    count = len(anchor.operands)
-    operands = dict(zip(anchor.operands, values))
-    _, s, kinds = wildcards_of(match)
-    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
-    configs = [{**anchor.config(site), **choices} for choices in candidates]
-    calls = [FusedCall(pattern, config, s, kinds, out) for config in configs]
-    needs = gradients_of(match)
-    forward = [
-        functools.partial(call.run, values[:count], values[count:], save=bool(needs))
-        for call in calls
+    run = _Rehearsal(match, tensors)
+    ways: list[Callable[[], object]] = [
+        functools.partial(run.forward, choices, run.operands) for choices in candidates
     ]
-    if not needs:
-        return forward  # type: ignore[return-value]
-    sizes: Any = tuple(map(_hint, c.shape))
-    dz = torch.empty(sizes, dtype=c.dtype, device=c.device).normal_(generator=generator)
-    backward = [
-        functools.partial(anchor.backward, operands, (), config, dz, needs) for config in configs
-    ]
-    return [*forward, *backward]
+    if run.needs:
+        dz = run.gradient_of_z()
+        ways += [functools.partial(run.backward, choices, dz) for choices in candidates]
+    return ways
+
+
+class _Rehearsal:
+    """One match's op and its random tensors."""
+
+    def __init__(self, match: Match, tensors: Sequence[TensorForm | None]) -> None:
+        self.match, self.anchor = match, ANCHORS[match.site.kind]
+        self.c: Any = meta_tensor(match.site.nodes[0])
+        # Its own: the user's random state stays as it is.
+        self.generator = torch.Generator(self.c.device).manual_seed(0)
+        values = [None if form is None else form.random(self.generator) for form in tensors]
+        count = len(self.anchor.operands)
+        self.operands: list[Any] = values[:count]
+        self.t = values[count:]
+        self.needs = gradients_of(match)
+
+    def config(self, choices: Mapping[str, Any]) -> dict[str, Any]:
+        names = [part.split()[-1] for part in self.anchor.schema.split(", ")]
+        values = {**self.anchor.config(self.match.site), **choices}
+        return {name: values[name] for name in names if name in values}
+
+    def forward(self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]) -> object:
+        config = self.config(choices)
+        named = dict(zip(self.anchor.operands, operands))
+        _, s, kinds = wildcards_of(self.match)
+        out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
+        call = FusedCall(self.match.pattern, config, s, kinds, out)
+        return call.run(self.anchor.kernel_operands(named, config), self.t, save=bool(self.needs))
+
+    def gradient_of_z(self) -> Tensor:
+        sizes: Any = tuple(map(_hint, self.c.shape))
+        return torch.empty(sizes, dtype=self.c.dtype, device=self.c.device).normal_(
+            generator=self.generator
+        )
+
+    def backward(self, choices: Mapping[str, Any], dz: Tensor) -> object:
+        named = dict(zip(self.anchor.operands, self.operands))
+        return self.anchor.backward(named, (), self.config(choices), dz, self.needs)

@@ -180,7 +180,42 @@ def test_option_fp32_on_a_convolution(
 ) -> None:
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     torch.backends.cuda.matmul.fp32_precision = precision
-    assert decide(match, fp32=option) == Plan(True, {"tf32": tf32})
+    assert decide(match, fp32=option, plan="always") == Plan(True, {"tf32": tf32})
+
+
+def half_norm(match_of: Any) -> Match:
+    x, weight = torch.randn(2, 3, 8, 8).bfloat16(), torch.randn(4, 3, 3, 3).bfloat16()
+    found: Match = match_of(scaled_norm, x, weight)
+    return found
+
+
+@pytest.mark.parametrize("as_it_lies, fused", [(0.5, True), (0.99, False), (2.0, False)])
+def test_a_convolution_in_16_bits_is_left_where_channels_last_is_faster(
+    match_of: Any, on_gpu: Any, as_it_lies: float, fused: bool
+) -> None:
+    match = half_norm(match_of)
+    on_gpu(as_it_lies, 1.0)
+    decision = decide(match)
+    assert isinstance(decision, Plan) == fused
+    assert f"as it lies {as_it_lies:g} ms, in channels_last 1 ms" in str(decision)
+    assert isinstance(decide(match, plan="always"), Plan)
+
+
+def test_an_exact_convolution_is_fused_always(match_of: Any, on_gpu: Any) -> None:
+    on_gpu(2.0, 1.0)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    assert decide(match) == Plan(True, {"tf32": False})
+    assert isinstance(decide(match, fp32="tf32"), Refusal)
+
+
+def test_both_layouts_are_rehearsed(match_of: Any) -> None:
+    match = half_norm(match_of)
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    ways = rehearse.layouts(match, {"tf32": False}, forms)
+    lying, turned = (way()[0] for way in ways)  # type: ignore[index]
+    assert lying.is_contiguous() and turned.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(lying, turned)
 
 
 # ---- the tensors that are timed ------------------------------------------------------------------
