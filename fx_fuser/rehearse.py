@@ -115,10 +115,9 @@ class _Rehearsal:
         self.c: Any = meta_tensor(match.site.nodes[0])
         # Its own: the user's random state stays as it is.
         self.generator = torch.Generator(self.c.device).manual_seed(0)
-        values = [None if form is None else form.random(self.generator) for form in tensors]
+        values: list[Any] = [form and form.random(self.generator) for form in tensors]
         count = len(self.anchor.operands)
-        self.operands: list[Any] = values[:count]
-        self.t = values[count:]
+        self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
 
     def config(self, choices: Mapping[str, Any]) -> dict[str, Any]:
