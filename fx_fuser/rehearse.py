@@ -112,9 +112,11 @@ class _Rehearsal:
 
     def __init__(self, match: Match, tensors: Sequence[TensorForm | None]) -> None:
         self.match, self.anchor = match, ANCHORS[match.site.kind]
-        self.c: Any = meta_tensor(match.site.nodes[0])
+        c = meta_tensor(match.site.nodes[0])
+        assert c is not None
+        self.c = c
         # Its own: the user's random state stays as it is.
-        self.generator = torch.Generator(self.c.device).manual_seed(0)
+        self.generator = torch.Generator(c.device).manual_seed(0)
         values: list[Any] = [form and form.random(self.generator) for form in tensors]
         count = len(self.anchor.operands)
         self.operands, self.t = values[:count], values[count:]
