@@ -90,6 +90,19 @@ def worst_row(value: Tensor, exact: Tensor) -> float:
     return float((error / exact.norm(dim=1).clamp_min(1e-300)).max())
 
 
+def compare(
+    what: str, ours: Tensor, sgemm: Tensor, exact: Tensor, failures: list[str]
+) -> list[float]:
+    """Our error and SGEMM's, over all and of the worst row; adds what breaks the contract."""
+    error, other = relative(ours, exact), relative(sgemm, exact)
+    row, other_row = worst_row(ours, exact), worst_row(sgemm, exact)
+    if not error <= max(1.5 * other, FLOOR):
+        failures.append(f"accuracy, {what}: {error:.2e} v {other:.2e}")
+    if not row <= max(4 * other_row, ROW_FLOOR):
+        failures.append(f"worst row, {what}: {row:.2e} v {other_row:.2e}")
+    return [error, other, row, other_row]
+
+
 def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The data of the accuracy contract: name, x [m, k], weight [n, k]."""
 
@@ -117,19 +130,14 @@ def accuracy(failures: list[str]) -> list[list[object]]:
         for name, x, weight in families(m, n, k):
             exact = x.double() @ weight.double().T
             ours, sgemm = run(IDENTITY, x, weight), F.linear(x, weight)
-            row = [k, name, relative(ours, exact), relative(sgemm, exact)]
-            per_row = [worst_row(ours, exact), worst_row(sgemm, exact)]
-            rows.append([*row, *per_row])
-            if not row[2] <= max(1.5 * row[3], FLOOR):  # type: ignore[operator]
-                failures.append(f"accuracy, K = {k}, {name}: {row[2]:.2e} v {row[3]:.2e}")
-            if not per_row[0] <= max(4 * per_row[1], ROW_FLOOR):
-                failures.append(f"worst row, K = {k}, {name}: {per_row[0]:.2e} v {per_row[1]:.2e}")
+            rows.append([k, name, *compare(f"K = {k}, {name}", ours, sgemm, exact, failures)])
     return rows
 
 
 # ---- everything else that must be right ----------------------------------------------------------
 
 SENTINEL = 12345.0
+GUESSED = 256  # columns; no fewer than those from which a row of the weight has its scale guessed
 
 
 def strided(rows: int, columns: int, choose: random.Random) -> Tensor:
@@ -157,6 +165,8 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         m, n = choose.choice((1, 2, choose.randint(1, 700))), choose.randint(1, 700)
         k = choose.choice((choose.randint(1, 64), choose.randint(1, 3000)))
         x, weight = strided(m, k, choose), strided(n, k, choose)
+        if choose.random() < 0.2:
+            weight[:, :GUESSED] *= choose.choice((0.0, 1e-4))
         bias = torch.randn(n, device=CUDA) if choose.random() < 0.5 else None
         operands = [random_operand(m, n, dtype, choose) for dtype in example.operands]
         scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
@@ -226,6 +236,41 @@ def special_values(failures: list[str]) -> None:
         failures.append("overflow: finite values")
 
 
+def misleading(n: int, k: int) -> Iterator[tuple[str, Tensor]]:
+    """Weights whose first columns say little of the others."""
+    for what, factor, every in (
+        ("first columns zero", 0.0, 1),
+        ("first columns zero in some rows", 0.0, 150),
+        ("first columns 1e-6 of the rest", 1e-6, 1),
+        ("first columns 1e-6 of the rest in some rows", 1e-6, 7),
+        ("first columns 1e6 times the rest", 1e6, 1),
+        ("first columns 1e6 times the rest in some rows", 1e6, 7),
+    ):
+        weight = torch.randn(n, k, device=CUDA)
+        weight[::every, :GUESSED] *= factor
+        yield what, weight
+    for what, rows in (("a late outlier", slice(n // 2, n // 2 + 1)), ("late outliers", slice(n))):
+        weight = torch.randn(n, k, device=CUDA)
+        weight[rows, k - 3] = 1e5
+        yield what, weight
+
+
+def wrong_guesses(failures: list[str]) -> None:
+    """Tiles that are done again: one, some and all of a block's, with tails and chunks of K."""
+    for m, n, k in ((200, 300, 500), (1000, 4100, 576), (256, 384, 8192), (130, 140, 65536 + 36)):
+        x = torch.randn(m, k, device=CUDA)
+        for what, weight in misleading(n, k):
+            exact = x.double() @ weight.double().T
+            what = f"{m} x {n} x {k}, {what}"
+            compare(what, run(IDENTITY, x, weight), F.linear(x, weight), exact, failures)
+    x, weight = torch.randn(200, 500, device=CUDA), torch.randn(300, 500, device=CUDA)
+    weight[:, :GUESSED] = 0
+    weight[5, 400], weight[290, 499], x[3, 300] = float("inf"), float("nan"), float("-inf")
+    ours, exact = run(IDENTITY, x, weight), F.linear(x.double(), weight.double()).float()
+    if not torch.allclose(ours, exact, rtol=1e-4, atol=1e-4, equal_nan=True):
+        failures.append("infinities in a weight whose first columns are zero")
+
+
 def graphs_and_repeats(failures: list[str]) -> None:
     """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
     x, weight = torch.randn(300, 1000, device=CUDA), torch.randn(500, 1000, device=CUDA)
@@ -233,23 +278,25 @@ def graphs_and_repeats(failures: list[str]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(SWISH, x, weight, out=out)
-    for factor in (1.0, 1e-6, 1e6):
-        weight.normal_().mul_(factor)
+    for factor, zeros in ((1.0, 0), (1e-6, 0), (1e6, GUESSED), (1e6, 0)):
+        weight.normal_().mul_(factor)[:, :zeros] = 0
         graph.replay()
         exact = F.silu(x.double() @ weight.double().T) * 2
         if not relative(out, exact) <= 1e-6:
             failures.append(f"graph replay, weight * {factor}: {relative(out, exact):.2e}")
-    first = run(SWISH, x, weight)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    torch.cuda.synchronize()
-    results = []
-    for i in range(400):
-        with torch.cuda.stream(streams[i % 2]):
-            result = run(SWISH, x, weight)
-            results.append((result != first).any())
-    torch.cuda.synchronize()
-    if any(bool(r) for r in results):
-        failures.append("launches over two streams differ")
+    for zeros in (0, GUESSED):
+        weight[:, :zeros] = 0
+        first = run(SWISH, x, weight)
+        torch.cuda.synchronize()
+        results = []
+        for i in range(400):
+            with torch.cuda.stream(streams[i % 2]):
+                result = run(SWISH, x, weight)
+                results.append((result != first).any())
+        torch.cuda.synchronize()
+        if any(bool(r) for r in results):
+            failures.append(f"launches over two streams differ, first {zeros} columns zero")
 
 
 def refusals(failures: list[str]) -> None:
@@ -296,13 +343,15 @@ def host_us(step: Callable[[], object]) -> float:
 
 def timing(failures: list[str]) -> list[list[object]]:
     rows: list[list[object]] = []
-    for name, example, m, k, n in (
-        ("#70", RESIDUAL, 1024, 8192, 8192),
-        ("#59", SWISH, 128, 32768, 32768),
+    for name, example, m, k, n, zeros in (
+        ("#70", RESIDUAL, 1024, 8192, 8192, 0),
+        ("#59", SWISH, 128, 32768, 32768, 0),
+        ("#70, all tiles done again", RESIDUAL, 1024, 8192, 8192, GUESSED),
     ):
         x = torch.rand(m, k, device=CUDA)
         linear = torch.nn.Linear(k, n, device=CUDA)
         weight, bias = linear.weight.detach(), linear.bias.detach()
+        weight[:, :zeros] = 0
         out = torch.empty(m, n, device=CUDA).fill_(float("nan"))
 
         def ours(
@@ -364,9 +413,10 @@ def main() -> int:
             largest = sweep(chosen.cases, chosen.seed, failures)
             done(f"{chosen.cases} random cases, largest error {largest:.1e}")
             special_values(failures)
+            wrong_guesses(failures)
             refusals(failures)
             graphs_and_repeats(failures)
-            done("special values, refusals, graphs, repeats")
+            done("special values, wrong guesses, refusals, graphs, repeats")
             errors = accuracy(failures)
             done("accuracy")
         if not chosen.skip_timing:

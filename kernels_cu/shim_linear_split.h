@@ -224,12 +224,14 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const int64_t split_bytes = 2 * m * padded_k * 2;
   const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
   const int64_t broken_bytes = tiles * kLinearConsumerThreads * 8;
+  const int64_t again_bytes = tiles * 8;
   const Tensor workspace = torch::stable::new_empty(
-      x, {split_bytes + parked_bytes + broken_bytes + m * 4}, ScalarType::Byte);
+      x, {split_bytes + parked_bytes + broken_bytes + again_bytes + m * 4}, ScalarType::Byte);
   auto* split = static_cast<uint8_t*>(workspace.data_ptr());
   uint8_t* parked = split + split_bytes;
   uint8_t* broken = parked + parked_bytes;
-  auto* unscale = reinterpret_cast<float*>(broken + broken_bytes);
+  uint8_t* again = broken + broken_bytes;
+  auto* unscale = reinterpret_cast<float*>(again + again_bytes);
 
   const SplitRowsArgs rows{static_cast<const float*>(x.data_ptr()),
                            *x_stride,
@@ -254,6 +256,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   args.x_unscale = unscale;
   args.parked = reinterpret_cast<float4*>(parked);
   args.broken = reinterpret_cast<uint64_t*>(broken);
+  args.again = reinterpret_cast<uint64_t*>(again);
   args.x = rows.x;
   args.weight = static_cast<const float*>(weight.data_ptr());
   args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
