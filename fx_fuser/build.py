@@ -408,8 +408,7 @@ def linear_dense_example_source(epilogue: str, scalars: int, *types: str) -> str
     """As `linear_example_source`, of 16-bit types or TF32: Acc, Out, the type of x, operands..."""
     arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
     return (
-        '#include "examples.cuh"\n#include "linear_dense_sm90.cuh"\n'
-        f"FX_FUSER_LINEAR({arguments})\n"
+        f'#include "examples.cuh"\n#include "linear_dense_sm90.cuh"\nFX_FUSER_LINEAR({arguments})\n'
     )
 
 
