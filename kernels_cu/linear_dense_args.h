@@ -31,12 +31,9 @@ struct DenseShape {
 };
 
 // Kernel fx_fuser_linear_<i> is made for kDenseShapes[i].
-constexpr int kDenseShapeCount = 4;
+constexpr int kDenseShapeCount = 5;
 constexpr DenseShape kDenseShapes[kDenseShapeCount] = {
-    {16, 1, 1, 460},
-    {64, 1, 1, 620},
-    {128, 2, 2, 1100},
-    {256, 1, 2, 1050},
+    {16, 1, 1, 460}, {64, 1, 1, 620}, {128, 1, 2, 650}, {128, 2, 2, 1100}, {256, 1, 2, 1050},
 };
 constexpr int kDenseThreads = 384;
 constexpr int kDenseStepBytes = 128;  // of k in a stage: one swizzle span

@@ -100,15 +100,19 @@ struct Layout {
 
 // ---- producer -----------------------------------------------------------------------------------
 
-template <class In, class Layout>
+template <class In, class Layout, class Finish>
 __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layout::Shared& shared) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kShareM = Layout::kTileM / Layout::kCluster;
   // A weight that only one tile of x meets is read once.
   const uint64_t policy = args.m <= Layout::kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
+  // Rows of the operands' tiles that are brought near with each step.
+  const int rows = Layout::kTileM / ((args.k + kStepK - 1) / kStepK) + 1;
   typename Layout::Cursor cursor;
   for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
     const auto tile = Layout::tile_at(args, index);
+    int m = tile.m;
+    const int end_m = min(args.m, m + Layout::kTileM);
     for (int k = 0; k < args.k; k += kStepK) {
       auto& stage = shared.stage[cursor.slot];
       const uint32_t full = ptx::shared_address(&shared.full[cursor.slot]);
@@ -124,6 +128,9 @@ __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layou
         ptx::tensor_load_multicast(ptx::shared_address(stage.x[share]), args.x_map, full,
                                    (1 << Layout::kCluster) - 1, ptx::kEvictLast, k, tile.m + share);
       }
+      if constexpr (Finish::kOperands > 0) {
+        for (int i = 0; i < rows && m < end_m; ++i) Finish::bring_near(args, m++, tile.n);
+      }
       cursor.advance();
     }
   }
@@ -131,7 +138,8 @@ __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layou
 
 // ---- consumers ----------------------------------------------------------------------------------
 
-// finish(index, sum) for every tile of the block, sum[j][4i + 2r + t] being that of
+// finish.begin(index), .load_first() and finish(sum) for every tile, sum[j][4i + 2r + t] being that
+// of
 //   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) +
 //   t
 template <class In, class Layout, class Finish>
@@ -155,6 +163,7 @@ __device__ __forceinline__ void consume(const LinearDenseArgs& args,
   typename Layout::Cursor cursor;
   for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
     float sum[Layout::kSubtiles][Layout::kSumsOfSubtile];
+    finish.begin(index);
     int previous = 0;
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       auto& stage = shared.stage[cursor.slot];
@@ -178,11 +187,12 @@ __device__ __forceinline__ void consume(const LinearDenseArgs& args,
       previous = cursor.slot;
       cursor.advance();
     }
+    finish.load_first();
     ptx::wgmma_wait<0>();
     release(previous);
 #pragma unroll
     for (int j = 0; j < Layout::kSubtiles; ++j) ptx::pin(sum[j]);
-    finish(index, sum);
+    finish(sum);
   }
 }
 
@@ -198,25 +208,27 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
   static constexpr int kOperands = sizeof...(Operand);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kElementBytes = (1 + ... + int{sizeof(Operand)});
-  // What operands wait in besides the sums.
-  static constexpr int kRawBytes = 4 * 32;
+  // What the operands of two groups of vectors wait in, besides the sums: those that are computed
+  // with and the next ones.
+  static constexpr int kRawBytes = 4 * 24;
+  static constexpr bool fits(int elements) { return 2 * elements * kElementBytes <= kRawBytes; }
   static constexpr int narrowed(int width) {
-    return width > 1 && width * kElementBytes > kRawBytes ? narrowed(width / 2) : width;
+    return width > 1 && !fits(width) ? narrowed(width / 2) : width;
   }
   static constexpr int kWidth = narrowed(vector_width(sizeof(Out), sizeof(In)));
   static constexpr int kThreadsOfRow = kSubtileN / kWidth;
   static constexpr int kRowsAtOnce = kWarpgroup / kThreadsOfRow;
-  // Vectors that a thread has in a batch, and those whose operands are loaded together.
-  static constexpr int kVectors = Layout::kBatchM / kRowsAtOnce;
-  static constexpr int in_flight(int vectors) {
-    return vectors > 1 && vectors * kWidth * kElementBytes > kRawBytes ? in_flight(vectors / 2)
-                                                                       : vectors;
+  static constexpr int kVectors = Layout::kBatchM / kRowsAtOnce;  // of a thread in a batch
+  static constexpr int grouped(int vectors) {
+    return vectors > 1 && !fits(vectors * kWidth) ? grouped(vectors / 2) : vectors;
   }
-  static constexpr int kInFlight = in_flight(kVectors);
+  static constexpr int kGroup = grouped(kVectors);
+  static constexpr int kGroups = kVectors / kGroup;  // of a batch
   static constexpr int kBatches = Layout::kTileM / Layout::kBatchM;
+  static constexpr int kAllBatches = Layout::kSubtiles * kBatches;
   static constexpr int kSumsOfBatch = Layout::kBatchM / 2;  // of a thread
   static_assert(kOperands <= kMaxInputs && kScalars <= kMaxScalars);
-  static_assert(Layout::kBatchM % kRowsAtOnce == 0 && kVectors % kInFlight == 0);
+  static_assert(Layout::kBatchM % kRowsAtOnce == 0 && kVectors % kGroup == 0);
 
   using Raw = RawVectors<std::index_sequence<kOperand...>, kWidth, Operand...>;
 
@@ -224,19 +236,54 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
   float (&exchange)[2][Layout::kBatchM][kExchangePitch];  // this consumer's
   int consumer;
   int next_buffer = 0;  // in turn, from tile to tile too: hence one barrier a batch is enough
+  int first_m = 0;      // of the tile
+  int first_n = 0;      // of this thread's vectors in the first subtile
+  Vec<In, kWidth> bias[Layout::kSubtiles] = {};
+  Raw raw[kGroup];  // of the next group
+
+  static __device__ __forceinline__ int row() { return threadIdx.x % kWarpgroup / kThreadsOfRow; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % kThreadsOfRow * kWidth; }
+
+  // A row of the block's tile of each operand, for the producer: from DRAM it would come too late.
+  static __device__ __forceinline__ void bring_near(const LinearDenseArgs& args, int m, int n) {
+    const auto one = [&](int operand, int element_bytes) {
+      const LinearOperand& from = args.operand[operand];
+      if (args.mode[operand] != Mode::kVector || from.stride_m == 0) return;
+      const int bytes = min(Layout::kTileN, args.n - n) * element_bytes / 16 * 16;
+      if (bytes <= 0) return;
+      ptx::prefetch(
+          static_cast<const uint8_t*>(from.data) + (m * from.stride_m + n) * element_bytes, bytes);
+    };
+    (one(kOperand, sizeof(Operand)), ...);
+  }
 
   template <int kOne, class T>
-  __device__ __forceinline__ void load_one(Vec<T, kWidth>& raw, int m, int n, bool whole) const {
+  __device__ __forceinline__ void load_one(Vec<T, kWidth>& vector, int m, int n, bool whole) const {
     const LinearOperand& operand = args.operand[kOne];
     const int64_t offset = m * operand.stride_m + n * operand.stride_n;
     if (whole) {
-      load_vector(raw, operand.data, args.mode[kOne], offset, operand.stride_n);
+      load_vector(vector, operand.data, args.mode[kOne], offset, operand.stride_n);
       return;
     }
     const T* from = static_cast<const T*>(operand.data) + offset;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
-      raw.element[e] = n + e < args.n ? from[e * operand.stride_n] : T{};
+      vector.element[e] = n + e < args.n ? from[e * operand.stride_n] : T{};
+    }
+  }
+
+  // The operands of a batch's group of vectors.
+  __device__ __forceinline__ void load(int batch, int group) {
+    const int n = first_n + batch / kBatches * kSubtileN;
+    const int m =
+        first_m + batch % kBatches * Layout::kBatchM + row() + group * kGroup * kRowsAtOnce;
+#pragma unroll
+    for (int v = 0; v < kGroup; ++v) {
+      if (m + v * kRowsAtOnce < args.m && n < args.n) {
+        (load_one<static_cast<int>(kOperand)>(raw_of<static_cast<int>(kOperand)>(raw[v]),
+                                              m + v * kRowsAtOnce, n, n + kWidth <= args.n),
+         ...);
+      }
     }
   }
 
@@ -254,8 +301,9 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
     }
   }
 
-  __device__ __forceinline__ void compute_and_store(const float* sums, const float (&bias)[kWidth],
-                                                    Raw& raw, int m, int n, bool whole) const {
+  __device__ __forceinline__ void compute_and_store(const float* sums,
+                                                    const Vec<In, kWidth>& biases, Raw& operands,
+                                                    int m, int n) const {
     float scalar[kScalarSlots];
 #pragma unroll
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
@@ -264,37 +312,51 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
     Vec<In, kWidth> z;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
-      const float in[1 + kOperands] = {sum.element[e] + bias[e],
-                                       convert<float>(raw_of<kOperand>(raw).element[e])...};
+      const float in[1 + kOperands] = {sum.element[e] + convert<float>(biases.element[e]),
+                                       convert<float>(raw_of<kOperand>(operands).element[e])...};
       z.element[e] = convert<In>(in[0]);
       result.element[e] = convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
     }
+    const bool whole = n + kWidth <= args.n;
     if (args.z != nullptr) store(args.z, m * args.z_stride + n, z, n, whole && args.z_is_aligned);
     store(args.out, m * args.out_stride + n, result, n, whole && args.out_is_aligned);
   }
 
+  // At the tile's beginning: what is loaded has the whole product to arrive.
+  __device__ __forceinline__ void begin(int index) {
+    const auto tile = Layout::tile_at(args, index);
+    first_m = tile.m;
+    first_n = tile.n + consumer * Layout::kSubtiles * kSubtileN + column();
+    if (args.bias == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < Layout::kSubtiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const int n = first_n + j * kSubtileN + e;
+        if (n < args.n) bias[j].element[e] = static_cast<const In*>(args.bias)[n];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_first() { load(0, 0); }
+
   // Batch by batch through shared memory, so that threads side by side have elements side by side
   // along n.
   __device__ __forceinline__ void operator()(
-      int index, const float (&sum)[Layout::kSubtiles][Layout::kSumsOfSubtile]) {
-    const auto tile = Layout::tile_at(args, index);
-    const int thread = threadIdx.x % kWarpgroup;
-    const int warp = thread / 32;
-    const int lane = thread % 32;
-    const int row = thread / kThreadsOfRow;
-    const int column = thread % kThreadsOfRow * kWidth;
-    const int first_n = tile.n + consumer * Layout::kSubtiles * kSubtileN + column;
-
-    // One body for all batches: unrolled, it would not stay in the instruction cache.
+      const float (&sum)[Layout::kSubtiles][Layout::kSumsOfSubtile]) {
+    const int warp = threadIdx.x % kWarpgroup / 32;
+    const int lane = threadIdx.x % 32;
+    // Batches of this tile that have rows of x.
+    const int batches = min(kBatches, (args.m - first_m + Layout::kBatchM - 1) / Layout::kBatchM);
+    // One body for all: unrolled, it would not stay in the instruction cache.
 #pragma unroll 1
-    for (int batch = 0; batch < Layout::kSubtiles * kBatches; ++batch) {
-      const int n = first_n + batch / kBatches * kSubtileN;
-      const int batch_m = tile.m + batch % kBatches * Layout::kBatchM;
-      const bool whole = n + kWidth <= args.n;
+    for (int batch = 0, following; batch < kAllBatches; batch = following) {
+      following = batch + 1;
+      if (following % kBatches >= batches) following = (batch / kBatches + 1) * kBatches;
       auto& buffer = exchange[next_buffer];
       next_buffer ^= 1;
 #pragma unroll
-      for (int one = 0; one < Layout::kSubtiles * kBatches; ++one) {
+      for (int one = 0; one < kAllBatches; ++one) {
         if (one != batch) continue;
 #pragma unroll
         for (int i = 0; i < kSumsOfBatch; ++i) {
@@ -302,37 +364,32 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
               sum[one / kBatches][one % kBatches * kSumsOfBatch + i];
         }
       }
-      float bias[kWidth];
+      ptx::barrier_sync<kWarpgroup>(1 + consumer);
+      const int n = first_n + batch / kBatches * kSubtileN;
+      Vec<In, kWidth> biases = bias[0];
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        bias[e] = args.bias != nullptr && n + e < args.n
-                      ? convert<float>(static_cast<const In*>(args.bias)[n + e])
-                      : 0.0f;
+      for (int j = 1; j < Layout::kSubtiles; ++j) {
+        if (j == batch / kBatches) biases = bias[j];
       }
 #pragma unroll 1
-      for (int first = 0; first < kVectors; first += kInFlight) {
-        Raw raw[kInFlight];
+      for (int group = 0; group < kGroups; ++group) {
+        Raw now[kGroup];
 #pragma unroll
-        for (int v = 0; v < kInFlight; ++v) {
-          const int m = batch_m + row + (first + v) * kRowsAtOnce;
-          if (m < args.m && n < args.n) {
-            (load_one<static_cast<int>(kOperand)>(raw_of<static_cast<int>(kOperand)>(raw[v]), m, n,
-                                                  whole),
-             ...);
-          }
+        for (int v = 0; v < kGroup; ++v) now[v] = raw[v];
+        if (group + 1 < kGroups) {
+          load(batch, group + 1);
+        } else if (following < kAllBatches) {
+          load(following, 0);
         }
-        if (first == 0) ptx::barrier_sync<kWarpgroup>(1 + consumer);
 #pragma unroll
-        for (int v = 0; v < kInFlight; ++v) {
-          const int batch_row = row + (first + v) * kRowsAtOnce;
-          const int m = batch_m + batch_row;
+        for (int v = 0; v < kGroup; ++v) {
+          const int batch_row = row() + (group * kGroup + v) * kRowsAtOnce;
+          const int m = first_m + batch % kBatches * Layout::kBatchM + batch_row;
           if (m < args.m && n < args.n) {
-            compute_and_store(&buffer[batch_row][column], bias, raw[v], m, n, whole);
+            compute_and_store(&buffer[batch_row][column()], biases, now[v], m, n);
           }
         }
       }
-      // The rest of x's rows in this subtile.
-      if (batch_m + Layout::kBatchM >= args.m) batch += kBatches - 1 - batch % kBatches;
     }
   }
 };
@@ -344,6 +401,8 @@ template <int kShape, class Epilogue, int kScalars, class Acc, class Out, class 
 __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   static_assert(std::is_same_v<Acc, float>);
   using Layout = dense::Layout<kShape>;
+  using Finish = dense::Finish<Layout, Epilogue, kScalars, Out, In,
+                               std::index_sequence_for<Operand...>, Operand...>;
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Layout::Shared*>(dynamic_shared);
@@ -366,12 +425,11 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     ptx::give_registers<kProducerRegisters>();
-    if (threadIdx.x % kWarpgroup == 0) feed<In, Layout>(args, shared);
+    if (threadIdx.x % kWarpgroup == 0) feed<In, Layout, Finish>(args, shared);
     __syncwarp();
   } else {
     ptx::take_registers<kConsumerRegisters>();
-    Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence_for<Operand...>, Operand...>
-        finish{args, shared.exchange[warpgroup], warpgroup};
+    Finish finish{args, shared.exchange[warpgroup], warpgroup};
     consume<In, Layout>(args, shared, warpgroup, finish);
   }
   if constexpr (Layout::kCluster > 1) {
@@ -394,4 +452,5 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   FX_FUSER_LINEAR_KERNEL(0, __VA_ARGS__) \
   FX_FUSER_LINEAR_KERNEL(1, __VA_ARGS__) \
   FX_FUSER_LINEAR_KERNEL(2, __VA_ARGS__) \
-  FX_FUSER_LINEAR_KERNEL(3, __VA_ARGS__)
+  FX_FUSER_LINEAR_KERNEL(3, __VA_ARGS__) \
+  FX_FUSER_LINEAR_KERNEL(4, __VA_ARGS__)

@@ -16,6 +16,7 @@ struct LinearDenseKernels {
   std::vector<ScalarType> operands;
 };
 
+// TFLOAT32: the copy engine rounds, where the tensor core would cut off, which triples the error.
 CUtensorMapDataType copied_as(ScalarType type) {
   switch (type) {
     case ScalarType::BFloat16:
@@ -23,7 +24,7 @@ CUtensorMapDataType copied_as(ScalarType type) {
     case ScalarType::Half:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case ScalarType::Float:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+      return CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
     default:
       STD_TORCH_CHECK(false, "fx_fuser: FX_FUSER_LINEAR takes no x of type ", toString(type));
   }
