@@ -230,10 +230,10 @@ def refusals(failures: list[str]) -> None:
 
 # name, epilogue, M, K, N, dtype
 TIMED = (
-    ("#70", RESIDUAL, 1024, 8192, 8192, torch.bfloat16),
+    ("#70 bf16", RESIDUAL, 1024, 8192, 8192, torch.bfloat16),
     ("#70 fp16", RESIDUAL, 1024, 8192, 8192, torch.float16),
     ("#70 tf32", RESIDUAL, 1024, 8192, 8192, torch.float32),
-    ("#59", SWISH, 128, 32768, 32768, torch.bfloat16),
+    ("#59 bf16", SWISH, 128, 32768, 32768, torch.bfloat16),
     ("#59 tf32", SWISH, 128, 32768, 32768, torch.float32),
     ("Llama 1", SILU_MUL, 1, 4096, 14336, torch.bfloat16),
     ("Llama 16", SILU_MUL, 16, 4096, 14336, torch.bfloat16),

@@ -104,8 +104,6 @@ template <class In, class Layout, class Finish>
 __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layout::Shared& shared) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kShareM = Layout::kTileM / Layout::kCluster;
-  // A weight that only one tile of x meets is read once.
-  const uint64_t policy = args.m <= Layout::kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
   // Rows of the operands' tiles that are brought near with each step.
   const int rows = Layout::kTileM / ((args.k + kStepK - 1) / kStepK) + 1;
   typename Layout::Cursor cursor;
@@ -119,7 +117,8 @@ __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layou
       // Empty in all blocks of the cluster: each sends to the others.
       ptx::mbarrier_wait(ptx::shared_address(&shared.empty[cursor.slot]), cursor.phase ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, sizeof(stage));
-      ptx::tensor_load(ptx::shared_address(stage.weight), args.weight_map, full, policy, k, tile.n);
+      ptx::tensor_load(ptx::shared_address(stage.weight), args.weight_map, full, ptx::kEvictNormal,
+                       k, tile.n);
       if constexpr (Layout::kCluster == 1) {
         ptx::tensor_load(ptx::shared_address(stage.x), args.x_map, full, ptx::kEvictLast, k,
                          tile.m);
