@@ -7,8 +7,8 @@
 //   operand, which are always there in the weight, and any multiple of 8 of its second, so that few
 //   rows of x waste little. It is turned in shared memory on its way out, in fp32, which costs one
 //   store an element and lets every global access be a row of n.
-// - Two blocks of a cluster have the same rows of x. Each loads half of them and sends it to both:
-//   without that, the L2 cache cannot feed large tiles.
+// - Two blocks of a cluster have the same rows of x. Each loads half of them and sends it to both,
+//   which takes a third off what the L2 cache delivers.
 //
 // The generated translation unit is that of pointwise.cuh with another last line, where in[0] is z:
 //
