@@ -404,12 +404,25 @@ def linear_example_source(epilogue: str, scalars: int, *types: str) -> str:
     )
 
 
+def linear_dense_example_source(epilogue: str, scalars: int, *types: str) -> str:
+    """As `linear_example_source`, of 16-bit types or TF32: Acc, Out, the type of x, operands..."""
+    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
+    return (
+        f'#include "examples.cuh"\n#include "linear_dense_sm90.cuh"\nFX_FUSER_LINEAR({arguments})\n'
+    )
+
+
 def _linear_sources(arch: str) -> list[str]:
     if arch != "sm_90a":
         return []
     return [
         linear_example_source("Swish", 1, "float", "float", "float"),
         linear_example_source("BatchNormMul", 1, "float", "__half", "float", *["float"] * 5),
+        *(
+            linear_dense_example_source(*example, "float", value, value, *[value] * operands)
+            for value in ("__nv_bfloat16", "__half", "float")
+            for example, operands in ((("Swish", 1), 0), (("BatchNormMul", 1), 5))
+        ),
     ]
 
 

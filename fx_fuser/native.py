@@ -21,12 +21,13 @@ from fx_fuser.errors import BuildError
 _lock = threading.RLock()
 _pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], None]
 _linear_split: Callable[..., bool]
+_linear_dense: Callable[..., bool]
 _kernels: dict[tuple[str, int], int] = {}  # (source, device index) → handle
 _batch_stats: dict[int, int] = {}  # device index → handle
 
 # The last line of a generated source: which kernel, and what it is instantiated with.
-_SIGNATURE = re.compile(r"^FX_FUSER_(POINTWISE|LINEAR_SPLIT)\((.*)\)\s*;?\s*$", re.MULTILINE)
-_ONLY_ON = {"LINEAR_SPLIT": "sm_90a"}  # the others run everywhere
+_SIGNATURE = re.compile(r"^FX_FUSER_(POINTWISE|LINEAR_SPLIT|LINEAR)\((.*)\)\s*;?\s*$", re.MULTILINE)
+_ONLY_ON = {"LINEAR_SPLIT": "sm_90a", "LINEAR": "sm_90a"}  # the others run everywhere
 _NO_KERNEL = 0  # the handle where the device has no such kernel
 
 
@@ -121,6 +122,36 @@ def linear_split(
     return _linear_split(handle, x, weight, bias, out, z, operands, scalars)
 
 
+def linear_dense(
+    source: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """As `linear_split`, in bfloat16, float16 or, for float32 tensors, with TF32 products.
+
+    Args:
+        source: the generated text of one translation unit, see kernels_cu/linear_dense_sm90.cuh. It
+            names the dtype of x, weight, bias and z. The epilogue sees z in float32, unrounded.
+        x: [*, K], rows 16-byte aligned, evenly spaced and not overlapping.
+        weight: [N, K], rows 16-byte aligned.
+        bias, out, z, operands, scalars: as `linear_split`'s.
+
+    Returns, raises: as `linear_split`.
+    """
+    handle = _kernels.get((source, out.get_device()))
+    if handle is None:
+        prepare([source], out.device)
+        handle = _kernels[source, out.get_device()]
+    if handle == _NO_KERNEL:
+        return False
+    return _linear_dense(handle, x, weight, bias, out, z, operands, scalars)
+
+
 def runs_on(source: str, device: torch.device | str | int) -> bool:
     """Is there a kernel of this source for the architecture of this device?"""
     return _ONLY_ON.get(_macro_of(source)[0]) in (None, build.arch_of(torch.device(device)))
@@ -195,8 +226,8 @@ def _macro_of(source: str) -> tuple[str, str]:
     found = _SIGNATURE.findall(source)
     if len(found) != 1:
         raise BuildError(
-            f"a kernel source has {len(found)} lines FX_FUSER_POINTWISE(...) "
-            "or FX_FUSER_LINEAR_SPLIT(...), not one"
+            f"a kernel source has {len(found)} lines FX_FUSER_POINTWISE(...), "
+            "FX_FUSER_LINEAR_SPLIT(...) or FX_FUSER_LINEAR(...), not one"
         )
     name, arguments = found[0]
     return name, arguments
@@ -214,7 +245,7 @@ def _signature_of(source: str) -> list[str]:
 
 def _load_shim() -> None:
     """Registers the ops, once per process: a second library with their namespace would abort it."""
-    global _linear_split, _pointwise
+    global _linear_dense, _linear_split, _pointwise
     if not hasattr(torch.ops.fx_fuser_native, "pointwise"):
         path = build.shim()
         try:
@@ -223,6 +254,7 @@ def _load_shim() -> None:
             raise BuildError(f"cannot load {path} ({error}); does it fit this torch?") from error
     _pointwise = torch.ops.fx_fuser_native.pointwise.default
     _linear_split = torch.ops.fx_fuser_native.linear_split.default
+    _linear_dense = torch.ops.fx_fuser_native.linear_dense.default
 
 
 def _load(op: str, *arguments: object) -> int:

@@ -30,6 +30,14 @@ struct Identity {
   }
 };
 
+// silu(z) * y
+struct SiluMul {
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[2], const Acc (&)[1]) const {
+    return math::silu(in[0]) * in[1];
+  }
+};
+
 // z * sigmoid(z) * a + b * c - s
 struct ThreeOperands {
   template <class Acc>

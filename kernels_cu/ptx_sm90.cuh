@@ -80,6 +80,19 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Arrives at the same barrier of block `rank` of the cluster, this one included. Without .release
+// .cluster, which would be a fence of all memory: what is released was read by wgmma, and is.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
 // Stores to the same variable of another block of the cluster, which must have started.
 __device__ __forceinline__ void store_to_block(uint32_t address, uint32_t rank, float value) {
   asm volatile(
@@ -155,6 +168,18 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from
       : "memory");
 }
 
+// To the same place in all blocks of the cluster whose bit is set in `blocks`, and counted by the
+// barrier of each.
+__device__ __forceinline__ void tensor_load_multicast(uint32_t to, const CUtensorMap& from,
+                                                      uint32_t barrier, uint16_t blocks,
+                                                      uint64_t policy, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6}], [%2], %3, %4;" ::"r"(to),
+      "l"(&from), "r"(barrier), "h"(blocks), "l"(policy), "r"(x), "r"(y)
+      : "memory");
+}
+
 __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from, uint32_t barrier,
                                             uint64_t policy, int x, int y, int z) {
   asm volatile(
@@ -162,6 +187,11 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from
       ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
       "l"(&from), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+
+// Brings 16-byte aligned memory, in multiples of 16 bytes, to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ float4 load_shared(uint32_t address) {

@@ -5,6 +5,7 @@
 // shim_device.h) and into every CUDA torch from 2.11 on.
 #include "shim_batch_stats.h"
 #include "shim_linear.h"
+#include "shim_linear_dense.h"
 #include "shim_linear_split.h"
 #include "shim_pointwise.h"
 
@@ -19,6 +20,10 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
+  m.def(
+      "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
 }
 
 // For every device, so that a CPU tensor meets our error and not the dispatcher's.
@@ -29,6 +34,8 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
   m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
   m.impl("linear_split", TORCH_BOX(&linear_split));
+  m.impl("load_linear", TORCH_BOX(&load_linear));
+  m.impl("linear_dense", TORCH_BOX(&linear_dense));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {

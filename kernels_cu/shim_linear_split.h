@@ -118,11 +118,11 @@ bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
   return true;
 }
 
-// What 16-byte loads and the copy engine ask of rows of fp32.
+// What 16-byte loads and the copy engine ask of rows.
 bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
   return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
-         (rows == 1 || stride % 4 == 0);
+         (rows == 1 || stride * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
 }
 
 // As few blocks as finish in the same number of rounds: the others would only draw power.
@@ -130,7 +130,9 @@ int64_t persistent_blocks(int64_t tiles, int64_t multiprocessors) {
   return ceil_div(tiles, ceil_div(tiles, multiprocessors));
 }
 
-void check_linear(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
+// `in` is the type of x, weight, bias and z.
+template <class Kernels>
+void check_linear(const Kernels& kernels, ScalarType in, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                   const std::vector<double>& scalars) {
@@ -143,8 +145,8 @@ void check_linear(const LinearSplitKernels& kernels, const Tensor& x, const Tens
   };
   require_cuda(out, "out");
   check_one(out, "out", kernels.out);
-  check_one(x, "x", ScalarType::Float);
-  check_one(weight, "weight", ScalarType::Float);
+  check_one(x, "x", in);
+  check_one(weight, "weight", in);
   STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
                   "fx_fuser: x of shape ", to_string(x.sizes()), " has no product with weight ",
                   to_string(weight.sizes()));
@@ -157,11 +159,11 @@ void check_linear(const LinearSplitKernels& kernels, const Tensor& x, const Tens
   };
   check_result(out, "out");
   if (z) {
-    check_one(*z, "z", ScalarType::Float);
+    check_one(*z, "z", in);
     check_result(*z, "z");
   }
   if (bias) {
-    check_one(*bias, "bias", ScalarType::Float);
+    check_one(*bias, "bias", in);
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), "fx_fuser: bias of shape ",
                     to_string(bias->sizes()), " does not fit weight ", to_string(weight.sizes()));
   }
@@ -184,7 +186,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                       const std::vector<double>& scalars) {
-  check_linear(kernels, x, weight, bias, out, z, operands, scalars);
+  check_linear(kernels, ScalarType::Float, x, weight, bias, out, z, operands, scalars);
   const int64_t n = weight.size(0);
   const int64_t k = weight.size(1);
   if (k == 0) return false;

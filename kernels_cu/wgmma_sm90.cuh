@@ -1,0 +1,72 @@
+// wgmma with both operands in shared memory: one function for every element type and width that the
+// linear kernels use. (PTX ISA 9.7.15)
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace fx_fuser::ptx {
+
+// d[64 x N] = a[64 x 32 bytes] * b[N x 32 bytes]ᵀ + (accumulate ? d : 0), where a and b are
+// descriptors of K-major tiles of T (float: its upper 19 bits, TF32). Of the layout of d see
+// wgmma_m64n128k16.
+template <class T>
+struct Wgmma;
+
+// Lists of N / 2 registers, as the instruction's text and as operands of asm.
+#define FX_FUSER_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FX_FUSER_TEXT_32                                                           \
+  FX_FUSER_TEXT_8                                                                  \
+  ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23" \
+  ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define FX_FUSER_TEXT_64                                                             \
+  FX_FUSER_TEXT_32                                                                   \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FX_FUSER_TEXT_128                                                                        \
+  FX_FUSER_TEXT_64                                                                               \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+  "%127"
+#define FX_FUSER_D_8(i)                                                                       \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FX_FUSER_D_32(i) \
+  FX_FUSER_D_8(i), FX_FUSER_D_8(i + 8), FX_FUSER_D_8(i + 16), FX_FUSER_D_8(i + 24)
+#define FX_FUSER_D_64(i) FX_FUSER_D_32(i), FX_FUSER_D_32(i + 32)
+#define FX_FUSER_D_128(i) FX_FUSER_D_64(i), FX_FUSER_D_64(i + 64)
+
+// `a`, `b` and `p` are the numbers of the operands after the registers; 16-bit types also have
+// immediates that say whether the operands are transposed.
+#define FX_FUSER_WGMMA(n, registers, a, b, p, k, type, transposed)                        \
+  static __device__ __forceinline__ void run(float (&d)[registers], uint64_t a_tile,      \
+                                             uint64_t b_tile, bool accumulate) {          \
+    asm volatile(                                                                         \
+        "{\n"                                                                             \
+        ".reg .pred accumulate;\n"                                                        \
+        "setp.ne.b32 accumulate, %" #p                                                    \
+        ", 0;\n"                                                                          \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k" #k ".f32." type "." type               \
+        " {" FX_FUSER_TEXT_##registers "}, %" #a ", %" #b ", accumulate, 1, 1" transposed \
+                                       ";\n"                                              \
+                                       "}\n"                                              \
+        : FX_FUSER_D_##registers(0)                                                       \
+        : "l"(a_tile), "l"(b_tile), "r"(static_cast<int>(accumulate)));                   \
+  }
+#define FX_FUSER_WGMMA_OF(T, k, type, transposed)                \
+  template <>                                                    \
+  struct Wgmma<T> {                                              \
+    FX_FUSER_WGMMA(16, 8, 8, 9, 10, k, type, transposed)         \
+    FX_FUSER_WGMMA(64, 32, 32, 33, 34, k, type, transposed)      \
+    FX_FUSER_WGMMA(128, 64, 64, 65, 66, k, type, transposed)     \
+    FX_FUSER_WGMMA(256, 128, 128, 129, 130, k, type, transposed) \
+  };
+FX_FUSER_WGMMA_OF(__nv_bfloat16, 16, "bf16", ", 0, 0")
+FX_FUSER_WGMMA_OF(__half, 16, "f16", ", 0, 0")
+FX_FUSER_WGMMA_OF(float, 8, "tf32", "")
+
+}  // namespace fx_fuser::ptx
