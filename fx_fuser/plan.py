@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fx_fuser import native, ops, rehearse, timing
-from fx_fuser.anchors.linear import LIBRARY, SPLIT
+from fx_fuser.anchors.linear import DENSE, LIBRARY, SPLIT
 from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
 from fx_fuser.match import Match, Refusal
@@ -114,11 +114,13 @@ def _own_product(match: Match, options: Options) -> str | None:
     tensors = [meta_tensor(node) for node in (match.site.nodes[0], *match.operands)]
     c = tensors[0]
     assert c is not None
-    if c.dtype != torch.float32 or not c.is_contiguous():
+    if c.dtype == torch.float64 or not c.is_contiguous():
         return None
     # Computed in double, where the epilogue is; its kernels' accumulators are float.
     if any(CUDA_TYPES[t.dtype] == "double" for t in tensors if t is not None):
         return None
+    if c.dtype != torch.float32:
+        return DENSE
     precision = options.fp32
     if precision == "follow":
         precision = "tf32" if matmul_tf32_requested() else "split"
@@ -127,7 +129,7 @@ def _own_product(match: Match, options: Options) -> str | None:
             "option 'fp32' is 'ieee', but torch.backends.cuda.matmul.fp32_precision is 'tf32', "
             "which cuBLAS follows; set it to 'ieee', or give 'split' or 'follow'"
         )
-    return SPLIT if precision == "split" else None
+    return {"split": SPLIT, "tf32": DENSE}.get(precision)
 
 
 def _build_kernels(
@@ -199,7 +201,11 @@ def _compare(
     trains = rehearse.gradients_of(match)
     key = (*(ops.kernel_sources(match, c) for c in candidates), *map(str, tensors), trains)
     rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
-    times = timing.medians(key, rehearsals, _device(match))
+    try:
+        times = timing.medians(key, rehearsals, _device(match))
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return None, str(error)
     if times is None:
         return dict(own), f"{own['product']}, no memory to time it"
     ahead, back = times[:2], times[2:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.linear import DENSE
 from fx_fuser.match import Match
 from fx_fuser.ops import FusedCall, wildcards_of
 from fx_fuser.spell import meta_tensor
@@ -25,14 +27,14 @@ class TensorForm:
     dtype: torch.dtype
     device: torch.device
 
-    def random(self, generator: torch.Generator) -> Tensor:
-        """Normal values, or zeros and ones where the dtype is no float."""
+    def random(self, generator: torch.Generator, deviation: float = 1.0) -> Tensor:
+        """Normal values around 0, or zeros and ones where the dtype is no float."""
         extent = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride))
         memory = torch.empty(max(extent, 0), dtype=self.dtype, device=self.device)
         if self.device != generator.device:
             memory.fill_(1)
         elif self.dtype.is_floating_point:
-            memory.normal_(generator=generator)
+            memory.normal_(0, deviation, generator=generator)
         else:
             memory.random_(0, 2, generator=generator)
         return memory.as_strided(self.size, self.stride)
@@ -98,13 +100,47 @@ def rehearsals(
     In training followed by the anchor's backward with each of them.
     """
     run = _Rehearsal(match, tensors)
-    ways: list[Callable[[], object]] = [
-        functools.partial(run.forward, choices, run.operands) for choices in candidates
-    ]
-    if run.needs:
-        dz = run.gradient_of_z()
-        ways += [functools.partial(run.backward, choices, dz) for choices in candidates]
-    return ways
+    ahead = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
+    _compare(ahead, candidates, run.c.dtype)
+    if not run.needs:
+        return list(ahead)
+    dz = run.gradient_of_z()
+    back = [functools.partial(run.backward, choices, dz) for choices in candidates]
+    _compare(back, candidates, run.c.dtype)
+    return [*ahead, *back]
+
+
+class DisagreementError(RuntimeError):
+    """A kernel of ours is further from the library's result than rounding explains."""
+
+
+# Between two ways to round: far above what either differs from the true product, far below what
+# a wrong index or a lost tile does.
+_FAR = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-5}
+_FAR_IN_TF32 = 1e-2
+_COMPARED = 2**22  # elements at most, in evenly spaced rows
+
+
+def _compare(
+    ways: Sequence[Callable[[], Sequence[Tensor]]],
+    candidates: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+) -> None:
+    """Raises where the last way's tensors are not those of the first."""
+    far = (
+        _FAR_IN_TF32 if dtype == torch.float32 and DENSE in candidates[-1].values() else _FAR[dtype]
+    )
+    for library, own in zip(ways[0](), ways[-1]()):
+        step = 1 + library.numel() // _COMPARED
+        exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, own))
+        usual = exact.isfinite()  # an epilogue may take a logarithm
+        exact, found = (torch.where(usual, v.double(), 0.0) for v in (exact, found))
+        size, distance = (torch.linalg.vector_norm(v).item() for v in (exact, found - exact))
+        if not distance <= far * size:
+            raise DisagreementError(
+                f"the {candidates[-1]['product']} product {list(library.shape)} in {dtype} is "
+                f"{distance / max(size, 1e-30):.1g} from the library's"
+            )
 
 
 class _Rehearsal:
@@ -117,8 +153,13 @@ class _Rehearsal:
         self.c = c
         # Its own: the user's random state stays as it is.
         self.generator = torch.Generator(c.device).manual_seed(0)
-        values: list[Any] = [form and form.random(self.generator) for form in tensors]
         count = len(self.anchor.operands)
+        names = (*self.anchor.operands, *[""] * (len(tensors) - count))
+        values: list[Any] = []
+        for name, form in zip(names, tensors):
+            # A weight of deviation 1 would saturate the epilogue.
+            deviation = math.prod(form.size[1:]) ** -0.5 if form and name == "weight" else 1.0
+            values.append(form and form.random(self.generator, deviation))
         self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
 
@@ -127,7 +168,9 @@ class _Rehearsal:
         values = {**self.anchor.config(self.match.site), **choices}
         return {name: values[name] for name in names if name in values}
 
-    def forward(self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]) -> object:
+    def forward(
+        self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
         config = self.config(choices)
         named = dict(zip(self.anchor.operands, operands))
         _, s, kinds = wildcards_of(self.match)
@@ -141,6 +184,6 @@ class _Rehearsal:
             generator=self.generator
         )
 
-    def backward(self, choices: Mapping[str, Any], dz: Tensor) -> object:
+    def backward(self, choices: Mapping[str, Any], dz: Tensor) -> list[Tensor]:
         named = dict(zip(self.anchor.operands, self.operands))
-        return self.anchor.backward(named, (), self.config(choices), dz, self.needs)
+        return list(self.anchor.backward(named, (), self.config(choices), dz, self.needs).values())

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "shim_linear_dense.h"
 #include "shim_linear_split.h"
 #include "shim_pointwise.h"
 
@@ -87,21 +88,40 @@ Wildcards wildcards_of(const std::vector<std::optional<Tensor>>& t, const std::v
   return found;
 }
 
+// Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
+// may be called with others. The dense product has tiles for all of them.
+bool pays(const LinearSplitKernels& kernels, int64_t m, int64_t n, int64_t k) {
+  return split_pays(m, n, k, kernels.multiprocessors);
+}
+bool pays(const LinearDenseKernels& /*kernels*/, int64_t /*m*/, int64_t /*n*/, int64_t /*k*/) {
+  return true;
+}
+
+bool run(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
+         const Wildcards& wildcards) {
+  return run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
+}
+bool run(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
+         const Wildcards& wildcards) {
+  return run_linear_dense(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
+}
+
 // y and, if it is to be saved, c; nothing where the kernel does not take or does not gain from
 // these tensors.
+template <class Kernels>
 std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
     const std::string& kernel, const Tensor& x, const Tensor& weight,
     const std::optional<Tensor>& bias, const std::vector<int64_t>& shape,
     const Wildcards& wildcards, ScalarType out_type, bool save) {
-  const auto& kernels = registry<LinearSplitKernels>().at(kernel, x.get_device_index());
+  const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
   const int64_t k = weight.size(1);
-  if (k == 0 || !split_pays(x.numel() / k, weight.size(0), k, kernels.multiprocessors)) return {};
+  if (k == 0 || !pays(kernels, x.numel() / k, weight.size(0), k)) return {};
   const Tensor y = torch::stable::new_empty(x, shape, out_type);
   std::optional<Tensor> c;
   if (save) c = torch::stable::new_empty(x, shape);
-  if (!run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars)) {
-    return {};
-  }
+  if (!run(kernels, x, weight, bias, y, c, wildcards)) return {};
   return std::tuple{y, save ? *c : torch::stable::new_empty(x, {0})};
 }
 
@@ -154,7 +174,7 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
 // fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.
 std::tuple<Tensor, Tensor> linear_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::string& /*product*/, const std::string& /*backward*/,
+    const std::string& product, const std::string& /*backward*/,
     const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
     const std::string& kinds, const std::string& /*pattern*/,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
@@ -171,7 +191,9 @@ std::tuple<Tensor, Tensor> linear_kernel(
   const bool same_shape = shape == c_shape;
 
   if (kernels.size() > 1 && same_shape) {
-    auto done = linear_in_one_kernel(kernels[1], x, weight, bias, shape, wildcards, out_type, save);
+    const auto in_one_kernel = product == "split" ? linear_in_one_kernel<LinearSplitKernels>
+                                                  : linear_in_one_kernel<LinearDenseKernels>;
+    auto done = in_one_kernel(kernels[1], x, weight, bias, shape, wildcards, out_type, save);
     if (done) return *std::move(done);
   }
 

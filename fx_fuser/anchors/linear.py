@@ -17,10 +17,12 @@ from fx_fuser.spell import Arg, Operand
 
 LIBRARY = "library"
 SPLIT = "split"
+DENSE = "dense"
 # Who multiplies on CUDA: the library, or a kernel of ours. "split": three products of fp16 halves,
-# which make an fp32 one.
+# which make an fp32 one; "dense": one product in the operands' own 16 bits, or of fp32 in TF32.
 PRODUCTS = {
     SPLIT: Kernel("linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT"),
+    DENSE: Kernel("linear_dense_sm90.cuh", "FX_FUSER_LINEAR"),
 }
 PRODUCT_ALONE = cuda_source(
     Z, {Z.name: torch.float32}, (), torch.float32, "the backward of linear", PRODUCTS[SPLIT]
