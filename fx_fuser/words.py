@@ -1,0 +1,182 @@
+"""What a user calls things: nodes of a graph in the names, words and lines of the user's source.
+
+FX names a product `mul_3`; its user wrote `r = z * s`. Dynamo notes with each node the frames that
+made it and, from Python 3.11 on, which part of the line it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fx_fuser.spell import Arg, Expr, Operand, View
+
+_FRAME = re.compile(
+    r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in [^\n]*(?P<rest>.*)', re.DOTALL
+)
+_LONGEST = 48  # of what is quoted
+_ITEM = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a node comes from. code: the line; expression: the part of it that is the node."""
+
+    file: str
+    line: int
+    code: str = ""
+    expression: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def place(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def source_of(node: Node) -> Source | None:
+    """The innermost frame that Dynamo noted for the node, or None."""
+    trace = node.meta.get("stack_trace") or ""
+    found = _FRAME.search(trace, max(trace.rfind('File "'), 0))
+    if found is None:
+        return None
+    code, marks = (*found["rest"].split("\n")[1:3], "", "")[:2]
+    first, last = marks.find("^"), marks.rfind("^") + 1
+    for tilde in "~", "^":  # a binary operation is marked  ~~^~~
+        if tilde in marks:
+            first, last = min(first, marks.find(tilde)), max(last, marks.rfind(tilde) + 1)
+    expression = code[first:last] if last else code
+    return Source(found["file"], int(found["line"]), code.strip(), expression.strip())
+
+
+def at(node: Node) -> str:
+    """ ", model.py:88", or nothing where the line is not known."""
+    source = source_of(node)
+    return "" if source is None else f", {source.place}"
+
+
+def place_of(node: Node) -> str:
+    source = source_of(node)
+    return op_of(node) if source is None else source.place
+
+
+def name_of(node: Node) -> str | None:
+    """The user's own name of the value, or None: a variable, an input, `self.up.weight`."""
+    if node.op == "placeholder":
+        return _source_name(node)
+    if node.op == "get_attr":
+        return str(node.target)
+    source, variable = source_of(node), re.sub(r"_\d+$", "", node.name)
+    # Dynamo renames a node to the variable it is stored in.
+    stored = rf"(?<![\w.]){re.escape(variable)}\s*(,[^=]*|:[^=]*|[-+*/@])?=(?!=)"
+    return variable if source is not None and re.search(stored, source.code) else None
+
+
+def _source_name(node: Node) -> str | None:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return str(node.target)
+    name = source.name if isinstance(source.name, str) else source.name()  # 2.11 had a method
+    if not re.match(r"[LG]\['\w+'\]", name) or "___" in name:
+        return None  # Dynamo's own, such as what was on the stack when a graph broke
+
+    def item(found: re.Match[str]) -> str:
+        member, key = found.groups()
+        if member is None:
+            return f"[{key!r}]"
+        return f".{member}" if member.isidentifier() else f"[{member}]"
+
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", _ITEM.sub(item, name)).replace('"', "'")
+
+
+def called(node: Node) -> str:
+    """The value in the user's words: `z`, or `torch.sigmoid(z)` if it has no name."""
+    name, source = name_of(node), source_of(node)
+    if name is None and source is not None and node.op != "placeholder":
+        name = source.expression
+    if not name:
+        return "a value from before the graph break" if node.op == "placeholder" else op_of(node)
+    return f"`{name if len(name) <= _LONGEST else name[: _LONGEST - 1] + '…'}`"
+
+
+def op_of(node: Node) -> str:
+    """Name of the function or method that makes the value."""
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def statement(node: Node) -> str:
+    """What the node does, as it stands in the source: "`x.add_(1)`, model.py:31"."""
+    source = source_of(node)
+    text = source.expression if source is not None and source.expression else op_of(node)
+    return f"`{text[:_LONGEST]}`{at(node)}"
+
+
+def infix(expr: Operand, inside: str = "") -> str:
+    """An epilogue as one would write it: `sigmoid(z) * a + b`."""
+    if isinstance(expr, Node):
+        return called(expr).strip("`")
+    if not isinstance(expr, Expr):
+        return expr.name if isinstance(expr, Arg) else str(expr)
+    sign = {"add": " + ", "mul": " * ", "div": " / "}.get(expr.op)
+    if sign is None:
+        parts = [infix(a) for a in expr.args] + [f"{k}={v}" for k, v in expr.attrs]
+        return f"{expr.op}({', '.join(parts)})"
+    text = sign.join(infix(a, expr.op) for a in expr.args)
+    return f"({text})" if inside in ("mul", "div") and inside != expr.op else text
+
+
+@dataclass(frozen=True)
+class End:
+    """Where Dynamo ended a graph. breaks: the rest of the function is in another graph."""
+
+    breaks: bool
+    place: str
+    code: str = ""
+    why: str = ""
+
+
+def returned(view: View) -> str:
+    """Why a value leaves the graph: the user returns it, or needs it after a graph break."""
+    end = view.end
+    if end is None:
+        return "returned"
+    if not end.breaks:
+        return f"returned, {end.place}" if end.place else "returned"
+    code = f" (`{end.code[:_LONGEST]}`)" if end.code else ""
+    return f"needed after the graph breaks at {end.place}{code}"
+
+
+def without_break(view: View) -> str:
+    """The edit that takes the graph break away, if it is one that we know."""
+    if view.end is not None and view.end.breaks and view.end.code.startswith("print("):
+        return "put the print under `if not torch.compiler.is_compiling():`"
+    return ""
+
+
+def end_of(gm: Any) -> End | None:
+    """How the graph Dynamo recorded ends, or None where that is not known."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    why = str(reason.reason).partition("\n")[0] if reason.graph_break else ""
+    return End(bool(reason.graph_break), place, (frame.line or "").strip(), why)
+
+
+def shape_of(value: Any) -> str:
+    """ "[3, 6]", or "[?]" for what is no tensor known when compiling."""
+    known = isinstance(value, torch.Tensor)
+    return "[" + ", ".join(map(str, value.shape)) + "]" if known else "[?]"
+
+
+def dtype_of(value: Any) -> str:
+    return str(getattr(value, "dtype", "unknown")).removeprefix("torch.")
