@@ -8,7 +8,7 @@ begins after the anchor, and what would complete it does not follow.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import Node
@@ -19,6 +19,7 @@ from fx_fuser.match import (
     Binding,
     CheckAll,
     Fault,
+    Match,
     Refusal,
     Unifier,
     descendants_of,
@@ -27,7 +28,7 @@ from fx_fuser.match import (
 )
 from fx_fuser.pattern import Pattern, size_of
 from fx_fuser.sites import Site
-from fx_fuser.spell import Expr, Operand, View, inputs_of, meta_tensor
+from fx_fuser.spell import Expr, Operand, View, inputs_of, meta_tensor, writes_of
 from fx_fuser.words import at, called, infix, op_of, returned, without_break
 
 _REACH = 12  # nodes after the anchor, of which one may be off
@@ -53,76 +54,67 @@ def near_miss(
 def _one_off(
     view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll
 ) -> Iterator[Refusal]:
-    reach = _reach(view, site)
-    for node, source in reach.items():
-        for pattern in patterns:
-            if (miss := _between(view, site, pattern, check, node, source)) is not None:
-                yield miss
-            if (miss := _another(view, site, pattern, check, node, source)) is not None:
-                yield miss
+    reached = _reach(view, site)
+    # The pattern's own check sees graphs of the user's only.
+    unchecked = {pattern: replace(pattern, check=None) for pattern in patterns}
+    for node in reached[1:]:
+        sources = [v for v in _values_read(view, node) if v in reached]
+        if len(sources) > 1:
+            continue
+        roots = [n for n in reached if view.order[n] >= view.order[node]][::-1]
+        without = _without(view, node, sources[0]) if _could_go(view, node, sources[0]) else None
+        for pattern, supposed in unchecked.items():
+            says = infix(pattern.epilogue)
+            found = _supposed(without, site, supposed, check, roots[:-1]) if without else None
+            if found is not None:
+                what = f"which stands in between: without it, this is {says}"
+                yield _off(view, node, found, pattern, what)
+            for wanted, name in _wanted(pattern, view.spell(node), node, sources[0]):
+                if size_of(wanted) >= pattern.size:
+                    continue  # nothing else of the pattern would be there
+                found = _supposed(_as_if(view, {node: wanted}), site, supposed, check, roots)
+                if found is not None and node in found.nodes:
+                    yield _off(view, node, found, pattern, f"where {says} has {name}")
 
 
-def _reach(view: View, site: Site) -> dict[Node, Node]:
-    """The first nodes computed from z that read one of these values alone, with that value."""
+def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
+    said = view.spell(node)
+    fusible = said is not None and said.op in OPS
+    help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
+    fault = Fault(node, f"{called(node)}{at(node)}, is {op_of(node)}, {what}", help)
+    return replace(Refusal.of(match, fault, missing=1), pattern=pattern)
+
+
+def _reach(view: View, site: Site) -> list[Node]:
+    """z and the first nodes that are computed from it."""
     reached = [site.node]
     for node in reached:  # which grows
         readers = [r for r in view.readers[node] if meta_tensor(r) is not None]
         reached += [r for r in readers if r not in reached]
         if len(reached) > _REACH:
             break
-    read = {n: [v for v in _values_read(view, n) if v in reached] for n in reached[1:]}
-    return {node: values[0] for node, values in read.items() if len(values) == 1}
+    return sorted(reached, key=view.order.__getitem__)
 
 
 def _values_read(view: View, node: Node) -> list[Node]:
     return list(dict.fromkeys(view.value(node, n) for n in inputs_of(node)))
 
 
-def _between(
-    view: View, site: Site, pattern: Pattern, check: CheckAll, node: Node, source: Node
-) -> Refusal | None:
-    """The pattern fits if `node` is passed over."""
+def _could_go(view: View, node: Node, source: Node) -> bool:
+    """Is it read, and as large as what it was made from?"""
     before, after = meta_tensor(source), meta_tensor(node)
     assert before is not None and after is not None
-    same = before.ndim == after.ndim and all(
-        statically_known_true(a == b) for a, b in zip(before.shape, after.shape)
-    )
-    if not same or not view.readers[node]:
-        return None
-    without = _without(view, node, source)
-    supposed = _supposed(without, site, pattern, check)
-    if supposed is None:
-        return None
-    reason = (
-        f"{called(node)}{at(node)}, is {op_of(node)}, which stands in between: without it, this is "
-        f"{infix(pattern.epilogue)}"
-    )
-    return replace(supposed, node=node, reason=reason, help=_register(view, node))
-
-
-def _another(
-    view: View, site: Site, pattern: Pattern, check: CheckAll, node: Node, source: Node
-) -> Refusal | None:
-    """The pattern fits if `node` is one of its own operations, or SiLU."""
-    said = view.spell(node)
-    for wanted, name in _wanted(pattern, said, node, source):
-        supposed = _supposed(_as_if(view, {node: wanted}), site, pattern, check)
-        if supposed is None or node not in supposed.nodes:
-            continue
-        if size_of(pattern.epilogue) <= size_of(wanted):
-            continue  # nothing else of the pattern is there
-        what = f"{called(node)}{at(node)}, is {op_of(node)}"
-        reason = f"{what}, where {infix(pattern.epilogue)} has {name}"
-        return replace(supposed, node=node, reason=reason, help=_register(view, node))
-    return None
+    sizes = zip(before.shape, after.shape)
+    same = before.ndim == after.ndim and all(statically_known_true(a == b) for a, b in sizes)
+    return same and bool(view.readers[node])
 
 
 def _wanted(
     pattern: Pattern, said: Expr | None, node: Node, source: Node
 ) -> Iterator[tuple[Expr, str]]:
     """What the node could say instead, by the number of its operands, and how to call that."""
-    known = said is not None and said.op in OPS and said.op != "cast"
     within = _operations(pattern.epilogue)
+    known = said is not None and said.op in OPS and said.op != "cast"
     if said is not None and known and len(said.args) == 2 and not isinstance(said.args[1], Expr):
         for op in _PRODUCTS:
             if op in {e.op for e in within} and op != said.op:
@@ -142,17 +134,18 @@ def _operations(epilogue: Operand) -> list[Expr]:
     return [epilogue, *(e for a in epilogue.args for e in _operations(a))]
 
 
-def _supposed(view: View, site: Site, pattern: Pattern, check: CheckAll) -> Refusal | None:
+def _supposed(
+    view: View, site: Site, pattern: Pattern, check: CheckAll, roots: Sequence[Node]
+) -> Match | None:
     """The pattern in the supposed graph, if it would be fused there."""
-    pattern = replace(pattern, check=None)  # the pattern's own sees graphs of the user's only
-    for root in descendants_of(view, site):
+    for root in roots:
         for match in fits(view, site, pattern, root):
             if reads_itself(match) is None and check(match) is None:
-                return Refusal.of(match, Fault(root, ""), missing=1)
+                return match
     return None
 
 
-def _as_if(view: View, said: dict[Node, Expr]) -> View:
+def _as_if(view: View, said: Mapping[Node, Expr]) -> View:
     """The same graph, in which some nodes say something else."""
     supposed = copy.copy(view)
     supposed._spelled = {**view._spelled, **said}
@@ -167,22 +160,15 @@ def _without(view: View, node: Node, source: Node) -> View:
             return Expr(operand.op, tuple(map(seen, operand.args)), operand.attrs)
         return source if operand is node else operand
 
-    said = {r: seen(e) for r in view.readers[node] if (e := view.spell(r)) is not None}
-    supposed = _as_if(view, said)  # type: ignore[arg-type]
+    spelled = ((r, view.spell(r)) for r in view.readers[node])
+    supposed = _as_if(view, {r: seen(e) for r, e in spelled if e is not None})  # type: ignore[misc]
     left = {v: [r for r in view.readers[v] if r is not node] for v in _values_read(view, node)}
     left[source] = list(dict.fromkeys(left[source] + view.readers[node]))
     supposed.readers = {**view.readers, **left}
-    supposed.nodes = [n for n in view.nodes if n is not node]
-    supposed.order = {n: i for i, n in enumerate(supposed.nodes)}
+    if writes_of(node):
+        supposed.nodes = [n for n in view.nodes if n is not node]
+        supposed.order = {n: i for i, n in enumerate(supposed.nodes)}
     return supposed
-
-
-def _register(view: View, node: Node) -> str:
-    """A pattern of the user's own helps where the operation is one that epilogues may use."""
-    said = view.spell(node)
-    if said is None or said.op not in OPS:
-        return ""
-    return f"register a pattern with {op_of(node)} (README, Add a pattern)"
 
 
 # ---- the beginning of a pattern -------------------------------------------------------------
