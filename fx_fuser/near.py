@@ -82,7 +82,8 @@ def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> R
     fusible = said is not None and said.op in OPS
     help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
     fault = Fault(node, f"{called(node)}{at(node)}, is {op_of(node)}, {what}", help)
-    return replace(Refusal.of(match, fault, missing=1), pattern=pattern)
+    refusal = Refusal.of(match, fault, missing=1)
+    return replace(refusal, pattern=pattern, nodes=match.nodes | {node})
 
 
 def _reach(view: View, site: Site) -> list[Node]:

@@ -13,7 +13,7 @@ from fx_fuser.traffic import text_of
 if TYPE_CHECKING:
     from fx_fuser.report import GraphReport, NodeReport, Report, SiteReport
 
-_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _PAD = 220, 40, 24, 34, 10
+_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _PAD = 240, 40, 24, 34, 10
 _SMALL = 80  # nodes of a graph that is drawn whole
 _NEAR = 2  # steps from a site that are drawn of a larger one
 _CHARACTERS = 30  # that fit in a box
@@ -139,7 +139,8 @@ def _graph(graph: GraphReport, index: int, count: int, sites: Sequence[_Numbered
         notes.append(f"{len(nodes)} of {len(whole)} nodes drawn, those around the sites")
     if graph.ends:
         notes.append(f"breaks at {graph.ends}")
-    pictures = "\n".join(_picture(part, of) for part in _components(nodes))
+    parts = [p for p in _components(nodes) if len(p) > 1 or p[0].name in of]
+    pictures = "\n".join(_picture(part, of) for part in parts)
     mark = " open" if sites or count == 1 else ""
     return f"<details{mark}><summary>{escape('; '.join(notes))}</summary>\n{pictures}\n</details>"
 
@@ -179,48 +180,80 @@ def _components(nodes: Sequence[NodeReport]) -> list[list[NodeReport]]:
 
 @dataclass(frozen=True)
 class _Box:
-    x: float
-    y: float
+    """A place in the picture, in rows from above and columns from the left."""
+
+    row: int
+    column: int
+
+    @property
+    def x(self) -> int:
+        return _PAD + self.column * (_WIDTH + _GAP_X)
+
+    @property
+    def y(self) -> int:
+        return _PAD + self.row * (_HEIGHT + _GAP_Y)
 
     @property
     def middle(self) -> float:
         return self.x + _WIDTH / 2
 
 
-def _layout(nodes: Sequence[NodeReport]) -> dict[str, _Box]:
-    """Rows by the longest path that leads to a node; in a row, each near what it reads."""
+def _rows(nodes: Sequence[NodeReport]) -> dict[str, int]:
+    """By the longest path that leads to a node; inputs stand right above their first reader."""
     row_of: dict[str, int] = {}
     for node in nodes:
         row_of[node.name] = max((row_of[n] + 1 for n in node.inputs if n in row_of), default=0)
-    for node in reversed(nodes):  # inputs and constants beside their first reader
-        readers = [row_of[n.name] for n in nodes if node.name in n.inputs]
-        if readers and not any(n in row_of for n in node.inputs):
-            row_of[node.name] = min(readers) - 1
-    rows: dict[int, list[NodeReport]] = {}
     for node in nodes:
-        rows.setdefault(row_of[node.name], []).append(node)
-    boxes: dict[str, _Box] = {}
-    for row, members in sorted(rows.items()):
+        below = [row_of[n.name] for n in nodes if node.name in n.inputs]
+        if below and row_of[node.name] == 0:
+            row_of[node.name] = min(below) - 1
+    return row_of
 
-        def wanted(node: NodeReport) -> float:
-            read = [boxes[n].x for n in node.inputs if n in boxes]
-            return sum(read) / len(read) if read else 0.0
 
-        free = 0.0
-        for node in sorted(members, key=wanted):
-            x = max(free, wanted(node))
-            boxes[node.name] = _Box(x + _PAD, row * (_HEIGHT + _GAP_Y) + _PAD)
-            free = x + _WIDTH + _GAP_X
+def _layout(nodes: Sequence[NodeReport], of: Mapping[str, _Numbered]) -> dict[str, _Box]:
+    """Each site in columns of its own, where no other node stands; the others near what they
+    read."""
+    row_of, boxes, used = _rows(nodes), dict[str, _Box](), set[_Box]()
+    sites: dict[int, list[NodeReport]] = {}
+    for node in nodes:
+        if node.name in of:
+            sites.setdefault(of[node.name].number, []).append(node)
+    column = 0
+    for members in sites.values():
+        in_row: dict[int, int] = {}
+        for node in members:
+            row = row_of[node.name]
+            boxes[node.name] = _Box(row, column + in_row.get(row, 0))
+            in_row[row] = in_row.get(row, 0) + 1
+        wide = max(in_row.values())
+        used |= {
+            _Box(row, column + i)
+            for row in range(min(in_row), max(in_row) + 1)
+            for i in range(wide)
+        }
+        column += wide
+    for node in nodes:
+        if node.name in boxes:
+            continue
+        near = [boxes[n].column for n in node.inputs if n in boxes]
+        near += [boxes[n.name].column for n in nodes if node.name in n.inputs and n.name in boxes]
+        wanted = sorted(near)[len(near) // 2] if near else 0
+        places = (
+            _Box(row_of[node.name], c)
+            for c in sorted(range(wanted + column + len(nodes)), key=lambda c: abs(c - wanted))
+        )
+        boxes[node.name] = next(box for box in places if box not in used)
+        used.add(boxes[node.name])
     return boxes
 
 
 def _picture(nodes: Sequence[NodeReport], of: Mapping[str, _Numbered]) -> str:
-    boxes = _layout(nodes)
-    width = max(b.x for b in boxes.values()) + _WIDTH + _PAD + 2
-    height = max(b.y for b in boxes.values()) + _HEIGHT + _PAD + 2
+    boxes = _layout(nodes, of)
+    width = max(b.x for b in boxes.values()) + _WIDTH + _PAD
+    height = max(b.y for b in boxes.values()) + _HEIGHT + _PAD
     parts = [
-        f'<figure><svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" '
-        f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}">',
+        f'<figure><svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+        f'height="{height}" viewBox="0 0 {width} {height}">',
         *_regions(boxes, of),
         *(_edge(boxes[n], boxes[node.name]) for node in nodes for n in node.inputs if n in boxes),
         *(_node(node, boxes[node.name], of.get(node.name)) for node in nodes),
@@ -230,21 +263,18 @@ def _picture(nodes: Sequence[NodeReport], of: Mapping[str, _Numbered]) -> str:
 
 
 def _regions(boxes: Mapping[str, _Box], of: Mapping[str, _Numbered]) -> Iterator[str]:
-    """A frame around each site, where no other node lies in it."""
+    """A frame around each site."""
     members: dict[int, list[str]] = {}
     for name in boxes:
         if name in of:
             members.setdefault(of[name].number, []).append(name)
     for names in members.values():
-        left, top = min(boxes[n].x for n in names), min(boxes[n].y for n in names)
-        right = max(boxes[n].x for n in names) + _WIDTH
-        bottom = max(boxes[n].y for n in names) + _HEIGHT
-        others = (b for n, b in boxes.items() if n not in names)
-        if any(left - _WIDTH < b.x < right and top <= b.y < bottom for b in others):
-            continue
+        x, y = min(boxes[n].x for n in names) - 7, min(boxes[n].y for n in names) - 7
+        width = max(boxes[n].x for n in names) + _WIDTH + 7 - x
+        height = max(boxes[n].y for n in names) + _HEIGHT + 7 - y
         yield (
-            f'<g class="region {of[names[0]].verdict}"><rect x="{left - 7:.0f}" y="{top - 7:.0f}" '
-            f'width="{right - left + 14:.0f}" height="{bottom - top + 14:.0f}" rx="9"/></g>'
+            f'<g class="region {of[names[0]].verdict}"><rect x="{x}" y="{y}" width="{width}" '
+            f'height="{height}" rx="9"/></g>'
         )
 
 
@@ -266,9 +296,9 @@ def _node(node: NodeReport, box: _Box, numbered: _Numbered | None) -> str:
     drawn = (
         f'<g class="{numbered.verdict if numbered else "plain"}"><title>'
         f"{escape(chr(10).join(t for t in says if t))}</title>"
-        f'<rect x="{box.x:.0f}" y="{box.y:.0f}" width="{_WIDTH}" height="{_HEIGHT}" rx="5"/>'
-        f'<text x="{box.x + 8:.0f}" y="{box.y + 16:.0f}">{escape(_cut(label))}</text>'
-        f'<text class="faint" x="{box.x + 8:.0f}" y="{box.y + 32:.0f}">{escape(_cut(below))}</text>'
+        f'<rect x="{box.x}" y="{box.y}" width="{_WIDTH}" height="{_HEIGHT}" rx="5"/>'
+        f'<text x="{box.x + 8}" y="{box.y + 16}">{escape(_cut(label))}</text>'
+        f'<text class="faint" x="{box.x + 8}" y="{box.y + 32}">{escape(_cut(below))}</text>'
         "</g>"
     )
     return f'<a href="#site-{numbered.number}">{drawn}</a>' if numbered else drawn
