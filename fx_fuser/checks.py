@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.epilogue import ANCHOR_DTYPES, CUDA_TYPES
 from fx_fuser.match import Fault, Match
+from fx_fuser.source import op_of
 from fx_fuser.spell import (
     called_in_place,
     inputs_of,
@@ -30,7 +31,6 @@ from fx_fuser.words import (
     at,
     called,
     name_of,
-    op_of,
     place_of,
     returned,
     statement,

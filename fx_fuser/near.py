@@ -28,8 +28,9 @@ from fx_fuser.match import (
 )
 from fx_fuser.pattern import Pattern, size_of
 from fx_fuser.sites import Site
+from fx_fuser.source import op_of
 from fx_fuser.spell import Expr, Operand, View, inputs_of, meta_tensor, writes_of
-from fx_fuser.words import at, called, infix, op_of, returned, without_break
+from fx_fuser.words import at, called, infix, returned, without_break
 
 _REACH = 12  # nodes after the anchor, of which one may be off
 # Beside the epilogue's own ops: what stands where an activation would.

@@ -16,9 +16,10 @@ from torch.fx import Node
 from fx_fuser.match import Match, Refusal
 from fx_fuser.report_html import html_of
 from fx_fuser.sites import Site
+from fx_fuser.source import op_of, source_of
 from fx_fuser.spell import View, inputs_of, is_number, meta_tensor
 from fx_fuser.traffic import Saved, text_of
-from fx_fuser.words import called, dtype_of, infix, op_of, shape_of, source_of
+from fx_fuser.words import called, dtype_of, infix, shape_of
 
 log = logging.getLogger("fx_fuser.report")
 

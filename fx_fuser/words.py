@@ -1,7 +1,6 @@
 """What a user calls things: nodes of a graph in the names, words and lines of the user's source.
 
-FX names a product `mul_3`; its user wrote `r = z * s`. Dynamo notes with each node the frames that
-made it and, from Python 3.11 on, which part of the line it was.
+FX names a product `mul_3`; its user wrote `r = z * s`.
 """
 
 from __future__ import annotations
@@ -14,50 +13,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fx_fuser.source import op_of, source_of
 from fx_fuser.spell import Arg, Expr, Operand, View
 
-_FRAME = re.compile(
-    r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in [^\n]*(?P<rest>.*)', re.DOTALL
-)
 _LONGEST = 48  # of what is quoted
 _ITEM = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]")
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a node comes from. code: the line; expression: the part of it that is the node."""
-
-    file: str
-    line: int
-    code: str = ""
-    expression: str = ""
-
-    @property
-    def where(self) -> str:
-        return f"{self.file}:{self.line}"
-
-    @property
-    def place(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
-
-
-def source_of(node: Node) -> Source | None:
-    """The innermost frame that Dynamo noted for the node, or None."""
-    trace = node.meta.get("stack_trace") or ""
-    found = _FRAME.search(trace, max(trace.rfind('File "'), 0))
-    if found is None:
-        return None
-    code, marks = (*found["rest"].split("\n")[1:3], "", "")[:2]
-    first, last = marks.find("^"), marks.rfind("^") + 1
-    for tilde in "~", "^":  # a binary operation is marked  ~~^~~
-        if tilde in marks:
-            first, last = min(first, marks.find(tilde)), max(last, marks.rfind(tilde) + 1)
-    expression = code[first:last] if last else code
-    return Source(found["file"], int(found["line"]), code.strip(), expression.strip())
-
-
 def at(node: Node) -> str:
-    """ ", model.py:88", or nothing where the line is not known."""
+    """For the end of a phrase: `, model.py:88`, or nothing where the line is not known."""
     source = source_of(node)
     return "" if source is None else f", {source.place}"
 
@@ -76,7 +40,10 @@ def name_of(node: Node) -> str | None:
     source, variable = source_of(node), re.sub(r"_\d+$", "", node.name)
     # Dynamo renames a node to the variable it is stored in.
     stored = rf"(?<![\w.]){re.escape(variable)}\s*(,[^=]*|:[^=]*|[-+*/@])?=(?!=)"
-    return variable if source is not None and re.search(stored, source.code) else None
+    if source is None or not re.search(stored, source.code):
+        return None
+    inner = source.expression and not source.code.endswith(f"= {source.expression}")
+    return None if inner and variable == op_of(node) else variable  # tanh = h * torch.tanh(h)
 
 
 def _source_name(node: Node) -> str | None:
@@ -106,16 +73,10 @@ def called(node: Node) -> str:
     return f"`{name if len(name) <= _LONGEST else name[: _LONGEST - 1] + '…'}`"
 
 
-def op_of(node: Node) -> str:
-    """Name of the function or method that makes the value."""
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
 def statement(node: Node) -> str:
     """What the node does, as it stands in the source: "`x.add_(1)`, model.py:31"."""
     source = source_of(node)
-    text = source.expression if source is not None and source.expression else op_of(node)
+    text = op_of(node) if source is None else source.expression or source.code or op_of(node)
     return f"`{text[:_LONGEST]}`{at(node)}"
 
 
