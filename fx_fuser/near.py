@@ -37,7 +37,7 @@ _REACH = 12  # nodes after the anchor, of which one may be off
 _ACTIVATIONS = frozenset(
     "celu elu hardsigmoid hardswish leaky_relu logsigmoid mish selu softsign tanhshrink".split()  # noqa: SIM905
 )
-_PRODUCTS = ("add", "mul")
+_EXCHANGED = {"div": "mul", "mul": "add", "add": "mul"}
 
 
 def near_miss(
@@ -82,7 +82,9 @@ def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> R
     said = view.spell(node)
     fusible = said is not None and said.op in OPS
     help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
-    fault = Fault(node, f"{called(node)}{at(node)}, is {op_of(node)}, {what}", help)
+    value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
+    place = "" if value else at(node)
+    fault = Fault(node, f"{value}{op_of(node)}{place}, {what}", help)
     refusal = Refusal.of(match, fault, missing=1)
     return replace(refusal, pattern=pattern, nodes=match.nodes | {node})
 
@@ -117,10 +119,10 @@ def _wanted(
     """What the node could say instead, by the number of its operands, and how to call that."""
     within = _operations(pattern.epilogue)
     known = said is not None and said.op in OPS and said.op != "cast"
-    if said is not None and known and len(said.args) == 2 and not isinstance(said.args[1], Expr):
-        for op in _PRODUCTS:
-            if op in {e.op for e in within} and op != said.op:
-                yield Expr(op, said.args), op
+    if said is not None and len(said.args) == 2 and not isinstance(said.args[1], Expr):
+        op = _EXCHANGED.get(said.op)
+        if op is not None and op in {e.op for e in within}:
+            yield Expr(op, said.args), op
     unary = known and said is not None and said.args == (source,)
     if unary or (said is None and op_of(node) in _ACTIVATIONS):
         for e in within:
@@ -209,7 +211,7 @@ def _parts(epilogue: Operand) -> list[Expr]:
     if not isinstance(epilogue, Expr):
         return []
     parts: list[Expr] = []
-    if epilogue.op in _PRODUCTS:
+    if epilogue.op in ("add", "mul"):
         cut = [replace(epilogue, args=epilogue.args[:n]) for n in range(2, len(epilogue.args))]
         parts += [p for p in cut if _holds_z(p)]
     for arg in epilogue.args:
