@@ -57,14 +57,14 @@ def _one_off(
 ) -> Iterator[Refusal]:
     reached = _reach(view, site)
     # The pattern's own check sees graphs of the user's only.
-    unchecked = {pattern: replace(pattern, check=None) for pattern in patterns}
+    unchecked = [(pattern, replace(pattern, check=None)) for pattern in patterns]
     for node in reached[1:]:
         sources = [v for v in _values_read(view, node) if v in reached]
         if len(sources) > 1:
             continue
         roots = [n for n in reached if view.order[n] >= view.order[node]][::-1]
         without = _without(view, node, sources[0]) if _could_go(view, node, sources[0]) else None
-        for pattern, supposed in unchecked.items():
+        for pattern, supposed in unchecked:
             says = infix(pattern.epilogue)
             found = _supposed(without, site, supposed, check, roots[:-1]) if without else None
             if found is not None:
@@ -107,7 +107,8 @@ def _values_read(view: View, node: Node) -> list[Node]:
 def _could_go(view: View, node: Node, source: Node) -> bool:
     """Is it read, and as large as what it was made from?"""
     before, after = meta_tensor(source), meta_tensor(node)
-    assert before is not None and after is not None
+    if before is None or after is None:
+        return False
     sizes = zip(before.shape, after.shape)
     same = before.ndim == after.ndim and all(statically_known_true(a == b) for a, b in sizes)
     return same and bool(view.readers[node])
@@ -229,10 +230,10 @@ def _holds_z(operand: Operand) -> bool:
 def _next(view: View, node: Node) -> str:
     """What follows instead."""
     readers = view.readers[node]
-    following = [f"{op_of(r)}{at(r)}" for r in readers if r.op != "output"]
-    if following:
-        return f"it is followed by {' and '.join(following[:2])}"
-    return f"it is {returned(view)}" if readers else "nothing follows"
+    following = [f"followed by {op_of(r)}{at(r)}" for r in readers if r.op != "output"][:2]
+    if any(r.op == "output" for r in readers):
+        following.append(returned(view))
+    return f"it is {' and '.join(following)}" if following else "nothing follows"
 
 
 def _help(view: View, node: Node) -> str:

@@ -18,7 +18,7 @@ from fx_fuser.report_html import html_of
 from fx_fuser.sites import Site
 from fx_fuser.source import op_of, source_of
 from fx_fuser.spell import View, inputs_of, is_number, meta_tensor
-from fx_fuser.traffic import Saved, text_of
+from fx_fuser.traffic import Saved
 from fx_fuser.words import called, dtype_of, infix, shape_of
 
 log = logging.getLogger("fx_fuser.report")
@@ -171,7 +171,7 @@ class Report:
             return ""
         count = sum(s.bytes_saved or 0 for s in self.fused)
         launches = sum(s.launches_saved or 0 for s in self.fused)
-        return f"saved in a forward pass, against op by op: {text_of(count)}, {launches} launches"
+        return f"saved in a forward pass, against op by op: {Saved(count, launches)}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

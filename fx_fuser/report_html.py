@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from fx_fuser.traffic import text_of
+from fx_fuser.traffic import Saved
 
 if TYPE_CHECKING:
     from fx_fuser.report import GraphReport, NodeReport, Report, SiteReport
@@ -120,8 +120,7 @@ def _outcome(site: SiteReport) -> str:
     if site.reason:
         help = f'<span class="help">To fuse it, {escape(site.help)}.</span>' if site.help else ""
         return escape(site.reason) + help
-    count = "" if site.bytes_saved is None else f"{text_of(site.bytes_saved)}, "
-    saved = f"saves {count}{site.launches_saved} launches, against op by op"
+    saved = f"saves {Saved(site.bytes_saved, site.launches_saved or 0)}, against op by op"
     return "<br>".join(t for t in (escape(site.kernel), saved) if t)
 
 

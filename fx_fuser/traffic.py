@@ -21,6 +21,10 @@ class Saved:
     bytes: int | None
     launches: int
 
+    def __str__(self) -> str:
+        launches = f"{self.launches} launch{'' if self.launches == 1 else 'es'}"
+        return launches if self.bytes is None else f"{text_of(self.bytes)}, {launches}"
+
 
 def saved(match: Match, plan: Plan) -> Saved:
     """What one forward call saves against the user's operations run one by one.

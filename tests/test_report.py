@@ -234,6 +234,7 @@ def test_sizes_that_are_not_known() -> None:
 @pytest.mark.parametrize("count, text", [(0, "0 bytes"), (999, "999 bytes"), (2.5e6, "2.5 MB")])
 def test_bytes_for_people(count: int, text: str) -> None:
     assert traffic.text_of(count) == text
+    assert str(traffic.Saved(count, 1)) == f"{text}, 1 launch"
 
 
 # ---- the modes of explain -----------------------------------------------------------------------
