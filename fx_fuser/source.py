@@ -1,7 +1,7 @@
 """Where in the user's source does a node come from?  File, line and the expression on it.
 
-Dynamo notes with each node the frames that made it. From Python 3.11 on it marks where in the line
-the expression begins, though not where it ends; that comes from parsing the line.
+Dynamo notes with each node the frames that made it. After torch 2.11, from Python 3.11 on, it marks
+where in the line the expression begins, though not where it ends; that comes from parsing the line.
 """
 
 from __future__ import annotations
