@@ -50,7 +50,7 @@ def _source_name(node: Node) -> str | None:
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return str(node.target)
-    name = source.name if isinstance(source.name, str) else source.name()  # 2.11 had a method
+    name: str = source.name
     if not re.match(r"[LG]\['\w+'\]", name) or "___" in name:
         return None  # Dynamo's own, such as what was on the stack when a graph broke
 
@@ -91,7 +91,7 @@ def infix(expr: Operand, inside: str = "") -> str:
         parts = [infix(a) for a in expr.args] + [f"{k}={v}" for k, v in expr.attrs]
         return f"{expr.op}({', '.join(parts)})"
     text = sign.join(infix(a, expr.op) for a in expr.args)
-    return f"({text})" if inside in ("mul", "div") and inside != expr.op else text
+    return f"({text})" if inside == "div" or (inside == "mul" and expr.op != "mul") else text
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def returned(view: View) -> str:
     if end is None:
         return "returned"
     if not end.breaks:
-        return f"returned, {end.place}" if end.place else "returned"
+        return f"returned, {end.place}"
     code = f" (`{end.code[:_LONGEST]}`)" if end.code else ""
     return f"needed after the graph breaks at {end.place}{code}"
 
@@ -134,7 +134,7 @@ def end_of(gm: Any) -> End | None:
 
 
 def shape_of(value: Any) -> str:
-    """ "[3, 6]", or "[?]" for what is no tensor known when compiling."""
+    """Sizes as in `[3, 6]`, or `[?]` for what is no tensor known when compiling."""
     known = isinstance(value, torch.Tensor)
     return "[" + ", ".join(map(str, value.shape)) + "]" if known else "[?]"
 

@@ -108,4 +108,5 @@ def test_epilogues_are_written_as_one_would() -> None:
     assert infix(Expr("mul", (Expr("add", (z, 1.0)), a))) == "(z + 1.0) * a"
     assert infix(Expr("add", (Expr("mul", (z, a)), a))) == "z * a + a"
     assert infix(Expr("div", (a, Expr("mul", (z, 2))))) == "a / (z * 2)"
+    assert infix(Expr("div", (a, Expr("div", (z, 2))))) == "a / (z / 2)"
     assert infix(Expr("pow", (z,), (("exponent", 2),))) == "pow(z, exponent=2)"
