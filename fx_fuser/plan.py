@@ -22,7 +22,7 @@ from fx_fuser import native, ops, rehearse, timing
 from fx_fuser.anchors.linear import DENSE, LIBRARY, SPLIT
 from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
-from fx_fuser.match import Match, Refusal
+from fx_fuser.match import Fault, Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.spell import meta_tensor
 
@@ -164,7 +164,7 @@ def _pick(
     if options.inner != "inductor":  # it would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
-    return Refusal(match.pattern, match.site, match.root, reason)
+    return Refusal.of(match, Fault(match.root, reason))
 
 
 def _compare_layouts(

@@ -16,11 +16,14 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
+
+if TYPE_CHECKING:
+    from fx_fuser.words import End
 
 Operand = Union["Expr", "Arg", Node, float, int, bool, None]
 
@@ -405,8 +408,9 @@ class Region:
 class View:
     """A reading of one graph: order, regions, who reads which value, and canonical spellings."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, end: End | None = None) -> None:
         self.graph = graph
+        self.end = end  # how Dynamo came to end the graph, where it says
         self.nodes = list(graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.region: dict[Node, Region] = {}

@@ -952,8 +952,9 @@ def test_other_convolutions(case: Any, train: bool) -> None:
 
 
 def test_conv_near_miss_has_a_reason() -> None:
-    body, conv, norm, _ = OTHER_CONV["relu"]
-    refused(Program(body, conv=conv, bn=norm), leaf(3, 4, 7, 7), reason="followed by relu")
+    body, conv, norm, _ = OTHER_CONV["relu, then mul"]
+    reason = ", which stands in between: without it, this is z * a"
+    refused(Program(body, conv=conv, bn=norm), leaf(3, 4, 7, 7), reason=reason)
 
 
 # ---- hazard B: numbers that change ----------------------------------------------------------
