@@ -59,12 +59,15 @@ def inner_values_unused(match: Match) -> Fault | None:
 
 
 def in_place_writes_stay_inside(match: Match) -> Fault | None:
-    """A matched in-place operation changes memory that something else can see."""
+    """A matched in-place operation changes memory that something else can see.
+
+    What comes after the match sees the result, or else an inner value, as another check finds.
+    """
     for node in match.nodes:
         if not called_in_place(node):
             continue
         written = storages((node,))
-        for other in match.view.nodes:
+        for other in match.view.nodes[: match.view.order[match.root]]:
             if other not in match.nodes and storages((other,)) & written:
                 return node, f"{node} works in place on memory that {other} also shows"
     return None
