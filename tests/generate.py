@@ -3,7 +3,8 @@
     python tests/generate.py --count 2000 --seed 0 --train
     python tests/generate.py --seed 1234 --count 1 --show
 
-fx_fuser must be installed or on PYTHONPATH. Program n of a run has the seed `--seed` + n. On a GPU: `--device cuda --dtype bfloat16`.
+Program n of a run has the seed `--seed` + n. On a GPU: `--device cuda --dtype bfloat16`. fx_fuser
+must be installed, or on PYTHONPATH, as for a program that is printed.
 """
 
 from __future__ import annotations

@@ -775,6 +775,13 @@ def test_complex_operand() -> None:
     exactly_refused(model, torch.randn(4, 8), y, reason="complex64")
 
 
+def test_operand_of_a_dtype_without_a_cuda_type() -> None:
+    """Eager casts it; on CUDA the kernel has no type to read it by."""
+    model = linear_program(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y)
+    y = torch.ones(6, dtype=torch.uint16)
+    exactly_refused(model, torch.randn(4, 8), y, reason="dtype torch.uint16")
+
+
 def test_complex_linear() -> None:
     model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(F.linear(x, w)))
     x, w = (torch.randn(*s, dtype=torch.complex64) for s in ((4, 8), (6, 8)))
