@@ -135,7 +135,8 @@ CONDITIONS = (
     ),
     Mutant(
         "dtypes: of operands", "checks.py",
-        "if dtype not in CUDA_TYPES:", "if False:", (f"{REFUSALS}::test_operand_of_a_dtype_without_a_cuda_type",),
+        "if dtype not in CUDA_TYPES:", "if False:",
+        (f"{REFUSALS}::test_operand_of_a_dtype_without_a_cuda_type",),
     ),
     Mutant(
         "dtypes: under autocast a sum is wider than its product", "sites.py",
