@@ -367,7 +367,9 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     written = list(nodes_in(node.kwargs.get("out")))
     if called_in_place(node):
         written += nodes_in(node.args[:1] or (node.kwargs.get("input"),))
-    if target in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm):
+    norms = (F.batch_norm, torch.batch_norm)
+    reads = target in norms and _argument(node, 5, "training") in (None, False)
+    if not reads and target in (*norms, F.instance_norm, torch.instance_norm):
         first = 1 if target in (F.batch_norm, F.instance_norm) else 3
         written += nodes_in(_argument(node, first, "running_mean"))
         written += nodes_in(_argument(node, first + 1, "running_var"))
