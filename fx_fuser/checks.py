@@ -87,12 +87,15 @@ _ROLES = {"linear": "pre-activation", "conv2d_batchnorm": "BatchNorm's result"}
 
 
 def in_place_writes_stay_inside(match: Match) -> Fault | None:
-    """A matched in-place operation changes memory that something else can see."""
+    """A matched in-place operation changes memory that something else can see.
+
+    What comes after the match sees the result, or else an inner value, as another check finds.
+    """
     for node in match.nodes:
         if not called_in_place(node):
             continue
         written = storages((node,))
-        for other in match.view.nodes:
+        for other in match.view.nodes[: match.view.order[match.root]]:
             if other not in match.nodes and storages((other,)) & written:
                 return Fault(
                     node,

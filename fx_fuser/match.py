@@ -131,6 +131,10 @@ class Unifier:
         elif not isinstance(pattern, Expr):
             if pattern is target or (is_number(target) and pattern == target):
                 yield b
+        elif is_number(target):
+            scaled = _solved(pattern, target)  # type: ignore[arg-type]
+            if scaled is not None:
+                yield from self.fit(*scaled, b)
         else:
             expr, nodes = self._open(target)
             if expr is None or (expr.op, expr.attrs) != (pattern.op, pattern.attrs):
@@ -195,6 +199,16 @@ class Unifier:
             for terms, inner in self._cuts(expr, limit):
                 yield terms, inner | nodes
         yield (operand,), frozenset()
+
+
+def _solved(pattern: Expr, number: float) -> tuple[Arg, float] | None:
+    """(a, value) where the pattern is a · constants and a number is there: `- a` and `- 2`."""
+    constants = [a for a in pattern.args if is_number(a)]
+    free = [a for a in pattern.args if isinstance(a, Arg) and a != Z]
+    factor = math.prod(constants)  # type: ignore[arg-type]
+    if pattern.op != "mul" or len(free) != 1 or len(constants) + 1 != len(pattern.args):
+        return None
+    return (free[0], number / factor) if factor else None
 
 
 def _is_inexact(node: Node) -> bool:

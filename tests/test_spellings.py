@@ -51,6 +51,11 @@ def _sigmoid_in_place_under_old_name(m: Any, z: Tensor, y: Tensor) -> Tensor:
     return z * y * 2.0
 
 
+def _sigmoid_in_place_of_keyword_under_old_name(m: Any, z: Tensor, y: Tensor) -> Tensor:
+    torch.sigmoid_(input=z)
+    return z * y * 2.0
+
+
 def _z_scaled_under_old_name(m: Any, z: Tensor, y: Tensor) -> Tensor:
     s = torch.sigmoid(z)
     z.mul_(2.0)
@@ -93,6 +98,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "/ number": lambda m, z, y: z * torch.sigmoid(z) / 4.0,
     "/ 3": lambda m, z, y: z * torch.sigmoid(z) / 3,
     "torch.div": lambda m, z, y: torch.div(y * torch.sigmoid(z), 4.0),
+    "torch.div keywords": lambda m, z, y: torch.div(input=y * torch.sigmoid(z), other=4.0),
     "torch.true_divide": lambda m, z, y: torch.true_divide(y * torch.sigmoid(z), 4.0),
     "Tensor.div": lambda m, z, y: (y * torch.sigmoid(z)).div(4.0),
     "neg": lambda m, z, y: -(z * torch.sigmoid(z)),
@@ -120,6 +126,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "sigmoid_": lambda m, z, y: z.sigmoid_() * y * 2.0,
     "torch.sigmoid_": lambda m, z, y: torch.sigmoid_(z) * y * 2.0,
     "sigmoid_ under old name": _sigmoid_in_place_under_old_name,
+    "sigmoid_ of a keyword under old name": _sigmoid_in_place_of_keyword_under_old_name,
     "mul_ on z under old name": _z_scaled_under_old_name,
     "F.silu in place": lambda m, z, y: F.silu(z, inplace=True) * 2.0,
     "F.silu in place, positional": lambda m, z, y: F.silu(z, True) * y,
@@ -292,6 +299,8 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
     "w.transpose keywords": lambda m, x: x @ m.w.transpose(dim0=0, dim1=1) + m.b,
     "torch.transpose": lambda m, x: x @ torch.transpose(m.w, 0, 1) + m.b,
     "w.swapaxes": lambda m, x: x @ m.w.swapaxes(0, 1) + m.b,
+    "w.swapaxes keywords": lambda m, x: x @ m.w.swapaxes(axis0=0, axis1=1) + m.b,
+    "w.swapdims": lambda m, x: x @ m.w.swapdims(0, 1) + m.b,
     "w.permute(1, 0)": lambda m, x: x @ m.w.permute(1, 0) + m.b,
     "w.permute((1, 0))": lambda m, x: x @ m.w.permute((1, 0)) + m.b,
     "w.permute(-1, 0)": lambda m, x: x @ m.w.permute(-1, 0) + m.b,
@@ -300,6 +309,7 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
     "torch.matmul keywords": lambda m, x: torch.matmul(input=x, other=m.w.t()) + m.b,
     "Tensor.matmul": lambda m, x: x.matmul(m.w.t()) + m.b,
     "torch.mm": lambda m, x: torch.mm(x, m.w.t()) + m.b,
+    "torch.mm keywords": lambda m, x: torch.mm(input=x, mat2=m.w.t()) + m.b,
     "Tensor.mm": lambda m, x: x.mm(m.w.t()),
     "torch.addmm": lambda m, x: torch.addmm(m.b, x, m.w.t()),
     "torch.addmm keywords": lambda m, x: torch.addmm(input=m.b, mat1=x, mat2=m.w.t()),
