@@ -72,6 +72,7 @@ def test_any_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"gelu", "clamp", "tanh"} <= OPS.keys()
 
 
+@pytest.mark.slow  # most of it is shrinking
 def test_a_missing_check_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tuple(c for c in checks.CHECKS if c is not checks.inner_values_unused)
     monkeypatch.setattr(checks, "CHECKS", kept)
