@@ -18,7 +18,7 @@ import fx_fuser
 from fx_fuser import backend, checks
 from fx_fuser.epilogue import OPS
 
-SECONDS = 4  # a test; there are four
+SECONDS = 3  # a test; there are four
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from helpers import ADD, CONV, MUL, check, conv_program, leaf, linear_program
 from torch import Tensor, nn
 
-train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+# All four in all spellings, the costliest of them when asked for.
+modes = pytest.mark.parametrize(
+    "train, dynamic",
+    [
+        pytest.param(False, False, id="eval-static"),
+        pytest.param(False, True, id="eval-dynamic"),
+        pytest.param(True, False, id="train-static"),
+        pytest.param(True, True, id="train-dynamic", marks=pytest.mark.slow),
+    ],
+)
 static_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
@@ -135,8 +144,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(PRODUCTS)
 def test_products(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
@@ -257,8 +265,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(SUMS)
 def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
@@ -318,8 +325,7 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @cases(LINEARS)
 def test_linears(spelled: Callable[..., Tensor], pattern: str, train: bool, dynamic: bool) -> None:
@@ -357,8 +363,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
     conv = nn.Conv2d(4, 6, **{"kernel_size": 3, **settings})
@@ -381,8 +386,7 @@ FUNCTIONAL_CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(FUNCTIONAL_CONVOLUTIONS)
 def test_functional_convolutions(
     spelled: Callable[..., Tensor], train: bool, dynamic: bool
@@ -402,8 +406,7 @@ NORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS.keys())
 def test_norms(settings: dict[str, Any], bias: bool, train: bool, dynamic: bool) -> None:
@@ -447,8 +450,7 @@ FUNCTIONAL_NORMS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(FUNCTIONAL_NORMS)
 def test_functional_norms(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = conv_program(
@@ -487,8 +489,7 @@ SCALES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(SCALES)
 def test_scales(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = conv_program(
