@@ -15,7 +15,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.linear import DENSE
 from fx_fuser.match import Match
 from fx_fuser.ops import FusedCall, wildcards_of
-from fx_fuser.spell import meta_tensor
+from fx_fuser.spell import hint_of, meta_tensor
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,12 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
         if tensor is None:
             forms.append(None)
             continue
-        size, stride = (tuple(map(_hint, v)) for v in (tensor.shape, tensor.stride()))
+        size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
         if None in size or None in stride:
             return None
         dtype = c.dtype if name in anchor.cast else tensor.dtype  # type: ignore[union-attr]
         forms.append(TensorForm(size, stride, dtype, tensor.device))  # type: ignore[arg-type]
     return forms
-
-
-def _hint(size: int | torch.SymInt) -> int | None:
-    return size if isinstance(size, int) else size.node.hint
 
 
 def gradients_of(match: Match) -> dict[str, bool]:
@@ -179,7 +175,7 @@ class _Rehearsal:
         return call.run(self.anchor.kernel_operands(named, config), self.t, save=bool(self.needs))
 
     def gradient_of_z(self) -> Tensor:
-        sizes: Any = tuple(map(_hint, self.c.shape))
+        sizes: Any = tuple(map(hint_of, self.c.shape))
         return torch.empty(sizes, dtype=self.c.dtype, device=self.c.device).normal_(
             generator=self.generator
         )

@@ -478,6 +478,11 @@ def meta_tensor(node: Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def hint_of(size: int | torch.SymInt) -> int | None:
+    """A size as it is in this trace, or None where data decides."""
+    return size if isinstance(size, int) else size.node.hint
+
+
 def storages(nodes: Iterable[Node]) -> set[Any]:
     """Identities of the memory behind the nodes' tensors; None stands for memory unknown.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from fx_fuser.anchors.linear import LIBRARY
 from fx_fuser.match import Match
 from fx_fuser.plan import Plan
-from fx_fuser.spell import inputs_of, meta_tensor
+from fx_fuser.spell import hint_of, inputs_of, meta_tensor
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,9 @@ def saved(match: Match, plan: Plan) -> Saved:
 
     Each of those reads its tensors and writes its result, in one launch. The fused call writes its
     result and reads each operand once, in two launches: the product, and a pointwise kernel that
-    reads what the product wrote; or, with a product of our own, what makes its operands ready, and
-    the product, whose result stays on the chip. Batch statistics are a third.
+    reads what the product wrote; or, with a product of our own, what makes its operands ready (the
+    dense product needs no such launch), and the product, whose result stays on the chip. Batch
+    statistics are a third.
     What both do alike is left out (x, the weight, the passes for batch statistics), as is the
     backward. Inductor fuses the pointwise operations among themselves, so against it less is saved.
     """
@@ -72,12 +72,8 @@ def _bytes(nodes: list[Node]) -> int | None:
         tensor = meta_tensor(node)
         if tensor is None:
             return None
-        sizes = [_hint(size) for size in tensor.shape]
+        sizes = [hint_of(size) for size in tensor.shape]
         if None in sizes:
             return None
         total += math.prod(sizes) * tensor.element_size()  # type: ignore[arg-type]
     return total
-
-
-def _hint(size: int | torch.SymInt) -> int | None:
-    return size if isinstance(size, int) else size.node.hint

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
-import fx_fuser  # noqa: F401  (registers the backend in a bare checkout)
+import fx_fuser
 from fx_fuser import native, ops, plan, rehearse, timing
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import OptionError
@@ -361,6 +361,25 @@ def test_left_sites_are_counted(on_gpu: Any) -> None:
     value = torch.compile(swish, backend="fx_fuser")(*tensors)
     torch.testing.assert_close(value, swish(*tensors))
     assert not counters["fx_fuser"] and counters["fx_fuser_left"] == {"linear_sigmoid_mul_mul": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_taken_through_the_backend(on_gpu: Any, dtype: torch.dtype) -> None:
+    """With the reference in place of the kernels: what is compiled, reported and differentiated."""
+    on_gpu(1.0, 0.5, 1.0, 0.5)
+    counters.clear()
+    torch._dynamo.reset()
+    twin = [t.requires_grad_() for t in linear_tensors(dtype)]
+    tensors = [t.detach().clone().requires_grad_() for t in twin]
+    ours, eager = torch.compile(swish, backend="fx_fuser", options={"strict": True}), swish
+    for f, own in ((ours, tensors), (eager, twin)):
+        f(*own).float().square().sum().backward()
+    close = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
+    for mine, its in zip(tensors, twin):
+        torch.testing.assert_close(mine.grad, its.grad, **close)
+    assert counters["fx_fuser"] == {"linear_sigmoid_mul_mul": 1}
+    (site,) = fx_fuser.explain(swish, *tensors).fused
+    assert site.kernel.startswith("library 1 ms, ") and site.bytes_saved
 
 
 def test_a_bad_option_is_no_fault_of_ours_to_survive(on_gpu: Any) -> None:
