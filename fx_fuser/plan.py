@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fx_fuser import native, ops, rehearse, timing
-from fx_fuser.anchors.linear import DENSE, LIBRARY, SPLIT
+from fx_fuser.anchors.linear import DENSE, LIBRARY, SPLIT, matmul_tf32_requested
 from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
 from fx_fuser.match import Fault, Match, Refusal
@@ -41,15 +41,6 @@ class Plan:
     native: bool
     choices: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-
-
-def matmul_tf32_requested() -> bool:
-    """Did the user ask for TF32 products?  `high` and `medium` matmul precision do.
-
-    The getters of before torch 2.9 raise once the new settings were used, so only the new ones
-    are read.
-    """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def conv_tf32_requested() -> bool:

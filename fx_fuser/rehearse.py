@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.linear import DENSE
+from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
 from fx_fuser.ops import FusedCall, wildcards_of
 from fx_fuser.spell import hint_of, meta_tensor
@@ -123,9 +123,9 @@ def _compare(
     dtype: torch.dtype,
 ) -> None:
     """Raises where the last way's tensors are not those of the first."""
-    far = (
-        _FAR_IN_TF32 if dtype == torch.float32 and DENSE in candidates[-1].values() else _FAR[dtype]
-    )
+    far = _FAR[dtype]
+    if dtype == torch.float32 and (matmul_tf32_requested() or DENSE in candidates[-1].values()):
+        far = _FAR_IN_TF32
     for library, own in zip(ways[0](), ways[-1]()):
         step = 1 + library.numel() // _COMPARED
         exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, own))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,26 @@ def test_a_kernel_that_is_wrong_is_not_used(
     with pytest.warns(UserWarning, match=r"the split product .* from the library's; please report"):
         decision = decide(match)
     assert isinstance(decision, Refusal) and "from the library's" in decision.reason
+
+
+@pytest.mark.parametrize("precision, used", [("ieee", False), ("tf32", True)])
+def test_a_library_in_tf32_is_no_measure_of_fp32(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, precision: str, used: bool
+) -> None:
+    """option "split" under `high`: what differs by TF32's rounding is as it should be."""
+    match, right = match_of(swish, *linear_tensors()), ops.FusedCall.run
+
+    def rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y, *others = right(self, *args, **kwargs)
+        return (y * (1 + 3e-4 * (self.config["product"] == "library")), *others)
+
+    monkeypatch.setattr(ops.FusedCall, "run", rounded)
+    monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and [1, 0.5])
+    torch.backends.cuda.matmul.fp32_precision = precision
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        decision = decide(match, fp32="split")
+    assert isinstance(decision, Plan) == used
 
 
 # ---- what is remembered --------------------------------------------------------------------------

@@ -29,6 +29,15 @@ PRODUCT_ALONE = cuda_source(
 )
 
 
+def matmul_tf32_requested() -> bool:
+    """Did the user ask for TF32 products?  `high` and `medium` matmul precision do.
+
+    The getters of before torch 2.9 raise once the new settings were used, so only the new ones
+    are read.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 class Linear(Anchor):
     kind = "linear"
     schema = "Tensor x, Tensor weight, Tensor? bias, str product, str backward"
