@@ -11,16 +11,23 @@ import torch.nn.functional as F
 from helpers import ADD, CONV, MUL, check, conv_program, leaf, linear_program
 from torch import Tensor, nn
 
-# All four in all spellings, the costliest of them when asked for.
-modes = pytest.mark.parametrize(
-    "train, dynamic",
-    [
-        pytest.param(False, False, id="eval-static"),
-        pytest.param(False, True, id="eval-dynamic"),
-        pytest.param(True, False, id="train-static"),
-        pytest.param(True, True, id="train-dynamic", marks=pytest.mark.slow),
-    ],
-)
+
+def _modes(*slow: str) -> Any:
+    """Eval and training with static and dynamic shapes, the costliest only when asked for."""
+    every = {
+        "eval-static": (False, False),
+        "eval-dynamic": (False, True),
+        "train-static": (True, False),
+        "train-dynamic": (True, True),
+    }
+    marks = {name: [pytest.mark.slow] if name in slow else [] for name in every}
+    return pytest.mark.parametrize(
+        "train, dynamic", [pytest.param(*every[n], id=n, marks=marks[n]) for n in every]
+    )
+
+
+modes = _modes("train-dynamic")
+modes_of_convolutions = _modes("eval-dynamic", "train-dynamic")
 static_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
@@ -363,7 +370,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@modes
+@modes_of_convolutions
 @pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
     conv = nn.Conv2d(4, 6, **{"kernel_size": 3, **settings})
@@ -386,7 +393,7 @@ FUNCTIONAL_CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@modes
+@modes_of_convolutions
 @cases(FUNCTIONAL_CONVOLUTIONS)
 def test_functional_convolutions(
     spelled: Callable[..., Tensor], train: bool, dynamic: bool
@@ -406,7 +413,7 @@ NORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@modes
+@modes_of_convolutions
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS.keys())
 def test_norms(settings: dict[str, Any], bias: bool, train: bool, dynamic: bool) -> None:
