@@ -47,13 +47,13 @@ _WILDCARD_SCHEMA = "Tensor?[] t, float[] s, str kinds"
 
 
 @functools.cache
-def _argument_names(kind: str) -> tuple[str, ...]:
+def argument_names(kind: str) -> tuple[str, ...]:
     return tuple(a.split()[-1] for a in ANCHORS[kind].schema.split(", "))
 
 
 def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Positional op arguments → operands, configuration, the rest."""
-    names = _argument_names(anchor.kind)
+    names = argument_names(anchor.kind)
     count = len(anchor.operands)
     operands = dict(zip(names[:count], args))
     config = dict(zip(names[count:], args[count:]))
@@ -312,7 +312,7 @@ def graph_call(match: Match, native: bool, choices: Mapping[str, Any]) -> Call:
     pattern, site = match.pattern, match.site
     anchor = ANCHORS[pattern.kind]
     config = {**anchor.config(site), **choices}
-    order = [a.split()[-1] for a in anchor.schema.split(", ")]
+    order = argument_names(pattern.kind)
     values = {**site.operands, **config}
     t, s, kinds = wildcards_of(match)
     compute = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]

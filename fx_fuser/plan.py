@@ -158,20 +158,39 @@ def _pick(
     return Refusal.of(match, Fault(match.root, reason))
 
 
+def _key(
+    match: Match,
+    candidates: Sequence[Mapping[str, Any]],
+    tensors: Sequence[rehearse.TensorForm | None],
+) -> tuple[object, ...]:
+    """All that the times depend on, beside the machine and what `timing` adds."""
+    return (
+        match.site.kind,
+        rehearse.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
+        [dict(choices) for choices in candidates],
+        [ops.kernel_sources(match, choices) for choices in candidates],
+        list(map(str, tensors)),
+        rehearse.gradients_of(match),
+        matmul_tf32_requested(),  # which the library's product follows
+    )
+
+
 def _compare_layouts(
     match: Match, candidates: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any] | None, str]:
     """Is the convolution as fast in the layout it is given as in channels_last, all turned?"""
     (choices,) = candidates
     exact = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
-    tensors = rehearse.tensors_of(match)
-    if (exact and not choices["tf32"]) or tensors is None:
+    if exact and not choices["tf32"]:
         return dict(choices), ""
-    key = (*ops.kernel_sources(match, choices), *map(str, tensors), str(choices), "layouts")
+    tensors = rehearse.tensors_of(match)
+    if tensors is None:
+        return None, "sizes unknown, so not timed"
     rehearsals = functools.partial(rehearse.layouts, match, choices, tensors)
+    key = _key(match, candidates, tensors)
     times = timing.medians(key, rehearsals, _device(match))
     if times is None:
-        return dict(choices), ""
+        return None, "no memory to time it"
     note = "as it lies {:.4g} ms, in channels_last {:.4g} ms".format(*times)
     return (dict(choices) if times[0] <= _GAIN * times[1] else None), note
 
@@ -188,9 +207,8 @@ def _compare(
     own = candidates[1]
     tensors = rehearse.tensors_of(match)
     if tensors is None:
-        return dict(own), f"{own['product']}, sizes unknown"
-    trains = rehearse.gradients_of(match)
-    key = (*(ops.kernel_sources(match, c) for c in candidates), *map(str, tensors), trains)
+        return None, "sizes unknown, so not timed"
+    key = _key(match, candidates, tensors)
     rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
     try:
         times = timing.medians(key, rehearsals, _device(match))
@@ -198,7 +216,7 @@ def _compare(
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return None, str(error)
     if times is None:
-        return dict(own), f"{own['product']}, no memory to time it"
+        return None, "no memory to time it"
     ahead, back = times[:2], times[2:]
     note = f"library {ahead[0]:.4g} ms, {own['product']} {ahead[1]:.4g} ms"
     backward = LIBRARY

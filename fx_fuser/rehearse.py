@@ -14,7 +14,7 @@ from torch import Tensor
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
-from fx_fuser.ops import FusedCall, wildcards_of
+from fx_fuser.ops import FusedCall, argument_names, wildcards_of
 from fx_fuser.spell import hint_of, meta_tensor
 
 
@@ -61,6 +61,13 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
         dtype = c.dtype if name in anchor.cast else tensor.dtype  # type: ignore[union-attr]
         forms.append(TensorForm(size, stride, dtype, tensor.device))  # type: ignore[arg-type]
     return forms
+
+
+def config_of(match: Match, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration arguments of the match's op, in the order of its schema."""
+    kind = match.site.kind
+    values = {**ANCHORS[kind].config(match.site), **choices}
+    return {name: values[name] for name in argument_names(kind) if name in values}
 
 
 def gradients_of(match: Match) -> dict[str, bool]:
@@ -159,15 +166,10 @@ class _Rehearsal:
         self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
 
-    def config(self, choices: Mapping[str, Any]) -> dict[str, Any]:
-        names = [part.split()[-1] for part in self.anchor.schema.split(", ")]
-        values = {**self.anchor.config(self.match.site), **choices}
-        return {name: values[name] for name in names if name in values}
-
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        config = self.config(choices)
+        config = config_of(self.match, choices)
         named = dict(zip(self.anchor.operands, operands))
         _, s, kinds = wildcards_of(self.match)
         out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
@@ -182,4 +184,6 @@ class _Rehearsal:
 
     def backward(self, choices: Mapping[str, Any], dz: Tensor) -> list[Tensor]:
         named = dict(zip(self.anchor.operands, self.operands))
-        return list(self.anchor.backward(named, (), self.config(choices), dz, self.needs).values())
+        return list(
+            self.anchor.backward(named, (), config_of(self.match, choices), dz, self.needs).values()
+        )

@@ -351,7 +351,6 @@ def test_the_plan_measures_takes_and_leaves(tmp_path, monkeypatch: pytest.Monkey
     """A large fp32 product is taken, a tiny one left to Inductor; both answers are remembered."""
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(timing, "_known", {})
-    state = torch.cuda.get_rng_state()
     for k, n, fused in ((4096, 4096, 1), (64, 64, 0)):
         torch._dynamo.reset()
         counters.clear()
@@ -417,4 +416,5 @@ def test_a_convolution_in_16_bits_is_settled_by_measurement(train: bool) -> None
     twin = copy.deepcopy(model)
     value = torch.compile(model, backend="fx_fuser", options={"strict": True})(x)
     assert sum(counters["fx_fuser"].values()) + sum(counters["fx_fuser_left"].values()) == 1
-    assert relative_error(value, twin(x)) <= 2e-2
+    exact = copy.deepcopy(twin).double()(x.double())
+    assert relative_error(value, exact) <= 2 * relative_error(twin(x), exact)

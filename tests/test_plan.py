@@ -124,10 +124,51 @@ def test_training_is_judged_on_the_sum(
     assert getattr(decision, "choices", None) == choices
 
 
-def test_without_an_answer_the_kernel_is_taken(match_of: Any, on_gpu: Any) -> None:
+@pytest.mark.parametrize("why", ["no memory to time it", "sizes unknown"])
+def test_what_was_not_rehearsed_is_not_taken(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Neither a kernel whose result nobody compared, nor a convolution that may be slower."""
     on_gpu(None)
-    decision = decide(match_of(swish, *linear_tensors()))
-    assert decision == Plan(True, SPLIT, "split, no memory to time it")
+    if why == "sizes unknown":
+        monkeypatch.setattr(rehearse, "tensors_of", lambda match: None)
+    for match in (match_of(swish, *linear_tensors()), half_norm(match_of)):
+        decision = decide(match)
+        assert isinstance(decision, Refusal) and why in decision.reason
+
+
+def keys_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    keys: list[str] = []
+    monkeypatch.setattr(timing, "medians", lambda key, *_: keys.append(repr(key)) or [1.0, 0.5])
+    return keys
+
+
+def test_a_time_is_of_one_geometry(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors alone do not tell a stride of one from a stride of two."""
+    keys = keys_of(monkeypatch)
+    x, weight = torch.randn(2, 4, 8, 8).bfloat16(), torch.randn(4, 4, 3, 3).bfloat16()
+    for geometry in ({}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"padding": 1}):
+
+        def f(x: Tensor, weight: Tensor, geometry: Any = geometry) -> Tensor:
+            c = F.conv2d(x, weight, **geometry)
+            return F.batch_norm(c, None, None, training=True) * 2.0
+
+        decide(match_of(f, x, weight))
+    assert len(keys) == 5 and len(set(keys)) == 4
+
+
+def test_a_time_is_of_one_precision(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's product follows torch's setting, whatever ours is."""
+    keys = keys_of(monkeypatch)
+    match = match_of(swish, *linear_tensors())
+    for precision in ("ieee", "tf32"):
+        torch.backends.cuda.matmul.fp32_precision = precision
+        decide(match, fp32="split")
+    assert len(set(keys)) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
