@@ -3,7 +3,8 @@
 import torch
 from native_cases import SMALL_CASES
 
-from benchmarks import linear_sm90
+from benchmarks import linear_dense_sm90, linear_sm90
+from benchmarks.measure import float32_settings
 from fx_fuser import build, native
 from fx_fuser.anchors.linear import PRODUCT_ALONE
 
@@ -13,6 +14,10 @@ ran = len(SMALL_CASES)
 if build.arch_of() == "sm_90a":
     failures: list[str] = []
     linear_sm90.sweep(8, 0, failures)
+    dense = linear_dense_sm90
+    native.prepare([e.source(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
+    with float32_settings("tf32"):
+        dense.sweep(8, 0, failures)
     native.prepare([PRODUCT_ALONE], "cuda")
     # The smallest for which the op takes its own kernel; both operands are turned around first.
     a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))
@@ -22,6 +27,6 @@ if build.arch_of() == "sm_90a":
     if not linear_sm90.relative(product, exact) <= 1e-6:
         failures.append("split_product")
     assert not failures, failures
-    ran += 9
+    ran += 17
 torch.cuda.synchronize()
 print(f"{ran} cases ran")
