@@ -395,6 +395,28 @@ def test_transposed_weights_and_views_of_operands_get_their_gradients(
     assert seen == [{"x", "weight", "bias", "a"}] and verified == [MUL_MUL]
 
 
+@pytest.mark.parametrize(
+    "narrow", [lambda z: z.to(torch.bfloat16), lambda z: z.bfloat16()], ids=["to", "bfloat16"]
+)
+def test_float64_does_not_follow_a_cast(
+    narrow: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linear_narrowed_mul(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor) -> Tensor:
+        return narrow(F.linear(x, weight, bias)) * a
+
+    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    fx_fuser.register_pattern(linear_narrowed_mul, name=f"narrowed_{len(ops._PATTERNS)}")
+    seen: list[Tensor] = []
+    right = verify.compare
+    monkeypatch.setattr(
+        verify, "compare", lambda *a: (seen.append(a[2].outputs["value"]), right(*a))[1]
+    )
+    run = fused_compile(linear_program(lambda m, x: narrow(m.lin(x)) * m.s.bfloat16()), **FIRST)
+    run(torch.randn(4, 8))
+    (exact,) = seen
+    assert exact.dtype == torch.float64 and not torch.equal(exact, exact.bfloat16().double())
+
+
 def test_a_graph_with_nothing_to_fuse_is_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "Verification", lambda *a: 1 / 0)
     fused_compile(nn.Linear(3, 3), **FIRST)(torch.ones(2, 3))
