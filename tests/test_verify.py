@@ -6,15 +6,19 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from compare import ALL_THREE, CONV, MUL_ADD, MUL_MUL, ThreePatterns, fused_compile, images, sites
 from helpers import linear_program
@@ -494,6 +498,36 @@ def test_fake_inputs_are_verified_at_the_first_call(
         assert sorted(verified) == sorted(ALL_THREE)
     gc.collect()
     assert (twins[0]() is not None) == broken  # it is what runs
+
+
+def _ddp_step(rank: int, store: str, out: str) -> None:
+    """Two steps under DDP in two buckets, with one site that breaks after it was compiled."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=1)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 200
+    torch.manual_seed(0)
+    model, x = ThreePatterns(conv_bias=False), images()
+    reference = copy.deepcopy(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=200 / 2**20)
+    with pytest.MonkeyPatch.context() as patch, _told() as told:
+        _break_values(patch, MUL_ADD)
+        run = fused_compile(wrapped, strict=False, **FIRST)
+        pairs = [(run(x), reference(x)) for _ in range(2)]
+    for pair in pairs:
+        for value in pair:
+            value.square().sum().backward()
+    grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters())]
+    torch.save((pairs[1], grads, len(told), dict(counters["fx_fuser_wrong"]), sites()), out)
+    os._exit(0)  # see tests/test_training.py
+
+
+def test_under_ddp_with_several_buckets(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    mp.spawn(_ddp_step, args=(str(tmp_path / "store"), str(out)), nprocs=1)
+    values, grads, warned, wrong, fused = torch.load(out)
+    for mine, its in (values, *grads):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+    assert (warned, wrong, set(fused)) == (1, {MUL_ADD: 1}, {MUL_ADD, CONV})
 
 
 def test_always_notices_what_breaks_later(
