@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from fx_fuser.accuracy import PROMISED, Bound, Copier, Observed, compare, same_random_state
 from fx_fuser.errors import VerifyError
@@ -65,7 +65,7 @@ class Verification:
         _refuse(self.graphs, inputs)
         copied = Copier()
         entered: list[Any] = []
-        with same_random_state(), torch.no_grad():
+        with same_random_state(), torch.no_grad(), _disable_current_modes():
             values = [copied(v).detach() if isinstance(v, Tensor) else _number(v) for v in inputs]
             try:
                 _Interpreter(module, self, entered).run(*values)
