@@ -81,10 +81,10 @@ def fx_fuser(
     chosen = Options.parse(mode, options, [p.name for p in _registry])
     compile_inner = chosen.inner_compiler()
     at_calls = chosen.verify == "always" or not verify.is_verifiable(example_inputs)
-    as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
     matches: list[Match] = []
     with restorable(gm) as restore:
         try:
+            as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
             outcome = fuse(gm, chosen, inputs=example_inputs)
             outcome.tell(chosen.strict)
             if outcome.matches:

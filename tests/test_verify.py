@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import Report, accuracy, apply, backend, build, ops, verify
+from fx_fuser import Report, accuracy, apply, backend, build, ops, rivals, verify
 from fx_fuser.errors import VerifyError
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -73,13 +73,13 @@ def _told() -> Iterator[list[str]]:
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The pattern of each site that is looked at, each time."""
     seen: list[str] = []
-    right = verify._fault
+    right = rivals.fault_of
 
-    def fault(match: Any, *args: Any) -> str:
+    def fault_of(match: Any, *args: Any) -> str:
         seen.append(match.pattern.name)
         return right(match, *args)
 
-    monkeypatch.setattr(verify, "_fault", fault)
+    monkeypatch.setattr(rivals, "fault_of", fault_of)
     return seen
 
 
@@ -189,19 +189,38 @@ def test_the_report_and_the_log_say_so(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert any(f"refused {MUL_ADD}" in m and "is wrong" in m for m in caplog.messages)
 
 
-def test_a_gradient_may_have_bad_luck_once_but_a_value_may_not(
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_few_elements_and_sums_that_cancel_are_no_fault(
+    dtype: torch.dtype, verified: list[str]
+) -> None:
+    """Where eager's error is small by luck: a vector of few elements, the gradient of a scalar.
+
+    Of these seeds, found among the first 40, a few fail in each dtype if eager has no neighbours.
+    """
+    seeds = (2, 6, 8, 12, 16, 28)
+    for seed in seeds:
+        torch.manual_seed(seed)
+        torch._dynamo.reset()
+        body = [lambda m, x: F.silu(m.lin(x)) * m.p, lambda m, x: F.silu(x @ m.w.t() + m.b) + m.p]
+        model = linear_program(body[seed % 2]).to(dtype)
+        fused_compile(model, inner="eager", **FIRST)(torch.randn(8, dtype=dtype))
+    assert len(verified) == len(seeds)
+
+
+def test_a_fault_must_be_one_beside_each_of_eagers_neighbours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gradient of a 0-d parameter is one sum, which may cancel."""
     model, x = linear_program(lambda m, x: F.silu(m.lin(x)) * m.p), torch.randn(4, 8)
-    for faults, fused in ((["gradient of a: error 1"], {MUL_MUL: 1}), (["output value: 1"], {})):
-        answers = iter([faults, []])
-        monkeypatch.setattr(verify, "compare", lambda *a, answers=answers: next(answers))
+    one, other = "output value: error 1", "gradient of a: error 1"
+    for later, fused in (([[one], [other]], {MUL_MUL: 1}), ([[one, other], [one]] * 9, {})):
+        answers = iter([[one, other], *later])
+        monkeypatch.setattr(rivals, "compare", lambda *a, answers=answers: next(answers))
         torch._dynamo.reset()
         counters.clear()
-        with _told():
+        with _told() as told:
             fused_compile(model, strict=False, **FIRST)(x)
         assert sites() == fused
+        assert [one in t and other not in t for t in told] == [True] * (not fused)
 
 
 # ---- nothing else changes -----------------------------------------------------------------------
@@ -250,8 +269,8 @@ def test_no_tensor_no_graph_and_no_input_stays(monkeypatch: pytest.MonkeyPatch) 
         return noted
 
     monkeypatch.setattr(accuracy.Copier, "_copy", noting(accuracy.Copier._copy))
-    monkeypatch.setattr(verify, "_leaf", noting(verify._leaf))
-    monkeypatch.setattr(verify, "_observe", noting(verify._observe))
+    monkeypatch.setattr(rivals, "_leaf", noting(rivals._leaf))
+    monkeypatch.setattr(rivals, "_observe", noting(rivals._observe))
     monkeypatch.setattr(verify, "_Interpreter", noting(verify._Interpreter))
     monkeypatch.setattr(verify, "Verification", noting(verify.Verification))
     model, x = ThreePatterns(), images()
@@ -390,9 +409,9 @@ def test_transposed_weights_and_views_of_operands_get_their_gradients(
         return z.sigmoid_() * (scale * 2.0).relu_() * m.s
 
     seen: list[set[str]] = []
-    right = verify.compare
+    right = rivals.compare
     monkeypatch.setattr(
-        verify, "compare", lambda f, *a: (seen.append(set(f.grads)), right(f, *a))[1]
+        rivals, "compare", lambda f, *a: (seen.append(set(f.grads)), right(f, *a))[1]
     )
     scale = torch.randn(4, 6, requires_grad=True)
     fused_compile(linear_program(body), **FIRST)(torch.randn(4, 8, requires_grad=True), scale * 1.0)
@@ -411,9 +430,9 @@ def test_float64_does_not_follow_a_cast(
     monkeypatch.setattr(backend, "_registry", list(backend._registry))
     fx_fuser.register_pattern(linear_narrowed_mul, name=f"narrowed_{len(ops._PATTERNS)}")
     seen: list[Tensor] = []
-    right = verify.compare
+    right = rivals.compare
     monkeypatch.setattr(
-        verify, "compare", lambda *a: (seen.append(a[2].outputs["value"]), right(*a))[1]
+        rivals, "compare", lambda *a: (seen.append(a[2].outputs["value"]), right(*a))[1]
     )
     run = fused_compile(linear_program(lambda m, x: narrow(m.lin(x)) * m.s.bfloat16()), **FIRST)
     run(torch.randn(4, 8))
@@ -446,13 +465,13 @@ def test_what_cannot_be_verified_is_not_fused_and_says_why(node: str) -> None:
 def test_tf32_is_compared_with_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by option alone, it would be further from float64 than eager's own."""
     seen: list[tuple[bool, str]] = []
-    right = verify._replay
+    right = rivals._replay
 
     def replay(match: Any, leaves: Any, wide: bool) -> Tensor:
         seen.append((wide, torch.backends.cuda.matmul.fp32_precision))
         return right(match, leaves, wide)
 
-    monkeypatch.setattr(verify, "_replay", replay)
+    monkeypatch.setattr(rivals, "_replay", replay)
     before = torch.backends.cuda.matmul.fp32_precision
     for precision in ("tf32", "follow"):
         torch._dynamo.reset()
