@@ -46,6 +46,7 @@ constexpr int kLinearTileK = 64;
 constexpr int kLinearBoxK = 32;       // of the weight's tensor map: 128 bytes, one swizzle span
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
+constexpr float kLeastSum = 256;  // times sqrt(k): see strained_rows
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes = 8 * (32 * 20 + 128) * 4;  // an Exchange a warp
@@ -65,7 +66,9 @@ struct LinearSplitArgs {
   const float* x_unscale;  // [m]
   float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint64_t* broken;        // [tiles, consuming threads]: which of its results are not finite
+  uint32_t* strained;      // likewise: which rows of x have results too small for the split
   uint64_t* again;         // [tiles], a byte a consuming warp: is it to be done again
+  uint32_t* was_strained;  // in the host's memory: set to 1 where any row is
   const float* x;          // [m, k], row stride x_stride: only read to repair
   const float* weight;     // [n, k], likewise
   const float* bias;       // [n], or null
@@ -77,6 +80,7 @@ struct LinearSplitArgs {
   int64_t z_stride;
   LinearOperand operand[kMaxInputs];
   float scalar[kMaxScalars];
+  float least_sum;
   int32_t m;
   int32_t n;
   int32_t k;

@@ -21,7 +21,9 @@
 // - The tile is computed transposed, weight times xᵀ: the fp32 operand must be the one that wgmma
 //   takes from registers, and a thread then reads just the rows of the weight whose sums it holds.
 // - A z that is not finite even then is computed by plain fp32 arithmetic (`repair`): products of
-//   split infinities are NaN, and sums overflow where a weight is beyond about 2^100.
+//   split infinities are NaN, and sums overflow where a weight is beyond about 2^100. So are z that
+//   are too small beside their rows' largest for what the split loses there: large columns of x
+//   meet small ones of the weight, or the other way round (`strained_rows`).
 //
 // Blocks are persistent: one warpgroup feeds shared memory, two of 64 rows of the weight each
 // compute. They take turns at the tensor core: while one's products run the other promotes and
@@ -364,9 +366,34 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
   }
 }
 
-// finish(index, sum) for every tile of the block, sum[4i + 2r + t] being the one of
+// The rows of x all of whose sums in this warp are small, but not all zero: bit 2i + t of a lane is
+// row 8i + 2 (lane % 4) + t. The sums are still scaled, so that an operand loses at most 2^-25 an
+// element, and the other one's row is at most 2^15 times that: whatever the data, kLeastSum sqrt(k)
+// is where that can reach 3e-7 of 16 sums. Random data is 2^13 above it.
+__device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least) {
+  uint32_t large = 0;
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const float larger = fmaxf(fabsf(sum[4 * i + t]), fabsf(sum[4 * i + 2 + t]));
+      const uint32_t bit = 1u << (2 * i + t);
+      large |= larger >= least ? bit : 0;
+      any |= larger > 0 ? bit : 0;
+    }
+  }
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    large |= __shfl_xor_sync(0xFFFFFFFF, large, distance);
+    any |= __shfl_xor_sync(0xFFFFFFFF, any, distance);
+  }
+  return any & ~large;
+}
+
+// finish(index, sum, strained) for every tile of the block, sum[4i + 2r + t] being the one of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
-// still in the scale of x's row; then finish.repair().
+// still in the scale of x's row, and strained the rows of x; then finish.repair().
 //
 // What decides the speed is the path from one product's end to the next one's issue: promote,
 // split, issue. It must be shorter than the other consumer's products. All else stands after the
@@ -458,9 +485,10 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       for (int i = 0; i < 64; ++i) least[i / 2 % 2] = fminf(least[i / 2 % 2], fabsf(sum[i]));
       walk.report(__any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY));
     }
+    const uint32_t strained = strained_rows(sum, args.least_sum);
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
-    finish(walk.index, sum);
+    finish(walk.index, sum, strained);
   }
   turn.end();
   finish.repair();
@@ -551,7 +579,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   }
 
   // Batch by batch through shared memory, so that a warp reads and writes runs of n.
-  __device__ __forceinline__ void operator()(int index, const float (&sum)[64]) {
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
     const Tile tile = tile_at(args, index);
     const int lane = threadIdx.x % 32;
     const int n = tile.n + warp_n + lane % kWarpN;
@@ -588,12 +616,29 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
       }
       __syncwarp();
     }
-    broken_in(index) = broken;
-    any_broken |= __any_sync(0xFFFFFFFF, broken != 0);
+    args.broken[place_of(index)] = broken;
+    args.strained[place_of(index)] = strained;
+    any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
   }
 
-  __device__ __forceinline__ uint64_t& broken_in(int index) const {
-    return args.broken[int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x];
+  static __device__ __forceinline__ int64_t place_of(int index) {
+    return int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x;
+  }
+
+  // The rows that the warp's first four lanes name, as bits of the lane's elements.
+  __device__ __forceinline__ uint64_t strained_elements(int index) const {
+    const uint32_t rows = args.strained[place_of(index)];
+    if (__any_sync(0xFFFFFFFF, rows != 0)) *args.was_strained = 1;
+    const int lane = threadIdx.x % 32;
+    uint64_t elements = 0;  // of row 8i + 2c + t: bit 4i + c in the lanes whose rows are t
+#pragma unroll 1
+    for (int c = 0; c < 4; ++c) {
+      const uint32_t of_c = __shfl_sync(0xFFFFFFFF, rows, c) >> (lane / kWarpN);
+#pragma unroll 1
+      for (int i = 0; i < 16; ++i) elements |= uint64_t{of_c >> (2 * i) & 1} << (4 * i + c);
+    }
+    const bool is_stored = tile_at(args, index).n + warp_n + lane % kWarpN < args.n;
+    return is_stored ? elements : 0;
   }
 
   // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
@@ -601,7 +646,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   __device__ __forceinline__ void repair() const {
     if (!any_broken) return;
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-      repair(tile_at(args, index), broken_in(index));
+      repair(tile_at(args, index), args.broken[place_of(index)] | strained_elements(index));
     }
   }
 

@@ -91,7 +91,7 @@ Wildcards wildcards_of(const std::vector<std::optional<Tensor>>& t, const std::v
 // Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
 // may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, int64_t m, int64_t n, int64_t k) {
-  return split_pays(m, n, k, kernels.multiprocessors);
+  return split_pays(m, n, k, kernels.multiprocessors) && !kernels.strain->rests();
 }
 bool pays(const LinearDenseKernels& /*kernels*/, int64_t /*m*/, int64_t /*n*/, int64_t /*k*/) {
   return true;
@@ -158,7 +158,8 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
   const int64_t k = b.size(1);
   const double turning = seconds_to_turn(a) + seconds_to_turn(b);
-  if (k == 0 || !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning)) {
+  if (k == 0 || !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning) ||
+      kernels.strain->rests()) {
     return linear(a, b, std::nullopt);
   }
   const auto a_sizes = a.sizes();
