@@ -46,7 +46,7 @@ constexpr int kLinearTileK = 64;
 constexpr int kLinearBoxK = 32;       // of the weight's tensor map: 128 bytes, one swizzle span
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
-constexpr float kLeastSum = 256;  // times sqrt(k): see strained_rows
+constexpr float kLeastSum = 512;  // times sqrt(k): see strained_rows
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes = 8 * (32 * 20 + 128) * 4;  // an Exchange a warp
