@@ -1,27 +1,33 @@
 """The fp32 linear kernel of sm_90a by itself: builds it, checks it against float64, times it.
 
-    python -m benchmarks.linear_sm90 [--skip-sweep] [--skip-timing] [--cases 200] [--seed 0]
+    python -m benchmarks.linear_sm90 [--skip-checks] [--skip-timing] [--cases 200] [--seed 0]
+        [--results FOLDER [--commit HASH]]
 
-Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
-on random data, the splitting of x included; `sustained` is the mean of 0.4 s back to back, where
-the power cap binds.
+`--results` keeps the figures where benchmarks/report.py finds them. Exits with 1 where a check
+failed. Timings are medians with the L2 cache cleared before each call, on random data, the
+splitting of x included; `sustained` is the mean of 0.4 s back to back, where the power cap binds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.measure import float32_settings, median_ms
+from benchmarks import results
+from benchmarks.measure import float32_settings, machine, median_ms
+from benchmarks.results import Figures
 from fx_fuser import build, native
 
 CUDA = torch.device("cuda")
@@ -90,6 +96,31 @@ def worst_row(value: Tensor, exact: Tensor) -> float:
     return float((error / exact.norm(dim=1).clamp_min(1e-300)).max())
 
 
+@dataclass(frozen=True)
+class Accuracy:
+    """Relative Frobenius errors against float64, over all and of the worst row by itself."""
+
+    k: int
+    data: str
+    error: float
+    sgemm: float
+    worst_row: float
+    sgemm_worst_row: float
+
+
+def compare(
+    what: str, ours: Tensor, sgemm: Tensor, exact: Tensor, failures: list[str]
+) -> list[float]:
+    """Our error and SGEMM's, over all and of the worst row; adds what breaks the contract."""
+    error, other = relative(ours, exact), relative(sgemm, exact)
+    row, other_row = worst_row(ours, exact), worst_row(sgemm, exact)
+    if not error <= max(1.5 * other, FLOOR):
+        failures.append(f"accuracy, {what}: {error:.2e} v {other:.2e}")
+    if not row <= max(4 * other_row, ROW_FLOOR):
+        failures.append(f"worst row, {what}: {row:.2e} v {other_row:.2e}")
+    return [error, other, row, other_row]
+
+
 def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The data of the accuracy contract: name, x [m, k], weight [n, k]."""
 
@@ -109,27 +140,42 @@ def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "scaled rows", normal(m, k) * spread(6, m, 1), normal(n, k) * spread(6, n, 1)
     columns = torch.where(uniform(1, k) < 0.01, 1000.0, 1.0)
     yield "outlier columns", normal(m, k) * columns, normal(n, k)
+    for decades in (4, 5, 8):
+        columns = spread(decades / 2, 1, k)
+        yield f"columns over 1e{decades}", normal(m, k) * columns, normal(n, k) / columns
 
 
-def accuracy(failures: list[str]) -> list[list[object]]:
-    rows: list[list[object]] = []
+def accuracy(failures: list[str]) -> list[Accuracy]:
+    rows: list[Accuracy] = []
     for m, n, k in ((256, 384, 64), (256, 384, 1024), (256, 384, 8192), (256, 384, 65536)):
         for name, x, weight in families(m, n, k):
             exact = x.double() @ weight.double().T
             ours, sgemm = run(IDENTITY, x, weight), F.linear(x, weight)
-            row = [k, name, relative(ours, exact), relative(sgemm, exact)]
-            per_row = [worst_row(ours, exact), worst_row(sgemm, exact)]
-            rows.append([*row, *per_row])
-            if not row[2] <= max(1.5 * row[3], FLOOR):  # type: ignore[operator]
-                failures.append(f"accuracy, K = {k}, {name}: {row[2]:.2e} v {row[3]:.2e}")
-            if not per_row[0] <= max(4 * per_row[1], ROW_FLOOR):
-                failures.append(f"worst row, K = {k}, {name}: {per_row[0]:.2e} v {per_row[1]:.2e}")
+            errors = compare(f"K = {k}, {name}", ours, sgemm, exact, failures)
+            rows.append(Accuracy(k, name, *errors))
     return rows
+
+
+def strained_neighbours(failures: list[str]) -> None:
+    """Rows of both operands that the split holds badly beside ones that it holds, and tails."""
+    for m, n, k in ((200, 300, 500), (130, 140, 65536 + 36)):
+        for x_rows, weight_rows in ((slice(7, 8), slice(n)), (slice(m), slice(16, 32))):
+            columns = 10.0 ** (torch.rand(k, device=CUDA) * 8 - 4)
+            x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+            x[x_rows] *= columns
+            weight[weight_rows] /= columns
+            exact = x.double() @ weight.double().T
+            ours, sgemm = run(IDENTITY, x, weight), F.linear(x, weight)
+            compare(f"{m} x {n} x {k}, strained rows", ours, sgemm, exact, failures)
+            part = (slice(m), weight_rows) if x_rows == slice(m) else (x_rows, weight_rows)
+            what = f"{m} x {n} x {k}, just these"
+            compare(what, ours[part], sgemm[part], exact[part], failures)
 
 
 # ---- everything else that must be right ----------------------------------------------------------
 
 SENTINEL = 12345.0
+GUESSED = 256  # columns; no fewer than those from which a row of the weight has its scale guessed
 
 
 def strided(rows: int, columns: int, choose: random.Random) -> Tensor:
@@ -157,6 +203,8 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         m, n = choose.choice((1, 2, choose.randint(1, 700))), choose.randint(1, 700)
         k = choose.choice((choose.randint(1, 64), choose.randint(1, 3000)))
         x, weight = strided(m, k, choose), strided(n, k, choose)
+        if choose.random() < 0.2:
+            weight[:, :GUESSED] *= choose.choice((0.0, 1e-4))
         bias = torch.randn(n, device=CUDA) if choose.random() < 0.5 else None
         operands = [random_operand(m, n, dtype, choose) for dtype in example.operands]
         scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
@@ -226,6 +274,41 @@ def special_values(failures: list[str]) -> None:
         failures.append("overflow: finite values")
 
 
+def misleading(n: int, k: int) -> Iterator[tuple[str, Tensor]]:
+    """Weights whose first columns say little of the others."""
+    for what, factor, every in (
+        ("first columns zero", 0.0, 1),
+        ("first columns zero in some rows", 0.0, 150),
+        ("first columns 1e-6 of the rest", 1e-6, 1),
+        ("first columns 1e-6 of the rest in some rows", 1e-6, 7),
+        ("first columns 1e6 times the rest", 1e6, 1),
+        ("first columns 1e6 times the rest in some rows", 1e6, 7),
+    ):
+        weight = torch.randn(n, k, device=CUDA)
+        weight[::every, :GUESSED] *= factor
+        yield what, weight
+    for what, rows in (("a late outlier", slice(n // 2, n // 2 + 1)), ("late outliers", slice(n))):
+        weight = torch.randn(n, k, device=CUDA)
+        weight[rows, k - 3] = 1e5
+        yield what, weight
+
+
+def wrong_guesses(failures: list[str]) -> None:
+    """Tiles that are done again: one, some and all of a block's, with tails and chunks of K."""
+    for m, n, k in ((200, 300, 500), (1000, 4100, 576), (256, 384, 8192), (130, 140, 65536 + 36)):
+        x = torch.randn(m, k, device=CUDA)
+        for what, weight in misleading(n, k):
+            exact = x.double() @ weight.double().T
+            what = f"{m} x {n} x {k}, {what}"
+            compare(what, run(IDENTITY, x, weight), F.linear(x, weight), exact, failures)
+    x, weight = torch.randn(200, 500, device=CUDA), torch.randn(300, 500, device=CUDA)
+    weight[:, :GUESSED] = 0
+    weight[5, 400], weight[290, 499], x[3, 300] = float("inf"), float("nan"), float("-inf")
+    ours, exact = run(IDENTITY, x, weight), F.linear(x.double(), weight.double()).float()
+    if not torch.allclose(ours, exact, rtol=1e-4, atol=1e-4, equal_nan=True):
+        failures.append("infinities in a weight whose first columns are zero")
+
+
 def graphs_and_repeats(failures: list[str]) -> None:
     """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
     x, weight = torch.randn(300, 1000, device=CUDA), torch.randn(500, 1000, device=CUDA)
@@ -233,23 +316,38 @@ def graphs_and_repeats(failures: list[str]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(SWISH, x, weight, out=out)
-    for factor in (1.0, 1e-6, 1e6):
-        weight.normal_().mul_(factor)
+    for factor, zeros in ((1.0, 0), (1e-6, 0), (1e6, GUESSED), (1e6, 0)):
+        weight.normal_().mul_(factor)[:, :zeros] = 0
         graph.replay()
         exact = F.silu(x.double() @ weight.double().T) * 2
         if not relative(out, exact) <= 1e-6:
             failures.append(f"graph replay, weight * {factor}: {relative(out, exact):.2e}")
-    first = run(SWISH, x, weight)
+    for zeros in (0, GUESSED):
+        weight[:, :zeros] = 0
+        soak(x, weight, 400, f"first {zeros} columns zero", failures)
+    columns = 10.0 ** (torch.rand(1000, device=CUDA) * 8 - 4)
+    soak(x * columns, torch.randn_like(weight) / columns, 400, "strained", failures)
+
+
+def soak(x: Tensor, weight: Tensor, launches: int, what: str, failures: list[str]) -> None:
+    """Launches over two streams at once give the same bits, every one."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    first = run(SWISH, x, weight)
     torch.cuda.synchronize()
-    results = []
-    for i in range(400):
+    differ = [torch.zeros((), dtype=torch.bool, device=CUDA) for _ in streams]
+    torch.cuda.synchronize()
+    for i in range(launches):
         with torch.cuda.stream(streams[i % 2]):
-            result = run(SWISH, x, weight)
-            results.append((result != first).any())
+            differ[i % 2] |= (run(SWISH, x, weight) != first).any()
     torch.cuda.synchronize()
-    if any(bool(r) for r in results):
-        failures.append("launches over two streams differ")
+    if any(map(bool, differ)):
+        failures.append(f"{launches} launches over two streams differ, {what}")
+
+
+def long_soak(failures: list[str]) -> None:
+    """Tails in all three dimensions, several rounds of tiles."""
+    x, weight = torch.randn(700, 1004, device=CUDA), torch.randn(5000, 1004, device=CUDA)
+    soak(x, weight, 10_000, "700 x 5000 x 1004", failures)
 
 
 def refusals(failures: list[str]) -> None:
@@ -294,15 +392,31 @@ def host_us(step: Callable[[], object]) -> float:
     return sorted(samples)[len(samples) // 2]
 
 
-def timing(failures: list[str]) -> list[list[object]]:
-    rows: list[list[object]] = []
-    for name, example, m, k, n in (
-        ("#70", RESIDUAL, 1024, 8192, 8192),
-        ("#59", SWISH, 128, 32768, 32768),
+@dataclass(frozen=True)
+class Timing:
+    """ms: the median, with the L2 cache cleared; again: once more; sustained: back to back."""
+
+    problem: str
+    ms: float
+    again: float
+    sustained: float
+    eager: float
+    tflops: float
+    error: float
+    eager_error: float
+
+
+def timing(failures: list[str]) -> list[Timing]:
+    rows: list[Timing] = []
+    for name, example, m, k, n, zeros in (
+        ("#70", RESIDUAL, 1024, 8192, 8192, 0),
+        ("#59", SWISH, 128, 32768, 32768, 0),
+        ("#70, all tiles done again", RESIDUAL, 1024, 8192, 8192, GUESSED),
     ):
         x = torch.rand(m, k, device=CUDA)
         linear = torch.nn.Linear(k, n, device=CUDA)
         weight, bias = linear.weight.detach(), linear.bias.detach()
+        weight[:, :zeros] = 0
         out = torch.empty(m, n, device=CUDA).fill_(float("nan"))
 
         def ours(
@@ -327,17 +441,23 @@ def timing(failures: list[str]) -> list[list[object]]:
         ms = median_ms(ours, [], CUDA, 50, 200)
         again = median_ms(ours, [], CUDA, 50, 200)
         eager_ms = median_ms(eager, [], CUDA, 20, 100)
-        rows.append(
-            [
-                *(name, ms, again, sustained_ms(ours, ms), eager_ms, eager_ms / ms),
-                *(2e-9 * m * n * k / ms, error, eager_error),
-            ]
-        )
+        rate = 2e-9 * m * n * k / ms
+        sustained = sustained_ms(ours, ms)
+        rows.append(Timing(name, ms, again, sustained, eager_ms, rate, error, eager_error))
+    return rows
+
+
+def host_times() -> dict[str, float]:
+    """Of a call from Python, in µs."""
     x, weight = torch.randn(8, 64, device=CUDA), torch.randn(8, 64, device=CUDA)
     out = torch.empty(8, 8, device=CUDA)
-    rows.append(["host, µs", host_us(lambda: run(SWISH, x, weight, out=out))])
-    rows.append(["F.linear, µs", host_us(lambda: F.linear(x, weight))])
-    return rows
+    return {
+        "linear_split": host_us(lambda: run(SWISH, x, weight, out=out)),
+        "F.linear": host_us(lambda: F.linear(x, weight)),
+    }
+
+
+CHECKS = (special_values, wrong_guesses, strained_neighbours, refusals, graphs_and_repeats)
 
 
 def main() -> int:
@@ -346,6 +466,8 @@ def main() -> int:
     parser.add_argument("--skip-timing", action="store_true")
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, metavar="FOLDER")
+    parser.add_argument("--commit", help="what is measured, for the results")
     chosen = parser.parse_args()
 
     started = time.perf_counter()
@@ -357,30 +479,45 @@ def main() -> int:
     native.prepare([e.source for e in EXAMPLES], CUDA)
     done("built")
     failures: list[str] = []
-    errors: list[list[object]] = []
-    times: list[list[object]] = []
+    errors: list[Accuracy] = []
+    times: list[Timing] = []
+    host: dict[str, float] = {}
     with float32_settings("fp32"):
         if not chosen.skip_checks:
             largest = sweep(chosen.cases, chosen.seed, failures)
             done(f"{chosen.cases} random cases, largest error {largest:.1e}")
-            special_values(failures)
-            refusals(failures)
-            graphs_and_repeats(failures)
-            done("special values, refusals, graphs, repeats")
+            for check in CHECKS:
+                check(failures)
+            done(", ".join(check.__name__ for check in CHECKS))
+            long_soak(failures)
+            done("soak")
             errors = accuracy(failures)
             done("accuracy")
         if not chosen.skip_timing:
-            times = timing(failures)
+            times, host = timing(failures), host_times()
             done("timing")
 
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     if errors:
         heads = ["K", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
-        print(tabulate(errors, heads, floatfmt=".1e") + "\n")
+        print(tabulate(map(astuple, errors), heads, floatfmt=".1e") + "\n")
     if times:
-        heads = ["", "ms", "again", "sustained", "eager", "×", "TFLOP/s", "error", "eager's"]
-        formats = ["", ".4f", ".4f", ".4f", ".3f", ".2f", ".0f", ".1e", ".1e"]
-        print(tabulate(times, heads, floatfmt=formats) + "\n")
+        heads = ["", "ms", "again", "sustained", "eager", "TFLOP/s", "error", "eager's"]
+        formats = ["", ".4f", ".4f", ".4f", ".3f", ".0f", ".1e", ".1e"]
+        print(tabulate(map(astuple, times), heads, floatfmt=formats) + "\n")
+        print(", ".join(f"{name} {us:.1f} us" for name, us in host.items()) + " on the host\n")
+    if chosen.results and errors and times:
+        figures: Figures = {
+            **machine(CUDA),
+            "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}",
+            "commit": chosen.commit or "unknown",
+            "accuracy": [asdict(row) for row in errors],
+            "timing": [asdict(row) for row in times],
+        }
+        path = results.linear_path_for(figures["gpu"], chosen.results)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+        print(f"wrote {path}")
     for failure in failures[:30]:
         print("FAIL", failure)
     print(f"{len(failures)} checks failed" if failures else "all checks passed")

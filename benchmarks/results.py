@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import MODES, Machine
 from benchmarks.problems import PROBLEMS
@@ -31,6 +32,15 @@ class Row(Machine, total=False):
     commit: str
 
 
+class Figures(Machine):
+    """The fp32 linear kernel by itself (benchmarks/linear_sm90.py has the fields of the rows)."""
+
+    date: str
+    commit: str
+    accuracy: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+
+
 def key(row: Row) -> tuple[str, str, str, str]:
     return row["problem"], row["precision"], row["mode"], row["system"]
 
@@ -48,6 +58,10 @@ def place(row: Row) -> tuple[int, int, int, str]:
 
 def path_for(gpu: str, folder: Path = FOLDER) -> Path:
     return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+
+
+def linear_path_for(gpu: str, folder: Path = FOLDER) -> Path:
+    return path_for(gpu, folder / "linear_fp32")
 
 
 def read(path: Path) -> list[Row]:

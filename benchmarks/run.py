@@ -174,13 +174,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mode", nargs="+", choices=measure.MODES)
     parser.add_argument("--size", choices=("full", "small"), help="default: full on a GPU only")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
-    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--warmup", type=int, default=Timing.warmup, metavar="MS")
     parser.add_argument("--rep", type=int, default=Timing.rep, metavar="MS")
     parser.add_argument("--rounds", type=int, default=Timing.rounds)
     args = parser.parse_args(arguments)
 
-    commit = commit_here() or args.commit
+    commit = args.commit or commit_here()
     if commit is None:
         parser.error("there is no git here: name the commit that is measured with --commit")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +21,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import build, checks, ops, patterns, plan, rewrite
 from fx_fuser.errors import OptionError
-from fx_fuser.match import Match, Refusal, find
+from fx_fuser.match import Fault, Match, Refusal, find
+from fx_fuser.near import near_miss
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
+from fx_fuser.sites import Site, outermost
 from fx_fuser.spell import View, meta_tensor
+from fx_fuser.traffic import saved
+from fx_fuser.words import end_of
 
 log = logging.getLogger("fx_fuser.backend")
 
@@ -113,30 +118,40 @@ class Outcome:
     left: list[Refusal] = field(default_factory=list)
 
 
-def fuse(gm: GraphModule, options: Options, only_report: bool = False) -> Outcome:
+def fuse(gm: GraphModule, options: Options, explained: Report | None = None) -> Outcome:
     """Rewrite every match in the module's graph and in the bodies of its transparent regions.
 
     Graphs are replaced, not edited: those in place before stay as they were.
+    explained: a report to add to, with the graphs; then nothing is rewritten.
     """
-    outcome = Outcome()
+    outcome = Outcome() if explained is None else Outcome(explained)
     report = outcome.report
     active = [p for p in _registry if options.selects(p.name)]
-    found: list[tuple[GraphModule, Graph, list[Match]]] = []
+    found: list[tuple[GraphModule, Graph, Reading]] = []
     for module in _bodies(gm):
         graph = _copy(module.graph)
-        found.append((module, graph, _matches(View(graph), active, report)))
+        read = _read(View(graph, end_of(module)), active)
+        if explained is not None or report.is_read():
+            _add_near_misses(read, active, options.strict)
+        found.append((module, graph, read))
     # All at once: kernels compile side by side.
-    plans = iter(plan.decide([match for *_, matches in found for match in matches], options))
-    for module, graph, matches in found:
+    plans = iter(plan.decide([match for *_, read in found for match in read.matches], options))
+    for index, (module, graph, read) in enumerate(found, len(report.graphs)):
+        for refusal in read.refusals:
+            report.add_refusal(refusal, read.view, index)
+        for site in read.others:
+            report.add_other(site)
+        if explained is not None:
+            report.add_graph(read.view)
         moved: dict[Node, Node] = {}
-        for match, chosen in zip(matches, plans):
+        for match, chosen in zip(read.matches, plans):
             if isinstance(chosen, Refusal):
-                report.add_refusal(chosen)
+                report.add_refusal(chosen, read.view, index)
                 outcome.left.append(chosen)
                 continue
-            report.add_match(match, chosen.note)
+            report.add_match(match, saved(match, chosen), index, chosen.note)
             outcome.matches.append(match)
-            if not only_report:
+            if explained is None:
                 call = ops.graph_call(match, chosen.native, chosen.choices)
                 moved[match.root] = rewrite.replace(match, call, moved)
         if moved:
@@ -154,28 +169,63 @@ def _copy(graph: Graph) -> Graph:
     return made
 
 
-def _matches(view: View, active: Sequence[Pattern], report: Report) -> list[Match]:
-    """All matches of a graph; no node belongs to two of them."""
-    matches: list[Match] = []
+@dataclass
+class Reading:
+    """What stands in one graph: no node belongs to two matches. others: anchors that nothing of a
+    pattern follows."""
+
+    view: View
+    matches: list[Match] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    others: list[Site] = field(default_factory=list)
+
+
+def _fault_of(match: Match, taken: set[Node]) -> Fault | None:
+    if not taken.isdisjoint(match.nodes):
+        return Fault(match.root, "part of it is fused with another site")
+    fault = checks.fault_of(match)
+    if fault is None:
+        reason = plan.unavailable(meta_tensor(match.site.node).device)  # type: ignore[union-attr]
+        fault = Fault(match.root, reason) if reason else None
+    return fault
+
+
+def _read(view: View, active: Sequence[Pattern]) -> Reading:
+    """All matches of a graph, and where one fitted but for a check."""
+    read = Reading(view)
     taken: set[Node] = set()
-
-    def fault_of(match: Match) -> checks.Fault | None:
-        if not taken.isdisjoint(match.nodes):
-            return match.root, "part of it is fused with another site"
-        fault = checks.fault_of(match)
-        if fault is None:
-            reason = plan.unavailable(meta_tensor(match.site.node).device)  # type: ignore[union-attr]
-            fault = (match.root, reason) if reason else None
-        return fault
-
+    fault_of = functools.partial(_fault_of, taken=taken)
     for node in view.nodes:
         found = None if node in taken else find(view, active, fault_of, node)
         if isinstance(found, Match):
-            matches.append(found)
+            read.matches.append(found)
             taken |= found.nodes
         elif isinstance(found, Refusal):
-            report.add_refusal(found)
-    return matches
+            read.refusals.append(found)
+    return read
+
+
+def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> None:
+    """The nearest pattern at each other anchor: only for a report that somebody reads, since it
+    takes some milliseconds an anchor."""
+    view = read.view
+    taken = {node for match in read.matches for node in match.nodes}
+    fault_of = functools.partial(_fault_of, taken=taken)
+    told = taken | {refusal.site.node for refusal in read.refusals}
+    for site in outermost(view):
+        if site.node in told:
+            continue
+        try:
+            miss = near_miss(view, site, active, fault_of)
+        except Exception:  # it only explains, and no fusion may be lost to that
+            if strict:
+                raise
+            log.info("no near miss is looked for at %s", site.node, exc_info=True)
+            miss = None
+        if miss is None:
+            read.others.append(site)
+        else:
+            read.refusals.append(miss)
 
 
 def _bodies(gm: GraphModule) -> Iterator[GraphModule]:

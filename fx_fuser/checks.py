@@ -2,11 +2,12 @@
 
 The fused op stands where the last matched node stood, computes what all of them computed, and
 leaves nothing else behind. Every check here guards one way in which that could differ.
-Each docstring says what goes wrong without it.
+Each docstring says what goes wrong without it. Reasons use the user's names and lines.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.epilogue import ANCHOR_DTYPES, CUDA_TYPES
-from fx_fuser.match import Match
+from fx_fuser.match import Fault, Match
+from fx_fuser.source import op_of
 from fx_fuser.spell import (
     called_in_place,
     inputs_of,
@@ -25,8 +27,15 @@ from fx_fuser.spell import (
     storages,
     writes_of,
 )
-
-Fault = tuple[Node, str]
+from fx_fuser.words import (
+    at,
+    called,
+    name_of,
+    place_of,
+    returned,
+    statement,
+    without_break,
+)
 
 
 def one_region(match: Match) -> Fault | None:
@@ -38,35 +47,61 @@ def one_region(match: Match) -> Fault | None:
     region = match.view.region[match.root]
     for node in sorted(match.nodes, key=match.view.order.__getitem__):
         if match.view.region[node] != region:
-            return (
+            return Fault(
                 node,
-                f"grad mode, autocast or another mode changes between {node} and {match.root}",
+                f"grad mode, autocast or another mode changes between {called(node)}{at(node)} "
+                f"and {called(match.root)}{at(match.root)}",
+                "have both inside the `with` block, or both outside",
             )
     level = region.functional_level()
     if level is not None:
-        return level, "it is inside a functorch transform or a forward-mode AD level"
+        return Fault(level, "it is inside a functorch transform or a forward-mode AD level")
     return None
 
 
 def inner_values_unused(match: Match) -> Fault | None:
     """An inner value is needed elsewhere: it would no longer exist."""
-    for node in match.nodes - {match.root}:
-        for reader in match.view.readers[node]:
-            if reader not in match.nodes:
-                what = "returned" if reader.op == "output" else f"used by {reader}"
-                return node, f"the inner value {node} is also {what}"
+    for node in sorted(match.nodes - {match.root}, key=match.view.order.__getitem__):
+        readers = [r for r in match.view.readers[node] if r not in match.nodes]
+        if not readers:
+            continue
+        role, reader = match.site.kind if node is match.site.node else "", readers[0]
+        value = f"the {_ROLES.get(role, 'inner value')} {called(node)}"
+        if reader.op == "output":
+            return Fault(node, f"{value} is also {returned(match.view)}", _unreturned(match, node))
+        end = match.view.end
+        help = without_break(match.view) if end and at(reader) == f", {end.place}" else ""
+        return Fault(node, f"{value} is also used by {op_of(reader)}{at(reader)}", help)
     return None
 
 
+def _unreturned(match: Match, node: Node) -> str:
+    end, name = match.view.end, name_of(node)
+    if end is None or not end.breaks:
+        return f"leave {called(node)} out of what is returned, if nothing needs it"
+    printed = name is not None and re.search(rf"\b{name}\b", end.code) is not None
+    return without_break(match.view) if printed else ""
+
+
+_ROLES = {"linear": "pre-activation", "conv2d_batchnorm": "BatchNorm's result"}
+
+
 def in_place_writes_stay_inside(match: Match) -> Fault | None:
-    """A matched in-place operation changes memory that something else can see."""
+    """A matched in-place operation changes memory that something else can see.
+
+    What comes after the match sees the result, or else an inner value, as another check finds.
+    """
     for node in match.nodes:
         if not called_in_place(node):
             continue
         written = storages((node,))
-        for other in match.view.nodes:
+        for other in match.view.nodes[: match.view.order[match.root]]:
             if other not in match.nodes and storages((other,)) & written:
-                return node, f"{node} works in place on memory that {other} also shows"
+                return Fault(
+                    node,
+                    f"{statement(node)}, works in place on memory that {called(other)} also shows",
+                    "use the operation that is not in place, if nothing else is to see the change",
+                )
     return None
 
 
@@ -83,15 +118,27 @@ def operands_unchanged(match: Match) -> Fault | None:
         read = matched | storages(o for o in match.operands if order[o] < order[node])
         for written in writes_of(node):
             memory = storages((written,))
+            moved = _without_write(match, node, written)
             if memory & read or None in memory | read:
-                return node, f"{node} may change {written} before the fused op would read it"
+                reason = f"{statement(node)}, may change {called(written)} before the fused op"
+                return Fault(node, f"{reason} would read it", moved)
             tensor = meta_tensor(written)
             counter = tensor is not None and not tensor.dtype.is_floating_point
             spelled = match.view.spell(node)
             own = counter or (spelled is not None and spelled.op == "batch_norm")
             if not own and memory & _graph_inputs(match):
-                return node, f"{node} changes a graph input, which may share memory with an operand"
+                reason = f"{statement(node)}, changes the graph input {called(written)}, which may "
+                return Fault(node, f"{reason}share memory with an operand", moved)
     return None
+
+
+def _without_write(match: Match, node: Node, written: Node) -> str:
+    """The edit that takes a write out of a match: below it, if nothing in it reads the result."""
+    memory, start = storages((written,)) - {None}, match.view.order[node] + 1
+    span = match.view.nodes[start : match.view.order[match.root] + 1]
+    if not any(storages(inputs_of(n)) & memory for n in span):
+        return f"move it below {place_of(match.root)}"
+    return f"change a clone of {called(written)}, if nothing else is to see the change"
 
 
 def _graph_inputs(match: Match) -> set[Any]:
@@ -111,7 +158,12 @@ def copies_stay_copies(match: Match) -> Fault | None:
     for node in view.nodes[view.order[match.root] + 1 :] if apart else ():
         for written in writes_of(node):
             if storages((written,)) & read:
-                return node, f"{node} changes {written}, from which a factor was computed before"
+                return Fault(
+                    node,
+                    f"{statement(node)}, changes {called(written)}, from which a factor was "
+                    "computed before",
+                    f"change a clone of {called(written)} instead",
+                )
     return None
 
 
@@ -127,7 +179,11 @@ def statistics_unseen(match: Match) -> Fault | None:
     start = match.view.order[match.site.node]
     for node in match.between():
         if match.view.order[node] > start and storages(inputs_of(node)) & statistics:
-            return node, f"{node} uses the running statistics before the match ends"
+            return Fault(
+                node,
+                f"{statement(node)}, uses the running statistics before the match ends",
+                f"move it below {place_of(match.root)}",
+            )
     return None
 
 
@@ -144,16 +200,17 @@ def statistics_alone(match: Match) -> Fault | None:
         return None
     statistics = storages((mean, var))
     if len(statistics) < 2:
-        return site.node, "running_mean and running_var share memory"
+        return Fault(site.node, "running_mean and running_var share memory")
     others = {**site.operands, **match.wildcards, "running_mean": None, "running_var": None}
     for operand in others.values():
         if isinstance(operand, Node) and storages((operand,)) & statistics:
-            return operand, f"the operand {operand} shares memory with the running statistics"
+            reason = f"the operand {called(operand)} shares memory with the running statistics"
+            return Fault(operand, reason)
     for node in match.view.nodes:
         spelled = match.view.spell(node) if node not in match.nodes else None
         norm = spelled is not None and spelled.op == "batch_norm"
         if norm and storages(inputs_of(node)) & statistics:
-            return site.node, f"{node} updates the same running statistics"
+            return Fault(site.node, f"{statement(node)}, updates the same running statistics")
     return None
 
 
@@ -165,13 +222,13 @@ def plain_tensors(match: Match) -> Fault | None:
     for node in (*match.operands, *match.nodes):
         tensor = meta_tensor(node)
         if isinstance(node.meta.get("example_value"), (torch.SymFloat, torch.SymInt)):
-            return node, f"{node} is a number that changes from call to call"
+            return Fault(node, f"{called(node)} is a number that changes from call to call")
         if tensor is None:
-            return node, f"{node} is no tensor that is known when compiling"
+            return Fault(node, f"{called(node)} is no tensor that is known when compiling")
         if not isinstance(tensor, FakeTensor) and type(tensor) not in _PLAIN:
-            return node, f"{node} is a {type(tensor).__name__}, not a plain tensor"
+            return Fault(node, f"{called(node)} is a {type(tensor).__name__}, not a plain tensor")
         if tensor.layout is not torch.strided:
-            return node, f"{node} has layout {tensor.layout}"
+            return Fault(node, f"{called(node)} has layout {tensor.layout}")
     return None
 
 
@@ -180,11 +237,11 @@ def known_dtypes(match: Match) -> Fault | None:
     for node in match.nodes:
         dtype = meta_tensor(node).dtype  # type: ignore[union-attr]
         if dtype not in ANCHOR_DTYPES:
-            return node, f"{node} has dtype {dtype}"
+            return Fault(node, f"{called(node)} has dtype {dtype}")
     for node in match.operands:
         dtype = meta_tensor(node).dtype  # type: ignore[union-attr]
         if dtype not in CUDA_TYPES:
-            return node, f"the operand {node} has dtype {dtype}"
+            return Fault(node, f"the operand {called(node)} has dtype {dtype}")
     return None
 
 
@@ -192,13 +249,14 @@ def one_device(match: Match) -> Fault | None:
     """Operands on several devices; a 0-d CPU tensor beside CUDA tensors is legal."""
     device = meta_tensor(match.site.node).device  # type: ignore[union-attr]
     if device.type not in ("cpu", "cuda"):
-        return match.site.node, f"device {device} has no kernels"
+        return Fault(match.site.node, f"device {device} has no kernels")
     for node in match.operands:
         tensor = meta_tensor(node)
         assert tensor is not None
         scalar = tensor.ndim == 0 and tensor.device.type == "cpu"
         if tensor.device != device and not scalar:
-            return node, f"the operand {node} is on {tensor.device}, the anchor on {device}"
+            reason = f"the operand {called(node)} is on {tensor.device}, the anchor on {device}"
+            return Fault(node, reason, f"move it to {device} before")
     return None
 
 
@@ -212,7 +270,8 @@ def shape_kept(match: Match) -> Fault | None:
     gate = same_rank and match.site.kind == "linear" and z.shape[-1:] == (1,)
     if gate and all(statically_known_true(a == b) for a, b in zip(z.shape[:-1], y.shape[:-1])):
         return None
-    return match.root, f"the result has shape {tuple(y.shape)}, but z has {tuple(z.shape)}"
+    reason = f"the result has shape {tuple(y.shape)}, but {called(match.site.node)} has "
+    return Fault(match.root, f"{reason}{tuple(z.shape)}")
 
 
 def layout_kept(match: Match) -> Fault | None:
@@ -228,8 +287,23 @@ def layout_kept(match: Match) -> Fault | None:
     wanted = torch.empty(y.shape, device="meta").stride() if grown else c.stride()
     for size, mine, its in zip(y.shape, wanted, y.stride()):
         if not statically_known_true(size == 1) and not statically_known_true(mine == its):
-            return match.root, f"the result has strides {y.stride()}, but z makes it {wanted}"
+            reason = f"the result has strides {y.stride()}, but {called(match.site.node)} makes it "
+            return Fault(match.root, f"{reason}{wanted}", _made_contiguous(match, c))
     return None
+
+
+def _made_contiguous(match: Match, product: torch.Tensor) -> str:
+    """The operand whose layout wins over that of a product in rows."""
+
+    def in_rows(tensor: torch.Tensor) -> bool:
+        plain = torch.empty(tensor.shape, device="meta").stride()
+        return all(statically_known_true(a == b) for a, b in zip(plain, tensor.stride()))
+
+    for operand in match.wildcards.values():
+        tensor = meta_tensor(operand) if isinstance(operand, Node) else None
+        if tensor is not None and in_rows(product) and not in_rows(tensor):
+            return f"call `.contiguous()` on {called(operand)}"  # type: ignore[arg-type]
+    return ""
 
 
 def anchor_form(match: Match) -> Fault | None:
@@ -240,42 +314,44 @@ def anchor_form(match: Match) -> Fault | None:
     if site.kind == "linear":
         bias = site.operands["bias"]
         if weight.ndim != 2 or x.ndim < 1:
-            return site.node, f"x has rank {x.ndim} and the weight {weight.ndim}; at least 1 and 2"
+            reason = f"x has rank {x.ndim} and the weight {weight.ndim}; at least 1 and 2"
+            return Fault(site.node, reason)
         if bias is not None and meta_tensor(bias).ndim != 1:  # type: ignore[union-attr]
-            return site.node, f"the bias {bias} is no vector"
+            return Fault(site.node, f"the bias {called(bias)} is no vector")
         return None
     if x.ndim != 4 or weight.ndim != 4:
-        return site.node, f"x has rank {x.ndim}, which is not 4: [N, C, H, W]"
+        return Fault(site.node, f"x has rank {x.ndim}, which is not 4: [N, C, H, W]")
     if any(statically_known_true(size == 0) for size in x.shape):
         # No statistics to take: PyTorch leaves the running ones alone, where ours became NaN.
-        return site.node, "x is empty"
+        return Fault(site.node, "x is empty")
     for name in ("stride", "padding", "dilation", "groups"):
         value = site.attrs[name]
         parts = value if isinstance(value, (tuple, list)) else (value,)
         fine = value in ("same", "valid") if isinstance(value, str) else all(map(is_number, parts))
         if not fine:
-            return site.node, f"{name}={value} is not known when compiling"
+            return Fault(site.node, f"{name}={value} is not known when compiling")
     return _batchnorm_form(match) if site.kind == "conv2d_batchnorm" else None
 
 
 def _batchnorm_form(match: Match) -> Fault | None:
     site = match.site
     if not isinstance(site.attrs["training"], bool) or not is_number(site.attrs["eps"]):
-        return site.node, "the batch_norm's mode or eps is not known when compiling"
+        return Fault(site.node, "the batch_norm's mode or eps is not known when compiling")
     tracked = site.operands["running_mean"] is not None
     if tracked != (site.operands["running_var"] is not None):
-        return site.node, "only one of running_mean and running_var is given"
+        return Fault(site.node, "only one of running_mean and running_var is given")
     if not site.attrs["training"] and not tracked:
-        return site.node, "the batch_norm has neither batch nor running statistics"
+        return Fault(site.node, "the batch_norm has neither batch nor running statistics")
     if site.attrs["training"] and tracked and not is_number(site.attrs["momentum"]):
-        return site.node, f"momentum={site.attrs['momentum']} is not known when compiling"
+        momentum = site.attrs["momentum"]
+        return Fault(site.node, f"momentum={momentum} is not known when compiling")
     return None
 
 
 def pattern_check(match: Match) -> Fault | None:
     """The pattern's own condition."""
     reason = match.pattern.check(match) if match.pattern.check else None
-    return (match.root, reason) if reason else None
+    return Fault(match.root, reason) if reason else None
 
 
 CHECKS: tuple[Callable[[Match], Fault | None], ...] = (

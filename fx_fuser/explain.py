@@ -18,13 +18,16 @@ from fx_fuser.report import Report
 def explain(
     model: Callable[..., Any],
     *inputs: Any,
+    train: bool | None = None,
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Trace `model(*inputs, **kwargs)` and report every site fused or refused.
+    """Trace `model(*inputs, **kwargs)` and report every site that is fused, or nearly.
 
-    The model runs once, unfused, on copies of the inputs; its buffers and the random state are put
-    back afterwards. options: as for the backend ("patterns" is the one that matters here).
+    The model runs once, unfused, on copies of the inputs; its buffers, its modes and the random
+    state are put back afterwards.
+    train: True looks at it in training mode with gradients, False in eval mode without; by default
+    both are as they are. options: as for the backend ("patterns" is the one that matters here).
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table.
     """
     model = getattr(model, "_orig_mod", model)  # already compiled: look at what was
@@ -32,10 +35,11 @@ def explain(
     report = Report()
 
     def look(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(fuse(gm, chosen, only_report=True).report)
+        fuse(gm, chosen, explained=report)
         return gm.forward
 
-    with _unchanged(model):
+    grad = torch.is_grad_enabled() if train is None else train
+    with _unchanged(model, train), torch.set_grad_enabled(grad):
         args, named = tree_map_only(torch.Tensor, _copy, (inputs, kwargs))
         torch.compile(model, backend=look)(*args, **named)
     return report
@@ -46,15 +50,22 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
-    """Puts back buffers and random state, which a forward pass in training mode changes."""
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+def _unchanged(model: Any, train: bool | None) -> Iterator[None]:
+    """Sets the mode; puts it back, with buffers and random state, which a forward pass changes."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modes = [m.training for m in modules]
+    buffers = list(model.buffers()) if modules else []
     saved = [b.detach().clone() for b in buffers]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
+            if modules and train is not None:
+                model.train(train)
             yield
         finally:
+            if train is not None:
+                for module, mode in zip(modules, modes):
+                    module.training = mode
             with torch.no_grad():
                 for buffer, value in zip(buffers, saved):
                     buffer.copy_(value)

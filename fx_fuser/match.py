@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -20,6 +20,7 @@ from fx_fuser.epilogue import OPS, Z
 from fx_fuser.pattern import Pattern
 from fx_fuser.sites import Site, site_at
 from fx_fuser.spell import Arg, Expr, Operand, View, is_number, meta_tensor
+from fx_fuser.words import at, called
 
 _MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": math.fsum, "mul": math.prod}
 _COMMUTATIVE = ("minimum", "maximum")
@@ -60,44 +61,63 @@ class Match:
         return [n for n in span if n not in self.nodes]
 
 
+class Fault(NamedTuple):
+    """Why a match must not be fused. help: an edit after which it would, where there is one."""
+
+    node: Node
+    reason: str
+    help: str = ""
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """Why a pattern was not fused at a site. Falsy."""
+    """Why a pattern was not fused at a site. Falsy.
+
+    node: the one at fault. nodes: all that were found of the pattern, with the anchor. missing:
+    operations to add, to change or to drop until it fits; none if something else is in the way.
+    """
 
     pattern: Pattern
     site: Site
     node: Node
     reason: str
+    help: str = ""
+    nodes: frozenset[Node] = frozenset()
+    missing: int = 0
+
+    @classmethod
+    def of(cls, match: Match, fault: Fault, missing: int = 0) -> Refusal:
+        return cls(match.pattern, match.site, *fault, match.nodes, missing)
 
     def __bool__(self) -> bool:
         return False
 
 
-CheckAll = Callable[[Match], "tuple[Node, str] | None"]
+CheckAll = Callable[[Match], "Fault | None"]
 
 
 @dataclass(frozen=True)
-class _Binding:
+class Binding:
     wildcards: tuple[tuple[str, Operand], ...] = ()
     nodes: frozenset[Node] = frozenset()
 
-    def bind(self, name: str, operand: Operand) -> _Binding | None:
+    def bind(self, name: str, operand: Operand) -> Binding | None:
         """With the wildcard bound, or None if it already stands for something else."""
         for known, value in self.wildcards:
             if known == name:
                 same = value is operand or (is_number(value) and value == operand)
                 return self if same else None
-        return _Binding((*self.wildcards, (name, operand)), self.nodes)
+        return Binding((*self.wildcards, (name, operand)), self.nodes)
 
 
-class _Unifier:
+class Unifier:
     """Finds all ways in which an epilogue fits the graph after one site."""
 
     def __init__(self, view: View, site: Site) -> None:
         self.view = view
         self.site = site
 
-    def fit(self, pattern: Operand, target: Operand, b: _Binding) -> Iterator[_Binding]:
+    def fit(self, pattern: Operand, target: Operand, b: Binding) -> Iterator[Binding]:
         if target is self.site.node:
             target = Z
         if isinstance(pattern, Arg):
@@ -111,11 +131,15 @@ class _Unifier:
         elif not isinstance(pattern, Expr):
             if pattern is target or (is_number(target) and pattern == target):
                 yield b
+        elif is_number(target):
+            scaled = _solved(pattern, target)  # type: ignore[arg-type]
+            if scaled is not None:
+                yield from self.fit(*scaled, b)
         else:
             expr, nodes = self._open(target)
             if expr is None or (expr.op, expr.attrs) != (pattern.op, pattern.attrs):
                 return
-            b = _Binding(b.wildcards, b.nodes | nodes)
+            b = Binding(b.wildcards, b.nodes | nodes)
             if pattern.op in _MULTISET:
                 yield from self._terms(pattern, expr, b)
             elif pattern.op in _COMMUTATIVE:
@@ -129,8 +153,8 @@ class _Unifier:
         return (target, frozenset()) if isinstance(target, Expr) else (None, frozenset())
 
     def _positional(
-        self, patterns: Sequence[Operand], targets: Sequence[Operand], b: _Binding
-    ) -> Iterator[_Binding]:
+        self, patterns: Sequence[Operand], targets: Sequence[Operand], b: Binding
+    ) -> Iterator[Binding]:
         if not patterns:
             yield b
             return
@@ -138,8 +162,8 @@ class _Unifier:
             yield from self._positional(patterns[1:], targets[1:], fitted)
 
     def _assign(
-        self, patterns: Sequence[Operand], targets: Sequence[Operand], b: _Binding
-    ) -> Iterator[_Binding]:
+        self, patterns: Sequence[Operand], targets: Sequence[Operand], b: Binding
+    ) -> Iterator[Binding]:
         """Each pattern to one target, the most specific patterns first."""
         if not patterns:
             yield b
@@ -149,12 +173,12 @@ class _Unifier:
                 rest = (*targets[:i], *targets[i + 1 :])
                 yield from self._assign(patterns[1:], rest, fitted)
 
-    def _terms(self, pattern: Expr, expr: Expr, b: _Binding) -> Iterator[_Binding]:
+    def _terms(self, pattern: Expr, expr: Expr, b: Binding) -> Iterator[Binding]:
         wanted = sorted(pattern.args, key=_specificity)
         for terms, nodes in self._cuts(expr, len(wanted)):
             terms = _fold_numbers(expr.op, terms, len(wanted))
             if len(terms) == len(wanted):
-                yield from self._assign(wanted, terms, _Binding(b.wildcards, b.nodes | nodes))
+                yield from self._assign(wanted, terms, Binding(b.wildcards, b.nodes | nodes))
 
     def _cuts(
         self, expr: Expr, limit: int
@@ -175,6 +199,16 @@ class _Unifier:
             for terms, inner in self._cuts(expr, limit):
                 yield terms, inner | nodes
         yield (operand,), frozenset()
+
+
+def _solved(pattern: Expr, number: float) -> tuple[Arg, float] | None:
+    """(a, value) where the pattern is a · constants and a number is there: `- a` and `- 2`."""
+    constants = [a for a in pattern.args if is_number(a)]
+    free = [a for a in pattern.args if isinstance(a, Arg) and a != Z]
+    factor = math.prod(constants)  # type: ignore[arg-type]
+    if pattern.op != "mul" or len(free) != 1 or len(constants) + 1 != len(pattern.args):
+        return None
+    return (free[0], number / factor) if factor else None
 
 
 def _is_inexact(node: Node) -> bool:
@@ -203,7 +237,7 @@ def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Oper
     return (*(t for t in terms if not is_number(t)), folded)
 
 
-def _descendants(view: View, site: Site) -> list[Node]:
+def descendants_of(view: View, site: Site) -> list[Node]:
     """Nodes an epilogue of this site may end at, the last first."""
     found: dict[Node, None] = {}
     queue = [site.node]
@@ -216,8 +250,8 @@ def _descendants(view: View, site: Site) -> list[Node]:
     return sorted(found, key=view.order.__getitem__, reverse=True)
 
 
-def _fits(view: View, site: Site, pattern: Pattern, root: Node) -> Iterator[Match]:
-    for b in _Unifier(view, site).fit(pattern.epilogue, root, _Binding()):
+def fits(view: View, site: Site, pattern: Pattern, root: Node) -> Iterator[Match]:
+    for b in Unifier(view, site).fit(pattern.epilogue, root, Binding()):
         nodes = b.nodes | set(site.nodes)
         wildcards, items = dict(b.wildcards), {}
         for name, operand in b.wildcards:
@@ -225,8 +259,19 @@ def _fits(view: View, site: Site, pattern: Pattern, root: Node) -> Iterator[Matc
             if scalar is not None:
                 wildcards[name] = scalar
                 items[scalar] = operand
-        if not any(w in nodes for w in wildcards.values() if isinstance(w, Node)):
-            yield Match(pattern, site, root, nodes, wildcards, view, items)  # type: ignore[arg-type]
+        yield Match(pattern, site, root, nodes, wildcards, view, items)  # type: ignore[arg-type]
+
+
+def reads_itself(match: Match) -> Fault | None:
+    """A wildcard stands for a matched node, say the second factor of `s * s`, s = sigmoid(z)."""
+    for operand in match.wildcards.values():
+        if isinstance(operand, Node) and operand in match.nodes:
+            reason = (
+                f"{called(operand)}{at(operand)}, is computed inside the pattern and is another of "
+                "its operands as well"
+            )
+            return Fault(operand, reason)
+    return None
 
 
 def _scalar_behind(operand: Operand) -> Node | None:
@@ -249,48 +294,25 @@ def find(
 ) -> Match | Refusal | None:
     """The first match at the anchor whose value `node` is.
 
-    check: match → why it must not be fused, with the node at fault, or None.
-    Returns a Refusal if a pattern fitted, wholly or nearly, and None if there is nothing to say.
+    check: match → why it must not be fused.
+    Returns a Refusal if a pattern fitted all the same, and None if none did: see `fx_fuser.near`.
     """
     site = site_at(view, node)
     if site is None:
         return None
     own = [p for p in patterns if p.kind == site.kind]
     refusal: Refusal | None = None
-    descendants = _descendants(view, site)
-    for root, pattern in itertools.product(descendants, own):
-        for match in _fits(view, site, pattern, root):
+    itself: Refusal | None = None
+    for root, pattern in itertools.product(descendants_of(view, site), own):
+        for match in fits(view, site, pattern, root):
+            fault = reads_itself(match)
+            if fault is not None:
+                if itself is None:  # a Refusal is falsy: `or` would lose it
+                    itself = Refusal.of(match, fault)
+                continue
             fault = check(match)
             if fault is None:
                 return match
-            if refusal is None:  # a Refusal is falsy: `or` would lose it
-                refusal = Refusal(pattern, site, *fault)
-    return _near_miss(view, site, own, descendants) if refusal is None else refusal
-
-
-def _near_miss(
-    view: View, site: Site, patterns: Sequence[Pattern], descendants: Sequence[Node]
-) -> Refusal | None:
-    """The pattern that got furthest past the anchor, if one did."""
-    unifier = _Unifier(view, site)
-    for pattern in patterns:
-        for part in _parts(pattern.epilogue):
-            for node in descendants:
-                if any(True for _ in unifier.fit(part, node, _Binding())):
-                    reason = f"{part} is there, but nothing that makes it {pattern.epilogue}"
-                    return Refusal(pattern, site, node, reason)
-        if len(site.nodes) > 1:  # conv2d → batch_norm is itself half of a pattern
-            after = ", ".join(r.name for r in view.readers[site.node]) or "nothing"
-            reason = (
-                f"z is there, but followed by {after}, which does not make it {pattern.epilogue}"
-            )
-            return Refusal(pattern, site, site.node, reason)
-    return None
-
-
-def _parts(epilogue: Operand) -> list[Expr]:
-    """Proper subexpressions of an epilogue that hold z, the largest first."""
-    if not isinstance(epilogue, Expr):
-        return []
-    below = [a for a in epilogue.args if isinstance(a, Expr)]
-    return below + [p for a in below for p in _parts(a)]
+            if refusal is None:
+                refusal = Refusal.of(match, fault)
+    return itself if refusal is None else refusal

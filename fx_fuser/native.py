@@ -65,11 +65,17 @@ def pointwise(source: str, out: Tensor, inputs: Sequence[Tensor], scalars: Seque
         BuildError: the source does not compile or load.
         RuntimeError: tensors do not fit the source or each other, or the launch fails.
     """
-    handle = _kernels.get((source, out.get_device()))
-    if handle is None:
-        prepare([source], out.device)
-        handle = _kernels[source, out.get_device()]
+    handle = _handle_of(source, out)
     _pointwise(handle, out, inputs, scalars)
+
+
+def _handle_of(source: str, tensor: Tensor) -> int:
+    """The kernel of this source on the tensor's device; built and loaded at its first use."""
+    handle = _kernels.get((source, tensor.get_device()))
+    if handle is None:
+        prepare([source], tensor.device)
+        handle = _kernels[source, tensor.get_device()]
+    return handle
 
 
 @functools.cache
@@ -113,10 +119,7 @@ def linear_split(
         BuildError: the source does not compile or load.
         RuntimeError: tensors do not fit the source or each other, or the launch fails.
     """
-    handle = _kernels.get((source, out.get_device()))
-    if handle is None:
-        prepare([source], out.device)
-        handle = _kernels[source, out.get_device()]
+    handle = _handle_of(source, out)
     if handle == _NO_KERNEL:
         return False
     return _linear_split(handle, x, weight, bias, out, z, operands, scalars)
@@ -143,10 +146,7 @@ def linear_dense(
 
     Returns, raises: as `linear_split`.
     """
-    handle = _kernels.get((source, out.get_device()))
-    if handle is None:
-        prepare([source], out.device)
-        handle = _kernels[source, out.get_device()]
+    handle = _handle_of(source, out)
     if handle == _NO_KERNEL:
         return False
     return _linear_dense(handle, x, weight, bias, out, z, operands, scalars)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser import apply, native
@@ -46,13 +47,13 @@ _WILDCARD_SCHEMA = "Tensor?[] t, float[] s, str kinds"
 
 
 @functools.cache
-def _argument_names(kind: str) -> tuple[str, ...]:
+def argument_names(kind: str) -> tuple[str, ...]:
     return tuple(a.split()[-1] for a in ANCHORS[kind].schema.split(", "))
 
 
 def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Positional op arguments → operands, configuration, the rest."""
-    names = _argument_names(anchor.kind)
+    names = argument_names(anchor.kind)
     count = len(anchor.operands)
     operands = dict(zip(names[:count], args))
     config = dict(zip(names[count:], args[count:]))
@@ -90,6 +91,16 @@ def _define_kernel(anchor: Anchor) -> None:
         _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CUDA")
     fake = functools.partial(_kernel, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
+
+
+def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
+    return F.linear(a, b)
+
+
+# a bᵀ in fp32; kernel: the name of that of `anchors.linear.PRODUCT_ALONE`.
+_LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
+_LIBRARY.impl("split_product", _split_product, "CPU")
+torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
 
 
 # ---- autograd -------------------------------------------------------------------------------
@@ -301,7 +312,7 @@ def graph_call(match: Match, native: bool, choices: Mapping[str, Any]) -> Call:
     pattern, site = match.pattern, match.site
     anchor = ANCHORS[pattern.kind]
     config = {**anchor.config(site), **choices}
-    order = [a.split()[-1] for a in anchor.schema.split(", ")]
+    order = argument_names(pattern.kind)
     values = {**site.operands, **config}
     t, s, kinds = wildcards_of(match)
     compute = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
@@ -329,5 +340,6 @@ def kernel_sources(match: Match, choices: Mapping[str, Any]) -> list[str]:
     out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
     training = match.site.attrs.get("training", False)
     wanted = (match.pattern, kinds, operands, tensors, c, out, training)
-    kernels = ANCHORS[match.pattern.kind].kernels(choices)
-    return [apply.kernel_source(*wanted, kernel) for kernel in kernels]
+    anchor = ANCHORS[match.pattern.kind]
+    sources = [apply.kernel_source(*wanted, kernel) for kernel in anchor.kernels(choices)]
+    return sources + anchor.backward_sources(choices)

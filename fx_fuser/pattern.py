@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from fx_fuser.epilogue import OPS, Z, flatten, leaves
 from fx_fuser.errors import PatternError
-from fx_fuser.sites import ANCHOR_NAMES, Site, site_at
+from fx_fuser.sites import ANCHOR_NAMES, Site, outermost
 from fx_fuser.spell import Arg, Expr, Operand, View, is_number
 
 if TYPE_CHECKING:
@@ -50,14 +50,15 @@ class Pattern:
     @property
     def size(self) -> int:
         """Number of operations in the epilogue; larger patterns are tried first."""
+        return size_of(self.epilogue)
 
-        def count(e: Operand) -> int:
-            if not isinstance(e, Expr):
-                return 0
-            own = len(e.args) - 1 if e.op in ("add", "mul") else 1
-            return own + sum(map(count, e.args))
 
-        return count(self.epilogue)
+def size_of(epilogue: Operand) -> int:
+    """Number of operations; n factors or terms are n - 1."""
+    if not isinstance(epilogue, Expr):
+        return 0
+    own = len(epilogue.args) - 1 if epilogue.op in ("add", "mul") else 1
+    return own + sum(map(size_of, epilogue.args))
 
 
 def trace(
@@ -114,9 +115,7 @@ def _default_name(source: Callable[..., Any]) -> str:
 
 
 def _only_site(view: View, name: str) -> Site:
-    sites = [s for s in (site_at(view, n) for n in view.nodes) if s is not None]
-    inner = {n for s in sites for n in s.nodes if n is not s.node}
-    outer = [s for s in sites if s.node not in inner]
+    outer = outermost(view)
     if len(outer) != 1:
         raise PatternError(
             f"pattern {name}: it has {len(outer)} anchors ({', '.join(s.kind for s in outer)}); "

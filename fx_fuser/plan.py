@@ -3,6 +3,9 @@
 A Linear on CUDA is fused where one kernel of ours, product and epilogue, beats the library's
 product with the pointwise kernel; both are timed on tensors of our own (`fx_fuser.timing`). The
 latter stands for what Inductor makes of the region: the same within 3 % (benchmarks/results).
+
+A convolution that is fp32-accurate is fused always. In 16 bits and TF32 it is left to Inductor,
+which turns the layout of whole graphs, where the library is faster in channels_last.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ from typing import Any
 import torch
 
 from fx_fuser import native, ops, rehearse, timing
-from fx_fuser.anchors.linear import LIBRARY, SPLIT
+from fx_fuser.anchors.linear import DENSE, LIBRARY, SPLIT, matmul_tf32_requested
 from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
-from fx_fuser.match import Match, Refusal
+from fx_fuser.match import Fault, Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.spell import meta_tensor
 
-_GAIN = 0.98  # of the library's time: what a kernel of ours must stay below to be taken
+# What a kernel of ours must stay below to be taken: this much of the library's time and, since
+# events are 0.5 us apart, this many ms less.
+_GAIN = 0.98
+_SAVED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -38,15 +44,6 @@ class Plan:
     native: bool
     choices: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-
-
-def matmul_tf32_requested() -> bool:
-    """Did the user ask for TF32 products?  `high` and `medium` matmul precision do.
-
-    The getters of before torch 2.9 raise once the new settings were used, so only the new ones
-    are read.
-    """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def conv_tf32_requested() -> bool:
@@ -92,14 +89,14 @@ def _device(match: Match) -> torch.device:
 
 
 def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
-    """The choices that are right for this match, the library's product first."""
+    """The choices that are right for this match; for a Linear the library's product first."""
     if match.site.kind != "linear":
         tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
         return [{"tf32": tf32}]
-    found: list[dict[str, Any]] = [{"product": LIBRARY}]
+    found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]
     product = _own_product(match, options)
     if product is not None and _device(match).type == "cuda":
-        own = {"product": product}
+        own = {"product": product, "backward": SPLIT if product == SPLIT else LIBRARY}
         sources = ops.kernel_sources(match, own)
         if all(native.runs_on(source, _device(match)) for source in sources):
             found.append(own)
@@ -111,11 +108,13 @@ def _own_product(match: Match, options: Options) -> str | None:
     tensors = [meta_tensor(node) for node in (match.site.nodes[0], *match.operands)]
     c = tensors[0]
     assert c is not None
-    if c.dtype != torch.float32 or not c.is_contiguous():
+    if c.dtype == torch.float64 or not c.is_contiguous():
         return None
     # Computed in double, where the epilogue is; its kernels' accumulators are float.
     if any(CUDA_TYPES[t.dtype] == "double" for t in tensors if t is not None):
         return None
+    if c.dtype != torch.float32:
+        return DENSE
     precision = options.fp32
     if precision == "follow":
         precision = "tf32" if matmul_tf32_requested() else "split"
@@ -124,7 +123,7 @@ def _own_product(match: Match, options: Options) -> str | None:
             "option 'fp32' is 'ieee', but torch.backends.cuda.matmul.fp32_precision is 'tf32', "
             "which cuBLAS follows; set it to 'ieee', or give 'split' or 'follow'"
         )
-    return SPLIT if precision == "split" else None
+    return {"split": SPLIT, "tf32": DENSE}.get(precision)
 
 
 def _build_kernels(
@@ -148,31 +147,89 @@ def _pick(
 ) -> Plan | Refusal:
     on_kernels = runs_native(match, options)
     *_, preferred = candidates
-    if match.site.kind != "linear" or _device(match).type != "cuda":
+    if _device(match).type != "cuda":
         return Plan(on_kernels, preferred)
     if options.plan == "always":
-        return Plan(on_kernels, preferred, preferred["product"])
-    gains, note = _compare(match, candidates)
-    if gains:
-        return Plan(on_kernels, preferred, note)
+        return Plan(on_kernels, preferred, preferred.get("product", ""))
+    compare = _compare if match.site.kind == "linear" else _compare_layouts
+    best, note = compare(match, candidates)
+    if best is not None:
+        return Plan(on_kernels, best, note)
     if options.inner != "inductor":  # it would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
-    return Refusal(match.pattern, match.site, match.root, reason)
+    return Refusal.of(match, Fault(match.root, reason))
 
 
-def _compare(match: Match, candidates: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
-    """Does the last candidate beat the first, the library's product?  And by what figures."""
-    if len(candidates) == 1:
-        return False, "no kernel of ours makes this product"
-    preferred = candidates[-1]["product"]
+def _gains(own: float, library: float) -> bool:
+    return own <= min(_GAIN * library, library - _SAVED)
+
+
+def _key(
+    match: Match,
+    candidates: Sequence[Mapping[str, Any]],
+    tensors: Sequence[rehearse.TensorForm | None],
+) -> tuple[object, ...]:
+    """All that the times depend on, beside the machine and what `timing` adds."""
+    return (
+        match.site.kind,
+        rehearse.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
+        [dict(choices) for choices in candidates],
+        [ops.kernel_sources(match, choices) for choices in candidates],
+        list(map(str, tensors)),
+        rehearse.gradients_of(match),
+        matmul_tf32_requested(),  # which the library's product follows
+    )
+
+
+def _compare_layouts(
+    match: Match, candidates: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any] | None, str]:
+    """Is the convolution as fast in the layout it is given as in channels_last, all turned?"""
+    (choices,) = candidates
+    exact = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
+    if exact and not choices["tf32"]:
+        return dict(choices), ""
     tensors = rehearse.tensors_of(match)
     if tensors is None:
-        return True, f"{preferred}, sizes unknown"
-    key = (*(ops.kernel_sources(match, c) for c in candidates), [str(t) for t in tensors])
-    rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
+        return None, "sizes unknown, so not timed"
+    rehearsals = functools.partial(rehearse.layouts, match, choices, tensors)
+    key = _key(match, candidates, tensors)
     times = timing.medians(key, rehearsals, _device(match))
     if times is None:
-        return True, f"{preferred}, no memory to time it"
-    note = ", ".join(f"{c['product']} {ms:.4g} ms" for c, ms in zip(candidates, times))
-    return times[-1] <= _GAIN * times[0], note
+        return None, "no memory to time it"
+    note = "as it lies {:.4g} ms, in channels_last {:.4g} ms".format(*times)
+    return (dict(choices) if _gains(*times) else None), note
+
+
+def _compare(
+    match: Match, candidates: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any] | None, str]:
+    """What beats the library, forward and, in training, backward together, and by what figures.
+
+    None if nothing does.
+    """
+    if len(candidates) == 1:
+        return None, "no kernel of ours makes this product"
+    own = candidates[1]
+    tensors = rehearse.tensors_of(match)
+    if tensors is None:
+        return None, "sizes unknown, so not timed"
+    key = _key(match, candidates, tensors)
+    rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
+    try:
+        times = timing.medians(key, rehearsals, _device(match))
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return None, str(error)
+    if times is None:
+        return None, "no memory to time it"
+    ahead, back = times[:2], times[2:]
+    note = f"library {ahead[0]:.4g} ms, {own['product']} {ahead[1]:.4g} ms"
+    backward = LIBRARY
+    if back:
+        note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
+        if _gains(back[1], back[0]):
+            backward = own["backward"]
+    gained = _gains(ahead[1] + min(back, default=0), ahead[0] + sum(back[:1]))
+    return ({**own, "backward": backward} if gained else None), note

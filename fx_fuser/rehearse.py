@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
-from fx_fuser.ops import FusedCall, wildcards_of
-from fx_fuser.spell import meta_tensor
+from fx_fuser.ops import FusedCall, argument_names, wildcards_of
+from fx_fuser.spell import hint_of, meta_tensor
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,14 @@ class TensorForm:
     dtype: torch.dtype
     device: torch.device
 
-    def random(self, generator: torch.Generator) -> Tensor:
-        """Normal values, or zeros and ones where the dtype is no float."""
+    def random(self, generator: torch.Generator, deviation: float = 1.0) -> Tensor:
+        """Normal values around 0, or zeros and ones where the dtype is no float."""
         extent = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride))
         memory = torch.empty(max(extent, 0), dtype=self.dtype, device=self.device)
         if self.device != generator.device:
             memory.fill_(1)
         elif self.dtype.is_floating_point:
-            memory.normal_(generator=generator)
+            memory.normal_(0, deviation, generator=generator)
         else:
             memory.random_(0, 2, generator=generator)
         return memory.as_strided(self.size, self.stride)
@@ -53,7 +55,7 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
         if tensor is None:
             forms.append(None)
             continue
-        size, stride = (tuple(map(_hint, v)) for v in (tensor.shape, tensor.stride()))
+        size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
         if None in size or None in stride:
             return None
         dtype = c.dtype if name in anchor.cast else tensor.dtype  # type: ignore[union-attr]
@@ -61,25 +63,127 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
     return forms
 
 
-def _hint(size: int | torch.SymInt) -> int | None:
-    return size if isinstance(size, int) else size.node.hint
+def config_of(match: Match, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration arguments of the match's op, in the order of its schema."""
+    kind = match.site.kind
+    values = {**ANCHORS[kind].config(match.site), **choices}
+    return {name: values[name] for name in argument_names(kind) if name in values}
+
+
+def gradients_of(match: Match) -> dict[str, bool]:
+    """Of which operands of the anchor a gradient is asked for; empty if nothing is to be saved."""
+    z: Any = meta_tensor(match.site.node)
+    if not z.requires_grad:
+        return {}
+    nodes = {name: match.site.operands[name] for name in ANCHORS[match.site.kind].operands}
+    tensors = {name: node and meta_tensor(node) for name, node in nodes.items()}
+    return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
+
+
+def layouts(
+    match: Match, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
+) -> list[Callable[[], object]]:
+    """A convolution's kernel op as the match will call it, and with x turned to channels_last."""
+    run = _Rehearsal(match, tensors)
+    x, weight, *others = run.operands
+    turned_weight = weight.contiguous(memory_format=torch.channels_last)
+
+    def turned() -> object:
+        turned_x = x.contiguous(memory_format=torch.channels_last)
+        return run.forward(choices, [turned_x, turned_weight, *others])
+
+    return [functools.partial(run.forward, choices, run.operands), turned]
 
 
 def rehearsals(
     match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
 ) -> list[Callable[[], object]]:
-    """For each of plan's candidates the kernel op on random tensors, as the match will call it."""
-    pattern, site = match.pattern, match.site
-    anchor = ANCHORS[pattern.kind]
-    z: Any = meta_tensor(site.node)
-    generator = torch.Generator(z.device).manual_seed(0)  # the user's random state stays as it is
-    values = [None if form is None else form.random(generator) for form in tensors]
-    count = len(anchor.operands)
-    _, s, kinds = wildcards_of(match)
-    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
-    calls = [
-        FusedCall(pattern, {**anchor.config(site), **choices}, s, kinds, out)
-        for choices in candidates
-    ]
-    save = z.requires_grad
-    return [functools.partial(c.run, values[:count], values[count:], save) for c in calls]
+    """A Linear's kernel op with each of plan's candidates, as the match will call it.
+
+    In training followed by the anchor's backward with each of them.
+    """
+    run = _Rehearsal(match, tensors)
+    ahead = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
+    _compare(ahead, candidates, run.c.dtype)
+    if not run.needs:
+        return list(ahead)
+    dz = run.gradient_of_z()
+    back = [functools.partial(run.backward, choices, dz) for choices in candidates]
+    _compare(back, candidates, run.c.dtype)
+    return [*ahead, *back]
+
+
+class DisagreementError(RuntimeError):
+    """A kernel of ours is further from the library's result than rounding explains."""
+
+
+# Between two ways to round: far above what either differs from the true product, far below what
+# a wrong index or a lost tile does.
+_FAR = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-5}
+_FAR_IN_TF32 = 1e-2
+_COMPARED = 2**22  # elements at most, in evenly spaced rows
+
+
+def _compare(
+    ways: Sequence[Callable[[], Sequence[Tensor]]],
+    candidates: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+) -> None:
+    """Raises where the last way's tensors are not those of the first."""
+    far = _FAR[dtype]
+    if dtype == torch.float32 and (matmul_tf32_requested() or DENSE in candidates[-1].values()):
+        far = _FAR_IN_TF32
+    for library, own in zip(ways[0](), ways[-1]()):
+        step = 1 + library.numel() // _COMPARED
+        exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, own))
+        usual = exact.isfinite()  # an epilogue may take a logarithm
+        exact, found = (torch.where(usual, v.double(), 0.0) for v in (exact, found))
+        size, distance = (torch.linalg.vector_norm(v).item() for v in (exact, found - exact))
+        if not distance <= far * size:
+            raise DisagreementError(
+                f"the {candidates[-1]['product']} product {list(library.shape)} in {dtype} is "
+                f"{distance / max(size, 1e-30):.1g} from the library's"
+            )
+
+
+class _Rehearsal:
+    """One match's op and its random tensors."""
+
+    def __init__(self, match: Match, tensors: Sequence[TensorForm | None]) -> None:
+        self.match, self.anchor = match, ANCHORS[match.site.kind]
+        c = meta_tensor(match.site.nodes[0])
+        assert c is not None
+        self.c = c
+        # Its own: the user's random state stays as it is.
+        self.generator = torch.Generator(c.device).manual_seed(0)
+        count = len(self.anchor.operands)
+        names = (*self.anchor.operands, *[""] * (len(tensors) - count))
+        values: list[Any] = []
+        for name, form in zip(names, tensors):
+            # A weight of deviation 1 would saturate the epilogue.
+            deviation = math.prod(form.size[1:]) ** -0.5 if form and name == "weight" else 1.0
+            values.append(form and form.random(self.generator, deviation))
+        self.operands, self.t = values[:count], values[count:]
+        self.needs = gradients_of(match)
+
+    def forward(
+        self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        config = config_of(self.match, choices)
+        named = dict(zip(self.anchor.operands, operands))
+        _, s, kinds = wildcards_of(self.match)
+        out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
+        call = FusedCall(self.match.pattern, config, s, kinds, out)
+        return call.run(self.anchor.kernel_operands(named, config), self.t, save=bool(self.needs))
+
+    def gradient_of_z(self) -> Tensor:
+        sizes: Any = tuple(map(hint_of, self.c.shape))
+        return torch.empty(sizes, dtype=self.c.dtype, device=self.c.device).normal_(
+            generator=self.generator
+        )
+
+    def backward(self, choices: Mapping[str, Any], dz: Tensor) -> list[Tensor]:
+        named = dict(zip(self.anchor.operands, self.operands))
+        return list(
+            self.anchor.backward(named, (), config_of(self.match, choices), dz, self.needs).values()
+        )

@@ -58,6 +58,13 @@ def site_at(view: View, node: Node) -> Site | None:
     return None
 
 
+def outermost(view: View) -> list[Site]:
+    """Every anchor of the graph once: no convolution beside the batch_norm it belongs to."""
+    sites = [s for s in (site_at(view, n) for n in view.nodes) if s is not None]
+    inner = {n for s in sites for n in s.nodes if n is not s.node}
+    return [s for s in sites if s.node not in inner]
+
+
 def _nodes_or_none(operands: tuple[Operand, ...]) -> bool:
     return all(o is None or isinstance(o, Node) for o in operands)
 

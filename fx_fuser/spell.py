@@ -16,11 +16,14 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
+
+if TYPE_CHECKING:
+    from fx_fuser.words import End
 
 Operand = Union["Expr", "Arg", Node, float, int, bool, None]
 
@@ -67,18 +70,18 @@ def _scaled(x: Any, factor: Any) -> Any:
     return x if is_number(factor) and factor == 1 else Expr("mul", (x, factor))
 
 
-def _div(x: Any, y: Any, rounding_mode: Any = None) -> Expr:
+def _div(input: Any, other: Any, rounding_mode: Any = None) -> Expr:
     if rounding_mode is not None:
         raise Unspellable
     # Division by a number is multiplication by its reciprocal, as ATen's CUDA kernel has it.
-    # 1/y must itself be an ordinary float32 number, else the two differ.
-    if is_number(y) and 1e-30 < abs(y) < 1e30 and isinstance(x, Node):
-        return Expr("mul", (x, 1.0 / y))
-    return Expr("div", (x, y))
+    # 1/other must itself be an ordinary float32 number, else the two differ.
+    if is_number(other) and 1e-30 < abs(other) < 1e30 and isinstance(input, Node):
+        return Expr("mul", (input, 1.0 / other))
+    return Expr("div", (input, other))
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Expr:
-    return Expr("clamp", (x, min, max))
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Expr:
+    return Expr("clamp", (input, min, max))
 
 
 def _cast(x: Any, dtype: Any) -> Expr:
@@ -263,10 +266,12 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (lambda input: _cast(input, torch.bfloat16), ["bfloat16"]),
     (lambda input: _cast(input, torch.float64), ["double"]),
     (_linear, [F.linear]),
-    (_binary("matmul"), [operator.matmul, torch.matmul, torch.mm, "matmul", "mm"]),
+    (_binary("matmul"), [operator.matmul, torch.matmul, "matmul"]),
+    (lambda input, mat2: Expr("matmul", (input, mat2)), [torch.mm, "mm"]),
     (_addmm, [torch.addmm, "addmm"]),
     (_unary("t"), [torch.t, "t"]),
-    (_transpose, [torch.transpose, torch.swapaxes, torch.swapdims, "transpose", "swapaxes"]),
+    (_transpose, [torch.transpose, torch.swapdims, "transpose", "swapdims"]),
+    (lambda input, axis0, axis1: _transpose(input, axis0, axis1), [torch.swapaxes, "swapaxes"]),
     (_permute, [torch.permute, "permute"]),
     (_getattr, [getattr]),
     (_conv2d, [torch.conv2d]),
@@ -365,7 +370,9 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     written = list(nodes_in(node.kwargs.get("out")))
     if called_in_place(node):
         written += nodes_in(node.args[:1] or (node.kwargs.get("input"),))
-    if target in (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm):
+    norms = (F.batch_norm, torch.batch_norm)
+    reads = target in norms and _argument(node, 5, "training") in (None, False)
+    if not reads and target in (*norms, F.instance_norm, torch.instance_norm):
         first = 1 if target in (F.batch_norm, F.instance_norm) else 3
         written += nodes_in(_argument(node, first, "running_mean"))
         written += nodes_in(_argument(node, first + 1, "running_var"))
@@ -405,8 +412,9 @@ class Region:
 class View:
     """A reading of one graph: order, regions, who reads which value, and canonical spellings."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, end: End | None = None) -> None:
         self.graph = graph
+        self.end = end  # how Dynamo came to end the graph, where it says
         self.nodes = list(graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.region: dict[Node, Region] = {}
@@ -427,8 +435,9 @@ class View:
             }
             for value in dict.fromkeys(self._reads[node].values()):
                 self.readers[value].append(node)
-            if called_in_place(node) and node.args and isinstance(node.args[0], Node):
-                first = origin.get(node.args[0], node.args[0])
+            changed = _argument(node, 0, "input") if called_in_place(node) else None
+            if isinstance(changed, Node):
+                first = origin.get(changed, changed)
                 origin[node] = first
                 current[first] = node
 
@@ -467,6 +476,11 @@ def meta_tensor(node: Node) -> torch.Tensor | None:
     """The fake tensor Dynamo computed for this node, or None."""
     value = node.meta.get("example_value")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def hint_of(size: int | torch.SymInt) -> int | None:
+    """A size as it is in this trace, or None where data decides."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def storages(nodes: Iterable[Node]) -> set[Any]:

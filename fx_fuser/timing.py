@@ -78,19 +78,30 @@ def _measure(
         torch.cuda.device(device),
     ):
         try:
-            ways = make_ways()
-            size = torch.cuda.get_device_properties(device).L2_cache_size
-            flush = torch.empty(2 * size, dtype=torch.int8, device=device)
-            first = [min(_once(way, flush) for _ in range(3)) for way in ways]
-            rounds = [max(_ROUNDS[0], min(_ROUNDS[1], int(_BUDGET_MS / ms))) for ms in first]
-            samples: list[list[float]] = [[] for _ in ways]
-            for i in range(max(rounds)):
-                for way, count, found in zip(ways, rounds, samples):
-                    if i < count:
-                        found.append(_once(way, flush))
-        except torch.OutOfMemoryError:
+            samples = _samples(make_ways, device)
+        except RuntimeError as error:  # an OutOfMemoryError, or what our own ops make of one
+            if "out of memory" not in str(error):
+                raise
             return None
+        finally:
+            torch.cuda.empty_cache()
     return [median(found) for found in samples]
+
+
+def _samples(
+    make_ways: Callable[[], Sequence[Callable[[], object]]], device: torch.device
+) -> list[list[float]]:
+    ways = make_ways()
+    size = torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(2 * size, dtype=torch.int8, device=device)
+    first = [min(_once(way, flush) for _ in range(3)) for way in ways]
+    rounds = [max(_ROUNDS[0], min(_ROUNDS[1], int(_BUDGET_MS / ms))) for ms in first]
+    samples: list[list[float]] = [[] for _ in ways]
+    for i in range(max(rounds)):
+        for way, count, found in zip(ways, rounds, samples):
+            if i < count:
+                found.append(_once(way, flush))
+    return samples
 
 
 def _once(way: Callable[[], object], flush: torch.Tensor) -> float:

@@ -15,12 +15,14 @@ namespace fx_fuser {
 
 constexpr int kSplitThreads = 256;
 constexpr int kSplitWidth = 8;  // elements a thread has at once
+constexpr int kSplitKept = 2;   // times that many, between the search for the largest and the split
 constexpr int kSplitMaxCluster = 8;
 
-// Blocks that share a row: with 16 elements a thread a row is read in two rounds.
+// Blocks that share a row: such that they keep all of it, up to k = 32,768.
 constexpr int split_cluster(int64_t k) {
   int blocks = 1;
-  while (blocks < kSplitMaxCluster && blocks * 2 * kSplitThreads * kSplitWidth < k) blocks *= 2;
+  constexpr int kKept = kSplitKept * kSplitThreads * kSplitWidth;
+  while (blocks < kSplitMaxCluster && blocks * kKept < k) blocks *= 2;
   return blocks;
 }
 
@@ -44,11 +46,12 @@ constexpr int kLinearTileK = 64;
 constexpr int kLinearBoxK = 32;       // of the weight's tensor map: 128 bytes, one swizzle span
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
+constexpr float kLeastSum = 512;  // times sqrt(k): see strained_rows
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
-constexpr int kLinearEpilogueBytes = 8 * 32 * 20 * 4;  // an exchange buffer a warp
-constexpr int kLinearSharedBytes =
-    kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) + kLinearEpilogueBytes;
+constexpr int kLinearEpilogueBytes = 8 * (32 * 20 + 128) * 4;  // an Exchange a warp
+constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
+                                   kLinearEpilogueBytes + 16 /*when to do what again*/;
 
 // Element [m, n] is data[m * stride_m + n * stride_n].
 struct LinearOperand {
@@ -63,6 +66,9 @@ struct LinearSplitArgs {
   const float* x_unscale;  // [m]
   float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint64_t* broken;        // [tiles, consuming threads]: which of its results are not finite
+  uint32_t* strained;      // likewise: which rows of x have results too small for the split
+  uint64_t* again;         // [tiles], a byte a consuming warp: is it to be done again
+  uint32_t* was_strained;  // in the host's memory: set to 1 where any row is
   const float* x;          // [m, k], row stride x_stride: only read to repair
   const float* weight;     // [n, k], likewise
   const float* bias;       // [n], or null
@@ -74,6 +80,7 @@ struct LinearSplitArgs {
   int64_t z_stride;
   LinearOperand operand[kMaxInputs];
   float scalar[kMaxScalars];
+  float least_sum;
   int32_t m;
   int32_t n;
   int32_t k;

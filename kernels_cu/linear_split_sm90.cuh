@@ -6,14 +6,24 @@
 //   x w ~ x_lo w_hi + x_hi w_lo + x_hi w_hi
 //
 // - x is split by a pre-pass, with one scale a row. The weight is split in registers on its way to
-//   the tensor core, with one scale a row *and* 64 of k, taken from the very values that are split:
-//   there is no state between calls that could be stale, and no other pass over the weight.
-// - The tensor core truncates when it accumulates, and the weight's scale holds for 64 of k: every
-//   64 of k the accumulators are multiplied by 1 / scale and added to sums in fp32 registers.
+//   the tensor core, with one scale for each row of a tile, which is a guess: it brings the largest
+//   of the row's first 192 of k, which are in shared memory by then, to [2^9, 2^10). Later values
+//   may be nearly 64 times larger.
+// - Where one is larger still, its hi is an infinity, and no sum of that row of the tile is finite.
+//   That is seen for free; after a block's other tiles such a tile is done again by the same loop,
+//   with the true largest of its rows, found by a pass over them. There is no state between calls
+//   that could be stale. A weight that begins with zeros costs time, not accuracy.
+// - What the split loses of a weight is at most 2^-22 of it or, where it is small, 2^-34 of the
+//   largest of its row's first 192 (2^-39 of the row's largest in a tile done again): the error is
+//   normwise for a row of the weight, as it is for a row of x (2^-39).
+// - The tensor core truncates when it accumulates: every 64 of k the accumulators are added to sums
+//   in fp32 registers.
 // - The tile is computed transposed, weight times xᵀ: the fp32 operand must be the one that wgmma
 //   takes from registers, and a thread then reads just the rows of the weight whose sums it holds.
-// - A z that is not finite is computed again by plain fp32 arithmetic (`repair`): split products
-//   turn infinities into NaN, and overflow where a weight is beyond about 2^100.
+// - A z that is not finite even then is computed by plain fp32 arithmetic (`repair`): products of
+//   split infinities are NaN, and sums overflow where a weight is beyond about 2^100. So are z that
+//   are too small beside their rows' largest for what the split loses there: large columns of x
+//   meet small ones of the weight, or the other way round (`strained_rows`).
 //
 // Blocks are persistent: one warpgroup feeds shared memory, two of 64 rows of the weight each
 // compute. They take turns at the tensor core: while one's products run the other promotes and
@@ -32,6 +42,7 @@
 #include "linear_split_args.h"
 #include "ptx_sm90.cuh"
 #include "split_sm90.cuh"
+#include "transpose.cuh"
 
 namespace fx_fuser::linear_split {
 
@@ -43,6 +54,7 @@ constexpr int kTileM = kLinearTileM;
 constexpr int kTileN = kLinearTileN;
 constexpr int kTileK = kLinearTileK;
 constexpr int kWarpN = 16;                  // rows of the weight whose sums a warp holds
+constexpr int kHeadRoom = 5;                // of a guessed scale: see Scale::of
 constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
 constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
 constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
@@ -69,12 +81,20 @@ struct Barriers {
   uint64_t empty[kLinearStages];
 };
 
+// Of a consumer's warp, for the epilogue.
+struct Exchange {
+  float z[kBatchM][kExchangePitch];
+  float x_unscale[kTileM];
+};
+
 struct Shared {
   WeightSlot weight[kLinearStages];
   XSlot x[kLinearStages];
-  float exchange[kConsumers * kWarpgroup / 32][kBatchM][kExchangePitch];
+  Exchange exchange[kConsumers * kWarpgroup / 32];
   Barriers of_weight;
   Barriers of_x;
+  uint64_t walked;     // the consumers are through with the ordinary tiles, and any_again is final
+  uint32_t any_again;  // of this block's tiles
 };
 static_assert(sizeof(Shared) == kLinearSharedBytes);
 
@@ -114,42 +134,85 @@ __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) 
   return {(group * kGroupM + inside % width) * kTileM, inside / width * kTileN};
 }
 
+// A block's tiles, in the order in which all of its warps walk them: every one, then once more
+// those where a consumer's warp saw that the scale of a row was guessed too large.
+struct Walk {
+  const LinearSplitArgs& args;
+  Shared& shared;
+  bool again = false;
+  int index = static_cast<int>(blockIdx.x - gridDim.x);
+
+  // To the next tile; false where there is none. `uniform` says of a warp's lanes, which all ask
+  // the same, what they all know to be the same.
+  template <class Uniform>
+  __device__ __forceinline__ bool next(const Uniform& uniform) {
+    for (;;) {
+      index += gridDim.x;
+      if (index >= args.tiles) {
+        if (again) return false;
+        ptx::mbarrier_wait(ptx::shared_address(&shared.walked), 0);
+        if (!uniform(shared.any_again != 0)) return false;
+        again = true;
+        index = static_cast<int>(blockIdx.x);
+      }
+      if (!again || uniform(args.again[index] != 0)) return true;
+    }
+  }
+
+  // A consumer's warp, of each ordinary tile.
+  __device__ __forceinline__ void report(bool failed) const {
+    if (threadIdx.x % 32 != 0) return;
+    reinterpret_cast<uint8_t*>(args.again + index)[threadIdx.x / 32] = failed;
+    if (failed) atomicOr(&shared.any_again, 1);
+    if (index + static_cast<int>(gridDim.x) >= args.tiles) {
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.walked));
+    }
+  }
+};
+
 // ---- producers ----------------------------------------------------------------------------------
+
+// feed(tile, k) for every stage. A tile done again comes twice: for its scales, for its products.
+template <class Feed>
+__device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared& shared,
+                                            const Feed& feed) {
+  Walk walk{args, shared};
+  while (walk.next([](bool value) { return value; })) {
+    const Tile tile = tile_at(args, walk.index);
+    for (int pass = walk.again ? 0 : 1; pass < 2; ++pass) {
+      for (int k = 0; k < args.k; k += kTileK) feed(tile, k);
+    }
+  }
+}
 
 __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared& shared) {
   // A weight that only one tile of x meets is read once.
   const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
   Cursor cursor;
-  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-    const int n = tile_at(args, index).n;
-    for (int k = 0; k < args.k; k += kTileK) {
-      WeightSlot& slot = shared.weight[cursor.slot];
-      const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
-      cursor.wait_until_empty(shared.of_weight);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
+  feed_stages(args, shared, [&](Tile tile, int k) {
+    WeightSlot& slot = shared.weight[cursor.slot];
+    const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
+    cursor.wait_until_empty(shared.of_weight);
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
 #pragma unroll
-      for (int box = 0; box < kTileK / kLinearBoxK; ++box) {
-        ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
-                         k + box * kLinearBoxK, n);
-      }
-      cursor.advance();
+    for (int box = 0; box < kTileK / kLinearBoxK; ++box) {
+      ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
+                       k + box * kLinearBoxK, tile.n);
     }
-  }
+    cursor.advance();
+  });
 }
 
 __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {
   Cursor cursor;
-  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-    const int m = tile_at(args, index).m;
-    for (int k = 0; k < args.k; k += kTileK) {
-      const uint32_t full = ptx::shared_address(&shared.of_x.full[cursor.slot]);
-      cursor.wait_until_empty(shared.of_x);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(XSlot));
-      ptx::tensor_load(ptx::shared_address(shared.x[cursor.slot].part), args.x_map, full,
-                       ptx::kEvictLast, k, m, 0);
-      cursor.advance();
-    }
-  }
+  feed_stages(args, shared, [&](Tile tile, int k) {
+    const uint32_t full = ptx::shared_address(&shared.of_x.full[cursor.slot]);
+    cursor.wait_until_empty(shared.of_x);
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(XSlot));
+    ptx::tensor_load(ptx::shared_address(shared.x[cursor.slot].part), args.x_map, full,
+                     ptx::kEvictLast, k, tile.m, 0);
+    cursor.advance();
+  });
 }
 
 // ---- the weight, from shared memory to wgmma's operand ------------------------------------------
@@ -184,11 +247,10 @@ struct RawWeight {
   }
 };
 
-// Of a row over the whole stage: the quad's lanes have a part each.
-__device__ __forceinline__ Scale scale_of_quad(float largest) {
+// Of a row: the quad's lanes have a part each.
+__device__ __forceinline__ float largest_in_quad(float largest) {
   largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
-  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
-  return Scale::of(largest);
+  return fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
 }
 
 struct Fragments {
@@ -304,9 +366,34 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
   }
 }
 
-// finish(index, sum) for every tile of the block, sum[4i + 2r + t] being the one of
+// The rows of x all of whose sums in this warp are small, but not all zero: bit 2i + t of a lane is
+// row 8i + 2 (lane % 4) + t. The sums are still scaled, so that an operand loses at most 2^-25 an
+// element, and the other one's row is at most 2^15 times that: whatever the data, kLeastSum sqrt(k)
+// is where that can reach 3e-7 of 16 sums. Random data is 2^13 above it.
+__device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least) {
+  uint32_t large = 0;
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const float larger = fmaxf(fabsf(sum[4 * i + t]), fabsf(sum[4 * i + 2 + t]));
+      const uint32_t bit = 1u << (2 * i + t);
+      large |= larger >= least ? bit : 0;
+      any |= larger > 0 ? bit : 0;
+    }
+  }
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    large |= __shfl_xor_sync(0xFFFFFFFF, large, distance);
+    any |= __shfl_xor_sync(0xFFFFFFFF, any, distance);
+  }
+  return any & ~large;
+}
+
+// finish(index, sum, strained) for every tile of the block, sum[4i + 2r + t] being the one of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
-// still in the scale of x's row; then finish.repair().
+// still in the scale of x's row, and strained the rows of x; then finish.repair().
 //
 // What decides the speed is the path from one product's end to the next one's issue: promote,
 // split, issue. It must be shorter than the other consumer's products. All else stands after the
@@ -322,60 +409,86 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   const uint32_t place = row * kLinearBoxK * 4 + ((2 * c ^ g) << 4);
   const int k_tiles = (args.k + kTileK - 1) / kTileK;
 
-  Cursor next;   // the stage that is read next
-  int slot = 0;  // the stage whose products are issued next
+  Cursor stage;  // that is read next, or whose products are issued next
   RawWeight raw;
-  float scale[2];
-  float unscale[2];
-  const auto read_stage = [&](float (&found_unscale)[2]) {
-    next.wait_until_full(shared.of_weight);
-    next.wait_until_full(shared.of_x);
-    raw.load(ptx::shared_address(shared.weight[next.slot].box) + place);
-    next.advance();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Scale found = scale_of_quad(raw.largest_in_row(r));
-      scale[r] = found.scale;
-      found_unscale[r] = found.unscale;
-    }
+  const auto read = [&](const Cursor& from) {
+    from.wait_until_full(shared.of_weight);
+    from.wait_until_full(shared.of_x);
+    raw.load(ptx::shared_address(shared.weight[from.slot].box) + place);
   };
-  const auto release = [&](Barriers& barriers) {
+  const auto release = [&](Barriers& barriers, int slot) {
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[slot]));
   };
 
   const Turn turn{consumer};
   turn.begin();
-  read_stage(unscale);
-  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-    const bool last_tile = index + gridDim.x >= args.tiles;
+  Walk walk{args, shared};
+  while (walk.next([](bool value) { return __any_sync(0xFFFFFFFF, value) != 0; })) {
+    finish.begin(walk.index);
+    // A guess looks ahead at stages that stay in shared memory, the truth takes a pass of its own.
+    float largest[2] = {0, 0};
+    Cursor ahead = stage;
+    const int seen = walk.again ? k_tiles : min(k_tiles, kLinearStages);
+#pragma unroll 1
+    for (int i = 0; i < seen; ++i) {
+      read(ahead);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], raw.largest_in_row(r));
+      if (walk.again) {
+        ptx::pin(largest);
+        __syncwarp();
+        release(shared.of_weight, ahead.slot);
+        release(shared.of_x, ahead.slot);
+      }
+      ahead.advance();
+    }
+    if (walk.again) stage = ahead;
+    float scale[2];
+    float unscale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Scale found = Scale::of(largest_in_quad(largest[r]), walk.again ? 0 : kHeadRoom);
+      scale[r] = found.scale;
+      unscale[r] = found.unscale;
+    }
+
+    ptx::pin(scale);
     float sum[64];
 #pragma unroll
     for (float& one : sum) one = 0;
     float accumulator[64];
     Fragments weight;
+    read(stage);
     for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
       if (begin > 0) park(args, sum, /*first=*/begin == kChunkTiles);
       const int end = min(begin + kChunkTiles, k_tiles);
       for (int k_tile = begin; k_tile < end; ++k_tile) {
+        const int slot = stage.slot;
         weight.split_of(raw, scale);
         issue_products(accumulator, weight, shared.x[slot], turn);
-        release(shared.of_weight);
-        float next_unscale[2] = {0, 0};
-        if (!last_tile || k_tile + 1 < k_tiles) read_stage(next_unscale);
-        ptx::pin(scale);
-        ptx::pin(next_unscale);
+        release(shared.of_weight, slot);
+        stage.advance();
+        if (k_tile + 1 < k_tiles) read(stage);
         ptx::wgmma_wait<0>();
-        release(shared.of_x);
-        if (++slot == kLinearStages) slot = 0;
+        release(shared.of_x, slot);
         ptx::pin(accumulator);
 #pragma unroll
-        for (int i = 0; i < 64; ++i) sum[i] = fmaf(accumulator[i], unscale[i / 2 % 2], sum[i]);
-        unscale[0] = next_unscale[0];
-        unscale[1] = next_unscale[1];
+        for (int i = 0; i < 64; ++i) sum[i] += accumulator[i];
       }
     }
     if (k_tiles > kChunkTiles) unpark(args, sum);
-    finish(index, sum);
+
+    if (!walk.again) {
+      // A scale too large makes an infinity of a weight, and no sum of its row is then finite.
+      float least[2] = {INFINITY, INFINITY};
+#pragma unroll
+      for (int i = 0; i < 64; ++i) least[i / 2 % 2] = fminf(least[i / 2 % 2], fabsf(sum[i]));
+      walk.report(__any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY));
+    }
+    const uint32_t strained = strained_rows(sum, args.least_sum);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
+    finish(walk.index, sum, strained);
   }
   turn.end();
   finish.repair();
@@ -421,9 +534,10 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
 
   const LinearSplitArgs& args;
-  float (&exchange)[kBatchM][kExchangePitch];  // this warp's
-  int warp_n;                                  // the warp's first row of the weight, in the tile
-  bool any_broken = false;                     // in any lane
+  Exchange& exchange;       // this warp's
+  int warp_n;               // the warp's first row of the weight, in the tile
+  bool any_broken = false;  // in any lane
+  float bias;               // of the tile's row that the lane stores
 
   struct Inputs {
     float value[1 + kOperands];  // z first
@@ -452,19 +566,30 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   // Element e of a lane's batch: for each e the warp has two rows of x and all 16 of its n.
   static __device__ __forceinline__ int row_of(int e, int lane) { return 2 * e + lane / kWarpN; }
 
+  // Ahead of the tile's products, which hide the wait.
+  __device__ __forceinline__ void begin(int index) {
+    const Tile tile = tile_at(args, index);
+    const int lane = threadIdx.x % 32;
+    bias = bias_of(tile.n + warp_n + lane % kWarpN);
+#pragma unroll
+    for (int i = 0; i < kTileM; i += 32) {
+      const int m = tile.m + i + lane;
+      exchange.x_unscale[i + lane] = m < args.m ? args.x_unscale[m] : 0.0f;
+    }
+  }
+
   // Batch by batch through shared memory, so that a warp reads and writes runs of n.
-  __device__ __forceinline__ void operator()(int index, const float (&sum)[64]) {
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
     const Tile tile = tile_at(args, index);
     const int lane = threadIdx.x % 32;
     const int n = tile.n + warp_n + lane % kWarpN;
-    const float bias = bias_of(n);
     uint64_t broken = 0;  // bit 16 batch + e: that z is not finite
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
       const int first_m = tile.m + batch * kBatchM;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        exchange[i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i / 2 % 2 * 8] =
+        exchange.z[i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i / 2 % 2 * 8] =
             sum[batch * kElements + i];
       }
       __syncwarp();
@@ -475,8 +600,8 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
         for (int e = 0; e < kInFlight; ++e) {
           const int m = first_m + row_of(e0 + e, lane);
           if (m < args.m && n < args.n) {
-            in[e].value[0] =
-                fmaf(exchange[row_of(e0 + e, lane)][lane % kWarpN], args.x_unscale[m], bias);
+            in[e].value[0] = fmaf(exchange.z[row_of(e0 + e, lane)][lane % kWarpN],
+                                  exchange.x_unscale[batch * kBatchM + row_of(e0 + e, lane)], bias);
             in[e].load(args, m, n);
           }
         }
@@ -491,12 +616,29 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
       }
       __syncwarp();
     }
-    broken_in(index) = broken;
-    any_broken |= __any_sync(0xFFFFFFFF, broken != 0);
+    args.broken[place_of(index)] = broken;
+    args.strained[place_of(index)] = strained;
+    any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
   }
 
-  __device__ __forceinline__ uint64_t& broken_in(int index) const {
-    return args.broken[int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x];
+  static __device__ __forceinline__ int64_t place_of(int index) {
+    return int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x;
+  }
+
+  // The rows that the warp's first four lanes name, as bits of the lane's elements.
+  __device__ __forceinline__ uint64_t strained_elements(int index) const {
+    const uint32_t rows = args.strained[place_of(index)];
+    if (__any_sync(0xFFFFFFFF, rows != 0)) *args.was_strained = 1;
+    const int lane = threadIdx.x % 32;
+    uint64_t elements = 0;  // of row 8i + 2c + t: bit 4i + c in the lanes whose rows are t
+#pragma unroll 1
+    for (int c = 0; c < 4; ++c) {
+      const uint32_t of_c = __shfl_sync(0xFFFFFFFF, rows, c) >> (lane / kWarpN);
+#pragma unroll 1
+      for (int i = 0; i < 16; ++i) elements |= uint64_t{of_c >> (2 * i) & 1} << (4 * i + c);
+    }
+    const bool is_stored = tile_at(args, index).n + warp_n + lane % kWarpN < args.n;
+    return is_stored ? elements : 0;
   }
 
   // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
@@ -504,7 +646,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   __device__ __forceinline__ void repair() const {
     if (!any_broken) return;
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-      repair(tile_at(args, index), broken_in(index));
+      repair(tile_at(args, index), args.broken[place_of(index)] | strained_elements(index));
     }
   }
 
@@ -546,6 +688,8 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
                            kConsumers * kWarpgroup / 32);
       }
     }
+    ptx::mbarrier_init(ptx::shared_address(&shared.walked), kConsumers * kWarpgroup / 32);
+    shared.any_again = 0;
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -581,4 +725,8 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                  \
       fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) { \
     fx_fuser::split_rows(args);                                                          \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kTransposeThreads)              \
+      fx_fuser_transpose(const __grid_constant__ fx_fuser::TransposeArgs args) {         \
+    fx_fuser::transpose(args);                                                           \
   }

@@ -38,6 +38,9 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) { m.impl("linear_kernel", TORCH_BOX(&linear_kernel)); }
+STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
+  m.impl("linear_kernel", TORCH_BOX(&linear_kernel));
+  m.impl("split_product", TORCH_BOX(&split_product));
+}
 
 }  // namespace fx_fuser

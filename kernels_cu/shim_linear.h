@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "shim_linear_dense.h"
 #include "shim_linear_split.h"
 #include "shim_pointwise.h"
 
@@ -49,18 +50,21 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 // Is the split product faster than cuBLAS's fp32 product, which also divides few tiles along k?
-// Both as measured on the H200 (kernels_cu/NOTES.md), where a tile's 64 of k take 1.2 us.
-bool split_pays(int64_t m, int64_t n, int64_t k, int64_t multiprocessors) {
+// Figures of the H200 (kernels_cu/NOTES.md); a tile's 64 of k take 1.2 us. `before`: seconds that
+// only the split product needs.
+bool split_pays(int64_t m, int64_t n, int64_t k, int64_t multiprocessors, double before = 0) {
   constexpr double kStage = 1.2e-6;      // s
   constexpr double kStart = 8e-6;        // s: the pre-pass, filling the ring, the epilogue
   constexpr double kLibrary = 48e12;     // flop/s, where the product is large
   constexpr double kBandwidth = 4.0e12;  // byte/s
+  const auto elements = [](int64_t rows, int64_t columns) {
+    return static_cast<double>(rows) * static_cast<double>(columns);
+  };
   const int64_t tiles = ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN);
-  const auto rounds = static_cast<double>(ceil_div(tiles, multiprocessors));
-  const double split = kStart + rounds * static_cast<double>(ceil_div(k, kLinearTileK)) * kStage;
-  const double operations = 2.0 * static_cast<double>(m) * static_cast<double>(n * k);
-  const double bytes = 4.0 * static_cast<double>(n * k);
-  return split < std::max(operations / kLibrary, bytes / kBandwidth);
+  const double stages = elements(ceil_div(tiles, multiprocessors), ceil_div(k, kLinearTileK));
+  const double operations = 2 * elements(m, n) * static_cast<double>(k);
+  const double bytes = 4 * (elements(n, k) + elements(m, k) + elements(m, n));
+  return before + kStart + stages * kStage < std::max(operations / kLibrary, bytes / kBandwidth);
 }
 
 // What an epilogue reads besides z, in the order of its functor.
@@ -84,29 +88,96 @@ Wildcards wildcards_of(const std::vector<std::optional<Tensor>>& t, const std::v
   return found;
 }
 
+// Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
+// may be called with others. The dense product has tiles for all of them.
+bool pays(const LinearSplitKernels& kernels, int64_t m, int64_t n, int64_t k) {
+  return split_pays(m, n, k, kernels.multiprocessors) && !kernels.strain->rests();
+}
+bool pays(const LinearDenseKernels& /*kernels*/, int64_t /*m*/, int64_t /*n*/, int64_t /*k*/) {
+  return true;
+}
+
+bool run(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
+         const Wildcards& wildcards) {
+  return run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
+}
+bool run(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
+         const Wildcards& wildcards) {
+  return run_linear_dense(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
+}
+
 // y and, if it is to be saved, c; nothing where the kernel does not take or does not gain from
 // these tensors.
+template <class Kernels>
 std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
     const std::string& kernel, const Tensor& x, const Tensor& weight,
     const std::optional<Tensor>& bias, const std::vector<int64_t>& shape,
     const Wildcards& wildcards, ScalarType out_type, bool save) {
-  const auto& kernels = registry<LinearSplitKernels>().at(kernel, x.get_device_index());
+  const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
   const int64_t k = weight.size(1);
-  if (k == 0 || !split_pays(x.numel() / k, weight.size(0), k, kernels.multiprocessors)) return {};
+  if (k == 0 || !pays(kernels, x.numel() / k, weight.size(0), k)) return {};
   const Tensor y = torch::stable::new_empty(x, shape, out_type);
   std::optional<Tensor> c;
   if (save) c = torch::stable::new_empty(x, shape);
-  if (!run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars)) {
-    return {};
-  }
+  if (!run(kernels, x, weight, bias, y, c, wildcards)) return {};
   return std::tuple{y, save ? *c : torch::stable::new_empty(x, {0})};
+}
+
+bool is_turned(const Tensor& matrix) {
+  return matrix.dim() == 2 && matrix.stride(1) != 1 && matrix.stride(0) == 1;
+}
+
+// Reading and writing at what `transpose` reaches.
+double seconds_to_turn(const Tensor& matrix) {
+  constexpr double kBandwidth = 3e12;  // byte/s
+  return is_turned(matrix) ? 8 * static_cast<double>(matrix.numel()) / kBandwidth : 0;
+}
+
+// The same values, with rows that are dense in memory.
+Tensor with_dense_rows(const LinearSplitKernels& kernels, const Tensor& matrix) {
+  if (!is_turned(matrix)) return matrix;
+  const Tensor turned = torch::stable::new_empty(matrix, {matrix.size(0), matrix.size(1)});
+  const int device = matrix.get_device_index();
+  const OnDevice on_device(device);
+  const TransposeArgs args{static_cast<const float*>(matrix.data_ptr()),
+                           static_cast<float*>(turned.data_ptr()), matrix.stride(1), matrix.size(1),
+                           matrix.size(0)};
+  const int64_t tiles =
+      ceil_div(args.rows, kTransposeTile) * ceil_div(args.columns, kTransposeTile);
+  if (tiles > 0) {
+    launch(kernels.transpose, tiles, kTransposeThreads, current_stream(device), args);
+  }
+  return turned;
+}
+
+// fx_fuser::split_product on CUDA: a bᵀ in fp32, of matrices that may be transposed views.
+Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
+  require_cuda(a, "a");
+  const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
+  const int64_t k = b.size(1);
+  const double turning = seconds_to_turn(a) + seconds_to_turn(b);
+  if (k == 0 || !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning) ||
+      kernels.strain->rests()) {
+    return linear(a, b, std::nullopt);
+  }
+  const auto a_sizes = a.sizes();
+  std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
+  shape.back() = b.size(0);
+  const Tensor product = torch::stable::new_empty(a, shape);
+  const bool done =
+      run_linear_split(kernels, with_dense_rows(kernels, a), with_dense_rows(kernels, b),
+                       std::nullopt, product, std::nullopt, {}, {});
+  return done ? product : linear(a, b, std::nullopt);
 }
 
 // fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.
 std::tuple<Tensor, Tensor> linear_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::string& /*product*/, const std::vector<std::optional<Tensor>>& t,
-    const std::vector<double>& s, const std::string& kinds, const std::string& /*pattern*/,
+    const std::string& product, const std::string& /*backward*/,
+    const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
+    const std::string& kinds, const std::string& /*pattern*/,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   require_cuda(x, "x");
   const Wildcards wildcards = wildcards_of(t, s, kinds);
@@ -121,7 +192,9 @@ std::tuple<Tensor, Tensor> linear_kernel(
   const bool same_shape = shape == c_shape;
 
   if (kernels.size() > 1 && same_shape) {
-    auto done = linear_in_one_kernel(kernels[1], x, weight, bias, shape, wildcards, out_type, save);
+    const auto in_one_kernel = product == "split" ? linear_in_one_kernel<LinearSplitKernels>
+                                                  : linear_in_one_kernel<LinearDenseKernels>;
+    auto done = in_one_kernel(kernels[1], x, weight, bias, shape, wildcards, out_type, save);
     if (done) return *std::move(done);
   }
 

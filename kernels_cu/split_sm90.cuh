@@ -1,5 +1,5 @@
 // fp32 as two fp16: v * scale = hi + lo, with scale a power of two that brings the largest value of
-// the group sharing it to [2^14, 2^15). What is lost is at most 2^-22 of v, or 2^-40 of the
+// the group sharing it to [2^14, 2^15). What is lost is at most 2^-22 of v, or 2^-39 of the
 // largest.
 //
 // And the pre-pass: rows of x to hi, lo and one factor a row, in the order of k in which
@@ -14,18 +14,21 @@
 
 namespace fx_fuser {
 
-// Factors for a group whose largest magnitude is given. Below 2^-112 the exponent stays where both
-// factors are normal numbers; the split of such values is exact. An infinity asks for 2^-114, which
-// leaves all finite values finite.
+// Factors for a group whose largest magnitude is given. Below 2^(-112 - head_room) the exponent
+// stays where both factors are normal numbers; the split of such values is exact. An infinity asks
+// for 2^-114, which leaves all finite values finite.
 struct Scale {
   float scale;
   float unscale;  // 1 / scale
 
-  static __device__ __forceinline__ Scale of(float largest) {
+  // With head-room the largest comes to [2^(14 - head_room), 2^(15 - head_room)): others may be
+  // nearly 2^(head_room + 1) times larger, and up to 2^(head_room - 39) of the largest is lost.
+  static __device__ __forceinline__ Scale of(float largest, int head_room = 0) {
     constexpr uint32_t kExponent = 0x7F800000;
-    const uint32_t exponent = max(__float_as_uint(largest) & kExponent, 15u << 23);
-    // Biased exponents add up to 127 + 127; scale * 2^(exponent - 127) is 2^14.
-    return {__uint_as_float((268u << 23) - exponent), __uint_as_float(exponent - (14u << 23))};
+    // Biased exponents add up to 127 + 127; scale * 2^(exponent - 127) is 2^(14 - head_room).
+    const uint32_t shift = static_cast<uint32_t>(14 - head_room) << 23;
+    const uint32_t exponent = max(__float_as_uint(largest) & kExponent, shift + (1u << 23));
+    return {__uint_as_float((254u << 23) + shift - exponent), __uint_as_float(exponent - shift)};
   }
 };
 
@@ -93,8 +96,17 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   const int first = rank * kSplitThreads * kSplitWidth;
   const int step = cluster * kSplitThreads * kSplitWidth;
 
+  Octet kept[kSplitKept];
   float largest = 0;
-  for (int k = first + thread_k; k < args.k; k += step) {
+#pragma unroll
+  for (int i = 0; i < kSplitKept; ++i) {
+    kept[i] = load_octet(row, first + thread_k + i * step, args.k);
+  }
+#pragma unroll
+  for (int i = 0; i < kSplitKept; ++i) {
+    largest = fmaxf(largest, fmaxf(largest_of(kept[i].half[0]), largest_of(kept[i].half[1])));
+  }
+  for (int k = first + thread_k + kSplitKept * step; k < args.k; k += step) {
     const Octet octet = load_octet(row, k, args.k);
     largest = fmaxf(largest, fmaxf(largest_of(octet.half[0]), largest_of(octet.half[1])));
   }
@@ -117,10 +129,8 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   if (rank == 0 && threadIdx.x == 0) args.unscale[r] = scale.unscale;
   auto* hi = static_cast<__half*>(args.split) + r * args.padded_k;
   __half* lo = hi + int64_t{args.rows} * args.padded_k;
-  for (int base = first; base < args.padded_k; base += step) {
-    const int k = base + thread_k;
-    const Octet octet = load_octet(row, k, args.k);  // again, now from the cache
-    uint32_t hi_word[4];                             // word 2j + b
+  const auto store = [&](const Octet& octet, int k) {
+    uint32_t hi_word[4];  // word 2j + b
     uint32_t lo_word[4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -140,6 +150,11 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
       *reinterpret_cast<uint4*>(lo + k) =
           make_uint4(lo_word[0], lo_word[1], lo_word[2], lo_word[3]);
     }
+  };
+#pragma unroll
+  for (int i = 0; i < kSplitKept; ++i) store(kept[i], first + thread_k + i * step);
+  for (int base = first + kSplitKept * step; base < args.padded_k; base += step) {
+    store(load_octet(row, base + thread_k, args.k), base + thread_k);  // again, from the cache
   }
 }
 

@@ -1,9 +1,35 @@
-"""The native kernels on small shapes: `PYTHONPATH=. compute-sanitizer python tests/sanitize.py`."""
+"""The native kernels on small shapes: `PYTHONPATH=. compute-sanitizer python tests/sanitize.py`.
+
+Run it once without the sanitizer, so that everything is built: compilers are slow under it.
+"""
 
 import torch
 from native_cases import SMALL_CASES
 
+from benchmarks import linear_dense_sm90, linear_sm90
+from benchmarks.measure import float32_settings
+from fx_fuser import build, native
+from fx_fuser.anchors.linear import PRODUCT_ALONE
+
 for case in SMALL_CASES:
     case()
+ran = len(SMALL_CASES)
+if build.arch_of() == "sm_90a":
+    failures: list[str] = []
+    linear_sm90.sweep(8, 0, failures)
+    dense = linear_dense_sm90
+    native.prepare([e.source(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
+    with float32_settings("tf32"):
+        dense.sweep(16, 0, failures, dense.small_sizes)
+    native.prepare([PRODUCT_ALONE], "cuda")
+    # The smallest for which the op takes its own kernel; both operands are turned around first.
+    a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))
+    name = native.kernel_name(PRODUCT_ALONE)
+    product = torch.ops.fx_fuser.split_product.default(a, b, name)
+    exact = a.double() @ b.double().t()
+    if not linear_sm90.relative(product, exact) <= 1e-6:
+        failures.append("split_product")
+    assert not failures, failures
+    ran += 25
 torch.cuda.synchronize()
-print(f"{len(SMALL_CASES)} cases ran")
+print(f"{ran} cases ran")

@@ -96,8 +96,8 @@ def test_the_table() -> None:
 
 
 def test_nothing_found_is_said() -> None:
-    report = fx_fuser.explain(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.ones(2, 3))
-    assert (report.fused, report.refused) == ([], [])
+    report = fx_fuser.explain(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.ones(2, 3))
+    assert (report.fused, report.refused, report.others) == ([], [], {})
     assert str(report) == "fx_fuser: no site of any pattern found"
 
 

@@ -7,6 +7,7 @@ OpenFold, Boltz, Qwen2-MoE, diffusers, timm and torchvision use.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -500,19 +501,26 @@ def test_timm_resnet_is_unchanged() -> None:
 
 
 def test_torchvision_efficientnet_stays_right() -> None:
-    """Stochastic depth in training: [N, 1, 1, 1] after the norm, with eager's random numbers."""
+    """Stochastic depth in training: [N, 1, 1, 1] after the norm, with eager's random numbers.
+
+    At 64 pixels: the last norms of 32 see two values a channel, whose difference is all rounding.
+    """
     torchvision = pytest.importorskip("torchvision")
     model = torchvision.models.efficientnet_b0().train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    reference, x = copy.deepcopy(model), torch.randn(2, 3, 32, 32)
-    torch.manual_seed(3)
-    value = fused_compile(model)(x)
-    torch.manual_seed(3)
-    expected = reference(x)
+    reference, exact_model = copy.deepcopy(model), copy.deepcopy(model).double()
+    x = torch.randn(2, 3, 64, 64)
+
+    def with_seed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return run(x)
+
+    value, eager = with_seed(fused_compile(model), x), with_seed(reference, x)
+    exact = with_seed(exact_model, x.double())
     assert sites()[CONV] > 0
-    assert error(value, expected) < 1e-4  # 80 layers
+    assert error(value, exact) < 2 * error(eager, exact)
     for mine, its in zip(model.buffers(), reference.buffers()):
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
 

@@ -438,6 +438,18 @@ def test_norm_applied_twice(train: bool) -> None:
     check(model, leaf(3, 4, 8, 9), fuses={} if train else {CONV: 2}, train=train)
 
 
+def test_norm_shared_by_two_sites_in_evaluation() -> None:
+    """The second one, between the first and its scale, reads the statistics and writes nothing."""
+
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        u = m.bn(m.conv(x))
+        v = m.bn(m.conv(x * 0.5))
+        return v * 3.0, u * 2.0
+
+    model = conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    check(model, leaf(3, 4, 8, 9), fuses={CONV: 2}, train=False, leaves=("mul",))
+
+
 @train_eval
 def test_one_linear_feeds_another(train: bool) -> None:
     def body(m: Any, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from helpers import ADD, CONV, MUL
 from torch import Tensor
 from torch.library import opcheck
 
+from fx_fuser import native
 from fx_fuser.ops import _PATTERNS
 
 F64, F32 = torch.float64, torch.float32
@@ -38,7 +40,7 @@ def _wildcards(
 def linear_args(kinds: str, dtype: torch.dtype, bias: bool = True, native: bool = True) -> tuple:
     x, w = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in ((4, 3), (5, 3)))
     b = torch.randn(5, dtype=dtype, requires_grad=True) if bias else None
-    return (x, w, b, "library", *_wildcards(kinds, (4, 5), dtype), dtype, dtype, native)
+    return (x, w, b, "library", "library", *_wildcards(kinds, (4, 5), dtype), dtype, dtype, native)
 
 
 def conv_args(
@@ -144,9 +146,25 @@ def _detached(value: Any) -> Any:
 @pytest.mark.parametrize("kinds", ["zs", "nf"])
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 def test_opcheck_linear_kernel(pattern: str, kinds: str, save: bool) -> None:
-    x, w, b, product, t, s, letters, _, out, _ = _detached(list(linear_args(kinds, F32)))
+    *front, t, s, letters, _, out, _ = _detached(list(linear_args(kinds, F32)))
     op = torch.ops.fx_fuser.linear_kernel.default
-    opcheck(op, (x, w, b, product, t, s, letters, pattern, [], out, save))
+    opcheck(op, (*front, t, s, letters, pattern, [], out, save))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_cuda_ops_take_what_their_schemas_say() -> None:
+    """As far as a CPU can tell: they are reached, and refuse its tensors."""
+    native._load_shim()
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    *front, t, s, letters, _, out, _ = _detached(list(linear_args("nf", F32)))
+    calls = {
+        "linear_kernel": (*front, t, s, letters, MUL, ["a kernel"], out, False),
+        "split_product": (*front[:2], "a kernel"),
+    }
+    for name, args in calls.items():
+        op = getattr(torch.ops.fx_fuser, name).default
+        with pytest.raises(RuntimeError, match="is not a CUDA tensor"):
+            op.redispatch(cuda, *args)
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])

@@ -288,6 +288,21 @@ def smallest(x, weight, bias):  # type: ignore[no-untyped-def]
     return torch.sigmoid(F.linear(x, weight, bias))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [lambda m, x: torch.tanh(m.lin(x)) - 2.0, lambda m, x: torch.tanh(m.lin(x)).add(-0.5)],
+    ids=["- 2", "+ -0.5"],
+)
+def test_a_subtracted_wildcard_may_be_a_number(body: Callable[..., Tensor]) -> None:
+    """The pattern's `- a` is `+ a · (−1)`, and the user's `- 2` is `+ (−2)`."""
+
+    def pattern_test_minus(x, weight, bias, a):  # type: ignore[no-untyped-def]
+        return torch.tanh(F.linear(x, weight, bias)) - a
+
+    fx_fuser.register_pattern(pattern_test_minus)
+    check(Program(body, lin=nn.Linear(8, 6)), leaf(4, 8), fuses={"pattern_test_minus": 1})
+
+
 def test_largest_first() -> None:
     """Wherever several fit, the one that takes most in is used, whichever came first."""
     fx_fuser.register_pattern(smallest)

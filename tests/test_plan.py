@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
-import fx_fuser  # noqa: F401  (registers the backend in a bare checkout)
-from fx_fuser import native, plan, rehearse, timing
+import fx_fuser
+from fx_fuser import native, ops, plan, rehearse, timing
+from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import OptionError
 from fx_fuser.match import Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.plan import Plan
 
 GPU = torch.device("cuda", 0)
-MEASURED = Options()
+LIBRARY = {"product": "library", "backward": "library"}
+SPLIT = {"product": "split", "backward": "split"}
+DENSE = {"product": "dense", "backward": "library"}
 
 
 def swish(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,7 +45,7 @@ def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
 
         def decide(matches: Sequence[Match], _: Options) -> list[Plan]:
             found.extend(matches)
-            return [Plan(False, {"product": "library"} if m.site.kind == "linear" else {"tf32": 0})
+            return [Plan(False, LIBRARY if m.site.kind == "linear" else {"tf32": 0})
                     for m in matches]  # fmt: skip
 
         torch._dynamo.reset()
@@ -79,14 +83,14 @@ def decide(match: Match, **options: Any) -> Plan | Refusal:
 
 def test_on_a_cpu_the_inner_compiler_has_the_plain_ops(match_of: Any) -> None:
     match = match_of(swish, *linear_tensors())
-    assert decide(match) == Plan(False, {"product": "library"})
-    assert decide(match, cpu_ops=True) == Plan(True, {"product": "library"})
+    assert decide(match) == Plan(False, LIBRARY)
+    assert decide(match, cpu_ops=True) == Plan(True, LIBRARY)
 
 
 def test_a_faster_kernel_is_taken_and_says_by_how_much(match_of: Any, on_gpu: Any) -> None:
     on_gpu(2.0, 0.75)
     decision = decide(match_of(swish, *linear_tensors()))
-    assert decision == Plan(True, {"product": "split"}, "library 2 ms, split 0.75 ms")
+    assert decision == Plan(True, {**SPLIT, "backward": "library"}, "library 2 ms, split 0.75 ms")
 
 
 @pytest.mark.parametrize("split", [0.985, 1.0, 3.0])
@@ -97,22 +101,88 @@ def test_what_gains_nothing_is_left_to_inductor(match_of: Any, on_gpu: Any, spli
     assert isinstance(decision, Refusal)
     assert f"library 1 ms, split {split:g} ms" in decision.reason
     # Other compilers would run the epilogue op by op.
-    assert decide(match, inner="eager").choices == {"product": "library"}  # type: ignore[union-attr]
-    assert decide(match, plan="always").choices == {"product": "split"}  # type: ignore[union-attr]
+    assert decide(match, inner="eager").choices == LIBRARY  # type: ignore[union-attr]
+    assert decide(match, plan="always").choices == SPLIT  # type: ignore[union-attr]
 
 
-def test_without_an_answer_the_kernel_is_taken(match_of: Any, on_gpu: Any) -> None:
+@pytest.mark.parametrize(
+    "times, choices",
+    [
+        ([1.0, 0.5, 2.0, 1.0], SPLIT),
+        ([1.0, 0.5, 2.0, 3.0], {**SPLIT, "backward": "library"}),
+        ([1.0, 1.1, 2.0, 1.0], SPLIT),
+        ([1.0, 0.97, 9.0, 9.0], None),
+    ],
+)
+def test_training_is_judged_on_the_sum(
+    match_of: Any, on_gpu: Any, times: list[float], choices: Any
+) -> None:
+    x, weight, bias = linear_tensors()
+    match = match_of(swish, x, weight.requires_grad_(), bias)
+    on_gpu(*times)
+    decision = decide(match)
+    assert getattr(decision, "choices", None) == choices
+
+
+@pytest.mark.parametrize("why", ["no memory to time it", "sizes unknown"])
+def test_what_was_not_rehearsed_is_not_taken(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Neither a kernel whose result nobody compared, nor a convolution that may be slower."""
     on_gpu(None)
-    decision = decide(match_of(swish, *linear_tensors()))
-    assert decision == Plan(True, {"product": "split"}, "split, no memory to time it")
+    if why == "sizes unknown":
+        monkeypatch.setattr(rehearse, "tensors_of", lambda match: None)
+    for match in (match_of(swish, *linear_tensors()), half_norm(match_of)):
+        decision = decide(match)
+        assert isinstance(decision, Refusal) and why in decision.reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_dtypes_without_a_kernel_are_left_alone(match_of: Any, on_gpu: Any, dtype: Any) -> None:
+def keys_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    keys: list[str] = []
+    monkeypatch.setattr(timing, "medians", lambda key, *_: keys.append(repr(key)) or [1.0, 0.5])
+    return keys
+
+
+def test_a_time_is_of_one_geometry(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors alone do not tell a stride of one from a stride of two."""
+    keys = keys_of(monkeypatch)
+    x, weight = torch.randn(2, 4, 8, 8).bfloat16(), torch.randn(4, 4, 3, 3).bfloat16()
+    for geometry in ({}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"padding": 1}):
+
+        def f(x: Tensor, weight: Tensor, geometry: Any = geometry) -> Tensor:
+            c = F.conv2d(x, weight, **geometry)
+            return F.batch_norm(c, None, None, training=True) * 2.0
+
+        decide(match_of(f, x, weight))
+    assert len(keys) == 5 and len(set(keys)) == 4
+
+
+def test_a_time_is_of_one_precision(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's product follows torch's setting, whatever ours is."""
+    keys = keys_of(monkeypatch)
+    match = match_of(swish, *linear_tensors())
+    for precision in ("ieee", "tf32"):
+        torch.backends.cuda.matmul.fp32_precision = precision
+        decide(match, fp32="split")
+    assert len(set(keys)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(match_of: Any, on_gpu: Any, dtype: Any) -> None:
     match = match_of(swish, *linear_tensors(dtype))
     decision = decide(match)
+    assert decision == Plan(True, DENSE, "library 1 ms, dense 0.5 ms")
+
+
+def test_a_dtype_without_a_kernel_is_left_alone(match_of: Any, on_gpu: Any) -> None:
+    match = match_of(swish, *linear_tensors(torch.float64))
+    decision = decide(match)
     assert isinstance(decision, Refusal) and "no kernel of ours" in decision.reason
-    assert decide(match, plan="always").choices == {"product": "library"}  # type: ignore[union-attr]
+    assert decide(match, plan="always").choices == LIBRARY  # type: ignore[union-attr]
 
 
 def test_a_double_operand_has_no_fp32_kernel(match_of: Any, on_gpu: Any) -> None:
@@ -127,20 +197,20 @@ def test_a_double_operand_has_no_fp32_kernel(match_of: Any, on_gpu: Any) -> None
 @pytest.mark.parametrize(
     "precision, option, product",
     [
-        ("ieee", "follow", "split"),
-        ("tf32", "follow", "library"),
-        ("tf32", "split", "split"),
-        ("ieee", "ieee", "library"),
-        ("ieee", "tf32", "library"),
+        ("ieee", "follow", SPLIT),
+        ("tf32", "follow", DENSE),
+        ("tf32", "split", SPLIT),
+        ("ieee", "ieee", LIBRARY),
+        ("ieee", "tf32", DENSE),
     ],
 )
 def test_option_fp32_on_a_linear(
-    match_of: Any, on_gpu: Any, precision: str, option: str, product: str
+    match_of: Any, on_gpu: Any, precision: str, option: str, product: Any
 ) -> None:
     match = match_of(swish, *linear_tensors())
     torch.backends.cuda.matmul.fp32_precision = precision
     decision = decide(match, fp32=option, plan="always")
-    assert isinstance(decision, Plan) and decision.choices == {"product": product}
+    assert isinstance(decision, Plan) and decision.choices == product
 
 
 def test_ieee_against_torchs_own_setting_is_an_error(match_of: Any, on_gpu: Any) -> None:
@@ -160,7 +230,42 @@ def test_option_fp32_on_a_convolution(
 ) -> None:
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     torch.backends.cuda.matmul.fp32_precision = precision
-    assert decide(match, fp32=option) == Plan(True, {"tf32": tf32})
+    assert decide(match, fp32=option, plan="always") == Plan(True, {"tf32": tf32})
+
+
+def half_norm(match_of: Any) -> Match:
+    x, weight = torch.randn(2, 3, 8, 8).bfloat16(), torch.randn(4, 3, 3, 3).bfloat16()
+    found: Match = match_of(scaled_norm, x, weight)
+    return found
+
+
+@pytest.mark.parametrize("as_it_lies, fused", [(0.5, True), (0.99, False), (2.0, False)])
+def test_a_convolution_in_16_bits_is_left_where_channels_last_is_faster(
+    match_of: Any, on_gpu: Any, as_it_lies: float, fused: bool
+) -> None:
+    match = half_norm(match_of)
+    on_gpu(as_it_lies, 1.0)
+    decision = decide(match)
+    assert isinstance(decision, Plan) == fused
+    assert f"as it lies {as_it_lies:g} ms, in channels_last 1 ms" in str(decision)
+    assert isinstance(decide(match, plan="always"), Plan)
+
+
+def test_an_exact_convolution_is_fused_always(match_of: Any, on_gpu: Any) -> None:
+    on_gpu(2.0, 1.0)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    assert decide(match) == Plan(True, {"tf32": False})
+    assert isinstance(decide(match, fp32="tf32"), Refusal)
+
+
+def test_both_layouts_are_rehearsed(match_of: Any) -> None:
+    match = half_norm(match_of)
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    ways = rehearse.layouts(match, {"tf32": False}, forms)
+    lying, turned = (way()[0] for way in ways)  # type: ignore[index]
+    assert lying.is_contiguous() and turned.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(lying, turned)
 
 
 # ---- the tensors that are timed ------------------------------------------------------------------
@@ -187,9 +292,66 @@ def test_the_rehearsal_is_the_op_that_runs(match_of: Any) -> None:
     match = match_of(swish, *linear_tensors())
     forms = rehearse.tensors_of(match)
     assert forms is not None
-    ways = rehearse.rehearsals(match, [{"product": "library"}, {"product": "split"}], forms)
+    ways = rehearse.rehearsals(match, [LIBRARY, SPLIT], forms)
     for y, saved in (way() for way in ways):  # type: ignore[misc]
         assert y.shape == (4, 8) and saved.numel() == 0
+
+
+def test_the_rehearsal_of_training(match_of: Any) -> None:
+    x, weight, bias = linear_tensors()
+    match = match_of(swish, x, weight.requires_grad_(), bias)
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    with torch.no_grad():
+        ways = rehearse.rehearsals(match, [LIBRARY, SPLIT], forms)
+        *ahead, library, split = (way() for way in ways)
+    assert all(saved.shape == (4, 8) for _, saved in ahead)  # type: ignore[misc]
+    torch.testing.assert_close(library, split)
+    assert [grad.shape for grad in library] == [weight.shape]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_kernel_that_is_wrong_is_not_used(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, train: bool
+) -> None:
+    """Forward or backward: the site is left to the inner compiler, and one warning says so."""
+    x, weight, bias = linear_tensors()
+    match = match_of(swish, x, weight.requires_grad_(train), bias)
+    right = ops.FusedCall.run if not train else Linear.backward
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = right(self, *args, **kwargs)
+        config = self.config if not train else args[2]
+        if config["product"] == "split":
+            (found[0] if not train else found["weight"])[-1, -1] += 0.01
+        return found
+
+    owner, name = (ops.FusedCall, "run") if not train else (Linear, "backward")
+    monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways())
+    with pytest.warns(UserWarning, match=r"the split product .* from the library's; please report"):
+        decision = decide(match)
+    assert isinstance(decision, Refusal) and "from the library's" in decision.reason
+
+
+@pytest.mark.parametrize("precision, used", [("ieee", False), ("tf32", True)])
+def test_a_library_in_tf32_is_no_measure_of_fp32(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, precision: str, used: bool
+) -> None:
+    """option "split" under `high`: what differs by TF32's rounding is as it should be."""
+    match, right = match_of(swish, *linear_tensors()), ops.FusedCall.run
+
+    def rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y, *others = right(self, *args, **kwargs)
+        return (y * (1 + 3e-4 * (self.config["product"] == "library")), *others)
+
+    monkeypatch.setattr(ops.FusedCall, "run", rounded)
+    monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and [1, 0.5])
+    torch.backends.cuda.matmul.fp32_precision = precision
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        decision = decide(match, fp32="split")
+    assert isinstance(decision, Plan) == used
 
 
 # ---- what is remembered --------------------------------------------------------------------------
@@ -261,6 +423,25 @@ def test_left_sites_are_counted(on_gpu: Any) -> None:
     value = torch.compile(swish, backend="fx_fuser")(*tensors)
     torch.testing.assert_close(value, swish(*tensors))
     assert not counters["fx_fuser"] and counters["fx_fuser_left"] == {"linear_sigmoid_mul_mul": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_taken_through_the_backend(on_gpu: Any, dtype: torch.dtype) -> None:
+    """With the reference in place of the kernels: what is compiled, reported and differentiated."""
+    on_gpu(1.0, 0.5, 1.0, 0.5)
+    counters.clear()
+    torch._dynamo.reset()
+    twin = [t.requires_grad_() for t in linear_tensors(dtype)]
+    tensors = [t.detach().clone().requires_grad_() for t in twin]
+    ours, eager = torch.compile(swish, backend="fx_fuser", options={"strict": True}), swish
+    for f, own in ((ours, tensors), (eager, twin)):
+        f(*own).float().square().sum().backward()
+    close = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
+    for mine, its in zip(tensors, twin):
+        torch.testing.assert_close(mine.grad, its.grad, **close)
+    assert counters["fx_fuser"] == {"linear_sigmoid_mul_mul": 1}
+    (site,) = fx_fuser.explain(swish, *tensors).fused
+    assert site.kernel.startswith("library 1 ms, ") and site.bytes_saved
 
 
 def test_a_bad_option_is_no_fault_of_ours_to_survive(on_gpu: Any) -> None:

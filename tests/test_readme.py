@@ -26,10 +26,15 @@ def test_python_block_runs_by_itself(code: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    runner = ["-m", "pytest", "-q"] if "\ndef test_" in code else []
     done = subprocess.run(
-        [sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, *runner, script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_set_up_commands_are_those_of_ci() -> None:

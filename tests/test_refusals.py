@@ -190,6 +190,39 @@ IN_PLACE: dict[str, tuple[Body, str]] = {
 }
 
 
+def _view_after(m: Any, x: Tensor) -> Any:
+    r = m.lin(x).sigmoid() * 2.0
+    r.mul_(m.p)
+    return r[:2], r.view(-1)
+
+
+def _written_after(m: Any, x: Tensor) -> Any:
+    z = m.lin(x)
+    z += 2.0 * torch.sigmoid(z)
+    z.view(-1).add_(1)
+    z[0] = 3.0
+    return z * 1.0
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("body", [_view_after, _written_after])
+def test_in_place_result_may_be_viewed_and_written(body: Body, train: bool) -> None:
+    """What comes after the last matched node sees the result and no inner value."""
+    pattern = MUL if body is _view_after else ADD
+    check(linear_program(body), leaf(4, 8), fuses={pattern: 1}, train=train, leaves=("add", "mul"))
+
+
+def _inner_viewed_after(m: Any, x: Tensor, y: Tensor) -> Any:
+    z = m.lin(x)
+    s = z.sigmoid_()
+    return s * y * 2.0, z.view(-1)
+
+
+def test_in_place_inner_value_viewed_after() -> None:
+    model = linear_program(_inner_viewed_after)
+    refused(model, leaf(4, 8), leaf(4, 6), reason="the inner value")
+
+
 @cases(IN_PLACE)
 def test_in_place(body: Body, reason: str) -> None:
     model = linear_program(body)
@@ -742,6 +775,13 @@ def test_complex_operand() -> None:
     exactly_refused(model, torch.randn(4, 8), y, reason="complex64")
 
 
+def test_operand_of_a_dtype_without_a_cuda_type() -> None:
+    """Eager casts it; on CUDA the kernel has no type to read it by."""
+    model = linear_program(lambda m, x, y: torch.sigmoid(m.lin(x)) * 2.0 * y)
+    y = torch.ones(6, dtype=torch.uint16)
+    exactly_refused(model, torch.randn(4, 8), y, reason="dtype torch.uint16")
+
+
 def test_complex_linear() -> None:
     model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(F.linear(x, w)))
     x, w = (torch.randn(*s, dtype=torch.complex64) for s in ((4, 8), (6, 8)))
@@ -952,8 +992,9 @@ def test_other_convolutions(case: Any, train: bool) -> None:
 
 
 def test_conv_near_miss_has_a_reason() -> None:
-    body, conv, norm, _ = OTHER_CONV["relu"]
-    refused(Program(body, conv=conv, bn=norm), leaf(3, 4, 7, 7), reason="followed by relu")
+    body, conv, norm, _ = OTHER_CONV["relu, then mul"]
+    reason = ", which stands in between: without it, this is z * a"
+    refused(Program(body, conv=conv, bn=norm), leaf(3, 4, 7, 7), reason=reason)
 
 
 # ---- hazard B: numbers that change ----------------------------------------------------------

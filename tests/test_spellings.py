@@ -11,7 +11,23 @@ import torch.nn.functional as F
 from helpers import ADD, CONV, MUL, check, conv_program, leaf, linear_program
 from torch import Tensor, nn
 
-train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+
+def _modes(*slow: str) -> Any:
+    """Eval and training with static and dynamic shapes, the costliest only when asked for."""
+    every = {
+        "eval-static": (False, False),
+        "eval-dynamic": (False, True),
+        "train-static": (True, False),
+        "train-dynamic": (True, True),
+    }
+    marks = {name: [pytest.mark.slow] if name in slow else [] for name in every}
+    return pytest.mark.parametrize(
+        "train, dynamic", [pytest.param(*every[n], id=n, marks=marks[n]) for n in every]
+    )
+
+
+modes = _modes("train-dynamic")
+modes_of_convolutions = _modes("eval-dynamic", "train-dynamic")
 static_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
@@ -48,6 +64,11 @@ def _mul_in_place_under_old_name(m: Any, z: Tensor, y: Tensor) -> Tensor:
 
 def _sigmoid_in_place_under_old_name(m: Any, z: Tensor, y: Tensor) -> Tensor:
     z.sigmoid_()
+    return z * y * 2.0
+
+
+def _sigmoid_in_place_of_keyword_under_old_name(m: Any, z: Tensor, y: Tensor) -> Tensor:
+    torch.sigmoid_(input=z)
     return z * y * 2.0
 
 
@@ -93,6 +114,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "/ number": lambda m, z, y: z * torch.sigmoid(z) / 4.0,
     "/ 3": lambda m, z, y: z * torch.sigmoid(z) / 3,
     "torch.div": lambda m, z, y: torch.div(y * torch.sigmoid(z), 4.0),
+    "torch.div keywords": lambda m, z, y: torch.div(input=y * torch.sigmoid(z), other=4.0),
     "torch.true_divide": lambda m, z, y: torch.true_divide(y * torch.sigmoid(z), 4.0),
     "Tensor.div": lambda m, z, y: (y * torch.sigmoid(z)).div(4.0),
     "neg": lambda m, z, y: -(z * torch.sigmoid(z)),
@@ -120,6 +142,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "sigmoid_": lambda m, z, y: z.sigmoid_() * y * 2.0,
     "torch.sigmoid_": lambda m, z, y: torch.sigmoid_(z) * y * 2.0,
     "sigmoid_ under old name": _sigmoid_in_place_under_old_name,
+    "sigmoid_ of a keyword under old name": _sigmoid_in_place_of_keyword_under_old_name,
     "mul_ on z under old name": _z_scaled_under_old_name,
     "F.silu in place": lambda m, z, y: F.silu(z, inplace=True) * 2.0,
     "F.silu in place, positional": lambda m, z, y: F.silu(z, True) * y,
@@ -128,8 +151,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(PRODUCTS)
 def test_products(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
@@ -250,8 +272,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(SUMS)
 def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
@@ -292,6 +313,8 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
     "w.transpose keywords": lambda m, x: x @ m.w.transpose(dim0=0, dim1=1) + m.b,
     "torch.transpose": lambda m, x: x @ torch.transpose(m.w, 0, 1) + m.b,
     "w.swapaxes": lambda m, x: x @ m.w.swapaxes(0, 1) + m.b,
+    "w.swapaxes keywords": lambda m, x: x @ m.w.swapaxes(axis0=0, axis1=1) + m.b,
+    "w.swapdims": lambda m, x: x @ m.w.swapdims(0, 1) + m.b,
     "w.permute(1, 0)": lambda m, x: x @ m.w.permute(1, 0) + m.b,
     "w.permute((1, 0))": lambda m, x: x @ m.w.permute((1, 0)) + m.b,
     "w.permute(-1, 0)": lambda m, x: x @ m.w.permute(-1, 0) + m.b,
@@ -300,6 +323,7 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
     "torch.matmul keywords": lambda m, x: torch.matmul(input=x, other=m.w.t()) + m.b,
     "Tensor.matmul": lambda m, x: x.matmul(m.w.t()) + m.b,
     "torch.mm": lambda m, x: torch.mm(x, m.w.t()) + m.b,
+    "torch.mm keywords": lambda m, x: torch.mm(input=x, mat2=m.w.t()) + m.b,
     "Tensor.mm": lambda m, x: x.mm(m.w.t()),
     "torch.addmm": lambda m, x: torch.addmm(m.b, x, m.w.t()),
     "torch.addmm keywords": lambda m, x: torch.addmm(input=m.b, mat1=x, mat2=m.w.t()),
@@ -308,8 +332,7 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @cases(LINEARS)
 def test_linears(spelled: Callable[..., Tensor], pattern: str, train: bool, dynamic: bool) -> None:
@@ -347,8 +370,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes_of_convolutions
 @pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
     conv = nn.Conv2d(4, 6, **{"kernel_size": 3, **settings})
@@ -371,8 +393,7 @@ FUNCTIONAL_CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes_of_convolutions
 @cases(FUNCTIONAL_CONVOLUTIONS)
 def test_functional_convolutions(
     spelled: Callable[..., Tensor], train: bool, dynamic: bool
@@ -392,8 +413,7 @@ NORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes_of_convolutions
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS.keys())
 def test_norms(settings: dict[str, Any], bias: bool, train: bool, dynamic: bool) -> None:
@@ -437,8 +457,7 @@ FUNCTIONAL_NORMS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(FUNCTIONAL_NORMS)
 def test_functional_norms(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = conv_program(
@@ -477,8 +496,7 @@ SCALES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@static_dynamic
-@train_eval
+@modes
 @cases(SCALES)
 def test_scales(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = conv_program(

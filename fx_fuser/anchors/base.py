@@ -46,6 +46,10 @@ class Anchor(ABC):
         """
         return (POINTWISE,)
 
+    def backward_sources(self, config: Config) -> list[str]:
+        """The generated sources of the kernels that `backward` launches on CUDA."""
+        return []
+
     @abstractmethod
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """The main operation, by the library's own kernels: the products, real memory."""

@@ -9,31 +9,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fx_fuser import native
 from fx_fuser.anchors.base import Anchor, Config, Operands
-from fx_fuser.epilogue import POINTWISE, Kernel
+from fx_fuser.epilogue import POINTWISE, Kernel, Z, cuda_source
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Operand
 
 LIBRARY = "library"
 SPLIT = "split"
-# Who multiplies on CUDA, and in which kernel, if it is ours: cuBLAS; three fp16 products that make
-# an fp32 one.
-PRODUCTS: dict[str, Kernel | None] = {
-    LIBRARY: None,
+DENSE = "dense"
+# Who multiplies on CUDA: the library, or a kernel of ours. "split": three products of fp16 halves,
+# which make an fp32 one; "dense": one product in the operands' own 16 bits, or of fp32 in TF32.
+PRODUCTS = {
     SPLIT: Kernel("linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT"),
+    DENSE: Kernel("linear_dense_sm90.cuh", "FX_FUSER_LINEAR"),
 }
+PRODUCT_ALONE = cuda_source(
+    Z, {Z.name: torch.float32}, (), torch.float32, "the backward of linear", PRODUCTS[SPLIT]
+)
+
+
+def matmul_tf32_requested() -> bool:
+    """Did the user ask for TF32 products?  `high` and `medium` matmul precision do.
+
+    The getters of before torch 2.9 raise once the new settings were used, so only the new ones
+    are read.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 class Linear(Anchor):
     kind = "linear"
-    schema = "Tensor x, Tensor weight, Tensor? bias, str product"
+    schema = "Tensor x, Tensor weight, Tensor? bias, str product, str backward"
 
     def config(self, site: Site) -> dict[str, Any]:
         return {}
 
     def kernels(self, config: Config) -> tuple[Kernel, ...]:
-        own = PRODUCTS[config["product"]]
-        return (POINTWISE,) if own is None else (POINTWISE, own)
+        product = config["product"]
+        return (POINTWISE,) if product == LIBRARY else (POINTWISE, PRODUCTS[product])
+
+    def backward_sources(self, config: Config) -> list[str]:
+        return [PRODUCT_ALONE] if config["backward"] == SPLIT else []
 
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (F.linear(operands["x"], operands["weight"], operands["bias"]),)
@@ -68,11 +85,26 @@ class Linear(Anchor):
         if needs["bias"] and bias is not None:
             grads["bias"] = _matrix(dz).sum(0).to(bias.dtype)
         dz = dz.to(x.dtype)
+        multiply = _split_product if config["backward"] == SPLIT else _library_product
+        # In this order: the split product's copy of the weight, turned around, is then gone before
+        # the weight's gradient is made.
         if needs["x"]:
-            grads["x"] = dz @ weight
+            grads["x"] = multiply(dz, weight.t())
         if needs["weight"]:
-            grads["weight"] = _matrix(dz).t() @ _matrix(x)
+            grads["weight"] = multiply(_matrix(dz).t(), _matrix(x).t())
         return grads
+
+
+def _library_product(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ"""
+    return a @ b.t()
+
+
+def _split_product(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ in fp32, on tensor cores."""
+    kernel = native.kernel_name(PRODUCT_ALONE)
+    product: Tensor = torch.ops.fx_fuser.split_product.default(a, b, kernel)
+    return product
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -1,0 +1,111 @@
+"""Where in the user's source does a node come from?  File, line and the expression on it.
+
+Dynamo notes with each node the frames that made it. After torch 2.11, from Python 3.11 on, it marks
+where in the line the expression begins, though not where it ends; that comes from parsing the line.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+_FRAME = re.compile(
+    r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in [^\n]*'
+    r"(\n {4}(?P<code>[^\n]*))?(\n {4}(?P<marks>[ ^~]*))?"
+)
+_OPERATORS: dict[str, type[ast.operator]] = {
+    "mul": ast.Mult,
+    "add": ast.Add,
+    "sub": ast.Sub,
+    "truediv": ast.Div,
+    "matmul": ast.MatMult,
+    "pow": ast.Pow,
+}
+_NEARBY = 24  # nodes before one that may be from the same line
+
+
+@dataclass(frozen=True)
+class Source:
+    """code: the line. expression: the part of it that is the node, empty where that is not sure."""
+
+    file: str
+    line: int
+    code: str = ""
+    expression: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def place(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def source_of(node: Node) -> Source | None:
+    """The innermost frame that Dynamo noted for the node, or None."""
+    trace = node.meta.get("stack_trace") or ""
+    found = _FRAME.search(trace, max(trace.rfind('File "'), 0))
+    if found is None:
+        return None
+    code, marks = (found["code"] or "").strip(), found["marks"] or ""
+    start = re.search(r"[\^~]", marks)
+    fitting = _fitting(code, op_of(node), None if start is None else start.start())
+    text = fitting[_turn(node, trace) % len(fitting)] if fitting else ""
+    return Source(found["file"], int(found["line"]), code, text)
+
+
+def op_of(node: Node) -> str:
+    """Name of the function or method that makes the value."""
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _turn(node: Node, trace: str) -> int:
+    """How many nodes before this one are of the same operation at the same place: `a * b * c`."""
+    count, before = 0, node.prev
+    for _ in range(_NEARBY):
+        if before.op == "root":
+            break
+        count += before.target == node.target and before.meta.get("stack_trace") == trace
+        before = before.prev
+    return count
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitting(code: str, op: str, column: int | None) -> tuple[str, ...]:
+    """The expressions of a line that may be this operation, in the order they are computed.
+
+    column: where it begins, if that is known.
+    """
+    try:
+        tree = ast.parse(f"{code} pass" if code.endswith(":") else code)
+    except (SyntaxError, ValueError):  # a part of a longer statement
+        return ()
+    start = None if column is None else len(code[:column].encode())
+    calls: list[ast.expr] = []
+    named: list[ast.expr] = []
+    for e in ast.walk(tree):
+        if not isinstance(e, ast.expr) or (start is not None and e.col_offset != start):
+            continue
+        if (isinstance(e, ast.BinOp) and type(e.op) is _OPERATORS.get(op)) or (
+            isinstance(e, ast.UnaryOp) and isinstance(e.op, ast.USub) and op == "neg"
+        ):
+            named.append(e)
+        elif isinstance(e, ast.Call):
+            called = e.func.attr if isinstance(e.func, ast.Attribute) else ""
+            called = e.func.id if isinstance(e.func, ast.Name) else called
+            (named if called == op else calls).append(e)
+    if not named and (start is not None or len(calls) == 1):
+        named = sorted(calls, key=_end)[:1]  # a module's call: `self.up(x)`
+    texts = (ast.get_source_segment(code, e) for e in sorted(named, key=_end))
+    return tuple(text for text in texts if text)
+
+
+def _end(e: ast.expr) -> int:
+    return e.end_col_offset or 0

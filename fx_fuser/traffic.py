@@ -1,0 +1,79 @@
+"""(match, plan) → what fusing it saves: bytes through memory and kernel launches, by count."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from fx_fuser.anchors.linear import LIBRARY
+from fx_fuser.match import Match
+from fx_fuser.plan import Plan
+from fx_fuser.spell import hint_of, inputs_of, meta_tensor
+
+
+@dataclass(frozen=True)
+class Saved:
+    """bytes: None where a size is not known when compiling."""
+
+    bytes: int | None
+    launches: int
+
+    def __str__(self) -> str:
+        launches = f"{self.launches} launch{'' if self.launches == 1 else 'es'}"
+        return launches if self.bytes is None else f"{text_of(self.bytes)}, {launches}"
+
+
+def saved(match: Match, plan: Plan) -> Saved:
+    """What one forward call saves against the user's operations run one by one.
+
+    Each of those reads its tensors and writes its result, in one launch. The fused call writes its
+    result and reads each operand once, in two launches: the product, and a pointwise kernel that
+    reads what the product wrote; or, with a product of our own, what makes its operands ready (the
+    dense product needs no such launch), and the product, whose result stays on the chip. Batch
+    statistics are a third.
+    What both do alike is left out (x, the weight, the passes for batch statistics), as is the
+    backward. Inductor fuses the pointwise operations among themselves, so against it less is saved.
+    """
+    view, site = match.view, match.site
+    free = {o for o in match.wildcards.values() if isinstance(o, Node)}
+    read = [
+        value
+        for node in match.nodes
+        for value in {view.value(node, n) for n in inputs_of(node)}
+        if value in free or value in match.nodes
+    ]
+    kept = [match.root, *free]
+    if plan.choices.get("product", LIBRARY) == LIBRARY:
+        kept += [site.nodes[0], site.nodes[0]]
+    apart, fused = _bytes([*match.nodes, *read]), _bytes(kept)
+    launches = 3 if site.attrs.get("training") else 2
+    known = apart is not None and fused is not None
+    return Saved(
+        apart - fused if known else None,  # type: ignore[operator]
+        max(len(match.nodes) - launches, 0),
+    )
+
+
+def text_of(count: int) -> str:
+    """Bytes, for people."""
+    size, units = float(count), ["bytes", "kB", "MB", "GB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.3g} {units[0]}"
+
+
+def _bytes(nodes: list[Node]) -> int | None:
+    """Of all the tensors together, at the sizes of this trace."""
+    total = 0
+    for node in nodes:
+        tensor = meta_tensor(node)
+        if tensor is None:
+            return None
+        sizes = [hint_of(size) for size in tensor.shape]
+        if None in sizes:
+            return None
+        total += math.prod(sizes) * tensor.element_size()  # type: ignore[arg-type]
+    return total

@@ -1,0 +1,187 @@
+"""Take each check and condition out in turn, and show that the tests named for it fail.
+
+    python tests/mutate.py               # all, some seconds each
+    python tests/mutate.py regions       # those whose name contains "regions"
+
+A mutant is a change of one place in a copy of the checkout. One whose tests pass survives: what it
+took out is held by nothing, and the exit status says so.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from test_hazards import ELSEWHERE, TRAPS
+
+from fx_fuser import checks
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("fx_fuser", "patterns", "kernels_cu", "tests", "benchmarks", "pyproject.toml")
+HAZARDS, REFUSALS = "tests/test_hazards.py", "tests/test_refusals.py"
+BETWEEN = f"{REFUSALS}::test_x_written_in_between"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which stands once in the file of fx_fuser, becomes `new`; tests: which must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _trap(name: str) -> str:
+    assert name in TRAPS
+    return f"{HAZARDS}::test_trap_is_refused[{name}]"
+
+
+def check_mutants() -> Iterator[Mutant]:
+    """Every entry of CHECKS, taken out of the list."""
+    for check in (c.__name__ for c in checks.CHECKS):
+        tests = tuple(_trap(name) for name, trap in TRAPS.items() if trap.check == check)
+        if check in ELSEWHERE:
+            tests = (f"{HAZARDS}::{ELSEWHERE[check]}",)
+        yield Mutant(f"check {check}", "checks.py", f"\n    {check},\n", "\n", tests)
+
+
+CONDITIONS = (
+    Mutant(
+        "aliases: views share their base's memory", "spell.py",
+        "found.add(tensor.untyped_storage()._cdata)", "found.add(id(node))",
+        (_trap("x is written through a view"),),
+    ),
+    Mutant(
+        "writes: methods that end in _", "spell.py",
+        'changes = _in_place_name(name) or name in ("__setitem__", "__delitem__")',
+        "changes = False",
+        (_trap("x is written"), f"{BETWEEN}[copy_-intermediate]"),
+    ),
+    Mutant(
+        "writes: setitem", "spell.py",
+        "changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)",
+        "changes = target in _IN_PLACE_OPERATORS",
+        (_trap("a multiplier is written"), f"{BETWEEN}[setitem-intermediate]"),
+    ),
+    Mutant(
+        "writes: operators such as +=", "spell.py",
+        "changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)",
+        "changes = target in (operator.setitem, operator.delitem)",
+        (f"{BETWEEN}[iadd-intermediate]",),
+    ),
+    Mutant(
+        "writes: out=", "spell.py",
+        'written = list(nodes_in(node.kwargs.get("out")))', "written: list[Node] = []",
+        (f"{BETWEEN}[out-intermediate]",),
+    ),
+    Mutant(
+        "writes: torch functions that end in _, or have inplace", "spell.py",
+        "    if called_in_place(node):\n        written +=", "    if False:\n        written +=",
+        (f"{BETWEEN}[relu_-intermediate]", f"{BETWEEN}[torch_function-intermediate]"),
+    ),
+    Mutant(
+        "writes: a schema says so", "spell.py",
+        "names = [a.name for a in target._schema.arguments if a.is_write]",
+        "names: list[str] = []",
+        (f"{BETWEEN}[custom_op-intermediate]",),
+    ),
+    Mutant(
+        "writes: unknown functions and bodies", "spell.py",
+        "not _is_torch_function(target):\n        return inputs_of(node)",
+        "not _is_torch_function(target):\n        return ()",
+        (
+            f"{REFUSALS}::test_operand_written_by_unknown_function",
+            f"{REFUSALS}::test_operand_given_to_higher_order_op",
+        ),
+    ),
+    Mutant(
+        "aliases: an input that only the caller knows to be another", "checks.py",
+        "if not own and memory & _graph_inputs(match):", "if False:",
+        (f"{HAZARDS}::test_input_write_is_load_bearing_with_inner_eager",),
+    ),
+    Mutant(
+        "regions: grad mode", "spell.py",
+        'if name.startswith(("_set_", "set_")) and not inputs_of(node):', "if False:",
+        (_trap("no_grad inside"),),
+    ),
+    Mutant(
+        "regions: autocast", "spell.py",
+        'if "_increment_nesting" in name or name.startswith(("_enter_", "_push_")):',
+        'if "_increment_nesting" in name:',
+        (f"{REFUSALS}::test_regions[autocast_tail]",),
+    ),
+    Mutant(
+        "regions: functorch levels", "checks.py", "    if level is not None:", "    if False:",
+        (_trap("inside vmap"), _trap("inside jvp")),
+    ),
+    Mutant(
+        "regions: a checkpoint's policy", "backend.py",
+        "if not isinstance(body, GraphModule) or _has_policy(body):",
+        "if not isinstance(body, GraphModule):",
+        (f"{REFUSALS}::test_selective_checkpoint_policy",),
+    ),
+    Mutant(
+        "dtypes: of matched values", "checks.py",
+        "if dtype not in ANCHOR_DTYPES:", "if False:",
+        (f"{REFUSALS}::test_integer_linear",),
+    ),
+    Mutant(
+        "dtypes: of operands", "checks.py",
+        "if dtype not in CUDA_TYPES:", "if False:",
+        (f"{REFUSALS}::test_operand_of_a_dtype_without_a_cuda_type",),
+    ),
+    Mutant(
+        "dtypes: under autocast a sum is wider than its product", "sites.py",
+        "if isinstance(product, Node) and _dtype(product) != _dtype(node):", "if False:",
+        ("tests/test_operands.py::test_autocast_linear_spelled_as_product",),
+    ),
+)  # fmt: skip
+
+
+def survives(mutant: Mutant) -> bool:
+    """Does any of its tests pass?  One that fails to start is an error of this file."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                ignore = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, copy / name, symlinks=True, ignore=ignore)
+            else:
+                shutil.copy(source, copy / name)
+        file = copy / "fx_fuser" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(f"{mutant.name}: {mutant.old!r} stands {text.count(mutant.old)} times")
+        file.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *mutant.tests]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{mutant.name}: pytest did not run\n{done.stdout}{done.stderr}")
+    return f"{len(mutant.tests)} failed" not in done.stdout
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    mutants = [m for m in (*check_mutants(), *CONDITIONS) if wanted in m.name]
+    surviving = []
+    for mutant in mutants:
+        start = time.monotonic()
+        alive = survives(mutant)
+        surviving += [mutant.name] if alive else []
+        verdict = "SURVIVES" if alive else f"caught by {len(mutant.tests)}"
+        print(f"{time.monotonic() - start:5.1f} s  {verdict:12} {mutant.name}", flush=True)
+    print(f"{len(mutants) - len(surviving)} of {len(mutants)} mutants caught")
+    sys.exit(bool(surviving))
+
+
+if __name__ == "__main__":
+    main()
