@@ -68,6 +68,10 @@ def read(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
+def read_linear(folder: Path = FOLDER) -> list[Figures]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("linear_fp32/*.json"))]
+
+
 def merge(path: Path, row: Row) -> None:
     """Put a row in the place of the one with its key; a reader never sees half a file."""
     rows = [other for other in read(path) if key(other) != key(row)] + [row]
