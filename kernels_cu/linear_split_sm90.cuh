@@ -25,6 +25,9 @@
 //   are too small beside their rows' largest for what the split loses there: large columns of x
 //   meet small ones of the weight, or the other way round (`strained_rows`).
 //
+// - A turned weight is one whose n are adjacent in memory (in a backward pass, or written as x w):
+//   a kernel of its own, which loads columns from shared memory and is else the same.
+//
 // Blocks are persistent: one warpgroup feeds shared memory, two of 64 rows of the weight each
 // compute. They take turns at the tensor core: while one's products run the other promotes and
 // splits.
@@ -66,7 +69,10 @@ static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters 
 
 // 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
 struct WeightSlot {
-  float box[kTileK / kLinearBoxK][kTileN][kLinearBoxK];
+  union {
+    float box[kTileK / kLinearBox][kTileN][kLinearBox];     // [k][n][k]
+    float turned[kTileN / kLinearBox][kTileK][kLinearBox];  // [n][k][n]
+  };
 };
 struct XSlot {
   __half part[2 /*hi, lo*/][kTileM][kTileK];
@@ -185,6 +191,7 @@ __device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared&
   }
 }
 
+template <bool kTurned>
 __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared& shared) {
   // A weight that only one tile of x meets is read once.
   const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
@@ -194,10 +201,18 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
     const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
     cursor.wait_until_empty(shared.of_weight);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
+    if constexpr (kTurned) {
 #pragma unroll
-    for (int box = 0; box < kTileK / kLinearBoxK; ++box) {
-      ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
-                       k + box * kLinearBoxK, tile.n);
+      for (int box = 0; box < kTileN / kLinearBox; ++box) {
+        ptx::tensor_load(ptx::shared_address(slot.turned[box]), args.weight_map, full, policy,
+                         tile.n + box * kLinearBox, k);
+      }
+    } else {
+#pragma unroll
+      for (int box = 0; box < kTileK / kLinearBox; ++box) {
+        ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
+                         k + box * kLinearBox, tile.n);
+      }
     }
     cursor.advance();
   });
@@ -219,19 +234,41 @@ __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shar
 
 // A thread's part of a stage: rows g and g + 8 of its warp's 16, chunks 2c and 2c + 1 of each 32 of
 // k. Chunk 2c + j of box b is its part of the wgmma over k positions 32b + 16j...32b + 16j + 15.
+// Of a turned weight, what wgmma asks for in order: k 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16.
+template <bool kTurned>
 struct RawWeight {
   float4 chunk[kTileK / 16][2 /*row*/];
 
-  // `address` is that of row g, chunk 2c in the first box. Free of bank conflicts: the eight lanes
-  // of one phase have eight different swizzled chunks.
+  // Where a thread's loads begin in a slot; `row` is that of g in the tile.
+  static __device__ __forceinline__ uint32_t place_of(int row, int g, int c) {
+    if constexpr (kTurned) {
+      const int column = row % kLinearBox;
+      return row / kLinearBox * (kTileK * kLinearBox * 4) + 2 * c * kLinearBox * 4 +
+             ((column / 4 ^ 2 * c) << 4) + column % 4 * 4;
+    } else {
+      return row * kLinearBox * 4 + ((2 * c ^ g) << 4);
+    }
+  }
+
+  // Free of bank conflicts: the eight lanes of one phase have eight different swizzled chunks; of a
+  // turned weight the 32 lanes have the words of eight.
   __device__ __forceinline__ void load(uint32_t address) {
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
-        chunk[step][row] = ptx::load_shared(chunk_address + step / 2 * sizeof(WeightSlot) / 2 +
-                                            row * 8 * kLinearBoxK * 4);
+        if constexpr (kTurned) {
+          // Row g + 8 is two chunks on, and an odd k swizzles to the neighbour.
+          const auto at = [&](int k) {
+            return ptx::load_shared_word((address ^ row << 5 ^ (k & 1) << 4) +
+                                         (step * 16 + k) * kLinearBox * 4);
+          };
+          chunk[step][row] = make_float4(at(0), at(1), at(8), at(9));
+        } else {
+          const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
+          chunk[step][row] = ptx::load_shared(chunk_address + step / 2 * sizeof(WeightSlot) / 2 +
+                                              row * 8 * kLinearBox * 4);
+        }
       }
     }
   }
@@ -257,7 +294,8 @@ struct Fragments {
   uint32_t hi[kTileK / 16][4];
   uint32_t lo[kTileK / 16][4];
 
-  __device__ __forceinline__ void split_of(const RawWeight& raw, const float (&scale)[2]) {
+  template <class Raw>
+  __device__ __forceinline__ void split_of(const Raw& raw, const float (&scale)[2]) {
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
 #pragma unroll
@@ -398,7 +436,7 @@ __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float 
 // What decides the speed is the path from one product's end to the next one's issue: promote,
 // split, issue. It must be shorter than the other consumer's products. All else stands after the
 // issue, where the warp would only wait.
-template <class Finish>
+template <bool kTurned, class Finish>
 __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& shared, int consumer,
                                         Finish& finish) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -406,11 +444,11 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   const int g = lane / 4;
   const int c = lane % 4;
   const int row = consumer * 64 + thread / 32 * 16 + g;
-  const uint32_t place = row * kLinearBoxK * 4 + ((2 * c ^ g) << 4);
+  const uint32_t place = RawWeight<kTurned>::place_of(row, g, c);
   const int k_tiles = (args.k + kTileK - 1) / kTileK;
 
   Cursor stage;  // that is read next, or whose products are issued next
-  RawWeight raw;
+  RawWeight<kTurned> raw;
   const auto read = [&](const Cursor& from) {
     from.wait_until_full(shared.of_weight);
     from.wait_until_full(shared.of_x);
@@ -500,14 +538,14 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
 __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, int m, int n) {
   constexpr int kInFlight = 8;
   const float* x = args.x + m * args.x_stride;
-  const float* weight = args.weight + n * args.weight_stride;
+  const float* weight = args.weight + n * args.weight_stride_n;
   float sum = 0;
   for (int k0 = threadIdx.x % 32; k0 - static_cast<int>(threadIdx.x % 32) < args.k;
        k0 += 32 * kInFlight) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int k = k0 + 32 * i;
-      if (k < args.k) sum = fmaf(x[k], weight[k], sum);
+      if (k < args.k) sum = fmaf(x[k], weight[k * args.weight_stride_k], sum);
     }
     // A NaN stays one: a tensor full of them is soon done.
     if (__any_sync(0xFFFFFFFF, isnan(sum))) return NAN;
@@ -672,7 +710,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
+template <bool kTurned, class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
 __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   static_assert(std::is_same_v<Acc, float> && std::is_same_v<Z, float>);
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
@@ -700,7 +738,7 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     ptx::give_registers<kProducerRegisters>();
     const int producer = threadIdx.x % kWarpgroup;
     if (producer == 0) {
-      feed_weight(args, shared);
+      feed_weight<kTurned>(args, shared);
     } else if (producer == 32) {
       ptx::wait_for_prerequisites();  // x as the pre-pass splits it
       feed_x(args, shared);
@@ -710,23 +748,27 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     ptx::wait_for_prerequisites();  // the scales of x's rows
     Finish<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> finish{
         args, shared.exchange[warp], warp * kWarpN};
-    consume(args, shared, warpgroup, finish);
+    consume<kTurned>(args, shared, warpgroup, finish);
   }
 }
 
 }  // namespace fx_fuser::linear_split
 
 // FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, Z, Operands...)
-#define FX_FUSER_LINEAR_SPLIT(...)                                                       \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)              \
-      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {    \
-    fx_fuser::linear_split::run<__VA_ARGS__>(args);                                      \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                  \
-      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) { \
-    fx_fuser::split_rows(args);                                                          \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kTransposeThreads)              \
-      fx_fuser_transpose(const __grid_constant__ fx_fuser::TransposeArgs args) {         \
-    fx_fuser::transpose(args);                                                           \
+#define FX_FUSER_LINEAR_SPLIT(...)                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                  \
+      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {        \
+    fx_fuser::linear_split::run<false, __VA_ARGS__>(args);                                   \
+  }                                                                                          \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                  \
+      fx_fuser_linear_split_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
+    fx_fuser::linear_split::run<true, __VA_ARGS__>(args);                                    \
+  }                                                                                          \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                      \
+      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) {     \
+    fx_fuser::split_rows(args);                                                              \
+  }                                                                                          \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kTransposeThreads)                  \
+      fx_fuser_transpose(const __grid_constant__ fx_fuser::TransposeArgs args) {             \
+    fx_fuser::transpose(args);                                                               \
   }
