@@ -409,6 +409,15 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
 // element, and the other one's row is at most 2^15 times that: whatever the data, kLeastSum sqrt(k)
 // is where that can reach 3e-7 of 16 sums. Random data is 2^13 above it.
 __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least) {
+  float smallest = INFINITY;  // of the larger ones of a thread's two sums of a row
+#pragma unroll
+  for (int i = 0; i < 64; i += 4) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      smallest = fminf(smallest, fmaxf(fabsf(sum[i + t]), fabsf(sum[i + 2 + t])));
+    }
+  }
+  if (!__any_sync(0xFFFFFFFF, smallest < least)) return 0;
   uint32_t large = 0;
   uint32_t any = 0;
 #pragma unroll
@@ -481,6 +490,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       ahead.advance();
     }
     if (walk.again) stage = ahead;
+    finish.place();
     float scale[2];
     float unscale[2];
 #pragma unroll
@@ -564,6 +574,8 @@ template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... 
 struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  // With no operand to read, results are stored from the accumulators' layout, in whole sectors.
+  static constexpr bool kDirect = kOperands == 0;
   static constexpr int kBatches = kTileM / kBatchM;
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
   // Of those, whose operands are loaded together: as many as leave no register to spill.
@@ -572,10 +584,11 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
 
   const LinearSplitArgs& args;
-  Exchange& exchange;       // this warp's
-  int warp_n;               // the warp's first row of the weight, in the tile
-  bool any_broken = false;  // in any lane
-  float bias;               // of the tile's row that the lane stores
+  Exchange& exchange;           // this warp's
+  int warp_n;                   // the warp's first row of the weight, in the tile
+  bool any_broken = false;      // in any lane
+  float bias[kDirect ? 2 : 1];  // of the tile's rows that the lane stores
+  float fetched[kTileM / 32];   // on its way to exchange.x_unscale
 
   struct Inputs {
     float value[1 + kOperands];  // z first
@@ -592,36 +605,95 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     return args.bias != nullptr && n < args.n ? args.bias[n] : 0.0f;
   }
 
-  __device__ __forceinline__ void store(const Inputs& in, int64_t m, int64_t n) const {
+  __device__ __forceinline__ Out result_of(const Inputs& in) const {
     float scalar[kScalarSlots];
 #pragma unroll
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
+    return convert<Out>(static_cast<float>(Epilogue{}(in.value, scalar)));
+  }
+
+  __device__ __forceinline__ void store(const Inputs& in, int64_t m, int64_t n) const {
     if (args.z != nullptr) args.z[m * args.z_stride + n] = in.value[0];
-    static_cast<Out*>(args.out)[m * args.out_stride + n] =
-        convert<Out>(static_cast<float>(Epilogue{}(in.value, scalar)));
+    static_cast<Out*>(args.out)[m * args.out_stride + n] = result_of(in);
   }
 
   // Element e of a lane's batch: for each e the warp has two rows of x and all 16 of its n.
   static __device__ __forceinline__ int row_of(int e, int lane) { return 2 * e + lane / kWarpN; }
 
+  // Where in the tile is what a lane stores as its element 0...63?
+  static __device__ __forceinline__ int m_of(int element, int lane) {
+    return kDirect ? element / 4 * 8 + lane % 4 * 2 + element % 2
+                   : element / kElements * kBatchM + row_of(element % kElements, lane);
+  }
+  __device__ __forceinline__ int n_of(int element, int lane) const {
+    return warp_n + (kDirect ? lane / 4 + element / 2 % 2 * 8 : lane % kWarpN);
+  }
+
   // Ahead of the tile's products, which hide the wait.
   __device__ __forceinline__ void begin(int index) {
     const Tile tile = tile_at(args, index);
     const int lane = threadIdx.x % 32;
-    bias = bias_of(tile.n + warp_n + lane % kWarpN);
+    bias[0] = bias_of(tile.n + n_of(0, lane));
+    if constexpr (kDirect) bias[1] = bias_of(tile.n + n_of(2, lane));
 #pragma unroll
-    for (int i = 0; i < kTileM; i += 32) {
-      const int m = tile.m + i + lane;
-      exchange.x_unscale[i + lane] = m < args.m ? args.x_unscale[m] : 0.0f;
+    for (int i = 0; i < kTileM / 32; ++i) {
+      const int m = tile.m + i * 32 + lane;
+      fetched[i] = m < args.m ? args.x_unscale[m] : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void place() {
+#pragma unroll
+    for (int i = 0; i < kTileM / 32; ++i)
+      exchange.x_unscale[i * 32 + threadIdx.x % 32] = fetched[i];
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
+    uint64_t broken = 0;  // a bit an element: z is not finite
+    if constexpr (kDirect) {
+      store_as_it_lies(tile_at(args, index), sum, broken);
+    } else {
+      store_in_runs(tile_at(args, index), sum, broken);
+    }
+    args.broken[place_of(index)] = broken;
+    args.strained[place_of(index)] = strained;
+    any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
+  }
+
+  __device__ __forceinline__ void store_as_it_lies(Tile tile, const float (&sum)[64],
+                                                   uint64_t& broken) {
+    const int lane = threadIdx.x % 32;
+    const int first_m = tile.m + m_of(0, lane);
+    const int n = tile.n + n_of(0, lane);
+    Out* out = static_cast<Out*>(args.out) + first_m * args.out_stride + n;
+    float* z = args.z != nullptr ? args.z + first_m * args.z_stride + n : nullptr;
+#pragma unroll
+    for (int element = 0; element < 64; ++element) {
+      // Pairs of rows of x, the two rows of the weight in turn.
+      const int i = element / 4;
+      const int t = element / 2 % 2;
+      const int r = element % 2;
+      const int m = 8 * i + t;
+      Inputs in;
+      in.value[0] = fmaf(sum[4 * i + 2 * r + t], exchange.x_unscale[m_of(0, lane) + m], bias[r]);
+      if (first_m + m < args.m && n + 8 * r < args.n) {
+        if (z != nullptr) z[t * args.z_stride + 8 * r] = in.value[0];
+        out[t * args.out_stride + 8 * r] = result_of(in);
+        if (!isfinite(in.value[0])) broken |= uint64_t{1} << (4 * i + 2 * r + t);
+      }
+      if (element % 4 == 3) {
+        out += 8 * args.out_stride;
+        if (z != nullptr) z += 8 * args.z_stride;
+      }
     }
   }
 
   // Batch by batch through shared memory, so that a warp reads and writes runs of n.
-  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
-    const Tile tile = tile_at(args, index);
+  __device__ __forceinline__ void store_in_runs(Tile tile, const float (&sum)[64],
+                                                uint64_t& broken) {
     const int lane = threadIdx.x % 32;
-    const int n = tile.n + warp_n + lane % kWarpN;
-    uint64_t broken = 0;  // bit 16 batch + e: that z is not finite
+    const int n = tile.n + n_of(0, lane);
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
       const int first_m = tile.m + batch * kBatchM;
@@ -638,8 +710,9 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
         for (int e = 0; e < kInFlight; ++e) {
           const int m = first_m + row_of(e0 + e, lane);
           if (m < args.m && n < args.n) {
-            in[e].value[0] = fmaf(exchange.z[row_of(e0 + e, lane)][lane % kWarpN],
-                                  exchange.x_unscale[batch * kBatchM + row_of(e0 + e, lane)], bias);
+            in[e].value[0] =
+                fmaf(exchange.z[row_of(e0 + e, lane)][lane % kWarpN],
+                     exchange.x_unscale[batch * kBatchM + row_of(e0 + e, lane)], bias[0]);
             in[e].load(args, m, n);
           }
         }
@@ -654,9 +727,6 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
       }
       __syncwarp();
     }
-    args.broken[place_of(index)] = broken;
-    args.strained[place_of(index)] = strained;
-    any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
   }
 
   static __device__ __forceinline__ int64_t place_of(int index) {
@@ -668,15 +738,16 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     const uint32_t rows = args.strained[place_of(index)];
     if (__any_sync(0xFFFFFFFF, rows != 0)) *args.was_strained = 1;
     const int lane = threadIdx.x % 32;
-    uint64_t elements = 0;  // of row 8i + 2c + t: bit 4i + c in the lanes whose rows are t
+    const int tile_n = tile_at(args, index).n;
+    uint64_t elements = 0;
 #pragma unroll 1
-    for (int c = 0; c < 4; ++c) {
-      const uint32_t of_c = __shfl_sync(0xFFFFFFFF, rows, c) >> (lane / kWarpN);
-#pragma unroll 1
-      for (int i = 0; i < 16; ++i) elements |= uint64_t{of_c >> (2 * i) & 1} << (4 * i + c);
+    for (int element = 0; element < 64; ++element) {
+      const int m = m_of(element, lane);
+      const uint32_t of_lane = __shfl_sync(0xFFFFFFFF, rows, m / 2 % 4);
+      const uint64_t strained = of_lane >> (m / 8 * 2 + m % 2) & 1;
+      if (tile_n + n_of(element, lane) < args.n) elements |= strained << element;
     }
-    const bool is_stored = tile_at(args, index).n + warp_n + lane % kWarpN < args.n;
-    return is_stored ? elements : 0;
+    return elements;
   }
 
   // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
@@ -694,8 +765,8 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, broken != 0)) {
       const int owner = __ffs(lanes) - 1;
       const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, broken, owner)) - 1;
-      const int m = tile.m + bit / kElements * kBatchM + row_of(bit % kElements, owner);
-      const int n = tile.n + warp_n + owner % kWarpN;
+      const int m = tile.m + m_of(bit, owner);
+      const int n = tile.n + n_of(bit, owner);
       const float product = plain_product(args, m, n);
       if (lane == owner) {
         Inputs in;
