@@ -574,8 +574,9 @@ template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... 
 struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
-  // With no operand to read, results are stored from the accumulators' layout, in whole sectors.
-  static constexpr bool kDirect = kOperands == 0;
+  // A product alone, as backward passes need it over few k, is stored from the accumulators'
+  // layout, in whole sectors. (With a longer epilogue ptxas then finds a worse order for the loop.)
+  static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
   static constexpr int kBatches = kTileM / kBatchM;
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
   // Of those, whose operands are loaded together: as many as leave no register to spill.
