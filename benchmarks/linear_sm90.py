@@ -170,6 +170,8 @@ def strained_neighbours(failures: list[str]) -> None:
             part = (slice(m), weight_rows) if x_rows == slice(m) else (x_rows, weight_rows)
             what = f"{m} x {n} x {k}, just these"
             compare(what, ours[part], sgemm[part], exact[part], failures)
+            ours = run(IDENTITY, x, turned(weight))
+            compare(f"{what}, turned", ours[part], sgemm[part], exact[part], failures)
 
 
 # ---- everything else that must be right ----------------------------------------------------------
@@ -182,6 +184,11 @@ def strided(rows: int, columns: int, choose: random.Random) -> Tensor:
     """Random values with 16-byte aligned rows, some with a gap between them."""
     padded = -(-columns // 4) * 4 + choose.choice((0, 0, 4, 12))
     return torch.randn(rows, padded, device=CUDA)[:, :columns]
+
+
+def turned(weight: Tensor) -> Tensor:
+    """The same values with adjacent n."""
+    return weight.t().contiguous().t()
 
 
 def random_operand(m: int, n: int, dtype: torch.dtype, choose: random.Random) -> Tensor:
@@ -202,7 +209,8 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         example = choose.choice(EXAMPLES)
         m, n = choose.choice((1, 2, choose.randint(1, 700))), choose.randint(1, 700)
         k = choose.choice((choose.randint(1, 64), choose.randint(1, 3000)))
-        x, weight = strided(m, k, choose), strided(n, k, choose)
+        x = strided(m, k, choose)
+        weight = strided(k, n, choose).t() if choose.random() < 0.3 else strided(n, k, choose)
         if choose.random() < 0.2:
             weight[:, :GUESSED] *= choose.choice((0.0, 1e-4))
         bias = torch.randn(n, device=CUDA) if choose.random() < 0.5 else None
@@ -237,7 +245,11 @@ def special_values(failures: list[str]) -> None:
     m, n, k = 200, 300, 500
 
     def same(what: str, x: Tensor, weight: Tensor) -> None:
-        ours, exact = run(IDENTITY, x, weight), F.linear(x.double(), weight.double()).float()
+        exact = F.linear(x.double(), weight.double()).float()
+        for form, weight_form in (("", weight), (", turned", turned(weight))):
+            check(what + form, run(IDENTITY, x, weight_form), exact)
+
+    def check(what: str, ours: Tensor, exact: Tensor) -> None:
         finite = exact.isfinite()
         if not torch.equal(ours.nan_to_num(0, 1, -1)[~finite], exact.nan_to_num(0, 1, -1)[~finite]):
             failures.append(f"{what}: other infinities or NaN than IEEE's")
@@ -300,7 +312,9 @@ def wrong_guesses(failures: list[str]) -> None:
         for what, weight in misleading(n, k):
             exact = x.double() @ weight.double().T
             what = f"{m} x {n} x {k}, {what}"
-            compare(what, run(IDENTITY, x, weight), F.linear(x, weight), exact, failures)
+            sgemm = F.linear(x, weight)
+            compare(what, run(IDENTITY, x, weight), sgemm, exact, failures)
+            compare(f"{what}, turned", run(IDENTITY, x, turned(weight)), sgemm, exact, failures)
     x, weight = torch.randn(200, 500, device=CUDA), torch.randn(300, 500, device=CUDA)
     weight[:, :GUESSED] = 0
     weight[5, 400], weight[290, 499], x[3, 300] = float("inf"), float("nan"), float("-inf")
@@ -412,11 +426,16 @@ def timing(failures: list[str]) -> list[Timing]:
         ("#70", RESIDUAL, 1024, 8192, 8192, 0),
         ("#59", SWISH, 128, 32768, 32768, 0),
         ("#70, all tiles done again", RESIDUAL, 1024, 8192, 8192, GUESSED),
+        ("#70, turned weight", IDENTITY, 1024, 8192, 8192, 0),
+        ("#59, turned weight", IDENTITY, 128, 32768, 32768, 0),
+        ("#59, gradient of the weight", IDENTITY, 32768, 128, 32768, 0),
     ):
         x = torch.rand(m, k, device=CUDA)
         linear = torch.nn.Linear(k, n, device=CUDA)
         weight, bias = linear.weight.detach(), linear.bias.detach()
         weight[:, :zeros] = 0
+        if example is IDENTITY:
+            weight = turned(weight)
         out = torch.empty(m, n, device=CUDA).fill_(float("nan"))
 
         def ours(
@@ -433,6 +452,7 @@ def timing(failures: list[str]) -> list[Timing]:
         ) -> Tensor:
             return e.reference(F.linear(x, w, b), [], [2.0])
 
+        del linear
         exact = example.reference(F.linear(x.double(), weight.double(), bias.double()), [], [2.0])
         error, eager_error = relative(ours(), exact), relative(eager(), exact)
         del exact

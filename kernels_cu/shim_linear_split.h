@@ -57,6 +57,7 @@ class Strain {
 struct LinearSplitKernels {
   cudaKernel_t split_rows;
   cudaKernel_t product;
+  cudaKernel_t product_turned;
   cudaKernel_t transpose;
   int multiprocessors;
   int scalars;
@@ -111,9 +112,12 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
   kernels->product = get_kernel(library, "fx_fuser_linear_split");
   kernels->transpose = get_kernel(library, "fx_fuser_transpose");
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernels->product),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
-        "cudaFuncSetAttribute");
+  kernels->product_turned = get_kernel(library, "fx_fuser_linear_split_turned");
+  for (const cudaKernel_t product : {kernels->product, kernels->product_turned}) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(product),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
+          "cudaFuncSetAttribute");
+  }
   check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
                                static_cast<int>(device)),
         "cudaDeviceGetAttribute");
@@ -159,6 +163,17 @@ bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
   return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
          (rows == 1 || stride * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
+}
+
+// Rows of the transpose are those in memory, and no other view of it is a plain one.
+bool is_turned(const Tensor& matrix) {
+  return matrix.dim() == 2 && matrix.stride(1) != 1 && matrix.stride(0) == 1;
+}
+
+// As has_aligned_rows, of the transpose of a turned matrix.
+bool has_aligned_columns(const Tensor& matrix) {
+  return reinterpret_cast<uintptr_t>(matrix.data_ptr()) % 16 == 0 &&
+         (matrix.size(1) == 1 || (matrix.stride(1) != 0 && matrix.stride(1) % 4 == 0));
 }
 
 // As few blocks as finish in the same number of rounds: the others would only draw power.
@@ -238,8 +253,12 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const auto out_stride = row_stride(out, out);
   const auto z_stride = z ? row_stride(*z, out) : 0;
   if (!x_stride || !out_stride || !z_stride) return false;
-  if (!has_aligned_rows(x, m, *x_stride) || !has_aligned_rows(weight, n, weight.stride(0)) ||
-      (n > 1 && weight.stride(0) == 0)) {
+  const bool turned = is_turned(weight);
+  const int64_t weight_rows = turned ? k : n;  // as they lie in memory
+  const int64_t weight_stride = weight.stride(turned ? 1 : 0);
+  if (!has_aligned_rows(x, m, *x_stride) ||
+      !(turned ? has_aligned_columns(weight)
+               : has_aligned_rows(weight, n, weight_stride) && (n == 1 || weight_stride != 0))) {
     return false;
   }
   const auto dense_rows = [&](const Tensor& tensor) { return n == 1 || tensor.stride(-1) == 1; };
@@ -280,17 +299,23 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
                            unscale,
                            static_cast<int32_t>(m),
                            static_cast<int32_t>(k),
-                           static_cast<int32_t>(padded_k)};
+                           static_cast<int32_t>(padded_k),
+                           turned};
   const int cluster = split_cluster(k);
   LaunchOptions in_cluster;
   in_cluster.cluster = cluster;
   launch(kernels.split_rows, m * cluster, kSplitThreads, stream, rows, in_cluster);
 
   const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
-  args.weight_stride = n == 1 ? ceil_div(k, 4) * 4 : weight.stride(0);
+  // The stride of a single row is never used, but must be one that the copy engine takes.
+  const int64_t weight_columns = turned ? n : k;
+  const int64_t map_stride = weight_rows == 1 ? ceil_div(weight_columns, 4) * 4 : weight_stride;
+  args.weight_stride_n = turned ? 1 : map_stride;
+  args.weight_stride_k = turned ? map_stride : 1;
   args.weight_map = tensor_map<2>(
-      CU_TENSOR_MAP_DATA_TYPE_FLOAT32, weight.data_ptr(), {unsigned64(k), unsigned64(n)},
-      {unsigned64(args.weight_stride * 4)}, {kLinearBoxK, kLinearTileN});
+      CU_TENSOR_MAP_DATA_TYPE_FLOAT32, weight.data_ptr(),
+      {unsigned64(weight_columns), unsigned64(weight_rows)}, {unsigned64(map_stride * 4)},
+      {kLinearBox, static_cast<cuuint32_t>(turned ? kLinearTileK : kLinearTileN)});
   args.x_map = tensor_map<3>(
       CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split, {unsigned64(padded_k), unsigned64(m), 2},
       {unsigned64(padded_k * 2), unsigned64(m * padded_k * 2)}, {kLinearTileK, kLinearTileM, 2});
@@ -317,7 +342,8 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   LaunchOptions overlapped;
   overlapped.shared_bytes = kLinearSharedBytes;
   overlapped.dependent = true;
-  launch(kernels.product, blocks, kLinearThreads, stream, args, overlapped);
+  launch(turned ? kernels.product_turned : kernels.product, blocks, kLinearThreads, stream, args,
+         overlapped);
   return true;
 }
 
