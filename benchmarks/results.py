@@ -1,4 +1,4 @@
-"""Result rows and the files that hold them: one a GPU, rewritten after every row."""
+"""Result rows and the files that hold them: one a GPU, rewritten after every group."""
 
 from __future__ import annotations
 
@@ -72,9 +72,13 @@ def read_linear(folder: Path = FOLDER) -> list[Figures]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("linear_fp32/*.json"))]
 
 
-def merge(path: Path, row: Row) -> None:
-    """Put a row in the place of the one with its key; a reader never sees half a file."""
-    rows = [other for other in read(path) if key(other) != key(row)] + [row]
+def replace_group(path: Path, group: list[Row]) -> None:
+    """Put the rows of one group in the place of those that the file has of it.
+
+    All go: the times of a group are of one process. A reader never sees half a file.
+    """
+    groups = {key(row)[:3] for row in group}
+    rows = [other for other in read(path) if key(other)[:3] not in groups] + group
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     lines = (json.dumps(other, allow_nan=False) for other in sorted(rows, key=place))

@@ -662,30 +662,44 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
   }
 
+  // Without branches, each of which would wait for the one before: all is computed, what lies
+  // inside is stored.
   __device__ __forceinline__ void store_as_it_lies(Tile tile, const float (&sum)[64],
                                                    uint64_t& broken) {
     const int lane = threadIdx.x % 32;
-    const int first_m = tile.m + m_of(0, lane);
+    const int m0 = m_of(0, lane);
+    const int rows = args.m - (tile.m + m0);
     const int n = tile.n + n_of(0, lane);
-    Out* out = static_cast<Out*>(args.out) + first_m * args.out_stride + n;
-    float* z = args.z != nullptr ? args.z + first_m * args.z_stride + n : nullptr;
+    const bool has_column[2] = {n < args.n, n + 8 < args.n};
+    Out* out = static_cast<Out*>(args.out) + (tile.m + m0) * args.out_stride + n;
+    const bool keeps_z = args.z != nullptr;
+    float* z = args.z + (tile.m + m0) * args.z_stride + n;
+    constexpr int kAtOnce = 4;
 #pragma unroll
-    for (int element = 0; element < 64; ++element) {
-      // Pairs of rows of x, the two rows of the weight in turn.
-      const int i = element / 4;
-      const int t = element / 2 % 2;
-      const int r = element % 2;
-      const int m = 8 * i + t;
-      Inputs in;
-      in.value[0] = fmaf(sum[4 * i + 2 * r + t], exchange.x_unscale[m_of(0, lane) + m], bias[r]);
-      if (first_m + m < args.m && n + 8 * r < args.n) {
-        if (z != nullptr) z[t * args.z_stride + 8 * r] = in.value[0];
-        out[t * args.out_stride + 8 * r] = result_of(in);
-        if (!isfinite(in.value[0])) broken |= uint64_t{1} << (4 * i + 2 * r + t);
+    for (int i0 = 0; i0 < 16; i0 += kAtOnce) {
+      float2 unscale[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        unscale[i] = *reinterpret_cast<const float2*>(&exchange.x_unscale[m0 + 8 * (i0 + i)]);
       }
-      if (element % 4 == 3) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int element = 4 * (i0 + i) + 2 * r + t;
+            Inputs in;
+            in.value[0] = fmaf(sum[element], t ? unscale[i].y : unscale[i].x, bias[r]);
+            const bool inside = 8 * (i0 + i) + t < rows && has_column[r];
+            const Out result = result_of(in);
+            if (inside) out[t * args.out_stride + 8 * r] = result;
+            if (inside && keeps_z) z[t * args.z_stride + 8 * r] = in.value[0];
+            broken |= static_cast<uint64_t>(inside && !isfinite(in.value[0])) << element;
+          }
+        }
         out += 8 * args.out_stride;
-        if (z != nullptr) z += 8 * args.z_stride;
+        z += 8 * args.z_stride;
       }
     }
   }

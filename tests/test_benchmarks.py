@@ -146,13 +146,12 @@ def test_float32_settings_are_put_back() -> None:
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
 
 
-def test_merge_replaces_the_row_with_the_same_key_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_a_group_replaces_all_of_its_rows_and_keeps_the_rest(tmp_path: Path) -> None:
     path = results.path_for("NVIDIA H200", tmp_path / "new")
     assert path.name == "nvidia-h200.json"
-    results.merge(path, row("fx_fuser", 3.0))
-    results.merge(path, row("eager", 2.0))
-    results.merge(path, row("eager", 2.0, problem="59"))
-    results.merge(path, row("fx_fuser", 1.0))
+    results.replace_group(path, [row("fx_fuser", 3.0), row("inductor", 2.0)])
+    results.replace_group(path, [row("eager", 2.0, problem="59")])
+    results.replace_group(path, [row("fx_fuser", 1.0), row("eager", 2.0)])
     rows = results.read(path)
     assert [(r["problem"], r["system"], r["ms"]) for r in rows] == [
         ("59", "eager", 2.0),
@@ -227,13 +226,12 @@ def test_check_fails_when_results_change(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = readme(tmp_path)
     json_file = tmp_path / "nvidia-test.json"
-    for system, ms in (("inductor", 2.0), ("fx_fuser", 1.0)):
-        results.merge(json_file, row(system, ms))
+    results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 1.0)])
     arguments = ["--results", str(tmp_path), "--readme", str(path)]
     assert report.main(arguments) == 0
     assert "**2.00×**" in path.read_text()
     assert report.main([*arguments, "--check"]) == 0
-    results.merge(json_file, row("fx_fuser", 0.5))
+    results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 0.5)])
     assert report.main([*arguments, "--check"]) == 1
 
 
@@ -269,8 +267,7 @@ def test_the_accuracy_table_is_what_the_kernels_harness_found(tmp_path: Path) ->
 
 def test_check_needs_no_matplotlib_to_see_a_stale_picture(tmp_path: Path) -> None:
     json_file = tmp_path / "nvidia-test.json"
-    for system, ms in (("inductor", 2.0), ("fx_fuser", 1.0)):
-        results.merge(json_file, row(system, ms))
+    results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 1.0)])
     path = readme(tmp_path)
     files = {json_file: results.read(json_file)}
     path.write_text(report.render(path.read_text(), files, []))
