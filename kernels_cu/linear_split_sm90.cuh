@@ -653,7 +653,11 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
     uint64_t broken = 0;  // a bit an element: z is not finite
     if constexpr (kDirect) {
-      store_as_it_lies(tile_at(args, index), sum, broken);
+      if (args.z != nullptr) {
+        store_as_it_lies<true>(tile_at(args, index), sum, broken);
+      } else {
+        store_as_it_lies<false>(tile_at(args, index), sum, broken);
+      }
     } else {
       store_in_runs(tile_at(args, index), sum, broken);
     }
@@ -662,8 +666,9 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
   }
 
-  // Without branches, each of which would wait for the one before: all is computed, what lies
-  // inside is stored.
+  // Without branches an element, each of which would wait for the one before: all is computed, what
+  // lies inside is stored.
+  template <bool kKeepsZ>
   __device__ __forceinline__ void store_as_it_lies(Tile tile, const float (&sum)[64],
                                                    uint64_t& broken) {
     const int lane = threadIdx.x % 32;
@@ -672,8 +677,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     const int n = tile.n + n_of(0, lane);
     const bool has_column[2] = {n < args.n, n + 8 < args.n};
     Out* out = static_cast<Out*>(args.out) + (tile.m + m0) * args.out_stride + n;
-    const bool keeps_z = args.z != nullptr;
-    float* z = args.z + (tile.m + m0) * args.z_stride + n;
+    float* z = kKeepsZ ? args.z + (tile.m + m0) * args.z_stride + n : nullptr;
     constexpr int kAtOnce = 4;
 #pragma unroll
     for (int i0 = 0; i0 < 16; i0 += kAtOnce) {
@@ -694,12 +698,12 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
             const bool inside = 8 * (i0 + i) + t < rows && has_column[r];
             const Out result = result_of(in);
             if (inside) out[t * args.out_stride + 8 * r] = result;
-            if (inside && keeps_z) z[t * args.z_stride + 8 * r] = in.value[0];
+            if (kKeepsZ && inside) z[t * args.z_stride + 8 * r] = in.value[0];
             broken |= static_cast<uint64_t>(inside && !isfinite(in.value[0])) << element;
           }
         }
         out += 8 * args.out_stride;
-        z += 8 * args.z_stride;
+        if (kKeepsZ) z += 8 * args.z_stride;
       }
     }
   }
