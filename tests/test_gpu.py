@@ -406,6 +406,36 @@ def test_a_weight_changed_behind_autograds_back() -> None:
             assert relative_error(compiled(x), exact) <= 1e-6
 
 
+@hopper
+def test_data_that_splits_cannot_hold_goes_to_the_library() -> None:
+    """Right from the first call on; from the second on the library makes the product."""
+
+    class Masked(nn.Module):  # an epilogue that no other test has: their kernels are not to rest
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2048, 2048, bias=False)
+            self.register_buffer("mask", torch.rand(2048) < 0.9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.linear(x)) * self.mask
+
+    torch._dynamo.reset()
+    model, x = Masked().cuda(), torch.randn(1024, 2048, device="cuda")
+    compiled = torch.compile(model, backend="fx_fuser", options={"plan": "always"})
+    with torch.no_grad():
+        assert "fx_fuser_linear_split" in launched(lambda: compiled(x))
+        columns = 10.0 ** torch.linspace(-4, 4, 2048, device="cuda")
+        model.linear.weight.div_(columns)
+        exact = copy.deepcopy(model).double()((x * columns).double())
+        for _ in range(3):
+            assert relative_error(compiled(x * columns), exact) <= 1e-6
+            torch.cuda.synchronize()
+        assert "fx_fuser_linear_split" not in launched(lambda: compiled(x * columns))
+        torch._dynamo.reset()  # what is compiled next is measured with the kernel awake
+        again = torch.compile(model, backend="fx_fuser")
+        assert "fx_fuser_linear_split" in launched(lambda: again(x))
+
+
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_a_convolution_in_16_bits_is_settled_by_measurement(train: bool) -> None:
     """Fused, or left to Inductor, which then gives what it always gives."""
