@@ -13,7 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
-from fx_fuser.accuracy import PROMISED, Bound, Observed, compare
+from fx_fuser.accuracy import PROMISED, Observed, compare
 from fx_fuser.match import Match
 from fx_fuser.rewrite import Call
 from fx_fuser.spell import meta_tensor
@@ -22,6 +22,7 @@ from fx_fuser.spell import meta_tensor
 # bounds nothing. As good a bound is its error on operands that differ by a rounding: so many are
 # tried before a site is called wrong.
 _PEERS = 16
+_BOUND = replace(PROMISED, strides=False)  # nothing is promised of a gradient's layout
 _STATISTICS = ("running_mean", "running_var")
 _NARROWING = ("float", "half", "bfloat16")  # methods
 
@@ -31,12 +32,12 @@ Leaves = Mapping[Node, Tensor]
 def fault_of(match: Match, call: Call, values: Mapping[Node, Any], tf32: bool) -> str:
     """What is wrong with the fused op on these values of its operands, or nothing."""
     root: Any = meta_tensor(match.root)
-    bound = _bound(match)
+    product: Any = meta_tensor(match.site.nodes[0])  # under autocast narrower than operands
     generator = torch.Generator(root.device).manual_seed(0)
 
     def rounded(tensor: Tensor) -> Tensor:
         """Off by half a unit at most of the last place of its dtype, or of the product's."""
-        eps = max(torch.finfo(t).eps for t in (tensor.dtype, _product_dtype(match)))
+        eps = max(torch.finfo(t.dtype).eps for t in (tensor, product))
         on = {"dtype": torch.float64, "device": root.device}
         noise = torch.rand(tensor.shape, generator=generator, **on) - 0.5
         return (tensor.double() * (1 + noise.to(tensor.device) * eps)).to(tensor.dtype)
@@ -46,8 +47,7 @@ def fault_of(match: Match, call: Call, values: Mapping[Node, Any], tf32: bool) -
             return [_replay(match, leaves, wide=False), *(leaves[n] for n in call.results)]
 
     def in_float64(leaves: Leaves) -> list[Tensor]:
-        with torch.autocast(root.device.type, enabled=False):
-            return [_replay(match, leaves, wide=True), *(leaves[n] for n in call.results)]
+        return [_replay(match, leaves, wide=True), *(leaves[n] for n in call.results)]
 
     def fused(leaves: Leaves) -> list[Tensor]:
         return call.target(*torch.fx.node.map_arg(call.args, leaves.__getitem__))
@@ -58,10 +58,10 @@ def fault_of(match: Match, call: Call, values: Mapping[Node, Any], tf32: bool) -
         found = _observe(match, values, fused)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    faults = compare(found, eager, exact, bound)
+    faults = compare(found, eager, exact, _BOUND)
     for _ in range(_PEERS if faults else 0):
         peer = _observe(match, values, as_written, rounded)
-        again = {_name(fault) for fault in compare(found, eager, exact, bound, [peer])}
+        again = {_name(fault) for fault in compare(found, eager, exact, _BOUND, [peer])}
         faults = [fault for fault in faults if _name(fault) in again]
         if not faults:
             break
@@ -70,23 +70,6 @@ def fault_of(match: Match, call: Call, values: Mapping[Node, Any], tf32: bool) -
 
 def _name(fault: str) -> str:
     return fault.partition(":")[0]
-
-
-def _product_dtype(match: Match) -> torch.dtype:
-    return meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
-
-
-def _bound(match: Match) -> Bound:
-    """What is promised of the dtype of the product: under autocast, results may be wider.
-
-    Nothing is promised of a gradient's layout.
-    """
-    c = _product_dtype(match)
-    wider = [d for d in PROMISED.floor if PROMISED.floor[d] < PROMISED.floor[c]]
-    factor, floor = (
-        {**of, **dict.fromkeys(wider, of[c])} for of in (PROMISED.factor, PROMISED.floor)
-    )
-    return replace(PROMISED, factor=factor, floor=floor, strides=False)
 
 
 def _observe(

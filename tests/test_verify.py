@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from compare import ALL_THREE, CONV, MUL_ADD, MUL_MUL, ThreePatterns, fused_compile, images, sites
 from helpers import linear_program
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -106,12 +107,22 @@ def _same(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) -
 
 
 @train_eval
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-def test_what_is_right_stays(inner: str, train: bool, verified: list[str]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inner": "eager"},
+        {"inner": "aot_eager"},
+        {"inner": "inductor"},
+        {"inner": "inductor", "mode": "reduce-overhead"},
+        {"cpu_ops": False},
+    ],
+    ids=str,
+)
+def test_what_is_right_stays(options: dict[str, Any], train: bool, verified: list[str]) -> None:
     model, x = ThreePatterns(conv_bias=False), images()
     reference = copy.deepcopy(model)
     with _told() as told:
-        found = _step(model, fused_compile(model, inner=inner, **FIRST), x, train)
+        found = _step(model, fused_compile(model, **options, **FIRST), x, train)
     _same(found, _step(reference, reference, x, train), rtol=1e-5, atol=1e-5)
     assert sites() == ALL_THREE and sorted(verified) == sorted(ALL_THREE)
     assert told == [] and not counters["fx_fuser_wrong"]
@@ -303,6 +314,18 @@ def test_the_users_own_error_is_raised_and_all_modes_are_put_back() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_an_error_inside_autocast_leaves_no_autocast() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    arguments = ("cpu", torch.bfloat16, True, True)
+    graph.call_function(torch.amp.autocast_mode._enter_autocast, arguments)
+    graph.output(graph.call_method("no such method", (x,)))
+    module = torch.fx.GraphModule({}, graph)
+    with pytest.raises(AttributeError, match="no such method"):
+        verify.Verification({module: graph}, {}).run(module, [torch.ones(2)])
+    assert not torch.is_autocast_enabled("cpu")
+
+
 # ---- forms of models ----------------------------------------------------------------------------
 
 
@@ -375,6 +398,40 @@ def test_under_autocast(where: str, monkeypatch: pytest.MonkeyPatch, verified: l
         torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2)
         assert sites() == ({} if broken else {MUL_MUL: 1})
         assert len(told) == broken and len(verified) == broken + 1
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "compiled autograd"])
+def test_with_other_things_around(around: str, verified: list[str]) -> None:
+    """What they set for backward passes is not for ours."""
+    model, x = ThreePatterns(conv_bias=False), images().requires_grad_()
+    reference = copy.deepcopy(model)
+    run = fused_compile(model, **FIRST)
+    if around == "checkpoint":
+        found = _step(model, lambda x: checkpoint(run, x, use_reentrant=False), x, True)
+        expected = _step(
+            reference, lambda x: checkpoint(reference, x, use_reentrant=False), x, True
+        )
+    else:
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            found = _step(model, run, x, True)
+        expected = _step(reference, reference, x, True)
+    _same(found, expected, rtol=1e-5, atol=1e-5)
+    assert sites() == ALL_THREE and set(verified) == set(ALL_THREE)
+
+
+def test_wrong_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    anchor = ops.ANCHORS["conv2d_batchnorm"]
+    right = anchor.outputs
+
+    def outputs(*args: Any) -> list[Tensor]:
+        y, mean, var = right(*args)
+        return [y, mean, var * 1.0001]
+
+    monkeypatch.setattr(anchor, "outputs", outputs)
+    with _told() as told:
+        fused_compile(ThreePatterns(), strict=False, **FIRST)(images())
+    assert sites() == {MUL_MUL: 1, MUL_ADD: 1}
+    assert len(told) == 1 and "on these inputs: state of running_var: error" in told[0]
 
 
 def test_each_graph_is_verified_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
