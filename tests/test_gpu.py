@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import fx_fuser
+from benchmarks.measure import float32_settings
+from benchmarks.problems import PROBLEMS
 from fx_fuser import timing
 
 pytestmark = [
@@ -434,6 +436,27 @@ def test_data_that_splits_cannot_hold_goes_to_the_library() -> None:
         torch._dynamo.reset()  # what is compiled next is measured with the kernel awake
         again = torch.compile(model, backend="fx_fuser")
         assert "fx_fuser_linear_split" in launched(lambda: again(x))
+
+
+@hopper
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", ["59", "70", "73"])
+def test_the_seed_problems_are_close_to_eager(name: str, train: bool) -> None:
+    """At full size, element by element, over five seeds."""
+    torch._dynamo.reset()
+    problem = PROBLEMS[name]
+    device = torch.device("cuda")
+    with device:
+        model, x = problem.make(problem.full, device)
+        eager, fused = model.train(train), copy.deepcopy(model)
+        compiled = torch.compile(fused, backend="fx_fuser", options={"strict": True})
+        with torch.no_grad(), float32_settings("fp32", cudnn_tf32=False):
+            for seed in range(5):
+                torch.manual_seed(seed)
+                x = torch.randn_like(x)
+                torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-4)
+    for mine, its in zip(fused.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, its)
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
