@@ -1,4 +1,4 @@
-"""The backend, as its own diagram: find → check → plan → rewrite → inner compiler.
+"""The backend, as its own diagram: find → check → plan → (verify) → rewrite → inner compiler.
 
 `torch.compile(model, backend="fx_fuser")` calls `fx_fuser` with each graph Dynamo recorded.
 """
