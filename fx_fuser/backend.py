@@ -1,4 +1,4 @@
-"""The backend, as its own diagram: find → check → plan → rewrite → inner compiler.
+"""The backend, as its own diagram: find → check → plan → (verify) → rewrite → inner compiler.
 
 `torch.compile(model, backend="fx_fuser")` calls `fx_fuser` with each graph Dynamo recorded.
 """
@@ -19,8 +19,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import build, checks, ops, patterns, plan, rewrite
-from fx_fuser.errors import OptionError
+from fx_fuser import build, checks, ops, patterns, plan, rewrite, verify
+from fx_fuser.errors import OptionError, VerifyError
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
 from fx_fuser.options import Options
@@ -29,7 +29,7 @@ from fx_fuser.report import Report
 from fx_fuser.sites import Site, outermost
 from fx_fuser.spell import View, meta_tensor
 from fx_fuser.traffic import saved
-from fx_fuser.words import end_of
+from fx_fuser.words import at, end_of
 
 log = logging.getLogger("fx_fuser.backend")
 
@@ -80,13 +80,13 @@ def fx_fuser(
     """
     chosen = Options.parse(mode, options, [p.name for p in _registry])
     compile_inner = chosen.inner_compiler()
+    at_calls = chosen.verify == "always" or not verify.is_verifiable(example_inputs)
     matches: list[Match] = []
     with restorable(gm) as restore:
         try:
-            outcome = fuse(gm, chosen)
-            outcome.report.publish()
-            for refusal in outcome.left:
-                counters["fx_fuser_left"][refusal.pattern.name] += 1
+            as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
+            outcome = fuse(gm, chosen, inputs=example_inputs)
+            outcome.tell(chosen.strict)
             if outcome.matches:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
                     compiled = compile_inner(gm, example_inputs)
@@ -105,24 +105,63 @@ def fx_fuser(
         return compile_inner(gm, example_inputs)
     for match in matches:
         counters["fx_fuser"][match.pattern.name] += 1
-    return compiled
+    if as_written is None:
+        return compiled
+    is_wrong = functools.partial(_is_wrong, chosen)
+    return verify.watched(compiled, as_written, is_wrong, chosen.verify == "always")
+
+
+def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Does any site of an untouched graph fail on these inputs, or cannot that be told?"""
+    try:
+        outcome = fuse(gm, options, Report(), inputs)
+        outcome.tell(options.strict)
+        return bool(outcome.wrong)
+    except Exception as error:
+        if options.strict:
+            raise
+        warnings.warn(
+            f"fx_fuser runs a graph unfused: {type(error).__name__}: {error}", stacklevel=2
+        )
+        return True
 
 
 @dataclass
 class Outcome:
-    """What `fuse` did: the report, the matches that were rewritten, and those left as they gain
-    nothing."""
+    """What `fuse` did: the report, the matches that were rewritten, those left as they gain
+    nothing, and those that are wrong on the inputs at hand."""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
     left: list[Refusal] = field(default_factory=list)
+    wrong: list[Refusal] = field(default_factory=list)
+
+    def tell(self, strict: bool) -> None:
+        """Log, count and warn; raises VerifyError instead of a warning if strict."""
+        self.report.publish()
+        for name, refusals in (("fx_fuser_left", self.left), ("fx_fuser_wrong", self.wrong)):
+            for refusal in refusals:
+                counters[name][refusal.pattern.name] += 1
+        if not self.wrong:
+            return
+        sites = "\n".join(f"{r.pattern.name}{at(r.node)}: {r.reason}" for r in self.wrong)
+        message = f"fx_fuser leaves what it would compute wrongly to the model's own ops:\n{sites}"
+        if strict:
+            raise VerifyError(message)
+        warnings.warn(f"{message}\nPlease report it.", stacklevel=3)
 
 
-def fuse(gm: GraphModule, options: Options, explained: Report | None = None) -> Outcome:
+def fuse(
+    gm: GraphModule,
+    options: Options,
+    explained: Report | None = None,
+    inputs: Sequence[Any] = (),
+) -> Outcome:
     """Rewrite every match in the module's graph and in the bodies of its transparent regions.
 
     Graphs are replaced, not edited: those in place before stay as they were.
     explained: a report to add to, with the graphs; then nothing is rewritten.
+    inputs: the graph's, on which to verify what is to be fused, if the options say so.
     """
     outcome = Outcome() if explained is None else Outcome(explained)
     report = outcome.report
@@ -135,7 +174,10 @@ def fuse(gm: GraphModule, options: Options, explained: Report | None = None) -> 
             _add_near_misses(read, active, options.strict)
         found.append((module, graph, read))
     # All at once: kernels compile side by side.
-    plans = iter(plan.decide([match for *_, read in found for match in read.matches], options))
+    matches = [match for *_, read in found for match in read.matches]
+    plans = plan.decide(matches, options)
+    faults = _faults(gm, found, list(zip(matches, plans)), options, inputs)
+    decided = iter(plans)
     for index, (module, graph, read) in enumerate(found, len(report.graphs)):
         for refusal in read.refusals:
             report.add_refusal(refusal, read.view, index)
@@ -144,7 +186,12 @@ def fuse(gm: GraphModule, options: Options, explained: Report | None = None) -> 
         if explained is not None:
             report.add_graph(read.view)
         moved: dict[Node, Node] = {}
-        for match, chosen in zip(read.matches, plans):
+        for match, chosen in zip(read.matches, decided):
+            if match.root in faults:
+                fault = f"what is fused is wrong on these inputs: {faults[match.root]}"
+                outcome.wrong.append(Refusal.of(match, Fault(match.root, fault)))
+                report.add_refusal(outcome.wrong[-1], read.view, index)
+                continue
             if isinstance(chosen, Refusal):
                 report.add_refusal(chosen, read.view, index)
                 outcome.left.append(chosen)
@@ -158,6 +205,34 @@ def fuse(gm: GraphModule, options: Options, explained: Report | None = None) -> 
             graph.lint()
             module.graph = graph
     return outcome
+
+
+def _faults(
+    gm: GraphModule,
+    found: Sequence[tuple[GraphModule, Graph, Reading]],
+    planned: Sequence[tuple[Match, plan.Plan | Refusal]],
+    options: Options,
+    inputs: Sequence[Any],
+) -> dict[Node, str]:
+    """Last node of a match → what is wrong on these inputs, if that is asked and can be told."""
+    if options.verify == "never" or not verify.is_verifiable(inputs):
+        return {}
+    calls = {
+        match.root: (match, ops.graph_call(match, chosen.native, chosen.choices))
+        for match, chosen in planned
+        if isinstance(chosen, plan.Plan)
+    }
+    if not calls:
+        return {}
+    graphs = {module: graph for module, graph, _ in found}
+    return verify.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
+
+
+def _twin(gm: GraphModule) -> GraphModule:
+    made = copy.deepcopy(gm)
+    for old, new in zip(_bodies(gm), _bodies(made)):
+        new.graph = _copy(old.graph)
+    return made
 
 
 def _copy(graph: Graph) -> Graph:

@@ -130,8 +130,13 @@ def cache_dir() -> Path:
 
 @functools.cache
 def _fallback_dir() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="fx_fuser-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder, owner = Path(tempfile.mkdtemp(prefix="fx_fuser-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # and no child that was forked since
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder
 
 
@@ -175,7 +180,10 @@ def _locked(folder: Path) -> Iterator[None]:
     """Holds the folder's lock, against other processes and other threads alike."""
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # closing does not free it where a process was forked meanwhile, and has it open
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _ensure(jobs: Sequence[Job]) -> list[Path]:

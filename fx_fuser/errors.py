@@ -15,3 +15,7 @@ class PatternError(FxFuserError, ValueError):
 
 class BuildError(FxFuserError, RuntimeError):
     """A native source could not be compiled or loaded."""
+
+
+class VerifyError(FxFuserError, RuntimeError):
+    """A fused site is wrong on the user's own values, or cannot be verified."""

@@ -27,7 +27,7 @@ def explain(
     The model runs once, unfused, on copies of the inputs; its buffers, its modes and the random
     state are put back afterwards.
     train: True looks at it in training mode with gradients, False in eval mode without; by default
-    both are as they are. options: as for the backend ("patterns" is the one that matters here).
+    both are as they are. options: as for the backend ("patterns" and "verify" matter here).
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table.
     """
     model = getattr(model, "_orig_mod", model)  # already compiled: look at what was
@@ -35,7 +35,7 @@ def explain(
     report = Report()
 
     def look(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        fuse(gm, chosen, explained=report)
+        fuse(gm, chosen, report, example_inputs)
         return gm.forward
 
     grad = torch.is_grad_enabled() if train is None else train

@@ -17,6 +17,7 @@ CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
     "fp32": ("follow", "split", "ieee", "tf32"),
     "plan": ("measure", "always"),
+    "verify": ("never", "first_call", "always"),
 }
 
 
@@ -32,6 +33,9 @@ class Options:
         "follow" torch's settings (at `highest` the default, "split"); "split": three products of
         fp16 halves, as exact as fp32; "ieee": the library's fp32; "tf32".
     plan: "measure" and leave to the inner compiler what gains nothing, or "always" fuse.
+    verify: compare each fused site with the user's own operations and with float64, on the inputs
+        of the "first_call" of each compiled graph or of "always" every call; a site that is wrong
+        goes back to the user's operations.
     cpu_ops: on CPU too, run kernel ops and their autograd rule (reference implementation).
     inductor: all other keys; they must be options of `torch._inductor.config`.
     """
@@ -42,6 +46,7 @@ class Options:
     patterns: tuple[str, ...] | None = None
     fp32: str = "follow"
     plan: str = "measure"
+    verify: str = "never"
     cpu_ops: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -30,6 +31,7 @@ table { border-collapse: collapse; margin: 1rem 0; }
 th, td { border: 1px solid var(--line); padding: .35rem .6rem; text-align: left;
          vertical-align: top; }
 code, svg text { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 13px; }
+.verdict, .operands { white-space: nowrap; }
 tr:target td { outline: 2px solid var(--ink); }
 .fused .verdict, .fused rect { background: var(--fused); fill: var(--fused);
                                stroke: var(--fused-line); }
@@ -110,7 +112,7 @@ def _table(sites: Sequence[_Numbered]) -> Iterator[str]:
             "<br>".join(operands),
             _outcome(site),
         )
-        marks = ("", ' class="verdict"', *[""] * 5)
+        marks = ("", ' class="verdict"', "", "", "", ' class="operands"', "")
         row = "".join(f"<td{m}>{c}</td>" for m, c in zip(marks, cells))
         yield f'<tr id="site-{numbered.number}" class="{numbered.verdict}">{row}</tr>'
     yield "</table>"
@@ -118,10 +120,14 @@ def _table(sites: Sequence[_Numbered]) -> Iterator[str]:
 
 def _outcome(site: SiteReport) -> str:
     if site.reason:
-        help = f'<span class="help">To fuse it, {escape(site.help)}.</span>' if site.help else ""
-        return escape(site.reason) + help
+        help = f'<span class="help">To fuse it, {_prose(site.help)}.</span>' if site.help else ""
+        return _prose(site.reason) + help
     saved = f"saves {Saved(site.bytes_saved, site.launches_saved or 0)}, against op by op"
     return "<br>".join(t for t in (escape(site.kernel), saved) if t)
+
+
+def _prose(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 # ---- a graph --------------------------------------------------------------------------------

@@ -132,6 +132,9 @@ def _remember(name: str, times: list[float]) -> None:
     with contextlib.suppress(OSError):
         _folder().mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=_folder())
-        with os.fdopen(handle, "w") as file:
-            json.dump(times, file)
-        os.replace(partial, _folder() / f"{name}.json")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(times, file)
+            os.replace(partial, _folder() / f"{name}.json")
+        except OSError:
+            os.unlink(partial)

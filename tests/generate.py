@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_map
 from writer import Draw, NoSpelling
 
 import fx_fuser
+from fx_fuser.accuracy import PROMISED, Observed, compare
 from fx_fuser.pattern import Pattern
-from fx_fuser.testing import PROMISED, Observed, compare, observe
+from fx_fuser.testing import observe
 
 OPTIONS = {"inner": "aot_eager", "cpu_ops": True, "strict": True, "plan": "always"}
 SHRINK_S = 20  # seconds spent on making a failing program smaller

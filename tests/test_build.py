@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -9,8 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +201,83 @@ def test_a_killed_build_harms_no_later_one(fake):
     assert not leftovers(build.cache_dir())
 
 
+@pytest.mark.parametrize("to_all", [False, True], ids=["to Python", "to all, as by ctrl-C"])
+def test_an_interrupted_build_leaves_nothing_behind(fake, to_all):
+    code = f"""
+from fx_fuser import build
+try:
+    build.cubins(['// quick', '// SLOW'], {ARCH!r})
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while fake.calls < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=60)[0] == "interrupted\n"
+        assert process.returncode == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler's
+    assert not leftovers(build.cache_dir())
+    assert build.cubin("// quick", ARCH).read_text() == "// quick"
+    assert fake.calls == 3
+
+
+def test_two_threads_build_once(fake):
+    barrier, found = threading.Barrier(2), []
+
+    def work():
+        barrier.wait()
+        found.append(build.cubins([f"// {i}" for i in range(4)], ARCH))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and found[0] == found[1]
+    assert fake.calls == 4
+
+
+def test_a_process_forked_during_a_build_does_not_hold_its_lock(tmp_path):
+    """Both have it; the other may be a DataLoader's worker, and live as long as the training."""
+    context = multiprocessing.get_context("fork")
+    done = context.Event()
+    child = context.Process(target=done.wait)
+    with build._locked(tmp_path):
+        child.start()
+    with open(tmp_path / "lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            done.set()
+            child.join()
+
+
+def test_the_folder_of_an_unusable_cache_outlives_a_forked_child(fake, tmp_path, monkeypatch):
+    (tmp_path / "a_file").touch()
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "a_file/cache"))
+    code = f"""
+import os, sys
+from fx_fuser import build
+path = build.cubin('// a', {ARCH!r})
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+assert path.exists()
+print(path)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert not Path(done.stdout.strip()).parent.exists()
+
+
 @pytest.mark.parametrize("folder", ["a_file/cache", "full/cache"])
 def test_an_unusable_cache_folder_costs_one_warning(fake, tmp_path, monkeypatch, caplog, folder):
     (tmp_path / "a_file").touch()
@@ -208,6 +290,39 @@ def test_an_unusable_cache_folder_costs_one_warning(fake, tmp_path, monkeypatch,
     assert len(caplog.records) == 1
     assert str(tmp_path / folder) in caplog.text
     assert "FX_FUSER_CACHE_DIR" in caplog.text
+
+
+UNWRITABLE = {
+    "read-only": (os, "mkdir", errno.EROFS),
+    "not ours": (build, "open", errno.EACCES),
+    "without locks": (build, "open", errno.ENOLCK),
+    "full for a source": (Path, "write_text", errno.ENOSPC),
+    "full for a binary": (os, "replace", errno.ENOSPC),
+}
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["the cache", "every folder"])
+@pytest.mark.parametrize("place, name, error", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_a_folder_that_cannot_be_written_to(
+    fake, tmp_path, monkeypatch, place, name, error, everywhere
+):
+    """A temporary one does; if that cannot be written to either, the system's error says why."""
+    folder, source = tmp_path / "cache", f"// {name} {error} {everywhere}"
+    right = getattr(place, name, open)
+
+    def failing(path, *args, **kwargs):
+        if everywhere or folder in (Path(path), *Path(path).parents):
+            raise OSError(error, os.strerror(error))
+        return right(path, *args, **kwargs)
+
+    monkeypatch.setattr(place, name, failing, raising=False)
+    if everywhere:
+        with pytest.raises(OSError, match=os.strerror(error)):
+            build.cubin(source, ARCH)
+    else:
+        path = build.cubin(source, ARCH)
+        assert path.read_text() == source and folder not in path.parents
+    assert not folder.exists() or not leftovers(folder)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -288,6 +403,72 @@ def test_available_says_why_not():
 def test_cpu_tensors_are_refused_by_name():
     with pytest.raises(BuildError, match="not on cpu"):
         native.batch_stats(torch.ones(2, 3, 4, 4))
+
+
+def test_missing_ninja_names_the_remedy(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(BuildError, match="pip install ninja"):
+        build.cubin("// a", ARCH)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+SOURCE = "FX_FUSER_POINTWISE(Epilogue, 0, float, float, float)\n"
+
+
+@pytest.fixture
+def loader(fake, monkeypatch):
+    """native on a machine with a GPU: the answers of its loading op, one for each call."""
+    answers, calls = [], []
+
+    def load(*arguments):
+        calls.append(arguments)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    ops = SimpleNamespace(load_pointwise=SimpleNamespace(default=load))
+    monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
+    monkeypatch.setattr(native, "_load_shim", lambda: None)
+    monkeypatch.setattr(native, "_kernels", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return SimpleNamespace(answers=answers, calls=calls)
+
+
+def test_a_kernel_that_does_not_load_is_no_kernel(loader):
+    """And it is tried again: the next driver, or the next free memory, may take it."""
+    loader.answers += [RuntimeError("no kernel image for the device"), 7]
+    with pytest.raises(BuildError, match="no kernel image"):
+        native.prepare([SOURCE], "cuda:0")
+    assert native._kernels == {}
+    native.prepare([SOURCE], "cuda:0")
+    assert native._kernels == {(SOURCE, 0): 7}
+
+
+def test_two_threads_load_once(loader):
+    loader.answers += [7]
+    barrier = threading.Barrier(2)
+
+    def work():
+        barrier.wait()
+        native.prepare([SOURCE], "cuda:0")
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loader.calls) == 1 and native._kernels == {(SOURCE, 0): 7}
+
+
+def test_a_shim_that_does_not_load_says_which(tmp_path, monkeypatch):
+    shim = tmp_path / "shim.so"
+    shim.write_text("no library")
+    monkeypatch.setattr(build, "shim", lambda: shim)
+    monkeypatch.setattr(torch.ops, "fx_fuser_native", SimpleNamespace(), raising=False)
+    with pytest.raises(BuildError, match=r"cannot load .*shim\.so .* does it fit this torch"):
+        native._load_shim()
 
 
 # ---- the real compilers --------------------------------------------------------------------------

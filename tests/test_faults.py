@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +24,11 @@ from compare import (
     ALL_THREE,
     ThreePatterns,
     fresh,  # noqa: F401
+    fused_compile,
     images,
     sites,
 )
+from test_build import ARCH, FakeCompiler, fake  # noqa: F401
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
@@ -246,3 +258,223 @@ def test_an_exception_that_steers_dynamo_passes(
         value = _compile(model)(x)
     assert torch.equal(value, model(x))
     assert messages == [] and recorder.graphs == []
+
+
+# ---- the compiler and its cache -----------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As far as fx_fuser knows, tensors are on a GPU, and nobody has installed a toolkit."""
+    unavailable = plan.unavailable
+
+    def of_a_gpu(device: torch.device) -> str | None:
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        ):
+            return unavailable(torch.device("cuda:0"))
+
+    monkeypatch.setattr(plan, "unavailable", of_a_gpu)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(build, "DEFAULT_CUDA_HOME", tmp_path)
+
+
+def test_without_a_compiler_the_model_runs_and_says_what_to_install(
+    gpu_without_nvcc: None, recorder: Recorder
+) -> None:
+    model, x = ThreePatterns().eval(), images()
+    with _our_warnings() as messages:
+        value = _compile(model, strict=True)(x)
+    assert torch.equal(value, model(x)) and sites() == {}
+    assert messages and all("nvcc was found neither on PATH" in m for m in messages)
+
+
+@pytest.fixture
+def builds(request: Any, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """Each compilation builds something, as on a GPU, with a stand-in for nvcc."""
+    monkeypatch.setattr(plan, "_build_kernels", lambda *_: build.cubin("// a", ARCH))
+    compiler: FakeCompiler = request.getfixturevalue("fake")
+    return compiler
+
+
+def test_garbage_in_the_cache_is_replaced(builds: FakeCompiler, recorder: Recorder) -> None:
+    model, x = ThreePatterns().eval(), images()
+    _compile(model, strict=True)(x)
+    for entry in build.cache_dir().iterdir():
+        entry.write_bytes(b"\0garbage")
+    torch._dynamo.reset()
+    with _our_warnings() as messages:
+        value = _compile(model, strict=True)(x)
+    assert torch.equal(value, model(x)) and messages == []
+    assert builds.calls == 2 and sites() == dict.fromkeys(ALL_THREE, 2)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_cache_that_cannot_be_written_to(
+    error: int,
+    everywhere: bool,
+    builds: FakeCompiler,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another folder does, and what is fused stays fused; without any, the model runs unfused."""
+    right, folder = build._build, build.cache_dir()
+
+    def failing(target: Path, jobs: Any) -> None:
+        if everywhere or target == folder:
+            raise OSError(error, os.strerror(error))
+        right(target, jobs)
+
+    monkeypatch.setattr(build, "_build", failing)
+    monkeypatch.setattr(plan, "_build_kernels", lambda *_: build.cubin(f"// {error}", ARCH))
+    if everywhere:
+        shutil.rmtree(build._fallback_dir())
+    model, x = ThreePatterns().eval(), images()
+    with _our_warnings() as messages:
+        value = _compile(model)(x)
+    assert torch.equal(value, model(x))
+    assert sites() == ({} if everywhere else ALL_THREE)
+    assert len(messages) == everywhere and all(os.strerror(error) in m for m in messages)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "inner, op",
+    [
+        ("eager", "product"),
+        ("eager", "backward"),  # by the others it was traced
+        ("aot_eager", "product"),
+        ("inductor", "product"),
+    ],
+)
+def test_out_of_memory_inside_an_op_is_the_users_to_catch(
+    inner: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in eager mode: the error as it is, and the next call runs."""
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+    model, x = ThreePatterns().eval(), images()
+    reference = copy.deepcopy(model)
+    run = fused_compile(model, inner=inner)
+    run(x).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.ANCHORS["linear"], op, full)
+        with pytest.raises(torch.OutOfMemoryError, match=r"^Tried to allocate 2 GiB"):
+            run(x).sum().backward()
+    model.zero_grad()
+    run(x).sum().backward()
+    reference(x).sum().backward()
+    assert sites() == ALL_THREE
+    for mine, its in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_out_of_memory_while_compiling(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(plan, "_pick", full)
+    model, x = ThreePatterns().eval(), images()
+    with _our_warnings() as messages:
+        value = _compile(model)(x)
+    assert torch.equal(value, model(x)) and sites() == {}
+    assert len(messages) == 1 and "Tried to allocate 2 GiB" in messages[0]
+
+
+# ---- interrupts, processes, threads -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [(backend, "find"), (plan, "_build_kernels"), (rewrite, "_erase"), (build, "fingerprint")],
+    ids=["matching", "building", "rewriting", "compiling"],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_interrupt_is_no_fault_and_the_next_call_compiles(
+    owner: Any, name: str, strict: bool, monkeypatch: pytest.MonkeyPatch, recorder: Recorder
+) -> None:
+    """A real SIGINT, at its default: Python raises KeyboardInterrupt at the next line."""
+    model, x = ThreePatterns().eval(), images()
+    right, run = getattr(owner, name), _compile(model, strict)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return right(*args, **kwargs)
+
+    with monkeypatch.context() as patch, _our_warnings() as messages:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(x)
+    assert messages == [] and sites() == {}
+    assert torch.equal(run(x), model(x)) and sites() == ALL_THREE
+
+
+_FORKED = """
+import os, sys
+import torch
+from compare import ThreePatterns, fused_compile, images, sites
+
+torch.set_num_threads(1)
+model, other, x = ThreePatterns().eval(), ThreePatterns().eval(), images()
+run = fused_compile(model, {options})
+expected = run(x)
+child = os.fork()
+if child == 0:
+    torch.testing.assert_close(run(x), expected, rtol=0, atol=0)
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(x), expected, rtol=1e-6, atol=1e-6)
+    value = fused_compile(other, {options})(x)
+    value.sum().backward()
+    torch.testing.assert_close(value, other(x), rtol=1e-6, atol=1e-6)
+    assert all(count == 2 for count in sites().values()), sites()  # `other` is the same code
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+assert status == 0, status
+torch.testing.assert_close(fused_compile(other, {options})(x), other(x), rtol=1e-6, atol=1e-6)
+print("both live")
+"""
+
+
+@pytest.mark.parametrize("options", ["", "inner='inductor'"], ids=["aot_eager", "inductor"])
+def test_a_fork_after_initialisation(options: str) -> None:
+    """Parent and child go on: with what is compiled, and compiling."""
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKED.format(options=options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "both live\n"), done.stderr
+
+
+def test_two_threads_compile_and_one_fails(
+    monkeypatch: pytest.MonkeyPatch, recorder: Recorder
+) -> None:
+    """The other's model fuses; both give the right result. (Both right: tests/test_training.py.)"""
+    models, x = [ThreePatterns().eval() for _ in range(2)], images()
+    monkeypatch.setattr(rewrite, "replace", _after(3, rewrite.replace))
+    values: dict[int, Tensor] = {}
+    barrier = threading.Barrier(2)
+
+    def work(i: int) -> None:
+        barrier.wait()
+        values[i] = _compile(models[i])(x)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    with _our_warnings() as messages:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(values[i], models[i](x)) for i in range(2))
+    assert sites() == ALL_THREE and len(messages) == 1

@@ -31,6 +31,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "inner": ({"inner": "tvm"}, "option 'inner' is 'tvm'; give one of inductor, aot_eager, eager"),
     "fp32": ({"fp32": "fp64"}, "'fp64'; give one of follow, split, ieee, tf32"),
     "plan": ({"plan": "never"}, "option 'plan' is 'never'; give one of measure, always"),
+    "verify": ({"verify": True}, "'verify' is True; give one of never, first_call, always"),
+    "verify when": ({"verify": "once"}, "'once'; give one of never, first_call, always"),
     "inner type": ({"inner": 3}, "option 'inner' is 3; give one of inductor"),
     "strict type": ({"strict": "yes"}, "option 'strict' is 'yes'; give True or False"),
     "strict int": ({"strict": 1}, "option 'strict' is 1; give True or False"),

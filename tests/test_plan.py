@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -404,6 +406,17 @@ def test_a_cache_that_cannot_be_written_to(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "file"))
     assert ask("a") == [1.0, 2.0] == ask("a")
+
+
+@pytest.mark.parametrize("owner, name", [(timing.json, "dump"), (timing.os, "replace")])
+def test_a_full_cache(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(owner, name, full)
+    assert ask("a") == [1.0, 2.0] and list((tmp_path / "plans").iterdir()) == []
 
 
 def test_too_little_memory_is_not_remembered(

@@ -128,7 +128,7 @@ class Conv2dBatchNorm(Conv2d):
         var = var * count / (count - 1)  # no SymFloat: AOTAutograd would want it as a tensor
         m = config["momentum"]
         pairs = ((running_mean, mean), (running_var, var))
-        return [y, *(((1 - m) * old + m * now).to(old.dtype) for old, now in pairs)]
+        return [y, *(((1 - m) * o.to(now.dtype) + m * now).to(o.dtype) for o, now in pairs)]
 
     def backward(
         self,
