@@ -1,0 +1,734 @@
+// out = epilogue(conv2d(x, weight), operands, scalars) in fp32 for an input of few channels, on
+// tensor cores: x and weight as two fp16 halves each, three products. And the mean and variance of
+// that convolution, without writing it.
+//
+// How a convolution becomes matrix products: conv_direct_args.h. What is read is little and what is
+// written is much, so the stores decide the time; all else has to stay out of their way.
+//
+//   loading warpgroups   pixels of a unit → registers → one scale → hi and lo, in a ring of slots
+//   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
+//   storing warps        8 channels each: a stage → epilogue → memory
+//
+// and where statistics are made, two product warpgroups with every other unit each, which keep
+// moments in registers, and nothing is stored.
+//
+// Scales are powers of two, a unit's for its pixels and a channel's for its weights, both found
+// from all the values that they serve. Where a product of the halves is not finite, which an
+// infinity or a NaN makes it, the sum is done again in plain fp32.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "conv_direct_args.h"
+#include "convert.cuh"
+#include "epilogue_math.cuh"
+#include "moments.cuh"
+#include "ptx_sm90.cuh"
+#include "split_sm90.cuh"
+#include "wgmma_sm90.cuh"
+
+namespace fx_fuser::conv_direct {
+
+constexpr int kWarpgroup = 128;
+constexpr int kStoreWarps = 8;
+constexpr int kStoreChannels = kConvGroup / kStoreWarps;
+constexpr int kStoreGroups = (kConvPositions + 31 + 31) / 32;  // of 32 elements that a unit touches
+constexpr uint32_t kInfinityBits = 0x7F800000;
+// Of 128 a thread at first: what one role gives, another takes.
+constexpr int kLoadRegisters = 96;
+constexpr int kProductRegisters = 176;
+constexpr int kStoreRegisters = 112;
+constexpr int kStatsProductRegisters = 160;
+static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
+static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
+
+// Behind the slots: what the products of positions beyond the pixels read instead is this.
+struct Tail {
+  uint64_t full[kConvMaxSlots];
+  uint64_t empty[kConvMaxSlots];
+  uint64_t staged[4][kConvStages];  // of each warp of the product's
+  uint64_t stored[4][kConvStages];
+  float weight_unscale[kConvGroup];
+  uint32_t largest[2][2][4];     // [loading warpgroup][turn][warp]
+  float unscale[kConvMaxSlots];  // of a slot's pixels
+  float stage_unscale[4][kConvStages];
+  alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
+};
+static_assert(sizeof(Tail) <= kConvTailBytes);
+
+struct Shared {
+  uint8_t* weight;
+  float* stage;
+  uint8_t* slot;
+  Tail* tail;
+  int slot_bytes;
+
+  template <bool kStages>
+  static __device__ __forceinline__ Shared of(const ConvDirectArgs& args) {
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    Shared shared;
+    shared.weight = dynamic_shared;
+    uint8_t* after = shared.weight + args.weight_bytes;
+    shared.stage = reinterpret_cast<float*>(after);
+    if constexpr (kStages) after += kConvStageBytes;
+    shared.slot = after;
+    shared.slot_bytes = args.chunks * kConvChunk * 16 * 2;
+    shared.tail = reinterpret_cast<Tail*>(after + args.slots * shared.slot_bytes);
+    return shared;
+  }
+};
+
+// A place in a ring of slots or stages, and the parity of its barriers' phase.
+struct Cursor {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance(int slots) {
+    if (++slot == slots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// ---- units --------------------------------------------------------------------------------------
+
+struct Unit {
+  int sample;
+  int column;  // of the image, where the strip begins
+  int begin;   // elements [begin, end) of the strip are this unit's
+  int end;
+  int position;  // of the first that it makes
+
+  static __device__ __forceinline__ Unit at(const ConvDirectArgs& args, int index) {
+    const int strip = index / args.units_per_strip;
+    const int nth = index - strip * args.units_per_strip;
+    Unit unit;
+    unit.sample = strip / args.strips;
+    unit.column = (strip - unit.sample * args.strips) * static_cast<int>(args.strip.size);
+    unit.begin = nth * args.advance;
+    unit.end = min(unit.begin + args.advance, args.elements);
+    const int first = max(unit.begin - args.overlap, 0);
+    unit.position = first + (args.kernel_w - 1) * row_of(args, first);
+    return unit;
+  }
+
+  static __device__ __forceinline__ int row_of(const ConvDirectArgs& args, int element) {
+    return static_cast<int>(divide(static_cast<uint32_t>(element), args.strip));
+  }
+};
+
+// Blocks that work on the same units lie side by side, and so do the units of neighbouring blocks.
+struct Walk {
+  int group;
+  int first;
+  int step;
+
+  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args)
+      : group(static_cast<int>(blockIdx.x) % args.groups),
+        first(static_cast<int>(blockIdx.x) / args.groups),
+        step(static_cast<int>(gridDim.x) / args.groups) {}
+};
+
+// ---- weights ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t magnitude_bits(float value) {
+  return __float_as_uint(value) & 0x7FFFFFFF;
+}
+
+// The group's weights as tiles of [2 k-halves][64 channels][8 input channels] fp16.
+__device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const Shared& shared,
+                                              int group) {
+  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += kConvThreads) {
+    reinterpret_cast<uint4*>(shared.weight)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  const int taps = args.kernel_h * args.kernel_w;
+  const int values = args.channels * taps;
+  const int lane = threadIdx.x % 32;
+  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += kConvThreads / 32) {
+    const int output = group * kConvGroup + channel;
+    const float* from = args.weight + static_cast<int64_t>(output) * values;
+    uint32_t largest = 0;
+    for (int i = lane; output < args.outputs && i < values; i += 32) {
+      largest = max(largest, magnitude_bits(from[i]));
+    }
+    const Scale scale = Scale::of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
+    if (lane == 0) shared.tail->weight_unscale[channel] = scale.unscale;
+    for (int i = lane; output < args.outputs && i < values; i += 32) {
+      const float value = from[i] * scale.scale;
+      const __half hi = __float2half_rn(value);
+      const int tap = i % taps;
+      auto* lo_tile = reinterpret_cast<__half*>(shared.weight + (1 + tap) * kConvTileUnits * 16);
+      __half* hi_tile = lo_tile + taps * kConvTileUnits * 8;
+      const int place = channel * 8 + i / taps;
+      hi_tile[place] = hi;
+      lo_tile[place] = __float2half_rn(value - __half2float(hi));
+    }
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- loading ------------------------------------------------------------------------------------
+
+struct Pixels {
+  float value[kConvMaxChunks][kConvChannels];
+
+  // A thread's pixel of one chunk; zeros outside of the image.
+  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit, int chunk) {
+    const uint32_t place =
+        static_cast<uint32_t>(unit.position + chunk * kConvChunk) + threadIdx.x % kWarpgroup;
+    const uint32_t row = divide(place, args.pitch);
+    const int in_row = static_cast<int>(row) - args.top;
+    const int in_column = static_cast<int>(place - row * args.pitch.size) + unit.column - args.left;
+    const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
+                        static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
+    const int plane = args.h * args.w;
+    const float* from = args.x + static_cast<int64_t>(unit.sample) * args.channels * plane +
+                        (in_row * args.w + in_column);
+#pragma unroll
+    for (int c = 0; c < kConvChannels; ++c) {
+      value[chunk][c] = inside && c < args.channels ? __ldg(from + c * plane) : 0.0f;
+    }
+  }
+};
+
+// Which positions of the unit are elements of its own, a bit each.
+__device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
+                                           uint32_t (&valid)[kConvPositions / 32]) {
+#pragma unroll
+  for (int i = 0; i < kConvPositions; i += kWarpgroup) {
+    const int place = i + static_cast<int>(threadIdx.x) % kWarpgroup;
+    const uint32_t position = static_cast<uint32_t>(unit.position + place);
+    const int row = static_cast<int>(divide(position, args.pitch));
+    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
+    const int element = row * static_cast<int>(args.strip.size) + column;
+    const bool is_valid = column < static_cast<int>(args.strip.size) &&
+                          unit.column + column < args.out_w && element >= unit.begin &&
+                          element < unit.end;
+    const uint32_t bits = __ballot_sync(0xFFFFFFFF, is_valid);
+    if (threadIdx.x % 32 == 0) valid[place / 32] = bits;
+  }
+}
+
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit.
+template <int kLoaders>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader) {
+  const Walk walk(args);
+  const int thread = threadIdx.x % kWarpgroup;
+  const int plane_bytes = args.chunks * kConvChunk * 16;
+  Tail& tail = *shared.tail;
+  Cursor cursor;
+  for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
+
+  Pixels pixels;
+  int index = walk.first + loader * walk.step;
+  if (index >= args.units) return;
+  Unit unit = Unit::at(args, index);
+#pragma unroll
+  for (int i = 0; i < kConvMaxChunks; ++i) {
+    if (i < args.chunks) pixels.load(args, unit, i);
+  }
+  for (int turn = 0; index < args.units; turn ^= 1) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kConvMaxChunks; ++i) {
+      if (i < args.chunks) {
+#pragma unroll
+        for (int c = 0; c < kConvChannels; ++c) {
+          // An infinity must not decide the scale of pixels that it does not meet.
+          const uint32_t bits = magnitude_bits(pixels.value[i][c]);
+          largest = max(largest, bits < kInfinityBits ? bits : 0);
+        }
+      }
+    }
+    largest = __reduce_max_sync(0xFFFFFFFF, largest);
+    uint32_t (&of_warp)[4] = tail.largest[loader][turn];
+    if (thread % 32 == 0) of_warp[thread / 32] = largest;
+    ptx::barrier_sync<kWarpgroup>(1 + loader);
+    largest = max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3]));
+    const Scale scale = Scale::of(__uint_as_float(largest));
+
+    const Unit filled = unit;
+    index += kLoaders * walk.step;
+    const bool more = index < args.units;
+    if (more) unit = Unit::at(args, index);
+    ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
+    uint8_t* to = shared.slot + cursor.slot * shared.slot_bytes + thread * 16;
+#pragma unroll
+    for (int i = 0; i < kConvMaxChunks; ++i) {
+      if (i < args.chunks) {
+        uint32_t hi[kConvChannels / 2];
+        uint32_t lo[kConvChannels / 2];
+#pragma unroll
+        for (int c = 0; c < kConvChannels; c += 2) {
+          const SplitPair pair =
+              split(pixels.value[i][c] * scale.scale, pixels.value[i][c + 1] * scale.scale);
+          hi[c / 2] = pair.hi;
+          lo[c / 2] = pair.lo;
+        }
+        uint8_t* place = to + i * kConvChunk * 16;
+        *reinterpret_cast<uint4*>(place) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        *reinterpret_cast<uint4*>(place + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+        if (more) pixels.load(args, unit, i);
+      }
+    }
+    if (thread == 0) tail.unscale[cursor.slot] = scale.unscale;
+    if constexpr (kLoaders == 2) mark_valid(args, filled, tail.valid[cursor.slot]);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
+    for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
+  }
+}
+
+// ---- products -----------------------------------------------------------------------------------
+
+// Of a K-major operand without swizzle: 8 rows of 16 bytes are 128, eight such blocks follow each
+// other, and `begin_and_leading` is one of a ConvStep's.
+__device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and_leading) {
+  constexpr uint64_t kStrideOffset = 128 / 16;
+  return kStrideOffset << 32 | (base + begin_and_leading);
+}
+
+// sum[h][4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 128h + 8i + 2 (lane % 4) + t.
+__device__ __forceinline__ void multiply(const ConvDirectArgs& args, uint32_t weight,
+                                         uint32_t pixels, float (&sum)[2][64]) {
+  weight = ptx::uniform(weight >> 4);
+  pixels = ptx::uniform(pixels >> 4);
+  // Fence and commit in each step: around the loop alone, ptxas adds fences of its own or
+  // serialises.
+#pragma unroll 1
+  for (int i = 0; i < args.steps; ++i) {
+    ptx::wgmma_fence();
+    const uint64_t a = descriptor(weight, args.step[i].weight);
+    const uint64_t b = descriptor(pixels, args.step[i].pixels);
+    ptx::Wgmma<__half>::run(sum[0], a, b, i > 0);
+    ptx::Wgmma<__half>::run(sum[1], a, b + kConvPositions / 2, i > 0);
+    ptx::wgmma_commit();
+  }
+  ptx::wgmma_wait<0>();
+#pragma unroll
+  for (auto& half : sum) ptx::pin(half);
+}
+
+__device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared) {
+  const Walk walk(args);
+  const int thread = threadIdx.x % kWarpgroup;
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  const int channel = warp * 16 + lane / 4;
+  Tail& tail = *shared.tail;
+  const float unscale[2] = {tail.weight_unscale[channel], tail.weight_unscale[channel + 8]};
+  Cursor slot;
+  Cursor stage;
+  for (int index = walk.first; index < args.units; index += walk.step) {
+    float sum[2][64];
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
+    const float pixel_unscale = tail.unscale[slot.slot];
+    multiply(args, ptx::shared_address(shared.weight),
+             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
+    slot.advance(args.slots);
+
+    ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+    float* to = shared.stage + stage.slot * (kConvGroup * kConvStagePitch) +
+                channel * kConvStagePitch + lane % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          *reinterpret_cast<float2*>(to + r * 8 * kConvStagePitch + h * 128 + i * 8) = make_float2(
+              sum[h][4 * i + 2 * r] * unscale[r], sum[h][4 * i + 2 * r + 1] * unscale[r]);
+        }
+      }
+    }
+    if (lane == 0) tail.stage_unscale[warp][stage.slot] = pixel_unscale;
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+    stage.advance(kConvStages);
+  }
+}
+
+// ---- statistics ---------------------------------------------------------------------------------
+
+// Product warpgroup `worker` of two. About the pivot, one of the unit's values: batch_stats.cu.
+__device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
+                                              int worker) {
+  const Walk walk(args);
+  const int thread = threadIdx.x % kWarpgroup;
+  const int lane = thread % 32;
+  const int channel = thread / 32 * 16 + lane / 4;
+  Tail& tail = *shared.tail;
+  Moments<float> moments[2] = {};
+  Cursor slot;
+  for (int i = 0; i < worker; ++i) slot.advance(args.slots);
+  for (int index = walk.first + worker * walk.step; index < args.units; index += 2 * walk.step) {
+    float sum[2][64];
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
+    multiply(args, ptx::shared_address(shared.weight),
+             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum);
+    const float pixel_unscale = tail.unscale[slot.slot];
+    uint32_t valid[kConvPositions / 32];
+    float count = 0;
+#pragma unroll
+    for (int i = 0; i < kConvPositions / 32; ++i) {
+      // Of 32 positions the lane has bits 8b + t.
+      valid[i] = tail.valid[slot.slot][i] >> (lane % 4 * 2) & 0x03030303;
+      count += static_cast<float>(__popc(valid[i]));
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
+    for (int i = 0; i < 2; ++i) slot.advance(args.slots);
+
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // The unit's first position is always one of its elements.
+      const float pivot = __shfl_sync(0xFFFFFFFF, sum[0][2 * r], lane & ~3);
+      float total = 0;
+      float squares = 0;
+#pragma unroll
+      for (int e = 0; e < 64; ++e) {
+        const int i = e / 2;
+        const int t = e % 2;
+        const float deviation = sum[i / 16][i % 16 * 4 + 2 * r + t] - pivot;
+        if (valid[i / 4] >> (i % 4 * 8 + t) & 1) {
+          total += deviation;
+          squares = fmaf(deviation, deviation, squares);
+        }
+      }
+      if (count > 0) {
+        const float shift = total / count;
+        const float m2 = squares - total * shift;
+        // Scales one after the other: their product can leave fp32's range.
+        const float unscale = tail.weight_unscale[channel + 8 * r];
+        moments[r].merge({count, (pivot + shift) * unscale * pixel_unscale,
+                          fmaxf(m2, 0.0f) * unscale * pixel_unscale * unscale * pixel_unscale});
+        if (isnan(m2)) moments[r].m2 = m2;
+      }
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+#pragma unroll
+    for (auto& mine : moments) {
+      mine.merge({__shfl_xor_sync(0xFFFFFFFF, mine.count, distance),
+                  __shfl_xor_sync(0xFFFFFFFF, mine.mean, distance),
+                  __shfl_xor_sync(0xFFFFFFFF, mine.m2, distance)});
+    }
+  }
+  const int splits = 2 * walk.step;
+  const int split = 2 * walk.first + worker;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int output = walk.group * kConvGroup + channel + 8 * r;
+    if (lane % 4 == 0 && output < args.outputs) {
+      static_cast<Moments<float>*>(args.partial)[static_cast<int64_t>(output) * splits + split] =
+          moments[r];
+    }
+  }
+}
+
+// ---- storing ------------------------------------------------------------------------------------
+
+// The convolution at one place in plain fp32, as IEEE has it.
+__device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sample, int output,
+                                           int row, int column) {
+  const int taps = args.kernel_h * args.kernel_w;
+  const float* weight = args.weight + static_cast<int64_t>(output) * args.channels * taps;
+  float sum = 0;
+#pragma unroll 1
+  for (int c = 0; c < args.channels; ++c) {
+    const float* plane =
+        args.x + (static_cast<int64_t>(sample) * args.channels + c) * (args.h * args.w);
+#pragma unroll 1
+    for (int tap = 0; tap < taps; ++tap) {
+      const int in_row = row + tap / args.kernel_w - args.top;
+      const int in_column = column + tap % args.kernel_w - args.left;
+      const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
+                          static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
+      sum = fmaf(inside ? plane[in_row * args.w + in_column] : 0.0f, weight[c * taps + tap], sum);
+    }
+    if (isnan(sum)) return sum;  // and stays one: a tensor full of them is soon done
+  }
+  return sum;
+}
+
+template <class Epilogue, int kScalars, class Out, class Operands, class... In>
+struct Store;
+
+template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... In>
+struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
+  static constexpr int kOperands = sizeof...(In);
+  static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
+  static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  // Elements that a lane has at once, and those whose operands it loads together: as many as leave
+  // no register to spill.
+  static constexpr int kAtOnce = kOperands < 8 ? kStoreGroups : 3;
+  static constexpr int kInFlight = kOperands < 4 ? 3 : 1;
+  static_assert(kOperands <= kMaxInputs && kScalars <= kMaxScalars);
+
+  const ConvDirectArgs& args;
+  int sample;
+  int column;  // where the strip begins
+  int position;
+
+  // What an operand is in a channel of the sample, at its first pixel.
+  template <int kOne, class T>
+  __device__ __forceinline__ const T* channel_of(int output) const {
+    const ConvOperand& operand = args.operand[kOne];
+    return static_cast<const T*>(operand.data) + sample * operand.stride[0] +
+           output * operand.stride[1];
+  }
+
+  template <int kOne, class T>
+  __device__ __forceinline__ float pixel_of(int output, int row, int at) const {
+    const ConvOperand& operand = args.operand[kOne];
+    return convert<float>(
+        channel_of<kOne, T>(output)[row * operand.stride[2] + at * operand.stride[3]]);
+  }
+
+  __device__ __forceinline__ Out compute(float z, const float* operand) const {
+    float in[1 + kOperands];
+    in[0] = z;
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) in[1 + i] = operand[i];
+    float scalar[kScalarSlots];
+#pragma unroll
+    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
+    return convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
+  }
+
+  // The elements of a channel that the unit writes, from the start of a sector to that of another.
+  struct Range {
+    int64_t plane;  // where the channel's elements are
+    int first;      // of 32 that are 128 bytes of memory, at or before `begin`
+    int begin;
+    int end;
+  };
+
+  __device__ __forceinline__ Range range_of(const Unit& unit, int output) const {
+    Range range;
+    range.plane = (static_cast<int64_t>(sample) * args.outputs + output) *
+                  (static_cast<int64_t>(args.out_h) * args.out_w);
+    const int phase =
+        static_cast<int>((reinterpret_cast<uintptr_t>(args.out) / sizeof(Out) + range.plane) & 31);
+    range.begin = max(unit.begin - (unit.begin + phase & args.overlap), 0);
+    range.end = unit.end;
+    if (unit.end < args.elements) range.end -= unit.end + phase & args.overlap;
+    range.first = range.begin - (range.begin + phase & 31);
+    return range;
+  }
+
+  struct Place {
+    bool valid;
+    int staged;
+    int row;
+    int column;
+
+    __device__ __forceinline__ int offset(const ConvDirectArgs& args) const {
+      return row * args.out_w + column;
+    }
+  };
+
+  __device__ __forceinline__ Place place_of(const Range& range, int element) const {
+    Place place;
+    place.row = Unit::row_of(args, element);
+    place.column = element - place.row * static_cast<int>(args.strip.size) + column;
+    place.valid = static_cast<uint32_t>(element - range.begin) <
+                      static_cast<uint32_t>(range.end - range.begin) &&
+                  place.column < args.out_w;
+    place.staged = element + (args.kernel_w - 1) * place.row - position;
+    return place;
+  }
+
+  // Returns whether a convolution that the lane saw is not finite. kPerPixel: are there operands
+  // that differ within a channel; where there are none, all that is made of operands alone is
+  // computed once.
+  template <bool kPerPixel>
+  __device__ __forceinline__ bool store_channel(const Range& range, int output, const float* staged,
+                                                float unscale,
+                                                const float (&operand)[kSlots]) const {
+    constexpr int kBatch = kPerPixel ? kInFlight : kAtOnce;
+    Out* out = static_cast<Out*>(args.out) + range.plane;
+    float* c = args.c != nullptr ? args.c + range.plane : nullptr;
+    bool broken = false;
+#pragma unroll 1
+    for (int batch = 0; batch < kStoreGroups; batch += kBatch) {
+      Place place[kBatch];
+      float z[kBatch];
+      float of_pixel[kBatch][kSlots];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int element = range.first + (batch + i) * 32 + static_cast<int>(threadIdx.x) % 32;
+        place[i] = place_of(range, element);
+        z[i] = place[i].valid ? staged[place[i].staged] * unscale : 0.0f;
+        if constexpr (kPerPixel) {
+          if (place[i].valid) {
+            ((of_pixel[i][kOperand] =
+                  args.operand[kOperand].per_pixel
+                      ? pixel_of<kOperand, In>(output, place[i].row, place[i].column)
+                      : operand[kOperand]),
+             ...);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        broken |= !(fabsf(z[i]) < INFINITY);
+        const int offset = place[i].offset(args);
+        const Out result = compute(z[i], kPerPixel ? of_pixel[i] : operand);
+        if (place[i].valid) {
+          out[offset] = result;
+          if (c != nullptr) c[offset] = z[i];
+        }
+      }
+    }
+    return broken;
+  }
+
+  // Once more, where the convolution is not finite.
+  __device__ __forceinline__ void repair_channel(const Range& range, int output,
+                                                 const float* staged, float unscale) const {
+#pragma unroll 1
+    for (int batch = 0; batch < kStoreGroups; ++batch) {
+      const int element = range.first + batch * 32 + static_cast<int>(threadIdx.x) % 32;
+      const Place place = place_of(range, element);
+      if (!place.valid || fabsf(staged[place.staged] * unscale) < INFINITY) continue;
+      const float z = plain_sum(args, sample, output, place.row, place.column);
+      float operand[kSlots];
+      ((operand[kOperand] = pixel_of<kOperand, In>(output, place.row, place.column)), ...);
+      const int64_t offset = range.plane + place.offset(args);
+      static_cast<Out*>(args.out)[offset] = compute(z, operand);
+      if (args.c != nullptr) args.c[offset] = z;
+    }
+  }
+
+  static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
+    const Walk walk(args);
+    const int warp = static_cast<int>(threadIdx.x / 32) - 2 * kWarpgroup / 32;
+    const int lane = threadIdx.x % 32;
+    const int producer = warp / 2;  // the product's warp with these channels
+    const int first_channel = warp * kStoreChannels;
+    const int first_output = walk.group * kConvGroup + first_channel;
+    const int outputs = min(kStoreChannels, args.outputs - first_output);
+    Tail& tail = *shared.tail;
+    Cursor stage;
+    for (int index = walk.first; index < args.units; index += walk.step) {
+      const Unit unit = Unit::at(args, index);
+      const Store storing{args, unit.sample, unit.column, unit.position};
+      // A lane has the operands of a channel, before there is anything to do for them.
+      float of_channel[kSlots] = {};
+      if (lane < outputs) {
+        ((of_channel[kOperand] =
+              convert<float>(*storing.template channel_of<kOperand, In>(first_output + lane))),
+         ...);
+      }
+      ptx::mbarrier_wait(ptx::shared_address(&tail.staged[producer][stage.slot]), stage.phase);
+      const float unscale = tail.stage_unscale[producer][stage.slot];
+      const float* staged = shared.stage + stage.slot * (kConvGroup * kConvStagePitch) +
+                            first_channel * kConvStagePitch;
+      uint32_t broken = 0;  // a bit a channel
+#pragma unroll 1
+      for (int i = 0; i < outputs; ++i) {
+        float operand[kSlots];
+#pragma unroll
+        for (int k = 0; k < kSlots; ++k) {
+          operand[k] = __shfl_sync(0xFFFFFFFF, of_channel[k], i);
+        }
+        const int output = first_output + i;
+        const auto range = storing.range_of(unit, output);
+        const float* from = staged + i * kConvStagePitch;
+        const bool is_broken =
+            args.any_per_pixel
+                ? storing.template store_channel<true>(range, output, from, unscale, operand)
+                : storing.template store_channel<false>(range, output, from, unscale, operand);
+        broken |= static_cast<uint32_t>(is_broken) << i;
+      }
+      broken = __reduce_or_sync(0xFFFFFFFF, broken);
+      while (broken != 0) {
+        const int i = __ffs(broken) - 1;
+        broken &= broken - 1;
+        storing.repair_channel(storing.range_of(unit, first_output + i), first_output + i,
+                               staged + i * kConvStagePitch, unscale);
+      }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));
+      stage.advance(kConvStages);
+    }
+  }
+};
+
+// ---- the kernels --------------------------------------------------------------------------------
+
+template <bool kStages>
+__device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
+  if (threadIdx.x == 0) {
+    Tail& tail = *shared.tail;
+    for (int slot = 0; slot < args.slots; ++slot) {
+      ptx::mbarrier_init(ptx::shared_address(&tail.full[slot]), kWarpgroup);
+      ptx::mbarrier_init(ptx::shared_address(&tail.empty[slot]), kWarpgroup / 32);
+    }
+    if constexpr (kStages) {
+      for (int warp = 0; warp < 4; ++warp) {
+        for (int stage = 0; stage < kConvStages; ++stage) {
+          ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), 1);
+          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStoreWarps / 4);
+        }
+      }
+    }
+    ptx::fence_mbarrier_init();
+  }
+  split_weights(args, shared, Walk(args).group);
+  __syncthreads();
+}
+
+template <class Epilogue, int kScalars, class Acc, class Out, class C, class... In>
+__device__ __forceinline__ void run(const ConvDirectArgs& args) {
+  static_assert(std::is_same_v<Acc, float> && std::is_same_v<C, float>);
+  const Shared shared = Shared::of<true>(args);
+  prepare<true>(args, shared);
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == 0) {
+    ptx::give_registers<kLoadRegisters>();
+    load_units<1>(args, shared, 0);
+  } else if (warpgroup == 1) {
+    ptx::take_registers<kProductRegisters>();
+    stage_units(args, shared);
+  } else {
+    ptx::give_registers<kStoreRegisters>();
+    Store<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>::run(args, shared);
+  }
+}
+
+__device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
+  const Shared shared = Shared::of<false>(args);
+  prepare<false>(args, shared);
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup < 2) {
+    ptx::give_registers<kLoadRegisters>();
+    load_units<2>(args, shared, warpgroup);
+  } else {
+    ptx::take_registers<kStatsProductRegisters>();
+    measure_units(args, shared, warpgroup - 2);
+  }
+}
+
+}  // namespace fx_fuser::conv_direct
+
+// FX_FUSER_CONV_DIRECT(Epilogue, scalars, Acc, Out, C, Operands...)
+#define FX_FUSER_CONV_DIRECT(...)                                                              \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
+      fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {            \
+    fx_fuser::conv_direct::run<__VA_ARGS__>(args);                                             \
+  }                                                                                            \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
+      fx_fuser_conv_direct_statistics(const __grid_constant__ fx_fuser::ConvDirectArgs args) { \
+    fx_fuser::conv_direct::run_statistics(args);                                               \
+  }
