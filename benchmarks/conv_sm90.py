@@ -138,7 +138,7 @@ def accuracy(failures: list[str]) -> list[list[object]]:
     table: list[list[object]] = []
     for x_shape, weight_shape in (
         ((4, 8, 128, 128), (64, 8, 3, 3)),
-        ((8, 3, 65, 71), (32, 3, 5, 5)),
+        ((8, 3, 65, 71), (32, 3, 4, 4)),
     ):
         for name, x, weight in families(x_shape, weight_shape):
             exact = F.conv2d(x.double(), weight.double())
@@ -178,7 +178,7 @@ def random_operand(shape: torch.Size, dtype: torch.dtype, choose: random.Random)
 
 def random_case(choose: random.Random) -> tuple[Tensor, Tensor, Padding]:
     while True:
-        kernel = choose.choice(((3, 3), (3, 3), (1, 1), (5, 5), (1, 3), (2, 2), (4, 1)))
+        kernel = choose.choice(((3, 3), (3, 3), (1, 1), (4, 5), (1, 3), (2, 2), (4, 1)))
         channels = choose.randint(1, 8)
         height = choose.choice((1, choose.randint(1, 20), choose.randint(1, 140)))
         width = choose.choice((choose.randint(1, 20), choose.randint(1, 150), 128, 700))

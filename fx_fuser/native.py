@@ -157,7 +157,11 @@ def linear_dense(
 
 
 def conv_direct_cut(
-    x: Sequence[int], weight: Sequence[int], padding: Sequence[int], out_bytes: int
+    x: Sequence[int],
+    weight: Sequence[int],
+    padding: Sequence[int],
+    out_bytes: int,
+    operands: int = 0,
 ) -> list[int]:
     """How `conv_direct` cuts a convolution of these sizes into units; empty if it does not take it.
 
@@ -166,6 +170,7 @@ def conv_direct_cut(
     Args:
         padding: [left, right, top, bottom].
         out_bytes: of an element of the result; 0: `conv_direct_statistics`.
+        operands: of the epilogue.
 
     Raises:
         BuildError: the shim does not compile or load.
@@ -173,7 +178,7 @@ def conv_direct_cut(
     with _lock:
         _load_shim()
     sizes = [*x, weight[0], *weight[2:], *padding]
-    cut: list[int] = torch.ops.fx_fuser_native.conv_direct_cut.default(sizes, out_bytes)
+    cut: list[int] = torch.ops.fx_fuser_native.conv_direct_cut.default(sizes, out_bytes, operands)
     return cut
 
 

@@ -25,17 +25,21 @@ constexpr int kConvThreads = 512;
 constexpr int kConvChannels = 8;     // of the input, at most: 16 bytes of fp16
 constexpr int kConvGroup = 64;       // output channels of a block
 constexpr int kConvPositions = 256;  // of a unit
-constexpr int kConvMaxTaps = 25;
+// The tensor core truncates each time it adds: with more taps, sums of one sign lose too much.
+constexpr int kConvMaxTaps = 20;
 constexpr int kConvMaxSteps = (3 * kConvMaxTaps + 1) / 2;
 constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
 constexpr int kConvMaxChunks = 6;  // of a unit
 constexpr int kConvMinSlots = 2;
-constexpr int kConvMaxSlots = 6;
+constexpr int kConvMaxSlots = 4;
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
 constexpr int kConvStages = 2;
-constexpr int kConvSector = 32;     // bytes that memory writes at once
-constexpr int kConvTileUnits = 64;  // of 16 bytes: a tap's weights of 64 channels, hi or lo
-constexpr int kConvTailBytes = 1280;
+constexpr int kConvMaxOperands = 10;   // more would spill registers
+constexpr int kConvStageUnused = 260;  // where a channel's positions that are no elements go
+constexpr int kConvStoreWidth = 4;     // elements that are stored at once
+constexpr int kConvSector = 32;        // bytes that memory writes at once
+constexpr int kConvTileUnits = 64;     // of 16 bytes: a tap's weights of 64 channels, hi or lo
+constexpr int kConvTailBytes = 3072;
 constexpr int kConvMaxShared = 232448;  // that a block of sm_90 can have
 constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
 
@@ -58,7 +62,7 @@ struct ConvDirectArgs {
   void* out;            // [n, o, out_h, out_w]; of all, dense
   float* c;             // the convolution by itself, shaped like out, or null
   void* partial;        // statistics: [o, splits] moments
-  ConvOperand operand[kMaxInputs];
+  ConvOperand operand[kConvMaxOperands];
   float scalar[kMaxScalars];
   ConvStep step[kConvMaxSteps];
   int32_t steps;
@@ -78,14 +82,18 @@ struct ConvDirectArgs {
   int32_t strips;
   int32_t elements;  // of a strip
   int32_t advance;   // elements between two units of a strip
-  int32_t overlap;   // elements before those, that a unit makes too; a power of two less one
+  int32_t overlap;   // elements before those, that may be a unit's; a power of two less one
+  int32_t lead;      // elements before those, that it makes: enough, and even
   int32_t units_per_strip;
   int32_t units;   // of all samples
   int32_t groups;  // of output channels
   int32_t chunks;  // pixels that a unit loads, in kConvChunk
   int32_t slots;
   int32_t weight_bytes;
+  uint32_t phase;  // elements of out's type from a multiple of 128 bytes to where out begins
   bool any_per_pixel;
+  bool pairs;          // two positions of which the first is even are neighbours in out, too
+  bool c_is_like_out;  // where whole vectors can be stored
 };
 
 struct ConvShape {
@@ -184,16 +192,22 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   // Channels' planes begin anywhere in a sector. So that only whole sectors are written, a unit
   // makes what may belong to the first of its own, too.
   const int64_t overlap = out_bytes > 0 && strips == 1 ? kConvSector / out_bytes - 1 : 0;
+  const int64_t lead = overlap > 0 ? overlap + 1 : 0;
   const auto positions_of = [&](int64_t count) {
     return count + gap * conv_ceil(count - 1, strip);
   };
-  int64_t advance = positions - overlap;
-  while (advance > 0 && positions_of(advance + overlap) > positions) --advance;
+  // A stage has room for a channel's elements wherever in a vector the first of them is.
+  int64_t advance = kConvPositions - kConvStoreWidth - lead;
+  while (advance > 0 && positions_of(advance + lead) > positions) advance -= 2;
   // Units of whole rows have fewer gaps.
-  if (overlap == 0) advance = std::max(advance, (positions + gap) / pitch * strip);
-  if (advance <= overlap) return std::nullopt;
+  if (overlap == 0) {
+    const int64_t rows =
+        std::min((positions + gap) / pitch, (kConvPositions - kConvStoreWidth) / strip);
+    advance = std::max(advance, rows * strip);
+  }
+  if (advance <= lead) return std::nullopt;
   const int64_t units_per_strip = conv_ceil(elements, advance);
-  if (overlap > 0) advance = conv_ceil(elements, units_per_strip);
+  if (overlap > 0) advance = conv_ceil(conv_ceil(elements, units_per_strip), 2) * 2;
   const int64_t groups = conv_ceil(shape.outputs, kConvGroup);
   const int64_t units = shape.samples * strips * units_per_strip;
   if (units > kHighest) return std::nullopt;
@@ -216,6 +230,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   args.elements = narrow(elements);
   args.advance = narrow(advance);
   args.overlap = narrow(overlap);
+  args.lead = narrow(lead);
   args.units_per_strip = narrow(units_per_strip);
   args.units = narrow(units);
   args.groups = narrow(groups);

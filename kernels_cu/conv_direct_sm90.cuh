@@ -35,8 +35,7 @@ namespace fx_fuser::conv_direct {
 constexpr int kWarpgroup = 128;
 constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
-constexpr int kStoreGroups = (kConvPositions + 31 + 31) / 32;  // of 32 elements that a unit touches
-constexpr uint32_t kInfinityBits = 0x7F800000;
+constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
 // Of 128 a thread at first: what one role gives, another takes.
 constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
@@ -52,10 +51,16 @@ struct Tail {
   uint64_t staged[4][kConvStages];  // of each warp of the product's
   uint64_t stored[4][kConvStages];
   float weight_unscale[kConvGroup];
-  uint32_t largest[2][2][4];     // [loading warpgroup][turn][warp]
+  uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
+  uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];  // of a slot's pixels
   float stage_unscale[4][kConvStages];
-  alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
+  int2 unit[kConvMaxSlots];  // sample and first element
+  union {
+    // Where in a stage's channel the positions 8i + 2c + t go, in bytes, as [c][i][t].
+    alignas(16) uint16_t place[kConvMaxSlots][kConvPositions];
+    alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
+  };
 };
 static_assert(sizeof(Tail) <= kConvTailBytes);
 
@@ -101,7 +106,8 @@ struct Unit {
   int column;  // of the image, where the strip begins
   int begin;   // elements [begin, end) of the strip are this unit's
   int end;
-  int position;  // of the first that it makes
+  int first;     // element that it makes
+  int position;  // of that
 
   static __device__ __forceinline__ Unit at(const ConvDirectArgs& args, int index) {
     const int strip = index / args.units_per_strip;
@@ -111,8 +117,8 @@ struct Unit {
     unit.column = (strip - unit.sample * args.strips) * static_cast<int>(args.strip.size);
     unit.begin = nth * args.advance;
     unit.end = min(unit.begin + args.advance, args.elements);
-    const int first = max(unit.begin - args.overlap, 0);
-    unit.position = first + (args.kernel_w - 1) * row_of(args, first);
+    unit.first = max(unit.begin - args.lead, 0);
+    unit.position = unit.first + (args.kernel_w - 1) * row_of(args, unit.first);
     return unit;
   }
 
@@ -178,7 +184,8 @@ struct Pixels {
   float value[kConvMaxChunks][kConvChannels];
 
   // A thread's pixel of one chunk; zeros outside of the image.
-  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit, int chunk) {
+  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit,
+                                       const char* sample, int chunk) {
     const uint32_t place =
         static_cast<uint32_t>(unit.position + chunk * kConvChunk) + threadIdx.x % kWarpgroup;
     const uint32_t row = divide(place, args.pitch);
@@ -186,13 +193,37 @@ struct Pixels {
     const int in_column = static_cast<int>(place - row * args.pitch.size) + unit.column - args.left;
     const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
                         static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
-    const int plane = args.h * args.w;
-    const float* from = args.x + static_cast<int64_t>(unit.sample) * args.channels * plane +
-                        (in_row * args.w + in_column);
+    // In bytes, as unsigned factors: an address is then one instruction.
+    const uint32_t plane = 4 * static_cast<uint32_t>(args.h * args.w);
+    const char* from = sample + 4 * static_cast<uint32_t>(in_row * args.w + in_column);
+    const auto at = [&](int c) {
+      return __ldg(reinterpret_cast<const float*>(from + uint64_t{plane} * c));
+    };
+    if (args.channels == kConvChannels) {
 #pragma unroll
-    for (int c = 0; c < kConvChannels; ++c) {
-      value[chunk][c] = inside && c < args.channels ? __ldg(from + c * plane) : 0.0f;
+      for (int c = 0; c < kConvChannels; ++c) value[chunk][c] = inside ? at(c) : 0.0f;
+    } else {
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) {
+        value[chunk][c] = inside && c < args.channels ? at(c) : 0.0f;
+      }
     }
+  }
+
+  // Of the thread's pixels; NaN do not count, infinities only where kInfinities.
+  template <bool kInfinities>
+  __device__ __forceinline__ float largest(const ConvDirectArgs& args) const {
+    float found = 0;
+#pragma unroll
+    for (int i = 0; i < kConvMaxChunks; ++i) {
+      if (i < args.chunks) {
+#pragma unroll
+        for (const float one : value[i]) {
+          if (kInfinities || fabsf(one) < INFINITY) found = fmaxf(found, fabsf(one));
+        }
+      }
+    }
+    return found;
   }
 };
 
@@ -214,6 +245,23 @@ __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Uni
   }
 }
 
+// Where the positions go in a stage's channels: elements next to each other.
+__device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
+                                                uint16_t (&place)[kConvPositions]) {
+#pragma unroll
+  for (int i = 0; i < kConvPositions; i += kWarpgroup) {
+    const int nth = i + static_cast<int>(threadIdx.x) % kWarpgroup;
+    const uint32_t position = static_cast<uint32_t>(unit.position + nth);
+    const int row = static_cast<int>(divide(position, args.pitch));
+    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
+    const int element = row * static_cast<int>(args.strip.size) + column;
+    const int at =
+        column < static_cast<int>(args.strip.size) ? element - unit.first : kConvStageUnused;
+    place[nth % 8 / 2 * (kConvPositions / 4) + nth / 8 * 2 + nth % 2] =
+        static_cast<uint16_t>(4 * at);
+  }
+}
+
 // Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit.
 template <int kLoaders>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
@@ -229,34 +277,33 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   int index = walk.first + loader * walk.step;
   if (index >= args.units) return;
   Unit unit = Unit::at(args, index);
+  const int64_t sample_size = int64_t{args.channels} * (args.h * args.w);
+  auto* sample = reinterpret_cast<const char*>(args.x + unit.sample * sample_size);
 #pragma unroll
   for (int i = 0; i < kConvMaxChunks; ++i) {
-    if (i < args.chunks) pixels.load(args, unit, i);
+    if (i < args.chunks) pixels.load(args, unit, sample, i);
   }
   for (int turn = 0; index < args.units; turn ^= 1) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < kConvMaxChunks; ++i) {
-      if (i < args.chunks) {
-#pragma unroll
-        for (int c = 0; c < kConvChannels; ++c) {
-          // An infinity must not decide the scale of pixels that it does not meet.
-          const uint32_t bits = magnitude_bits(pixels.value[i][c]);
-          largest = max(largest, bits < kInfinityBits ? bits : 0);
-        }
-      }
+    const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
+      const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
+      if (thread % 32 == 0) of_warp[thread / 32] = bits;
+      ptx::barrier_sync<kWarpgroup>(1 + loader);
+      return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
+    };
+    float largest = largest_of_all(pixels.largest<true>(args), tail.largest[loader][turn]);
+    // An infinity must not decide the scale of pixels that it does not meet.
+    if (largest == INFINITY) {
+      largest = largest_of_all(pixels.largest<false>(args), tail.largest_finite[loader]);
     }
-    largest = __reduce_max_sync(0xFFFFFFFF, largest);
-    uint32_t (&of_warp)[4] = tail.largest[loader][turn];
-    if (thread % 32 == 0) of_warp[thread / 32] = largest;
-    ptx::barrier_sync<kWarpgroup>(1 + loader);
-    largest = max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3]));
-    const Scale scale = Scale::of(__uint_as_float(largest));
+    const Scale scale = Scale::of(largest);
 
     const Unit filled = unit;
     index += kLoaders * walk.step;
     const bool more = index < args.units;
-    if (more) unit = Unit::at(args, index);
+    if (more) {
+      unit = Unit::at(args, index);
+      sample = reinterpret_cast<const char*>(args.x + unit.sample * sample_size);
+    }
     ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
     uint8_t* to = shared.slot + cursor.slot * shared.slot_bytes + thread * 16;
 #pragma unroll
@@ -274,11 +321,18 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
         uint8_t* place = to + i * kConvChunk * 16;
         *reinterpret_cast<uint4*>(place) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
         *reinterpret_cast<uint4*>(place + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-        if (more) pixels.load(args, unit, i);
+        if (more) pixels.load(args, unit, sample, i);
       }
     }
-    if (thread == 0) tail.unscale[cursor.slot] = scale.unscale;
-    if constexpr (kLoaders == 2) mark_valid(args, filled, tail.valid[cursor.slot]);
+    if (thread == 0) {
+      tail.unscale[cursor.slot] = scale.unscale;
+      tail.unit[cursor.slot] = make_int2(filled.sample, filled.first);
+    }
+    if constexpr (kLoaders == 2) {
+      mark_valid(args, filled, tail.valid[cursor.slot]);
+    } else {
+      place_positions(args, filled, tail.place[cursor.slot]);
+    }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
     for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
@@ -315,6 +369,46 @@ __device__ __forceinline__ void multiply(const ConvDirectArgs& args, uint32_t we
   for (auto& half : sum) ptx::pin(half);
 }
 
+// How far from where a sector begins a channel's first element is, in elements.
+__device__ __forceinline__ uint32_t phase_of(const ConvDirectArgs& args, int sample, int output) {
+  const auto plane = static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
+  return args.phase + static_cast<uint32_t>(sample * args.outputs + output) * plane;
+}
+
+// Where in its row of a stage a channel's first element is, such that vectors in memory are vectors
+// in the stage.
+__device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
+  return (static_cast<uint32_t>(first) + phase) % kConvStoreWidth;
+}
+
+// A thread's two channels to their rows of the stage; place: of its positions, two in a word.
+template <bool kPairs>
+__device__ __forceinline__ void stage_sums(const float (&sum)[2][64], const float (&unscale)[2],
+                                           const uint4* place, uint8_t* (&row)[2]) {
+#pragma unroll
+  for (int quad = 0; quad < 8; ++quad) {
+    const uint4 loaded = place[quad];
+    const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t at = word[i] & 0xFFFF;
+      const uint32_t next = word[i] >> 16;
+      const float* of_pair = &sum[quad / 4][(quad % 4 * 4 + i) * 4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 pair =
+            make_float2(of_pair[2 * r] * unscale[r], of_pair[2 * r + 1] * unscale[r]);
+        if constexpr (kPairs) {
+          *reinterpret_cast<float2*>(row[r] + at) = pair;
+        } else {
+          *reinterpret_cast<float*>(row[r] + at) = pair.x;
+          *reinterpret_cast<float*>(row[r] + next) = pair.y;
+        }
+      }
+    }
+  }
+}
+
 __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared) {
   const Walk walk(args);
   const int thread = threadIdx.x % kWarpgroup;
@@ -328,30 +422,32 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   for (int index = walk.first; index < args.units; index += walk.step) {
     float sum[2][64];
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
-    const float pixel_unscale = tail.unscale[slot.slot];
     multiply(args, ptx::shared_address(shared.weight),
              ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
-    slot.advance(args.slots);
 
-    ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
-    float* to = shared.stage + stage.slot * (kConvGroup * kConvStagePitch) +
-                channel * kConvStagePitch + lane % 4 * 2;
+    const int2 unit = tail.unit[slot.slot];
+    uint8_t* row[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          *reinterpret_cast<float2*>(to + r * 8 * kConvStagePitch + h * 128 + i * 8) = make_float2(
-              sum[h][4 * i + 2 * r] * unscale[r], sum[h][4 * i + 2 * r + 1] * unscale[r]);
-        }
-      }
+    for (int r = 0; r < 2; ++r) {
+      const int output = walk.group * kConvGroup + channel + 8 * r;
+      const uint32_t shift = shift_of(phase_of(args, unit.x, output), unit.y);
+      row[r] = reinterpret_cast<uint8_t*>(
+          shared.stage + shift + (stage.slot * kConvGroup + channel + 8 * r) * kConvStagePitch);
     }
-    if (lane == 0) tail.stage_unscale[warp][stage.slot] = pixel_unscale;
+    const auto* place = reinterpret_cast<const uint4*>(tail.place[slot.slot]) + lane % 4 * 8;
+    ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+    if (args.pairs) {
+      stage_sums<true>(sum, unscale, place, row);
+    } else {
+      stage_sums<false>(sum, unscale, place, row);
+    }
+    if (lane == 0) tail.stage_unscale[warp][stage.slot] = tail.unscale[slot.slot];
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+    if (lane == 0) {
+      ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+      ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
+    }
+    slot.advance(args.slots);
     stage.advance(kConvStages);
   }
 }
@@ -468,35 +564,29 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
-  // Elements that a lane has at once, and those whose operands it loads together: as many as leave
-  // no register to spill.
-  static constexpr int kAtOnce = kOperands < 8 ? kStoreGroups : 3;
-  static constexpr int kInFlight = kOperands < 4 ? 3 : 1;
-  static_assert(kOperands <= kMaxInputs && kScalars <= kMaxScalars);
+  static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
 
   const ConvDirectArgs& args;
-  int sample;
-  int column;  // where the strip begins
-  int position;
+  Unit unit;
 
   // What an operand is in a channel of the sample, at its first pixel.
   template <int kOne, class T>
   __device__ __forceinline__ const T* channel_of(int output) const {
     const ConvOperand& operand = args.operand[kOne];
-    return static_cast<const T*>(operand.data) + sample * operand.stride[0] +
+    return static_cast<const T*>(operand.data) + unit.sample * operand.stride[0] +
            output * operand.stride[1];
   }
 
   template <int kOne, class T>
-  __device__ __forceinline__ float pixel_of(int output, int row, int at) const {
+  __device__ __forceinline__ float pixel_of(int output, int row, int column) const {
     const ConvOperand& operand = args.operand[kOne];
     return convert<float>(
-        channel_of<kOne, T>(output)[row * operand.stride[2] + at * operand.stride[3]]);
+        channel_of<kOne, T>(output)[row * operand.stride[2] + column * operand.stride[3]]);
   }
 
-  __device__ __forceinline__ Out compute(float z, const float* operand) const {
+  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
     float in[1 + kOperands];
-    in[0] = z;
+    in[0] = c;
 #pragma unroll
     for (int i = 0; i < kOperands; ++i) in[1 + i] = operand[i];
     float scalar[kScalarSlots];
@@ -507,107 +597,110 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
 
   // The elements of a channel that the unit writes, from the start of a sector to that of another.
   struct Range {
-    int64_t plane;  // where the channel's elements are
-    int first;      // of 32 that are 128 bytes of memory, at or before `begin`
+    int first;  // at or before `begin`, where a vector starts
     int begin;
     int end;
+    int staged;  // where `first` is in the channel's row of the stage
   };
 
-  __device__ __forceinline__ Range range_of(const Unit& unit, int output) const {
+  __device__ __forceinline__ Range range_of(int output) const {
+    const uint32_t phase = phase_of(args, unit.sample, output);
+    const auto before = [&](int element) {
+      return static_cast<int>((static_cast<uint32_t>(element) + phase) &
+                              static_cast<uint32_t>(args.overlap));
+    };
     Range range;
-    range.plane = (static_cast<int64_t>(sample) * args.outputs + output) *
-                  (static_cast<int64_t>(args.out_h) * args.out_w);
-    const int phase =
-        static_cast<int>((reinterpret_cast<uintptr_t>(args.out) / sizeof(Out) + range.plane) & 31);
-    range.begin = max(unit.begin - (unit.begin + phase & args.overlap), 0);
-    range.end = unit.end;
-    if (unit.end < args.elements) range.end -= unit.end + phase & args.overlap;
-    range.first = range.begin - (range.begin + phase & 31);
+    range.begin = max(unit.begin - before(unit.begin), 0);
+    range.end = unit.end < args.elements ? unit.end - before(unit.end) : unit.end;
+    range.first = range.begin - static_cast<int>(shift_of(phase, range.begin));
+    range.staged = range.first - unit.first + static_cast<int>(shift_of(phase, unit.first));
     return range;
   }
 
-  struct Place {
-    bool valid;
-    int staged;
-    int row;
-    int column;
-
-    __device__ __forceinline__ int offset(const ConvDirectArgs& args) const {
-      return row * args.out_w + column;
-    }
-  };
-
-  __device__ __forceinline__ Place place_of(const Range& range, int element) const {
-    Place place;
-    place.row = Unit::row_of(args, element);
-    place.column = element - place.row * static_cast<int>(args.strip.size) + column;
-    place.valid = static_cast<uint32_t>(element - range.begin) <
-                      static_cast<uint32_t>(range.end - range.begin) &&
-                  place.column < args.out_w;
-    place.staged = element + (args.kernel_w - 1) * place.row - position;
-    return place;
+  __device__ __forceinline__ int64_t plane_of(int output) const {
+    return (static_cast<int64_t>(unit.sample) * args.outputs + output) *
+           (static_cast<int64_t>(args.out_h) * args.out_w);
   }
 
-  // Returns whether a convolution that the lane saw is not finite. kPerPixel: are there operands
-  // that differ within a channel; where there are none, all that is made of operands alone is
-  // computed once.
-  template <bool kPerPixel>
-  __device__ __forceinline__ bool store_channel(const Range& range, int output, const float* staged,
-                                                float unscale,
+  // Elements that are neighbours in memory, by vectors; operands that are the same in all of them.
+  // Returns whether a convolution that the lane saw is not finite.
+  __device__ __forceinline__ bool store_vectors(const Range& range, const float* staged,
+                                                float unscale, Out* out, float* c,
                                                 const float (&operand)[kSlots]) const {
-    constexpr int kBatch = kPerPixel ? kInFlight : kAtOnce;
-    Out* out = static_cast<Out*>(args.out) + range.plane;
-    float* c = args.c != nullptr ? args.c + range.plane : nullptr;
-    bool broken = false;
-#pragma unroll 1
-    for (int batch = 0; batch < kStoreGroups; batch += kBatch) {
-      Place place[kBatch];
-      float z[kBatch];
-      float of_pixel[kBatch][kSlots];
+    constexpr int kVectors = kConvPositions / (32 * kConvStoreWidth);
+    using Vector = Vec<Out, kConvStoreWidth>;
+    const int lane = threadIdx.x % 32;
+    float4 loaded[kVectors];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int element = range.first + (batch + i) * 32 + static_cast<int>(threadIdx.x) % 32;
-        place[i] = place_of(range, element);
-        z[i] = place[i].valid ? staged[place[i].staged] * unscale : 0.0f;
-        if constexpr (kPerPixel) {
-          if (place[i].valid) {
-            ((of_pixel[i][kOperand] =
-                  args.operand[kOperand].per_pixel
-                      ? pixel_of<kOperand, In>(output, place[i].row, place[i].column)
-                      : operand[kOperand]),
-             ...);
+    for (int v = 0; v < kVectors; ++v) {
+      loaded[v] = reinterpret_cast<const float4*>(staged)[v * 32 + lane];
+    }
+    float broken = 0;  // 0 times all of them: NaN where one is not finite
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int element = range.first + (v * 32 + lane) * kConvStoreWidth;
+      if (element + kConvStoreWidth <= range.begin || element >= range.end) continue;
+      const float value[kConvStoreWidth] = {loaded[v].x * unscale, loaded[v].y * unscale,
+                                            loaded[v].z * unscale, loaded[v].w * unscale};
+      Vector result;
+#pragma unroll
+      for (int e = 0; e < kConvStoreWidth; ++e) {
+        broken = fmaf(value[e], 0.0f, broken);
+        result.element[e] = compute(value[e], operand);
+      }
+      const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
+      if (is_whole) {
+        *reinterpret_cast<Vector*>(out + element) = result;
+      } else {
+#pragma unroll
+        for (int e = 0; e < kConvStoreWidth; ++e) {
+          if (element + e >= range.begin && element + e < range.end) {
+            out[element + e] = result.element[e];
           }
         }
       }
+      if (c == nullptr) continue;
+      if (is_whole && args.c_is_like_out) {
+        *reinterpret_cast<float4*>(c + element) =
+            make_float4(value[0], value[1], value[2], value[3]);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        broken |= !(fabsf(z[i]) < INFINITY);
-        const int offset = place[i].offset(args);
-        const Out result = compute(z[i], kPerPixel ? of_pixel[i] : operand);
-        if (place[i].valid) {
-          out[offset] = result;
-          if (c != nullptr) c[offset] = z[i];
+        for (int e = 0; e < kConvStoreWidth; ++e) {
+          if (element + e >= range.begin && element + e < range.end) c[element + e] = value[e];
         }
       }
     }
-    return broken;
+    return isnan(broken);
   }
 
-  // Once more, where the convolution is not finite.
-  __device__ __forceinline__ void repair_channel(const Range& range, int output,
-                                                 const float* staged, float unscale) const {
+  // Any operands and strips, element by element: of all, or of those that are not finite, anew.
+  // Returns as store_vectors.
+  __device__ __forceinline__ bool store_elements(const Range& range, int output,
+                                                 const float* staged, float unscale,
+                                                 bool repair) const {
+    const int64_t plane = plane_of(output);
+    bool broken = false;
 #pragma unroll 1
-    for (int batch = 0; batch < kStoreGroups; ++batch) {
-      const int element = range.first + batch * 32 + static_cast<int>(threadIdx.x) % 32;
-      const Place place = place_of(range, element);
-      if (!place.valid || fabsf(staged[place.staged] * unscale) < INFINITY) continue;
-      const float z = plain_sum(args, sample, output, place.row, place.column);
+    for (int group = 0; group < kStoreGroups; ++group) {
+      const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
+      const int element = range.first + nth;
+      const int row = Unit::row_of(args, element);
+      const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
+      if (element < range.begin || element >= range.end || column >= args.out_w) continue;
+      float value = staged[nth] * unscale;
+      const bool is_broken = !(fabsf(value) < INFINITY);
+      broken |= is_broken;
+      if (repair) {
+        if (!is_broken) continue;
+        value = plain_sum(args, unit.sample, output, row, column);
+      }
       float operand[kSlots];
-      ((operand[kOperand] = pixel_of<kOperand, In>(output, place.row, place.column)), ...);
-      const int64_t offset = range.plane + place.offset(args);
-      static_cast<Out*>(args.out)[offset] = compute(z, operand);
-      if (args.c != nullptr) args.c[offset] = z;
+      ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
+      const int64_t offset = plane + (row * args.out_w + column);
+      static_cast<Out*>(args.out)[offset] = compute(value, operand);
+      if (args.c != nullptr) args.c[offset] = value;
     }
+    return broken;
   }
 
   static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
@@ -618,45 +711,54 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     const int first_channel = warp * kStoreChannels;
     const int first_output = walk.group * kConvGroup + first_channel;
     const int outputs = min(kStoreChannels, args.outputs - first_output);
+    const bool by_vectors = !args.any_per_pixel && args.strips == 1;
     Tail& tail = *shared.tail;
     Cursor stage;
     for (int index = walk.first; index < args.units; index += walk.step) {
-      const Unit unit = Unit::at(args, index);
-      const Store storing{args, unit.sample, unit.column, unit.position};
-      // A lane has the operands of a channel, before there is anything to do for them.
+      const Store store{args, Unit::at(args, index)};
+      // A lane has what concerns a channel, before there is anything to do for it.
       float of_channel[kSlots] = {};
-      if (lane < outputs) {
+      const Range of_lane = store.range_of(first_output + lane);
+      if (by_vectors && lane < outputs) {
         ((of_channel[kOperand] =
-              convert<float>(*storing.template channel_of<kOperand, In>(first_output + lane))),
+              convert<float>(*store.template channel_of<kOperand, In>(first_output + lane))),
          ...);
       }
+      const int64_t plane = store.plane_of(first_output);
+      Out* out = static_cast<Out*>(args.out) + plane;
+      float* c = args.c != nullptr ? args.c + plane : nullptr;
       ptx::mbarrier_wait(ptx::shared_address(&tail.staged[producer][stage.slot]), stage.phase);
       const float unscale = tail.stage_unscale[producer][stage.slot];
-      const float* staged = shared.stage + stage.slot * (kConvGroup * kConvStagePitch) +
-                            first_channel * kConvStagePitch;
+      const float* staged =
+          shared.stage + (stage.slot * kConvGroup + first_channel) * kConvStagePitch;
       uint32_t broken = 0;  // a bit a channel
 #pragma unroll 1
       for (int i = 0; i < outputs; ++i) {
-        float operand[kSlots];
+        const Range range{
+            __shfl_sync(0xFFFFFFFF, of_lane.first, i), __shfl_sync(0xFFFFFFFF, of_lane.begin, i),
+            __shfl_sync(0xFFFFFFFF, of_lane.end, i), __shfl_sync(0xFFFFFFFF, of_lane.staged, i)};
+        const float* from = staged + i * kConvStagePitch + range.staged;
+        bool is_broken;
+        if (by_vectors) {
+          float operand[kSlots];
 #pragma unroll
-        for (int k = 0; k < kSlots; ++k) {
-          operand[k] = __shfl_sync(0xFFFFFFFF, of_channel[k], i);
+          for (int k = 0; k < kSlots; ++k) {
+            operand[k] = __shfl_sync(0xFFFFFFFF, of_channel[k], i);
+          }
+          is_broken = store.store_vectors(range, from, unscale, out, c, operand);
+          out += args.out_h * args.out_w;
+          if (c != nullptr) c += args.out_h * args.out_w;
+        } else {
+          is_broken = store.store_elements(range, first_output + i, from, unscale, false);
         }
-        const int output = first_output + i;
-        const auto range = storing.range_of(unit, output);
-        const float* from = staged + i * kConvStagePitch;
-        const bool is_broken =
-            args.any_per_pixel
-                ? storing.template store_channel<true>(range, output, from, unscale, operand)
-                : storing.template store_channel<false>(range, output, from, unscale, operand);
         broken |= static_cast<uint32_t>(is_broken) << i;
       }
       broken = __reduce_or_sync(0xFFFFFFFF, broken);
-      while (broken != 0) {
+      for (; broken != 0; broken &= broken - 1) {
         const int i = __ffs(broken) - 1;
-        broken &= broken - 1;
-        storing.repair_channel(storing.range_of(unit, first_output + i), first_output + i,
-                               staged + i * kConvStagePitch, unscale);
+        const Range range = store.range_of(first_output + i);
+        store.store_elements(range, first_output + i, staged + i * kConvStagePitch + range.staged,
+                             unscale, true);
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));

@@ -50,6 +50,8 @@ int64_t load_conv_direct(const std::string& name, const std::string& cubin,
   for (size_t i = 5; i < signature.size(); ++i) {
     kernels->operands.push_back(scalar_type_of(signature[i]));
   }
+  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
+                  "fx_fuser: a direct convolution takes at most ", kConvMaxOperands, " operands");
   registry<ConvDirectKernels>().add(name, static_cast<int>(device), kernels.get());
   return reinterpret_cast<int64_t>(kernels.release());
 }
@@ -63,14 +65,17 @@ std::optional<ConvDirectArgs> conv_geometry_of(const std::vector<int64_t>& sizes
                        out_bytes);
 }
 
-// How a convolution is cut into units; an empty list where the kernels do not take its sizes.
-std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t out_bytes) {
+// How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
+// many operands.
+std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t out_bytes,
+                                     int64_t operands) {
   const auto args = conv_geometry_of(sizes, static_cast<int>(out_bytes));
-  if (!args) return {};
-  std::vector<int64_t> cut{
-      args->strip.size, args->strips,          args->advance,
-      args->overlap,    args->units_per_strip, args->units,
-      args->chunks,     args->slots,           conv_shared_bytes(*args, out_bytes > 0)};
+  if (!args || operands > kConvMaxOperands) return {};
+  std::vector<int64_t> cut{args->strip.size, args->strips,
+                           args->advance,    args->overlap,
+                           args->lead,       args->units_per_strip,
+                           args->units,      args->chunks,
+                           args->slots,      conv_shared_bytes(*args, out_bytes > 0)};
   for (int i = 0; i < args->steps; ++i) {
     for (const uint32_t half : {args->step[i].weight, args->step[i].pixels}) {
       cut.push_back(half & 0xFFFF);
@@ -172,6 +177,14 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
   }
   args->out = out.data_ptr();
   args->c = c ? static_cast<float*>(c->data_ptr()) : nullptr;
+  const auto elements_into_sector = [](const Tensor& tensor) {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 128 /
+                                 tensor.element_size());
+  };
+  args->phase = elements_into_sector(out);
+  const bool even_rows = args->strip.size % 2 == 0 && args->kernel_w % 2 == 1;
+  args->pairs = even_rows && args->phase % 2 == 0 && args->strips == 1;
+  args->c_is_like_out = c && (elements_into_sector(*c) - args->phase) % kConvStoreWidth == 0;
   std::copy(scalars.begin(), scalars.end(), args->scalar);
 
   const OnDevice on_device(device);

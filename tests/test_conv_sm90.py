@@ -21,7 +21,7 @@ CUTS = [
     ((2, 8, 14, 14), (64, 8, 1, 1), (0, 0, 0, 0)),
     ((2, 8, 14, 3000), (64, 8, 1, 3), (1, 1, 0, 0)),
     ((2, 8, 300, 5), (64, 8, 5, 1), (0, 0, 2, 2)),
-    ((2, 6, 40, 300), (64, 6, 5, 5), (2, 2, 2, 2)),
+    ((2, 6, 40, 300), (64, 6, 4, 5), (2, 2, 2, 1)),
     ((2, 6, 40, 41), (64, 6, 4, 2), (3, 1, 0, 5)),
     ((5, 2, 3, 3), (7, 2, 3, 3), (0, 0, 0, 0)),
 ]
@@ -33,8 +33,9 @@ class Cut:
     def __init__(self, x, weight, padding, out_bytes) -> None:
         found = native.conv_direct_cut(x, weight, padding, out_bytes)
         assert found
-        self.strip, self.strips, self.advance, self.overlap, self.units_per_strip = found[:5]
-        self.units, self.chunks, self.slots, self.shared_bytes, *steps = found[5:]
+        self.strip, self.strips, self.advance, self.overlap, self.lead = found[:5]
+        self.units_per_strip, self.units, self.chunks, self.slots = found[5:9]
+        self.shared_bytes, *steps = found[9:]
         self.steps = torch.tensor(steps).view(-1, 4)
         self.gap = weight[3] - 1
         self.pitch = self.strip + self.gap
@@ -59,10 +60,16 @@ def test_units_cover_every_element_and_have_its_pixels(x, weight, padding, out_b
     assert cut.advance * cut.units_per_strip >= cut.elements
     assert cut.advance * (cut.units_per_strip - 1) < cut.elements
     assert cut.slots >= 2
+    assert cut.overlap <= cut.lead
+    assert cut.lead % 2 == 0
+    if cut.overlap:
+        assert cut.advance % 2 == 0
     assert cut.shared_bytes <= 232_448  # of a block of sm_90
     for unit in range(cut.units_per_strip):
         begin = unit * cut.advance
-        first = cut.position(max(begin - cut.overlap, 0))
+        first_element = max(begin - cut.lead, 0)
+        assert begin + cut.advance - first_element <= 252  # and three to align: the stage's row
+        first = cut.position(first_element)
         last = cut.position(min(begin + cut.advance, cut.elements) - 1)
         assert last - first < 256
         assert last + (weight[2] - 1) * cut.pitch + cut.gap - first < 128 * cut.chunks
@@ -109,7 +116,7 @@ def test_steps_are_the_convolution(x, weight, padding) -> None:
     ("x", "weight", "padding"),
     [
         ((2, 9, 16, 16), (64, 9, 3, 3), (0, 0, 0, 0)),  # channels
-        ((2, 8, 16, 16), (64, 8, 7, 7), (0, 0, 0, 0)),  # no room for the weights
+        ((2, 8, 16, 16), (64, 8, 5, 5), (0, 0, 0, 0)),  # too many taps
         ((2, 8, 16, 16), (64, 8, 3, 3), (-1, 0, 0, 0)),
         ((2, 8, 2, 16), (64, 8, 3, 3), (0, 0, 0, 0)),  # no output
         ((0, 8, 16, 16), (64, 8, 3, 3), (0, 0, 0, 0)),
@@ -121,7 +128,14 @@ def test_refused(x, weight, padding) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("operands", [0, 5, 12])
+def test_refused_for_its_operands() -> None:
+    sizes = ((2, 8, 16, 16), (64, 8, 3, 3), (0, 0, 0, 0))
+    assert native.conv_direct_cut(*sizes, 4, operands=10)
+    assert native.conv_direct_cut(*sizes, 4, operands=11) == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("operands", [0, 5, 10])
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
     """`build.cubin` raises on either; more operands leave fewer registers."""
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
