@@ -34,7 +34,7 @@ constexpr int kConvMinSlots = 2;
 constexpr int kConvMaxSlots = 4;
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
 constexpr int kConvStages = 2;
-constexpr int kConvMaxOperands = 10;   // more would spill registers
+constexpr int kConvMaxOperands = 8;    // more would spill registers
 constexpr int kConvStageUnused = 260;  // where a channel's positions that are no elements go
 constexpr int kConvStoreWidth = 4;     // elements that are stored at once
 constexpr int kConvSector = 32;        // bytes that memory writes at once
@@ -79,12 +79,12 @@ struct ConvDirectArgs {
   int32_t left;
   Divisor<uint32_t> strip;  // outputs in a row of a strip
   Divisor<uint32_t> pitch;
-  int32_t strips;
+  Divisor<uint32_t> strips;
   int32_t elements;  // of a strip
   int32_t advance;   // elements between two units of a strip
   int32_t overlap;   // elements before those, that may be a unit's; a power of two less one
   int32_t lead;      // elements before those, that it makes: enough, and even
-  int32_t units_per_strip;
+  Divisor<uint32_t> units_per_strip;
   int32_t units;   // of all samples
   int32_t groups;  // of output channels
   int32_t chunks;  // pixels that a unit loads, in kConvChunk
@@ -226,12 +226,12 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   args.left = narrow(shape.left);
   args.strip = make_divisor(static_cast<uint32_t>(strip));
   args.pitch = make_divisor(static_cast<uint32_t>(pitch));
-  args.strips = narrow(strips);
+  args.strips = make_divisor(static_cast<uint32_t>(strips));
   args.elements = narrow(elements);
   args.advance = narrow(advance);
   args.overlap = narrow(overlap);
   args.lead = narrow(lead);
-  args.units_per_strip = narrow(units_per_strip);
+  args.units_per_strip = make_divisor(static_cast<uint32_t>(units_per_strip));
   args.units = narrow(units);
   args.groups = narrow(groups);
   args.chunks = narrow(chunks);

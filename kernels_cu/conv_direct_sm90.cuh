@@ -110,11 +110,12 @@ struct Unit {
   int position;  // of that
 
   static __device__ __forceinline__ Unit at(const ConvDirectArgs& args, int index) {
-    const int strip = index / args.units_per_strip;
-    const int nth = index - strip * args.units_per_strip;
+    const auto strip = static_cast<int>(divide(static_cast<uint32_t>(index), args.units_per_strip));
+    const int nth = index - strip * static_cast<int>(args.units_per_strip.size);
     Unit unit;
-    unit.sample = strip / args.strips;
-    unit.column = (strip - unit.sample * args.strips) * static_cast<int>(args.strip.size);
+    unit.sample = static_cast<int>(divide(static_cast<uint32_t>(strip), args.strips));
+    unit.column = (strip - unit.sample * static_cast<int>(args.strips.size)) *
+                  static_cast<int>(args.strip.size);
     unit.begin = nth * args.advance;
     unit.end = min(unit.begin + args.advance, args.elements);
     unit.first = max(unit.begin - args.lead, 0);
@@ -283,7 +284,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   for (int i = 0; i < kConvMaxChunks; ++i) {
     if (i < args.chunks) pixels.load(args, unit, sample, i);
   }
-  for (int turn = 0; index < args.units; turn ^= 1) {
+  for (int turn = 0;; turn ^= 1) {
     const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
       const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
       if (thread % 32 == 0) of_warp[thread / 32] = bits;
@@ -297,13 +298,6 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     }
     const Scale scale = Scale::of(largest);
 
-    const Unit filled = unit;
-    index += kLoaders * walk.step;
-    const bool more = index < args.units;
-    if (more) {
-      unit = Unit::at(args, index);
-      sample = reinterpret_cast<const char*>(args.x + unit.sample * sample_size);
-    }
     ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
     uint8_t* to = shared.slot + cursor.slot * shared.slot_bytes + thread * 16;
 #pragma unroll
@@ -321,21 +315,31 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
         uint8_t* place = to + i * kConvChunk * 16;
         *reinterpret_cast<uint4*>(place) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
         *reinterpret_cast<uint4*>(place + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-        if (more) pixels.load(args, unit, sample, i);
       }
     }
     if (thread == 0) {
       tail.unscale[cursor.slot] = scale.unscale;
-      tail.unit[cursor.slot] = make_int2(filled.sample, filled.first);
+      tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
     }
     if constexpr (kLoaders == 2) {
-      mark_valid(args, filled, tail.valid[cursor.slot]);
+      mark_valid(args, unit, tail.valid[cursor.slot]);
     } else {
-      place_positions(args, filled, tail.place[cursor.slot]);
+      place_positions(args, unit, tail.place[cursor.slot]);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
     for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
+
+    // Not chunk by chunk as they are converted: a wait for values loaded long ago was then one for
+    // those just asked for, which ptxas counts on the same scoreboard.
+    index += kLoaders * walk.step;
+    if (index >= args.units) break;
+    unit = Unit::at(args, index);
+    sample = reinterpret_cast<const char*>(args.x + unit.sample * sample_size);
+#pragma unroll
+    for (int i = 0; i < kConvMaxChunks; ++i) {
+      if (i < args.chunks) pixels.load(args, unit, sample, i);
+    }
   }
 }
 
@@ -483,28 +487,35 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
     for (int i = 0; i < 2; ++i) slot.advance(args.slots);
 
+    // The unit's first position is always one of its elements.
+    const float pivot[2] = {__shfl_sync(0xFFFFFFFF, sum[0][0], lane & ~3),
+                            __shfl_sync(0xFFFFFFFF, sum[0][2], lane & ~3)};
+    float total[2][2] = {};  // of each channel two, so that no sum waits for the one before
+    float squares[2][2] = {};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // The unit's first position is always one of its elements.
-      const float pivot = __shfl_sync(0xFFFFFFFF, sum[0][2 * r], lane & ~3);
-      float total = 0;
-      float squares = 0;
+    for (int i = 0; i < 32; ++i) {
 #pragma unroll
-      for (int e = 0; e < 64; ++e) {
-        const int i = e / 2;
-        const int t = e % 2;
-        const float deviation = sum[i / 16][i % 16 * 4 + 2 * r + t] - pivot;
-        if (valid[i / 4] >> (i % 4 * 8 + t) & 1) {
-          total += deviation;
-          squares = fmaf(deviation, deviation, squares);
+      for (int t = 0; t < 2; ++t) {
+        const bool is_valid = valid[i / 4] >> (i % 4 * 8 + t) & 1;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float deviation = sum[i / 16][i % 16 * 4 + 2 * r + t] - pivot[r];
+          if (is_valid) {
+            total[r][t] += deviation;
+            squares[r][t] = fmaf(deviation, deviation, squares[r][t]);
+          }
         }
       }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       if (count > 0) {
-        const float shift = total / count;
-        const float m2 = squares - total * shift;
+        const float deviations = total[r][0] + total[r][1];
+        const float shift = deviations / count;
+        const float m2 = squares[r][0] + squares[r][1] - deviations * shift;
         // Scales one after the other: their product can leave fp32's range.
         const float unscale = tail.weight_unscale[channel + 8 * r];
-        moments[r].merge({count, (pivot + shift) * unscale * pixel_unscale,
+        moments[r].merge({count, (pivot[r] + shift) * unscale * pixel_unscale,
                           fmaxf(m2, 0.0f) * unscale * pixel_unscale * unscale * pixel_unscale});
         if (isnan(m2)) moments[r].m2 = m2;
       }
@@ -564,6 +575,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  static constexpr int kAtOnce = kOperands < 8 ? 2 : 1;  // channels: what registers allow
   static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
 
   const ConvDirectArgs& args;
@@ -622,8 +634,10 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
            (static_cast<int64_t>(args.out_h) * args.out_w);
   }
 
-  // Elements that are neighbours in memory, by vectors; operands that are the same in all of them.
-  // Returns whether a convolution that the lane saw is not finite.
+  // The whole vectors of a channel whose elements are neighbours in memory and have the same
+  // operands. Returns whether a convolution among them is not finite. No branches: the channels'
+  // instructions then overlap.
+  template <bool kSaves>
   __device__ __forceinline__ bool store_vectors(const Range& range, const float* staged,
                                                 float unscale, Out* out, float* c,
                                                 const float (&operand)[kSlots]) const {
@@ -635,51 +649,41 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     for (int v = 0; v < kVectors; ++v) {
       loaded[v] = reinterpret_cast<const float4*>(staged)[v * 32 + lane];
     }
-    float broken = 0;  // 0 times all of them: NaN where one is not finite
+    bool any_broken = false;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int element = range.first + (v * 32 + lane) * kConvStoreWidth;
-      if (element + kConvStoreWidth <= range.begin || element >= range.end) continue;
+      const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
       const float value[kConvStoreWidth] = {loaded[v].x * unscale, loaded[v].y * unscale,
                                             loaded[v].z * unscale, loaded[v].w * unscale};
+      float broken = 0;  // 0 times all of them: NaN where one is not finite
       Vector result;
 #pragma unroll
       for (int e = 0; e < kConvStoreWidth; ++e) {
         broken = fmaf(value[e], 0.0f, broken);
         result.element[e] = compute(value[e], operand);
       }
-      const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
-      if (is_whole) {
-        *reinterpret_cast<Vector*>(out + element) = result;
-      } else {
+      any_broken |= is_whole && isnan(broken);
+      if (is_whole) *reinterpret_cast<Vector*>(out + element) = result;
+      if constexpr (kSaves) {
+        if (is_whole && args.c_is_like_out) {
+          *reinterpret_cast<float4*>(c + element) =
+              make_float4(value[0], value[1], value[2], value[3]);
+        } else if (is_whole) {
 #pragma unroll
-        for (int e = 0; e < kConvStoreWidth; ++e) {
-          if (element + e >= range.begin && element + e < range.end) {
-            out[element + e] = result.element[e];
-          }
-        }
-      }
-      if (c == nullptr) continue;
-      if (is_whole && args.c_is_like_out) {
-        *reinterpret_cast<float4*>(c + element) =
-            make_float4(value[0], value[1], value[2], value[3]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < kConvStoreWidth; ++e) {
-          if (element + e >= range.begin && element + e < range.end) c[element + e] = value[e];
+          for (int e = 0; e < kConvStoreWidth; ++e) c[element + e] = value[e];
         }
       }
     }
-    return isnan(broken);
+    return any_broken;
   }
 
-  // Any operands and strips, element by element: of all, or of those that are not finite, anew.
-  // Returns as store_vectors.
-  __device__ __forceinline__ bool store_elements(const Range& range, int output,
+  // All elements of a channel, or those that store_vectors leaves: of vectors that are not whole,
+  // and those whose convolution is not finite, which is done again. Any operands, any strips.
+  __device__ __forceinline__ void store_elements(const Range& range, int output,
                                                  const float* staged, float unscale,
-                                                 bool repair) const {
+                                                 bool all) const {
     const int64_t plane = plane_of(output);
-    bool broken = false;
 #pragma unroll 1
     for (int group = 0; group < kStoreGroups; ++group) {
       const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
@@ -688,19 +692,44 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
       const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
       if (element < range.begin || element >= range.end || column >= args.out_w) continue;
       float value = staged[nth] * unscale;
-      const bool is_broken = !(fabsf(value) < INFINITY);
-      broken |= is_broken;
-      if (repair) {
-        if (!is_broken) continue;
-        value = plain_sum(args, unit.sample, output, row, column);
-      }
+      const bool is_finite = fabsf(value) < INFINITY;
+      const int vector = element - nth % kConvStoreWidth;
+      const bool is_whole = vector >= range.begin && vector + kConvStoreWidth <= range.end;
+      if (!all && is_whole && is_finite) continue;
+      if (!is_finite) value = plain_sum(args, unit.sample, output, row, column);
       float operand[kSlots];
       ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
       const int64_t offset = plane + (row * args.out_w + column);
       static_cast<Out*>(args.out)[offset] = compute(value, operand);
       if (args.c != nullptr) args.c[offset] = value;
     }
-    return broken;
+  }
+
+  // The vectors of the unit's channels. Returns the channels in which one is not finite, a bit
+  // each.
+  template <bool kSaves>
+  __device__ __forceinline__ uint32_t store_channels(const Range& of_lane,
+                                                     const float (&of_channel)[kSlots],
+                                                     int first_output, int outputs,
+                                                     const float* staged, float unscale) const {
+    const int64_t plane = plane_of(first_output);
+    Out* out = static_cast<Out*>(args.out) + plane;
+    float* c = kSaves ? args.c + plane : nullptr;
+    uint32_t broken = 0;
+#pragma unroll kAtOnce
+    for (int i = 0; i < outputs; ++i) {
+      const Range range{
+          __shfl_sync(0xFFFFFFFF, of_lane.first, i), __shfl_sync(0xFFFFFFFF, of_lane.begin, i),
+          __shfl_sync(0xFFFFFFFF, of_lane.end, i), __shfl_sync(0xFFFFFFFF, of_lane.staged, i)};
+      float operand[kSlots];
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) operand[k] = __shfl_sync(0xFFFFFFFF, of_channel[k], i);
+      const float* from = staged + i * kConvStagePitch + range.staged;
+      if (store_vectors<kSaves>(range, from, unscale, out, c, operand)) broken |= 1u << i;
+      out += args.out_h * args.out_w;
+      if constexpr (kSaves) c += args.out_h * args.out_w;
+    }
+    return __reduce_or_sync(0xFFFFFFFF, broken);
   }
 
   static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
@@ -711,7 +740,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     const int first_channel = warp * kStoreChannels;
     const int first_output = walk.group * kConvGroup + first_channel;
     const int outputs = min(kStoreChannels, args.outputs - first_output);
-    const bool by_vectors = !args.any_per_pixel && args.strips == 1;
+    const bool by_vectors = !args.any_per_pixel && args.strips.size == 1;
     Tail& tail = *shared.tail;
     Cursor stage;
     for (int index = walk.first; index < args.units; index += walk.step) {
@@ -724,41 +753,29 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
               convert<float>(*store.template channel_of<kOperand, In>(first_output + lane))),
          ...);
       }
-      const int64_t plane = store.plane_of(first_output);
-      Out* out = static_cast<Out*>(args.out) + plane;
-      float* c = args.c != nullptr ? args.c + plane : nullptr;
+      const bool has_edges =
+          lane < outputs &&
+          ((of_lane.begin - of_lane.first) | (of_lane.end - of_lane.first) % kConvStoreWidth) != 0;
+      uint32_t by_elements = __ballot_sync(0xFFFFFFFF, has_edges);
       ptx::mbarrier_wait(ptx::shared_address(&tail.staged[producer][stage.slot]), stage.phase);
       const float unscale = tail.stage_unscale[producer][stage.slot];
       const float* staged =
           shared.stage + (stage.slot * kConvGroup + first_channel) * kConvStagePitch;
-      uint32_t broken = 0;  // a bit a channel
-#pragma unroll 1
-      for (int i = 0; i < outputs; ++i) {
-        const Range range{
-            __shfl_sync(0xFFFFFFFF, of_lane.first, i), __shfl_sync(0xFFFFFFFF, of_lane.begin, i),
-            __shfl_sync(0xFFFFFFFF, of_lane.end, i), __shfl_sync(0xFFFFFFFF, of_lane.staged, i)};
-        const float* from = staged + i * kConvStagePitch + range.staged;
-        bool is_broken;
-        if (by_vectors) {
-          float operand[kSlots];
-#pragma unroll
-          for (int k = 0; k < kSlots; ++k) {
-            operand[k] = __shfl_sync(0xFFFFFFFF, of_channel[k], i);
-          }
-          is_broken = store.store_vectors(range, from, unscale, out, c, operand);
-          out += args.out_h * args.out_w;
-          if (c != nullptr) c += args.out_h * args.out_w;
-        } else {
-          is_broken = store.store_elements(range, first_output + i, from, unscale, false);
-        }
-        broken |= static_cast<uint32_t>(is_broken) << i;
+      if (!by_vectors) {
+        by_elements = (1u << max(outputs, 0)) - 1;
+      } else if (args.c == nullptr) {
+        by_elements |= store.template store_channels<false>(of_lane, of_channel, first_output,
+                                                            outputs, staged, unscale);
+      } else {
+        by_elements |= store.template store_channels<true>(of_lane, of_channel, first_output,
+                                                           outputs, staged, unscale);
       }
-      broken = __reduce_or_sync(0xFFFFFFFF, broken);
-      for (; broken != 0; broken &= broken - 1) {
-        const int i = __ffs(broken) - 1;
+      __syncwarp();  // what is stored again is stored after
+      for (; by_elements != 0; by_elements &= by_elements - 1) {
+        const int i = __ffs(by_elements) - 1;
         const Range range = store.range_of(first_output + i);
         store.store_elements(range, first_output + i, staged + i * kConvStagePitch + range.staged,
-                             unscale, true);
+                             unscale, !by_vectors);
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));
@@ -796,7 +813,7 @@ __device__ __forceinline__ void run(const ConvDirectArgs& args) {
   static_assert(std::is_same_v<Acc, float> && std::is_same_v<C, float>);
   const Shared shared = Shared::of<true>(args);
   prepare<true>(args, shared);
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kLoadRegisters>();
     load_units<1>(args, shared, 0);
@@ -812,7 +829,7 @@ __device__ __forceinline__ void run(const ConvDirectArgs& args) {
 __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
   const Shared shared = Shared::of<false>(args);
   prepare<false>(args, shared);
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup < 2) {
     ptx::give_registers<kLoadRegisters>();
     load_units<2>(args, shared, warpgroup);

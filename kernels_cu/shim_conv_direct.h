@@ -71,9 +71,9 @@ std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t 
                                      int64_t operands) {
   const auto args = conv_geometry_of(sizes, static_cast<int>(out_bytes));
   if (!args || operands > kConvMaxOperands) return {};
-  std::vector<int64_t> cut{args->strip.size, args->strips,
+  std::vector<int64_t> cut{args->strip.size, args->strips.size,
                            args->advance,    args->overlap,
-                           args->lead,       args->units_per_strip,
+                           args->lead,       args->units_per_strip.size,
                            args->units,      args->chunks,
                            args->slots,      conv_shared_bytes(*args, out_bytes > 0)};
   for (int i = 0; i < args->steps; ++i) {
@@ -183,7 +183,7 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
   };
   args->phase = elements_into_sector(out);
   const bool even_rows = args->strip.size % 2 == 0 && args->kernel_w % 2 == 1;
-  args->pairs = even_rows && args->phase % 2 == 0 && args->strips == 1;
+  args->pairs = even_rows && args->phase % 2 == 0 && args->strips.size == 1;
   args->c_is_like_out = c && (elements_into_sector(*c) - args->phase) % kConvStoreWidth == 0;
   std::copy(scalars.begin(), scalars.end(), args->scalar);
 
