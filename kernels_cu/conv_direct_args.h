@@ -91,6 +91,7 @@ struct ConvDirectArgs {
   int32_t slots;
   int32_t weight_bytes;
   uint32_t phase;  // elements of out's type from a multiple of 128 bytes to where out begins
+  bool linear;     // pixels lie in memory as in a slot
   bool any_per_pixel;
   bool pairs;          // two positions of which the first is even are neighbours in out, too
   bool c_is_like_out;  // where whole vectors can be stored
@@ -227,6 +228,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   args.strip = make_divisor(static_cast<uint32_t>(strip));
   args.pitch = make_divisor(static_cast<uint32_t>(pitch));
   args.strips = make_divisor(static_cast<uint32_t>(strips));
+  args.linear = strips == 1 && shape.left == 0 && shape.right == 0 && shape.top == 0;
   args.elements = narrow(elements);
   args.advance = narrow(advance);
   args.overlap = narrow(overlap);

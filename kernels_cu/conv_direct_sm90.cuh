@@ -37,6 +37,9 @@ constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
 constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
 // Of 128 a thread at first: what one role gives, another takes.
+// Named barriers: of each loading warpgroup, and of those that take turns.
+constexpr int kLoadBarrier = 1;
+constexpr int kTurnBarrier = 3;
 constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
 constexpr int kStoreRegisters = 112;
@@ -181,47 +184,80 @@ __device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const 
 
 // ---- loading ------------------------------------------------------------------------------------
 
-struct Pixels {
-  float value[kConvMaxChunks][kConvChannels];
+// *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
+// by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
+// for the data of that.
+__device__ __forceinline__ float load_below(const float* from, uint32_t place, uint32_t limit) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %2, %3;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@below ld.global.nc.f32 %0, [%1];\n"
+      "}\n"
+      : "=f"(value)
+      : "l"(from), "r"(place), "r"(limit));
+  return value;
+}
 
-  // A thread's pixel of one chunk; zeros outside of the image.
-  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit,
-                                       const char* sample, int chunk) {
-    const uint32_t place =
-        static_cast<uint32_t>(unit.position + chunk * kConvChunk) + threadIdx.x % kWarpgroup;
-    const uint32_t row = divide(place, args.pitch);
-    const int in_row = static_cast<int>(row) - args.top;
-    const int in_column = static_cast<int>(place - row * args.pitch.size) + unit.column - args.left;
-    const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
-                        static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
-    // In bytes, as unsigned factors: an address is then one instruction.
-    const uint32_t plane = 4 * static_cast<uint32_t>(args.h * args.w);
-    const char* from = sample + 4 * static_cast<uint32_t>(in_row * args.w + in_column);
-    const auto at = [&](int c) {
-      return __ldg(reinterpret_cast<const float*>(from + uint64_t{plane} * c));
-    };
-    if (args.channels == kConvChannels) {
-#pragma unroll
-      for (int c = 0; c < kConvChannels; ++c) value[chunk][c] = inside ? at(c) : 0.0f;
-    } else {
+// A thread's pixels of a unit, one of each chunk; zeros outside of the image.
+template <int kChunks>
+struct Pixels {
+  float value[kChunks][kConvChannels];
+
+  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit) {
+    const auto plane = static_cast<uint32_t>(args.h * args.w);
+    const auto first = static_cast<uint32_t>(unit.position) + threadIdx.x % kWarpgroup;
+    const float* sample = args.x + static_cast<int64_t>(unit.sample) * args.channels * plane;
+    if (args.linear) {
+      const uint32_t end =
+          min(plane, static_cast<uint32_t>(unit.position + args.chunks * kConvChunk));
 #pragma unroll
       for (int c = 0; c < kConvChannels; ++c) {
-        value[chunk][c] = inside && c < args.channels ? at(c) : 0.0f;
+        const uint32_t limit = c < args.channels ? end : 0;
+        const float* from = sample + (uint64_t{plane} * c + first);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          value[i][c] = load_below(from + i * kConvChunk, first + i * kConvChunk, limit);
+        }
+      }
+      return;
+    }
+    uint32_t offset[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint32_t place = first + i * kConvChunk;
+      const uint32_t row = divide(place, args.pitch);
+      const int in_row = static_cast<int>(row) - args.top;
+      const int in_column =
+          static_cast<int>(place - row * args.pitch.size) + unit.column - args.left;
+      const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
+                          static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
+      constexpr uint32_t kOutside = 0xFFFFFFFF;
+      offset[i] =
+          inside && i < args.chunks ? static_cast<uint32_t>(in_row * args.w + in_column) : kOutside;
+    }
+#pragma unroll
+    for (int c = 0; c < kConvChannels; ++c) {
+      const uint32_t limit = c < args.channels ? plane : 0;
+      const float* from = sample + uint64_t{plane} * c;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        value[i][c] = offset[i] < limit ? __ldg(from + offset[i]) : 0.0f;
       }
     }
   }
 
-  // Of the thread's pixels; NaN do not count, infinities only where kInfinities.
+  // NaN do not count, infinities only where kInfinities.
   template <bool kInfinities>
-  __device__ __forceinline__ float largest(const ConvDirectArgs& args) const {
+  __device__ __forceinline__ float largest() const {
     float found = 0;
 #pragma unroll
-    for (int i = 0; i < kConvMaxChunks; ++i) {
-      if (i < args.chunks) {
+    for (const auto& pixel : value) {
 #pragma unroll
-        for (const float one : value[i]) {
-          if (kInfinities || fabsf(one) < INFINITY) found = fmaxf(found, fabsf(one));
-        }
+      for (const float one : pixel) {
+        if (kInfinities || fabsf(one) < INFINITY) found = fmaxf(found, fabsf(one));
       }
     }
     return found;
@@ -263,8 +299,8 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
   }
 }
 
-// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit.
-template <int kLoaders>
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit, of at most kChunks.
+template <int kLoaders, int kChunks>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {
   const Walk walk(args);
@@ -274,34 +310,29 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   Cursor cursor;
   for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
 
-  Pixels pixels;
+  Pixels<kChunks> pixels;
   int index = walk.first + loader * walk.step;
   if (index >= args.units) return;
   Unit unit = Unit::at(args, index);
-  const int64_t sample_size = int64_t{args.channels} * (args.h * args.w);
-  auto* sample = reinterpret_cast<const char*>(args.x + unit.sample * sample_size);
-#pragma unroll
-  for (int i = 0; i < kConvMaxChunks; ++i) {
-    if (i < args.chunks) pixels.load(args, unit, sample, i);
-  }
+  pixels.load(args, unit);
   for (int turn = 0;; turn ^= 1) {
     const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
       const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
       if (thread % 32 == 0) of_warp[thread / 32] = bits;
-      ptx::barrier_sync<kWarpgroup>(1 + loader);
+      ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
       return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
     };
-    float largest = largest_of_all(pixels.largest<true>(args), tail.largest[loader][turn]);
+    float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
     // An infinity must not decide the scale of pixels that it does not meet.
     if (largest == INFINITY) {
-      largest = largest_of_all(pixels.largest<false>(args), tail.largest_finite[loader]);
+      largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
     }
     const Scale scale = Scale::of(largest);
 
     ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
     uint8_t* to = shared.slot + cursor.slot * shared.slot_bytes + thread * 16;
 #pragma unroll
-    for (int i = 0; i < kConvMaxChunks; ++i) {
+    for (int i = 0; i < kChunks; ++i) {
       if (i < args.chunks) {
         uint32_t hi[kConvChannels / 2];
         uint32_t lo[kConvChannels / 2];
@@ -330,16 +361,22 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
     for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
 
-    // Not chunk by chunk as they are converted: a wait for values loaded long ago was then one for
-    // those just asked for, which ptxas counts on the same scoreboard.
     index += kLoaders * walk.step;
     if (index >= args.units) break;
     unit = Unit::at(args, index);
-    sample = reinterpret_cast<const char*>(args.x + unit.sample * sample_size);
-#pragma unroll
-    for (int i = 0; i < kConvMaxChunks; ++i) {
-      if (i < args.chunks) pixels.load(args, unit, sample, i);
-    }
+    pixels.load(args, unit);
+  }
+}
+
+// Most have few chunks: fewer instructions then.
+template <int kLoaders>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader) {
+  constexpr int kUsual = 4;
+  if (args.chunks <= kUsual) {
+    load_units<kLoaders, kUsual>(args, shared, loader);
+  } else {
+    load_units<kLoaders, kConvMaxChunks>(args, shared, loader);
   }
 }
 
@@ -352,9 +389,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and
   return kStrideOffset << 32 | (base + begin_and_leading);
 }
 
+// issued() is called as soon as the products are on their way.
 // sum[h][4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 128h + 8i + 2 (lane % 4) + t.
+template <class Issued>
 __device__ __forceinline__ void multiply(const ConvDirectArgs& args, uint32_t weight,
-                                         uint32_t pixels, float (&sum)[2][64]) {
+                                         uint32_t pixels, float (&sum)[2][64],
+                                         const Issued& issued) {
   weight = ptx::uniform(weight >> 4);
   pixels = ptx::uniform(pixels >> 4);
   // Fence and commit in each step: around the loop alone, ptxas adds fences of its own or
@@ -368,6 +408,7 @@ __device__ __forceinline__ void multiply(const ConvDirectArgs& args, uint32_t we
     ptx::Wgmma<__half>::run(sum[1], a, b + kConvPositions / 2, i > 0);
     ptx::wgmma_commit();
   }
+  issued();
   ptx::wgmma_wait<0>();
 #pragma unroll
   for (auto& half : sum) ptx::pin(half);
@@ -427,7 +468,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
     float sum[2][64];
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
     multiply(args, ptx::shared_address(shared.weight),
-             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum);
+             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum, [] {});
 
     const int2 unit = tail.unit[slot.slot];
     uint8_t* row[2];
@@ -458,6 +499,27 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 
 // ---- statistics ---------------------------------------------------------------------------------
 
+// Lets the two product warpgroups multiply in turn. Left alone they do so at the same time, and
+// then both add up while the tensor cores have nothing to do.
+struct Turn {
+  int worker;
+
+  static __device__ __forceinline__ void pass_to(int worker) {
+    ptx::barrier_arrive<2 * kWarpgroup>(kTurnBarrier + worker);
+  }
+  __device__ __forceinline__ void begin() const {
+    if (worker == 1) pass_to(0);
+  }
+  __device__ __forceinline__ void take() const {
+    ptx::barrier_sync<2 * kWarpgroup>(kTurnBarrier + worker);
+  }
+  __device__ __forceinline__ void pass() const { pass_to(1 - worker); }
+  // The second one's last pass is still to be met.
+  __device__ __forceinline__ void end() const {
+    if (worker == 0) take();
+  }
+};
+
 // Product warpgroup `worker` of two. About the pivot, one of the unit's values: batch_stats.cu.
 __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
                                               int worker) {
@@ -469,11 +531,20 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
   Moments<float> moments[2] = {};
   Cursor slot;
   for (int i = 0; i < worker; ++i) slot.advance(args.slots);
-  for (int index = walk.first + worker * walk.step; index < args.units; index += 2 * walk.step) {
+  const Turn turn{worker};
+  turn.begin();
+  for (int pair = walk.first; pair < args.units; pair += 2 * walk.step) {
+    if (pair + worker * walk.step >= args.units) {
+      turn.take();
+      turn.pass();
+      break;
+    }
     float sum[2][64];
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
+    turn.take();
     multiply(args, ptx::shared_address(shared.weight),
-             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum);
+             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum,
+             [&] { turn.pass(); });
     const float pixel_unscale = tail.unscale[slot.slot];
     uint32_t valid[kConvPositions / 32];
     float count = 0;
@@ -521,6 +592,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
       }
     }
   }
+  turn.end();
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
 #pragma unroll
