@@ -30,7 +30,6 @@ constexpr int kConvMaxTaps = 20;
 constexpr int kConvMaxSteps = (3 * kConvMaxTaps + 1) / 2;
 constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
 constexpr int kConvMaxChunks = 6;  // of a unit
-constexpr int kConvMinSlots = 2;
 constexpr int kConvMaxSlots = 4;
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
 constexpr int kConvStages = 2;
@@ -93,6 +92,7 @@ struct ConvDirectArgs {
   uint32_t phase;  // elements of out's type from a multiple of 128 bytes to where out begins
   bool linear;     // pixels lie in memory as in a slot
   bool any_per_pixel;
+  bool any_per_sample;
   bool pairs;          // two positions of which the first is even are neighbours in out, too
   bool c_is_like_out;  // where whole vectors can be stored
 };
@@ -167,7 +167,9 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   const int64_t fixed = args.weight_bytes + (out_bytes > 0 ? kConvStageBytes : 0) + kConvTailBytes;
   int64_t chunks = kConvMaxChunks;
   const auto slots_of = [&] { return (kConvMaxShared - fixed) / (chunks * kConvChunk * 16 * 2); };
-  while (chunks > 0 && slots_of() < kConvMinSlots) --chunks;
+  // A product warpgroup has one and waits for its next; of the statistics' two every other.
+  const int64_t least_slots = out_bytes > 0 ? 2 : 3;
+  while (chunks > 0 && slots_of() < least_slots) --chunks;
   if (chunks == 0) return std::nullopt;
 
   // The widest strips whose units' pixels fit, all as wide as each other.

@@ -19,6 +19,7 @@
 
 #include <cuda_fp16.h>
 
+#include <cfloat>
 #include <type_traits>
 #include <utility>
 
@@ -33,13 +34,12 @@
 namespace fx_fuser::conv_direct {
 
 constexpr int kWarpgroup = 128;
+constexpr int kHalf = kConvPositions / 2;  // what an instruction multiplies
 constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
 constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
 // Of 128 a thread at first: what one role gives, another takes.
-// Named barriers: of each loading warpgroup, and of those that take turns.
-constexpr int kLoadBarrier = 1;
-constexpr int kTurnBarrier = 3;
+constexpr int kLoadBarrier = 1;  // and the next: named barriers of the loading warpgroups
 constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
 constexpr int kStoreRegisters = 112;
@@ -60,8 +60,9 @@ struct Tail {
   float stage_unscale[4][kConvStages];
   int2 unit[kConvMaxSlots];  // sample and first element
   union {
-    // Where in a stage's channel the positions 8i + 2c + t go, in bytes, as [c][i][t].
-    alignas(16) uint16_t place[kConvMaxSlots][kConvPositions];
+    // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
+    // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
+    alignas(16) uint32_t place[kConvMaxSlots][kConvPositions / 2];
     alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
   };
 };
@@ -149,6 +150,11 @@ __device__ __forceinline__ uint32_t magnitude_bits(float value) {
   return __float_as_uint(value) & 0x7FFFFFFF;
 }
 
+// Zeros have any scale: one that can be undone together with any other.
+__device__ __forceinline__ Scale scale_of(float largest) {
+  return largest == 0.0f ? Scale{1.0f, 1.0f} : Scale::of(largest);
+}
+
 // The group's weights as tiles of [2 k-halves][64 channels][8 input channels] fp16.
 __device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const Shared& shared,
                                               int group) {
@@ -166,7 +172,7 @@ __device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const 
     for (int i = lane; output < args.outputs && i < values; i += 32) {
       largest = max(largest, magnitude_bits(from[i]));
     }
-    const Scale scale = Scale::of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
+    const Scale scale = scale_of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
     if (lane == 0) shared.tail->weight_unscale[channel] = scale.unscale;
     for (int i = lane; output < args.outputs && i < values; i += 32) {
       const float value = from[i] * scale.scale;
@@ -282,20 +288,40 @@ __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Uni
   }
 }
 
-// Where the positions go in a stage's channels: elements next to each other.
+// Where the positions go in a stage's channels: elements next to each other. A thread has a pair.
 __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
-                                                uint16_t (&place)[kConvPositions]) {
+                                                uint32_t (&place)[kConvPositions / 2]) {
+  const int pair = static_cast<int>(threadIdx.x) % kWarpgroup;
+  uint32_t at[2];
 #pragma unroll
-  for (int i = 0; i < kConvPositions; i += kWarpgroup) {
-    const int nth = i + static_cast<int>(threadIdx.x) % kWarpgroup;
-    const uint32_t position = static_cast<uint32_t>(unit.position + nth);
+  for (int t = 0; t < 2; ++t) {
+    const auto position = static_cast<uint32_t>(unit.position + 2 * pair + t);
     const int row = static_cast<int>(divide(position, args.pitch));
     const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
     const int element = row * static_cast<int>(args.strip.size) + column;
-    const int at =
-        column < static_cast<int>(args.strip.size) ? element - unit.first : kConvStageUnused;
-    place[nth % 8 / 2 * (kConvPositions / 4) + nth / 8 * 2 + nth % 2] =
-        static_cast<uint16_t>(4 * at);
+    const bool is_element = column < static_cast<int>(args.strip.size);
+    at[t] = 4 * static_cast<uint32_t>(is_element ? element - unit.first : kConvStageUnused);
+  }
+  place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
+}
+
+// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for.
+__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int index) {
+  const auto channel = static_cast<int>(threadIdx.x % kWarpgroup);
+  if (channel >= args.channels || index >= args.units || args.strips.size != 1) return;
+  const Unit unit = Unit::at(args, index);
+  const int plane = args.h * args.w;
+  const int64_t channel_begin =
+      (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
+  // The rows that it has in common with the unit before, that has asked for.
+  const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
+  const int row = max(last_tap, 0) * args.w;
+  const int begin = unit.begin == 0 ? 0 : row;
+  const int end = min(row + kConvPositions, plane);
+  const auto from = reinterpret_cast<uintptr_t>(args.x + channel_begin + begin) & ~uintptr_t{15};
+  const auto to = reinterpret_cast<uintptr_t>(args.x + channel_begin + end) & ~uintptr_t{15};
+  if (to > from) {
+    ptx::prefetch(reinterpret_cast<const void*>(from), static_cast<uint32_t>(to - from));
   }
 }
 
@@ -327,7 +353,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     if (largest == INFINITY) {
       largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
     }
-    const Scale scale = Scale::of(largest);
+    const Scale scale = scale_of(largest);
 
     ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
     uint8_t* to = shared.slot + cursor.slot * shared.slot_bytes + thread * 16;
@@ -361,6 +387,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
     for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
 
+    prefetch_unit(args, index + 2 * kLoaders * walk.step);
     index += kLoaders * walk.step;
     if (index >= args.units) break;
     unit = Unit::at(args, index);
@@ -389,29 +416,55 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and
   return kStrideOffset << 32 | (base + begin_and_leading);
 }
 
-// issued() is called as soon as the products are on their way.
-// sum[h][4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 128h + 8i + 2 (lane % 4) + t.
-template <class Issued>
-__device__ __forceinline__ void multiply(const ConvDirectArgs& args, uint32_t weight,
-                                         uint32_t pixels, float (&sum)[2][64],
-                                         const Issued& issued) {
-  weight = ptx::uniform(weight >> 4);
-  pixels = ptx::uniform(pixels >> 4);
+// Starts all taps' products of 128 of a slot's positions.
+// sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
+__device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
+                                               int slot, int half, float (&sum)[64]) {
+  const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
+  const uint32_t pixels = ptx::uniform(
+      (ptx::shared_address(shared.slot) + slot * shared.slot_bytes) / 16 + half * kHalf);
+  ptx::pin(sum);
   // Fence and commit in each step: around the loop alone, ptxas adds fences of its own or
   // serialises.
 #pragma unroll 1
   for (int i = 0; i < args.steps; ++i) {
     ptx::wgmma_fence();
-    const uint64_t a = descriptor(weight, args.step[i].weight);
-    const uint64_t b = descriptor(pixels, args.step[i].pixels);
-    ptx::Wgmma<__half>::run(sum[0], a, b, i > 0);
-    ptx::Wgmma<__half>::run(sum[1], a, b + kConvPositions / 2, i > 0);
+    ptx::Wgmma<__half>::run(sum, descriptor(weight, args.step[i].weight),
+                            descriptor(pixels, args.step[i].pixels), i > 0);
     ptx::wgmma_commit();
   }
-  issued();
+}
+
+// use(slot, half, sum) for both halves of the positions of the units from `first` on, which are
+// every `every`-th of the ring; one half's products run while the other's sums are used.
+template <class Use>
+__device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
+                                               int first, int step, int every, Cursor cursor,
+                                               const Use& use) {
+  Tail& tail = *shared.tail;
+  if (first >= args.units) return;
+  float sum[2][64];
+  ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+  start_products(args, shared, cursor.slot, 0, sum[0]);
+  for (int index = first; index < args.units; index += step) {
+    const int slot = cursor.slot;
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum[0]);
+    start_products(args, shared, slot, 1, sum[1]);
+    use(slot, 0, sum[0]);
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum[1]);
+    // After the last unit once more, for nothing: a condition would serialise the products.
+    if (index + step < args.units) {
+      for (int i = 0; i < every; ++i) cursor.advance(args.slots);
+      ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+    }
+    start_products(args, shared, cursor.slot, 0, sum[0]);
+    use(slot, 1, sum[1]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+  }
   ptx::wgmma_wait<0>();
-#pragma unroll
-  for (auto& half : sum) ptx::pin(half);
 }
 
 // How far from where a sector begins a channel's first element is, in elements.
@@ -426,29 +479,29 @@ __device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
   return (static_cast<uint32_t>(first) + phase) % kConvStoreWidth;
 }
 
-// A thread's two channels to their rows of the stage; place: of its positions, two in a word.
+// A thread's two channels to their rows of the stage, where it has all of 128 positions.
 template <bool kPairs>
-__device__ __forceinline__ void stage_sums(const float (&sum)[2][64], const float (&unscale)[2],
-                                           const uint4* place, uint8_t* (&row)[2]) {
+__device__ __forceinline__ void stage_sums(const float (&sum)[64], const uint4* place,
+                                           uint8_t* row) {
+  constexpr int kEightRows = 8 * kConvStagePitch * 4;
 #pragma unroll
-  for (int quad = 0; quad < 8; ++quad) {
-    const uint4 loaded = place[quad];
+  for (int quad = 0; quad < 4; ++quad) {
+    const uint4 loaded = place[quad * 4];
     const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t at = word[i] & 0xFFFF;
-      const uint32_t next = word[i] >> 16;
-      const float* of_pair = &sum[quad / 4][(quad % 4 * 4 + i) * 4];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 pair =
-            make_float2(of_pair[2 * r] * unscale[r], of_pair[2 * r + 1] * unscale[r]);
-        if constexpr (kPairs) {
-          *reinterpret_cast<float2*>(row[r] + at) = pair;
-        } else {
-          *reinterpret_cast<float*>(row[r] + at) = pair.x;
-          *reinterpret_cast<float*>(row[r] + next) = pair.y;
-        }
+      const float* of_pair = &sum[(quad * 4 + i) * 4];
+      if constexpr (kPairs) {
+        auto* to = reinterpret_cast<float2*>(row + word[i]);
+        to[0] = make_float2(of_pair[0], of_pair[1]);
+        to[kEightRows / 8] = make_float2(of_pair[2], of_pair[3]);
+      } else {
+        auto* to = reinterpret_cast<float*>(row + (word[i] & 0xFFFF));
+        auto* next = reinterpret_cast<float*>(row + (word[i] >> 16));
+        to[0] = of_pair[0];
+        next[0] = of_pair[1];
+        to[kEightRows / 4] = of_pair[2];
+        next[kEightRows / 4] = of_pair[3];
       }
     }
   }
@@ -461,64 +514,38 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   const int lane = thread % 32;
   const int channel = warp * 16 + lane / 4;
   Tail& tail = *shared.tail;
-  const float unscale[2] = {tail.weight_unscale[channel], tail.weight_unscale[channel + 8]};
-  Cursor slot;
   Cursor stage;
-  for (int index = walk.first; index < args.units; index += walk.step) {
-    float sum[2][64];
-    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
-    multiply(args, ptx::shared_address(shared.weight),
-             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum, [] {});
-
-    const int2 unit = tail.unit[slot.slot];
-    uint8_t* row[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int output = walk.group * kConvGroup + channel + 8 * r;
-      const uint32_t shift = shift_of(phase_of(args, unit.x, output), unit.y);
-      row[r] = reinterpret_cast<uint8_t*>(
-          shared.stage + shift + (stage.slot * kConvGroup + channel + 8 * r) * kConvStagePitch);
-    }
-    const auto* place = reinterpret_cast<const uint4*>(tail.place[slot.slot]) + lane % 4 * 8;
-    ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
-    if (args.pairs) {
-      stage_sums<true>(sum, unscale, place, row);
-    } else {
-      stage_sums<false>(sum, unscale, place, row);
-    }
-    if (lane == 0) tail.stage_unscale[warp][stage.slot] = tail.unscale[slot.slot];
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
-      ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
-    }
-    slot.advance(args.slots);
-    stage.advance(kConvStages);
-  }
+  uint8_t* row = nullptr;
+  multiply_units(
+      args, shared, walk.first, walk.step, 1, Cursor{},
+      [&](int slot, int half, const float (&sum)[64]) {
+        if (half == 0) {
+          // The channel eight rows below has the same shift: eight planes are whole vectors.
+          const int2 unit = tail.unit[slot];
+          const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
+          row = reinterpret_cast<uint8_t*>(shared.stage +
+                                           (stage.slot * kConvGroup + channel) * kConvStagePitch +
+                                           shift_of(phase, unit.y));
+          ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+        }
+        const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + half * 16 + lane % 4;
+        if (args.pairs) {
+          stage_sums<true>(sum, place, row);
+        } else {
+          stage_sums<false>(sum, place, row);
+        }
+        if (half == 1) {
+          if (lane == 0) tail.stage_unscale[warp][stage.slot] = tail.unscale[slot];
+          __syncwarp();
+          if (lane == 0) {
+            ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+          }
+          stage.advance(kConvStages);
+        }
+      });
 }
 
 // ---- statistics ---------------------------------------------------------------------------------
-
-// Lets the two product warpgroups multiply in turn. Left alone they do so at the same time, and
-// then both add up while the tensor cores have nothing to do.
-struct Turn {
-  int worker;
-
-  static __device__ __forceinline__ void pass_to(int worker) {
-    ptx::barrier_arrive<2 * kWarpgroup>(kTurnBarrier + worker);
-  }
-  __device__ __forceinline__ void begin() const {
-    if (worker == 1) pass_to(0);
-  }
-  __device__ __forceinline__ void take() const {
-    ptx::barrier_sync<2 * kWarpgroup>(kTurnBarrier + worker);
-  }
-  __device__ __forceinline__ void pass() const { pass_to(1 - worker); }
-  // The second one's last pass is still to be met.
-  __device__ __forceinline__ void end() const {
-    if (worker == 0) take();
-  }
-};
 
 // Product warpgroup `worker` of two. About the pivot, one of the unit's values: batch_stats.cu.
 __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
@@ -529,70 +556,59 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
   const int channel = thread / 32 * 16 + lane / 4;
   Tail& tail = *shared.tail;
   Moments<float> moments[2] = {};
-  Cursor slot;
-  for (int i = 0; i < worker; ++i) slot.advance(args.slots);
-  const Turn turn{worker};
-  turn.begin();
-  for (int pair = walk.first; pair < args.units; pair += 2 * walk.step) {
-    if (pair + worker * walk.step >= args.units) {
-      turn.take();
-      turn.pass();
-      break;
-    }
-    float sum[2][64];
-    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
-    turn.take();
-    multiply(args, ptx::shared_address(shared.weight),
-             ptx::shared_address(shared.slot) + slot.slot * shared.slot_bytes, sum,
-             [&] { turn.pass(); });
-    const float pixel_unscale = tail.unscale[slot.slot];
-    uint32_t valid[kConvPositions / 32];
-    float count = 0;
+  float pivot[2];
+  float count;
+  float total[2][2];  // of each channel two, so that no sum waits for the one before
+  float squares[2][2];
+  Cursor cursor;
+  for (int i = 0; i < worker; ++i) cursor.advance(args.slots);
+  const auto measure = [&](int slot, int half, const float (&sum)[64]) {
+    if (half == 0) {
+      count = 0;
 #pragma unroll
-    for (int i = 0; i < kConvPositions / 32; ++i) {
+      for (int r = 0; r < 2; ++r) {
+        // The unit's first position is always one of its elements.
+        pivot[r] = __shfl_sync(0xFFFFFFFF, sum[2 * r], lane & ~3);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) total[r][t] = squares[r][t] = 0;
+      }
+    }
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
       // Of 32 positions the lane has bits 8b + t.
-      valid[i] = tail.valid[slot.slot][i] >> (lane % 4 * 2) & 0x03030303;
-      count += static_cast<float>(__popc(valid[i]));
-    }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
-    for (int i = 0; i < 2; ++i) slot.advance(args.slots);
-
-    // The unit's first position is always one of its elements.
-    const float pivot[2] = {__shfl_sync(0xFFFFFFFF, sum[0][0], lane & ~3),
-                            __shfl_sync(0xFFFFFFFF, sum[0][2], lane & ~3)};
-    float total[2][2] = {};  // of each channel two, so that no sum waits for the one before
-    float squares[2][2] = {};
+      const uint32_t valid = tail.valid[slot][half * 4 + word] >> (lane % 4 * 2) & 0x03030303;
+      count += static_cast<float>(__popc(valid));
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const bool is_valid = valid[i / 4] >> (i % 4 * 8 + t) & 1;
+        for (int t = 0; t < 2; ++t) {
+          const bool is_valid = valid >> (8 * i + t) & 1;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float deviation = sum[i / 16][i % 16 * 4 + 2 * r + t] - pivot[r];
-          if (is_valid) {
-            total[r][t] += deviation;
-            squares[r][t] = fmaf(deviation, deviation, squares[r][t]);
+          for (int r = 0; r < 2; ++r) {
+            const float deviation = sum[(word * 4 + i) * 4 + 2 * r + t] - pivot[r];
+            if (is_valid) {
+              total[r][t] += deviation;
+              squares[r][t] = fmaf(deviation, deviation, squares[r][t]);
+            }
           }
         }
       }
     }
+    if (half == 0 || count == 0) return;
+    const float pixel_unscale = tail.unscale[slot];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (count > 0) {
-        const float deviations = total[r][0] + total[r][1];
-        const float shift = deviations / count;
-        const float m2 = squares[r][0] + squares[r][1] - deviations * shift;
-        // Scales one after the other: their product can leave fp32's range.
-        const float unscale = tail.weight_unscale[channel + 8 * r];
-        moments[r].merge({count, (pivot[r] + shift) * unscale * pixel_unscale,
-                          fmaxf(m2, 0.0f) * unscale * pixel_unscale * unscale * pixel_unscale});
-        if (isnan(m2)) moments[r].m2 = m2;
-      }
+      const float deviations = total[r][0] + total[r][1];
+      const float shift = deviations / count;
+      const float m2 = squares[r][0] + squares[r][1] - deviations * shift;
+      // Scales one after the other: their product can leave fp32's range.
+      const float unscale = tail.weight_unscale[channel + 8 * r];
+      moments[r].merge({count, (pivot[r] + shift) * unscale * pixel_unscale,
+                        fmaxf(m2, 0.0f) * unscale * pixel_unscale * unscale * pixel_unscale});
+      if (isnan(m2)) moments[r].m2 = m2;
     }
-  }
-  turn.end();
+  };
+  multiply_units(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, cursor, measure);
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
 #pragma unroll
@@ -647,7 +663,9 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
-  static constexpr int kAtOnce = kOperands < 8 ? 2 : 1;  // channels: what registers allow
+  static constexpr int kQuarter = 8;  // lanes that have a channel
+  static constexpr int kRounds = kStoreChannels / (32 / kQuarter);
+  static constexpr int kAtOnce = 4;  // vectors: what registers allow
   static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
 
   const ConvDirectArgs& args;
@@ -707,27 +725,25 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   }
 
   // The whole vectors of a channel whose elements are neighbours in memory and have the same
-  // operands. Returns whether a convolution among them is not finite. No branches: the channels'
-  // instructions then overlap.
+  // operands; a quarter of the warp has a channel. Returns whether a convolution among them is not
+  // finite. No branches: the vectors' instructions then overlap.
   template <bool kSaves>
-  __device__ __forceinline__ bool store_vectors(const Range& range, const float* staged,
-                                                float unscale, Out* out, float* c,
+  __device__ __forceinline__ bool store_vectors(const Range& range, int64_t plane,
+                                                const float* staged, float unscale,
                                                 const float (&operand)[kSlots]) const {
-    constexpr int kVectors = kConvPositions / (32 * kConvStoreWidth);
     using Vector = Vec<Out, kConvStoreWidth>;
-    const int lane = threadIdx.x % 32;
-    float4 loaded[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      loaded[v] = reinterpret_cast<const float4*>(staged)[v * 32 + lane];
-    }
+    const int first = threadIdx.x % kQuarter * kConvStoreWidth;
+    Out* out = static_cast<Out*>(args.out) + plane;
+    float* c = kSaves ? args.c + plane : nullptr;
     bool any_broken = false;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int element = range.first + (v * 32 + lane) * kConvStoreWidth;
+#pragma unroll kAtOnce
+    for (int v = 0; v < kConvPositions / (kQuarter * kConvStoreWidth); ++v) {
+      const int at = first + v * (kQuarter * kConvStoreWidth);
+      const int element = range.first + at;
       const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
-      const float value[kConvStoreWidth] = {loaded[v].x * unscale, loaded[v].y * unscale,
-                                            loaded[v].z * unscale, loaded[v].w * unscale};
+      const auto loaded = *reinterpret_cast<const float4*>(staged + at);
+      const float value[kConvStoreWidth] = {loaded.x * unscale, loaded.y * unscale,
+                                            loaded.z * unscale, loaded.w * unscale};
       float broken = 0;  // 0 times all of them: NaN where one is not finite
       Vector result;
 #pragma unroll
@@ -753,8 +769,8 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   // All elements of a channel, or those that store_vectors leaves: of vectors that are not whole,
   // and those whose convolution is not finite, which is done again. Any operands, any strips.
   __device__ __forceinline__ void store_elements(const Range& range, int output,
-                                                 const float* staged, float unscale,
-                                                 bool all) const {
+                                                 const float* staged, float weight_unscale,
+                                                 float pixel_unscale, bool all) const {
     const int64_t plane = plane_of(output);
 #pragma unroll 1
     for (int group = 0; group < kStoreGroups; ++group) {
@@ -763,7 +779,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
       const int row = Unit::row_of(args, element);
       const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
       if (element < range.begin || element >= range.end || column >= args.out_w) continue;
-      float value = staged[nth] * unscale;
+      float value = staged[nth] * weight_unscale * pixel_unscale;
       const bool is_finite = fabsf(value) < INFINITY;
       const int vector = element - nth % kConvStoreWidth;
       const bool is_whole = vector >= range.begin && vector + kConvStoreWidth <= range.end;
@@ -777,33 +793,6 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     }
   }
 
-  // The vectors of the unit's channels. Returns the channels in which one is not finite, a bit
-  // each.
-  template <bool kSaves>
-  __device__ __forceinline__ uint32_t store_channels(const Range& of_lane,
-                                                     const float (&of_channel)[kSlots],
-                                                     int first_output, int outputs,
-                                                     const float* staged, float unscale) const {
-    const int64_t plane = plane_of(first_output);
-    Out* out = static_cast<Out*>(args.out) + plane;
-    float* c = kSaves ? args.c + plane : nullptr;
-    uint32_t broken = 0;
-#pragma unroll kAtOnce
-    for (int i = 0; i < outputs; ++i) {
-      const Range range{
-          __shfl_sync(0xFFFFFFFF, of_lane.first, i), __shfl_sync(0xFFFFFFFF, of_lane.begin, i),
-          __shfl_sync(0xFFFFFFFF, of_lane.end, i), __shfl_sync(0xFFFFFFFF, of_lane.staged, i)};
-      float operand[kSlots];
-#pragma unroll
-      for (int k = 0; k < kSlots; ++k) operand[k] = __shfl_sync(0xFFFFFFFF, of_channel[k], i);
-      const float* from = staged + i * kConvStagePitch + range.staged;
-      if (store_vectors<kSaves>(range, from, unscale, out, c, operand)) broken |= 1u << i;
-      out += args.out_h * args.out_w;
-      if constexpr (kSaves) c += args.out_h * args.out_w;
-    }
-    return __reduce_or_sync(0xFFFFFFFF, broken);
-  }
-
   static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
     const Walk walk(args);
     const int warp = static_cast<int>(threadIdx.x / 32) - 2 * kWarpgroup / 32;
@@ -812,42 +801,71 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     const int first_channel = warp * kStoreChannels;
     const int first_output = walk.group * kConvGroup + first_channel;
     const int outputs = min(kStoreChannels, args.outputs - first_output);
-    const bool by_vectors = !args.any_per_pixel && args.strips.size == 1;
+    const uint32_t all = outputs > 0 ? (1u << outputs) - 1 : 0;
     Tail& tail = *shared.tail;
+    // A lane's channels, one after the other.
+    int channel[kRounds];
+    float weight_unscale[kRounds];
+    float operand[kRounds][kSlots] = {};
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      channel[round] = round * (kStoreChannels / kRounds) + lane / kQuarter;
+      weight_unscale[round] = tail.weight_unscale[first_channel + channel[round]];
+    }
     Cursor stage;
     for (int index = walk.first; index < args.units; index += walk.step) {
       const Store store{args, Unit::at(args, index)};
-      // A lane has what concerns a channel, before there is anything to do for it.
-      float of_channel[kSlots] = {};
-      const Range of_lane = store.range_of(first_output + lane);
-      if (by_vectors && lane < outputs) {
-        ((of_channel[kOperand] =
-              convert<float>(*store.template channel_of<kOperand, In>(first_output + lane))),
-         ...);
+      Range range[kRounds];
+      bool has_edges[kRounds];
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        const int output = first_output + channel[round];
+        range[round] = store.range_of(output);
+        has_edges[round] = range[round].begin != range[round].first ||
+                           (range[round].end - range[round].first) % kConvStoreWidth != 0;
+        if (channel[round] >= outputs) {
+          range[round].end = range[round].begin;
+          has_edges[round] = false;
+        } else if (!args.any_per_pixel && (args.any_per_sample || index == walk.first)) {
+          ((operand[round][kOperand] =
+                convert<float>(*store.template channel_of<kOperand, In>(output))),
+           ...);
+        }
       }
-      const bool has_edges =
-          lane < outputs &&
-          ((of_lane.begin - of_lane.first) | (of_lane.end - of_lane.first) % kConvStoreWidth) != 0;
-      uint32_t by_elements = __ballot_sync(0xFFFFFFFF, has_edges);
       ptx::mbarrier_wait(ptx::shared_address(&tail.staged[producer][stage.slot]), stage.phase);
-      const float unscale = tail.stage_unscale[producer][stage.slot];
+      const float pixel_unscale = tail.stage_unscale[producer][stage.slot];
       const float* staged =
           shared.stage + (stage.slot * kConvGroup + first_channel) * kConvStagePitch;
-      if (!by_vectors) {
-        by_elements = (1u << max(outputs, 0)) - 1;
-      } else if (args.c == nullptr) {
-        by_elements |= store.template store_channels<false>(of_lane, of_channel, first_output,
-                                                            outputs, staged, unscale);
-      } else {
-        by_elements |= store.template store_channels<true>(of_lane, of_channel, first_output,
-                                                           outputs, staged, unscale);
+      float unscale[kRounds];
+      bool is_normal = true;  // can the scales be undone at once
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        unscale[round] = weight_unscale[round] * pixel_unscale;
+        is_normal &= unscale[round] >= FLT_MIN && unscale[round] < INFINITY;
       }
-      __syncwarp();  // what is stored again is stored after
+      const bool by_vectors =
+          !args.any_per_pixel && args.strips.size == 1 && __all_sync(0xFFFFFFFF, is_normal);
+      uint32_t by_elements = 0;  // a bit a channel
+#pragma unroll
+      for (int round = 0; round < kRounds && by_vectors; ++round) {
+        const int64_t plane = store.plane_of(first_output + channel[round]);
+        const float* from = staged + channel[round] * kConvStagePitch + range[round].staged;
+        const bool is_broken = args.c == nullptr
+                                   ? store.template store_vectors<false>(
+                                         range[round], plane, from, unscale[round], operand[round])
+                                   : store.template store_vectors<true>(
+                                         range[round], plane, from, unscale[round], operand[round]);
+        by_elements |= static_cast<uint32_t>(is_broken || has_edges[round]) << channel[round];
+      }
+      // What is stored again is stored after.
+      by_elements = by_vectors ? __reduce_or_sync(0xFFFFFFFF, by_elements) : all;
+      __syncwarp();
       for (; by_elements != 0; by_elements &= by_elements - 1) {
         const int i = __ffs(by_elements) - 1;
-        const Range range = store.range_of(first_output + i);
-        store.store_elements(range, first_output + i, staged + i * kConvStagePitch + range.staged,
-                             unscale, !by_vectors);
+        const Range of_channel = store.range_of(first_output + i);
+        store.store_elements(of_channel, first_output + i,
+                             staged + i * kConvStagePitch + of_channel.staged,
+                             tail.weight_unscale[first_channel + i], pixel_unscale, !by_vectors);
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));

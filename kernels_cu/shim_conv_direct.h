@@ -174,6 +174,7 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
     }
     operand.per_pixel = operand.stride[2] != 0 || operand.stride[3] != 0;
     args->any_per_pixel |= operand.per_pixel;
+    args->any_per_sample |= operand.stride[0] != 0;
   }
   args->out = out.data_ptr();
   args->c = c ? static_cast<float*>(c->data_ptr()) : nullptr;
