@@ -42,7 +42,7 @@ constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // o
 constexpr int kLoadBarrier = 1;  // and the next: named barriers of the loading warpgroups
 constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
-constexpr int kStoreRegisters = 112;
+constexpr int kStoreRegisters = 120;
 constexpr int kStatsProductRegisters = 160;
 static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
@@ -665,7 +665,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kQuarter = 8;  // lanes that have a channel
   static constexpr int kRounds = kStoreChannels / (32 / kQuarter);
-  static constexpr int kAtOnce = 4;  // vectors: what registers allow
+  static constexpr int kAtOnce = kOperands < 6 ? 4 : 2;  // vectors: what registers allow
   static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
 
   const ConvDirectArgs& args;
