@@ -1,27 +1,33 @@
 """The fp32 linear kernel of sm_90a by itself: builds it, checks it against float64, times it.
 
-    python -m benchmarks.linear_sm90 [--skip-sweep] [--skip-timing] [--cases 200] [--seed 0]
+    python -m benchmarks.linear_sm90 [--skip-checks] [--skip-timing] [--cases 200] [--seed 0]
+        [--results FOLDER [--commit HASH]]
 
-Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
-on random data, the splitting of x included; `sustained` is the mean of 0.4 s back to back, where
-the power cap binds.
+`--results` keeps the figures where benchmarks/report.py finds them. Exits with 1 where a check
+failed. Timings are medians with the L2 cache cleared before each call, on random data, the
+splitting of x included; `sustained` is the mean of 0.4 s back to back, where the power cap binds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.measure import float32_settings, median_ms
+from benchmarks import results
+from benchmarks.measure import float32_settings, machine, median_ms
+from benchmarks.results import Figures
 from fx_fuser import build, native
 
 CUDA = torch.device("cuda")
@@ -90,6 +96,18 @@ def worst_row(value: Tensor, exact: Tensor) -> float:
     return float((error / exact.norm(dim=1).clamp_min(1e-300)).max())
 
 
+@dataclass(frozen=True)
+class Accuracy:
+    """Relative Frobenius errors against float64, over all and of the worst row by itself."""
+
+    k: int
+    data: str
+    error: float
+    sgemm: float
+    worst_row: float
+    sgemm_worst_row: float
+
+
 def compare(
     what: str, ours: Tensor, sgemm: Tensor, exact: Tensor, failures: list[str]
 ) -> list[float]:
@@ -122,16 +140,38 @@ def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "scaled rows", normal(m, k) * spread(6, m, 1), normal(n, k) * spread(6, n, 1)
     columns = torch.where(uniform(1, k) < 0.01, 1000.0, 1.0)
     yield "outlier columns", normal(m, k) * columns, normal(n, k)
+    for decades in (4, 5, 8):
+        columns = spread(decades / 2, 1, k)
+        yield f"columns over 1e{decades}", normal(m, k) * columns, normal(n, k) / columns
 
 
-def accuracy(failures: list[str]) -> list[list[object]]:
-    rows: list[list[object]] = []
+def accuracy(failures: list[str]) -> list[Accuracy]:
+    rows: list[Accuracy] = []
     for m, n, k in ((256, 384, 64), (256, 384, 1024), (256, 384, 8192), (256, 384, 65536)):
         for name, x, weight in families(m, n, k):
             exact = x.double() @ weight.double().T
             ours, sgemm = run(IDENTITY, x, weight), F.linear(x, weight)
-            rows.append([k, name, *compare(f"K = {k}, {name}", ours, sgemm, exact, failures)])
+            errors = compare(f"K = {k}, {name}", ours, sgemm, exact, failures)
+            rows.append(Accuracy(k, name, *errors))
     return rows
+
+
+def strained_neighbours(failures: list[str]) -> None:
+    """Rows of both operands that the split holds badly beside ones that it holds, and tails."""
+    for m, n, k in ((200, 300, 500), (130, 140, 65536 + 36)):
+        for x_rows, weight_rows in ((slice(7, 8), slice(n)), (slice(m), slice(16, 32))):
+            columns = 10.0 ** (torch.rand(k, device=CUDA) * 8 - 4)
+            x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+            x[x_rows] *= columns
+            weight[weight_rows] /= columns
+            exact = x.double() @ weight.double().T
+            ours, sgemm = run(IDENTITY, x, weight), F.linear(x, weight)
+            compare(f"{m} x {n} x {k}, strained rows", ours, sgemm, exact, failures)
+            part = (slice(m), weight_rows) if x_rows == slice(m) else (x_rows, weight_rows)
+            what = f"{m} x {n} x {k}, just these"
+            compare(what, ours[part], sgemm[part], exact[part], failures)
+            ours = run(IDENTITY, x, turned(weight))
+            compare(f"{what}, turned", ours[part], sgemm[part], exact[part], failures)
 
 
 # ---- everything else that must be right ----------------------------------------------------------
@@ -144,6 +184,11 @@ def strided(rows: int, columns: int, choose: random.Random) -> Tensor:
     """Random values with 16-byte aligned rows, some with a gap between them."""
     padded = -(-columns // 4) * 4 + choose.choice((0, 0, 4, 12))
     return torch.randn(rows, padded, device=CUDA)[:, :columns]
+
+
+def turned(weight: Tensor) -> Tensor:
+    """The same values with adjacent n."""
+    return weight.t().contiguous().t()
 
 
 def random_operand(m: int, n: int, dtype: torch.dtype, choose: random.Random) -> Tensor:
@@ -164,7 +209,8 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         example = choose.choice(EXAMPLES)
         m, n = choose.choice((1, 2, choose.randint(1, 700))), choose.randint(1, 700)
         k = choose.choice((choose.randint(1, 64), choose.randint(1, 3000)))
-        x, weight = strided(m, k, choose), strided(n, k, choose)
+        x = strided(m, k, choose)
+        weight = strided(k, n, choose).t() if choose.random() < 0.3 else strided(n, k, choose)
         if choose.random() < 0.2:
             weight[:, :GUESSED] *= choose.choice((0.0, 1e-4))
         bias = torch.randn(n, device=CUDA) if choose.random() < 0.5 else None
@@ -199,7 +245,11 @@ def special_values(failures: list[str]) -> None:
     m, n, k = 200, 300, 500
 
     def same(what: str, x: Tensor, weight: Tensor) -> None:
-        ours, exact = run(IDENTITY, x, weight), F.linear(x.double(), weight.double()).float()
+        exact = F.linear(x.double(), weight.double()).float()
+        for form, weight_form in (("", weight), (", turned", turned(weight))):
+            check(what + form, run(IDENTITY, x, weight_form), exact)
+
+    def check(what: str, ours: Tensor, exact: Tensor) -> None:
         finite = exact.isfinite()
         if not torch.equal(ours.nan_to_num(0, 1, -1)[~finite], exact.nan_to_num(0, 1, -1)[~finite]):
             failures.append(f"{what}: other infinities or NaN than IEEE's")
@@ -262,7 +312,9 @@ def wrong_guesses(failures: list[str]) -> None:
         for what, weight in misleading(n, k):
             exact = x.double() @ weight.double().T
             what = f"{m} x {n} x {k}, {what}"
-            compare(what, run(IDENTITY, x, weight), F.linear(x, weight), exact, failures)
+            sgemm = F.linear(x, weight)
+            compare(what, run(IDENTITY, x, weight), sgemm, exact, failures)
+            compare(f"{what}, turned", run(IDENTITY, x, turned(weight)), sgemm, exact, failures)
     x, weight = torch.randn(200, 500, device=CUDA), torch.randn(300, 500, device=CUDA)
     weight[:, :GUESSED] = 0
     weight[5, 400], weight[290, 499], x[3, 300] = float("inf"), float("nan"), float("-inf")
@@ -284,19 +336,32 @@ def graphs_and_repeats(failures: list[str]) -> None:
         exact = F.silu(x.double() @ weight.double().T) * 2
         if not relative(out, exact) <= 1e-6:
             failures.append(f"graph replay, weight * {factor}: {relative(out, exact):.2e}")
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for zeros in (0, GUESSED):
         weight[:, :zeros] = 0
-        first = run(SWISH, x, weight)
-        torch.cuda.synchronize()
-        results = []
-        for i in range(400):
-            with torch.cuda.stream(streams[i % 2]):
-                result = run(SWISH, x, weight)
-                results.append((result != first).any())
-        torch.cuda.synchronize()
-        if any(bool(r) for r in results):
-            failures.append(f"launches over two streams differ, first {zeros} columns zero")
+        soak(x, weight, 400, f"first {zeros} columns zero", failures)
+    columns = 10.0 ** (torch.rand(1000, device=CUDA) * 8 - 4)
+    soak(x * columns, torch.randn_like(weight) / columns, 400, "strained", failures)
+
+
+def soak(x: Tensor, weight: Tensor, launches: int, what: str, failures: list[str]) -> None:
+    """Launches over two streams at once give the same bits, every one."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    first = run(SWISH, x, weight)
+    torch.cuda.synchronize()
+    differ = [torch.zeros((), dtype=torch.bool, device=CUDA) for _ in streams]
+    torch.cuda.synchronize()
+    for i in range(launches):
+        with torch.cuda.stream(streams[i % 2]):
+            differ[i % 2] |= (run(SWISH, x, weight) != first).any()
+    torch.cuda.synchronize()
+    if any(map(bool, differ)):
+        failures.append(f"{launches} launches over two streams differ, {what}")
+
+
+def long_soak(failures: list[str]) -> None:
+    """Tails in all three dimensions, several rounds of tiles."""
+    x, weight = torch.randn(700, 1004, device=CUDA), torch.randn(5000, 1004, device=CUDA)
+    soak(x, weight, 10_000, "700 x 5000 x 1004", failures)
 
 
 def refusals(failures: list[str]) -> None:
@@ -341,17 +406,36 @@ def host_us(step: Callable[[], object]) -> float:
     return sorted(samples)[len(samples) // 2]
 
 
-def timing(failures: list[str]) -> list[list[object]]:
-    rows: list[list[object]] = []
+@dataclass(frozen=True)
+class Timing:
+    """ms: the median, with the L2 cache cleared; again: once more; sustained: back to back."""
+
+    problem: str
+    ms: float
+    again: float
+    sustained: float
+    eager: float
+    tflops: float
+    error: float
+    eager_error: float
+
+
+def timing(failures: list[str]) -> list[Timing]:
+    rows: list[Timing] = []
     for name, example, m, k, n, zeros in (
         ("#70", RESIDUAL, 1024, 8192, 8192, 0),
         ("#59", SWISH, 128, 32768, 32768, 0),
         ("#70, all tiles done again", RESIDUAL, 1024, 8192, 8192, GUESSED),
+        ("#70, turned weight", IDENTITY, 1024, 8192, 8192, 0),
+        ("#59, turned weight", IDENTITY, 128, 32768, 32768, 0),
+        ("#59, gradient of the weight", IDENTITY, 32768, 128, 32768, 0),
     ):
         x = torch.rand(m, k, device=CUDA)
         linear = torch.nn.Linear(k, n, device=CUDA)
         weight, bias = linear.weight.detach(), linear.bias.detach()
         weight[:, :zeros] = 0
+        if example is IDENTITY:
+            weight = turned(weight)
         out = torch.empty(m, n, device=CUDA).fill_(float("nan"))
 
         def ours(
@@ -368,6 +452,7 @@ def timing(failures: list[str]) -> list[list[object]]:
         ) -> Tensor:
             return e.reference(F.linear(x, w, b), [], [2.0])
 
+        del linear
         exact = example.reference(F.linear(x.double(), weight.double(), bias.double()), [], [2.0])
         error, eager_error = relative(ours(), exact), relative(eager(), exact)
         del exact
@@ -376,17 +461,23 @@ def timing(failures: list[str]) -> list[list[object]]:
         ms = median_ms(ours, [], CUDA, 50, 200)
         again = median_ms(ours, [], CUDA, 50, 200)
         eager_ms = median_ms(eager, [], CUDA, 20, 100)
-        rows.append(
-            [
-                *(name, ms, again, sustained_ms(ours, ms), eager_ms, eager_ms / ms),
-                *(2e-9 * m * n * k / ms, error, eager_error),
-            ]
-        )
+        rate = 2e-9 * m * n * k / ms
+        sustained = sustained_ms(ours, ms)
+        rows.append(Timing(name, ms, again, sustained, eager_ms, rate, error, eager_error))
+    return rows
+
+
+def host_times() -> dict[str, float]:
+    """Of a call from Python, in µs."""
     x, weight = torch.randn(8, 64, device=CUDA), torch.randn(8, 64, device=CUDA)
     out = torch.empty(8, 8, device=CUDA)
-    rows.append(["host, µs", host_us(lambda: run(SWISH, x, weight, out=out))])
-    rows.append(["F.linear, µs", host_us(lambda: F.linear(x, weight))])
-    return rows
+    return {
+        "linear_split": host_us(lambda: run(SWISH, x, weight, out=out)),
+        "F.linear": host_us(lambda: F.linear(x, weight)),
+    }
+
+
+CHECKS = (special_values, wrong_guesses, strained_neighbours, refusals, graphs_and_repeats)
 
 
 def main() -> int:
@@ -395,6 +486,8 @@ def main() -> int:
     parser.add_argument("--skip-timing", action="store_true")
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, metavar="FOLDER")
+    parser.add_argument("--commit", help="what is measured, for the results")
     chosen = parser.parse_args()
 
     started = time.perf_counter()
@@ -406,31 +499,45 @@ def main() -> int:
     native.prepare([e.source for e in EXAMPLES], CUDA)
     done("built")
     failures: list[str] = []
-    errors: list[list[object]] = []
-    times: list[list[object]] = []
+    errors: list[Accuracy] = []
+    times: list[Timing] = []
+    host: dict[str, float] = {}
     with float32_settings("fp32"):
         if not chosen.skip_checks:
             largest = sweep(chosen.cases, chosen.seed, failures)
             done(f"{chosen.cases} random cases, largest error {largest:.1e}")
-            special_values(failures)
-            wrong_guesses(failures)
-            refusals(failures)
-            graphs_and_repeats(failures)
-            done("special values, wrong guesses, refusals, graphs, repeats")
+            for check in CHECKS:
+                check(failures)
+            done(", ".join(check.__name__ for check in CHECKS))
+            long_soak(failures)
+            done("soak")
             errors = accuracy(failures)
             done("accuracy")
         if not chosen.skip_timing:
-            times = timing(failures)
+            times, host = timing(failures), host_times()
             done("timing")
 
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     if errors:
         heads = ["K", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
-        print(tabulate(errors, heads, floatfmt=".1e") + "\n")
+        print(tabulate(map(astuple, errors), heads, floatfmt=".1e") + "\n")
     if times:
-        heads = ["", "ms", "again", "sustained", "eager", "×", "TFLOP/s", "error", "eager's"]
-        formats = ["", ".4f", ".4f", ".4f", ".3f", ".2f", ".0f", ".1e", ".1e"]
-        print(tabulate(times, heads, floatfmt=formats) + "\n")
+        heads = ["", "ms", "again", "sustained", "eager", "TFLOP/s", "error", "eager's"]
+        formats = ["", ".4f", ".4f", ".4f", ".3f", ".0f", ".1e", ".1e"]
+        print(tabulate(map(astuple, times), heads, floatfmt=formats) + "\n")
+        print(", ".join(f"{name} {us:.1f} us" for name, us in host.items()) + " on the host\n")
+    if chosen.results and errors and times:
+        figures: Figures = {
+            **machine(CUDA),
+            "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}",
+            "commit": chosen.commit or "unknown",
+            "accuracy": [asdict(row) for row in errors],
+            "timing": [asdict(row) for row in times],
+        }
+        path = results.linear_path_for(figures["gpu"], chosen.results)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+        print(f"wrote {path}")
     for failure in failures[:30]:
         print("FAIL", failure)
     print(f"{len(failures)} checks failed" if failures else "all checks passed")

@@ -1,4 +1,4 @@
-"""Write the results into README's table and a picture:  python -m benchmarks.report [--check]
+"""Write the results into README's tables and a picture:  python -m benchmarks.report [--check]
 
 `--check` writes nothing and fails where README or a picture is not what the results say.
 """
@@ -15,10 +15,10 @@ from tabulate import tabulate
 
 from benchmarks import results
 from benchmarks.problems import PROBLEMS
-from benchmarks.results import Row
+from benchmarks.results import Figures, Row
 
 README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 SYSTEMS = ("eager", "inductor", "max-autotune", "inductor-ieee", "fx_fuser")
 SHOWN = ("fp32", "bf16")  # the other precisions are folded away
 LEGEND = (
@@ -123,16 +123,68 @@ def section(path: Path, rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def render(readme: str, files: dict[Path, list[Row]]) -> str:
-    """README's text with everything between the marks written anew."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"README has no {BEGIN} … {END}")
-    body = "\n\n".join([section(path, rows) for path, rows in files.items()] + [LEGEND])
-    return (
-        f"{before}{BEGIN}\n\n{body}\n\n{END}{after}" if files else f"{before}{BEGIN}\n{END}{after}"
+def accuracy_table(figures: Figures) -> str:
+    """Rows of data, columns of K; in brackets SGEMM's error in the same power of ten."""
+    columns = list(dict.fromkeys(row["k"] for row in figures["accuracy"]))
+    cells: dict[str, dict[int, str]] = {}
+    for row in figures["accuracy"]:
+        cell = f"{row['error'] * 1e7:.1f} ({row['sgemm'] * 1e7:.1f})"
+        cells.setdefault(row["data"], {})[row["k"]] = cell
+    lines = [[data, *(of_k.get(k) for k in columns)] for data, of_k in cells.items()]
+    header = ["data", *(f"K = {k:,}" for k in columns)]
+    return tabulate(
+        lines,
+        header,
+        "github",
+        disable_numparse=True,
+        colalign=("left",) + ("right",) * len(columns),
     )
+
+
+def linear_section(figures: Figures) -> str:
+    """The fp32 linear kernel by itself."""
+    worst = max(figures["accuracy"], key=lambda row: row["worst_row"])
+    times = [
+        [
+            row["problem"],
+            *(f"{row[f]:.3f}" for f in ("ms", "sustained", "eager")),
+            f"{row['tflops']:.0f}",
+        ]
+        for row in figures["timing"]
+    ]
+    header = ["by itself", "ms", "back to back", "eager", "TFLOP/s"]
+    return "\n\n".join(
+        (
+            "Relative Frobenius error against float64 in 1e-7, of [256, K] × [384, K]ᵀ (in "
+            "brackets cuBLAS SGEMM's):",
+            accuracy_table(figures),
+            f"The worst row of an output by itself is at {worst['worst_row']:.1e} "
+            f"({worst['data']}, K = {worst['k']:,}; SGEMM's {worst['sgemm_worst_row']:.1e}).",
+            tabulate(times, header, "github", disable_numparse=True),
+            f"{figures['gpu']}, driver {figures['driver']}, torch {figures['torch']}, measured "
+            f"{figures['date'][:10]} at {figures['commit']} by `python -m benchmarks.linear_sm90`; "
+            "back to back is the mean of 0.4 s, where the power cap binds.",
+        )
+    )
+
+
+def between_marks(readme: str, mark: str, body: str) -> str:
+    """The text with what stands between the marks replaced."""
+    begin, end = BEGIN.format(mark), END.format(mark)
+    before, found_begin, rest = readme.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise SystemExit(f"README has no {begin} … {end}")
+    return (
+        f"{before}{begin}\n\n{body}\n\n{end}{after}" if body else f"{before}{begin}\n{end}{after}"
+    )
+
+
+def render(readme: str, files: dict[Path, list[Row]], linear: list[Figures]) -> str:
+    """README's text with everything between the marks written anew."""
+    sections = [section(path, rows) for path, rows in files.items()]
+    readme = between_marks(readme, "benchmark", "\n\n".join([*sections, LEGEND] if files else []))
+    return between_marks(readme, "linear-fp32", "\n\n".join(map(linear_section, linear)))
 
 
 Bars = dict[str, dict[str, float]]  # precision → label of the group → speed-up
@@ -182,9 +234,9 @@ def draw(path: Path, rows: list[Row]) -> None:
     pyplot.close(figure)
 
 
-def stale(readme: Path, files: dict[Path, list[Row]]) -> list[str]:
+def stale(readme: Path, files: dict[Path, list[Row]], linear: list[Figures]) -> list[str]:
     found = []
-    if readme.read_text() != render(readme.read_text(), files):
+    if readme.read_text() != render(readme.read_text(), files, linear):
         found.append(f"{readme.name} does not show what the results say")
     for path, rows in files.items():
         picture = path.with_suffix(".svg")
@@ -201,11 +253,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     files = {path: results.read(path) for path in sorted(args.results.glob("*.json"))}
+    linear = results.read_linear(args.results)
     if not args.check:
         for path, rows in files.items():
             draw(path.with_suffix(".svg"), rows)
-        args.readme.write_text(render(args.readme.read_text(), files))
-    problems = stale(args.readme, files)
+        args.readme.write_text(render(args.readme.read_text(), files, linear))
+    problems = stale(args.readme, files, linear)
     for problem in problems:
         print(f"{problem}: run python -m benchmarks.report", file=sys.stderr)
     return 1 if problems else 0

@@ -1,4 +1,4 @@
-"""Result rows and the files that hold them: one a GPU, rewritten after every row."""
+"""Result rows and the files that hold them: one a GPU, rewritten after every group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import MODES, Machine
 from benchmarks.problems import PROBLEMS
@@ -31,6 +32,15 @@ class Row(Machine, total=False):
     commit: str
 
 
+class Figures(Machine):
+    """The fp32 linear kernel by itself (benchmarks/linear_sm90.py has the fields of the rows)."""
+
+    date: str
+    commit: str
+    accuracy: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+
+
 def key(row: Row) -> tuple[str, str, str, str]:
     return row["problem"], row["precision"], row["mode"], row["system"]
 
@@ -50,13 +60,25 @@ def path_for(gpu: str, folder: Path = FOLDER) -> Path:
     return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
+def linear_path_for(gpu: str, folder: Path = FOLDER) -> Path:
+    return path_for(gpu, folder / "linear_fp32")
+
+
 def read(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def merge(path: Path, row: Row) -> None:
-    """Put a row in the place of the one with its key; a reader never sees half a file."""
-    rows = [other for other in read(path) if key(other) != key(row)] + [row]
+def read_linear(folder: Path = FOLDER) -> list[Figures]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("linear_fp32/*.json"))]
+
+
+def replace_group(path: Path, group: list[Row]) -> None:
+    """Put the rows of one group in the place of those that the file has of it.
+
+    All go: the times of a group are of one process. A reader never sees half a file.
+    """
+    groups = {key(row)[:3] for row in group}
+    rows = [other for other in read(path) if key(other)[:3] not in groups] + group
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     lines = (json.dumps(other, allow_nan=False) for other in sorted(rows, key=place))

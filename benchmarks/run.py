@@ -3,7 +3,7 @@
 A group is one problem in one precision and mode. Its systems share one process, model and input;
 all are compiled and checked against float64 first, then timed in turn. A group replaces its rows
 in benchmarks/results/<gpu>.json, so that a run may be cut into pieces by --problem, --precision
-and --mode.
+and --mode; what --system leaves out is then missing in the group.
 """
 
 from __future__ import annotations
@@ -172,6 +172,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--precision", nargs="+", choices=measure.DTYPES)
     parser.add_argument("--mode", nargs="+", choices=measure.MODES)
+    names = [system.name for system in SYSTEMS]
+    parser.add_argument(
+        "--system", nargs="+", choices=names, default=names,
+        help="eager, by which errors are judged, is among them always",
+    )  # fmt: skip
     parser.add_argument("--size", choices=("full", "small"), help="default: full on a GPU only")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
@@ -187,6 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)
     timing = Timing(args.warmup, args.rep, args.rounds)
+    systems = [s for s in SYSTEMS if s.name in {"eager", *args.system}]
 
     failures = []
     start = time.perf_counter()
@@ -202,10 +208,11 @@ def main(arguments: list[str] | None = None) -> int:
                     continue
                 now = time.perf_counter() - start
                 print(f"[{now:6.1f} s] {problem.name} {precision} {mode} x{list(size.x)}")
-                group = measure_group(problem, precision, mode, device, size, SYSTEMS, timing)
+                group = measure_group(problem, precision, mode, device, size, systems, timing)
                 date = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}"
-                for row in group:
-                    results.merge(path, Row(**row, **here, date=date, commit=commit))
+                rows = [Row(**row, **here, date=date, commit=commit) for row in group]
+                results.replace_group(path, rows)
+                for row in rows:
                     print(describe(row), flush=True)
                     if reason := complaint(row):
                         failures.append(f"{' '.join(results.key(row))}: {reason}")

@@ -100,13 +100,13 @@ def linear_split(
 ) -> bool:
     """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
 
-    Nothing outlives the call but the results: no state, no scales of an earlier weight. Captured in
-    a CUDA graph, replays read the tensors anew.
+    No scales of an earlier weight are kept; replays of a CUDA graph read the tensors anew. Of data
+    that splits hold badly the kernel remembers only that it met them: see `wake`.
 
     Args:
         source: the generated text of one translation unit, see kernels_cu/linear_split_sm90.cuh.
         x: [*, K], float32, rows 16-byte aligned and evenly spaced.
-        weight: [N, K], float32, rows 16-byte aligned.
+        weight: [N, K], float32, rows 16-byte aligned; or the transpose of such a tensor.
         bias: [N], float32.
         out: [*, N] of the dtype that `source` names. Shares memory with no other tensor here.
         z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
@@ -127,6 +127,17 @@ def linear_split(
     if handle == _NO_KERNEL:
         return False
     return _linear_split(handle, x, weight, bias, out, z, operands, scalars)
+
+
+def wake(sources: Sequence[str], device: torch.device) -> None:
+    """Let the ops take the split products among these loaded kernels again, at once.
+
+    After data that they hold badly they take the library's for 1000 calls.
+    """
+    for source in sources:
+        handle = _kernels[source, _index_of(device)]
+        if _macro_of(source)[0] == "LINEAR_SPLIT" and handle != _NO_KERNEL:
+            torch.ops.fx_fuser_native.wake_linear_split.default(handle)
 
 
 def linear_dense(

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fx_fuser import native
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
-from fx_fuser.ops import FusedCall, argument_names, wildcards_of
+from fx_fuser.ops import FusedCall, argument_names, kernel_sources, wildcards_of
 from fx_fuser.spell import hint_of, meta_tensor
 
 
@@ -103,6 +104,10 @@ def rehearsals(
     In training followed by the anchor's backward with each of them.
     """
     run = _Rehearsal(match, tensors)
+    if run.c.device.type == "cuda":
+        # What other data did to a kernel is not what this rehearsal is about.
+        own = [source for choices in candidates for source in kernel_sources(match, choices)]
+        native.wake(own, run.c.device)
     ahead = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
     _compare(ahead, candidates, run.c.dtype)
     if not run.needs:

@@ -21,7 +21,7 @@
 #include "convert.cuh"
 #include "epilogue_math.cuh"
 #include "linear_dense_args.h"
-#include "pointwise.cuh"
+#include "packed.cuh"
 #include "ptx_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
@@ -209,7 +209,7 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
   static constexpr int kElementBytes = (1 + ... + int{sizeof(Operand)});
   // What the operands of two groups of vectors wait in, besides the sums: those that are computed
   // with and the next ones.
-  static constexpr int kRawBytes = 4 * 24;
+  static constexpr int kRawBytes = 4 * 40;
   static constexpr bool fits(int elements) { return 2 * elements * kElementBytes <= kRawBytes; }
   static constexpr int narrowed(int width) {
     return width > 1 && !fits(width) ? narrowed(width / 2) : width;
@@ -229,7 +229,7 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
   static_assert(kOperands <= kMaxInputs && kScalars <= kMaxScalars);
   static_assert(Layout::kBatchM % kRowsAtOnce == 0 && kVectors % kGroup == 0);
 
-  using Raw = RawVectors<std::index_sequence<kOperand...>, kWidth, Operand...>;
+  using Raw = PackedVectors<std::index_sequence<kOperand...>, kWidth, Operand...>;
 
   const LinearDenseArgs& args;
   float (&exchange)[2][Layout::kBatchM][kExchangePitch];  // this consumer's
@@ -257,17 +257,18 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
   }
 
   template <int kOne, class T>
-  __device__ __forceinline__ void load_one(Vec<T, kWidth>& vector, int m, int n, bool whole) const {
+  __device__ __forceinline__ void load_one(Packed<T, kWidth>& vector, int m, int n,
+                                           bool whole) const {
     const LinearOperand& operand = args.operand[kOne];
-    const int64_t offset = m * operand.stride_m + n * operand.stride_n;
-    if (whole) {
-      load_vector(vector, operand.data, args.mode[kOne], offset, operand.stride_n);
-      return;
-    }
-    const T* from = static_cast<const T*>(operand.data) + offset;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      vector.element[e] = n + e < args.n ? from[e * operand.stride_n] : T{};
+    const T* from =
+        static_cast<const T*>(operand.data) + m * operand.stride_m + n * operand.stride_n;
+    if (whole && args.mode[kOne] == Mode::kVector) {
+      vector = *reinterpret_cast<const Packed<T, kWidth>*>(from);
+    } else if (args.mode[kOne] == Mode::kSplat) {
+      const T value = *from;
+      vector.assign([&](int) { return value; });
+    } else {
+      vector.assign([&](int e) { return n + e < args.n ? from[e * operand.stride_n] : T{}; });
     }
   }
 
@@ -279,7 +280,7 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
 #pragma unroll
     for (int v = 0; v < kGroup; ++v) {
       if (m + v * kRowsAtOnce < args.m && n < args.n) {
-        (load_one<static_cast<int>(kOperand)>(raw_of<static_cast<int>(kOperand)>(raw[v]),
+        (load_one<static_cast<int>(kOperand)>(packed_of<static_cast<int>(kOperand)>(raw[v]),
                                               m + v * kRowsAtOnce, n, n + kWidth <= args.n),
          ...);
       }
@@ -312,7 +313,7 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float in[1 + kOperands] = {sum.element[e] + convert<float>(biases.element[e]),
-                                       convert<float>(raw_of<kOperand>(operands).element[e])...};
+                                       convert<float>(packed_of<kOperand>(operands)[e])...};
       z.element[e] = convert<In>(in[0]);
       result.element[e] = convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
     }

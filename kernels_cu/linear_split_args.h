@@ -34,6 +34,7 @@ struct SplitRowsArgs {
   int32_t rows;
   int32_t k;
   int32_t padded_k;
+  bool natural;  // k in order, for a turned weight; else in that of a weight's 16-byte chunks
 };
 
 // ---- the product --------------------------------------------------------------------------------
@@ -43,9 +44,10 @@ constexpr int kLinearConsumerThreads = 256;
 constexpr int kLinearTileN = 128;  // rows of the weight
 constexpr int kLinearTileM = 128;  // rows of x
 constexpr int kLinearTileK = 64;
-constexpr int kLinearBoxK = 32;       // of the weight's tensor map: 128 bytes, one swizzle span
+constexpr int kLinearBox = 32;        // of the weight's tensor map: 128 bytes, one swizzle span
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
+constexpr float kLeastSum = 512;  // times sqrt(k): see strained_rows
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes = 8 * (32 * 20 + 128) * 4;  // an Exchange a warp
@@ -60,23 +62,27 @@ struct LinearOperand {
 };
 
 struct LinearSplitArgs {
-  CUtensorMap weight_map;  // [n, k] fp32
+  CUtensorMap weight_map;  // [n, k] fp32; a turned one [k, n]
   CUtensorMap x_map;       // [2, m, padded k] fp16, as the split wrote it
   const float* x_unscale;  // [m]
   float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint64_t* broken;        // [tiles, consuming threads]: which of its results are not finite
+  uint32_t* strained;      // likewise: which rows of x have results too small for the split
   uint64_t* again;         // [tiles], a byte a consuming warp: is it to be done again
+  uint32_t* was_strained;  // in the host's memory: set to 1 where any row is
   const float* x;          // [m, k], row stride x_stride: only read to repair
-  const float* weight;     // [n, k], likewise
+  const float* weight;     // [n, k], likewise of any strides
   const float* bias;       // [n], or null
   void* out;               // [m, n], row stride out_stride
   float* z;                // [m, n], row stride z_stride, or null: x weightᵀ + bias
   int64_t x_stride;
-  int64_t weight_stride;
+  int64_t weight_stride_n;
+  int64_t weight_stride_k;
   int64_t out_stride;
   int64_t z_stride;
   LinearOperand operand[kMaxInputs];
   float scalar[kMaxScalars];
+  float least_sum;
   int32_t m;
   int32_t n;
   int32_t k;

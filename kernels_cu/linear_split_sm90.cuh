@@ -21,7 +21,12 @@
 // - The tile is computed transposed, weight times xᵀ: the fp32 operand must be the one that wgmma
 //   takes from registers, and a thread then reads just the rows of the weight whose sums it holds.
 // - A z that is not finite even then is computed by plain fp32 arithmetic (`repair`): products of
-//   split infinities are NaN, and sums overflow where a weight is beyond about 2^100.
+//   split infinities are NaN, and sums overflow where a weight is beyond about 2^100. So are z that
+//   are too small beside their rows' largest for what the split loses there: large columns of x
+//   meet small ones of the weight, or the other way round (`strained_rows`).
+//
+// - A turned weight is one whose n are adjacent in memory (in a backward pass, or written as x w):
+//   a kernel of its own, which loads columns from shared memory and is else the same.
 //
 // Blocks are persistent: one warpgroup feeds shared memory, two of 64 rows of the weight each
 // compute. They take turns at the tensor core: while one's products run the other promotes and
@@ -64,7 +69,10 @@ static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters 
 
 // 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
 struct WeightSlot {
-  float box[kTileK / kLinearBoxK][kTileN][kLinearBoxK];
+  union {
+    float box[kTileK / kLinearBox][kTileN][kLinearBox];     // [k][n][k]
+    float turned[kTileN / kLinearBox][kTileK][kLinearBox];  // [n][k][n]
+  };
 };
 struct XSlot {
   __half part[2 /*hi, lo*/][kTileM][kTileK];
@@ -183,6 +191,7 @@ __device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared&
   }
 }
 
+template <bool kTurned>
 __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared& shared) {
   // A weight that only one tile of x meets is read once.
   const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
@@ -192,10 +201,18 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
     const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
     cursor.wait_until_empty(shared.of_weight);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
+    if constexpr (kTurned) {
 #pragma unroll
-    for (int box = 0; box < kTileK / kLinearBoxK; ++box) {
-      ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
-                       k + box * kLinearBoxK, tile.n);
+      for (int box = 0; box < kTileN / kLinearBox; ++box) {
+        ptx::tensor_load(ptx::shared_address(slot.turned[box]), args.weight_map, full, policy,
+                         tile.n + box * kLinearBox, k);
+      }
+    } else {
+#pragma unroll
+      for (int box = 0; box < kTileK / kLinearBox; ++box) {
+        ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
+                         k + box * kLinearBox, tile.n);
+      }
     }
     cursor.advance();
   });
@@ -217,19 +234,41 @@ __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shar
 
 // A thread's part of a stage: rows g and g + 8 of its warp's 16, chunks 2c and 2c + 1 of each 32 of
 // k. Chunk 2c + j of box b is its part of the wgmma over k positions 32b + 16j...32b + 16j + 15.
+// Of a turned weight, what wgmma asks for in order: k 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16.
+template <bool kTurned>
 struct RawWeight {
   float4 chunk[kTileK / 16][2 /*row*/];
 
-  // `address` is that of row g, chunk 2c in the first box. Free of bank conflicts: the eight lanes
-  // of one phase have eight different swizzled chunks.
+  // Where a thread's loads begin in a slot; `row` is that of g in the tile.
+  static __device__ __forceinline__ uint32_t place_of(int row, int g, int c) {
+    if constexpr (kTurned) {
+      const int column = row % kLinearBox;
+      return row / kLinearBox * (kTileK * kLinearBox * 4) + 2 * c * kLinearBox * 4 +
+             ((column / 4 ^ 2 * c) << 4) + column % 4 * 4;
+    } else {
+      return row * kLinearBox * 4 + ((2 * c ^ g) << 4);
+    }
+  }
+
+  // Free of bank conflicts: the eight lanes of one phase have eight different swizzled chunks; of a
+  // turned weight the 32 lanes have the words of eight.
   __device__ __forceinline__ void load(uint32_t address) {
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
-        chunk[step][row] = ptx::load_shared(chunk_address + step / 2 * sizeof(WeightSlot) / 2 +
-                                            row * 8 * kLinearBoxK * 4);
+        if constexpr (kTurned) {
+          // Row g + 8 is two chunks on, and an odd k swizzles to the neighbour.
+          const auto at = [&](int k) {
+            return ptx::load_shared_word((address ^ row << 5 ^ (k & 1) << 4) +
+                                         (step * 16 + k) * kLinearBox * 4);
+          };
+          chunk[step][row] = make_float4(at(0), at(1), at(8), at(9));
+        } else {
+          const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
+          chunk[step][row] = ptx::load_shared(chunk_address + step / 2 * sizeof(WeightSlot) / 2 +
+                                              row * 8 * kLinearBox * 4);
+        }
       }
     }
   }
@@ -255,7 +294,8 @@ struct Fragments {
   uint32_t hi[kTileK / 16][4];
   uint32_t lo[kTileK / 16][4];
 
-  __device__ __forceinline__ void split_of(const RawWeight& raw, const float (&scale)[2]) {
+  template <class Raw>
+  __device__ __forceinline__ void split_of(const Raw& raw, const float (&scale)[2]) {
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
 #pragma unroll
@@ -364,14 +404,48 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
   }
 }
 
-// finish(index, sum) for every tile of the block, sum[4i + 2r + t] being the one of
+// The rows of x all of whose sums in this warp are small, but not all zero: bit 2i + t of a lane is
+// row 8i + 2 (lane % 4) + t. The sums are still scaled, so that an operand loses at most 2^-25 an
+// element, and the other one's row is at most 2^15 times that: whatever the data, kLeastSum sqrt(k)
+// is where that can reach 3e-7 of 16 sums. Random data is 2^13 above it.
+__device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least) {
+  float smallest = INFINITY;  // of the larger ones of a thread's two sums of a row
+#pragma unroll
+  for (int i = 0; i < 64; i += 4) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      smallest = fminf(smallest, fmaxf(fabsf(sum[i + t]), fabsf(sum[i + 2 + t])));
+    }
+  }
+  if (!__any_sync(0xFFFFFFFF, smallest < least)) return 0;
+  uint32_t large = 0;
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const float larger = fmaxf(fabsf(sum[4 * i + t]), fabsf(sum[4 * i + 2 + t]));
+      const uint32_t bit = 1u << (2 * i + t);
+      large |= larger >= least ? bit : 0;
+      any |= larger > 0 ? bit : 0;
+    }
+  }
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    large |= __shfl_xor_sync(0xFFFFFFFF, large, distance);
+    any |= __shfl_xor_sync(0xFFFFFFFF, any, distance);
+  }
+  return any & ~large;
+}
+
+// finish(index, sum, strained) for every tile of the block, sum[4i + 2r + t] being the one of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
-// still in the scale of x's row; then finish.repair().
+// still in the scale of x's row, and strained the rows of x; then finish.repair().
 //
 // What decides the speed is the path from one product's end to the next one's issue: promote,
 // split, issue. It must be shorter than the other consumer's products. All else stands after the
 // issue, where the warp would only wait.
-template <class Finish>
+template <bool kTurned, class Finish>
 __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& shared, int consumer,
                                         Finish& finish) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -379,11 +453,11 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   const int g = lane / 4;
   const int c = lane % 4;
   const int row = consumer * 64 + thread / 32 * 16 + g;
-  const uint32_t place = row * kLinearBoxK * 4 + ((2 * c ^ g) << 4);
+  const uint32_t place = RawWeight<kTurned>::place_of(row, g, c);
   const int k_tiles = (args.k + kTileK - 1) / kTileK;
 
   Cursor stage;  // that is read next, or whose products are issued next
-  RawWeight raw;
+  RawWeight<kTurned> raw;
   const auto read = [&](const Cursor& from) {
     from.wait_until_full(shared.of_weight);
     from.wait_until_full(shared.of_x);
@@ -416,6 +490,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       ahead.advance();
     }
     if (walk.again) stage = ahead;
+    finish.place();
     float scale[2];
     float unscale[2];
 #pragma unroll
@@ -458,9 +533,10 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       for (int i = 0; i < 64; ++i) least[i / 2 % 2] = fminf(least[i / 2 % 2], fabsf(sum[i]));
       walk.report(__any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY));
     }
+    const uint32_t strained = strained_rows(sum, args.least_sum);
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
-    finish(walk.index, sum);
+    finish(walk.index, sum, strained);
   }
   turn.end();
   finish.repair();
@@ -472,14 +548,14 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
 __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, int m, int n) {
   constexpr int kInFlight = 8;
   const float* x = args.x + m * args.x_stride;
-  const float* weight = args.weight + n * args.weight_stride;
+  const float* weight = args.weight + n * args.weight_stride_n;
   float sum = 0;
   for (int k0 = threadIdx.x % 32; k0 - static_cast<int>(threadIdx.x % 32) < args.k;
        k0 += 32 * kInFlight) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int k = k0 + 32 * i;
-      if (k < args.k) sum = fmaf(x[k], weight[k], sum);
+      if (k < args.k) sum = fmaf(x[k], weight[k * args.weight_stride_k], sum);
     }
     // A NaN stays one: a tensor full of them is soon done.
     if (__any_sync(0xFFFFFFFF, isnan(sum))) return NAN;
@@ -498,6 +574,9 @@ template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... 
 struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  // A product alone, as backward passes need it over few k, is stored from the accumulators'
+  // layout, in whole sectors. (With a longer epilogue ptxas then finds a worse order for the loop.)
+  static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
   static constexpr int kBatches = kTileM / kBatchM;
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
   // Of those, whose operands are loaded together: as many as leave no register to spill.
@@ -506,10 +585,11 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
 
   const LinearSplitArgs& args;
-  Exchange& exchange;       // this warp's
-  int warp_n;               // the warp's first row of the weight, in the tile
-  bool any_broken = false;  // in any lane
-  float bias;               // of the tile's row that the lane stores
+  Exchange& exchange;           // this warp's
+  int warp_n;                   // the warp's first row of the weight, in the tile
+  bool any_broken = false;      // in any lane
+  float bias[kDirect ? 2 : 1];  // of the tile's rows that the lane stores
+  float fetched[kTileM / 32];   // on its way to exchange.x_unscale
 
   struct Inputs {
     float value[1 + kOperands];  // z first
@@ -526,36 +606,113 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     return args.bias != nullptr && n < args.n ? args.bias[n] : 0.0f;
   }
 
-  __device__ __forceinline__ void store(const Inputs& in, int64_t m, int64_t n) const {
+  __device__ __forceinline__ Out result_of(const Inputs& in) const {
     float scalar[kScalarSlots];
 #pragma unroll
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
+    return convert<Out>(static_cast<float>(Epilogue{}(in.value, scalar)));
+  }
+
+  __device__ __forceinline__ void store(const Inputs& in, int64_t m, int64_t n) const {
     if (args.z != nullptr) args.z[m * args.z_stride + n] = in.value[0];
-    static_cast<Out*>(args.out)[m * args.out_stride + n] =
-        convert<Out>(static_cast<float>(Epilogue{}(in.value, scalar)));
+    static_cast<Out*>(args.out)[m * args.out_stride + n] = result_of(in);
   }
 
   // Element e of a lane's batch: for each e the warp has two rows of x and all 16 of its n.
   static __device__ __forceinline__ int row_of(int e, int lane) { return 2 * e + lane / kWarpN; }
 
+  // Where in the tile is what a lane stores as its element 0...63?
+  static __device__ __forceinline__ int m_of(int element, int lane) {
+    return kDirect ? element / 4 * 8 + lane % 4 * 2 + element % 2
+                   : element / kElements * kBatchM + row_of(element % kElements, lane);
+  }
+  __device__ __forceinline__ int n_of(int element, int lane) const {
+    return warp_n + (kDirect ? lane / 4 + element / 2 % 2 * 8 : lane % kWarpN);
+  }
+
   // Ahead of the tile's products, which hide the wait.
   __device__ __forceinline__ void begin(int index) {
     const Tile tile = tile_at(args, index);
     const int lane = threadIdx.x % 32;
-    bias = bias_of(tile.n + warp_n + lane % kWarpN);
+    bias[0] = bias_of(tile.n + n_of(0, lane));
+    if constexpr (kDirect) bias[1] = bias_of(tile.n + n_of(2, lane));
 #pragma unroll
-    for (int i = 0; i < kTileM; i += 32) {
-      const int m = tile.m + i + lane;
-      exchange.x_unscale[i + lane] = m < args.m ? args.x_unscale[m] : 0.0f;
+    for (int i = 0; i < kTileM / 32; ++i) {
+      const int m = tile.m + i * 32 + lane;
+      fetched[i] = m < args.m ? args.x_unscale[m] : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void place() {
+#pragma unroll
+    for (int i = 0; i < kTileM / 32; ++i)
+      exchange.x_unscale[i * 32 + threadIdx.x % 32] = fetched[i];
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
+    uint64_t broken = 0;  // a bit an element: z is not finite
+    if constexpr (kDirect) {
+      if (args.z != nullptr) {
+        store_as_it_lies<true>(tile_at(args, index), sum, broken);
+      } else {
+        store_as_it_lies<false>(tile_at(args, index), sum, broken);
+      }
+    } else {
+      store_in_runs(tile_at(args, index), sum, broken);
+    }
+    args.broken[place_of(index)] = broken;
+    args.strained[place_of(index)] = strained;
+    any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
+  }
+
+  // Without branches an element, each of which would wait for the one before: all is computed, what
+  // lies inside is stored.
+  template <bool kKeepsZ>
+  __device__ __forceinline__ void store_as_it_lies(Tile tile, const float (&sum)[64],
+                                                   uint64_t& broken) {
+    const int lane = threadIdx.x % 32;
+    const int m0 = m_of(0, lane);
+    const int rows = args.m - (tile.m + m0);
+    const int n = tile.n + n_of(0, lane);
+    const bool has_column[2] = {n < args.n, n + 8 < args.n};
+    Out* out = static_cast<Out*>(args.out) + (tile.m + m0) * args.out_stride + n;
+    float* z = kKeepsZ ? args.z + (tile.m + m0) * args.z_stride + n : nullptr;
+    constexpr int kAtOnce = 4;
+#pragma unroll
+    for (int i0 = 0; i0 < 16; i0 += kAtOnce) {
+      float2 unscale[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        unscale[i] = *reinterpret_cast<const float2*>(&exchange.x_unscale[m0 + 8 * (i0 + i)]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int element = 4 * (i0 + i) + 2 * r + t;
+            Inputs in;
+            in.value[0] = fmaf(sum[element], t ? unscale[i].y : unscale[i].x, bias[r]);
+            const bool inside = 8 * (i0 + i) + t < rows && has_column[r];
+            const Out result = result_of(in);
+            if (inside) out[t * args.out_stride + 8 * r] = result;
+            if (kKeepsZ && inside) z[t * args.z_stride + 8 * r] = in.value[0];
+            broken |= static_cast<uint64_t>(inside && !isfinite(in.value[0])) << element;
+          }
+        }
+        out += 8 * args.out_stride;
+        if (kKeepsZ) z += 8 * args.z_stride;
+      }
     }
   }
 
   // Batch by batch through shared memory, so that a warp reads and writes runs of n.
-  __device__ __forceinline__ void operator()(int index, const float (&sum)[64]) {
-    const Tile tile = tile_at(args, index);
+  __device__ __forceinline__ void store_in_runs(Tile tile, const float (&sum)[64],
+                                                uint64_t& broken) {
     const int lane = threadIdx.x % 32;
-    const int n = tile.n + warp_n + lane % kWarpN;
-    uint64_t broken = 0;  // bit 16 batch + e: that z is not finite
+    const int n = tile.n + n_of(0, lane);
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
       const int first_m = tile.m + batch * kBatchM;
@@ -572,8 +729,9 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
         for (int e = 0; e < kInFlight; ++e) {
           const int m = first_m + row_of(e0 + e, lane);
           if (m < args.m && n < args.n) {
-            in[e].value[0] = fmaf(exchange.z[row_of(e0 + e, lane)][lane % kWarpN],
-                                  exchange.x_unscale[batch * kBatchM + row_of(e0 + e, lane)], bias);
+            in[e].value[0] =
+                fmaf(exchange.z[row_of(e0 + e, lane)][lane % kWarpN],
+                     exchange.x_unscale[batch * kBatchM + row_of(e0 + e, lane)], bias[0]);
             in[e].load(args, m, n);
           }
         }
@@ -588,12 +746,27 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
       }
       __syncwarp();
     }
-    broken_in(index) = broken;
-    any_broken |= __any_sync(0xFFFFFFFF, broken != 0);
   }
 
-  __device__ __forceinline__ uint64_t& broken_in(int index) const {
-    return args.broken[int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x];
+  static __device__ __forceinline__ int64_t place_of(int index) {
+    return int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x;
+  }
+
+  // The rows that the warp's first four lanes name, as bits of the lane's elements.
+  __device__ __forceinline__ uint64_t strained_elements(int index) const {
+    const uint32_t rows = args.strained[place_of(index)];
+    if (__any_sync(0xFFFFFFFF, rows != 0)) *args.was_strained = 1;
+    const int lane = threadIdx.x % 32;
+    const int tile_n = tile_at(args, index).n;
+    uint64_t elements = 0;
+#pragma unroll 1
+    for (int element = 0; element < 64; ++element) {
+      const int m = m_of(element, lane);
+      const uint32_t of_lane = __shfl_sync(0xFFFFFFFF, rows, m / 2 % 4);
+      const uint64_t strained = of_lane >> (m / 8 * 2 + m % 2) & 1;
+      if (tile_n + n_of(element, lane) < args.n) elements |= strained << element;
+    }
+    return elements;
   }
 
   // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
@@ -601,7 +774,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   __device__ __forceinline__ void repair() const {
     if (!any_broken) return;
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-      repair(tile_at(args, index), broken_in(index));
+      repair(tile_at(args, index), args.broken[place_of(index)] | strained_elements(index));
     }
   }
 
@@ -611,8 +784,8 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, broken != 0)) {
       const int owner = __ffs(lanes) - 1;
       const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, broken, owner)) - 1;
-      const int m = tile.m + bit / kElements * kBatchM + row_of(bit % kElements, owner);
-      const int n = tile.n + warp_n + owner % kWarpN;
+      const int m = tile.m + m_of(bit, owner);
+      const int n = tile.n + n_of(bit, owner);
       const float product = plain_product(args, m, n);
       if (lane == owner) {
         Inputs in;
@@ -627,7 +800,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
+template <bool kTurned, class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
 __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   static_assert(std::is_same_v<Acc, float> && std::is_same_v<Z, float>);
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
@@ -655,7 +828,7 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     ptx::give_registers<kProducerRegisters>();
     const int producer = threadIdx.x % kWarpgroup;
     if (producer == 0) {
-      feed_weight(args, shared);
+      feed_weight<kTurned>(args, shared);
     } else if (producer == 32) {
       ptx::wait_for_prerequisites();  // x as the pre-pass splits it
       feed_x(args, shared);
@@ -665,23 +838,27 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     ptx::wait_for_prerequisites();  // the scales of x's rows
     Finish<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> finish{
         args, shared.exchange[warp], warp * kWarpN};
-    consume(args, shared, warpgroup, finish);
+    consume<kTurned>(args, shared, warpgroup, finish);
   }
 }
 
 }  // namespace fx_fuser::linear_split
 
 // FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, Z, Operands...)
-#define FX_FUSER_LINEAR_SPLIT(...)                                                       \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)              \
-      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {    \
-    fx_fuser::linear_split::run<__VA_ARGS__>(args);                                      \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                  \
-      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) { \
-    fx_fuser::split_rows(args);                                                          \
-  }                                                                                      \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kTransposeThreads)              \
-      fx_fuser_transpose(const __grid_constant__ fx_fuser::TransposeArgs args) {         \
-    fx_fuser::transpose(args);                                                           \
+#define FX_FUSER_LINEAR_SPLIT(...)                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                  \
+      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {        \
+    fx_fuser::linear_split::run<false, __VA_ARGS__>(args);                                   \
+  }                                                                                          \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                  \
+      fx_fuser_linear_split_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
+    fx_fuser::linear_split::run<true, __VA_ARGS__>(args);                                    \
+  }                                                                                          \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                      \
+      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) {     \
+    fx_fuser::split_rows(args);                                                              \
+  }                                                                                          \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kTransposeThreads)                  \
+      fx_fuser_transpose(const __grid_constant__ fx_fuser::TransposeArgs args) {             \
+    fx_fuser::transpose(args);                                                               \
   }

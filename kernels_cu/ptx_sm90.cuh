@@ -202,6 +202,12 @@ __device__ __forceinline__ float4 load_shared(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ float load_shared_word(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
 // ---- wgmma (9.7.15) -----------------------------------------------------------------------------
 
 // Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle: 8 rows are 1024

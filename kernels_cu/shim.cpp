@@ -21,6 +21,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def("wake_linear_split(int kernels) -> ()");
   m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
@@ -43,6 +44,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
   m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
   m.impl("linear_split", TORCH_BOX(&linear_split));
+  m.impl("wake_linear_split", TORCH_BOX(&wake_linear_split));
   m.impl("load_linear", TORCH_BOX(&load_linear));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
   m.impl("load_conv_direct", TORCH_BOX(&load_conv_direct));

@@ -91,7 +91,7 @@ Wildcards wildcards_of(const std::vector<std::optional<Tensor>>& t, const std::v
 // Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
 // may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, int64_t m, int64_t n, int64_t k) {
-  return split_pays(m, n, k, kernels.multiprocessors);
+  return split_pays(m, n, k, kernels.multiprocessors) && !kernels.strain->rests();
 }
 bool pays(const LinearDenseKernels& /*kernels*/, int64_t /*m*/, int64_t /*n*/, int64_t /*k*/) {
   return true;
@@ -125,10 +125,6 @@ std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
   return std::tuple{y, save ? *c : torch::stable::new_empty(x, {0})};
 }
 
-bool is_turned(const Tensor& matrix) {
-  return matrix.dim() == 2 && matrix.stride(1) != 1 && matrix.stride(0) == 1;
-}
-
 // Reading and writing at what `transpose` reaches.
 double seconds_to_turn(const Tensor& matrix) {
   constexpr double kBandwidth = 3e12;  // byte/s
@@ -157,17 +153,19 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   require_cuda(a, "a");
   const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
   const int64_t k = b.size(1);
-  const double turning = seconds_to_turn(a) + seconds_to_turn(b);
-  if (k == 0 || !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning)) {
+  const bool as_it_lies = is_turned(b) && has_aligned_columns(b);
+  const double turning = seconds_to_turn(a) + (as_it_lies ? 0 : seconds_to_turn(b));
+  if (k == 0 || !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning) ||
+      kernels.strain->rests()) {
     return linear(a, b, std::nullopt);
   }
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(0);
   const Tensor product = torch::stable::new_empty(a, shape);
-  const bool done =
-      run_linear_split(kernels, with_dense_rows(kernels, a), with_dense_rows(kernels, b),
-                       std::nullopt, product, std::nullopt, {}, {});
+  const bool done = run_linear_split(kernels, with_dense_rows(kernels, a),
+                                     as_it_lies ? b : with_dense_rows(kernels, b), std::nullopt,
+                                     product, std::nullopt, {}, {});
   return done ? product : linear(a, b, std::nullopt);
 }
 

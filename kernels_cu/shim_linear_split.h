@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -20,14 +22,53 @@
 namespace fx_fuser {
 namespace {
 
+// Data that the split holds badly is repaired in the kernel, right but slowly. It then tells the
+// host, which for a while takes the library's product instead: nobody waits for anybody.
+class Strain {
+ public:
+  Strain() {
+    void* flag = nullptr;
+    check(cudaHostAlloc(&flag, sizeof(uint32_t), cudaHostAllocPortable | cudaHostAllocMapped),
+          "cudaHostAlloc");
+    flag_ = static_cast<uint32_t*>(flag);
+    *flag_ = 0;
+  }
+
+  uint32_t* flag() const { return flag_; }
+
+  // Of this call: should the library make the product?
+  bool rests() {
+    if (const volatile uint32_t* seen = flag_; *seen != 0) {
+      *flag_ = 0;
+      calls_left_ = kRest;
+    }
+    // Not exact between threads, and need not be.
+    if (calls_left_ <= 0) return false;
+    --calls_left_;
+    return true;
+  }
+
+  void wake() {
+    *flag_ = 0;
+    calls_left_ = 0;
+  }
+
+ private:
+  static constexpr int kRest = 1000;  // calls: the slow ones are then a few per cent of the time
+  uint32_t* flag_;
+  std::atomic<int> calls_left_{0};
+};
+
 struct LinearSplitKernels {
   cudaKernel_t split_rows;
   cudaKernel_t product;
+  cudaKernel_t product_turned;
   cudaKernel_t transpose;
   int multiprocessors;
   int scalars;
   ScalarType out;
   std::vector<ScalarType> operands;
+  std::unique_ptr<Strain> strain;
 };
 
 // cuTensorMapEncodeTiled of the driver, which nothing here is linked with.
@@ -76,12 +117,16 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
   kernels->product = get_kernel(library, "fx_fuser_linear_split");
   kernels->transpose = get_kernel(library, "fx_fuser_transpose");
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernels->product),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
-        "cudaFuncSetAttribute");
+  kernels->product_turned = get_kernel(library, "fx_fuser_linear_split_turned");
+  for (const cudaKernel_t product : {kernels->product, kernels->product_turned}) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(product),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
+          "cudaFuncSetAttribute");
+  }
   check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
                                static_cast<int>(device)),
         "cudaDeviceGetAttribute");
+  kernels->strain = std::make_unique<Strain>();
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
   for (size_t i = 5; i < signature.size(); ++i) {
@@ -123,6 +168,17 @@ bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
   return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
          (rows == 1 || stride * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
+}
+
+// Rows of the transpose are those in memory, and no other view of it is a plain one.
+bool is_turned(const Tensor& matrix) {
+  return matrix.dim() == 2 && matrix.stride(1) != 1 && matrix.stride(0) == 1;
+}
+
+// As has_aligned_rows, of the transpose of a turned matrix.
+bool has_aligned_columns(const Tensor& matrix) {
+  return reinterpret_cast<uintptr_t>(matrix.data_ptr()) % 16 == 0 &&
+         (matrix.size(1) == 1 || (matrix.stride(1) != 0 && matrix.stride(1) % 4 == 0));
 }
 
 // As few blocks as finish in the same number of rounds: the others would only draw power.
@@ -202,8 +258,12 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const auto out_stride = row_stride(out, out);
   const auto z_stride = z ? row_stride(*z, out) : 0;
   if (!x_stride || !out_stride || !z_stride) return false;
-  if (!has_aligned_rows(x, m, *x_stride) || !has_aligned_rows(weight, n, weight.stride(0)) ||
-      (n > 1 && weight.stride(0) == 0)) {
+  const bool turned = is_turned(weight);
+  const int64_t weight_rows = turned ? k : n;  // as they lie in memory
+  const int64_t weight_stride = weight.stride(turned ? 1 : 0);
+  if (!has_aligned_rows(x, m, *x_stride) ||
+      !(turned ? has_aligned_columns(weight)
+               : has_aligned_rows(weight, n, weight_stride) && (n == 1 || weight_stride != 0))) {
     return false;
   }
   const auto dense_rows = [&](const Tensor& tensor) { return n == 1 || tensor.stride(-1) == 1; };
@@ -226,13 +286,16 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const int64_t split_bytes = 2 * m * padded_k * 2;
   const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
   const int64_t broken_bytes = tiles * kLinearConsumerThreads * 8;
+  const int64_t strained_bytes = tiles * kLinearConsumerThreads * 4;
   const int64_t again_bytes = tiles * 8;
   const Tensor workspace = torch::stable::new_empty(
-      x, {split_bytes + parked_bytes + broken_bytes + again_bytes + m * 4}, ScalarType::Byte);
+      x, {split_bytes + parked_bytes + broken_bytes + strained_bytes + again_bytes + m * 4},
+      ScalarType::Byte);
   auto* split = static_cast<uint8_t*>(workspace.data_ptr());
   uint8_t* parked = split + split_bytes;
   uint8_t* broken = parked + parked_bytes;
-  uint8_t* again = broken + broken_bytes;
+  uint8_t* strained = broken + broken_bytes;
+  uint8_t* again = strained + strained_bytes;
   auto* unscale = reinterpret_cast<float*>(again + again_bytes);
 
   const SplitRowsArgs rows{static_cast<const float*>(x.data_ptr()),
@@ -241,24 +304,33 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
                            unscale,
                            static_cast<int32_t>(m),
                            static_cast<int32_t>(k),
-                           static_cast<int32_t>(padded_k)};
+                           static_cast<int32_t>(padded_k),
+                           turned};
   const int cluster = split_cluster(k);
   LaunchOptions in_cluster;
   in_cluster.cluster = cluster;
   launch(kernels.split_rows, m * cluster, kSplitThreads, stream, rows, in_cluster);
 
   const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
-  args.weight_stride = n == 1 ? ceil_div(k, 4) * 4 : weight.stride(0);
+  // The stride of a single row is never used, but must be one that the copy engine takes.
+  const int64_t weight_columns = turned ? n : k;
+  const int64_t map_stride = weight_rows == 1 ? ceil_div(weight_columns, 4) * 4 : weight_stride;
+  args.weight_stride_n = turned ? 1 : map_stride;
+  args.weight_stride_k = turned ? map_stride : 1;
   args.weight_map = tensor_map<2>(
-      CU_TENSOR_MAP_DATA_TYPE_FLOAT32, weight.data_ptr(), {unsigned64(k), unsigned64(n)},
-      {unsigned64(args.weight_stride * 4)}, {kLinearBoxK, kLinearTileN});
+      CU_TENSOR_MAP_DATA_TYPE_FLOAT32, weight.data_ptr(),
+      {unsigned64(weight_columns), unsigned64(weight_rows)}, {unsigned64(map_stride * 4)},
+      {kLinearBox, static_cast<cuuint32_t>(turned ? kLinearTileK : kLinearTileN)});
   args.x_map = tensor_map<3>(
       CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split, {unsigned64(padded_k), unsigned64(m), 2},
       {unsigned64(padded_k * 2), unsigned64(m * padded_k * 2)}, {kLinearTileK, kLinearTileM, 2});
   args.x_unscale = unscale;
   args.parked = reinterpret_cast<float4*>(parked);
   args.broken = reinterpret_cast<uint64_t*>(broken);
+  args.strained = reinterpret_cast<uint32_t*>(strained);
   args.again = reinterpret_cast<uint64_t*>(again);
+  args.was_strained = kernels.strain->flag();
+  args.least_sum = kLeastSum * std::sqrt(static_cast<float>(k));
   args.x = rows.x;
   args.weight = static_cast<const float*>(weight.data_ptr());
   args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
@@ -275,8 +347,13 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   LaunchOptions overlapped;
   overlapped.shared_bytes = kLinearSharedBytes;
   overlapped.dependent = true;
-  launch(kernels.product, blocks, kLinearThreads, stream, args, overlapped);
+  launch(turned ? kernels.product_turned : kernels.product, blocks, kLinearThreads, stream, args,
+         overlapped);
   return true;
+}
+
+void wake_linear_split(int64_t handle) {
+  reinterpret_cast<const LinearSplitKernels*>(handle)->strain->wake();
 }
 
 bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,

@@ -3,7 +3,8 @@
 // largest.
 //
 // And the pre-pass: rows of x to hi, lo and one factor a row, in the order of k in which
-// linear_split_sm90.cuh finds the weights in its registers. In each 32 of k,
+// linear_split_sm90.cuh finds the weights in its registers: of turned weights in order; else, in
+// each 32 of k,
 //   position 16j + 8b + 2c + t holds k = 8c + 4j + 2b + t        c < 4; j, b, t < 2
 #pragma once
 
@@ -142,8 +143,10 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
       lo_word[2 * j] = front.lo;
       lo_word[2 * j + 1] = back.lo;
     }
-    transpose_quads(hi_word);
-    transpose_quads(lo_word);
+    if (!args.natural) {
+      transpose_quads(hi_word);
+      transpose_quads(lo_word);
+    }
     if (k < args.padded_k) {
       *reinterpret_cast<uint4*>(hi + k) =
           make_uint4(hi_word[0], hi_word[1], hi_word[2], hi_word[3]);

@@ -1,4 +1,7 @@
-"""The native kernels on small shapes: `PYTHONPATH=. compute-sanitizer python tests/sanitize.py`."""
+"""The native kernels on small shapes: `PYTHONPATH=. compute-sanitizer python tests/sanitize.py`.
+
+Run it once without the sanitizer, so that everything is built: compilers are slow under it.
+"""
 
 import torch
 from native_cases import SMALL_CASES
@@ -17,7 +20,7 @@ if build.arch_of() == "sm_90a":
     dense = linear_dense_sm90
     native.prepare([e.source(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
     with float32_settings("tf32"):
-        dense.sweep(8, 0, failures)
+        dense.sweep(16, 0, failures, dense.small_sizes)
     native.prepare([PRODUCT_ALONE], "cuda")
     # The smallest for which the op takes its own kernel; both operands are turned around first.
     a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))
@@ -27,6 +30,6 @@ if build.arch_of() == "sm_90a":
     if not linear_sm90.relative(product, exact) <= 1e-6:
         failures.append("split_product")
     assert not failures, failures
-    ran += 17
+    ran += 25
 torch.cuda.synchronize()
 print(f"{ran} cases ran")

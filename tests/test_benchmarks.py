@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -145,13 +146,12 @@ def test_float32_settings_are_put_back() -> None:
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
 
 
-def test_merge_replaces_the_row_with_the_same_key_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_a_group_replaces_all_of_its_rows_and_keeps_the_rest(tmp_path: Path) -> None:
     path = results.path_for("NVIDIA H200", tmp_path / "new")
     assert path.name == "nvidia-h200.json"
-    results.merge(path, row("fx_fuser", 3.0))
-    results.merge(path, row("eager", 2.0))
-    results.merge(path, row("eager", 2.0, problem="59"))
-    results.merge(path, row("fx_fuser", 1.0))
+    results.replace_group(path, [row("fx_fuser", 3.0), row("inductor", 2.0)])
+    results.replace_group(path, [row("eager", 2.0, problem="59")])
+    results.replace_group(path, [row("fx_fuser", 1.0), row("eager", 2.0)])
     rows = results.read(path)
     assert [(r["problem"], r["system"], r["ms"]) for r in rows] == [
         ("59", "eager", 2.0),
@@ -186,8 +186,17 @@ def test_a_run_writes_rows_that_say_what_they_are(
 
 def readme(folder: Path) -> Path:
     path = folder / "README.md"
-    path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    path.write_text(marked("old\n"))
     return path
+
+
+def marked(body: str) -> str:
+    """A README with this between each pair of marks."""
+    marks = (
+        f"{report.BEGIN.format(mark)}\n{body}{report.END.format(mark)}"
+        for mark in ("benchmark", "linear-fp32")
+    )
+    return "before\n" + "\nbetween\n".join(marks) + "\nafter\n"
 
 
 def test_without_results_the_table_is_empty(tmp_path: Path) -> None:
@@ -195,7 +204,7 @@ def test_without_results_the_table_is_empty(tmp_path: Path) -> None:
     arguments = ["--results", str(tmp_path), "--readme", str(path)]
     assert report.main([*arguments, "--check"]) == 1
     assert report.main(arguments) == 0
-    assert path.read_text() == f"before\n{report.BEGIN}\n{report.END}\nafter\n"
+    assert path.read_text() == marked("")
     assert report.main([*arguments, "--check"]) == 0
 
 
@@ -217,33 +226,63 @@ def test_check_fails_when_results_change(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = readme(tmp_path)
     json_file = tmp_path / "nvidia-test.json"
-    for system, ms in (("inductor", 2.0), ("fx_fuser", 1.0)):
-        results.merge(json_file, row(system, ms))
+    results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 1.0)])
     arguments = ["--results", str(tmp_path), "--readme", str(path)]
     assert report.main(arguments) == 0
     assert "**2.00×**" in path.read_text()
     assert report.main([*arguments, "--check"]) == 0
-    results.merge(json_file, row("fx_fuser", 0.5))
+    results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 0.5)])
     assert report.main([*arguments, "--check"]) == 1
+
+
+def test_the_accuracy_table_is_what_the_kernels_harness_found(tmp_path: Path) -> None:
+    found = (("normal", 64, 1e-7), ("normal", 1024, 1.5e-7), ("outliers", 64, 3e-7))
+    sgemm = {"sgemm": 2e-7, "sgemm_worst_row": 3e-7}
+    accuracy = [
+        {"k": k, "data": data, "error": error, "worst_row": 2 * error, **sgemm}
+        for data, k, error in found
+    ]
+    timing = [{"problem": "#70", "ms": 0.6, "sustained": 0.7, "eager": 2.8, "tflops": 210.0}]
+    machine = {"gpu": "NVIDIA Test", "driver": "1.2", "torch": "2.11.0", "date": "2026-11-21 09:00"}
+    file = results.linear_path_for("NVIDIA Test", tmp_path)
+    file.parent.mkdir()
+    file.write_text(
+        json.dumps({**machine, "commit": "abc", "accuracy": accuracy, "timing": timing})
+    )
+    path = readme(tmp_path)
+    assert report.main(["--results", str(tmp_path), "--readme", str(path)]) == 0
+    cells = {
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in path.read_text().splitlines()
+        if line.startswith("|")
+    }
+    assert {
+        ("data", "K = 64", "K = 1,024"),
+        ("normal", "1.0 (2.0)", "1.5 (2.0)"),
+        ("outliers", "3.0 (2.0)", ""),
+        ("#70", "0.600", "0.700", "2.800", "210"),
+    } <= cells
+    assert "worst row of an output by itself is at 6.0e-07 (outliers, K = 64" in path.read_text()
 
 
 def test_check_needs_no_matplotlib_to_see_a_stale_picture(tmp_path: Path) -> None:
     json_file = tmp_path / "nvidia-test.json"
-    for system, ms in (("inductor", 2.0), ("fx_fuser", 1.0)):
-        results.merge(json_file, row(system, ms))
+    results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 1.0)])
     path = readme(tmp_path)
     files = {json_file: results.read(json_file)}
-    path.write_text(report.render(path.read_text(), files))
+    path.write_text(report.render(path.read_text(), files, []))
     picture = tmp_path / "nvidia-test.svg"
     picture.write_text("<svg/>")
-    assert report.stale(path, files) == ["nvidia-test.svg does not show what nvidia-test.json says"]
+    assert report.stale(path, files, []) == [
+        "nvidia-test.svg does not show what nvidia-test.json says"
+    ]
     picture.write_text(f"<svg>{report.digest(report.bars(files[json_file]))}</svg>")
-    assert report.stale(path, files) == []
+    assert report.stale(path, files, []) == []
 
 
 def test_a_readme_without_marks_is_refused() -> None:
     with pytest.raises(SystemExit, match="benchmark:begin"):
-        report.render("no marks", {})
+        report.render("no marks", {}, [])
 
 
 def test_the_seed_models_compute_what_they_are_named_for() -> None:

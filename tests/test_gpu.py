@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import fx_fuser
+from benchmarks.measure import float32_settings
+from benchmarks.problems import PROBLEMS
 from fx_fuser import timing
 
 pytestmark = [
@@ -404,6 +406,57 @@ def test_a_weight_changed_behind_autograds_back() -> None:
             model.linear.weight.data.mul_(factor)
             exact = copy.deepcopy(model).double()(x.double())
             assert relative_error(compiled(x), exact) <= 1e-6
+
+
+@hopper
+def test_data_that_splits_cannot_hold_goes_to_the_library() -> None:
+    """Right from the first call on; from the second on the library makes the product."""
+
+    class Masked(nn.Module):  # an epilogue that no other test has: their kernels are not to rest
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2048, 2048, bias=False)
+            self.register_buffer("mask", torch.rand(2048) < 0.9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.linear(x)) * self.mask
+
+    torch._dynamo.reset()
+    model, x = Masked().cuda(), torch.randn(1024, 2048, device="cuda")
+    compiled = torch.compile(model, backend="fx_fuser", options={"plan": "always"})
+    with torch.no_grad():
+        assert "fx_fuser_linear_split" in launched(lambda: compiled(x))
+        columns = 10.0 ** torch.linspace(-4, 4, 2048, device="cuda")
+        model.linear.weight.div_(columns)
+        exact = copy.deepcopy(model).double()((x * columns).double())
+        for _ in range(3):
+            assert relative_error(compiled(x * columns), exact) <= 1e-6
+            torch.cuda.synchronize()
+        assert "fx_fuser_linear_split" not in launched(lambda: compiled(x * columns))
+        torch._dynamo.reset()  # what is compiled next is measured with the kernel awake
+        again = torch.compile(model, backend="fx_fuser")
+        assert "fx_fuser_linear_split" in launched(lambda: again(x))
+
+
+@hopper
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", ["59", "70", "73"])
+def test_the_seed_problems_are_close_to_eager(name: str, train: bool) -> None:
+    """At full size, element by element, over five seeds."""
+    torch._dynamo.reset()
+    problem = PROBLEMS[name]
+    device = torch.device("cuda")
+    with device:
+        model, x = problem.make(problem.full, device)
+        eager, fused = model.train(train), copy.deepcopy(model)
+        compiled = torch.compile(fused, backend="fx_fuser", options={"strict": True})
+        with torch.no_grad(), float32_settings("fp32", cudnn_tf32=False):
+            for seed in range(5):
+                torch.manual_seed(seed)
+                x = torch.randn_like(x)
+                torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-4)
+    for mine, its in zip(fused.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, its)
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])

@@ -72,9 +72,7 @@ def test_random_shapes_strides_and_operands(seed) -> None:
 
 
 @gpu
-@pytest.mark.parametrize(
-    "check", [linear_sm90.special_values, linear_sm90.graphs_and_repeats, linear_sm90.refusals]
-)
+@pytest.mark.parametrize("check", [*linear_sm90.CHECKS, linear_sm90.long_soak])
 def test_checks(check) -> None:
     failures: list[str] = []
     check(failures)

@@ -225,7 +225,9 @@ class Writer:
             required = name not in defaults or name == "cudnn_enabled"
             if not required and value == defaults[name] and not isinstance(value, Text):
                 by_position = min(by_position, i)
-                if name in ("inplace", "rounding_mode") or not self.draw.chance(4):
+                # Dynamo takes addcmul_ with a value apart into two calls and a copy: not fused.
+                never = name in ("inplace", "rounding_mode") or form.target == "addcmul_"
+                if never or not self.draw.chance(4):
                     continue
             keyword = name in ("alpha", "value", "beta", "inplace") or i >= by_position
             parts.append(f"{name}={code}" if keyword else code)

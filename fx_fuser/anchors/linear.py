@@ -86,8 +86,6 @@ class Linear(Anchor):
             grads["bias"] = _matrix(dz).sum(0).to(bias.dtype)
         dz = dz.to(x.dtype)
         multiply = _split_product if config["backward"] == SPLIT else _library_product
-        # In this order: the split product's copy of the weight, turned around, is then gone before
-        # the weight's gradient is made.
         if needs["x"]:
             grads["x"] = multiply(dz, weight.t())
         if needs["weight"]:
