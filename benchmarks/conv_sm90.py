@@ -96,9 +96,10 @@ def run(
 
 
 def statistics(x: Tensor, weight: Tensor, padding: Padding = NONE) -> tuple[Tensor, Tensor]:
-    found = native.conv_direct_statistics(IDENTITY.source, x, weight, padding)
-    assert found is not None, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
-    return found
+    mean, variance = (x.new_full((len(weight),), float("nan")) for _ in range(2))
+    taken = native.conv_direct_statistics(IDENTITY.source, x, weight, padding, mean, variance)
+    assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
+    return mean, variance
 
 
 def exact_statistics(c: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,27 +178,43 @@ def random_operand(shape: torch.Size, dtype: torch.dtype, choose: random.Random)
 
 
 def random_case(choose: random.Random) -> tuple[Tensor, Tensor, Padding]:
+    return _random_case(choose, 140, (128, 700), 200, 9)
+
+
+def small_case(choose: random.Random) -> tuple[Tensor, Tensor, Padding]:
+    """For the sanitizers, under which all is slow."""
+    return _random_case(choose, 12, (30, 270), 70, 2)
+
+
+def _random_case(
+    choose: random.Random, side: int, widths: tuple[int, ...], outputs: int, samples: int
+) -> tuple[Tensor, Tensor, Padding]:
     while True:
         kernel = choose.choice(((3, 3), (3, 3), (1, 1), (4, 5), (1, 3), (2, 2), (4, 1)))
         channels = choose.randint(1, 8)
-        height = choose.choice((1, choose.randint(1, 20), choose.randint(1, 140)))
-        width = choose.choice((choose.randint(1, 20), choose.randint(1, 150), 128, 700))
-        outputs = choose.choice((1, 64, choose.randint(1, 70), choose.randint(65, 200)))
-        samples = choose.choice((1, 2, choose.randint(1, 9)))
+        height = choose.choice((1, choose.randint(1, 12), choose.randint(1, side)))
+        width = choose.choice((choose.randint(1, 20), choose.randint(1, side + 10), *widths))
+        count = choose.choice((1, 64, choose.randint(1, 70), choose.randint(65, max(outputs, 65))))
+        batch = choose.choice((1, 2, choose.randint(1, samples)))
         padding = choose.choice((NONE, (1, 1, 1, 1), (0, 2, 3, 1)))
-        x, weight = (samples, channels, height, width), (outputs, channels, *kernel)
+        x, weight = (batch, channels, height, width), (count, channels, *kernel)
         if native.conv_direct_cut(x, weight, padding, 4):
             return torch.randn(x, device=CUDA), torch.randn(weight, device=CUDA) * 0.1, padding
 
 
-def sweep(cases: int, seed: int, failures: list[str]) -> float:
+def sweep(
+    cases: int,
+    seed: int,
+    failures: list[str],
+    draw: Callable[[random.Random], tuple[Tensor, Tensor, Padding]] = random_case,
+) -> float:
     """Random sizes, operands and outputs; returns the largest error seen."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     largest = 0.0
     for case in range(cases):
         example = choose.choice(EXAMPLES)
-        x, weight, padding = random_case(choose)
+        x, weight, padding = draw(choose)
         exact_c = convolve(x.double(), weight.double(), padding)
         shape = exact_c.shape
         operands = [random_operand(shape, dtype, choose) for dtype in example.operands]
@@ -317,7 +334,7 @@ def graphs_and_repeats(failures: list[str]) -> None:
     torch.cuda.synchronize()
     differ = torch.zeros((), dtype=torch.bool, device=CUDA)
     flags = []
-    for i in range(400):
+    for i in range(2000):
         with torch.cuda.stream(streams[i % 2]):
             again = (run(SWISH, x, weight), *statistics(x, weight))
             flags += [(a != b).any() for a, b in zip(again, first)]

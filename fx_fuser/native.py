@@ -230,26 +230,31 @@ def conv_direct(
 
 
 def conv_direct_statistics(
-    source: str, x: Tensor, weight: Tensor, padding: Sequence[int]
-) -> tuple[Tensor, Tensor] | None:
+    source: str,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    mean: Tensor,
+    variance: Tensor,
+) -> bool:
     """Mean and biased variance [O] of conv2d(x, weight), which is not written. Deterministic.
 
-    Args: as `conv_direct`'s, with the source of any epilogue.
+    Args: as `conv_direct`'s, with the source of any epilogue; the results are float32.
 
-    Returns:
-        None where the kernel does not take the convolution, as `conv_direct`.
-
-    Raises: as `conv_direct`.
+    Returns, raises: as `conv_direct`.
     """
     handle = _handle_of(source, x)
     if handle == _NO_KERNEL:
-        return None
+        return False
     batch_stats = _batch_stats.get(x.get_device())
     if batch_stats is None:
         batch_stats = prepare_batch_stats(x.device)
-    mean, variance = (x.new_empty(weight.shape[0]) for _ in range(2))
-    taken = _conv_direct_statistics(handle, batch_stats, x, weight, padding, mean, variance)
-    return (mean, variance) if taken else None
+    return _conv_direct_statistics(handle, batch_stats, x, weight, padding, mean, variance)
+
+
+def operands_of(source: str) -> int:
+    """How many tensors the kernel of this source reads besides the anchor's value."""
+    return len(_signature_of(source)) - 5
 
 
 def runs_on(source: str, device: torch.device | str | int) -> bool:

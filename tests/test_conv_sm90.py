@@ -3,12 +3,17 @@ GPU, is right."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from test_linear_sm90 import gpu, needs_nvcc
 
 from benchmarks import conv_sm90
+from benchmarks.linear_sm90 import relative
+from benchmarks.measure import float32_settings
 from fx_fuser import build, native
 
 CUTS = [
@@ -195,3 +200,84 @@ def test_checks(check) -> None:
     failures: list[str] = []
     check(failures)
     assert not failures
+
+
+# ---- on a GPU: through the backend ---------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """BatchNorm of a convolution, times a number or a tensor of this shape."""
+
+    def __init__(self, scale: tuple[int, ...] | None, padding: int = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(5, 16, 3, padding=padding)
+        self.norm = nn.BatchNorm2d(16)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+        self.scale = 2.0 if scale is None else nn.Parameter(torch.randn(scale))
+
+    def forward(self, x):
+        return self.norm(self.conv(x)) * self.scale
+
+
+@pytest.fixture
+def direct_calls(monkeypatch):
+    """How often the direct kernel ran."""
+    calls: list[bool] = []
+    direct = native.conv_direct
+
+    def count(*arguments):
+        calls.append(direct(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(native, "conv_direct", count)
+    return calls
+
+
+@gpu
+@pytest.mark.parametrize("mode", ["eval", "train without gradients", "train"])
+@pytest.mark.parametrize(
+    "scale", [None, (), (16, 1, 1), (3, 16, 1, 1), (3, 1, 1, 1), (3, 16, 11, 9), (11, 9)], ids=str
+)
+def test_every_multiplier_in_every_mode(mode, scale, direct_calls) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = Scaled(scale).cuda().train(mode != "eval")
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    options = {"strict": True, "plan": "always", "inner": "aot_eager"}
+    compiled = torch.compile(ours, backend="fx_fuser", options=options)
+    with float32_settings("fp32", cudnn_tf32=False), torch.set_grad_enabled(mode == "train"):
+        for _ in range(10):  # steps of the running statistics
+            x = torch.randn(3, 5, 13, 11, device="cuda") + 3
+            found = [call(v) for call, v in ((compiled, x), (eager, x), (exact, x.double()))]
+        if mode == "train":
+            for model, y in zip((ours, eager, exact), found):
+                y.square().sum().backward()
+    assert all(direct_calls)
+    assert len(direct_calls) == 10
+    results = []
+    for model, y in zip((ours, eager, exact), found):
+        gradients = [p.grad for n, p in model.named_parameters() if p.grad is not None]
+        results.append([y.detach(), *model.buffers(), *gradients])
+    for value, other, truth in zip(*results, strict=True):
+        if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
+            assert relative(value, truth) <= max(2 * relative(other, truth), 1e-6)
+
+
+@gpu
+def test_forward_in_training_needs_memory_for_its_result_only(direct_calls) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().train()
+    compiled = torch.compile(
+        lambda x: model(x) * 2.0, backend="fx_fuser", options={"plan": "always"}
+    )
+    x = torch.randn(16, 8, 128, 128, device="cuda")
+    with torch.no_grad():
+        compiled(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = compiled(x)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert all(direct_calls)
+    assert peak <= result.numel() * 4 + 2**21
