@@ -95,7 +95,7 @@ def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
     """The choices that are right for this match, the library's product first."""
     if match.site.kind != "linear":
         tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
-        products = (LIBRARY, DIRECT) if _takes_direct(match) else (LIBRARY,)
+        products = (LIBRARY, DIRECT) if _takes_direct(match, options) else (LIBRARY,)
         return [{"tf32": tf32, "product": product} for product in products]
     found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]
     product = _own_product(match, options)
@@ -130,8 +130,10 @@ def _own_product(match: Match, options: Options) -> str | None:
     return {"split": SPLIT, "tf32": DENSE}.get(precision)
 
 
-def _takes_direct(match: Match) -> bool:
+def _takes_direct(match: Match, options: Options) -> bool:
     """Is the match's convolution one of those that the direct kernel makes?"""
+    if options.fp32 == "ieee":
+        return False
     site = match.site
     named = {name: site.operands[name] for name in ("x", "weight")}
     c, x, weight = (meta_tensor(node) for node in (site.nodes[0], *named.values()))  # type: ignore[arg-type]

@@ -257,8 +257,9 @@ def test_every_multiplier_in_every_mode(mode, scale, direct_calls) -> None:
     assert len(direct_calls) == 10
     results = []
     for model, y in zip((ours, eager, exact), found):
-        gradients = [p.grad for n, p in model.named_parameters() if p.grad is not None]
-        results.append([y.detach(), *model.buffers(), *gradients])
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        buffers = [buffer.double() for buffer in model.buffers()]
+        results.append([y.detach(), *buffers, *gradients])
     for value, other, truth in zip(*results, strict=True):
         if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
             assert relative(value, truth) <= max(2 * relative(other, truth), 1e-6)
