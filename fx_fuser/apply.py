@@ -26,8 +26,8 @@ from fx_fuser.epilogue import (
 from fx_fuser.pattern import Pattern
 from fx_fuser.spell import Operand
 
-# (pattern, kinds, dtype of the result, leaves) → text; a leaf is its name, and its dtype if it is
-# read from memory. Which leaves there are tells all that z depends on.
+# (kernel, pattern, kinds, dtype of the result, leaves) → text; a leaf is its name, and its dtype if
+# it is read from memory. Which leaves there are tells all that z depends on.
 _sources: dict[tuple[Any, ...], str] = {}
 
 
@@ -91,15 +91,31 @@ def finish(
         value = z_in_torch(anchor, operands, products, config, acc)
         out.copy_(in_torch(pattern, kinds, value, wildcards, out.dtype))
         return
+    prepared = prepare(pattern, kinds, anchor, operands, config, wildcards, out.dtype, products)
+    source, tensors, scalars = prepared
+    native.pointwise(source, out, tensors, scalars)
+
+
+def prepare(
+    pattern: Pattern,
+    kinds: str,
+    anchor: Anchor,
+    operands: Mapping[str, Any],
+    config: Mapping[str, Any],
+    wildcards: Mapping[str, Any],
+    out: torch.dtype,
+    products: Sequence[Tensor],
+    kernel: Kernel = POINTWISE,
+) -> tuple[str, list[Tensor], list[float]]:
+    """(source, tensors, scalars) of the kernel that applies the epilogue to these products."""
     leaves = anchor.leaves(operands, products, config)
     leaves.update((n, v) for n, v in wildcards.items() if v is not Z)
-    key, tensors, scalars = _layout(pattern, kinds, leaves, out.dtype)
-    source = _sources.get(key)
+    key, tensors, scalars = _layout(pattern, kinds, leaves, out)
+    source = _sources.get((kernel, *key))
     if source is None:
-        source = _sources[key] = _text(
-            pattern, kinds, anchor.z(operands, config), leaves, out.dtype
-        )
-    native.pointwise(source, out, tensors, scalars)
+        text = _text(pattern, kinds, anchor.z(operands, config), leaves, out, kernel)
+        source = _sources[(kernel, *key)] = text
+    return source, tensors, scalars
 
 
 def _travels_as_number(value: Any) -> bool:

@@ -420,10 +420,21 @@ def linear_dense_example_source(epilogue: str, scalars: int, *types: str) -> str
     )
 
 
-def _linear_sources(arch: str) -> list[str]:
+def conv_direct_example_source(epilogue: str, scalars: int, *types: str) -> str:
+    """As `example_source`, of the direct convolution: Acc, Out, the type of c, operands..."""
+    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
+    return (
+        '#include "examples.cuh"\n#include "conv_direct_sm90.cuh"\n'
+        f"FX_FUSER_CONV_DIRECT({arguments})\n"
+    )
+
+
+def _product_sources(arch: str) -> list[str]:
     if arch != "sm_90a":
         return []
     return [
+        conv_direct_example_source("BatchNormMul", 1, "float", "float", "float", *["float"] * 5),
+        conv_direct_example_source("Identity", 0, "float", "__half", "float"),
         linear_example_source("Swish", 1, "float", "float", "float"),
         linear_example_source("BatchNormMul", 1, "float", "__half", "float", *["float"] * 5),
         *(
@@ -469,7 +480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     passed = [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
-        of_arch = sources + _linear_sources(arch)
+        of_arch = sources + _product_sources(arch)
         compile_all = functools.partial(cubins, of_arch, arch)
         passed.append(_attempt(f"{arch}: {len(of_arch)} sources", compile_all))
     return 0 if all(passed) else 1

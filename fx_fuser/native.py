@@ -22,12 +22,16 @@ _lock = threading.RLock()
 _pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], None]
 _linear_split: Callable[..., bool]
 _linear_dense: Callable[..., bool]
+_conv_direct: Callable[..., bool]
+_conv_direct_statistics: Callable[..., bool]
 _kernels: dict[tuple[str, int], int] = {}  # (source, device index) → handle
 _batch_stats: dict[int, int] = {}  # device index → handle
 
 # The last line of a generated source: which kernel, and what it is instantiated with.
-_SIGNATURE = re.compile(r"^FX_FUSER_(POINTWISE|LINEAR_SPLIT|LINEAR)\((.*)\)\s*;?\s*$", re.MULTILINE)
-_ONLY_ON = {"LINEAR_SPLIT": "sm_90a", "LINEAR": "sm_90a"}  # the others run everywhere
+_MACROS = ("POINTWISE", "LINEAR_SPLIT", "LINEAR", "CONV_DIRECT")
+_SIGNATURE = re.compile(rf"^FX_FUSER_({'|'.join(_MACROS)})\((.*)\)\s*;?\s*$", re.MULTILINE)
+# The others run everywhere.
+_ONLY_ON = {"LINEAR_SPLIT": "sm_90a", "LINEAR": "sm_90a", "CONV_DIRECT": "sm_90a"}
 _NO_KERNEL = 0  # the handle where the device has no such kernel
 
 
@@ -163,6 +167,96 @@ def linear_dense(
     return _linear_dense(handle, x, weight, bias, out, z, operands, scalars)
 
 
+def conv_direct_cut(
+    x: Sequence[int],
+    weight: Sequence[int],
+    padding: Sequence[int],
+    out_bytes: int,
+    operands: int = 0,
+) -> list[int]:
+    """How `conv_direct` cuts a convolution of these sizes into units; empty if it does not take it.
+
+    Needs no GPU. Of the numbers see kernels_cu/shim_conv_direct.h.
+
+    Args:
+        padding: [left, right, top, bottom].
+        out_bytes: of an element of the result; 0: `conv_direct_statistics`.
+        operands: of the epilogue.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    with _lock:
+        _load_shim()
+    sizes = [*x, weight[0], *weight[2:], *padding]
+    cut: list[int] = torch.ops.fx_fuser_native.conv_direct_cut.default(sizes, out_bytes, operands)
+    return cut
+
+
+def conv_direct(
+    source: str,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    out: Tensor,
+    c: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """out = epilogue(conv2d(x, weight), operands, scalars), as exact as an fp32 convolution.
+
+    Args:
+        source: the generated text of one translation unit, see kernels_cu/conv_direct_sm90.cuh.
+        x: [N, C, H, W], float32.
+        weight: [O, C, kh, kw], float32. Stride and dilation are 1, there is one group.
+        padding: [left, right, top, bottom], zeros.
+        out: contiguous, of the dtype that `source` names. Shares memory with no other tensor here.
+        c: contiguous, float32, receives the convolution. Shares memory with no other tensor here.
+        operands: of the dtypes that `source` names; each broadcasts to out's shape.
+        scalars: as many as `source` names.
+
+    Returns:
+        False, with nothing done, where the kernel does not take this device, these sizes
+        (`conv_direct_cut`) or these strides; the caller then goes another way.
+
+    Raises:
+        BuildError: the source does not compile or load.
+        RuntimeError: tensors do not fit the source or each other, or the launch fails.
+    """
+    handle = _handle_of(source, out)
+    if handle == _NO_KERNEL:
+        return False
+    return _conv_direct(handle, x, weight, padding, out, c, operands, scalars)
+
+
+def conv_direct_statistics(
+    source: str,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    mean: Tensor,
+    variance: Tensor,
+) -> bool:
+    """Mean and biased variance [O] of conv2d(x, weight), which is not written. Deterministic.
+
+    Args: as `conv_direct`'s, with the source of any epilogue; the results are float32.
+
+    Returns, raises: as `conv_direct`.
+    """
+    handle = _handle_of(source, x)
+    if handle == _NO_KERNEL:
+        return False
+    batch_stats = _batch_stats.get(x.get_device())
+    if batch_stats is None:
+        batch_stats = prepare_batch_stats(x.device)
+    return _conv_direct_statistics(handle, batch_stats, x, weight, padding, mean, variance)
+
+
+def operands_of(source: str) -> int:
+    """How many tensors the kernel of this source reads besides the anchor's value."""
+    return len(_signature_of(source)) - 5
+
+
 def runs_on(source: str, device: torch.device | str | int) -> bool:
     """Is there a kernel of this source for the architecture of this device?"""
     return _ONLY_ON.get(_macro_of(source)[0]) in (None, build.arch_of(torch.device(device)))
@@ -237,8 +331,8 @@ def _macro_of(source: str) -> tuple[str, str]:
     found = _SIGNATURE.findall(source)
     if len(found) != 1:
         raise BuildError(
-            f"a kernel source has {len(found)} lines FX_FUSER_POINTWISE(...), "
-            "FX_FUSER_LINEAR_SPLIT(...) or FX_FUSER_LINEAR(...), not one"
+            f"a kernel source has {len(found)} lines "
+            f"{' or '.join(f'FX_FUSER_{name}(...)' for name in _MACROS)}, not one"
         )
     name, arguments = found[0]
     return name, arguments
@@ -256,7 +350,7 @@ def _signature_of(source: str) -> list[str]:
 
 def _load_shim() -> None:
     """Registers the ops, once per process: a second library with their namespace would abort it."""
-    global _linear_dense, _linear_split, _pointwise
+    global _conv_direct, _conv_direct_statistics, _linear_dense, _linear_split, _pointwise
     if not hasattr(torch.ops.fx_fuser_native, "pointwise"):
         path = build.shim()
         try:
@@ -266,6 +360,8 @@ def _load_shim() -> None:
     _pointwise = torch.ops.fx_fuser_native.pointwise.default
     _linear_split = torch.ops.fx_fuser_native.linear_split.default
     _linear_dense = torch.ops.fx_fuser_native.linear_dense.default
+    _conv_direct = torch.ops.fx_fuser_native.conv_direct.default
+    _conv_direct_statistics = torch.ops.fx_fuser_native.conv_direct_statistics.default
 
 
 def _load(op: str, *arguments: object) -> int:

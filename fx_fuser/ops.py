@@ -63,6 +63,15 @@ def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[st
 def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
     operands, config, (t, s, kinds, name, _, out_dtype, save) = _split(anchor, args)
     pattern = _PATTERNS[name]
+    wildcards = apply.wildcard_values(pattern, t, s, kinds)
+    if not fake and operands["x"].device.type == "cuda":
+        _, *own = anchor.kernels(config)
+        for kernel in own:
+            call = (pattern, kinds, anchor, operands, config, wildcards, out_dtype)
+            prepare = functools.partial(apply.prepare, *call, kernel=kernel)
+            done = anchor.in_one_kernel(operands, config, prepare, out_dtype, save)
+            if done is not None:
+                return done
     products = (anchor.product_like if fake else anchor.product)(operands, config)
     c = products[0]
     shape = c.shape
@@ -71,7 +80,6 @@ def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
     in_place = not save and c.dtype == out_dtype and shape == c.shape
     out = c if in_place else anchor.empty_output(c, shape, out_dtype)
     if not fake:
-        wildcards = apply.wildcard_values(pattern, t, s, kinds)
         apply.finish(pattern, kinds, anchor, operands, products, config, wildcards, out)
     kept = c if save else c.new_empty(0)
     return (out, kept, *products[1:])

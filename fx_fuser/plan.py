@@ -5,7 +5,8 @@ product with the pointwise kernel; both are timed on tensors of our own (`fx_fus
 latter stands for what Inductor makes of the region: the same within 3 % (benchmarks/results).
 
 A convolution that is fp32-accurate is fused always. In 16 bits and TF32 it is left to Inductor,
-which turns the layout of whole graphs, where the library is faster in channels_last.
+which turns the layout of whole graphs, where the library is faster in channels_last. One of few
+channels has a direct kernel too, which is taken where it is faster than either.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 
 from fx_fuser import native, ops, rehearse, timing
-from fx_fuser.anchors.linear import DENSE, LIBRARY, SPLIT, matmul_tf32_requested
+from fx_fuser.anchors.base import LIBRARY
+from fx_fuser.anchors.conv2d import DIRECT
+from fx_fuser.anchors.linear import DENSE, SPLIT, matmul_tf32_requested
 from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
 from fx_fuser.match import Fault, Match, Refusal
 from fx_fuser.options import Options
-from fx_fuser.spell import meta_tensor
+from fx_fuser.spell import hint_of, meta_tensor
 
 # What a kernel of ours must stay below to be taken: this much of the library's time and, since
 # events are 0.5 us apart, this many ms less.
@@ -89,10 +92,11 @@ def _device(match: Match) -> torch.device:
 
 
 def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
-    """The choices that are right for this match; for a Linear the library's product first."""
+    """The choices that are right for this match, the library's product first."""
     if match.site.kind != "linear":
         tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
-        return [{"tf32": tf32}]
+        products = (LIBRARY, DIRECT) if _takes_direct(match, options) else (LIBRARY,)
+        return [{"tf32": tf32, "product": product} for product in products]
     found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]
     product = _own_product(match, options)
     if product is not None and _device(match).type == "cuda":
@@ -126,6 +130,34 @@ def _own_product(match: Match, options: Options) -> str | None:
     return {"split": SPLIT, "tf32": DENSE}.get(precision)
 
 
+def _takes_direct(match: Match, options: Options) -> bool:
+    """Is the match's convolution one of those that the direct kernel makes?"""
+    if options.fp32 == "ieee":
+        return False
+    site = match.site
+    named = {name: site.operands[name] for name in ("x", "weight")}
+    c, x, weight = (meta_tensor(node) for node in (site.nodes[0], *named.values()))  # type: ignore[arg-type]
+    assert c is not None and x is not None and weight is not None
+    operands = [meta_tensor(node) for node in match.operands]
+    if any(CUDA_TYPES[t.dtype] == "double" for t in operands if t is not None):
+        return False
+    if c.dtype != torch.float32 or not all(t.is_contiguous() for t in (c, x, weight)):
+        return False
+    config = rehearse.config_of(match, {})
+    if {*config["stride"], *config["dilation"], config["groups"]} != {1}:
+        return False
+    x_size, weight_size = ([hint_of(n) for n in t.shape] for t in (x, weight))
+    if None in (*x_size, *weight_size) or _device(match).type != "cuda":
+        return False
+    source = ops.kernel_sources(match, {"tf32": False, "product": DIRECT})[-1]
+    if not native.runs_on(source, _device(match)):
+        return False
+    out = meta_tensor(match.root).dtype.itemsize  # type: ignore[union-attr]
+    count = native.operands_of(source)
+    cut = native.conv_direct_cut(x_size, weight_size, config["padding"], out, count)  # type: ignore[arg-type]
+    return bool(cut)
+
+
 def _build_kernels(
     matches: Sequence[Match], candidates: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
@@ -151,7 +183,7 @@ def _pick(
         return Plan(on_kernels, preferred)
     if options.plan == "always":
         return Plan(on_kernels, preferred, preferred.get("product", ""))
-    compare = _compare if match.site.kind == "linear" else _compare_layouts
+    compare = _compare if match.site.kind == "linear" else _compare_convolutions
     best, note = compare(match, candidates)
     if best is not None:
         return Plan(on_kernels, best, note)
@@ -182,24 +214,39 @@ def _key(
     )
 
 
-def _compare_layouts(
+def _compare_convolutions(
     match: Match, candidates: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any] | None, str]:
-    """Is the convolution as fast in the layout it is given as in channels_last, all turned?"""
-    (choices,) = candidates
+    """What is fastest, and by what figures; None where Inductor's channels_last may be faster."""
+    library, *direct = candidates
     exact = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
-    if exact and not choices["tf32"]:
-        return dict(choices), ""
+    exact = exact and not library["tf32"]
+    otherwise = dict(library) if exact else None
+    if exact and not direct:
+        return otherwise, ""
     tensors = rehearse.tensors_of(match)
     if tensors is None:
-        return None, "sizes unknown, so not timed"
-    rehearsals = functools.partial(rehearse.layouts, match, choices, tensors)
+        return otherwise, "sizes unknown, so not timed"
     key = _key(match, candidates, tensors)
-    times = timing.medians(key, rehearsals, _device(match))
+    rehearsals = functools.partial(
+        rehearse.convolutions, match, candidates, tensors, turned=not exact
+    )
+    try:
+        times = timing.medians(key, rehearsals, _device(match))
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return otherwise, str(error)
     if times is None:
-        return None, "no memory to time it"
-    note = "as it lies {:.4g} ms, in channels_last {:.4g} ms".format(*times)
-    return (dict(choices) if _gains(*times) else None), note
+        return otherwise, "no memory to time it"
+    names = ["library"] if exact else ["as it lies", "in channels_last"]
+    if direct:
+        names.insert(1, DIRECT)
+    note = ", ".join(f"{name} {ms:.4g} ms" for name, ms in zip(names, times))
+    if direct and _gains(times[1], min(times[0], times[-1] if not exact else times[0])):
+        return dict(direct[0]), note
+    if not exact and _gains(times[0], times[-1]):
+        return dict(library), note
+    return otherwise, note
 
 
 def _compare(

@@ -81,19 +81,30 @@ def gradients_of(match: Match) -> dict[str, bool]:
     return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
 
 
-def layouts(
-    match: Match, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
+def convolutions(
+    match: Match,
+    candidates: Sequence[Mapping[str, Any]],
+    tensors: Sequence[TensorForm | None],
+    turned: bool,
 ) -> list[Callable[[], object]]:
-    """A convolution's kernel op as the match will call it, and with x turned to channels_last."""
+    """A convolution's kernel op with each of plan's candidates, as the match will call it.
+
+    Where `turned`, then also the first with x and weight turned to channels_last.
+    """
     run = _Rehearsal(match, tensors)
+    ways = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
+    if len(ways) > 1:
+        _compare(ways, candidates, run.c.dtype)
+    if not turned:
+        return list(ways)
     x, weight, *others = run.operands
     turned_weight = weight.contiguous(memory_format=torch.channels_last)
 
-    def turned() -> object:
+    def in_channels_last() -> object:
         turned_x = x.contiguous(memory_format=torch.channels_last)
-        return run.forward(choices, [turned_x, turned_weight, *others])
+        return run.forward(candidates[0], [turned_x, turned_weight, *others])
 
-    return [functools.partial(run.forward, choices, run.operands), turned]
+    return [*ways, in_channels_last]
 
 
 def rehearsals(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fx_fuser.anchors.linear import LIBRARY
+from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.match import Match
 from fx_fuser.plan import Plan
 from fx_fuser.spell import hint_of, inputs_of, meta_tensor

@@ -2,32 +2,13 @@
 //
 // E[x^2] - E[x]^2 cancels, and sums shifted by one chosen element break when that element is the
 // outlier. So each thread takes small groups of values, each with its own pivot, and merges their
-// (n, mean, M2), M2 the sum of squared deviations, by
-//   T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for
-//   Computing Sample Variances", 1979.
-// Blocks write partial moments; a second kernel merges those in double. Every order is fixed by the
-// shape alone: results are the same bit for bit from run to run.
+// moments. Blocks write partial moments; a second kernel merges those in double. Every order is
+// fixed by the shape alone: results are the same bit for bit from run to run.
 #include "batch_stats_args.h"
 #include "convert.cuh"
+#include "moments.cuh"
 
 namespace fx_fuser {
-
-template <class Acc>
-struct Moments {
-  Acc count;
-  Acc mean;
-  Acc m2;
-
-  __device__ __forceinline__ void merge(const Moments& other) {
-    if (other.count == Acc(0)) return;
-    const Acc total = count + other.count;
-    const Acc weight = other.count / total;
-    const Acc delta = other.mean - mean;
-    mean += delta * weight;
-    m2 += other.m2 + delta * (count * weight) * delta;
-    count = total;
-  }
-};
 
 // Moments of a few values x about a pivot p, one of them: with d = x - p,
 //   mean = p + sum(d) / n,  M2 = sum(d^2) - sum(d)^2 / n.

@@ -4,6 +4,7 @@
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
 // shim_device.h) and into every CUDA torch from 2.11 on.
 #include "shim_batch_stats.h"
+#include "shim_conv_direct.h"
 #include "shim_linear.h"
 #include "shim_linear_dense.h"
 #include "shim_linear_split.h"
@@ -25,6 +26,14 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def("load_conv_direct(str name, str cubin, str[] signature, int device) -> int");
+  m.def("conv_direct_cut(int[] sizes, int out_bytes, int operands) -> int[]");
+  m.def(
+      "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
+      "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
 }
 
 // For every device, so that a CPU tensor meets our error and not the dispatcher's.
@@ -38,6 +47,10 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("wake_linear_split", TORCH_BOX(&wake_linear_split));
   m.impl("load_linear", TORCH_BOX(&load_linear));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
+  m.impl("load_conv_direct", TORCH_BOX(&load_conv_direct));
+  m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
+  m.impl("conv_direct", TORCH_BOX(&conv_direct));
+  m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {

@@ -61,7 +61,7 @@ def conv_args(
     b, gamma, beta = (v if present else None for v, present in zip(vectors, (bias, affine, affine)))
     return (
         *(x, w, b, *((mean, var) if tracked else (None, None)), gamma, beta),
-        *([1, 1], list(padding), [1, 1], 2, False, training, 0.1, 1e-5),
+        *([1, 1], list(padding), [1, 1], 2, False, "library", training, 0.1, 1e-5),
         *_wildcards(kinds, shape, dtype),
         *(dtype, dtype, native),
     )

@@ -28,6 +28,8 @@ GPU = torch.device("cuda", 0)
 LIBRARY = {"product": "library", "backward": "library"}
 SPLIT = {"product": "split", "backward": "split"}
 DENSE = {"product": "dense", "backward": "library"}
+CONV = {"tf32": False, "product": "library"}
+DIRECT = {"tf32": False, "product": "direct"}
 
 
 def swish(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,8 +49,7 @@ def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
 
         def decide(matches: Sequence[Match], _: Options) -> list[Plan]:
             found.extend(matches)
-            return [Plan(False, LIBRARY if m.site.kind == "linear" else {"tf32": 0})
-                    for m in matches]  # fmt: skip
+            return [Plan(False, LIBRARY if m.site.kind == "linear" else CONV) for m in matches]
 
         torch._dynamo.reset()
         with monkeypatch.context() as patch:
@@ -232,7 +233,9 @@ def test_option_fp32_on_a_convolution(
 ) -> None:
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     torch.backends.cuda.matmul.fp32_precision = precision
-    assert decide(match, fp32=option, plan="always") == Plan(True, {"tf32": tf32})
+    product = "library" if option == "ieee" else "direct"
+    choices = {"tf32": tf32, "product": product}
+    assert decide(match, fp32=option, plan="always") == Plan(True, choices, product)
 
 
 def half_norm(match_of: Any) -> Match:
@@ -255,16 +258,77 @@ def test_a_convolution_in_16_bits_is_left_where_channels_last_is_faster(
 
 def test_an_exact_convolution_is_fused_always(match_of: Any, on_gpu: Any) -> None:
     on_gpu(2.0, 1.0)
-    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
-    assert decide(match) == Plan(True, {"tf32": False})
+    match = match_of(scaled_norm, torch.randn(2, 9, 8, 8), torch.randn(4, 9, 3, 3))
+    assert decide(match) == Plan(True, CONV)
     assert isinstance(decide(match, fp32="tf32"), Refusal)
+
+
+@pytest.mark.parametrize("direct, choices", [(0.9, DIRECT), (0.99, CONV), (2.0, CONV)])
+def test_the_direct_convolution_is_taken_where_it_is_faster(
+    match_of: Any, on_gpu: Any, direct: float, choices: Any
+) -> None:
+    on_gpu(1.0, direct)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    note = f"library 1 ms, direct {direct:g} ms"
+    assert decide(match) == Plan(True, choices, note)
+
+
+@pytest.mark.parametrize(
+    "times, product",
+    [
+        ([0.5, 0.4, 1.0], "direct"),
+        ([2.0, 0.4, 1.0], "direct"),
+        ([0.5, 0.6, 1.0], "library"),
+        ([2.0, 1.5, 1.0], None),
+    ],
+)
+def test_the_direct_convolution_beside_tf32(
+    match_of: Any, on_gpu: Any, times: list[float], product: str | None
+) -> None:
+    on_gpu(*times)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    decision = decide(match, fp32="tf32")
+    choices = getattr(decision, "choices", {"product": None})
+    assert choices["product"] == product
+    assert "as it lies {:g} ms, direct {:g} ms, in channels_last {:g} ms".format(*times) in str(
+        decision
+    )
+
+
+@pytest.mark.parametrize(
+    "x, weight, geometry",
+    [
+        ((2, 9, 8, 8), (4, 9, 3, 3), {}),
+        ((2, 4, 8, 8), (4, 2, 3, 3), {"groups": 2}),
+        ((2, 3, 8, 8), (4, 3, 3, 3), {"stride": 2}),
+        ((2, 3, 8, 8), (4, 3, 3, 3), {"dilation": (1, 2)}),
+        ((2, 3, 8, 8), (4, 3, 5, 5), {}),
+    ],
+)
+def test_other_convolutions_have_no_direct_kernel(
+    match_of: Any, on_gpu: Any, x: Any, weight: Any, geometry: Any
+) -> None:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.batch_norm(F.conv2d(x, weight, **geometry), None, None, training=True) * 2.0
+
+    assert decide(match_of(norm, torch.randn(x), torch.randn(weight))) == Plan(True, CONV)
+
+
+def test_neither_in_other_layouts_and_dtypes(match_of: Any, on_gpu: Any) -> None:
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    for a, b in (
+        (x.to(memory_format=torch.channels_last), weight),
+        (x, weight.to(memory_format=torch.channels_last)),
+        (x.double(), weight.double()),
+    ):
+        assert decide(match_of(scaled_norm, a, b)) == Plan(True, CONV)
 
 
 def test_both_layouts_are_rehearsed(match_of: Any) -> None:
     match = half_norm(match_of)
     forms = rehearse.tensors_of(match)
     assert forms is not None
-    ways = rehearse.layouts(match, {"tf32": False}, forms)
+    ways = rehearse.convolutions(match, [CONV], forms, turned=True)
     lying, turned = (way()[0] for way in ways)  # type: ignore[index]
     assert lying.is_contiguous() and turned.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(lying, turned)

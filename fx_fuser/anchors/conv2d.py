@@ -1,7 +1,8 @@
 """z = conv2d(x, weight) + bias        x: [N, C, H, W], weight: [O, C/groups, kh, kw], bias: [O].
 
 The library's convolution runs without its bias, which the pointwise pass adds for nothing; with
-it, cuDNN's result would be read and written once more.
+it, cuDNN's result would be read and written once more. A direct one, for few channels, is one
+kernel with that pass.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser.anchors.base import Anchor, Config, Operands
+from fx_fuser import native
+from fx_fuser.anchors.base import LIBRARY, Anchor, Config, Epilogue, Operands
+from fx_fuser.epilogue import POINTWISE, Kernel
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Expr, Operand, meta_tensor
+
+DIRECT = "direct"  # beside LIBRARY: fp32 products of split fp16, whatever `tf32` says
+PRODUCTS = {DIRECT: Kernel("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT")}
 
 
 def _pair(value: Any) -> list[int]:
@@ -57,7 +63,7 @@ class Conv2d(Anchor):
     kind = "conv2d"
     schema = (
         "Tensor x, Tensor weight, Tensor? bias, "
-        "int[] stride, int[] padding, int[] dilation, int groups, bool tf32"
+        "int[] stride, int[] padding, int[] dilation, int groups, bool tf32, str product"
     )
 
     def config(self, site: Site) -> dict[str, Any]:
@@ -70,6 +76,10 @@ class Conv2d(Anchor):
             "dilation": dilation,
             "groups": site.attrs["groups"],
         }
+
+    def kernels(self, config: Config) -> tuple[Kernel, ...]:
+        product = config["product"]
+        return (POINTWISE,) if product == LIBRARY else (POINTWISE, PRODUCTS[product])
 
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         x, padding = padded(operands["x"], config)
@@ -92,6 +102,30 @@ class Conv2d(Anchor):
             config["tf32"],
         )
         return (c,)
+
+    def in_one_kernel(
+        self, operands: Operands, config: Config, epilogue: Epilogue, out: torch.dtype, save: bool
+    ) -> tuple[Tensor, ...] | None:
+        x, weight = operands["x"], operands["weight"]
+        statistics = self._room_for_statistics(operands, config)
+        source, tensors, scalars = epilogue((x, *statistics))  # x: of c's dtype, that is not there
+        arguments = (source, x, weight, config["padding"])
+        if any(s.numel() for s in statistics) and not native.conv_direct_statistics(
+            *arguments, *statistics
+        ):
+            return None
+        left, right, top, bottom = config["padding"]
+        height = x.shape[2] + top + bottom - weight.shape[2] + 1
+        width = x.shape[3] + left + right - weight.shape[3] + 1
+        shape = (x.shape[0], weight.shape[0], height, width)
+        result = x.new_empty(shape, dtype=out)
+        c = x.new_empty(shape if save else 0)
+        taken = native.conv_direct(*arguments, result, c if save else None, tensors[1:], scalars)
+        return (result, c, *statistics) if taken else None
+
+    def _room_for_statistics(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        """Memory for the products that follow c."""
+        return ()
 
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (convolve(operands, config),)

@@ -39,7 +39,7 @@ class Conv2dBatchNorm(Conv2d):
     schema = (
         "Tensor x, Tensor weight, Tensor? bias, "
         "Tensor? running_mean, Tensor? running_var, Tensor? gamma, Tensor? beta, "
-        "int[] stride, int[] padding, int[] dilation, int groups, bool tf32, "
+        "int[] stride, int[] padding, int[] dilation, int groups, bool tf32, str product, "
         "bool training, float momentum, float eps"
     )
     products = ("c", "mean", "var")
@@ -64,6 +64,10 @@ class Conv2dBatchNorm(Conv2d):
         if config["training"]:
             return (c, *batch_stats(c))
         return (c, c.new_empty(0), c.new_empty(0))
+
+    def _room_for_statistics(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        count = operands["weight"].shape[0] if config["training"] else 0
+        return tuple(operands["x"].new_empty(count) for _ in range(2))
 
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         (c,) = super().product_like(operands, config)

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser import native
-from fx_fuser.anchors.base import Anchor, Config, Operands
+from fx_fuser.anchors.base import LIBRARY, Anchor, Config, Operands
 from fx_fuser.epilogue import POINTWISE, Kernel, Z, cuda_source
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Operand
 
-LIBRARY = "library"
 SPLIT = "split"
 DENSE = "dense"
 # Who multiplies on CUDA: the library, or a kernel of ours. "split": three products of fp16 halves,

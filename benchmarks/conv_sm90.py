@@ -1,0 +1,476 @@
+"""The direct convolution of sm_90a by itself: builds it, checks it against float64, times it.
+
+    python -m benchmarks.conv_sm90 [--skip-checks] [--skip-timing] [--cases 150] [--seed 0]
+
+Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
+on random data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from benchmarks.linear_sm90 import FLOOR, SENTINEL, relative, sustained_ms
+from benchmarks.measure import float32_settings, median_ms
+from fx_fuser import build, native
+
+CUDA = torch.device("cuda")
+Padding = tuple[int, int, int, int]  # left, right, top, bottom
+NONE: Padding = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Example:
+    """An epilogue of examples.cuh and the same in torch ops, as f(c, operands, scalars)."""
+
+    source: str
+    reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]
+    operands: tuple[torch.dtype, ...] = ()
+    scalars: int = 0
+    out: torch.dtype = torch.float32
+
+
+def _example(name: str, scalars: int, out: str, *operands: str) -> str:
+    return build.conv_direct_example_source(name, scalars, "float", out, "float", *operands)
+
+
+def _batch_norm_mul(c: Tensor, t: list[Tensor], s: list[float]) -> Tensor:
+    mean, var, gamma, beta, scale = (v.to(c.dtype) for v in t)
+    return ((c - mean) * torch.rsqrt(var.abs() + s[0]) * gamma + beta) * scale
+
+
+IDENTITY = Example(_example("Identity", 0, "float"), lambda c, t, s: c)
+SWISH = Example(_example("Swish", 1, "float"), lambda c, t, s: F.silu(c) * s[0], scalars=1)
+NORM = Example(
+    _example("BatchNormMul", 1, "float", *["float"] * 5),
+    _batch_norm_mul,
+    (torch.float32,) * 5,
+    scalars=1,
+)
+OPERANDS = Example(
+    _example("ThreeOperands", 1, "float", "float", "__nv_bfloat16", "bool"),
+    lambda c, t, s: F.silu(c) * t[0].to(c.dtype) + t[1].to(c.dtype) * t[2].to(c.dtype) - s[0],
+    (torch.float32, torch.bfloat16, torch.bool),
+    scalars=1,
+)
+HALF_OUT = Example(_example("Identity", 0, "__half"), lambda c, t, s: c, out=torch.float16)
+EXAMPLES = (IDENTITY, SWISH, NORM, OPERANDS, HALF_OUT)
+
+
+def convolve(x: Tensor, weight: Tensor, padding: Padding) -> Tensor:
+    return F.conv2d(F.pad(x, padding), weight)
+
+
+def run(
+    example: Example,
+    x: Tensor,
+    weight: Tensor,
+    padding: Padding = NONE,
+    operands: list[Tensor] | None = None,
+    scalars: list[float] | None = None,
+    out: Tensor | None = None,
+    c: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        left, right, top, bottom = padding
+        height = x.shape[2] + top + bottom - weight.shape[2] + 1
+        width = x.shape[3] + left + right - weight.shape[3] + 1
+        out = x.new_empty((len(x), len(weight), height, width), dtype=example.out)
+    taken = native.conv_direct(
+        *(example.source, x, weight, padding, out, c),
+        operands or [],
+        scalars or [2.0] * example.scalars,
+    )
+    assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
+    return out
+
+
+def statistics(x: Tensor, weight: Tensor, padding: Padding = NONE) -> tuple[Tensor, Tensor]:
+    mean, variance = (x.new_full((len(weight),), float("nan")) for _ in range(2))
+    taken = native.conv_direct_statistics(IDENTITY.source, x, weight, padding, mean, variance)
+    assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
+    return mean, variance
+
+
+def exact_statistics(c: Tensor) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(c.double(), (0, 2, 3), correction=0)
+    return mean, variance
+
+
+# ---- accuracy ------------------------------------------------------------------------------------
+
+
+def families(x: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The data of the accuracy contract."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=CUDA)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, device=CUDA)
+
+    def spread(decades: float, *shape: int) -> Tensor:
+        return 10.0 ** ((uniform(*shape) * 2 - 1) * decades)
+
+    fan_in = weight[1] * weight[2] * weight[3]
+    layer = (uniform(*weight) * 2 - 1) / fan_in**0.5
+    yield "as nn.Conv2d", uniform(*x), layer
+    yield "normal", normal(*x), normal(*weight)
+    yield "all positive", uniform(*x), uniform(*weight)
+    yield "mean 1e4, deviation 1", normal(*x) + 1e4, layer
+    yield "heavy-tailed", normal(*x) * spread(4, *x), normal(*weight) * spread(4, *weight)
+    samples = normal(*x) * spread(6, x[0], 1, 1, 1)
+    yield "scaled samples and filters", samples, normal(*weight) * spread(6, weight[0], 1, 1, 1)
+    rows = normal(*x) * spread(3, 1, 1, x[2], 1)
+    yield "scaled rows", rows, normal(*weight)
+
+
+def accuracy(failures: list[str]) -> list[list[object]]:
+    table: list[list[object]] = []
+    for x_shape, weight_shape in (
+        ((4, 8, 128, 128), (64, 8, 3, 3)),
+        ((8, 3, 65, 71), (32, 3, 4, 4)),
+    ):
+        for name, x, weight in families(x_shape, weight_shape):
+            exact = F.conv2d(x.double(), weight.double())
+            ours, eager = run(IDENTITY, x, weight), F.conv2d(x, weight)
+            error, other = relative(ours, exact), relative(eager, exact)
+            # Of the normalised values, which a large mean takes digits from: what training gives.
+            norm = nn.BatchNorm2d(len(weight), device=CUDA)
+            mean, var = statistics(x, weight)
+            ours = (ours - mean.view(-1, 1, 1)) * (var + norm.eps).rsqrt().view(-1, 1, 1)
+            exact_mean, exact_var = exact_statistics(exact)
+            exact -= exact_mean.view(-1, 1, 1)
+            exact *= (exact_var + norm.eps).rsqrt().view(-1, 1, 1)
+            normalised, eagers = relative(ours, exact), relative(norm(eager).detach(), exact)
+            what = f"{list(weight_shape)}, {name}"
+            if not error <= max(1.5 * other, FLOOR):
+                failures.append(f"accuracy, {what}: {error:.2e} v {other:.2e}")
+            if not normalised <= max(4 * eagers, 2 * FLOOR):
+                failures.append(f"normalised, {what}: {normalised:.2e} v {eagers:.2e}")
+            table.append([weight_shape[1], name, error, other, normalised, eagers])
+    return table
+
+
+# ---- everything else that must be right ----------------------------------------------------------
+
+
+def random_operand(shape: torch.Size, dtype: torch.dtype, choose: random.Random) -> Tensor:
+    n, o, h, w = shape
+    chosen = choose.choice(
+        (*(((o, 1, 1),) * 4), (), (n, o, 1, 1), (n, 1, 1, 1), (h, w), (n, o, h, w), (1, 1, h, 1))
+    )
+    values = torch.randn(chosen, device=CUDA)
+    values = values > 0 if dtype == torch.bool else values.to(dtype)
+    if chosen == (n, o, h, w) and choose.random() < 0.5:
+        values = values.to(memory_format=torch.channels_last)
+    return values
+
+
+def random_case(choose: random.Random) -> tuple[Tensor, Tensor, Padding]:
+    return _random_case(choose, 140, (128, 700), 200, 9)
+
+
+def small_case(choose: random.Random) -> tuple[Tensor, Tensor, Padding]:
+    """For the sanitizers, under which all is slow."""
+    return _random_case(choose, 12, (30, 270), 70, 2)
+
+
+def _random_case(
+    choose: random.Random, side: int, widths: tuple[int, ...], outputs: int, samples: int
+) -> tuple[Tensor, Tensor, Padding]:
+    while True:
+        kernel = choose.choice(((3, 3), (3, 3), (1, 1), (4, 5), (1, 3), (2, 2), (4, 1)))
+        channels = choose.randint(1, 8)
+        height = choose.choice((1, choose.randint(1, 12), choose.randint(1, side)))
+        width = choose.choice((choose.randint(1, 20), choose.randint(1, side + 10), *widths))
+        count = choose.choice((1, 64, choose.randint(1, 70), choose.randint(65, max(outputs, 65))))
+        batch = choose.choice((1, 2, choose.randint(1, samples)))
+        padding = choose.choice((NONE, (1, 1, 1, 1), (0, 2, 3, 1)))
+        x, weight = (batch, channels, height, width), (count, channels, *kernel)
+        if native.conv_direct_cut(x, weight, padding, 4):
+            return torch.randn(x, device=CUDA), torch.randn(weight, device=CUDA) * 0.1, padding
+
+
+def sweep(
+    cases: int,
+    seed: int,
+    failures: list[str],
+    draw: Callable[[random.Random], tuple[Tensor, Tensor, Padding]] = random_case,
+) -> float:
+    """Random sizes, operands and outputs; returns the largest error seen."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    largest = 0.0
+    for case in range(cases):
+        example = choose.choice(EXAMPLES)
+        x, weight, padding = draw(choose)
+        exact_c = convolve(x.double(), weight.double(), padding)
+        shape = exact_c.shape
+        operands = [random_operand(shape, dtype, choose) for dtype in example.operands]
+        if example is NORM:
+            operands[1] = operands[1].abs() + 0.1
+        scalars = [choose.uniform(0.1, 2) for _ in range(example.scalars)]
+        # Poison where the result goes, sentinels beside it; the result begins anywhere.
+        before = 64 + choose.choice((0, 0, 1, 4, 7))
+        frame = torch.full(
+            (before + exact_c.numel() + 64,), SENTINEL, device=CUDA, dtype=example.out
+        )
+        out = frame[before:-64].view(shape).fill_(float("nan"))
+        c = torch.full(shape, float("nan"), device=CUDA) if choose.random() < 0.4 else None
+        run(example, x, weight, padding, operands, scalars, out, c)
+
+        exact = example.reference(exact_c, operands, scalars)
+        # Rounding to the result's dtype, and the epilogue's own few roundings, are no error here.
+        bound = 1e-3 if example.out == torch.float16 else 2e-6
+        error = float((out.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
+        if c is not None:
+            error = max(error, relative(c, exact_c))
+        what = (
+            f"case {case}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
+            f"{example.source.splitlines()[-1]}, operands {[tuple(t.shape) for t in operands]}"
+        )
+        if not bool((frame[:before] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
+            failures.append(f"{what}: wrote outside the result")
+        if not error <= bound:
+            failures.append(f"{what}: error {error:.2e}")
+        if example.out == torch.float32:
+            largest = max(largest, error)
+        mean, var = statistics(x, weight, padding)
+        exact_mean, exact_var = exact_statistics(exact_c)
+        scale = exact_c.abs().amax((0, 2, 3)).clamp_min(1e-30)
+        off = float(((mean - exact_mean).abs() / scale).max())
+        off = max(off, float(((var - exact_var).abs() / (exact_var + 1e-6 * scale**2)).max()))
+        if not off <= 1e-5:
+            failures.append(f"{what}: statistics are off by {off:.2e}")
+    return largest
+
+
+def special_values(failures: list[str]) -> None:
+    """Infinities, NaN, zeros, denormals and extremes, as an fp32 convolution gives them."""
+
+    def pair() -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
+
+    def same(what: str, x: Tensor, weight: Tensor, padding: Padding = NONE) -> None:
+        ours = run(IDENTITY, x, weight, padding)
+        # On the CPU, one product after the other: fast algorithms spread an infinity around.
+        windows = F.unfold(F.pad(x, padding), weight.shape[2:]).double()
+        products = weight.flatten(1).double() @ windows
+        exact = products.view(ours.shape).float()
+        finite = exact.isfinite()
+        if not torch.equal(ours.nan_to_num(0, 1, -1)[~finite], exact.nan_to_num(0, 1, -1)[~finite]):
+            failures.append(f"{what}: other infinities or NaN than IEEE's")
+        if not torch.equal(ours.isfinite(), finite):
+            failures.append(f"{what}: not finite elsewhere")
+        usual = [torch.where(finite, v, 0).double() for v in (ours, exact)]
+        if not relative(*usual) <= 1e-6:
+            failures.append(f"{what}: error {relative(*usual):.2e} where finite")
+
+    inf, nan = float("inf"), float("nan")
+    x, weight = pair()
+    x[0, 3, 7, 9], x[1, 0, 39, 49] = inf, -inf
+    same("infinities in x", x, weight)
+    x, weight = pair()
+    weight[5, 0, 1, 1], weight[69, 7, 2, 2] = inf, -inf
+    same("infinities in the weight", x, weight)
+    x, weight = pair()
+    x[0, 3, 7, 9], x[1, 0, 20, 20], weight[17, 0, 0, 0] = nan, inf, nan
+    same("NaN", x, weight, (1, 1, 1, 1))
+    x, weight = pair()
+    x[0, 3, 7, 9], weight[20, 3] = inf, 0.0
+    same("0 * inf", x, weight)
+    x, weight = pair()
+    same("all NaN", x * nan, weight)
+    same("zeros", x * 0, weight)
+    same("denormal x", x * 1e-40, weight * 1e4)
+    same("denormal weight", x * 1e4, weight * 1e-40)
+    same("tiny weight", x * 1e20, weight * 1e-30)
+    same("tiny both", x * 1e-18, weight * 1e-17)
+    same("huge weight", x * 1e-36, weight * 1e36)
+    same("huge x", x * 1e36, weight * 1e-36)
+    if run(IDENTITY, x * 1e30, weight * 1e30).isfinite().any():  # in fp32 of either sign, or NaN
+        failures.append("overflow: finite values")
+    x[0, 0, 0, 0] = nan
+    mean, var = statistics(x, weight)
+    if not bool(mean.isnan().all() and var.isnan().all()):
+        failures.append("statistics of a NaN are not NaN")
+    flat = torch.full_like(x, 3.0)
+    mean, var = statistics(flat, torch.ones_like(weight))
+    if not bool((mean == 216).all() and (var == 0).all()):
+        failures.append(f"statistics of a constant: {mean[0]}, {var[0]}")
+
+
+def graphs_and_repeats(failures: list[str]) -> None:
+    """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
+    x = torch.randn(5, 8, 130, 128, device=CUDA)
+    weight = torch.randn(64, 8, 3, 3, device=CUDA)
+    out = run(SWISH, x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(SWISH, x, weight, out=out)
+        _, var = statistics(x, weight)
+    for factor in (1.0, 1e-6, 1e6):
+        weight.normal_().mul_(factor)
+        graph.replay()
+        c = F.conv2d(x.double(), weight.double())
+        if not relative(out, F.silu(c) * 2) <= 1e-6:
+            failures.append(f"graph replay, weight * {factor}")
+        if not relative(var, exact_statistics(c)[1]) <= 1e-6:
+            failures.append(f"statistics in a graph, weight * {factor}")
+    weight.normal_()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    first = (run(SWISH, x, weight), *statistics(x, weight))
+    torch.cuda.synchronize()
+    differ = torch.zeros((), dtype=torch.bool, device=CUDA)
+    flags = []
+    for i in range(2000):
+        with torch.cuda.stream(streams[i % 2]):
+            again = (run(SWISH, x, weight), *statistics(x, weight))
+            flags += [(a != b).any() for a, b in zip(again, first)]
+    torch.cuda.synchronize()
+    for flag in flags:
+        differ |= flag
+    if bool(differ):
+        failures.append("launches over two streams differ")
+
+
+def refusals(failures: list[str]) -> None:
+    x, weight = torch.randn(2, 8, 16, 16, device=CUDA), torch.randn(4, 8, 3, 3, device=CUDA)
+    out = torch.empty(2, 4, 14, 14, device=CUDA)
+    last = torch.channels_last
+    for what, a, b, result in (
+        ("x in channels_last", x.to(memory_format=last), weight, out),
+        ("a weight in channels_last", x, weight.to(memory_format=last), out),
+        ("out in channels_last", x, weight, out.to(memory_format=last)),
+    ):
+        if native.conv_direct(IDENTITY.source, a, b, NONE, result, None, [], []):
+            failures.append(f"{what} was not refused")
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def timing(failures: list[str]) -> list[list[object]]:
+    table: list[list[object]] = []
+    for name, shape, weight_shape, padding in (
+        ("#73", (128, 8, 128, 128), (64, 8, 3, 3), NONE),
+        ("stem", (32, 3, 224, 224), (32, 3, 3, 3), (1, 1, 1, 1)),
+        ("127", (128, 8, 127, 127), (64, 8, 3, 3), (1, 1, 1, 1)),
+    ):
+        x = torch.rand(shape, device=CUDA)
+        conv = nn.Conv2d(shape[1], weight_shape[0], 3, padding=padding[0], bias=False, device=CUDA)
+        norm = nn.BatchNorm2d(weight_shape[0], device=CUDA)
+        weight = conv.weight.detach()
+        norm.running_mean, norm.running_var = exact_statistics(conv(x).detach())
+        norm.float()
+        vectors = [norm.running_mean, norm.running_var, norm.weight, norm.bias]
+        per_channel = [v.detach().view(-1, 1, 1) for v in vectors]
+        per_channel.append(torch.tensor(2.0, device=CUDA))
+
+        def ours(
+            x: Tensor = x, w: Tensor = weight, p: Padding = padding, v: list[Tensor] = per_channel
+        ) -> Tensor:
+            return run(NORM, x, w, p, v, [1e-5])
+
+        def measured(x: Tensor = x, w: Tensor = weight, p: Padding = padding) -> Tensor:
+            return statistics(x, w, p)[0]
+
+        def training(
+            x: Tensor = x, w: Tensor = weight, p: Padding = padding, v: list[Tensor] = per_channel
+        ) -> Tensor:
+            found = [s.view(-1, 1, 1) for s in statistics(x, w, p)]
+            return run(NORM, x, w, p, [*found, *v[2:]], [1e-5])
+
+        def eager(x: Tensor = x, c: nn.Module = conv, n: nn.Module = norm) -> Tensor:
+            with torch.no_grad():
+                result: Tensor = n(c(x)) * 2.0
+            return result
+
+        ways: tuple[tuple[str, Callable[[], Tensor]], ...]
+        ways = ("eval", ours), ("statistics", measured), ("training", training)
+        for mode, way in ways:
+            norm.train(mode == "training")
+            error = eager_error = 0.0
+            if mode != "statistics" and shape[2] == 128:
+                conv64, norm64 = nn.Conv2d(8, 64, 3, bias=False), nn.BatchNorm2d(64)
+                conv64.load_state_dict(conv.state_dict())
+                norm64.load_state_dict(norm.state_dict())
+                norm64.train(mode == "training")
+                few = slice(None, None, 8) if mode == "eval" else slice(None)
+                exact = eager(x[few].double(), conv64.to(CUDA).double(), norm64.to(CUDA).double())
+                error = relative(way()[few], exact)
+                eager_error = relative(eager()[few], exact)
+                del exact
+                if not error <= max(1.5 * eager_error, FLOOR):
+                    failures.append(f"{name} {mode}: error {error:.2e}, eager's {eager_error:.2e}")
+            ms = median_ms(way, [], CUDA, 25, 100)
+            row: list[object] = [f"{name} {mode}", ms, median_ms(way, [], CUDA, 25, 100)]
+            row.append(sustained_ms(way, ms))
+            if mode != "statistics":
+                eager_ms = median_ms(eager, [], CUDA, 10, 50)
+                row += [eager_ms, eager_ms / ms, error, eager_error]
+            table.append(row)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conv_sm90")
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--skip-timing", action="store_true")
+    parser.add_argument("--cases", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+
+    started = time.perf_counter()
+
+    def done(what: str) -> None:
+        torch.cuda.synchronize()
+        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
+
+    native.prepare([e.source for e in EXAMPLES], CUDA)
+    native.prepare_batch_stats(CUDA)
+    done("built")
+    failures: list[str] = []
+    errors: list[list[object]] = []
+    times: list[list[object]] = []
+    with float32_settings("fp32", cudnn_tf32=False):
+        if not chosen.skip_checks:
+            largest = sweep(chosen.cases, chosen.seed, failures)
+            done(f"{chosen.cases} random cases, largest error {largest:.1e}")
+            special_values(failures)
+            refusals(failures)
+            graphs_and_repeats(failures)
+            done("special values, refusals, graphs, repeats")
+            errors = accuracy(failures)
+            done("accuracy")
+        if not chosen.skip_timing:
+            times = timing(failures)
+            done("timing")
+
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    if errors:
+        heads = ["C", "data", "ours", "eager", "normalised", "eager's"]
+        print(tabulate(errors, heads, floatfmt=".1e") + "\n")
+    if times:
+        heads = ["", "ms", "again", "sustained", "eager", "×", "error", "eager's"]
+        formats = ["", ".4f", ".4f", ".4f", ".3f", ".2f", ".1e", ".1e"]
+        print(tabulate(times, heads, floatfmt=formats) + "\n")
+    for failure in failures[:30]:
+        print("FAIL", failure[:400])
+    print(f"{len(failures)} checks failed" if failures else "all checks passed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+// What the host tells the direct convolution kernels, and how a convolution is cut into units. The
+// shim fills it, conv_direct_sm90.cuh reads it.
+//
+// The outputs of an image are numbered row by row over a *strip*, all of the image's width or a
+// part of it: element e = row * strip width + column. A row of the strip needs `pitch` pixels of
+// input, kernel width - 1 more than it has outputs. Numbered over that pitch, which is how pixels
+// lie in shared memory, element e is at position e + (kernel width - 1) * row, and each tap of the
+// kernel is one fixed distance from it. So 256 consecutive positions, wherever they begin, are one
+// product: every tap a matrix of 256 rows that begins a few pixels further. Positions beyond the
+// end of a row give sums that are thrown away.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "divisor.h"
+#include "pointwise_args.h"
+
+namespace fx_fuser {
+
+constexpr int kConvThreads = 512;
+constexpr int kConvChannels = 8;     // of the input, at most: 16 bytes of fp16
+constexpr int kConvGroup = 64;       // output channels of a block
+constexpr int kConvPositions = 256;  // of a unit
+// The tensor core truncates each time it adds: with more taps, sums of one sign lose too much.
+constexpr int kConvMaxTaps = 20;
+constexpr int kConvMaxSteps = (3 * kConvMaxTaps + 1) / 2;
+constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
+constexpr int kConvMaxChunks = 6;  // of a unit
+constexpr int kConvMaxSlots = 4;
+constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
+constexpr int kConvStages = 2;
+constexpr int kConvMaxOperands = 7;    // more would spill registers
+constexpr int kConvStageUnused = 260;  // where a channel's positions that are no elements go
+constexpr int kConvStoreWidth = 4;     // elements that are stored at once
+constexpr int kConvSector = 32;        // bytes that memory writes at once
+constexpr int kConvTileUnits = 64;     // of 16 bytes: a tap's weights of 64 channels, hi or lo
+constexpr int kConvTailBytes = 3072;
+constexpr int kConvMaxShared = 232448;  // that a block of sm_90 can have
+constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
+
+// Two k-halves of 8 channels each: where the first begins and how much further the second is, for
+// weights and pixels, in 16 bytes, as the halves of matrix descriptors.
+struct ConvStep {
+  uint32_t weight;
+  uint32_t pixels;
+};
+
+struct ConvOperand {
+  const void* data;
+  int64_t stride[4];  // 0 where it is broadcast
+  bool per_pixel;     // differs within a channel of a sample
+};
+
+struct ConvDirectArgs {
+  const float* x;       // [n, c, h, w]
+  const float* weight;  // [o, c, kernel_h, kernel_w]
+  void* out;            // [n, o, out_h, out_w]; of all, dense
+  float* c;             // the convolution by itself, shaped like out, or null
+  void* partial;        // statistics: [o, splits] moments
+  ConvOperand operand[kConvMaxOperands];
+  float scalar[kMaxScalars];
+  ConvStep step[kConvMaxSteps];
+  int32_t steps;
+  int32_t samples;
+  int32_t channels;
+  int32_t h;
+  int32_t w;
+  int32_t outputs;
+  int32_t out_h;
+  int32_t out_w;
+  int32_t kernel_h;
+  int32_t kernel_w;
+  int32_t top;
+  int32_t left;
+  Divisor<uint32_t> strip;  // outputs in a row of a strip
+  Divisor<uint32_t> pitch;
+  Divisor<uint32_t> strips;
+  int32_t elements;  // of a strip
+  int32_t advance;   // elements between two units of a strip
+  int32_t overlap;   // elements before those, that may be a unit's; a power of two less one
+  int32_t lead;      // elements before those, that it makes: enough, and even
+  Divisor<uint32_t> units_per_strip;
+  int32_t units;   // of all samples
+  int32_t groups;  // of output channels
+  int32_t chunks;  // pixels that a unit loads, in kConvChunk
+  int32_t slots;
+  int32_t weight_bytes;
+  uint32_t phase;  // elements of out's type from a multiple of 128 bytes to where out begins
+  bool linear;     // pixels lie in memory as in a slot
+  bool any_per_pixel;
+  bool any_per_sample;
+  bool pairs;          // two positions of which the first is even are neighbours in out, too
+  bool c_is_like_out;  // where whole vectors can be stored
+};
+
+struct ConvShape {
+  int64_t samples, channels, h, w, outputs, kernel_h, kernel_w;
+  int64_t left, right, top, bottom;
+
+  int64_t out_h() const { return h + top + bottom - kernel_h + 1; }
+  int64_t out_w() const { return w + left + right - kernel_w + 1; }
+};
+
+inline int64_t conv_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The products' halves: hi and lo of the weights are tiles of 1 KB after one of zeros, lo first; hi
+// and lo of the pixels are planes, hi first. Small products before large ones, as fp32 sums want
+// it.
+inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, int plane) {
+  struct Half {
+    int weight;
+    int pixels;
+  };
+  const int taps = kernel_h * kernel_w;
+  const auto half = [&](bool weight_is_lo, bool pixels_are_lo, int tap) {
+    const int tile = 1 + (weight_is_lo ? 0 : taps) + tap;
+    const int pixel = tap / kernel_w * pitch + tap % kernel_w;
+    return Half{tile * kConvTileUnits, pixel + (pixels_are_lo ? plane : 0)};
+  };
+  std::vector<Half> halves;
+  for (int tap = 0; tap < taps; ++tap) halves.push_back(half(true, false, tap));
+  for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, true, tap));
+  for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, false, tap));
+  if (halves.size() % 2 == 1) {
+    // Zeros times pixels that the outputs depend on anyway, whatever they are.
+    halves.insert(halves.end() - 1, Half{0, (halves.end() - (taps > 1 ? 2 : 1))->pixels});
+  }
+  std::vector<ConvStep> steps;
+  for (size_t i = 0; i < halves.size(); i += 2) {
+    Half first = halves[i];
+    Half second = halves[i + 1];
+    if (first.pixels > second.pixels) std::swap(first, second);
+    const auto descriptor = [](int begin, int end) {
+      return static_cast<uint32_t>(begin) | static_cast<uint32_t>(end - begin) << 16;
+    };
+    steps.push_back(
+        {descriptor(first.weight, second.weight), descriptor(first.pixels, second.pixels)});
+  }
+  return steps;
+}
+
+// Cuts a convolution into units. Nothing where the kernels do not take it. `out_bytes`: of an
+// element of the result, 0 where only statistics are made.
+inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int out_bytes) {
+  constexpr int64_t kHighest = (int64_t{1} << 31) - (1 << 16);
+  const int64_t taps = shape.kernel_h * shape.kernel_w;
+  const int64_t gap = shape.kernel_w - 1;
+  const bool padded_both_ways = std::min({shape.left, shape.right, shape.top, shape.bottom}) >= 0;
+  if (shape.samples < 1 || shape.channels < 1 || shape.channels > kConvChannels ||
+      shape.outputs < 1 || taps < 1 || taps > kConvMaxTaps || !padded_both_ways ||
+      shape.out_h() < 1 || shape.out_w() < 1) {
+    return std::nullopt;
+  }
+  // What is within an image has 32-bit indices.
+  const int64_t padded =
+      (shape.h + shape.top + shape.bottom) * (shape.w + shape.left + shape.right);
+  if (padded > kHighest / kConvChannels || shape.outputs > kHighest / kConvGroup) {
+    return std::nullopt;
+  }
+
+  ConvDirectArgs args{};
+  args.weight_bytes = static_cast<int32_t>((1 + 2 * taps) * kConvTileUnits * 16);
+  const int64_t fixed = args.weight_bytes + (out_bytes > 0 ? kConvStageBytes : 0) + kConvTailBytes;
+  int64_t chunks = kConvMaxChunks;
+  const auto slots_of = [&] { return (kConvMaxShared - fixed) / (chunks * kConvChunk * 16 * 2); };
+  // A product warpgroup has one and waits for its next; of the statistics' two every other.
+  const int64_t least_slots = out_bytes > 0 ? 2 : 3;
+  while (chunks > 0 && slots_of() < least_slots) --chunks;
+  if (chunks == 0) return std::nullopt;
+
+  // The widest strips whose units' pixels fit, all as wide as each other.
+  const int64_t room = chunks * kConvChunk - kConvPositions;
+  int64_t widest = shape.out_w();
+  if (room < gap) return std::nullopt;
+  if (shape.kernel_h > 1) widest = std::min(widest, (room - gap) / (shape.kernel_h - 1) - gap);
+  if (widest < std::min<int64_t>(shape.out_w(), 32)) return std::nullopt;
+  const int64_t strips = conv_ceil(shape.out_w(), widest);
+  const int64_t strip = conv_ceil(shape.out_w(), strips);
+  const int64_t pitch = strip + gap;
+  const int64_t halo = (shape.kernel_h - 1) * pitch + gap;
+  const int64_t elements = shape.out_h() * strip;
+
+  // A few positions less, where that saves loads with few threads.
+  int64_t positions = kConvPositions;
+  chunks = conv_ceil(positions + halo, kConvChunk);
+  const int64_t excess = positions + halo - (chunks - 1) * kConvChunk;
+  if (excess <= kConvPositions / 8) {
+    positions -= excess;
+    --chunks;
+  }
+  // Channels' planes begin anywhere in a sector. So that only whole sectors are written, a unit
+  // makes what may belong to the first of its own, too.
+  const int64_t overlap = out_bytes > 0 && strips == 1 ? kConvSector / out_bytes - 1 : 0;
+  const int64_t lead = overlap > 0 ? overlap + 1 : 0;
+  const auto positions_of = [&](int64_t count) {
+    return count + gap * conv_ceil(count - 1, strip);
+  };
+  // A stage has room for a channel's elements wherever in a vector the first of them is.
+  int64_t advance = kConvPositions - kConvStoreWidth - lead;
+  while (advance > 0 && positions_of(advance + lead) > positions) advance -= 2;
+  // Units of whole rows have fewer gaps.
+  if (overlap == 0) {
+    const int64_t rows =
+        std::min((positions + gap) / pitch, (kConvPositions - kConvStoreWidth) / strip);
+    advance = std::max(advance, rows * strip);
+  }
+  if (advance <= lead) return std::nullopt;
+  const int64_t units_per_strip = conv_ceil(elements, advance);
+  if (overlap > 0) advance = conv_ceil(conv_ceil(elements, units_per_strip), 2) * 2;
+  const int64_t groups = conv_ceil(shape.outputs, kConvGroup);
+  const int64_t units = shape.samples * strips * units_per_strip;
+  if (units > kHighest) return std::nullopt;
+
+  const auto narrow = [](int64_t value) { return static_cast<int32_t>(value); };
+  args.samples = narrow(shape.samples);
+  args.channels = narrow(shape.channels);
+  args.h = narrow(shape.h);
+  args.w = narrow(shape.w);
+  args.outputs = narrow(shape.outputs);
+  args.out_h = narrow(shape.out_h());
+  args.out_w = narrow(shape.out_w());
+  args.kernel_h = narrow(shape.kernel_h);
+  args.kernel_w = narrow(shape.kernel_w);
+  args.top = narrow(shape.top);
+  args.left = narrow(shape.left);
+  args.strip = make_divisor(static_cast<uint32_t>(strip));
+  args.pitch = make_divisor(static_cast<uint32_t>(pitch));
+  args.strips = make_divisor(static_cast<uint32_t>(strips));
+  args.linear = strips == 1 && shape.left == 0 && shape.right == 0 && shape.top == 0;
+  args.elements = narrow(elements);
+  args.advance = narrow(advance);
+  args.overlap = narrow(overlap);
+  args.lead = narrow(lead);
+  args.units_per_strip = make_divisor(static_cast<uint32_t>(units_per_strip));
+  args.units = narrow(units);
+  args.groups = narrow(groups);
+  args.chunks = narrow(chunks);
+  args.slots = narrow(std::min<int64_t>(slots_of(), kConvMaxSlots));
+  const auto steps =
+      conv_steps(args.kernel_h, args.kernel_w, narrow(pitch), narrow(chunks * kConvChunk));
+  args.steps = narrow(static_cast<int64_t>(steps.size()));
+  std::copy(steps.begin(), steps.end(), args.step);
+  return args;
+}
+
+inline int conv_shared_bytes(const ConvDirectArgs& args, bool stages) {
+  return args.weight_bytes + (stages ? kConvStageBytes : 0) +
+         args.slots * args.chunks * kConvChunk * 16 * 2 + kConvTailBytes;
+}
+
+}  // namespace fx_fuser

@@ -1,0 +1,943 @@
+// out = epilogue(conv2d(x, weight), operands, scalars) in fp32 for an input of few channels, on
+// tensor cores: x and weight as two fp16 halves each, three products. And the mean and variance of
+// that convolution, without writing it.
+//
+// How a convolution becomes matrix products: conv_direct_args.h. What is read is little and what is
+// written is much, so the stores decide the time; all else has to stay out of their way.
+//
+//   loading warpgroups   pixels of a unit → registers → one scale → hi and lo, in a ring of slots
+//   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
+//   storing warps        8 channels each: a stage → epilogue → memory
+//
+// and where statistics are made, two product warpgroups with every other unit each, which keep
+// moments in registers, and nothing is stored.
+//
+// Scales are powers of two, a unit's for its pixels and a channel's for its weights, both found
+// from all the values that they serve. Where a product of the halves is not finite, which an
+// infinity or a NaN makes it, the sum is done again in plain fp32.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cfloat>
+#include <type_traits>
+#include <utility>
+
+#include "conv_direct_args.h"
+#include "convert.cuh"
+#include "epilogue_math.cuh"
+#include "moments.cuh"
+#include "ptx_sm90.cuh"
+#include "split_sm90.cuh"
+#include "wgmma_sm90.cuh"
+
+namespace fx_fuser::conv_direct {
+
+constexpr int kWarpgroup = 128;
+constexpr int kHalf = kConvPositions / 2;  // what an instruction multiplies
+constexpr int kStoreWarps = 8;
+constexpr int kStoreChannels = kConvGroup / kStoreWarps;
+constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
+// Of 128 a thread at first: what one role gives, another takes.
+constexpr int kLoadBarrier = 1;  // and the next: named barriers of the loading warpgroups
+constexpr int kLoadRegisters = 96;
+constexpr int kProductRegisters = 176;
+constexpr int kStoreRegisters = 120;
+constexpr int kStatsProductRegisters = 160;
+static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
+static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
+
+// Behind the slots: what the products of positions beyond the pixels read instead is this.
+struct Tail {
+  uint64_t full[kConvMaxSlots];
+  uint64_t empty[kConvMaxSlots];
+  uint64_t staged[4][kConvStages];  // of each warp of the product's
+  uint64_t stored[4][kConvStages];
+  float weight_unscale[kConvGroup];
+  uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
+  uint32_t largest_finite[2][4];
+  float unscale[kConvMaxSlots];  // of a slot's pixels
+  float stage_unscale[4][kConvStages];
+  int2 unit[kConvMaxSlots];  // sample and first element
+  union {
+    // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
+    // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
+    alignas(16) uint32_t place[kConvMaxSlots][kConvPositions / 2];
+    alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
+  };
+};
+static_assert(sizeof(Tail) <= kConvTailBytes);
+
+struct Shared {
+  uint8_t* weight;
+  float* stage;
+  uint8_t* slot;
+  Tail* tail;
+  int slot_bytes;
+
+  template <bool kStages>
+  static __device__ __forceinline__ Shared of(const ConvDirectArgs& args) {
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    Shared shared;
+    shared.weight = dynamic_shared;
+    uint8_t* after = shared.weight + args.weight_bytes;
+    shared.stage = reinterpret_cast<float*>(after);
+    if constexpr (kStages) after += kConvStageBytes;
+    shared.slot = after;
+    shared.slot_bytes = args.chunks * kConvChunk * 16 * 2;
+    shared.tail = reinterpret_cast<Tail*>(after + args.slots * shared.slot_bytes);
+    return shared;
+  }
+};
+
+// A place in a ring of slots or stages, and the parity of its barriers' phase.
+struct Cursor {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance(int slots) {
+    if (++slot == slots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// ---- units --------------------------------------------------------------------------------------
+
+struct Unit {
+  int sample;
+  int column;  // of the image, where the strip begins
+  int begin;   // elements [begin, end) of the strip are this unit's
+  int end;
+  int first;     // element that it makes
+  int position;  // of that
+
+  static __device__ __forceinline__ Unit at(const ConvDirectArgs& args, int index) {
+    const auto strip = static_cast<int>(divide(static_cast<uint32_t>(index), args.units_per_strip));
+    const int nth = index - strip * static_cast<int>(args.units_per_strip.size);
+    Unit unit;
+    unit.sample = static_cast<int>(divide(static_cast<uint32_t>(strip), args.strips));
+    unit.column = (strip - unit.sample * static_cast<int>(args.strips.size)) *
+                  static_cast<int>(args.strip.size);
+    unit.begin = nth * args.advance;
+    unit.end = min(unit.begin + args.advance, args.elements);
+    unit.first = max(unit.begin - args.lead, 0);
+    unit.position = unit.first + (args.kernel_w - 1) * row_of(args, unit.first);
+    return unit;
+  }
+
+  static __device__ __forceinline__ int row_of(const ConvDirectArgs& args, int element) {
+    return static_cast<int>(divide(static_cast<uint32_t>(element), args.strip));
+  }
+};
+
+// Blocks that work on the same units lie side by side, and so do the units of neighbouring blocks.
+struct Walk {
+  int group;
+  int first;
+  int step;
+
+  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args)
+      : group(static_cast<int>(blockIdx.x) % args.groups),
+        first(static_cast<int>(blockIdx.x) / args.groups),
+        step(static_cast<int>(gridDim.x) / args.groups) {}
+};
+
+// ---- weights ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t magnitude_bits(float value) {
+  return __float_as_uint(value) & 0x7FFFFFFF;
+}
+
+// Zeros have any scale: one that can be undone together with any other.
+__device__ __forceinline__ Scale scale_of(float largest) {
+  return largest == 0.0f ? Scale{1.0f, 1.0f} : Scale::of(largest);
+}
+
+// The group's weights as tiles of [2 k-halves][64 channels][8 input channels] fp16.
+__device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const Shared& shared,
+                                              int group) {
+  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += kConvThreads) {
+    reinterpret_cast<uint4*>(shared.weight)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  const int taps = args.kernel_h * args.kernel_w;
+  const int values = args.channels * taps;
+  const int lane = threadIdx.x % 32;
+  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += kConvThreads / 32) {
+    const int output = group * kConvGroup + channel;
+    const float* from = args.weight + static_cast<int64_t>(output) * values;
+    uint32_t largest = 0;
+    for (int i = lane; output < args.outputs && i < values; i += 32) {
+      largest = max(largest, magnitude_bits(from[i]));
+    }
+    const Scale scale = scale_of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
+    if (lane == 0) shared.tail->weight_unscale[channel] = scale.unscale;
+    for (int i = lane; output < args.outputs && i < values; i += 32) {
+      const float value = from[i] * scale.scale;
+      const __half hi = __float2half_rn(value);
+      const int tap = i % taps;
+      auto* lo_tile = reinterpret_cast<__half*>(shared.weight + (1 + tap) * kConvTileUnits * 16);
+      __half* hi_tile = lo_tile + taps * kConvTileUnits * 8;
+      const int place = channel * 8 + i / taps;
+      hi_tile[place] = hi;
+      lo_tile[place] = __float2half_rn(value - __half2float(hi));
+    }
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- loading ------------------------------------------------------------------------------------
+
+// *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
+// by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
+// for the data of that.
+__device__ __forceinline__ float load_below(const float* from, uint32_t place, uint32_t limit) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %2, %3;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@below ld.global.nc.f32 %0, [%1];\n"
+      "}\n"
+      : "=f"(value)
+      : "l"(from), "r"(place), "r"(limit));
+  return value;
+}
+
+// A thread's pixels of a unit, one of each chunk; zeros outside of the image.
+template <int kChunks>
+struct Pixels {
+  float value[kChunks][kConvChannels];
+
+  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit) {
+    const auto plane = static_cast<uint32_t>(args.h * args.w);
+    const auto first = static_cast<uint32_t>(unit.position) + threadIdx.x % kWarpgroup;
+    const float* sample = args.x + static_cast<int64_t>(unit.sample) * args.channels * plane;
+    if (args.linear) {
+      const uint32_t end =
+          min(plane, static_cast<uint32_t>(unit.position + args.chunks * kConvChunk));
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) {
+        const uint32_t limit = c < args.channels ? end : 0;
+        const float* from = sample + (uint64_t{plane} * c + first);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          value[i][c] = load_below(from + i * kConvChunk, first + i * kConvChunk, limit);
+        }
+      }
+      return;
+    }
+    uint32_t offset[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint32_t place = first + i * kConvChunk;
+      const uint32_t row = divide(place, args.pitch);
+      const int in_row = static_cast<int>(row) - args.top;
+      const int in_column =
+          static_cast<int>(place - row * args.pitch.size) + unit.column - args.left;
+      const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
+                          static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
+      constexpr uint32_t kOutside = 0xFFFFFFFF;
+      offset[i] =
+          inside && i < args.chunks ? static_cast<uint32_t>(in_row * args.w + in_column) : kOutside;
+    }
+#pragma unroll
+    for (int c = 0; c < kConvChannels; ++c) {
+      const uint32_t limit = c < args.channels ? plane : 0;
+      const float* from = sample + uint64_t{plane} * c;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        value[i][c] = offset[i] < limit ? __ldg(from + offset[i]) : 0.0f;
+      }
+    }
+  }
+
+  // NaN do not count, infinities only where kInfinities.
+  template <bool kInfinities>
+  __device__ __forceinline__ float largest() const {
+    float found = 0;
+#pragma unroll
+    for (const auto& pixel : value) {
+#pragma unroll
+      for (const float one : pixel) {
+        if (kInfinities || fabsf(one) < INFINITY) found = fmaxf(found, fabsf(one));
+      }
+    }
+    return found;
+  }
+};
+
+// Which positions of the unit are elements of its own, a bit each.
+__device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
+                                           uint32_t (&valid)[kConvPositions / 32]) {
+#pragma unroll
+  for (int i = 0; i < kConvPositions; i += kWarpgroup) {
+    const int place = i + static_cast<int>(threadIdx.x) % kWarpgroup;
+    const uint32_t position = static_cast<uint32_t>(unit.position + place);
+    const int row = static_cast<int>(divide(position, args.pitch));
+    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
+    const int element = row * static_cast<int>(args.strip.size) + column;
+    const bool is_valid = column < static_cast<int>(args.strip.size) &&
+                          unit.column + column < args.out_w && element >= unit.begin &&
+                          element < unit.end;
+    const uint32_t bits = __ballot_sync(0xFFFFFFFF, is_valid);
+    if (threadIdx.x % 32 == 0) valid[place / 32] = bits;
+  }
+}
+
+// Where the positions go in a stage's channels: elements next to each other. A thread has a pair.
+__device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
+                                                uint32_t (&place)[kConvPositions / 2]) {
+  const int pair = static_cast<int>(threadIdx.x) % kWarpgroup;
+  uint32_t at[2];
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const auto position = static_cast<uint32_t>(unit.position + 2 * pair + t);
+    const int row = static_cast<int>(divide(position, args.pitch));
+    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
+    const int element = row * static_cast<int>(args.strip.size) + column;
+    const bool is_element = column < static_cast<int>(args.strip.size);
+    at[t] = 4 * static_cast<uint32_t>(is_element ? element - unit.first : kConvStageUnused);
+  }
+  place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
+}
+
+// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for.
+__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int index) {
+  const auto channel = static_cast<int>(threadIdx.x % kWarpgroup);
+  if (channel >= args.channels || index >= args.units || args.strips.size != 1) return;
+  const Unit unit = Unit::at(args, index);
+  const int plane = args.h * args.w;
+  const int64_t channel_begin =
+      (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
+  // The rows that it has in common with the unit before, that has asked for.
+  const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
+  const int row = max(last_tap, 0) * args.w;
+  const int begin = unit.begin == 0 ? 0 : row;
+  const int end = min(row + kConvPositions, plane);
+  const auto from = reinterpret_cast<uintptr_t>(args.x + channel_begin + begin) & ~uintptr_t{15};
+  const auto to = reinterpret_cast<uintptr_t>(args.x + channel_begin + end) & ~uintptr_t{15};
+  if (to > from) {
+    ptx::prefetch(reinterpret_cast<const void*>(from), static_cast<uint32_t>(to - from));
+  }
+}
+
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit, of at most kChunks.
+template <int kLoaders, int kChunks>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader) {
+  const Walk walk(args);
+  const int thread = threadIdx.x % kWarpgroup;
+  const int plane_bytes = args.chunks * kConvChunk * 16;
+  Tail& tail = *shared.tail;
+  Cursor cursor;
+  for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
+
+  Pixels<kChunks> pixels;
+  int index = walk.first + loader * walk.step;
+  if (index >= args.units) return;
+  Unit unit = Unit::at(args, index);
+  pixels.load(args, unit);
+  for (int turn = 0;; turn ^= 1) {
+    const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
+      const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
+      if (thread % 32 == 0) of_warp[thread / 32] = bits;
+      ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
+      return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
+    };
+    float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
+    // An infinity must not decide the scale of pixels that it does not meet.
+    if (largest == INFINITY) {
+      largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
+    }
+    const Scale scale = scale_of(largest);
+
+    ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
+    uint8_t* to = shared.slot + cursor.slot * shared.slot_bytes + thread * 16;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (i < args.chunks) {
+        uint32_t hi[kConvChannels / 2];
+        uint32_t lo[kConvChannels / 2];
+#pragma unroll
+        for (int c = 0; c < kConvChannels; c += 2) {
+          const SplitPair pair =
+              split(pixels.value[i][c] * scale.scale, pixels.value[i][c + 1] * scale.scale);
+          hi[c / 2] = pair.hi;
+          lo[c / 2] = pair.lo;
+        }
+        uint8_t* place = to + i * kConvChunk * 16;
+        *reinterpret_cast<uint4*>(place) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        *reinterpret_cast<uint4*>(place + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+      }
+    }
+    if (thread == 0) {
+      tail.unscale[cursor.slot] = scale.unscale;
+      tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
+    }
+    if constexpr (kLoaders == 2) {
+      mark_valid(args, unit, tail.valid[cursor.slot]);
+    } else {
+      place_positions(args, unit, tail.place[cursor.slot]);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
+    for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
+
+    prefetch_unit(args, index + 2 * kLoaders * walk.step);
+    index += kLoaders * walk.step;
+    if (index >= args.units) break;
+    unit = Unit::at(args, index);
+    pixels.load(args, unit);
+  }
+}
+
+// Most have few chunks: fewer instructions then.
+template <int kLoaders>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader) {
+  constexpr int kUsual = 4;
+  if (args.chunks <= kUsual) {
+    load_units<kLoaders, kUsual>(args, shared, loader);
+  } else {
+    load_units<kLoaders, kConvMaxChunks>(args, shared, loader);
+  }
+}
+
+// ---- products -----------------------------------------------------------------------------------
+
+// Of a K-major operand without swizzle: 8 rows of 16 bytes are 128, eight such blocks follow each
+// other, and `begin_and_leading` is one of a ConvStep's.
+__device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and_leading) {
+  constexpr uint64_t kStrideOffset = 128 / 16;
+  return kStrideOffset << 32 | (base + begin_and_leading);
+}
+
+// Starts all taps' products of 128 of a slot's positions.
+// sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
+__device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
+                                               int slot, int half, float (&sum)[64]) {
+  const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
+  const uint32_t pixels = ptx::uniform(
+      (ptx::shared_address(shared.slot) + slot * shared.slot_bytes) / 16 + half * kHalf);
+  ptx::pin(sum);
+  // Fence and commit in each step: around the loop alone, ptxas adds fences of its own or
+  // serialises.
+#pragma unroll 1
+  for (int i = 0; i < args.steps; ++i) {
+    ptx::wgmma_fence();
+    ptx::Wgmma<__half>::run(sum, descriptor(weight, args.step[i].weight),
+                            descriptor(pixels, args.step[i].pixels), i > 0);
+    ptx::wgmma_commit();
+  }
+}
+
+// use(slot, half, sum) for both halves of the positions of the units from `first` on, which are
+// every `every`-th of the ring; one half's products run while the other's sums are used.
+template <class Use>
+__device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
+                                               int first, int step, int every, Cursor cursor,
+                                               const Use& use) {
+  Tail& tail = *shared.tail;
+  if (first >= args.units) return;
+  float sum[2][64];
+  ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+  start_products(args, shared, cursor.slot, 0, sum[0]);
+  for (int index = first; index < args.units; index += step) {
+    const int slot = cursor.slot;
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum[0]);
+    start_products(args, shared, slot, 1, sum[1]);
+    use(slot, 0, sum[0]);
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum[1]);
+    // After the last unit once more, for nothing: a condition would serialise the products.
+    if (index + step < args.units) {
+      for (int i = 0; i < every; ++i) cursor.advance(args.slots);
+      ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+    }
+    start_products(args, shared, cursor.slot, 0, sum[0]);
+    use(slot, 1, sum[1]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+  }
+  ptx::wgmma_wait<0>();
+}
+
+// How far from where a sector begins a channel's first element is, in elements.
+__device__ __forceinline__ uint32_t phase_of(const ConvDirectArgs& args, int sample, int output) {
+  const auto plane = static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
+  return args.phase + static_cast<uint32_t>(sample * args.outputs + output) * plane;
+}
+
+// Where in its row of a stage a channel's first element is, such that vectors in memory are vectors
+// in the stage.
+__device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
+  return (static_cast<uint32_t>(first) + phase) % kConvStoreWidth;
+}
+
+// A thread's two channels to their rows of the stage, where it has all of 128 positions.
+template <bool kPairs>
+__device__ __forceinline__ void stage_sums(const float (&sum)[64], const uint4* place,
+                                           uint8_t* row) {
+  constexpr int kEightRows = 8 * kConvStagePitch * 4;
+#pragma unroll
+  for (int quad = 0; quad < 4; ++quad) {
+    const uint4 loaded = place[quad * 4];
+    const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* of_pair = &sum[(quad * 4 + i) * 4];
+      if constexpr (kPairs) {
+        auto* to = reinterpret_cast<float2*>(row + word[i]);
+        to[0] = make_float2(of_pair[0], of_pair[1]);
+        to[kEightRows / 8] = make_float2(of_pair[2], of_pair[3]);
+      } else {
+        auto* to = reinterpret_cast<float*>(row + (word[i] & 0xFFFF));
+        auto* next = reinterpret_cast<float*>(row + (word[i] >> 16));
+        to[0] = of_pair[0];
+        next[0] = of_pair[1];
+        to[kEightRows / 4] = of_pair[2];
+        next[kEightRows / 4] = of_pair[3];
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared) {
+  const Walk walk(args);
+  const int thread = threadIdx.x % kWarpgroup;
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  const int channel = warp * 16 + lane / 4;
+  Tail& tail = *shared.tail;
+  Cursor stage;
+  uint8_t* row = nullptr;
+  multiply_units(
+      args, shared, walk.first, walk.step, 1, Cursor{},
+      [&](int slot, int half, const float (&sum)[64]) {
+        if (half == 0) {
+          // The channel eight rows below has the same shift: eight planes are whole vectors.
+          const int2 unit = tail.unit[slot];
+          const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
+          row = reinterpret_cast<uint8_t*>(shared.stage +
+                                           (stage.slot * kConvGroup + channel) * kConvStagePitch +
+                                           shift_of(phase, unit.y));
+          ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+        }
+        const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + half * 16 + lane % 4;
+        if (args.pairs) {
+          stage_sums<true>(sum, place, row);
+        } else {
+          stage_sums<false>(sum, place, row);
+        }
+        if (half == 1) {
+          if (lane == 0) tail.stage_unscale[warp][stage.slot] = tail.unscale[slot];
+          __syncwarp();
+          if (lane == 0) {
+            ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+          }
+          stage.advance(kConvStages);
+        }
+      });
+}
+
+// ---- statistics ---------------------------------------------------------------------------------
+
+// Product warpgroup `worker` of two. About the pivot, one of the unit's values: batch_stats.cu.
+__device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
+                                              int worker) {
+  const Walk walk(args);
+  const int thread = threadIdx.x % kWarpgroup;
+  const int lane = thread % 32;
+  const int channel = thread / 32 * 16 + lane / 4;
+  Tail& tail = *shared.tail;
+  Moments<float> moments[2] = {};
+  float pivot[2];
+  float count;
+  float total[2][2];  // of each channel two, so that no sum waits for the one before
+  float squares[2][2];
+  Cursor cursor;
+  for (int i = 0; i < worker; ++i) cursor.advance(args.slots);
+  const auto measure = [&](int slot, int half, const float (&sum)[64]) {
+    if (half == 0) {
+      count = 0;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // The unit's first position is always one of its elements.
+        pivot[r] = __shfl_sync(0xFFFFFFFF, sum[2 * r], lane & ~3);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) total[r][t] = squares[r][t] = 0;
+      }
+    }
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      // Of 32 positions the lane has bits 8b + t.
+      const uint32_t valid = tail.valid[slot][half * 4 + word] >> (lane % 4 * 2) & 0x03030303;
+      count += static_cast<float>(__popc(valid));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const bool is_valid = valid >> (8 * i + t) & 1;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float deviation = sum[(word * 4 + i) * 4 + 2 * r + t] - pivot[r];
+            if (is_valid) {
+              total[r][t] += deviation;
+              squares[r][t] = fmaf(deviation, deviation, squares[r][t]);
+            }
+          }
+        }
+      }
+    }
+    if (half == 0 || count == 0) return;
+    const float pixel_unscale = tail.unscale[slot];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float deviations = total[r][0] + total[r][1];
+      const float shift = deviations / count;
+      const float m2 = squares[r][0] + squares[r][1] - deviations * shift;
+      // Scales one after the other: their product can leave fp32's range.
+      const float unscale = tail.weight_unscale[channel + 8 * r];
+      moments[r].merge({count, (pivot[r] + shift) * unscale * pixel_unscale,
+                        fmaxf(m2, 0.0f) * unscale * pixel_unscale * unscale * pixel_unscale});
+      if (isnan(m2)) moments[r].m2 = m2;
+    }
+  };
+  multiply_units(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, cursor, measure);
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+#pragma unroll
+    for (auto& mine : moments) {
+      mine.merge({__shfl_xor_sync(0xFFFFFFFF, mine.count, distance),
+                  __shfl_xor_sync(0xFFFFFFFF, mine.mean, distance),
+                  __shfl_xor_sync(0xFFFFFFFF, mine.m2, distance)});
+    }
+  }
+  const int splits = 2 * walk.step;
+  const int split = 2 * walk.first + worker;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int output = walk.group * kConvGroup + channel + 8 * r;
+    if (lane % 4 == 0 && output < args.outputs) {
+      static_cast<Moments<float>*>(args.partial)[static_cast<int64_t>(output) * splits + split] =
+          moments[r];
+    }
+  }
+}
+
+// ---- storing ------------------------------------------------------------------------------------
+
+// The convolution at one place in plain fp32, as IEEE has it.
+__device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sample, int output,
+                                           int row, int column) {
+  const int taps = args.kernel_h * args.kernel_w;
+  const float* weight = args.weight + static_cast<int64_t>(output) * args.channels * taps;
+  float sum = 0;
+#pragma unroll 1
+  for (int c = 0; c < args.channels; ++c) {
+    const float* plane =
+        args.x + (static_cast<int64_t>(sample) * args.channels + c) * (args.h * args.w);
+#pragma unroll 1
+    for (int tap = 0; tap < taps; ++tap) {
+      const int in_row = row + tap / args.kernel_w - args.top;
+      const int in_column = column + tap % args.kernel_w - args.left;
+      const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
+                          static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
+      sum = fmaf(inside ? plane[in_row * args.w + in_column] : 0.0f, weight[c * taps + tap], sum);
+    }
+    if (isnan(sum)) return sum;  // and stays one: a tensor full of them is soon done
+  }
+  return sum;
+}
+
+template <class Epilogue, int kScalars, class Out, class Operands, class... In>
+struct Store;
+
+template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... In>
+struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
+  static constexpr int kOperands = sizeof...(In);
+  static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
+  static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  static constexpr int kQuarter = 8;  // lanes that have a channel
+  static constexpr int kRounds = kStoreChannels / (32 / kQuarter);
+  static constexpr int kAtOnce = kOperands < 6 ? 4 : 2;  // vectors: what registers allow
+  static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
+
+  const ConvDirectArgs& args;
+  Unit unit;
+
+  // What an operand is in a channel of the sample, at its first pixel.
+  template <int kOne, class T>
+  __device__ __forceinline__ const T* channel_of(int output) const {
+    const ConvOperand& operand = args.operand[kOne];
+    return static_cast<const T*>(operand.data) + unit.sample * operand.stride[0] +
+           output * operand.stride[1];
+  }
+
+  template <int kOne, class T>
+  __device__ __forceinline__ float pixel_of(int output, int row, int column) const {
+    const ConvOperand& operand = args.operand[kOne];
+    return convert<float>(
+        channel_of<kOne, T>(output)[row * operand.stride[2] + column * operand.stride[3]]);
+  }
+
+  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
+    float in[1 + kOperands];
+    in[0] = c;
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) in[1 + i] = operand[i];
+    float scalar[kScalarSlots];
+#pragma unroll
+    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
+    return convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
+  }
+
+  // The elements of a channel that the unit writes, from the start of a sector to that of another.
+  struct Range {
+    int first;  // at or before `begin`, where a vector starts
+    int begin;
+    int end;
+    int staged;  // where `first` is in the channel's row of the stage
+  };
+
+  __device__ __forceinline__ Range range_of(int output) const {
+    const uint32_t phase = phase_of(args, unit.sample, output);
+    const auto before = [&](int element) {
+      return static_cast<int>((static_cast<uint32_t>(element) + phase) &
+                              static_cast<uint32_t>(args.overlap));
+    };
+    Range range;
+    range.begin = max(unit.begin - before(unit.begin), 0);
+    range.end = unit.end < args.elements ? unit.end - before(unit.end) : unit.end;
+    range.first = range.begin - static_cast<int>(shift_of(phase, range.begin));
+    range.staged = range.first - unit.first + static_cast<int>(shift_of(phase, unit.first));
+    return range;
+  }
+
+  __device__ __forceinline__ int64_t plane_of(int output) const {
+    return (static_cast<int64_t>(unit.sample) * args.outputs + output) *
+           (static_cast<int64_t>(args.out_h) * args.out_w);
+  }
+
+  // The whole vectors of a channel whose elements are neighbours in memory and have the same
+  // operands; a quarter of the warp has a channel. Returns whether a convolution among them is not
+  // finite. No branches: the vectors' instructions then overlap.
+  template <bool kSaves>
+  __device__ __forceinline__ bool store_vectors(const Range& range, int64_t plane,
+                                                const float* staged, float unscale,
+                                                const float (&operand)[kSlots]) const {
+    using Vector = Vec<Out, kConvStoreWidth>;
+    const int first = threadIdx.x % kQuarter * kConvStoreWidth;
+    Out* out = static_cast<Out*>(args.out) + plane;
+    float* c = kSaves ? args.c + plane : nullptr;
+    bool any_broken = false;
+#pragma unroll kAtOnce
+    for (int v = 0; v < kConvPositions / (kQuarter * kConvStoreWidth); ++v) {
+      const int at = first + v * (kQuarter * kConvStoreWidth);
+      const int element = range.first + at;
+      const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
+      const auto loaded = *reinterpret_cast<const float4*>(staged + at);
+      const float value[kConvStoreWidth] = {loaded.x * unscale, loaded.y * unscale,
+                                            loaded.z * unscale, loaded.w * unscale};
+      float broken = 0;  // 0 times all of them: NaN where one is not finite
+      Vector result;
+#pragma unroll
+      for (int e = 0; e < kConvStoreWidth; ++e) {
+        broken = fmaf(value[e], 0.0f, broken);
+        result.element[e] = compute(value[e], operand);
+      }
+      any_broken |= is_whole && isnan(broken);
+      if (is_whole) *reinterpret_cast<Vector*>(out + element) = result;
+      if constexpr (kSaves) {
+        if (is_whole && args.c_is_like_out) {
+          *reinterpret_cast<float4*>(c + element) =
+              make_float4(value[0], value[1], value[2], value[3]);
+        } else if (is_whole) {
+#pragma unroll
+          for (int e = 0; e < kConvStoreWidth; ++e) c[element + e] = value[e];
+        }
+      }
+    }
+    return any_broken;
+  }
+
+  // All elements of a channel, or those that store_vectors leaves: of vectors that are not whole,
+  // and those whose convolution is not finite, which is done again. Any operands, any strips.
+  __device__ __forceinline__ void store_elements(const Range& range, int output,
+                                                 const float* staged, float weight_unscale,
+                                                 float pixel_unscale, bool all) const {
+    const int64_t plane = plane_of(output);
+#pragma unroll 1
+    for (int group = 0; group < kStoreGroups; ++group) {
+      const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
+      const int element = range.first + nth;
+      const int row = Unit::row_of(args, element);
+      const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
+      if (element < range.begin || element >= range.end || column >= args.out_w) continue;
+      float value = staged[nth] * weight_unscale * pixel_unscale;
+      const bool is_finite = fabsf(value) < INFINITY;
+      const int vector = element - nth % kConvStoreWidth;
+      const bool is_whole = vector >= range.begin && vector + kConvStoreWidth <= range.end;
+      if (!all && is_whole && is_finite) continue;
+      if (!is_finite) value = plain_sum(args, unit.sample, output, row, column);
+      float operand[kSlots];
+      ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
+      const int64_t offset = plane + (row * args.out_w + column);
+      static_cast<Out*>(args.out)[offset] = compute(value, operand);
+      if (args.c != nullptr) args.c[offset] = value;
+    }
+  }
+
+  static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
+    const Walk walk(args);
+    const int warp = static_cast<int>(threadIdx.x / 32) - 2 * kWarpgroup / 32;
+    const int lane = threadIdx.x % 32;
+    const int producer = warp / 2;  // the product's warp with these channels
+    const int first_channel = warp * kStoreChannels;
+    const int first_output = walk.group * kConvGroup + first_channel;
+    const int outputs = min(kStoreChannels, args.outputs - first_output);
+    const uint32_t all = outputs > 0 ? (1u << outputs) - 1 : 0;
+    Tail& tail = *shared.tail;
+    // A lane's channels, one after the other.
+    int channel[kRounds];
+    float weight_unscale[kRounds];
+    float operand[kRounds][kSlots] = {};
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      channel[round] = round * (kStoreChannels / kRounds) + lane / kQuarter;
+      weight_unscale[round] = tail.weight_unscale[first_channel + channel[round]];
+    }
+    Cursor stage;
+    for (int index = walk.first; index < args.units; index += walk.step) {
+      const Store store{args, Unit::at(args, index)};
+      Range range[kRounds];
+      bool has_edges[kRounds];
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        const int output = first_output + channel[round];
+        range[round] = store.range_of(output);
+        has_edges[round] = range[round].begin != range[round].first ||
+                           (range[round].end - range[round].first) % kConvStoreWidth != 0;
+        if (channel[round] >= outputs) {
+          range[round].end = range[round].begin;
+          has_edges[round] = false;
+        } else if (!args.any_per_pixel && (args.any_per_sample || index == walk.first)) {
+          ((operand[round][kOperand] =
+                convert<float>(*store.template channel_of<kOperand, In>(output))),
+           ...);
+        }
+      }
+      ptx::mbarrier_wait(ptx::shared_address(&tail.staged[producer][stage.slot]), stage.phase);
+      const float pixel_unscale = tail.stage_unscale[producer][stage.slot];
+      const float* staged =
+          shared.stage + (stage.slot * kConvGroup + first_channel) * kConvStagePitch;
+      float unscale[kRounds];
+      bool is_normal = true;  // can the scales be undone at once
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        unscale[round] = weight_unscale[round] * pixel_unscale;
+        is_normal &= unscale[round] >= FLT_MIN && unscale[round] < INFINITY;
+      }
+      const bool by_vectors =
+          !args.any_per_pixel && args.strips.size == 1 && __all_sync(0xFFFFFFFF, is_normal);
+      uint32_t by_elements = 0;  // a bit a channel
+#pragma unroll
+      for (int round = 0; round < kRounds && by_vectors; ++round) {
+        const int64_t plane = store.plane_of(first_output + channel[round]);
+        const float* from = staged + channel[round] * kConvStagePitch + range[round].staged;
+        const bool is_broken = args.c == nullptr
+                                   ? store.template store_vectors<false>(
+                                         range[round], plane, from, unscale[round], operand[round])
+                                   : store.template store_vectors<true>(
+                                         range[round], plane, from, unscale[round], operand[round]);
+        by_elements |= static_cast<uint32_t>(is_broken || has_edges[round]) << channel[round];
+      }
+      // What is stored again is stored after.
+      by_elements = by_vectors ? __reduce_or_sync(0xFFFFFFFF, by_elements) : all;
+      __syncwarp();
+      for (; by_elements != 0; by_elements &= by_elements - 1) {
+        const int i = __ffs(by_elements) - 1;
+        const Range of_channel = store.range_of(first_output + i);
+        store.store_elements(of_channel, first_output + i,
+                             staged + i * kConvStagePitch + of_channel.staged,
+                             tail.weight_unscale[first_channel + i], pixel_unscale, !by_vectors);
+      }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));
+      stage.advance(kConvStages);
+    }
+  }
+};
+
+// ---- the kernels --------------------------------------------------------------------------------
+
+template <bool kStages>
+__device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
+  if (threadIdx.x == 0) {
+    Tail& tail = *shared.tail;
+    for (int slot = 0; slot < args.slots; ++slot) {
+      ptx::mbarrier_init(ptx::shared_address(&tail.full[slot]), kWarpgroup);
+      ptx::mbarrier_init(ptx::shared_address(&tail.empty[slot]), kWarpgroup / 32);
+    }
+    if constexpr (kStages) {
+      for (int warp = 0; warp < 4; ++warp) {
+        for (int stage = 0; stage < kConvStages; ++stage) {
+          ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), 1);
+          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStoreWarps / 4);
+        }
+      }
+    }
+    ptx::fence_mbarrier_init();
+  }
+  split_weights(args, shared, Walk(args).group);
+  __syncthreads();
+}
+
+template <class Epilogue, int kScalars, class Acc, class Out, class C, class... In>
+__device__ __forceinline__ void run(const ConvDirectArgs& args) {
+  static_assert(std::is_same_v<Acc, float> && std::is_same_v<C, float>);
+  const Shared shared = Shared::of<true>(args);
+  prepare<true>(args, shared);
+  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+  if (warpgroup == 0) {
+    ptx::give_registers<kLoadRegisters>();
+    load_units<1>(args, shared, 0);
+  } else if (warpgroup == 1) {
+    ptx::take_registers<kProductRegisters>();
+    stage_units(args, shared);
+  } else {
+    ptx::give_registers<kStoreRegisters>();
+    Store<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>::run(args, shared);
+  }
+}
+
+__device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
+  const Shared shared = Shared::of<false>(args);
+  prepare<false>(args, shared);
+  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+  if (warpgroup < 2) {
+    ptx::give_registers<kLoadRegisters>();
+    load_units<2>(args, shared, warpgroup);
+  } else {
+    ptx::take_registers<kStatsProductRegisters>();
+    measure_units(args, shared, warpgroup - 2);
+  }
+}
+
+}  // namespace fx_fuser::conv_direct
+
+// FX_FUSER_CONV_DIRECT(Epilogue, scalars, Acc, Out, C, Operands...)
+#define FX_FUSER_CONV_DIRECT(...)                                                              \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
+      fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {            \
+    fx_fuser::conv_direct::run<__VA_ARGS__>(args);                                             \
+  }                                                                                            \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
+      fx_fuser_conv_direct_statistics(const __grid_constant__ fx_fuser::ConvDirectArgs args) { \
+    fx_fuser::conv_direct::run_statistics(args);                                               \
+  }

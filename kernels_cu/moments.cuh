@@ -1,0 +1,26 @@
+// Count, mean and M2 (the sum of squared deviations from the mean) of a set of values, and how two
+// sets' become those of their union:
+//   T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for
+//   Computing Sample Variances", 1979.
+#pragma once
+
+namespace fx_fuser {
+
+template <class Acc>
+struct Moments {
+  Acc count;
+  Acc mean;
+  Acc m2;
+
+  __device__ __forceinline__ void merge(const Moments& other) {
+    if (other.count == Acc(0)) return;
+    const Acc total = count + other.count;
+    const Acc weight = other.count / total;
+    const Acc delta = other.mean - mean;
+    mean += delta * weight;
+    m2 += other.m2 + delta * (count * weight) * delta;
+    count = total;
+  }
+};
+
+}  // namespace fx_fuser

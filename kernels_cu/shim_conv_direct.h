@@ -1,0 +1,233 @@
+// The direct convolution of few channels, and its statistics.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conv_direct_args.h"
+#include "shim_batch_stats.h"
+#include "shim_linear_split.h"
+#include "shim_pointwise.h"
+
+namespace fx_fuser {
+namespace {
+
+struct ConvDirectKernels {
+  cudaKernel_t convolution;
+  cudaKernel_t statistics;
+  int multiprocessors;
+  int scalars;
+  ScalarType out;
+  std::vector<ScalarType> operands;
+};
+
+// `signature` is what stands between the parentheses of FX_FUSER_CONV_DIRECT, as a list.
+int64_t load_conv_direct(const std::string& name, const std::string& cubin,
+                         const std::vector<std::string>& signature, int64_t device) {
+  STD_TORCH_CHECK(signature.size() >= 5,
+                  "fx_fuser: FX_FUSER_CONV_DIRECT needs an epilogue, a number of scalars, Acc, "
+                  "Out and the type of the convolution");
+  const OnDevice on_device(static_cast<int>(device));
+  cudaLibrary_t library = load_library(cubin);
+  auto kernels = std::make_unique<ConvDirectKernels>();
+  kernels->convolution = get_kernel(library, "fx_fuser_conv_direct");
+  kernels->statistics = get_kernel(library, "fx_fuser_conv_direct_statistics");
+  for (const cudaKernel_t kernel : {kernels->convolution, kernels->statistics}) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kConvMaxShared),
+          "cudaFuncSetAttribute");
+  }
+  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
+                               static_cast<int>(device)),
+        "cudaDeviceGetAttribute");
+  kernels->scalars = std::stoi(signature[1]);
+  kernels->out = scalar_type_of(signature[3]);
+  for (size_t i = 5; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
+                  "fx_fuser: a direct convolution takes at most ", kConvMaxOperands, " operands");
+  registry<ConvDirectKernels>().add(name, static_cast<int>(device), kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// [samples, channels, h, w, outputs, kernel h, kernel w, left, right, top, bottom]
+std::optional<ConvDirectArgs> conv_geometry_of(const std::vector<int64_t>& sizes, int out_bytes) {
+  STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
+                  sizes.size());
+  return conv_geometry({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+                        sizes[7], sizes[8], sizes[9], sizes[10]},
+                       out_bytes);
+}
+
+// How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
+// many operands.
+std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t out_bytes,
+                                     int64_t operands) {
+  const auto args = conv_geometry_of(sizes, static_cast<int>(out_bytes));
+  if (!args || operands > kConvMaxOperands) return {};
+  std::vector<int64_t> cut{args->strip.size, args->strips.size,
+                           args->advance,    args->overlap,
+                           args->lead,       args->units_per_strip.size,
+                           args->units,      args->chunks,
+                           args->slots,      conv_shared_bytes(*args, out_bytes > 0)};
+  for (int i = 0; i < args->steps; ++i) {
+    for (const uint32_t half : {args->step[i].weight, args->step[i].pixels}) {
+      cut.push_back(half & 0xFFFF);
+      cut.push_back(half >> 16);
+    }
+  }
+  return cut;
+}
+
+bool is_contiguous(const Tensor& tensor) {
+  int64_t dense = 1;
+  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+    if (tensor.size(d) != 1 && tensor.stride(d) != dense) return false;
+    dense *= tensor.size(d);
+  }
+  return true;
+}
+
+void check_conv(const Tensor& x, const Tensor& weight, const std::vector<int64_t>& padding) {
+  require_cuda(x, "x");
+  for (const Tensor& tensor : {x, weight}) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index() &&
+                        tensor.scalar_type() == ScalarType::Float && tensor.dim() == 4,
+                    "fx_fuser: a direct convolution takes x [N, C, H, W] and weight "
+                    "[O, C, kh, kw] as float32 on one CUDA device");
+  }
+  STD_TORCH_CHECK(x.size(1) == weight.size(1), "fx_fuser: x of shape ", to_string(x.sizes()),
+                  " has other channels than weight ", to_string(weight.sizes()));
+  STD_TORCH_CHECK(padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
+                  to_string(padding));
+}
+
+// Geometry and operands of the convolution; nothing where the kernels do not take it.
+std::optional<ConvDirectArgs> conv_args(const Tensor& x, const Tensor& weight,
+                                        const std::vector<int64_t>& padding, int out_bytes) {
+  if (!is_contiguous(x) || !is_contiguous(weight)) return std::nullopt;
+  auto args =
+      conv_geometry_of({x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2),
+                        weight.size(3), padding[0], padding[1], padding[2], padding[3]},
+                       out_bytes);
+  if (!args) return std::nullopt;
+  args->x = static_cast<const float*>(x.data_ptr());
+  args->weight = static_cast<const float*>(weight.data_ptr());
+  return args;
+}
+
+// As many blocks as keep all multiprocessors busy, and of each group of channels the same.
+int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
+  const int64_t of_group = std::max<int64_t>(multiprocessors / args.groups, 1);
+  return std::min<int64_t>(of_group, args.units) * args.groups;
+}
+
+// out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
+// False, and nothing is launched, where the kernel does not take these shapes or strides.
+bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
+                 const std::vector<int64_t>& padding, const Tensor& out,
+                 const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+                 const std::vector<double>& scalars) {
+  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
+  check_conv(x, weight, padding);
+  const int device = x.get_device_index();
+  auto args = conv_args(x, weight, padding, static_cast<int>(out.element_size()));
+  if (!args || !is_contiguous(out) || (c && !is_contiguous(*c))) return false;
+
+  const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
+    STD_TORCH_CHECK(
+        result.is_cuda() && result.get_device_index() == device && result.scalar_type() == type,
+        "fx_fuser: ", name, " must be of ", toString(type), " on cuda:", device);
+    STD_TORCH_CHECK(result.dim() == 4 && result.size(0) == args->samples &&
+                        result.size(1) == args->outputs && result.size(2) == args->out_h &&
+                        result.size(3) == args->out_w,
+                    "fx_fuser: ", name, " of shape ", to_string(result.sizes()),
+                    " does not hold the convolution of x ", to_string(x.sizes()), " and weight ",
+                    to_string(weight.sizes()));
+  };
+  check_result(out, "out", kernels.out);
+  if (c) check_result(*c, "c", ScalarType::Float);
+  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
+                  kernels.operands.size(), " operands, not ", operands.size());
+  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
+                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Tensor& tensor = operands[i];
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device &&
+                        tensor.scalar_type() == kernels.operands[i],
+                    "fx_fuser: operand ", i, " must be of ", toString(kernels.operands[i]),
+                    " on cuda:", device);
+    STD_TORCH_CHECK(broadcasts_to(tensor, out), "fx_fuser: operand ", i, " of shape ",
+                    to_string(tensor.sizes()), " does not broadcast to out's shape ",
+                    to_string(out.sizes()));
+    ConvOperand& operand = args->operand[i];
+    operand.data = tensor.data_ptr();
+    const int64_t missing = 4 - tensor.dim();
+    for (int64_t d = missing; d < 4; ++d) {
+      operand.stride[d] = tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
+    }
+    operand.per_pixel = operand.stride[2] != 0 || operand.stride[3] != 0;
+    args->any_per_pixel |= operand.per_pixel;
+    args->any_per_sample |= operand.stride[0] != 0;
+  }
+  args->out = out.data_ptr();
+  args->c = c ? static_cast<float*>(c->data_ptr()) : nullptr;
+  const auto elements_into_sector = [](const Tensor& tensor) {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 128 /
+                                 tensor.element_size());
+  };
+  args->phase = elements_into_sector(out);
+  const bool even_rows = args->strip.size % 2 == 0 && args->kernel_w % 2 == 1;
+  args->pairs = even_rows && args->phase % 2 == 0 && args->strips.size == 1;
+  args->c_is_like_out = c && (elements_into_sector(*c) - args->phase) % kConvStoreWidth == 0;
+  std::copy(scalars.begin(), scalars.end(), args->scalar);
+
+  const OnDevice on_device(device);
+  LaunchOptions options;
+  options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
+  launch(kernels.convolution, conv_blocks(*args, kernels.multiprocessors), kConvThreads,
+         current_stream(device), *args, options);
+  return true;
+}
+
+// Mean and biased variance of each channel of conv2d(x, weight), which is not written. False, and
+// nothing is launched, where the kernel does not take these shapes or strides.
+bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
+                            const Tensor& weight, const std::vector<int64_t>& padding,
+                            const Tensor& mean, const Tensor& variance) {
+  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
+  const auto& combine = reinterpret_cast<const StatsLibrary*>(batch_stats_handle)->float32.combine;
+  check_conv(x, weight, padding);
+  const int device = x.get_device_index();
+  for (const Tensor& result : {mean, variance}) {
+    STD_TORCH_CHECK(result.is_cuda() && result.get_device_index() == device &&
+                        result.scalar_type() == ScalarType::Float && result.dim() == 1 &&
+                        result.size(0) == weight.size(0) && is_contiguous(result),
+                    "fx_fuser: mean and variance are float32 [", weight.size(0),
+                    "] on cuda:", device);
+  }
+  auto args = conv_args(x, weight, padding, 0);
+  if (!args) return false;
+
+  const OnDevice on_device(device);
+  const cudaStream_t stream = current_stream(device);
+  const int64_t blocks = conv_blocks(*args, kernels.multiprocessors);
+  const int64_t splits = 2 * blocks / args->groups;
+  const Tensor partial = torch::stable::new_empty(x, {args->outputs, splits, 3}, ScalarType::Float);
+  args->partial = partial.data_ptr();
+  LaunchOptions options;
+  options.shared_bytes = conv_shared_bytes(*args, /*stages=*/false);
+  launch(kernels.statistics, blocks, kConvThreads, stream, *args, options);
+  const CombineArgs moments{partial.data_ptr(), mean.data_ptr(), variance.data_ptr(), splits};
+  launch(combine, args->outputs, kStatsThreads, stream, moments);
+  return true;
+}
+
+}  // namespace
+}  // namespace fx_fuser

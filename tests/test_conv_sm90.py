@@ -1,0 +1,284 @@
+"""The direct convolution of sm_90a: it is cut into units right, compiles as meant and, on a Hopper
+GPU, is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from test_linear_sm90 import gpu, needs_nvcc
+
+from benchmarks import conv_sm90
+from benchmarks.linear_sm90 import relative
+from benchmarks.measure import float32_settings
+from fx_fuser import build, native
+
+CUTS = [
+    # x, weight, [left, right, top, bottom]
+    ((128, 8, 128, 128), (64, 8, 3, 3), (0, 0, 0, 0)),
+    ((2, 3, 224, 224), (64, 3, 3, 3), (1, 1, 1, 1)),
+    ((2, 4, 37, 29), (5, 4, 3, 3), (1, 1, 1, 1)),
+    ((1, 8, 6, 700), (130, 8, 3, 3), (0, 2, 1, 0)),
+    ((3, 1, 9, 2000), (64, 1, 3, 3), (1, 1, 1, 1)),
+    ((2, 8, 14, 14), (64, 8, 1, 1), (0, 0, 0, 0)),
+    ((2, 8, 14, 3000), (64, 8, 1, 3), (1, 1, 0, 0)),
+    ((2, 8, 300, 5), (64, 8, 5, 1), (0, 0, 2, 2)),
+    ((2, 6, 40, 300), (64, 6, 4, 5), (2, 2, 2, 1)),
+    ((2, 6, 40, 41), (64, 6, 4, 2), (3, 1, 0, 5)),
+    ((5, 2, 3, 3), (7, 2, 3, 3), (0, 0, 0, 0)),
+]
+
+
+class Cut:
+    """What `conv_direct_cut` says, by name."""
+
+    def __init__(self, x, weight, padding, out_bytes) -> None:
+        found = native.conv_direct_cut(x, weight, padding, out_bytes)
+        assert found
+        self.strip, self.strips, self.advance, self.overlap, self.lead = found[:5]
+        self.units_per_strip, self.units, self.chunks, self.slots = found[5:9]
+        self.shared_bytes, *steps = found[9:]
+        self.steps = torch.tensor(steps).view(-1, 4)
+        self.gap = weight[3] - 1
+        self.pitch = self.strip + self.gap
+        self.out_h = x[2] + padding[2] + padding[3] - weight[2] + 1
+        self.out_w = x[3] + padding[0] + padding[1] - weight[3] + 1
+        self.elements = self.out_h * self.strip
+
+    def position(self, element: int) -> int:
+        return element + self.gap * (element // self.strip)
+
+
+# ---- without a GPU -------------------------------------------------------------------------------
+
+
+@needs_nvcc
+@pytest.mark.parametrize("out_bytes", [0, 2, 4])
+@pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
+def test_units_cover_every_element_and_have_its_pixels(x, weight, padding, out_bytes) -> None:
+    cut = Cut(x, weight, padding, out_bytes)
+    assert cut.strip * cut.strips >= cut.out_w > cut.strip * (cut.strips - 1)
+    assert cut.units == x[0] * cut.strips * cut.units_per_strip
+    assert cut.advance * cut.units_per_strip >= cut.elements
+    assert cut.advance * (cut.units_per_strip - 1) < cut.elements
+    assert cut.slots >= 2
+    assert cut.overlap <= cut.lead
+    assert cut.lead % 2 == 0
+    if cut.overlap:
+        assert cut.advance % 2 == 0
+    assert cut.shared_bytes <= 232_448  # of a block of sm_90
+    for unit in range(cut.units_per_strip):
+        begin = unit * cut.advance
+        first_element = max(begin - cut.lead, 0)
+        assert begin + cut.advance - first_element <= 252  # and three to align: the stage's row
+        first = cut.position(first_element)
+        last = cut.position(min(begin + cut.advance, cut.elements) - 1)
+        assert last - first < 256
+        assert last + (weight[2] - 1) * cut.pitch + cut.gap - first < 128 * cut.chunks
+        if out_bytes == 0:  # statistics take the first position's value for a pivot
+            assert first == cut.position(begin)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
+def test_steps_are_the_convolution(x, weight, padding) -> None:
+    """The three products, half by half, as the kernel's descriptors find them."""
+    cut = Cut(x, weight, padding, 4)
+    taps, plane = weight[2] * weight[3], 128 * cut.chunks
+    torch.manual_seed(0)
+    hi, lo = torch.randn(2, taps, 8, dtype=torch.float64)
+    tiles = torch.cat([torch.zeros(1, 8, dtype=torch.float64), lo, hi])
+    size = (max(plane // cut.pitch, 1), min(cut.pitch, plane))  # of the image that fits
+    image_hi, image_lo = torch.randn(2, 8, *size, dtype=torch.float64)
+    planes = torch.zeros(2 * plane + 256 + plane, 8, dtype=torch.float64)
+    for first, image in ((0, image_hi), (plane, image_lo)):
+        planes[first : first + image[0].numel()] = image.flatten(1).T
+    assert (cut.steps >= 0).all()
+    assert (cut.steps < 2**14).all()
+    assert (cut.steps[:, 0] % 64 == 0).all()
+    assert (cut.steps[:, 1] % 64 == 0).all()
+    sums = torch.zeros(256, dtype=torch.float64)
+    for tile, next_tile, pixels, next_pixels in cut.steps.tolist():
+        for weights, begin in (
+            (tiles[tile // 64], pixels),
+            (tiles[(tile + next_tile) // 64], pixels + next_pixels),
+        ):
+            sums += planes[begin : begin + 256] @ weights
+    kernel_hi, kernel_lo = (w.T.reshape(1, 8, *weight[2:]) for w in (hi, lo))
+    exact = F.conv2d(image_hi[None], kernel_hi + kernel_lo) + F.conv2d(image_lo[None], kernel_hi)
+    rows, columns = exact.shape[2:]
+    for position in range(256):
+        row, column = divmod(position, cut.pitch)
+        if row < rows and column < columns:
+            torch.testing.assert_close(sums[position], exact[0, 0, row, column])
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("x", "weight", "padding"),
+    [
+        ((2, 9, 16, 16), (64, 9, 3, 3), (0, 0, 0, 0)),  # channels
+        ((2, 8, 16, 16), (64, 8, 5, 5), (0, 0, 0, 0)),  # too many taps
+        ((2, 8, 16, 16), (64, 8, 3, 3), (-1, 0, 0, 0)),
+        ((2, 8, 2, 16), (64, 8, 3, 3), (0, 0, 0, 0)),  # no output
+        ((0, 8, 16, 16), (64, 8, 3, 3), (0, 0, 0, 0)),
+        ((1, 8, 2**15, 2**14), (64, 8, 3, 3), (0, 0, 0, 0)),  # 32-bit indices in an image
+    ],
+)
+def test_refused(x, weight, padding) -> None:
+    assert native.conv_direct_cut(x, weight, padding, 4) == []
+
+
+@needs_nvcc
+def test_refused_for_its_operands() -> None:
+    sizes = ((2, 8, 16, 16), (64, 8, 3, 3), (0, 0, 0, 0))
+    assert native.conv_direct_cut(*sizes, 4, operands=7)
+    assert native.conv_direct_cut(*sizes, 4, operands=8) == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("operands", [0, 5, 7])
+def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
+    """`build.cubin` raises on either; more operands leave fewer registers."""
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    names = [f"in[{i}]" for i in range(operands + 1)]
+    source = f"""
+#include "conv_direct_sm90.cuh"
+struct Epilogue {{
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[{operands + 1}], const Acc (&scalar)[1]) const {{
+    return fx_fuser::math::sigmoid(in[0]) * scalar[0] + {" * ".join(names)};
+  }}
+}};
+FX_FUSER_CONV_DIRECT(Epilogue, 1, float, float, float{", float" * operands})
+"""
+    assert build.cubin(source, "sm_90a").stat().st_size > 0
+
+
+@needs_nvcc
+def test_the_signature_names_the_kernel() -> None:
+    source = build.conv_direct_example_source("Swish", 1, "float", "__half", "float", "bool")
+    assert native._loader_of(source) == "load_conv_direct"
+    assert native._signature_of(source) == [
+        *("fx_fuser::examples::Swish", "1", "float", "__half", "float", "bool")
+    ]
+
+
+@needs_nvcc
+def test_a_cpu_tensor_is_an_error() -> None:
+    x = torch.randn(1, 2, 8, 8)
+    source = conv_sm90.IDENTITY.source
+    with pytest.raises(build.BuildError, match="CUDA devices"):
+        native.conv_direct(source, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
+
+
+# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sizes_and_operands(seed) -> None:
+    failures: list[str] = []
+    conv_sm90.sweep(60, seed, failures)
+    assert not failures
+
+
+@gpu
+@pytest.mark.parametrize(
+    "check",
+    [
+        conv_sm90.special_values,
+        conv_sm90.accuracy,
+        conv_sm90.graphs_and_repeats,
+        conv_sm90.refusals,
+    ],
+)
+def test_checks(check) -> None:
+    failures: list[str] = []
+    check(failures)
+    assert not failures
+
+
+# ---- on a GPU: through the backend ---------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """BatchNorm of a convolution, times a number or a tensor of this shape."""
+
+    def __init__(self, scale: tuple[int, ...] | None, padding: int = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(5, 16, 3, padding=padding)
+        self.norm = nn.BatchNorm2d(16)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+        self.scale = 2.0 if scale is None else nn.Parameter(torch.randn(scale))
+
+    def forward(self, x):
+        return self.norm(self.conv(x)) * self.scale
+
+
+@pytest.fixture
+def direct_calls(monkeypatch):
+    """How often the direct kernel ran."""
+    calls: list[bool] = []
+    direct = native.conv_direct
+
+    def count(*arguments):
+        calls.append(direct(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(native, "conv_direct", count)
+    return calls
+
+
+@gpu
+@pytest.mark.parametrize("mode", ["eval", "train without gradients", "train"])
+@pytest.mark.parametrize(
+    "scale", [None, (), (16, 1, 1), (3, 16, 1, 1), (3, 1, 1, 1), (3, 16, 11, 9), (11, 9)], ids=str
+)
+def test_every_multiplier_in_every_mode(mode, scale, direct_calls) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = Scaled(scale).cuda().train(mode != "eval")
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    options = {"strict": True, "plan": "always", "inner": "aot_eager"}
+    compiled = torch.compile(ours, backend="fx_fuser", options=options)
+    with float32_settings("fp32", cudnn_tf32=False), torch.set_grad_enabled(mode == "train"):
+        for _ in range(10):  # steps of the running statistics
+            x = torch.randn(3, 5, 13, 11, device="cuda") + 3
+            found = [call(v) for call, v in ((compiled, x), (eager, x), (exact, x.double()))]
+        if mode == "train":
+            for y in found:
+                y.square().sum().backward()
+    assert all(direct_calls)
+    assert len(direct_calls) == 10
+    results = []
+    for model, y in zip((ours, eager, exact), found):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        buffers = [buffer.double() for buffer in model.buffers()]
+        results.append([y.detach(), *buffers, *gradients])
+    for value, other, truth in zip(*results, strict=True):
+        if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
+            assert relative(value, truth) <= max(2 * relative(other, truth), 1e-6)
+
+
+@gpu
+def test_forward_in_training_needs_memory_for_its_result_only(direct_calls) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().train()
+    compiled = torch.compile(
+        lambda x: model(x) * 2.0, backend="fx_fuser", options={"plan": "always"}
+    )
+    x = torch.randn(16, 8, 128, 128, device="cuda")
+    with torch.no_grad():
+        compiled(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = compiled(x)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert all(direct_calls)
+    assert peak <= result.numel() * 4 + 2**21
