@@ -2,7 +2,7 @@
 
 One cache folder serves every process and version side by side. An entry is `<key><suffix>` with
 `<key>.json`, the sha256 of its bytes, beside it: an entry that does not match, for whatever reason,
-is built again. Builders hold a file lock, work in a temporary folder and rename into place, so a
+is built again. Builders hold file locks, work in a temporary folder and rename into place, so a
 build killed at any point leaves nothing that a later one could mistake for an entry.
 """
 
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,6 +164,11 @@ class Job:
     suffix: str
     command: tuple[str, ...]  # with {source} and {target} left to fill in
 
+    @property
+    def shard(self) -> str:
+        """What is locked to build it: one of 64, so that builds of other things need not wait."""
+        return f"{int(self.key[:2], 16) % 64:02x}"
+
     def entry(self, folder: Path) -> Path:
         return folder / f"{self.key}{self.suffix}"
 
@@ -176,14 +181,18 @@ class Job:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, against other processes and other threads alike."""
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:  # closing does not free it where a process was forked meanwhile, and has it open
-            fcntl.flock(lock, fcntl.LOCK_UN)
+def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
+    """Holds these locks of the folder, against other processes and other threads alike.
+
+    All take them in the same order, so that nobody waits for one who waits for them.
+    """
+    with contextlib.ExitStack() as held:
+        for shard in sorted(set(shards)):
+            lock = held.enter_context(open(folder / f"lock-{shard}", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Closing does not free it where a process was forked meanwhile, and has it open.
+            held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+        yield
 
 
 def _ensure(jobs: Sequence[Job]) -> list[Path]:
@@ -199,8 +208,8 @@ def _ensure(jobs: Sequence[Job]) -> list[Path]:
 def _ensure_in(folder: Path, jobs: Sequence[Job]) -> list[Path]:
     if not all(job.is_cached(folder) for job in jobs):
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            # Whoever held the lock before may have built them.
+        with _locked(folder, (job.shard for job in jobs)):
+            # Whoever held the locks before may have built them.
             missing = {job.key: job for job in jobs if not job.is_cached(folder)}
             if missing:
                 _build(folder, list(missing.values()))
@@ -211,9 +220,9 @@ def _ensure_in(folder: Path, jobs: Sequence[Job]) -> list[Path]:
 
 
 def _build(folder: Path, jobs: Sequence[Job]) -> None:
-    for leftover in folder.glob("tmp-*"):  # of a killed build: only the lock's holder makes these
-        shutil.rmtree(leftover, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder))
+    shards = sorted({job.shard for job in jobs})
+    _remove_leftovers(folder, shards)
+    work = Path(tempfile.mkdtemp(prefix=f"tmp-{shards[0]}-", dir=folder))
     started = time.perf_counter()
     try:
         _run_ninja(work, jobs)
@@ -230,6 +239,19 @@ def _build(folder: Path, jobs: Sequence[Job]) -> None:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     log.info("built %d binaries in %.1f s", len(jobs), time.perf_counter() - started)
+
+
+def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:
+    """Of killed builds: a folder `tmp-<shard>-…` is made by the holder of that lock alone."""
+    for leftover in folder.glob("tmp-*"):
+        shard = leftover.name.split("-")[1]
+        if shard in held:
+            shutil.rmtree(leftover, ignore_errors=True)
+            continue
+        with contextlib.suppress(BlockingIOError), open(folder / f"lock-{shard}", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover, ignore_errors=True)
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:

@@ -243,14 +243,28 @@ def test_two_threads_build_once(fake):
     assert fake.calls == 4
 
 
+def test_a_build_does_not_wait_for_one_of_something_else(fake):
+    """Nor does it take the other's folder for a leftover."""
+    ours = build._cubin_job("// ours", ARCH, build.toolchain())
+    other = (build._cubin_job(f"// {i}", ARCH, build.toolchain()) for i in range(100))
+    other = next(job for job in other if job.shard != ours.shard)
+    folder = build.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    under_way = folder / f"tmp-{other.shard}-under-way"
+    with build._locked(folder, [other.shard]):
+        under_way.mkdir()
+        assert build.cubin("// ours", ARCH).read_text() == "// ours"
+        assert under_way.exists()
+
+
 def test_a_process_forked_during_a_build_does_not_hold_its_lock(tmp_path):
     """Both have it; the other may be a DataLoader's worker, and live as long as the training."""
     context = multiprocessing.get_context("fork")
     done = context.Event()
     child = context.Process(target=done.wait)
-    with build._locked(tmp_path):
+    with build._locked(tmp_path, ["2a"]):
         child.start()
-    with open(tmp_path / "lock") as lock:
+    with open(tmp_path / "lock-2a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
