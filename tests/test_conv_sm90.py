@@ -140,7 +140,9 @@ def test_refused_for_its_operands() -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("operands", [0, 5, 7])
+@pytest.mark.parametrize(
+    "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5)), 7]
+)
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
     """`build.cubin` raises on either; more operands leave fewer registers."""
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))

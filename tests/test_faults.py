@@ -442,7 +442,13 @@ print("both live")
 """
 
 
-@pytest.mark.parametrize("options", ["", "inner='inductor'"], ids=["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("", id="aot_eager"),
+        pytest.param("inner='inductor'", id="inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_a_fork_after_initialisation(options: str) -> None:
     """Parent and child go on: with what is compiled, and compiling."""
     here = Path(__file__).parent

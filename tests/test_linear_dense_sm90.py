@@ -16,7 +16,7 @@ from fx_fuser import build, native
 
 @needs_nvcc
 @pytest.mark.parametrize("value", ["__nv_bfloat16", "float"])
-@pytest.mark.parametrize("operands", [0, 12])
+@pytest.mark.parametrize("operands", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, value, operands
 ) -> None:

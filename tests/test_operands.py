@@ -69,8 +69,15 @@ FORMS: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
 }
 
 
-@train_eval
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+# Evaluation of the first form by default: training computes the same values.
+@pytest.mark.parametrize(
+    "form, train",
+    [
+        pytest.param(form, train, id=f"{name}-{'train' if train else 'eval'}", marks=marks)
+        for i, (name, form) in enumerate(FORMS.items())
+        for train, marks in ((True, []), (False, [pytest.mark.slow] if i else []))
+    ],
+)
 @cases(LINEAR_OPERANDS)
 def test_linear(case: Callable[[], Any], form: Any, train: bool) -> None:
     pattern, tail = form

@@ -504,13 +504,26 @@ SPELLED_CONV: dict[str, tuple[Callable[[Any, Tensor], Tensor], Tail]] = {
         for n, norm in FUNCTIONAL_NORMS.items()
     },
 }
+
+
+def every_third(table: dict[str, Any]) -> Any:
+    """The anchors and tails of the table, of which the others are slow."""
+    return pytest.mark.parametrize(
+        "anchor, tail",
+        [
+            pytest.param(*spelled, id=name, marks=[pytest.mark.slow] if i % 3 else [])
+            for i, (name, spelled) in enumerate(table.items())
+        ],
+    )
+
+
 static_dynamic = pytest.mark.parametrize(
     "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"]
 )
 
 
 @static_dynamic
-@pytest.mark.parametrize("anchor, tail", SPELLED.values(), ids=SPELLED.keys())
+@every_third(SPELLED)
 def test_spelled_across_no_grad(anchor: Body, tail: Tail, dynamic: bool) -> None:
     """The anchor's parameters must get no gradient, however the pattern is spelt."""
 
@@ -523,11 +536,7 @@ def test_spelled_across_no_grad(anchor: Body, tail: Tail, dynamic: bool) -> None
 
 
 @static_dynamic
-@pytest.mark.parametrize(
-    "anchor, tail",
-    [*SPELLED.values(), *ONLY_INFERRED.values()],
-    ids=[*SPELLED.keys(), *ONLY_INFERRED.keys()],
-)
+@every_third(SPELLED | ONLY_INFERRED)
 def test_spelled_around_a_write(anchor: Body, tail: Tail, dynamic: bool) -> None:
     """x as it was before the write counts, however the pattern is spelt."""
 

@@ -26,8 +26,8 @@ def _modes(*slow: str) -> Any:
     )
 
 
-modes = _modes("train-dynamic")
-modes_of_convolutions = _modes("eval-dynamic", "train-dynamic")
+modes = _modes("eval-dynamic", "train-dynamic")
+modes_of_products = _modes("train-dynamic")
 static_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
@@ -151,7 +151,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@modes
+@modes_of_products
 @cases(PRODUCTS)
 def test_products(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
@@ -370,7 +370,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@modes_of_convolutions
+@modes
 @pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
     conv = nn.Conv2d(4, 6, **{"kernel_size": 3, **settings})
@@ -393,7 +393,7 @@ FUNCTIONAL_CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@modes_of_convolutions
+@modes
 @cases(FUNCTIONAL_CONVOLUTIONS)
 def test_functional_convolutions(
     spelled: Callable[..., Tensor], train: bool, dynamic: bool
@@ -413,7 +413,7 @@ NORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@modes_of_convolutions
+@modes
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS.keys())
 def test_norms(settings: dict[str, Any], bias: bool, train: bool, dynamic: bool) -> None:

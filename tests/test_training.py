@@ -226,7 +226,9 @@ _PARAMETERS = [n for n, _ in ThreePatterns().named_parameters()]
     ],
     ids=",".join,
 )
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"]
+)
 def test_frozen_parameters_get_no_gradient(trainable: list[str], training: bool) -> None:
     model = ThreePatterns().train(training)
     for name, parameter in model.named_parameters():
