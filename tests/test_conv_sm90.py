@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_linear_sm90 import gpu, needs_nvcc
+from sm90 import check_compiles, gpu, needs_nvcc
 
 from benchmarks import conv_sm90
 from benchmarks.linear_sm90 import relative
@@ -144,20 +144,8 @@ def test_refused_for_its_operands() -> None:
     "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5)), 7]
 )
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
-    """`build.cubin` raises on either; more operands leave fewer registers."""
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    names = [f"in[{i}]" for i in range(operands + 1)]
-    source = f"""
-#include "conv_direct_sm90.cuh"
-struct Epilogue {{
-  template <class Acc>
-  __device__ Acc operator()(const Acc (&in)[{operands + 1}], const Acc (&scalar)[1]) const {{
-    return fx_fuser::math::sigmoid(in[0]) * scalar[0] + {" * ".join(names)};
-  }}
-}};
-FX_FUSER_CONV_DIRECT(Epilogue, 1, float, float, float{", float" * operands})
-"""
-    assert build.cubin(source, "sm_90a").stat().st_size > 0
+    check_compiles("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", operands)
 
 
 @needs_nvcc

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_linear_sm90 import gpu, needs_nvcc
+from sm90 import check_compiles, gpu, needs_nvcc
 
 from benchmarks import linear_dense_sm90
 from benchmarks.measure import float32_settings
@@ -20,20 +20,8 @@ from fx_fuser import build, native
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, value, operands
 ) -> None:
-    """`build.cubin` raises on either; more operands leave fewer registers."""
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    names = [f"in[{i}]" for i in range(operands + 1)]
-    source = f"""
-#include "linear_dense_sm90.cuh"
-struct Epilogue {{
-  template <class Acc>
-  __device__ Acc operator()(const Acc (&in)[{operands + 1}], const Acc (&scalar)[1]) const {{
-    return fx_fuser::math::sigmoid(in[0]) * scalar[0] + {" * ".join(names)};
-  }}
-}};
-FX_FUSER_LINEAR(Epilogue, 1, float, {value}, {value}{", float" * operands})
-"""
-    assert build.cubin(source, "sm_90a").stat().st_size > 0
+    check_compiles("linear_dense_sm90.cuh", "FX_FUSER_LINEAR", operands, value)
 
 
 def test_the_signature_names_the_kernel() -> None:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
+from sm90 import check_compiles, gpu, needs_nvcc
 
 from benchmarks import linear_sm90
 from fx_fuser import build, native
-
-needs_nvcc = pytest.mark.skipif(
-    shutil.which("nvcc") is None and not (build.DEFAULT_CUDA_HOME / "bin" / "nvcc").exists(),
-    reason="needs nvcc",
-)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
-
 
 # ---- without a GPU -------------------------------------------------------------------------------
 
@@ -29,20 +17,8 @@ def gpu(test):
     "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3)), 12]
 )
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
-    """`build.cubin` raises on either; more operands leave fewer registers."""
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    names = [f"in[{i}]" for i in range(operands + 1)]
-    source = f"""
-#include "linear_split_sm90.cuh"
-struct Epilogue {{
-  template <class Acc>
-  __device__ Acc operator()(const Acc (&in)[{operands + 1}], const Acc (&scalar)[1]) const {{
-    return fx_fuser::math::sigmoid(in[0]) * scalar[0] + {" * ".join(names)};
-  }}
-}};
-FX_FUSER_LINEAR_SPLIT(Epilogue, 1, float, float, float{", float" * operands})
-"""
-    assert build.cubin(source, "sm_90a").stat().st_size > 0
+    check_compiles("linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", operands)
 
 
 def test_the_signature_names_the_kernel() -> None:
