@@ -243,7 +243,7 @@ def _build(folder: Path, jobs: Sequence[Job]) -> None:
 
 def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:
     """Of killed builds: a folder `tmp-<shard>-…` is made by the holder of that lock alone."""
-    for leftover in folder.glob("tmp-*"):
+    for leftover in folder.glob("tmp-??-*"):
         shard = leftover.name.split("-")[1]
         if shard in held:
             shutil.rmtree(leftover, ignore_errors=True)

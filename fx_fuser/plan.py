@@ -218,10 +218,10 @@ def _compare_convolutions(
     match: Match, candidates: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any] | None, str]:
     """What is fastest, and by what figures; None where Inductor's channels_last may be faster."""
-    library, *direct = candidates
-    exact = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
-    exact = exact and not library["tf32"]
-    otherwise = dict(library) if exact else None
+    library, *direct = map(dict, candidates)
+    wide = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
+    exact = wide and not library["tf32"]
+    otherwise = library if exact else None
     if exact and not direct:
         return otherwise, ""
     tensors = rehearse.tensors_of(match)
@@ -232,20 +232,21 @@ def _compare_convolutions(
         rehearse.convolutions, match, candidates, tensors, turned=not exact
     )
     try:
-        times = timing.medians(key, rehearsals, _device(match))
+        found = timing.medians(key, rehearsals, _device(match))
     except rehearse.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return otherwise, str(error)
-    if times is None:
+    if found is None:
         return otherwise, "no memory to time it"
-    names = ["library"] if exact else ["as it lies", "in channels_last"]
-    if direct:
-        names.insert(1, DIRECT)
-    note = ", ".join(f"{name} {ms:.4g} ms" for name, ms in zip(names, times))
-    if direct and _gains(times[1], min(times[0], times[-1] if not exact else times[0])):
-        return dict(direct[0]), note
-    if not exact and _gains(times[0], times[-1]):
-        return dict(library), note
+    turned = [] if exact else ["in channels_last"]
+    names = ["library" if exact else "as it lies", *(DIRECT for _ in direct), *turned]
+    times = dict(zip(names, found))
+    note = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
+    own = times.pop(DIRECT, None)
+    if own is not None and _gains(own, min(times.values())):
+        return direct[0], note
+    if turned and _gains(*times.values()):
+        return library, note
     return otherwise, note
 
 

@@ -146,8 +146,9 @@ def _compare(
     dtype: torch.dtype,
 ) -> None:
     """Raises where the last way's tensors are not those of the first."""
+    in_tf32 = any(choices.get("tf32") or DENSE in choices.values() for choices in candidates)
     far = _FAR[dtype]
-    if dtype == torch.float32 and (matmul_tf32_requested() or DENSE in candidates[-1].values()):
+    if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
     for library, own in zip(ways[0](), ways[-1]()):
         step = 1 + library.numel() // _COMPARED

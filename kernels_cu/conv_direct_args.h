@@ -105,8 +105,6 @@ struct ConvShape {
   int64_t out_w() const { return w + left + right - kernel_w + 1; }
 };
 
-inline int64_t conv_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The products' halves: hi and lo of the weights are tiles of 1 KB after one of zeros, lo first; hi
 // and lo of the pixels are planes, hi first. Small products before large ones, as fp32 sums want
 // it.
@@ -178,15 +176,15 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   if (room < gap) return std::nullopt;
   if (shape.kernel_h > 1) widest = std::min(widest, (room - gap) / (shape.kernel_h - 1) - gap);
   if (widest < std::min<int64_t>(shape.out_w(), 32)) return std::nullopt;
-  const int64_t strips = conv_ceil(shape.out_w(), widest);
-  const int64_t strip = conv_ceil(shape.out_w(), strips);
+  const int64_t strips = ceil_div(shape.out_w(), widest);
+  const int64_t strip = ceil_div(shape.out_w(), strips);
   const int64_t pitch = strip + gap;
   const int64_t halo = (shape.kernel_h - 1) * pitch + gap;
   const int64_t elements = shape.out_h() * strip;
 
   // A few positions less, where that saves loads with few threads.
   int64_t positions = kConvPositions;
-  chunks = conv_ceil(positions + halo, kConvChunk);
+  chunks = ceil_div(positions + halo, kConvChunk);
   const int64_t excess = positions + halo - (chunks - 1) * kConvChunk;
   if (excess <= kConvPositions / 8) {
     positions -= excess;
@@ -196,9 +194,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   // makes what may belong to the first of its own, too.
   const int64_t overlap = out_bytes > 0 && strips == 1 ? kConvSector / out_bytes - 1 : 0;
   const int64_t lead = overlap > 0 ? overlap + 1 : 0;
-  const auto positions_of = [&](int64_t count) {
-    return count + gap * conv_ceil(count - 1, strip);
-  };
+  const auto positions_of = [&](int64_t count) { return count + gap * ceil_div(count - 1, strip); };
   // A stage has room for a channel's elements wherever in a vector the first of them is.
   int64_t advance = kConvPositions - kConvStoreWidth - lead;
   while (advance > 0 && positions_of(advance + lead) > positions) advance -= 2;
@@ -209,9 +205,9 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
     advance = std::max(advance, rows * strip);
   }
   if (advance <= lead) return std::nullopt;
-  const int64_t units_per_strip = conv_ceil(elements, advance);
-  if (overlap > 0) advance = conv_ceil(conv_ceil(elements, units_per_strip), 2) * 2;
-  const int64_t groups = conv_ceil(shape.outputs, kConvGroup);
+  const int64_t units_per_strip = ceil_div(elements, advance);
+  if (overlap > 0) advance = ceil_div(ceil_div(elements, units_per_strip), 2) * 2;
+  const int64_t groups = ceil_div(shape.outputs, kConvGroup);
   const int64_t units = shape.samples * strips * units_per_strip;
   if (units > kHighest) return std::nullopt;
 

@@ -1,11 +1,14 @@
 // Division of an index by a run-time constant as one multiply-high, one add and one shift.
 // T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", 1994.
-// Shared by host (which prepares the magic numbers) and device (which divides).
+// Shared by host (which prepares the magic numbers) and device (which divides). And the host's
+// division that rounds up.
 #pragma once
 
 #include <cstdint>
 
 namespace fx_fuser {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class Index>
 struct Divisor {

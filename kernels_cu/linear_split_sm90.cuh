@@ -407,7 +407,7 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
 // The rows of x all of whose sums in this warp are small, but not all zero: bit 2i + t of a lane is
 // row 8i + 2 (lane % 4) + t. The sums are still scaled, so that an operand loses at most 2^-25 an
 // element, and the other one's row is at most 2^15 times that: whatever the data, kLeastSum sqrt(k)
-// is where that can reach 3e-7 of 16 sums. Random data is 2^13 above it.
+// is where that can reach 3e-7 of 16 sums. How far data of what kind is above it: NOTES.md.
 __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least) {
   float smallest = INFINITY;  // of the larger ones of a thread's two sums of a row
 #pragma unroll

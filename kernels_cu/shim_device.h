@@ -12,6 +12,8 @@
 #include <sstream>
 #include <string>
 
+#include "divisor.h"
+
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
@@ -41,8 +43,6 @@ cudaStream_t current_stream(int device) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return static_cast<cudaStream_t>(stream);
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct LaunchOptions {
   int shared_bytes = 0;

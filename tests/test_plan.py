@@ -108,6 +108,14 @@ def test_what_gains_nothing_is_left_to_inductor(match_of: Any, on_gpu: Any, spli
     assert decide(match, plan="always").choices == SPLIT  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("split, taken", [(0.0045, False), (0.0039, True)])
+def test_what_the_clock_cannot_tell_apart_is_no_gain(
+    match_of: Any, on_gpu: Any, split: float, taken: bool
+) -> None:
+    on_gpu(0.005, split)
+    assert isinstance(decide(match_of(swish, *linear_tensors())), Plan) == taken
+
+
 @pytest.mark.parametrize(
     "times, choices",
     [
@@ -418,6 +426,29 @@ def test_a_library_in_tf32_is_no_measure_of_fp32(
         warnings.simplefilter("ignore")
         decision = decide(match, fp32="split")
     assert isinstance(decision, Plan) == used
+
+
+@pytest.mark.parametrize("fp32, precise", [("tf32", False), ("follow", True)])
+def test_nor_is_a_librarys_convolution_in_tf32(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, fp32: str, precise: bool
+) -> None:
+    """Asked of fx_fuser alone, with torch's own settings as they are."""
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    right = ops.FusedCall.run
+
+    def rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y, *others = right(self, *args, **kwargs)
+        return (y * (1 + 3e-4 * (self.config["product"] == "library")), *others)
+
+    monkeypatch.setattr(ops.FusedCall, "run", rounded)
+    times = [1.0, 0.5] if precise else [1.0, 0.5, 2.0]
+    monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and times)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        decision = decide(match, fp32=fp32)
+    assert isinstance(decision, Plan)  # an exact one is fused always
+    assert decision.choices["product"] == ("library" if precise else "direct")
+    assert any("please report" in str(w.message) for w in told) == precise
 
 
 # ---- what is remembered --------------------------------------------------------------------------
