@@ -35,6 +35,7 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kWarpgroup = 128;
 constexpr int kHalf = kConvPositions / 2;  // what an instruction multiplies
+constexpr int kUsualSteps = 14;            // of 3 x 3 taps
 constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
 constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
@@ -416,28 +417,38 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and
   return kStrideOffset << 32 | (base + begin_and_leading);
 }
 
-// Starts all taps' products of 128 of a slot's positions.
+// Starts all taps' products of 128 of a slot's positions; kSteps: how many there are, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
+template <int kSteps>
 __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
                                                int slot, int half, float (&sum)[64]) {
   const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
   const uint32_t pixels = ptx::uniform(
       (ptx::shared_address(shared.slot) + slot * shared.slot_bytes) / 16 + half * kHalf);
   ptx::pin(sum);
-  // Fence and commit in each step: around the loop alone, ptxas adds fences of its own or
-  // serialises.
-#pragma unroll 1
-  for (int i = 0; i < args.steps; ++i) {
-    ptx::wgmma_fence();
+  const auto start = [&](int i) {
     ptx::Wgmma<__half>::run(sum, descriptor(weight, args.step[i].weight),
                             descriptor(pixels, args.step[i].pixels), i > 0);
+  };
+  if constexpr (kSteps > 0) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) start(i);
     ptx::wgmma_commit();
+  } else {
+    // Fence and commit in each step: around the loop alone, ptxas adds fences or serialises.
+#pragma unroll 1
+    for (int i = 0; i < args.steps; ++i) {
+      ptx::wgmma_fence();
+      start(i);
+      ptx::wgmma_commit();
+    }
   }
 }
 
 // use(slot, half, sum) for both halves of the positions of the units from `first` on, which are
 // every `every`-th of the ring; one half's products run while the other's sums are used.
-template <class Use>
+template <int kSteps, class Use>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
                                                int first, int step, int every, Cursor cursor,
                                                const Use& use) {
@@ -445,12 +456,12 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
   if (first >= args.units) return;
   float sum[2][64];
   ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
-  start_products(args, shared, cursor.slot, 0, sum[0]);
+  start_products<kSteps>(args, shared, cursor.slot, 0, sum[0]);
   for (int index = first; index < args.units; index += step) {
     const int slot = cursor.slot;
     ptx::wgmma_wait<0>();
     ptx::pin(sum[0]);
-    start_products(args, shared, slot, 1, sum[1]);
+    start_products<kSteps>(args, shared, slot, 1, sum[1]);
     use(slot, 0, sum[0]);
     ptx::wgmma_wait<0>();
     ptx::pin(sum[1]);
@@ -459,7 +470,7 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
       for (int i = 0; i < every; ++i) cursor.advance(args.slots);
       ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
     }
-    start_products(args, shared, cursor.slot, 0, sum[0]);
+    start_products<kSteps>(args, shared, cursor.slot, 0, sum[0]);
     use(slot, 1, sum[1]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
@@ -491,22 +502,27 @@ __device__ __forceinline__ void stage_sums(const float (&sum)[64], const uint4* 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* of_pair = &sum[(quad * 4 + i) * 4];
+      constexpr uint32_t kUnused = 4 * kConvStageUnused;
       if constexpr (kPairs) {
+        if (word[i] == kUnused) continue;
         auto* to = reinterpret_cast<float2*>(row + word[i]);
         to[0] = make_float2(of_pair[0], of_pair[1]);
         to[kEightRows / 8] = make_float2(of_pair[2], of_pair[3]);
       } else {
-        auto* to = reinterpret_cast<float*>(row + (word[i] & 0xFFFF));
-        auto* next = reinterpret_cast<float*>(row + (word[i] >> 16));
-        to[0] = of_pair[0];
-        next[0] = of_pair[1];
-        to[kEightRows / 4] = of_pair[2];
-        next[kEightRows / 4] = of_pair[3];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const uint32_t at = t == 0 ? word[i] & 0xFFFF : word[i] >> 16;
+          if (at == kUnused) continue;
+          auto* to = reinterpret_cast<float*>(row + at);
+          to[0] = of_pair[t];
+          to[kEightRows / 4] = of_pair[2 + t];
+        }
       }
     }
   }
 }
 
+template <int kSteps>
 __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared) {
   const Walk walk(args);
   const int thread = threadIdx.x % kWarpgroup;
@@ -516,7 +532,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   Tail& tail = *shared.tail;
   Cursor stage;
   uint8_t* row = nullptr;
-  multiply_units(
+  multiply_units<kSteps>(
       args, shared, walk.first, walk.step, 1, Cursor{},
       [&](int slot, int half, const float (&sum)[64]) {
         if (half == 0) {
@@ -536,10 +552,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
         }
         if (half == 1) {
           if (lane == 0) tail.stage_unscale[warp][stage.slot] = tail.unscale[slot];
-          __syncwarp();
-          if (lane == 0) {
-            ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
-          }
+          ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
           stage.advance(kConvStages);
         }
       });
@@ -548,6 +561,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 // ---- statistics ---------------------------------------------------------------------------------
 
 // Product warpgroup `worker` of two. About the pivot, one of the unit's values: batch_stats.cu.
+template <int kSteps>
 __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
                                               int worker) {
   const Walk walk(args);
@@ -608,7 +622,8 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
       if (isnan(m2)) moments[r].m2 = m2;
     }
   };
-  multiply_units(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, cursor, measure);
+  multiply_units<kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, cursor,
+                         measure);
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
 #pragma unroll
@@ -867,8 +882,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
                              staged + i * kConvStagePitch + of_channel.staged,
                              tail.weight_unscale[first_channel + i], pixel_unscale, !by_vectors);
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));
+      ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));
       stage.advance(kConvStages);
     }
   }
@@ -887,8 +901,8 @@ __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared
     if constexpr (kStages) {
       for (int warp = 0; warp < 4; ++warp) {
         for (int stage = 0; stage < kConvStages; ++stage) {
-          ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), 1);
-          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStoreWarps / 4);
+          ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), 32);
+          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStoreWarps / 4 * 32);
         }
       }
     }
@@ -909,7 +923,11 @@ __device__ __forceinline__ void run(const ConvDirectArgs& args) {
     load_units<1>(args, shared, 0);
   } else if (warpgroup == 1) {
     ptx::take_registers<kProductRegisters>();
-    stage_units(args, shared);
+    if (args.steps == kUsualSteps) {
+      stage_units<kUsualSteps>(args, shared);
+    } else {
+      stage_units<0>(args, shared);
+    }
   } else {
     ptx::give_registers<kStoreRegisters>();
     Store<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>::run(args, shared);
@@ -925,7 +943,11 @@ __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
     load_units<2>(args, shared, warpgroup);
   } else {
     ptx::take_registers<kStatsProductRegisters>();
-    measure_units(args, shared, warpgroup - 2);
+    if (args.steps == kUsualSteps) {
+      measure_units<kUsualSteps>(args, shared, warpgroup - 2);
+    } else {
+      measure_units<0>(args, shared, warpgroup - 2);
+    }
   }
 }
 
