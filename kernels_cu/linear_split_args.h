@@ -13,9 +13,9 @@ namespace fx_fuser {
 
 // ---- the rows of x, split -----------------------------------------------------------------------
 
-constexpr int kSplitThreads = 256;
-constexpr int kSplitWidth = 8;  // elements a thread has at once
-constexpr int kSplitKept = 2;   // times that many, between the search for the largest and the split
+constexpr int kSplitThreads = 256;  // at most
+constexpr int kSplitWidth = 8;      // elements a thread has at once
+constexpr int kSplitKept = 2;  // times that many, between the search for the largest and the split
 constexpr int kSplitMaxCluster = 8;
 
 // Blocks that share a row: such that they keep all of it, up to k = 32,768.
@@ -24,6 +24,14 @@ constexpr int split_cluster(int64_t k) {
   constexpr int kKept = kSplitKept * kSplitThreads * kSplitWidth;
   while (blocks < kSplitMaxCluster && blocks * kKept < k) blocks *= 2;
   return blocks;
+}
+
+// A block's threads: no more than keep a short row, so that many rows are under way.
+constexpr int split_threads(int64_t k) {
+  constexpr int kKeptByWarp = kSplitKept * 32 * kSplitWidth;
+  int threads = 32;
+  while (threads < kSplitThreads && threads / 32 * kKeptByWarp < k) threads += 32;
+  return threads;
 }
 
 struct SplitRowsArgs {
@@ -48,6 +56,8 @@ constexpr int kLinearBox = 32;        // of the weight's tensor map: 128 bytes, 
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
 constexpr float kLeastSum = 512;  // times sqrt(k): see strained_rows
+constexpr int kLinearUnsureWords =
+    kLinearConsumerThreads / 32 * (kLinearTileM / 32);  // of a tile: a bit a warp and row of x
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes = 8 * (32 * 20 + 128) * 4;  // an Exchange a warp
@@ -66,8 +76,7 @@ struct LinearSplitArgs {
   CUtensorMap x_map;       // [2, m, padded k] fp16, as the split wrote it
   const float* x_unscale;  // [m]
   float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
-  uint64_t* broken;        // [tiles, consuming threads]: which of its results are not finite
-  uint32_t* strained;      // likewise: which rows of x have results too small for the split
+  uint32_t* unsure;        // [tiles, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;         // [tiles], a byte a consuming warp: is it to be done again
   uint32_t* was_strained;  // in the host's memory: set to 1 where any row is
   const float* x;          // [m, k], row stride x_stride: only read to repair

@@ -585,9 +585,10 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
 
   const LinearSplitArgs& args;
-  Exchange& exchange;           // this warp's
-  int warp_n;                   // the warp's first row of the weight, in the tile
-  bool any_broken = false;      // in any lane
+  Exchange& exchange;   // this warp's
+  int warp_n;           // the warp's first row of the weight, in the tile
+  uint32_t unsure = 0;  // of any tile; the same in the warp's lanes of one lane % 4
+  bool was_strained = false;
   float bias[kDirect ? 2 : 1];  // of the tile's rows that the lane stores
   float fetched[kTileM / 32];   // on its way to exchange.x_unscale
 
@@ -650,27 +651,56 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     __syncwarp();
   }
 
+  // Rows are named as by strained_rows. One that has a z that is not finite is done again whole.
   __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
-    uint64_t broken = 0;  // a bit an element: z is not finite
+    uint32_t rows;
     if constexpr (kDirect) {
       if (args.z != nullptr) {
-        store_as_it_lies<true>(tile_at(args, index), sum, broken);
+        rows = store_as_it_lies<true>(tile_at(args, index), sum);
       } else {
-        store_as_it_lies<false>(tile_at(args, index), sum, broken);
+        rows = store_as_it_lies<false>(tile_at(args, index), sum);
       }
+      rows = in_any_lane(rows);
     } else {
-      store_in_runs(tile_at(args, index), sum, broken);
+      rows = store_in_runs(tile_at(args, index), sum);
     }
-    args.broken[place_of(index)] = broken;
-    args.strained[place_of(index)] = strained;
-    any_broken |= __any_sync(0xFFFFFFFF, broken != 0 || strained != 0);
+    rows |= strained;
+    if (threadIdx.x % 32 < 4) args.unsure[place_of(index)] = rows;
+    unsure |= rows;
+    was_strained |= strained != 0;
+  }
+
+  // The union of what the lanes of one lane % 4 name.
+  static __device__ __forceinline__ uint32_t in_any_lane(uint32_t rows) {
+    if (!__any_sync(0xFFFFFFFF, rows != 0)) return 0;
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      rows |= __shfl_xor_sync(0xFFFFFFFF, rows, distance);
+    }
+    return rows;
+  }
+
+  // The same of a bit an element in store_in_runs' order.
+  static __device__ __forceinline__ uint32_t rows_of(uint64_t elements) {
+    if (!__any_sync(0xFFFFFFFF, elements != 0)) return 0;
+    uint32_t rows = 0;
+#pragma unroll 1
+    for (int element = 0; element < 64; ++element) {
+      const uint32_t lanes = __ballot_sync(0xFFFFFFFF, elements >> element & 1);
+      if (element % 4 != threadIdx.x % 4) continue;  // of rows 8i + 2 (element % 4) + t
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        if (lanes >> t * kWarpN & 0xFFFF) rows |= 1u << (element / 4 * 2 + t);
+      }
+    }
+    return rows;
   }
 
   // Without branches an element, each of which would wait for the one before: all is computed, what
   // lies inside is stored.
   template <bool kKeepsZ>
-  __device__ __forceinline__ void store_as_it_lies(Tile tile, const float (&sum)[64],
-                                                   uint64_t& broken) {
+  __device__ __forceinline__ uint32_t store_as_it_lies(Tile tile, const float (&sum)[64]) const {
+    uint32_t broken = 0;
     const int lane = threadIdx.x % 32;
     const int m0 = m_of(0, lane);
     const int rows = args.m - (tile.m + m0);
@@ -699,18 +729,19 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
             const Out result = result_of(in);
             if (inside) out[t * args.out_stride + 8 * r] = result;
             if (kKeepsZ && inside) z[t * args.z_stride + 8 * r] = in.value[0];
-            broken |= static_cast<uint64_t>(inside && !isfinite(in.value[0])) << element;
+            broken |= static_cast<uint32_t>(inside && !isfinite(in.value[0])) << (2 * (i0 + i) + t);
           }
         }
         out += 8 * args.out_stride;
         if (kKeepsZ) z += 8 * args.z_stride;
       }
     }
+    return broken;
   }
 
   // Batch by batch through shared memory, so that a warp reads and writes runs of n.
-  __device__ __forceinline__ void store_in_runs(Tile tile, const float (&sum)[64],
-                                                uint64_t& broken) {
+  __device__ __forceinline__ uint32_t store_in_runs(Tile tile, const float (&sum)[64]) const {
+    uint64_t broken = 0;
     const int lane = threadIdx.x % 32;
     const int n = tile.n + n_of(0, lane);
 #pragma unroll
@@ -746,25 +777,28 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
       }
       __syncwarp();
     }
+    return rows_of(broken);
   }
 
   static __device__ __forceinline__ int64_t place_of(int index) {
-    return int64_t{index} * (kConsumers * kWarpgroup) + threadIdx.x;
+    return int64_t{index} * kLinearUnsureWords + threadIdx.x / 32 * 4 + threadIdx.x % 4;
   }
 
-  // The rows that the warp's first four lanes name, as bits of the lane's elements.
-  __device__ __forceinline__ uint64_t strained_elements(int index) const {
-    const uint32_t rows = args.strained[place_of(index)];
-    if (__any_sync(0xFFFFFFFF, rows != 0)) *args.was_strained = 1;
+  // A lane's elements that are in unsure rows.
+  __device__ __forceinline__ uint64_t unsure_elements(int index) const {
+    const uint32_t rows = args.unsure[place_of(index)];
+    if (!__any_sync(0xFFFFFFFF, rows != 0)) return 0;
     const int lane = threadIdx.x % 32;
-    const int tile_n = tile_at(args, index).n;
+    const Tile tile = tile_at(args, index);
     uint64_t elements = 0;
 #pragma unroll 1
     for (int element = 0; element < 64; ++element) {
       const int m = m_of(element, lane);
       const uint32_t of_lane = __shfl_sync(0xFFFFFFFF, rows, m / 2 % 4);
-      const uint64_t strained = of_lane >> (m / 8 * 2 + m % 2) & 1;
-      if (tile_n + n_of(element, lane) < args.n) elements |= strained << element;
+      const uint64_t is_unsure = of_lane >> (m / 8 * 2 + m % 2) & 1;
+      if (tile.m + m < args.m && tile.n + n_of(element, lane) < args.n) {
+        elements |= is_unsure << element;
+      }
     }
     return elements;
   }
@@ -772,18 +806,20 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
   // the stages' addresses are uniform, and descriptors would then reach each wgmma through R2UR.
   __device__ __forceinline__ void repair() const {
-    if (!any_broken) return;
+    if (was_strained) *args.was_strained = 1;
+    if (!__any_sync(0xFFFFFFFF, unsure != 0)) return;
+    __syncwarp();  // the rows are read by other lanes than wrote them
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-      repair(tile_at(args, index), args.broken[place_of(index)] | strained_elements(index));
+      repair(tile_at(args, index), unsure_elements(index));
     }
   }
 
-  // The warp goes through its lanes' broken elements one by one.
-  __device__ __forceinline__ void repair(Tile tile, uint64_t broken) const {
+  // The warp goes through its lanes' elements one by one.
+  __device__ __forceinline__ void repair(Tile tile, uint64_t elements) const {
     const int lane = threadIdx.x % 32;
-    while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, broken != 0)) {
+    while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, elements != 0)) {
       const int owner = __ffs(lanes) - 1;
-      const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, broken, owner)) - 1;
+      const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, elements, owner)) - 1;
       const int m = tile.m + m_of(bit, owner);
       const int n = tile.n + n_of(bit, owner);
       const float product = plain_product(args, m, n);
@@ -792,7 +828,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
         in.value[0] = product + bias_of(n);
         in.load(args, m, n);
         store(in, m, n);
-        broken &= broken - 1;
+        elements &= elements - 1;
       }
     }
   }

@@ -285,17 +285,14 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const int64_t blocks = persistent_blocks(tiles, kernels.multiprocessors);
   const int64_t split_bytes = 2 * m * padded_k * 2;
   const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
-  const int64_t broken_bytes = tiles * kLinearConsumerThreads * 8;
-  const int64_t strained_bytes = tiles * kLinearConsumerThreads * 4;
+  const int64_t unsure_bytes = tiles * kLinearUnsureWords * 4;
   const int64_t again_bytes = tiles * 8;
   const Tensor workspace = torch::stable::new_empty(
-      x, {split_bytes + parked_bytes + broken_bytes + strained_bytes + again_bytes + m * 4},
-      ScalarType::Byte);
+      x, {split_bytes + parked_bytes + unsure_bytes + again_bytes + m * 4}, ScalarType::Byte);
   auto* split = static_cast<uint8_t*>(workspace.data_ptr());
   uint8_t* parked = split + split_bytes;
-  uint8_t* broken = parked + parked_bytes;
-  uint8_t* strained = broken + broken_bytes;
-  uint8_t* again = strained + strained_bytes;
+  uint8_t* unsure = parked + parked_bytes;
+  uint8_t* again = unsure + unsure_bytes;
   auto* unscale = reinterpret_cast<float*>(again + again_bytes);
 
   const SplitRowsArgs rows{static_cast<const float*>(x.data_ptr()),
@@ -309,7 +306,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const int cluster = split_cluster(k);
   LaunchOptions in_cluster;
   in_cluster.cluster = cluster;
-  launch(kernels.split_rows, m * cluster, kSplitThreads, stream, rows, in_cluster);
+  launch(kernels.split_rows, m * cluster, split_threads(k), stream, rows, in_cluster);
 
   const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
   // The stride of a single row is never used, but must be one that the copy engine takes.
@@ -326,8 +323,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
       {unsigned64(padded_k * 2), unsigned64(m * padded_k * 2)}, {kLinearTileK, kLinearTileM, 2});
   args.x_unscale = unscale;
   args.parked = reinterpret_cast<float4*>(parked);
-  args.broken = reinterpret_cast<uint64_t*>(broken);
-  args.strained = reinterpret_cast<uint32_t*>(strained);
+  args.unsure = reinterpret_cast<uint32_t*>(unsure);
   args.again = reinterpret_cast<uint64_t*>(again);
   args.was_strained = kernels.strain->flag();
   args.least_sum = kLeastSum * std::sqrt(static_cast<float>(k));

@@ -91,11 +91,12 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   ptx::launch_dependents();
   const int rank = static_cast<int>(ptx::cluster_rank());
   const int cluster = static_cast<int>(ptx::cluster_size());
+  const int threads = static_cast<int>(blockDim.x);
   const int64_t r = blockIdx.x / cluster;
   const float* row = args.x + r * args.x_stride;
   const int thread_k = threadIdx.x * kSplitWidth;
-  const int first = rank * kSplitThreads * kSplitWidth;
-  const int step = cluster * kSplitThreads * kSplitWidth;
+  const int first = rank * threads * kSplitWidth;
+  const int step = cluster * threads * kSplitWidth;
 
   Octet kept[kSplitKept];
   float largest = 0;
@@ -116,7 +117,7 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   }
   if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
   __syncthreads();
-  for (const float other : warp_largest) largest = fmaxf(largest, other);
+  for (int warp = 0; warp < threads / 32; ++warp) largest = fmaxf(largest, warp_largest[warp]);
   ptx::cluster_wait();
   if (threadIdx.x < cluster) {
     ptx::store_to_block(ptx::shared_address(&block_largest[rank]), threadIdx.x, largest);
