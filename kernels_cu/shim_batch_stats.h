@@ -87,7 +87,7 @@ struct StatsShape {
 
 // The partial moments of one launch: enough room for [channels, splits] of (count, mean, M2).
 Tensor new_partial(const Tensor& x, ScalarType acc, int64_t channels, int64_t splits) {
-  return torch::stable::new_empty(x, {channels, splits, 3}, acc);
+  return new_dense(x, {channels, splits, 3}, acc);
 }
 
 std::pair<Tensor, int64_t> launch_planes(const StatsKernels& kernels, const Tensor& x,
@@ -153,8 +153,8 @@ std::tuple<Tensor, Tensor> batch_stats(int64_t handle, const Tensor& x) {
   STD_TORCH_CHECK(channels_second || channels_last, "fx_fuser: batch_stats wants a dense x, not ",
                   to_string(x.sizes()), " with strides ", to_string(x.strides()));
 
-  Tensor mean = torch::stable::new_empty(x, {shape.channels}, acc);
-  Tensor variance = torch::stable::new_empty(x, {shape.channels}, acc);
+  Tensor mean = new_dense(x, {shape.channels}, acc);
+  Tensor variance = new_dense(x, {shape.channels}, acc);
   if (shape.channels == 0) return {mean, variance};
 
   const int device = x.get_device_index();

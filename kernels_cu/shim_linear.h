@@ -118,11 +118,11 @@ std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
   const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
   const int64_t k = weight.size(1);
   if (k == 0 || !pays(kernels, x.numel() / k, weight.size(0), k)) return {};
-  const Tensor y = torch::stable::new_empty(x, shape, out_type);
+  const Tensor y = new_dense(x, shape, out_type);
   std::optional<Tensor> c;
-  if (save) c = torch::stable::new_empty(x, shape);
+  if (save) c = new_dense(x, shape, x.scalar_type());
   if (!run(kernels, x, weight, bias, y, c, wildcards)) return {};
-  return std::tuple{y, save ? *c : torch::stable::new_empty(x, {0})};
+  return std::tuple{y, save ? *c : new_dense(x, {0}, x.scalar_type())};
 }
 
 // Reading and writing at what `transpose` reaches.
@@ -134,7 +134,7 @@ double seconds_to_turn(const Tensor& matrix) {
 // The same values, with rows that are dense in memory.
 Tensor with_dense_rows(const LinearSplitKernels& kernels, const Tensor& matrix) {
   if (!is_turned(matrix)) return matrix;
-  const Tensor turned = torch::stable::new_empty(matrix, {matrix.size(0), matrix.size(1)});
+  const Tensor turned = new_dense(matrix, {matrix.size(0), matrix.size(1)}, ScalarType::Float);
   const int device = matrix.get_device_index();
   const OnDevice on_device(device);
   const TransposeArgs args{static_cast<const float*>(matrix.data_ptr()),
@@ -162,7 +162,7 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(0);
-  const Tensor product = torch::stable::new_empty(a, shape);
+  const Tensor product = new_dense(a, shape, ScalarType::Float);
   const bool done = run_linear_split(kernels, with_dense_rows(kernels, a),
                                      as_it_lies ? b : with_dense_rows(kernels, b), std::nullopt,
                                      product, std::nullopt, {}, {});
@@ -200,9 +200,9 @@ std::tuple<Tensor, Tensor> linear_kernel(
   std::vector<Tensor> inputs{c};
   inputs.insert(inputs.end(), wildcards.tensors.begin(), wildcards.tensors.end());
   const bool in_place = !save && c.scalar_type() == out_type && same_shape;
-  const Tensor y = in_place ? c : torch::stable::new_empty(c, shape, out_type);
+  const Tensor y = in_place ? c : new_dense(c, shape, out_type);
   run_pointwise(epilogue, y, inputs, wildcards.scalars);
-  return {y, save ? c : torch::stable::new_empty(c, {0})};
+  return {y, save ? c : new_dense(c, {0}, c.scalar_type())};
 }
 
 }  // namespace

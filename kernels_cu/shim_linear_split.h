@@ -287,7 +287,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
   const int64_t unsure_bytes = tiles * kLinearUnsureWords * 4;
   const int64_t again_bytes = tiles * 8;
-  const Tensor workspace = torch::stable::new_empty(
+  const Tensor workspace = new_dense(
       x, {split_bytes + parked_bytes + unsure_bytes + again_bytes + m * 4}, ScalarType::Byte);
   auto* split = static_cast<uint8_t*>(workspace.data_ptr());
   uint8_t* parked = split + split_bytes;
