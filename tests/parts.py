@@ -134,7 +134,8 @@ def _linear(made: Made, i: int, region: str, simple: bool) -> Anchored:
 
 def _conv2d(made: Made, i: int, norm: bool, simple: bool) -> Anchored:
     draw = made.draw
-    shape, out = draw.pick([(3, 4, 6, 7), (2, 2, 5, 5)]), 6
+    # Four values a channel at least: BatchNorm of two makes ±1 of them, and gradients of rounding.
+    shape, out = draw.pick([(3, 4, 6, 7), (2, 2, 7, 6)]), 6
     bias, groups = draw.chance(2), draw.pick([1, 1, 2])
     stride, padding = draw.pick([(1, 0), (2, 1), ((2, 1), (1, 0)), (1, "same"), (1, "valid")])
     dilation = draw.pick([1, 1, 2])
