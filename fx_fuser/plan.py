@@ -4,14 +4,16 @@ A Linear on CUDA is fused where one kernel of ours, product and epilogue, beats 
 product with the pointwise kernel; both are timed on tensors of our own (`fx_fuser.timing`). The
 latter stands for what Inductor makes of the region: the same within 3 % (benchmarks/results).
 
-A convolution that is fp32-accurate is fused always. In 16 bits and TF32 it is left to Inductor,
-which turns the layout of whole graphs, where the library is faster in channels_last. One of few
-channels has a direct kernel too, which is taken where it is faster than either.
+A convolution is fused where that is faster than the library's in the layout that Inductor may turn
+the graph to. In fp32 it is as exact as fp32 if it is fused, and has a rival only where torch's
+settings let the library take TF32, as they do by default: what is left alone follows them. One of
+few channels has a direct kernel too, which is taken where it is faster than all of these.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,11 +52,15 @@ class Plan:
 
 
 def conv_tf32_requested() -> bool:
-    """cuDNN's convolutions allow TF32 by default, which nobody asked for: a convolution takes it
-    only if matmul precision says so and cuDNN's own setting does not forbid it.
+    """cuDNN's convolutions allow TF32 by default, which nobody asked for: a fused one takes it only
+    if matmul precision says so too.
     """
+    return matmul_tf32_requested() and _conv_tf32_allowed()
+
+
+def _conv_tf32_allowed() -> bool:
     setting: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    return matmul_tf32_requested() and setting != "ieee"
+    return setting == "tf32"
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -183,8 +189,10 @@ def _pick(
         return Plan(on_kernels, preferred)
     if options.plan == "always":
         return Plan(on_kernels, preferred, preferred.get("product", ""))
-    compare = _compare if match.site.kind == "linear" else _compare_convolutions
-    best, note = compare(match, candidates)
+    if match.site.kind == "linear":
+        best, note = _compare(match, candidates)
+    else:
+        best, note = _compare_convolutions(match, candidates, options)
     if best is not None:
         return Plan(on_kernels, best, note)
     if options.inner != "inductor":  # it would run the epilogue op by op
@@ -211,26 +219,24 @@ def _key(
         list(map(str, tensors)),
         rehearse.gradients_of(match),
         matmul_tf32_requested(),  # which the library's product follows
+        _conv_tf32_allowed(),
     )
 
 
 def _compare_convolutions(
-    match: Match, candidates: Sequence[Mapping[str, Any]]
+    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[dict[str, Any] | None, str]:
-    """What is fastest, and by what figures; None where Inductor's channels_last may be faster."""
+    """What is fastest, and by what figures; None where the inner compiler may be faster."""
     library, *direct = map(dict, candidates)
-    wide = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
-    exact = wide and not library["tf32"]
-    otherwise = library if exact else None
-    if exact and not direct:
+    rivals = _rivals(match, library, options)
+    otherwise = None if rivals else library
+    if not rivals and not direct:
         return otherwise, ""
     tensors = rehearse.tensors_of(match)
     if tensors is None:
         return otherwise, "sizes unknown, so not timed"
-    key = _key(match, candidates, tensors)
-    rehearsals = functools.partial(
-        rehearse.convolutions, match, candidates, tensors, turned=not exact
-    )
+    key = (*_key(match, candidates, tensors), rivals)
+    rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
     try:
         found = timing.medians(key, rehearsals, _device(match))
     except rehearse.DisagreementError as error:
@@ -238,16 +244,41 @@ def _compare_convolutions(
         return otherwise, str(error)
     if found is None:
         return otherwise, "no memory to time it"
-    turned = [] if exact else ["in channels_last"]
-    names = ["library" if exact else "as it lies", *(DIRECT for _ in direct), *turned]
+    names = [LIBRARY, *(DIRECT for _ in direct), *(rival.name for rival in rivals)]
     times = dict(zip(names, found))
     note = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
     own = times.pop(DIRECT, None)
     if own is not None and _gains(own, min(times.values())):
         return direct[0], note
-    if turned and _gains(*times.values()):
-        return library, note
-    return otherwise, note
+    fused = times.pop(LIBRARY)
+    rival = min(times.values(), default=math.inf)
+    # Of two that are as fast, the exact one; and else the one in which no kernel is ours.
+    stays = not _gains(rival, fused) if _is_exact(match, library) else _gains(fused, rival)
+    return (library if stays else None), note
+
+
+def _is_exact(match: Match, library: Mapping[str, Any]) -> bool:
+    c = meta_tensor(match.site.nodes[0])
+    assert c is not None
+    return c.dtype.itemsize >= 4 and not library["tf32"]
+
+
+def _rivals(
+    match: Match, library: Mapping[str, Any], options: Options
+) -> tuple[rehearse.Rival, ...]:
+    """What the inner compiler may make of the match's convolution, if it is left alone."""
+    if not _is_exact(match, library):
+        return (rehearse.Rival("in channels_last", library, turned=True),)
+    c = meta_tensor(match.site.nodes[0])
+    asked = options.fp32 != "follow" or c.dtype == torch.float64  # type: ignore[union-attr]
+    if asked or not _conv_tf32_allowed():
+        return ()
+    # In a net, all convolutions but the first find x turned already.
+    inexact = {**library, "tf32": True}
+    return (
+        rehearse.Rival("in TF32", inexact),
+        rehearse.Rival("in TF32 and channels_last", inexact, turned=True, ahead=True),
+    )
 
 
 def _compare(

@@ -81,30 +81,43 @@ def gradients_of(match: Match) -> dict[str, bool]:
     return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
 
 
+@dataclass(frozen=True)
+class Rival:
+    """What stands for the inner compiler's code of a convolution: the kernel op with other choices.
+
+    turned: x and weight are in channels_last; x is turned to it at each call or, `ahead`, before.
+    """
+
+    name: str
+    choices: Mapping[str, Any]
+    turned: bool = False
+    ahead: bool = False
+
+
 def convolutions(
     match: Match,
     candidates: Sequence[Mapping[str, Any]],
     tensors: Sequence[TensorForm | None],
-    turned: bool,
+    rivals: Sequence[Rival],
 ) -> list[Callable[[], object]]:
-    """A convolution's kernel op with each of plan's candidates, as the match will call it.
-
-    Where `turned`, then also the first with x and weight turned to channels_last.
-    """
+    """A convolution's kernel op with each of plan's candidates, as the match will call it, and the
+    rivals."""
     run = _Rehearsal(match, tensors)
     ways = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
     if len(ways) > 1:
         _compare(ways, candidates, run.c.dtype)
-    if not turned:
-        return list(ways)
     x, weight, *others = run.operands
-    turned_weight = weight.contiguous(memory_format=torch.channels_last)
 
-    def in_channels_last() -> object:
-        turned_x = x.contiguous(memory_format=torch.channels_last)
-        return run.forward(candidates[0], [turned_x, turned_weight, *others])
+    def turn(tensor: Tensor) -> Tensor:
+        return tensor.contiguous(memory_format=torch.channels_last)
 
-    return [*ways, in_channels_last]
+    def way_of(rival: Rival) -> Callable[[], object]:
+        if not rival.turned:
+            return functools.partial(run.forward, rival.choices, run.operands)
+        turned = [turn(x) if rival.ahead else x, turn(weight), *others]
+        return lambda: run.forward(rival.choices, [turn(turned[0]), *turned[1:]])
+
+    return [*ways, *map(way_of, rivals)]
 
 
 def rehearsals(

@@ -238,12 +238,13 @@ def test_scalar_on_the_cpu() -> None:
 
 
 def test_default_convolution_is_fp32_accurate() -> None:
-    """cuDNN allows TF32 by default; the fused convolution does not take it unasked."""
+    """cuDNN allows TF32 by default; a fused convolution does not take it unasked."""
     torch._dynamo.reset()
     torch.manual_seed(4)
     model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)).cuda().eval()
     x = torch.randn(8, 64, 32, 32, device="cuda")
-    compiled = torch.compile(lambda x: model(x) * 2.0, backend="fx_fuser")
+    options = {"strict": True, "plan": "always"}
+    compiled = torch.compile(lambda x: model(x) * 2.0, backend="fx_fuser", options=options)
     exact = copy.deepcopy(model).double()(x.double()) * 2
     setting = torch.backends.cudnn.conv.fp32_precision
     with torch.no_grad():

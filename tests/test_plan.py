@@ -260,15 +260,55 @@ def test_a_convolution_in_16_bits_is_left_where_channels_last_is_faster(
     on_gpu(as_it_lies, 1.0)
     decision = decide(match)
     assert isinstance(decision, Plan) == fused
-    assert f"as it lies {as_it_lies:g} ms, in channels_last 1 ms" in str(decision)
+    assert f"library {as_it_lies:g} ms, in channels_last 1 ms" in str(decision)
     assert isinstance(decide(match, plan="always"), Plan)
 
 
-def test_an_exact_convolution_is_fused_always(match_of: Any, on_gpu: Any) -> None:
+@pytest.fixture
+def cudnn_precision() -> Iterator[Callable[[str], None]]:
+    conv: Any = torch.backends.cudnn.conv
+    setting = conv.fp32_precision
+    yield lambda precision: setattr(conv, "fp32_precision", precision)
+    conv.fp32_precision = setting
+
+
+def test_an_exact_convolution_is_fused_always(
+    match_of: Any, on_gpu: Any, cudnn_precision: Any
+) -> None:
+    """Where its like is asked for: by the option, or of cuDNN."""
     on_gpu(2.0, 1.0)
     match = match_of(scaled_norm, torch.randn(2, 9, 8, 8), torch.randn(4, 9, 3, 3))
-    assert decide(match) == Plan(True, CONV)
+    for precision in ("split", "ieee"):
+        assert decide(match, fp32=precision) == Plan(True, CONV)
     assert isinstance(decide(match, fp32="tf32"), Refusal)
+    cudnn_precision("ieee")
+    assert decide(match) == Plan(True, CONV)
+
+
+@pytest.mark.parametrize(
+    "lying, turned, fused", [(0.5, 0.99, False), (0.99, 0.5, False), (0.99, 0.99, True)]
+)
+def test_where_cudnn_may_take_tf32_an_exact_convolution_is_fused_unless_that_is_faster(
+    match_of: Any, on_gpu: Any, lying: float, turned: float, fused: bool
+) -> None:
+    """It is the default, and what the untouched model runs in."""
+    on_gpu(1.0, lying, turned)
+    match = match_of(scaled_norm, torch.randn(2, 9, 8, 8), torch.randn(4, 9, 3, 3))
+    decision = decide(match)
+    assert isinstance(decision, Plan) == fused
+    note = f"library 1 ms, in TF32 {lying:g} ms, in TF32 and channels_last {turned:g} ms"
+    assert note in str(decision)
+    assert isinstance(decide(match, plan="always"), Plan)
+
+
+@pytest.mark.parametrize("direct, product", [(0.4, "direct"), (0.5, None), (2.0, None)])
+def test_the_direct_convolution_has_the_same_rivals(
+    match_of: Any, on_gpu: Any, direct: float, product: str | None
+) -> None:
+    on_gpu(1.0, direct, 0.9, 0.5)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    choices = getattr(decide(match), "choices", {"product": None})
+    assert choices["product"] == product
 
 
 @pytest.mark.parametrize("direct, choices", [(0.9, DIRECT), (0.99, CONV), (2.0, CONV)])
@@ -278,7 +318,7 @@ def test_the_direct_convolution_is_taken_where_it_is_faster(
     on_gpu(1.0, direct)
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     note = f"library 1 ms, direct {direct:g} ms"
-    assert decide(match) == Plan(True, choices, note)
+    assert decide(match, fp32="split") == Plan(True, choices, note)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +338,7 @@ def test_the_direct_convolution_beside_tf32(
     decision = decide(match, fp32="tf32")
     choices = getattr(decision, "choices", {"product": None})
     assert choices["product"] == product
-    assert "as it lies {:g} ms, direct {:g} ms, in channels_last {:g} ms".format(*times) in str(
+    assert "library {:g} ms, direct {:g} ms, in channels_last {:g} ms".format(*times) in str(
         decision
     )
 
@@ -319,7 +359,8 @@ def test_other_convolutions_have_no_direct_kernel(
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return F.batch_norm(F.conv2d(x, weight, **geometry), None, None, training=True) * 2.0
 
-    assert decide(match_of(norm, torch.randn(x), torch.randn(weight))) == Plan(True, CONV)
+    match = match_of(norm, torch.randn(x), torch.randn(weight))
+    assert decide(match, fp32="split") == Plan(True, CONV)
 
 
 def test_neither_in_other_layouts_and_dtypes(match_of: Any, on_gpu: Any) -> None:
@@ -329,17 +370,23 @@ def test_neither_in_other_layouts_and_dtypes(match_of: Any, on_gpu: Any) -> None
         (x, weight.to(memory_format=torch.channels_last)),
         (x.double(), weight.double()),
     ):
-        assert decide(match_of(scaled_norm, a, b)) == Plan(True, CONV)
+        assert decide(match_of(scaled_norm, a, b), fp32="split") == Plan(True, CONV)
 
 
 def test_both_layouts_are_rehearsed(match_of: Any) -> None:
     match = half_norm(match_of)
     forms = rehearse.tensors_of(match)
     assert forms is not None
-    ways = rehearse.convolutions(match, [CONV], forms, turned=True)
-    lying, turned = (way()[0] for way in ways)  # type: ignore[index]
-    assert lying.is_contiguous() and turned.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(lying, turned)
+    rivals = [
+        rehearse.Rival("in channels_last", CONV, turned=True, ahead=ahead)
+        for ahead in (False, True)
+    ]
+    ways = rehearse.convolutions(match, [CONV], forms, rivals)
+    lying, *turned = (way()[0] for way in ways)  # type: ignore[index]
+    assert lying.is_contiguous() and len(turned) == 2
+    for y in turned:
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(lying, y)
 
 
 # ---- the tensors that are timed ------------------------------------------------------------------
@@ -428,7 +475,7 @@ def test_a_library_in_tf32_is_no_measure_of_fp32(
     assert isinstance(decision, Plan) == used
 
 
-@pytest.mark.parametrize("fp32, precise", [("tf32", False), ("follow", True)])
+@pytest.mark.parametrize("fp32, precise", [("tf32", False), ("split", True)])
 def test_nor_is_a_librarys_convolution_in_tf32(
     match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, fp32: str, precise: bool
 ) -> None:
