@@ -37,7 +37,7 @@ class System:
 
     def runs(self, problem: Problem, precision: str) -> bool:
         """inductor-ieee only where it differs: fp32, and a convolution."""
-        return self.cudnn_tf32 or (problem.name == "73" and precision == "fp32")
+        return self.cudnn_tf32 or (problem.pattern.startswith("conv2d") and precision == "fp32")
 
 
 SYSTEMS = (

@@ -1,0 +1,242 @@
+"""Convolutions of real nets, each with BatchNorm and a scale: right, and never slower?
+
+    python -m benchmarks.conv_sweep [--cases 100] [--seed 0] [--max-autotune 10] [--workers 0]
+
+A case is drawn from a net's layers, with a batch, a layout, a dtype and a mode. Each is compared
+with float64 and timed beside eager mode and Inductor (in fp32 Inductor without TF32, too), and the
+first ones beside max-autotune. fx_fuser must be within the accuracy bound and at most 1/0.97 of the
+time of Inductor; where Inductor took TF32 and fx_fuser did not, of Inductor without it. `--workers`
+processes compile everything ahead, into the caches.
+
+Writes `conv_sweep/<gpu>.json` and a table beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import fx_fuser  # noqa: F401  (registers the backend when it is not installed)
+from benchmarks import measure, results
+from benchmarks.problems import Problem, Size
+from benchmarks.results import Row
+from benchmarks.run import SYSTEMS, Timing, commit_here, complaint, measure_group
+
+SLOWEST = 0.97  # of the peer's speed
+ELEMENTS = 2**28  # of an output, at most
+BATCHES = (1, 8, 32, 128)
+MODES = ("eval-fwd", "train-fwd", "fwd+bwd")
+
+
+@dataclass(frozen=True)
+class Layer:
+    net: str
+    inputs: int
+    outputs: int
+    kernel: int
+    stride: int
+    groups: int
+    side: int  # of the input, a square
+
+
+def _layers(net: str, *shapes: tuple[int, int, int, int, int, int]) -> tuple[Layer, ...]:
+    return tuple(Layer(net, *shape) for shape in shapes)
+
+
+# inputs, outputs, kernel, stride, groups, side
+LAYERS = (
+    *_layers(
+        "ResNet-18", (3, 64, 7, 2, 1, 224), (64, 64, 3, 1, 1, 56), (64, 128, 3, 2, 1, 56),
+        (128, 128, 3, 1, 1, 28), (256, 256, 3, 1, 1, 14), (512, 512, 3, 1, 1, 7),
+        (64, 128, 1, 2, 1, 56),
+    ),
+    *_layers(
+        "ResNet-50", (64, 64, 1, 1, 1, 56), (64, 256, 1, 1, 1, 56), (256, 128, 1, 1, 1, 56),
+        (128, 128, 3, 2, 1, 56), (512, 1024, 1, 2, 1, 28), (1024, 256, 1, 1, 1, 14),
+        (2048, 512, 1, 1, 1, 7),
+    ),
+    *_layers(
+        "MobileNetV2", (3, 32, 3, 2, 1, 224), (32, 32, 3, 1, 32, 112), (32, 16, 1, 1, 1, 112),
+        (96, 96, 3, 2, 96, 112), (144, 24, 1, 1, 1, 56), (960, 320, 1, 1, 1, 7),
+    ),
+    *_layers(
+        "MobileNetV4", (32, 32, 3, 2, 1, 112), (96, 64, 1, 1, 1, 28), (192, 192, 5, 1, 192, 14),
+        (480, 96, 1, 1, 1, 14),
+    ),
+    *_layers(
+        "EfficientNet-B0", (240, 240, 5, 2, 240, 28), (672, 112, 1, 1, 1, 14),
+        (1152, 1152, 5, 1, 1152, 7), (40, 240, 1, 1, 1, 28),
+    ),
+    *_layers(
+        "YOLOv8-n", (3, 16, 3, 2, 1, 640), (16, 32, 3, 2, 1, 320), (32, 32, 1, 1, 1, 160),
+        (64, 64, 3, 1, 1, 80), (128, 128, 3, 1, 1, 40),
+    ),
+    *_layers(
+        "stem", (3, 32, 3, 1, 1, 224), (4, 32, 3, 1, 1, 128), (3, 64, 3, 1, 1, 32),
+        (4, 64, 3, 1, 1, 64), (3, 16, 3, 1, 1, 96),
+    ),
+)  # fmt: skip
+
+
+class ConvNormScale(nn.Module):
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, groups: int):
+        super().__init__()
+        self.conv = nn.Conv2d(
+            inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False
+        )
+        self.bn = nn.BatchNorm2d(outputs)
+        self.scale = nn.Parameter(torch.ones(outputs, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)) * self.scale
+
+
+@dataclass(frozen=True)
+class ConvProblem(Problem):
+    """`Problem`s of one layer, in a layout."""
+
+    channels_last: bool = False
+
+    def make(self, size: Size, device: torch.device) -> tuple[nn.Module, Tensor]:
+        model, x = super().make(size, device)
+        if not self.channels_last:
+            return model, x
+        return (
+            model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            x.contiguous(memory_format=torch.channels_last),
+        )
+
+
+@dataclass(frozen=True)
+class DrawnCase:
+    problem: ConvProblem
+    precision: str
+    mode: str
+
+
+def draw(count: int, seed: int, largest: int = ELEMENTS) -> list[DrawnCase]:
+    """Cases that differ; in each the output has `largest` elements at most."""
+    choose = random.Random(seed)
+    found: dict[str, DrawnCase] = {}
+    while len(found) < count:
+        layer, batch = choose.choice(LAYERS), choose.choice(BATCHES)
+        channels_last = choose.random() < 0.5
+        precision, mode = choose.choice(("fp32", "bf16", "fp16")), choose.choice(MODES)
+        out_side = (layer.side - 1) // layer.stride + 1
+        if batch * layer.outputs * out_side**2 > largest:
+            continue
+        x = (batch, layer.inputs, layer.side, layer.side)
+        groups = f" in {layer.groups} groups" if layer.groups > 1 else ""
+        layout = "NHWC" if channels_last else "NCHW"
+        name = (
+            f"{layer.net} {layer.inputs}→{layer.outputs} {layer.kernel}×{layer.kernel}/"
+            f"{layer.stride}{groups}, {batch} of {layer.side}², {layout}"
+        )
+        size = Size((layer.inputs, layer.outputs, layer.kernel, layer.stride, layer.groups), x)
+        problem = ConvProblem(
+            *(name, "ConvNormScale", ConvNormScale, "conv2d_batchnorm_mul", size, size),
+            channels_last=channels_last,
+        )
+        found[f"{name} {precision} {mode}"] = DrawnCase(problem, precision, mode)
+    return list(found.values())
+
+
+def judged(rows: Sequence[Row]) -> tuple[dict[str, Any], str | None]:
+    """A line of the table, and what is wrong with it."""
+    of = {row["system"]: row for row in rows}
+    ours = of["fx_fuser"]
+    reason = complaint(ours)
+    times = {name: row["ms"] for name, row in of.items()}
+    tf32 = ours.get("fused") and not of["inductor"].get("accurate", True)
+    rivals = ["inductor-ieee" if tf32 and "inductor-ieee" in of else "inductor", "max-autotune"]
+    if tf32:
+        rivals.pop()
+    peers = [ms for name in rivals if (ms := times.get(name)) is not None]
+    ratio = min(peers) / ours["ms"] if peers and ours["ms"] else None
+    if reason is None and (ratio is None or ratio < SLOWEST):
+        reason = f"{ratio:.2f} of {rivals[0]}'s speed" if ratio else "nothing to compare with"
+    line = {
+        "case": ours["problem"],
+        "dtype": ours["precision"],
+        "mode": ours["mode"],
+        "": "fused" if ours.get("fused") else "left",
+        **{
+            name: times.get(name) for name in ("eager", "inductor", "max-autotune", "inductor-ieee")
+        },
+        "fx_fuser": ours["ms"],
+        "over the peer": ratio,
+        "error": ours["err_fp64"],
+    }
+    return line, reason
+
+
+def run_case(case: DrawnCase, device: torch.device, tuned: bool, timing: Timing) -> list[Row]:
+    systems = [system for system in SYSTEMS if tuned or system.name != "max-autotune"]
+    torch._dynamo.reset()
+    where = (case.problem, case.precision, case.mode, device, case.problem.full)
+    return measure_group(*where, systems, timing)
+
+
+def compile_ahead(rank: int, cases: list[DrawnCase], workers: int, tuned: int) -> None:
+    device = torch.device("cuda")
+    for i in range(rank, len(cases), workers):
+        run_case(cases[i], device, i < tuned, Timing(0, 1, 1))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conv_sweep")
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-autotune", type=int, default=10, metavar="CASES")
+    parser.add_argument("--workers", type=int, default=0, help="that compile ahead, on a GPU")
+    parser.add_argument("--largest", type=int, default=ELEMENTS, metavar="ELEMENTS")
+    parser.add_argument("--results", type=Path, default=results.FOLDER / "conv_sweep")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    args = parser.parse_args(arguments)
+    cases = draw(args.cases, args.seed, args.largest)
+    if args.workers:
+        work = partial(torch.multiprocessing.spawn, nprocs=args.workers)
+        work(compile_ahead, (cases, args.workers, args.max_autotune))
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = measure.machine(device)
+    path = results.path_for(here["gpu"], args.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {**here, "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit_here()}
+    lines, failures = [], []
+    for i, case in enumerate(cases):
+        line, reason = judged(run_case(case, device, i < args.max_autotune, Timing(10, 30, 3)))
+        lines.append(line)
+        print(*(f"{v:.4g}" if isinstance(v, float) else v for v in line.values()), flush=True)
+        if reason:
+            failures.append(f"{line['case']} {line['dtype']} {line['mode']}: {reason}")
+        path.write_text(json.dumps({**record, "cases": lines}, indent=1, ensure_ascii=False))
+    ratios = sorted(line["over the peer"] for line in lines if line["over the peer"])
+    summary = (
+        f"{here['gpu']}, torch {here['torch']}, {record['date']}, {record['commit']}: "
+        f"{len(lines)} cases, seed {args.seed}, {len(failures)} failed; over the peer "
+        f"{ratios[0]:.2f}× to {ratios[-1]:.2f}×, median {ratios[len(ratios) // 2]:.2f}×."
+    )
+    table = tabulate(lines, "keys", "github", floatfmt=".3g")
+    failed = "\n".join(f"- {failure}" for failure in failures)
+    path.with_suffix(".md").write_text("\n\n".join(filter(None, (summary, failed, table))) + "\n")
+    print(summary)
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

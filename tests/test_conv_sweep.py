@@ -1,0 +1,63 @@
+"""The sweep over real nets' convolutions draws what it says, and judges by the right peer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import conv_sweep
+from benchmarks.results import Row
+
+
+def test_cases_differ_fit_and_are_the_same_for_a_seed() -> None:
+    cases = conv_sweep.draw(100, seed=0)
+    names = [f"{c.problem.name} {c.precision} {c.mode}" for c in cases]
+    assert len(set(names)) == 100
+    assert cases == conv_sweep.draw(100, seed=0) != conv_sweep.draw(100, seed=1)
+    assert {c.precision for c in cases} == {"fp32", "bf16", "fp16"}
+    for case in conv_sweep.draw(5, seed=0, largest=10**5):
+        model, x = case.problem.make(case.problem.full, torch.device("cpu"))
+        y = model(x)
+        assert y.numel() <= 10**5
+        last = case.problem.channels_last
+        assert x.is_contiguous(memory_format=torch.channels_last) or not last
+
+
+def rows(fused: int, accurate: bool, **times: float) -> list[Row]:
+    found: list[Row] = []
+    for system, ms in times.items():
+        name = system.replace("_", "-") if system != "fx_fuser" else system
+        row = Row(problem="a", precision="fp32", mode="eval-fwd", system=name, ms=ms, err_fp64=1e-7)
+        row["accurate"] = accurate or name != "inductor"
+        if name == "fx_fuser":
+            row["fused"], row["left"] = fused, 1 - fused
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize(
+    "fused, accurate, times, ratio",
+    [
+        (1, True, {"inductor": 1.0, "inductor_ieee": 3.0, "fx_fuser": 2.0}, 0.5),
+        (1, False, {"inductor": 1.0, "inductor_ieee": 3.0, "fx_fuser": 2.0}, 1.5),
+        (0, False, {"inductor": 1.0, "inductor_ieee": 3.0, "fx_fuser": 1.0}, 1.0),
+        (1, True, {"inductor": 1.0, "max_autotune": 0.5, "fx_fuser": 1.0}, 0.5),
+    ],
+)
+def test_the_peer_is_the_quickest_of_equal_accuracy(
+    fused: int, accurate: bool, times: dict[str, float], ratio: float
+) -> None:
+    line, reason = conv_sweep.judged(rows(fused, accurate, **times))
+    assert line["over the peer"] == ratio
+    assert (reason is None) == (ratio >= conv_sweep.SLOWEST)
+
+
+def test_a_table_is_written(tmp_path: Path) -> None:
+    arguments = ["--cases", "1", "--seed", "3", "--max-autotune", "0", "--largest", "100000"]
+    conv_sweep.main([*arguments, "--results", str(tmp_path), "--commit", "abc"])
+    (path,) = tmp_path.glob("*.json")
+    (line,) = json.loads(path.read_text())["cases"]
+    assert line["fx_fuser"] > 0 and line["case"] in path.with_suffix(".md").read_text()
