@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,11 @@ def blocks(language: str, text: str = README) -> list[str]:
 def test_python_block_runs_by_itself(code: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **torchrun, "MASTER_PORT": port}
     runner = ["-m", "pytest", "-q"] if "\ndef test_" in code else []
     done = subprocess.run(
         [sys.executable, *runner, script],
