@@ -36,6 +36,7 @@ def test_a_curve_beyond_the_spread_is_a_failure() -> None:
     assert curves.distance() == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_curves_are_recorded_and_judged(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--size", "small", "--net", "llama", "--precision", "fp32"]
