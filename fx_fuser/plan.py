@@ -132,8 +132,6 @@ def _own_product(match: Match, options: Options) -> str | None:
 
 def _takes_direct(match: Match, options: Options) -> bool:
     """Is the match's convolution one of those that the direct kernel makes?"""
-    if options.fp32 == "ieee":
-        return False
     site = match.site
     named = {name: site.operands[name] for name in ("x", "weight")}
     c, x, weight = (meta_tensor(node) for node in (site.nodes[0], *named.values()))  # type: ignore[arg-type]
@@ -141,7 +139,9 @@ def _takes_direct(match: Match, options: Options) -> bool:
     operands = [meta_tensor(node) for node in match.operands]
     if any(CUDA_TYPES[t.dtype] == "double" for t in operands if t is not None):
         return False
-    if c.dtype != torch.float32 or not all(t.is_contiguous() for t in (c, x, weight)):
+    if c.dtype == torch.float64 or not all(t.is_contiguous() for t in (c, x, weight)):
+        return False
+    if c.dtype == torch.float32 and options.fp32 == "ieee":
         return False
     config = rehearse.config_of(match, {})
     if {*config["stride"], *config["dilation"], config["groups"]} != {1}:
@@ -154,7 +154,14 @@ def _takes_direct(match: Match, options: Options) -> bool:
         return False
     out = meta_tensor(match.root).dtype.itemsize  # type: ignore[union-attr]
     count = native.operands_of(source)
-    cut = native.conv_direct_cut(x_size, weight_size, config["padding"], out, count)  # type: ignore[arg-type]
+    cut = native.conv_direct_cut(
+        x_size,  # type: ignore[arg-type]
+        weight_size,  # type: ignore[arg-type]
+        config["padding"],
+        out,
+        operands=count,
+        x_bytes=c.dtype.itemsize,
+    )
     return bool(cut)
 
 
