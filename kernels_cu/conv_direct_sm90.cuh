@@ -969,11 +969,9 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     return reinterpret_cast<Out*>(shared.stage) + (stage * kConvGroup + channel) * kConvStagePitch;
   }
 
-  // As stage_sums, of results.
+  // As stage_sums, of results: [2 * pair + r].
   template <bool kPairs>
-  static __device__ __forceinline__ void stage_results(const ConvDirectArgs& args,
-                                                       const float (&sum)[64],
-                                                       const float (&operand)[2][kSlots],
+  static __device__ __forceinline__ void stage_results(const Vec<Out, 2> (&result)[32],
                                                        const uint4* place, Out* row) {
     constexpr uint32_t kUnused = sizeof(Out) * kConvStageUnused;
 #pragma unroll
@@ -982,12 +980,10 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* of_pair = &sum[(quad * 4 + i) * 4];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           auto* from = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch);
-          const auto pair = convert_pair<Out>(apply(args, of_pair[2 * r], operand[r]),
-                                              apply(args, of_pair[2 * r + 1], operand[r]));
+          const Vec<Out, 2> pair = result[(quad * 4 + i) * 2 + r];
           if constexpr (kPairs) {
             if (word[i] != kUnused) *reinterpret_cast<Vec<Out, 2>*>(from + word[i]) = pair;
           } else {
@@ -1003,8 +999,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   }
 
   // Product warpgroup `worker` of two, with every other unit. Nothing else runs while it applies
-  // the epilogue, whatever that is made of: the other's products do.
-  template <int kSteps>
+  // the epilogue, whatever that is made of: the other's products do. One copy of it, which may be
+  // long.
   static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
                                                      const Shared& shared, int worker) {
     const Walk walk(args);
@@ -1041,7 +1037,11 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sum[64];
-        start_products<X, kSteps>(args, shared, slot.slot, half, sum);
+        if (args.steps == kUsualSteps<X>) {
+          start_products<X, kUsualSteps<X>>(args, shared, slot.slot, half, sum);
+        } else {
+          start_products<X, 0>(args, shared, slot.slot, half, sum);
+        }
         if (half == 0) {
           ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
         }
@@ -1049,10 +1049,16 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         ptx::pin(sum);
         const auto* place =
             reinterpret_cast<const uint4*>(tail.place[slot.slot]) + half * 16 + lane % 4;
+        Vec<Out, 2> result[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          result[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
+                                        apply(args, sum[2 * i + 1], operand[i % 2]));
+        }
         if (args.pairs) {
-          stage_results<true>(args, sum, operand, place, row);
+          stage_results<true>(result, place, row);
         } else {
-          stage_results<false>(args, sum, operand, place, row);
+          stage_results<false>(result, place, row);
         }
       }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
@@ -1182,11 +1188,7 @@ struct Kernels {
         load_units<X, 1, sizeof(Out)>(args, shared, 0);
       } else if (warpgroup < 3) {
         ptx::take_registers<kApplyRegisters>();
-        if (args.steps == kUsualSteps<X>) {
-          Stores::template apply_units<kUsualSteps<X>>(args, shared, warpgroup - 1);
-        } else {
-          Stores::template apply_units<0>(args, shared, warpgroup - 1);
-        }
+        Stores::apply_units(args, shared, warpgroup - 1);
       } else {
         ptx::give_registers<kCopyRegisters>();
         Stores::copy_units(args, shared);
