@@ -254,7 +254,7 @@ def sweep(
         exact_c = convolve(x.double(), weight.double(), padding)
         shape = exact_c.shape
         operands = [random_operand(shape, dtype, choose) for dtype in example.operands]
-        if example is NORM:
+        if example.name == NORM.name:
             operands[1] = operands[1].abs() + 0.1
         scalars = [choose.uniform(0.1, 2) for _ in range(example.scalars)]
         # Poison where the result goes, sentinels beside it; the result begins anywhere.

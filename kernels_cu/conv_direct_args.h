@@ -33,7 +33,8 @@ constexpr int kConvMaxSteps = (3 * kConvMaxTaps + 1) / 2;
 static_assert((kConvMaxTapsOf16Bits + 1) / 2 <= kConvMaxSteps);
 constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
 constexpr int kConvMaxChunks = 6;  // of a unit
-constexpr int kConvMaxSlots = 4;
+constexpr int kConvMaxSlots = 8;
+constexpr int kConvLeastSlotsOfTwo = 3;  // product warpgroups
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
 constexpr int kConvStages = 2;        // of floats; of 16 bits twice as many
 constexpr int kConvMaxStages = 4;
@@ -42,7 +43,7 @@ constexpr int kConvStageUnused = 260;  // marks positions that are no elements
 constexpr int kConvStoreWidth = 4;     // elements that are stored at once
 constexpr int kConvSector = 32;        // bytes that memory writes at once
 constexpr int kConvTileUnits = 64;     // of 16 bytes: a tap's weights of 64 channels, hi or lo
-constexpr int kConvTailBytes = 3072;
+constexpr int kConvTailBytes = 5120;
 constexpr int kConvZeroBytes = kConvPositions / 2 * 16;  // pixels that one instruction reads
 constexpr int kConvMaxShared = 232448;                   // that a block of sm_90 can have
 constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
@@ -185,7 +186,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
   const auto slots_of = [&] { return (kConvMaxShared - fixed) / slot_bytes(); };
   // A product warpgroup has one and waits for its next; of two every other.
-  const int64_t least_slots = split && out_bytes > 0 ? 2 : 3;
+  const int64_t least_slots = split && out_bytes > 0 ? 2 : kConvLeastSlotsOfTwo;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
   if (chunks == 0) return std::nullopt;
 

@@ -9,10 +9,14 @@
 //   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
 //   storing warps        8 channels each: a stage → epilogue → memory
 //
-// Where statistics are made, two product warpgroups have every other unit each, keep moments in
-// registers, and nothing is stored. And so it is where 16-bit results depend on operands a channel
-// at most: the product warpgroups apply the epilogue, the stages hold results, half as large and
-// twice as many, and one warpgroup copies them to memory.
+// Where operands are a channel's, as a BatchNorm's, storing is only copying:
+//
+//   loading warpgroup    as above
+//   product warpgroups   two, with every other unit each: products → epilogue → a stage of results
+//   copying warps        16 channels each: a stage → memory
+//
+// And where statistics are made, the two product warpgroups keep moments in registers, and nothing
+// is stored.
 //
 // Scales, in fp32, are powers of two, a unit's for its pixels and a channel's for its weights, both
 // found from all the values that they serve. Where a product of the halves is not finite, which an
@@ -72,7 +76,9 @@ struct Tail {
   uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];  // of a slot's pixels
   float stage_unscale[4][kConvStages];
-  int2 unit[kConvMaxSlots];  // sample and first element
+  int2 unit[kConvMaxSlots];            // sample and first element
+  uint32_t elements[kConvMaxSlots];    // of the unit, from that on
+  uint32_t broken[4][kConvMaxStages];  // channels to be done again, a bit each
   union {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
     // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
@@ -433,6 +439,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     if (thread == 0) {
       tail.unscale[cursor.slot] = scale.unscale;
       tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
+      tail.elements[cursor.slot] = static_cast<uint32_t>(unit.end - unit.first);
     }
     if constexpr (kStaged == 0) {
       mark_valid(args, unit, tail.valid[cursor.slot]);
@@ -856,7 +863,6 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   __device__ __forceinline__ void store_elements(const Range& range, int output,
                                                  const float* staged, float weight_unscale,
                                                  float pixel_unscale, bool all) const {
-    const int64_t plane = plane_of(output);
 #pragma unroll 1
     for (int group = 0; group < kStoreGroups; ++group) {
       const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
@@ -872,12 +878,17 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       if constexpr (kSplits<X>) {
         if (!is_finite) value = plain_sum(args, unit.sample, output, row, column);
       }
-      float operand[kSlots];
-      ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
-      const int64_t offset = plane + (row * args.out_w + column);
-      static_cast<Out*>(args.out)[offset] = compute(value, operand);
-      if (args.c != nullptr) static_cast<X*>(args.c)[offset] = convert<X>(value);
+      store_element(output, row, column, value);
     }
+  }
+
+  __device__ __forceinline__ void store_element(int output, int row, int column,
+                                                float value) const {
+    float operand[kSlots];
+    ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
+    const int64_t offset = plane_of(output) + (row * args.out_w + column);
+    static_cast<Out*>(args.out)[offset] = compute(value, operand);
+    if (args.c != nullptr) static_cast<X*>(args.c)[offset] = convert<X>(value);
   }
 
   static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
@@ -969,28 +980,63 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     return reinterpret_cast<Out*>(shared.stage) + (stage * kConvGroup + channel) * kConvStagePitch;
   }
 
-  // As stage_sums, of results: [2 * pair + r].
+  // What undoes the scales of two channels. Where one factor cannot, the weights' is undone here.
+  static __device__ __forceinline__ void find_unscale(const Shared& shared, int slot, int channel,
+                                                      float (&sum)[64], float (&unscale)[2]) {
+    const float pixel_unscale = shared.tail->unscale[slot];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float weight_unscale = shared.tail->weight_unscale[channel + 8 * r];
+      unscale[r] = weight_unscale * pixel_unscale;
+      if (unscale[r] >= FLT_MIN && unscale[r] < INFINITY) continue;
+      unscale[r] = pixel_unscale;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        if (i / 2 % 2 == r) sum[i] *= weight_unscale;
+      }
+    }
+  }
+
+  // A thread's results of half a unit to the two channels' rows of the stage. The unit has elements
+  // before `end`, in bytes. broken: becomes NaN where a sum among them is not finite.
   template <bool kPairs>
-  static __device__ __forceinline__ void stage_results(const Vec<Out, 2> (&result)[32],
-                                                       const uint4* place, Out* row) {
-    constexpr uint32_t kUnused = sizeof(Out) * kConvStageUnused;
+  static __device__ __forceinline__ void stage_results(const ConvDirectArgs& args,
+                                                       const float (&sum)[64],
+                                                       const float (&unscale)[2],
+                                                       const float (&operand)[2][kSlots],
+                                                       const uint4* places, uint4 first,
+                                                       uint32_t end, Out* row, float (&broken)[2]) {
+    uint4 next = first;
 #pragma unroll
     for (int quad = 0; quad < 4; ++quad) {
-      const uint4 loaded = place[quad * 4];
-      const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      const uint32_t place[4] = {next.x, next.y, next.z, next.w};
+      if (quad < 3) next = places[(quad + 1) * 4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          auto* from = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch);
-          const Vec<Out, 2> pair = result[(quad * 4 + i) * 2 + r];
+          float value[2];
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            value[t] = sum[(quad * 4 + i) * 4 + 2 * r + t];
+            if constexpr (kSplits<X>) value[t] *= unscale[r];
+          }
+          const auto result = convert_pair<Out>(apply(args, value[0], operand[r]),
+                                                apply(args, value[1], operand[r]));
+          auto* to = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch);
           if constexpr (kPairs) {
-            if (word[i] != kUnused) *reinterpret_cast<Vec<Out, 2>*>(from + word[i]) = pair;
+            if (place[i] >= end) continue;
+            *reinterpret_cast<Vec<Out, 2>*>(to + place[i]) = result;
+            if constexpr (kSplits<X>) {
+              broken[r] = fmaf(value[0], 0.0f, fmaf(value[1], 0.0f, broken[r]));
+            }
           } else {
 #pragma unroll
             for (int t = 0; t < 2; ++t) {
-              const uint32_t at = t == 0 ? word[i] & 0xFFFF : word[i] >> 16;
-              if (at != kUnused) *reinterpret_cast<Out*>(from + at) = pair.element[t];
+              const uint32_t at = t == 0 ? place[i] & 0xFFFF : place[i] >> 16;
+              if (at >= end) continue;
+              *reinterpret_cast<Out*>(to + at) = result.element[t];
+              if constexpr (kSplits<X>) broken[r] = fmaf(value[t], 0.0f, broken[r]);
             }
           }
         }
@@ -999,8 +1045,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   }
 
   // Product warpgroup `worker` of two, with every other unit. Nothing else runs while it applies
-  // the epilogue, whatever that is made of: the other's products do. One copy of it, which may be
-  // long.
+  // the epilogue, whatever that is made of: the other's products do.
   static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
                                                      const Shared& shared, int worker) {
     const Walk walk(args);
@@ -1021,6 +1066,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     for (int index = first; index < args.units; index += 2 * walk.step) {
       ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
       const int2 unit = tail.unit[slot.slot];
+      const uint32_t end = tail.elements[slot.slot] * sizeof(Out);
       if (args.any_per_sample || index == first) {
         const Store of_sample{args, Unit{unit.x}};
 #pragma unroll
@@ -1034,6 +1080,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       // The channel eight rows below has the same shift: eight planes are whole vectors.
       Out* row = applied_stage(shared, stage.slot, channel) +
                  shift_of<kVector>(phase_of(args, unit.x, output), unit.y);
+      float broken[2] = {};
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sum[64];
@@ -1045,21 +1092,24 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         if (half == 0) {
           ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
         }
+        const auto* places =
+            reinterpret_cast<const uint4*>(tail.place[slot.slot]) + half * 16 + lane % 4;
+        const uint4 first_places = *places;
         ptx::wgmma_wait<0>();
         ptx::pin(sum);
-        const auto* place =
-            reinterpret_cast<const uint4*>(tail.place[slot.slot]) + half * 16 + lane % 4;
-        Vec<Out, 2> result[32];
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          result[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
-                                        apply(args, sum[2 * i + 1], operand[i % 2]));
-        }
+        float unscale[2] = {1.0f, 1.0f};
+        if constexpr (kSplits<X>) find_unscale(shared, slot.slot, channel, sum, unscale);
         if (args.pairs) {
-          stage_results<true>(result, place, row);
+          stage_results<true>(args, sum, unscale, operand, places, first_places, end, row, broken);
         } else {
-          stage_results<false>(result, place, row);
+          stage_results<false>(args, sum, unscale, operand, places, first_places, end, row, broken);
         }
+      }
+      if constexpr (kSplits<X>) {
+        const uint32_t bits =
+            static_cast<uint32_t>(isnan(broken[0])) | static_cast<uint32_t>(isnan(broken[1])) << 8;
+        const uint32_t of_all = __reduce_or_sync(0xFFFFFFFF, bits << (lane / 4));
+        if (lane == 0) tail.broken[warp][stage.slot] = of_all;
       }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
       __syncwarp();
@@ -1071,51 +1121,87 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     }
   }
 
-  // Stages to memory, 16 channels a warp, a row of 32 vectors at once.
+  // Stages to memory, 16 channels a warp, 32 vectors of a channel at once.
   static __device__ __forceinline__ void copy_units(const ConvDirectArgs& args,
                                                     const Shared& shared) {
+    constexpr int kChannels = kConvGroup / 4;
+    constexpr int kRows = kConvPositions / 32 / kVector;  // of 32 vectors, in a channel
+    constexpr int kTogether = 8;
+    static_assert(kChannels * kRows <= 32);
     using Vector = Vec<Out, kVector>;
     const Walk walk(args);
     const int warp = static_cast<int>(threadIdx.x % kWarpgroup) / 32;
     const int lane = threadIdx.x % 32;
-    const int first_output = walk.group * kConvGroup + warp * 16;
-    const int outputs = min(args.outputs - first_output, 16);
+    const int first_output = walk.group * kConvGroup + warp * kChannels;
+    const int outputs = max(min(args.outputs - first_output, kChannels), 0);
+    const uint32_t plane = static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
     Tail& tail = *shared.tail;
     Cursor stage;
     for (int index = walk.first; index < args.units; index += walk.step) {
       const Store store{args, Unit::at(args, index)};
-      Out* plane = static_cast<Out*>(args.out) + store.plane_of(first_output);
-      const auto plane_elements = static_cast<uint32_t>(args.out_h) * args.out_w;
-      const Out* staged = applied_stage(shared, stage.slot, warp * 16);
-      uint32_t edges = 0;  // a bit a channel
+      // A lane finds the range of one channel, for all. Its numbers are below 2^10.
+      const Range mine = store.template range_of<kVector>(first_output + lane % kChannels);
+      const uint32_t packed = static_cast<uint32_t>(mine.staged) |
+                              static_cast<uint32_t>(mine.begin - mine.first) << 10 |
+                              static_cast<uint32_t>(mine.end - mine.first) << 20;
+      Out* out = static_cast<Out*>(args.out) + store.plane_of(first_output);
+      const Out* staged = applied_stage(shared, stage.slot, warp * kChannels);
+      uint32_t present = (1u << outputs) - 1;
+      uint32_t edges = 0;
       ptx::mbarrier_wait(ptx::shared_address(&tail.staged[warp][stage.slot]), stage.phase);
-#pragma unroll 8
-      for (int i = 0; i < 16; ++i) {
-        const Range range = store.template range_of<kVector>(first_output + i);
-        const int at = lane * kVector;
-        const int element = range.first + at;
-        const bool is_whole =
-            i < outputs && element >= range.begin && element + kVector <= range.end;
-        if (is_whole) {
-          *reinterpret_cast<Vector*>(plane + uint64_t{plane_elements} * i + element) =
-              *reinterpret_cast<const Vector*>(staged + i * kConvStagePitch + range.staged + at);
+      uint32_t broken = 0;
+      if constexpr (kSplits<X>) broken = tail.broken[warp][stage.slot] & present;
+      present ^= broken;
+#pragma unroll
+      for (int begin = 0; begin < kChannels * kRows; begin += kTogether) {
+        Vector value[kTogether];
+        Out* to[kTogether];
+        bool is_whole[kTogether];
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          const int i = (begin + n) / kRows;
+          const int at = (lane + (begin + n) % kRows * 32) * kVector;
+          const uint32_t range = __shfl_sync(0xFFFFFFFF, packed, i);
+          const int element = __shfl_sync(0xFFFFFFFF, mine.first, i) + at;
+          const int first = static_cast<int>(range >> 10 & 0x3FF);
+          const int last = static_cast<int>(range >> 20);
+          const bool is_present = present >> i & 1;
+          is_whole[n] = is_present && at >= first && at + kVector <= last;
+          const bool has_some = is_present && at + kVector > first && at < last;
+          edges |= static_cast<uint32_t>(has_some && !is_whole[n]) << (begin + n);
+          to[n] = out + (uint64_t{plane} * i + element);
+          value[n] =
+              *reinterpret_cast<const Vector*>(staged + i * kConvStagePitch + (range & 0x3FF) + at);
         }
-        const bool is_part =
-            i < outputs && !is_whole && element + kVector > range.begin && element < range.end;
-        edges |= static_cast<uint32_t>(is_part) << i;
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          if (is_whole[n]) *reinterpret_cast<Vector*>(to[n]) = value[n];
+        }
       }
       // Where a plane does not begin or end with a vector.
-      while (edges != 0) {
-        const int i = __ffs(edges) - 1;
-        edges &= edges - 1;
+      for (; edges != 0; edges &= edges - 1) {
+        const int nth = __ffs(edges) - 1;
+        const int i = nth / kRows;
         const Range range = store.template range_of<kVector>(first_output + i);
 #pragma unroll 1
         for (int e = 0; e < kVector; ++e) {
-          const int at = lane * kVector + e;
+          const int at = (lane + nth % kRows * 32) * kVector + e;
           const int element = range.first + at;
           if (element < range.begin || element >= range.end) continue;
-          plane[uint64_t{plane_elements} * i + element] =
-              staged[i * kConvStagePitch + range.staged + at];
+          out[uint64_t{plane} * i + element] = staged[i * kConvStagePitch + range.staged + at];
+        }
+      }
+      if constexpr (kSplits<X>) {
+        for (; broken != 0; broken &= broken - 1) {
+          const int output_again = first_output + __ffs(broken) - 1;
+          const Range range = store.template range_of<kVector>(output_again);
+#pragma unroll 1
+          for (int element = range.begin + lane; element < range.end; element += 32) {
+            const int row = Unit::row_of(args, element);
+            const int column = element - row * args.out_w;
+            store.store_element(output_again, row, column,
+                                plain_sum(args, store.unit.sample, output_again, row, column));
+          }
         }
       }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[warp][stage.slot]));
@@ -1154,9 +1240,8 @@ template <class Epilogue, int kScalars, class Acc, class Out, class X, class... 
 struct Kernels {
   static_assert(std::is_same_v<Acc, float>);
   using Stores = Store<Epilogue, kScalars, X, Out, std::index_sequence_for<In...>, In...>;
-  static constexpr bool kApplies = !kSplits<X> && sizeof(Out) == 2;
 
-  // Any operands, any result, and the convolution itself.
+  // Any operands, and the convolution itself.
   static __device__ __forceinline__ void run(const ConvDirectArgs& args) {
     const Shared shared = Shared::of<true>(args);
     prepare<X, kStoreWarps>(args, shared);
@@ -1177,22 +1262,20 @@ struct Kernels {
     }
   }
 
-  // 16-bit results, and operands that are the same all over a channel of a sample.
+  // Operands that are the same all over a channel of a sample.
   static __device__ __forceinline__ void run_applied(const ConvDirectArgs& args) {
-    if constexpr (kApplies) {
-      const Shared shared = Shared::of<true>(args);
-      prepare<X, 4>(args, shared);
-      const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
-      if (warpgroup == 0) {
-        ptx::give_registers<kLoadRegisters>();
-        load_units<X, 1, sizeof(Out)>(args, shared, 0);
-      } else if (warpgroup < 3) {
-        ptx::take_registers<kApplyRegisters>();
-        Stores::apply_units(args, shared, warpgroup - 1);
-      } else {
-        ptx::give_registers<kCopyRegisters>();
-        Stores::copy_units(args, shared);
-      }
+    const Shared shared = Shared::of<true>(args);
+    prepare<X, 4>(args, shared);
+    const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+    if (warpgroup == 0) {
+      ptx::give_registers<kLoadRegisters>();
+      load_units<X, 1, sizeof(Out)>(args, shared, 0);
+    } else if (warpgroup < 3) {
+      ptx::take_registers<kApplyRegisters>();
+      Stores::apply_units(args, shared, warpgroup - 1);
+    } else {
+      ptx::give_registers<kCopyRegisters>();
+      Stores::copy_units(args, shared);
     }
   }
 

@@ -335,7 +335,9 @@ def test_in_16_bits(mode, scale, dtype, autocast, direct_calls) -> None:
         results.append([y.detach(), *(b.double() for b in model.buffers()), *gradients])
     for value, other, truth in zip(*results, strict=True):
         if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
-            assert relative(value, truth) <= max(2 * relative(other, truth), 1e-5)
+            # Sums over all pixels have few digits wrong, and eager's by luck fewer.
+            least = torch.finfo(dtype).eps / 8
+            assert relative(value, truth) <= max(2 * relative(other, truth), least)
 
 
 @gpu
