@@ -300,8 +300,14 @@ def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> N
         return x.to(dtype), weight.to(dtype)
 
     def same(what: str, x: Tensor, weight: Tensor, padding: Padding = NONE) -> None:
-        what = f"{what}, {dtype}"
-        ours = run(of_dtype(IDENTITY, dtype), x, weight, padding)
+        # Where the convolution is wanted too, another kernel makes both.
+        alone = run(of_dtype(IDENTITY, dtype), x, weight, padding)
+        also = torch.empty_like(alone)
+        beside = run(of_dtype(IDENTITY, dtype), x, weight, padding, c=also)
+        for way, ours in (("alone", alone), ("with c", beside), ("c", also)):
+            same_as_exact(f"{what}, {way}, {dtype}", ours, x, weight, padding)
+
+    def same_as_exact(what: str, ours: Tensor, x: Tensor, weight: Tensor, padding: Padding) -> None:
         # On the CPU, one product after the other: fast algorithms spread an infinity around.
         windows = F.unfold(F.pad(x.double(), padding), weight.shape[2:])
         products = weight.flatten(1).double() @ windows

@@ -51,11 +51,12 @@ constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
 constexpr int kStoreRegisters = 120;
 constexpr int kStatsProductRegisters = 160;
-constexpr int kApplyRegisters = 160;
+constexpr int kApplyRegisters = 168;
 constexpr int kCopyRegisters = 96;
+constexpr int kLoadForApplyRegisters = 80;
 static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
-static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
+static_assert(kLoadForApplyRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
 
 // Of X, what x and weight are of.
 template <class X>
@@ -980,72 +981,81 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     return reinterpret_cast<Out*>(shared.stage) + (stage * kConvGroup + channel) * kConvStagePitch;
   }
 
-  // What undoes the scales of two channels. Where one factor cannot, the weights' is undone here.
-  static __device__ __forceinline__ void find_unscale(const Shared& shared, int slot, int channel,
-                                                      float (&sum)[64], float (&unscale)[2]) {
-    const float pixel_unscale = shared.tail->unscale[slot];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float weight_unscale = shared.tail->weight_unscale[channel + 8 * r];
-      unscale[r] = weight_unscale * pixel_unscale;
-      if (unscale[r] >= FLT_MIN && unscale[r] < INFINITY) continue;
-      unscale[r] = pixel_unscale;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        if (i / 2 % 2 == r) sum[i] *= weight_unscale;
-      }
-    }
-  }
-
-  // A thread's results of half a unit to the two channels' rows of the stage. The unit has elements
-  // before `end`, in bytes. broken: becomes NaN where a sum among them is not finite.
-  template <bool kPairs>
-  static __device__ __forceinline__ void stage_results(const ConvDirectArgs& args,
-                                                       const float (&sum)[64],
-                                                       const float (&unscale)[2],
-                                                       const float (&operand)[2][kSlots],
-                                                       const uint4* places, uint4 first,
-                                                       uint32_t end, Out* row, float (&broken)[2]) {
-    uint4 next = first;
+  // use(i, t, offset in a row of the stage): where position t of a thread's pair i is an element.
+  // `places` are its own of half a unit, the unit has elements before `end`, in bytes. With kPairs,
+  // use(i, 0, offset) is for both.
+  template <bool kPairs, class Use>
+  static __device__ __forceinline__ void each_element(const uint4* places, uint32_t end,
+                                                      const Use& use) {
 #pragma unroll
     for (int quad = 0; quad < 4; ++quad) {
-      const uint32_t place[4] = {next.x, next.y, next.z, next.w};
-      if (quad < 3) next = places[(quad + 1) * 4];
+      const uint4 loaded = places[quad * 4];
+      const uint32_t place[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float value[2];
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-            value[t] = sum[(quad * 4 + i) * 4 + 2 * r + t];
-            if constexpr (kSplits<X>) value[t] *= unscale[r];
-          }
-          const auto result = convert_pair<Out>(apply(args, value[0], operand[r]),
-                                                apply(args, value[1], operand[r]));
-          auto* to = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch);
-          if constexpr (kPairs) {
-            if (place[i] >= end) continue;
-            *reinterpret_cast<Vec<Out, 2>*>(to + place[i]) = result;
-            if constexpr (kSplits<X>) {
-              broken[r] = fmaf(value[0], 0.0f, fmaf(value[1], 0.0f, broken[r]));
-            }
-          } else {
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-              const uint32_t at = t == 0 ? place[i] & 0xFFFF : place[i] >> 16;
-              if (at >= end) continue;
-              *reinterpret_cast<Out*>(to + at) = result.element[t];
-              if constexpr (kSplits<X>) broken[r] = fmaf(value[t], 0.0f, broken[r]);
-            }
-          }
+        for (int t = 0; t < (kPairs ? 1 : 2); ++t) {
+          const uint32_t at = kPairs ? place[i] : t == 0 ? place[i] & 0xFFFF : place[i] >> 16;
+          if (at < end) use(quad * 4 + i, t, at);
         }
       }
     }
   }
 
+  // Undoes the scales of a thread's two channels. Returns a bit for each with a sum that is not
+  // finite.
+  template <bool kPairs>
+  static __device__ __forceinline__ uint32_t unscale_sums(const Shared& shared, int slot,
+                                                          int channel, const uint4* places,
+                                                          uint32_t end, float (&sum)[64]) {
+    const float pixel_unscale = shared.tail->unscale[slot];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float weight_unscale = shared.tail->weight_unscale[channel + 8 * r];
+      const float both = weight_unscale * pixel_unscale;
+      const bool at_once = both >= FLT_MIN && both < INFINITY;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        if (i / 2 % 2 == r) sum[i] *= at_once ? both : weight_unscale;
+      }
+      if (at_once) continue;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        if (i / 2 % 2 == r) sum[i] *= pixel_unscale;
+      }
+    }
+    float broken[2] = {};  // 0 times all of them: NaN where one is not finite
+    each_element<kPairs>(places, end, [&](int i, int t, uint32_t) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        broken[r] = fmaf(sum[4 * i + 2 * r + t], 0.0f, broken[r]);
+        if (kPairs) broken[r] = fmaf(sum[4 * i + 2 * r + 1], 0.0f, broken[r]);
+      }
+    });
+    return static_cast<uint32_t>(isnan(broken[0])) | static_cast<uint32_t>(isnan(broken[1])) << 8;
+  }
+
+  // A thread's results of half a unit, [2 * pair + r], to its two channels' rows of the stage.
+  template <bool kPairs>
+  static __device__ __forceinline__ void stage_results(const Vec<Out, 2> (&result)[32],
+                                                       const uint4* places, uint32_t end,
+                                                       Out* row) {
+    each_element<kPairs>(places, end, [&](int i, int t, uint32_t at) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        auto* to = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch) + at;
+        if constexpr (kPairs) {
+          *reinterpret_cast<Vec<Out, 2>*>(to) = result[2 * i + r];
+        } else {
+          *reinterpret_cast<Out*>(to) = result[2 * i + r].element[t];
+        }
+      }
+    });
+  }
+
   // Product warpgroup `worker` of two, with every other unit. Nothing else runs while it applies
-  // the epilogue, whatever that is made of: the other's products do.
+  // the epilogue, whatever that is made of: the other's products do. One copy of it, which may be
+  // long.
   static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
                                                      const Shared& shared, int worker) {
     const Walk walk(args);
@@ -1080,7 +1090,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       // The channel eight rows below has the same shift: eight planes are whole vectors.
       Out* row = applied_stage(shared, stage.slot, channel) +
                  shift_of<kVector>(phase_of(args, unit.x, output), unit.y);
-      float broken[2] = {};
+      uint32_t broken = 0;
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sum[64];
@@ -1094,21 +1104,26 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         }
         const auto* places =
             reinterpret_cast<const uint4*>(tail.place[slot.slot]) + half * 16 + lane % 4;
-        const uint4 first_places = *places;
         ptx::wgmma_wait<0>();
         ptx::pin(sum);
-        float unscale[2] = {1.0f, 1.0f};
-        if constexpr (kSplits<X>) find_unscale(shared, slot.slot, channel, sum, unscale);
+        if constexpr (kSplits<X>) {
+          broken |= args.pairs ? unscale_sums<true>(shared, slot.slot, channel, places, end, sum)
+                               : unscale_sums<false>(shared, slot.slot, channel, places, end, sum);
+        }
+        Vec<Out, 2> result[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          result[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
+                                        apply(args, sum[2 * i + 1], operand[i % 2]));
+        }
         if (args.pairs) {
-          stage_results<true>(args, sum, unscale, operand, places, first_places, end, row, broken);
+          stage_results<true>(result, places, end, row);
         } else {
-          stage_results<false>(args, sum, unscale, operand, places, first_places, end, row, broken);
+          stage_results<false>(result, places, end, row);
         }
       }
       if constexpr (kSplits<X>) {
-        const uint32_t bits =
-            static_cast<uint32_t>(isnan(broken[0])) | static_cast<uint32_t>(isnan(broken[1])) << 8;
-        const uint32_t of_all = __reduce_or_sync(0xFFFFFFFF, bits << (lane / 4));
+        const uint32_t of_all = __reduce_or_sync(0xFFFFFFFF, broken << (lane / 4));
         if (lane == 0) tail.broken[warp][stage.slot] = of_all;
       }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
@@ -1170,8 +1185,9 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
           const bool has_some = is_present && at + kVector > first && at < last;
           edges |= static_cast<uint32_t>(has_some && !is_whole[n]) << (begin + n);
           to[n] = out + (uint64_t{plane} * i + element);
-          value[n] =
-              *reinterpret_cast<const Vector*>(staged + i * kConvStagePitch + (range & 0x3FF) + at);
+          // Others read what is theirs anyway: nothing waits for a branch.
+          const int offset = i * kConvStagePitch + static_cast<int>(range & 0x3FF) + at;
+          value[n] = *reinterpret_cast<const Vector*>(staged + (is_whole[n] ? offset : 0));
         }
 #pragma unroll
         for (int n = 0; n < kTogether; ++n) {
@@ -1268,7 +1284,7 @@ struct Kernels {
     prepare<X, 4>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup == 0) {
-      ptx::give_registers<kLoadRegisters>();
+      ptx::give_registers<kLoadForApplyRegisters>();
       load_units<X, 1, sizeof(Out)>(args, shared, 0);
     } else if (warpgroup < 3) {
       ptx::take_registers<kApplyRegisters>();
