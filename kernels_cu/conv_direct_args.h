@@ -34,7 +34,6 @@ static_assert((kConvMaxTapsOf16Bits + 1) / 2 <= kConvMaxSteps);
 constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
 constexpr int kConvMaxChunks = 6;  // of a unit
 constexpr int kConvMaxSlots = 8;
-constexpr int kConvLeastSlotsOfTwo = 3;  // product warpgroups
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
 constexpr int kConvStages = 2;        // of floats; of 16 bits twice as many
 constexpr int kConvMaxStages = 4;
@@ -186,7 +185,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
   const auto slots_of = [&] { return (kConvMaxShared - fixed) / slot_bytes(); };
   // A product warpgroup has one and waits for its next; of two every other.
-  const int64_t least_slots = split && out_bytes > 0 ? 2 : kConvLeastSlotsOfTwo;
+  const int64_t least_slots = split && out_bytes > 0 ? 2 : 3;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
   if (chunks == 0) return std::nullopt;
 

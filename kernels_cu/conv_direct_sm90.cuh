@@ -9,7 +9,7 @@
 //   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
 //   storing warps        8 channels each: a stage → epilogue → memory
 //
-// Where operands are a channel's, as a BatchNorm's, storing is only copying:
+// In 16 bits, where operands are a channel's, as a BatchNorm's, storing is only copying:
 //
 //   loading warpgroup    as above
 //   product warpgroups   two, with every other unit each: products → epilogue → a stage of results
@@ -51,12 +51,11 @@ constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
 constexpr int kStoreRegisters = 120;
 constexpr int kStatsProductRegisters = 160;
-constexpr int kApplyRegisters = 168;
+constexpr int kApplyRegisters = 160;
 constexpr int kCopyRegisters = 96;
-constexpr int kLoadForApplyRegisters = 80;
 static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
-static_assert(kLoadForApplyRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
+static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
 
 // Of X, what x and weight are of.
 template <class X>
@@ -77,9 +76,8 @@ struct Tail {
   uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];  // of a slot's pixels
   float stage_unscale[4][kConvStages];
-  int2 unit[kConvMaxSlots];            // sample and first element
-  uint32_t elements[kConvMaxSlots];    // of the unit, from that on
-  uint32_t broken[4][kConvMaxStages];  // channels to be done again, a bit each
+  int2 unit[kConvMaxSlots];          // sample and first element
+  uint32_t elements[kConvMaxSlots];  // of the unit, from that on
   union {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
     // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
@@ -864,6 +862,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   __device__ __forceinline__ void store_elements(const Range& range, int output,
                                                  const float* staged, float weight_unscale,
                                                  float pixel_unscale, bool all) const {
+    const int64_t plane = plane_of(output);
 #pragma unroll 1
     for (int group = 0; group < kStoreGroups; ++group) {
       const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
@@ -879,17 +878,12 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       if constexpr (kSplits<X>) {
         if (!is_finite) value = plain_sum(args, unit.sample, output, row, column);
       }
-      store_element(output, row, column, value);
+      float operand[kSlots];
+      ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
+      const int64_t offset = plane + (row * args.out_w + column);
+      static_cast<Out*>(args.out)[offset] = compute(value, operand);
+      if (args.c != nullptr) static_cast<X*>(args.c)[offset] = convert<X>(value);
     }
-  }
-
-  __device__ __forceinline__ void store_element(int output, int row, int column,
-                                                float value) const {
-    float operand[kSlots];
-    ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
-    const int64_t offset = plane_of(output) + (row * args.out_w + column);
-    static_cast<Out*>(args.out)[offset] = compute(value, operand);
-    if (args.c != nullptr) static_cast<X*>(args.c)[offset] = convert<X>(value);
   }
 
   static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
@@ -1002,39 +996,6 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     }
   }
 
-  // Undoes the scales of a thread's two channels. Returns a bit for each with a sum that is not
-  // finite.
-  template <bool kPairs>
-  static __device__ __forceinline__ uint32_t unscale_sums(const Shared& shared, int slot,
-                                                          int channel, const uint4* places,
-                                                          uint32_t end, float (&sum)[64]) {
-    const float pixel_unscale = shared.tail->unscale[slot];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float weight_unscale = shared.tail->weight_unscale[channel + 8 * r];
-      const float both = weight_unscale * pixel_unscale;
-      const bool at_once = both >= FLT_MIN && both < INFINITY;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        if (i / 2 % 2 == r) sum[i] *= at_once ? both : weight_unscale;
-      }
-      if (at_once) continue;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        if (i / 2 % 2 == r) sum[i] *= pixel_unscale;
-      }
-    }
-    float broken[2] = {};  // 0 times all of them: NaN where one is not finite
-    each_element<kPairs>(places, end, [&](int i, int t, uint32_t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        broken[r] = fmaf(sum[4 * i + 2 * r + t], 0.0f, broken[r]);
-        if (kPairs) broken[r] = fmaf(sum[4 * i + 2 * r + 1], 0.0f, broken[r]);
-      }
-    });
-    return static_cast<uint32_t>(isnan(broken[0])) | static_cast<uint32_t>(isnan(broken[1])) << 8;
-  }
-
   // A thread's results of half a unit, [2 * pair + r], to its two channels' rows of the stage.
   template <bool kPairs>
   static __device__ __forceinline__ void stage_results(const Vec<Out, 2> (&result)[32],
@@ -1090,7 +1051,6 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       // The channel eight rows below has the same shift: eight planes are whole vectors.
       Out* row = applied_stage(shared, stage.slot, channel) +
                  shift_of<kVector>(phase_of(args, unit.x, output), unit.y);
-      uint32_t broken = 0;
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sum[64];
@@ -1106,10 +1066,6 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
             reinterpret_cast<const uint4*>(tail.place[slot.slot]) + half * 16 + lane % 4;
         ptx::wgmma_wait<0>();
         ptx::pin(sum);
-        if constexpr (kSplits<X>) {
-          broken |= args.pairs ? unscale_sums<true>(shared, slot.slot, channel, places, end, sum)
-                               : unscale_sums<false>(shared, slot.slot, channel, places, end, sum);
-        }
         Vec<Out, 2> result[32];
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -1122,10 +1078,6 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
           stage_results<false>(result, places, end, row);
         }
       }
-      if constexpr (kSplits<X>) {
-        const uint32_t of_all = __reduce_or_sync(0xFFFFFFFF, broken << (lane / 4));
-        if (lane == 0) tail.broken[warp][stage.slot] = of_all;
-      }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
@@ -1136,19 +1088,19 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     }
   }
 
-  // Stages to memory, 16 channels a warp, 32 vectors of a channel at once.
+  // Stages to memory, 16 channels a warp, the 32 vectors of a channel at once.
   static __device__ __forceinline__ void copy_units(const ConvDirectArgs& args,
                                                     const Shared& shared) {
     constexpr int kChannels = kConvGroup / 4;
-    constexpr int kRows = kConvPositions / 32 / kVector;  // of 32 vectors, in a channel
     constexpr int kTogether = 8;
-    static_assert(kChannels * kRows <= 32);
+    static_assert(kConvPositions == 32 * kVector);
     using Vector = Vec<Out, kVector>;
     const Walk walk(args);
     const int warp = static_cast<int>(threadIdx.x % kWarpgroup) / 32;
     const int lane = threadIdx.x % 32;
+    const int at = lane * kVector;
     const int first_output = walk.group * kConvGroup + warp * kChannels;
-    const int outputs = max(min(args.outputs - first_output, kChannels), 0);
+    const int outputs = min(args.outputs - first_output, kChannels);
     const uint32_t plane = static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
     Tail& tail = *shared.tail;
     Cursor stage;
@@ -1161,29 +1113,23 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
                               static_cast<uint32_t>(mine.end - mine.first) << 20;
       Out* out = static_cast<Out*>(args.out) + store.plane_of(first_output);
       const Out* staged = applied_stage(shared, stage.slot, warp * kChannels);
-      uint32_t present = (1u << outputs) - 1;
-      uint32_t edges = 0;
+      uint32_t edges = 0;  // a bit a channel
       ptx::mbarrier_wait(ptx::shared_address(&tail.staged[warp][stage.slot]), stage.phase);
-      uint32_t broken = 0;
-      if constexpr (kSplits<X>) broken = tail.broken[warp][stage.slot] & present;
-      present ^= broken;
 #pragma unroll
-      for (int begin = 0; begin < kChannels * kRows; begin += kTogether) {
+      for (int begin = 0; begin < kChannels; begin += kTogether) {
         Vector value[kTogether];
         Out* to[kTogether];
         bool is_whole[kTogether];
 #pragma unroll
         for (int n = 0; n < kTogether; ++n) {
-          const int i = (begin + n) / kRows;
-          const int at = (lane + (begin + n) % kRows * 32) * kVector;
+          const int i = begin + n;
           const uint32_t range = __shfl_sync(0xFFFFFFFF, packed, i);
           const int element = __shfl_sync(0xFFFFFFFF, mine.first, i) + at;
           const int first = static_cast<int>(range >> 10 & 0x3FF);
           const int last = static_cast<int>(range >> 20);
-          const bool is_present = present >> i & 1;
-          is_whole[n] = is_present && at >= first && at + kVector <= last;
-          const bool has_some = is_present && at + kVector > first && at < last;
-          edges |= static_cast<uint32_t>(has_some && !is_whole[n]) << (begin + n);
+          is_whole[n] = i < outputs && at >= first && at + kVector <= last;
+          const bool has_some = i < outputs && at + kVector > first && at < last;
+          edges |= static_cast<uint32_t>(has_some && !is_whole[n]) << i;
           to[n] = out + (uint64_t{plane} * i + element);
           // Others read what is theirs anyway: nothing waits for a branch.
           const int offset = i * kConvStagePitch + static_cast<int>(range & 0x3FF) + at;
@@ -1196,28 +1142,13 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       }
       // Where a plane does not begin or end with a vector.
       for (; edges != 0; edges &= edges - 1) {
-        const int nth = __ffs(edges) - 1;
-        const int i = nth / kRows;
+        const int i = __ffs(edges) - 1;
         const Range range = store.template range_of<kVector>(first_output + i);
 #pragma unroll 1
-        for (int e = 0; e < kVector; ++e) {
-          const int at = (lane + nth % kRows * 32) * kVector + e;
-          const int element = range.first + at;
+        for (int e = at; e < at + kVector; ++e) {
+          const int element = range.first + e;
           if (element < range.begin || element >= range.end) continue;
-          out[uint64_t{plane} * i + element] = staged[i * kConvStagePitch + range.staged + at];
-        }
-      }
-      if constexpr (kSplits<X>) {
-        for (; broken != 0; broken &= broken - 1) {
-          const int output_again = first_output + __ffs(broken) - 1;
-          const Range range = store.template range_of<kVector>(output_again);
-#pragma unroll 1
-          for (int element = range.begin + lane; element < range.end; element += 32) {
-            const int row = Unit::row_of(args, element);
-            const int column = element - row * args.out_w;
-            store.store_element(output_again, row, column,
-                                plain_sum(args, store.unit.sample, output_again, row, column));
-          }
+          out[uint64_t{plane} * i + element] = staged[i * kConvStagePitch + range.staged + e];
         }
       }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[warp][stage.slot]));
@@ -1278,20 +1209,22 @@ struct Kernels {
     }
   }
 
-  // Operands that are the same all over a channel of a sample.
+  // 16-bit results, and operands that are the same all over a channel of a sample.
   static __device__ __forceinline__ void run_applied(const ConvDirectArgs& args) {
-    const Shared shared = Shared::of<true>(args);
-    prepare<X, 4>(args, shared);
-    const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
-    if (warpgroup == 0) {
-      ptx::give_registers<kLoadForApplyRegisters>();
-      load_units<X, 1, sizeof(Out)>(args, shared, 0);
-    } else if (warpgroup < 3) {
-      ptx::take_registers<kApplyRegisters>();
-      Stores::apply_units(args, shared, warpgroup - 1);
-    } else {
-      ptx::give_registers<kCopyRegisters>();
-      Stores::copy_units(args, shared);
+    if constexpr (!kSplits<X> && sizeof(Out) == 2) {
+      const Shared shared = Shared::of<true>(args);
+      prepare<X, 4>(args, shared);
+      const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+      if (warpgroup == 0) {
+        ptx::give_registers<kLoadRegisters>();
+        load_units<X, 1, sizeof(Out)>(args, shared, 0);
+      } else if (warpgroup < 3) {
+        ptx::take_registers<kApplyRegisters>();
+        Stores::apply_units(args, shared, warpgroup - 1);
+      } else {
+        ptx::give_registers<kCopyRegisters>();
+        Stores::copy_units(args, shared);
+      }
     }
   }
 

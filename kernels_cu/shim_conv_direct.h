@@ -19,7 +19,7 @@ namespace {
 
 struct ConvDirectKernels {
   cudaKernel_t convolution;
-  cudaKernel_t applied;  // where operands are a channel's
+  cudaKernel_t applied;  // of 16-bit results, where operands are a channel's
   cudaKernel_t statistics;
   int multiprocessors;
   int scalars;
@@ -200,8 +200,8 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
   const OnDevice on_device(device);
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
-  const bool applies =
-      !c && !args->any_per_pixel && args->strips.size == 1 && args->slots >= kConvLeastSlotsOfTwo;
+  const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
+                       !args->any_per_pixel && args->strips.size == 1;
   launch(applies ? kernels.applied : kernels.convolution,
          conv_blocks(*args, kernels.multiprocessors), kConvThreads, current_stream(device), *args,
          options);
