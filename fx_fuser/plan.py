@@ -6,7 +6,7 @@ latter stands for what Inductor makes of the region: the same within 3 % (benchm
 
 A convolution that is fp32-accurate is fused always. In 16 bits and TF32 it is left to Inductor,
 which turns the layout of whole graphs, where the library is faster in channels_last. One of few
-channels has a direct kernel too, which is taken where it is faster than either.
+channels has a direct kernel too, in 16 bits as well, which is taken where it is faster than either.
 """
 
 from __future__ import annotations
