@@ -9,10 +9,12 @@ on random data.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from benchmarks.linear_sm90 import FLOOR, SENTINEL, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build, native
+from fx_fuser.epilogue import CUDA_TYPES
 
 CUDA = torch.device("cuda")
 Padding = tuple[int, int, int, int]  # left, right, top, bottom
@@ -33,15 +36,18 @@ NONE: Padding = (0, 0, 0, 0)
 class Example:
     """An epilogue of examples.cuh and the same in torch ops, as f(c, operands, scalars)."""
 
-    source: str
+    name: str
     reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]
     operands: tuple[torch.dtype, ...] = ()
     scalars: int = 0
+    x: torch.dtype = torch.float32  # and of the weight and c
     out: torch.dtype = torch.float32
 
-
-def _example(name: str, scalars: int, out: str, *operands: str) -> str:
-    return build.conv_direct_example_source(name, scalars, "float", out, "float", *operands)
+    @functools.cached_property
+    def source(self) -> str:
+        types = (torch.float32, self.out, self.x, *self.operands)
+        cuda = [CUDA_TYPES[dtype] for dtype in types]
+        return build.conv_direct_example_source(self.name, self.scalars, *cuda)
 
 
 def _batch_norm_mul(c: Tensor, t: list[Tensor], s: list[float]) -> Tensor:
@@ -49,22 +55,31 @@ def _batch_norm_mul(c: Tensor, t: list[Tensor], s: list[float]) -> Tensor:
     return ((c - mean) * torch.rsqrt(var.abs() + s[0]) * gamma + beta) * scale
 
 
-IDENTITY = Example(_example("Identity", 0, "float"), lambda c, t, s: c)
-SWISH = Example(_example("Swish", 1, "float"), lambda c, t, s: F.silu(c) * s[0], scalars=1)
-NORM = Example(
-    _example("BatchNormMul", 1, "float", *["float"] * 5),
-    _batch_norm_mul,
-    (torch.float32,) * 5,
-    scalars=1,
-)
+IDENTITY = Example("Identity", lambda c, t, s: c)
+SWISH = Example("Swish", lambda c, t, s: F.silu(c) * s[0], scalars=1)
+NORM = Example("BatchNormMul", _batch_norm_mul, (torch.float32,) * 5, scalars=1)
 OPERANDS = Example(
-    _example("ThreeOperands", 1, "float", "float", "__nv_bfloat16", "bool"),
+    "ThreeOperands",
     lambda c, t, s: F.silu(c) * t[0].to(c.dtype) + t[1].to(c.dtype) * t[2].to(c.dtype) - s[0],
     (torch.float32, torch.bfloat16, torch.bool),
     scalars=1,
 )
-HALF_OUT = Example(_example("Identity", 0, "__half"), lambda c, t, s: c, out=torch.float16)
-EXAMPLES = (IDENTITY, SWISH, NORM, OPERANDS, HALF_OUT)
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
+
+
+@functools.cache
+def of_dtype(example: Example, dtype: torch.dtype) -> Example:
+    """The same of x, weight and result in this dtype."""
+    return dataclasses.replace(example, x=dtype, out=dtype)
+
+
+EXAMPLES = (IDENTITY, SWISH, NORM, OPERANDS, dataclasses.replace(IDENTITY, out=torch.float16))
+HALF_EXAMPLES = (
+    *(of_dtype(example, dtype) for example in EXAMPLES[:4] for dtype in HALVES),
+    dataclasses.replace(NORM, x=torch.bfloat16),
+    dataclasses.replace(SWISH, x=torch.float16, out=torch.bfloat16),
+)
 
 
 def convolve(x: Tensor, weight: Tensor, padding: Padding) -> Tensor:
@@ -96,8 +111,9 @@ def run(
 
 
 def statistics(x: Tensor, weight: Tensor, padding: Padding = NONE) -> tuple[Tensor, Tensor]:
-    mean, variance = (x.new_full((len(weight),), float("nan")) for _ in range(2))
-    taken = native.conv_direct_statistics(IDENTITY.source, x, weight, padding, mean, variance)
+    mean, variance = torch.full((2, len(weight)), float("nan"), device=CUDA)
+    source = of_dtype(IDENTITY, x.dtype).source
+    taken = native.conv_direct_statistics(source, x, weight, padding, mean, variance)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return mean, variance
 
@@ -135,30 +151,40 @@ def families(x: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[tuple[str,
     yield "scaled rows", rows, normal(*weight)
 
 
-def accuracy(failures: list[str]) -> list[list[object]]:
+def allowed(eagers: float, dtype: torch.dtype, factor: float = 1.5) -> float:
+    """The accuracy contract: how large an error may be beside eager's."""
+    return max(factor * eagers, FLOOR) if dtype == torch.float32 else 2 * eagers
+
+
+def accuracy(failures: list[str], dtype: torch.dtype = torch.float32) -> list[list[object]]:
     table: list[list[object]] = []
     for x_shape, weight_shape in (
         ((4, 8, 128, 128), (64, 8, 3, 3)),
         ((8, 3, 65, 71), (32, 3, 4, 4)),
     ):
-        for name, x, weight in families(x_shape, weight_shape):
+        for name, *drawn in families(x_shape, weight_shape):
+            x, weight = (v.to(dtype) for v in drawn)
             exact = F.conv2d(x.double(), weight.double())
-            ours, eager = run(IDENTITY, x, weight), F.conv2d(x, weight)
+            ours, eager = run(of_dtype(IDENTITY, dtype), x, weight), F.conv2d(x, weight)
+            if not eager.isfinite().all():  # beyond fp16
+                continue
             error, other = relative(ours, exact), relative(eager, exact)
             # Of the normalised values, which a large mean takes digits from: what training gives.
             norm = nn.BatchNorm2d(len(weight), device=CUDA)
-            mean, var = statistics(x, weight)
-            ours = (ours - mean.view(-1, 1, 1)) * (var + norm.eps).rsqrt().view(-1, 1, 1)
+            vectors = [*statistics(x, weight), norm.weight.detach(), norm.bias.detach()]
+            operands = [*(v.view(-1, 1, 1) for v in vectors), torch.ones((), device=CUDA)]
+            ours = run(of_dtype(NORM, dtype), x, weight, NONE, operands, [norm.eps])
             exact_mean, exact_var = exact_statistics(exact)
             exact -= exact_mean.view(-1, 1, 1)
             exact *= (exact_var + norm.eps).rsqrt().view(-1, 1, 1)
             normalised, eagers = relative(ours, exact), relative(norm(eager).detach(), exact)
-            what = f"{list(weight_shape)}, {name}"
-            if not error <= max(1.5 * other, FLOOR):
+            what = f"{list(weight_shape)}, {dtype}, {name}"
+            if not error <= allowed(other, dtype):
                 failures.append(f"accuracy, {what}: {error:.2e} v {other:.2e}")
-            if not normalised <= max(4 * eagers, 2 * FLOOR):
+            if not normalised <= max(allowed(eagers, dtype, 4), 2 * FLOOR):
                 failures.append(f"normalised, {what}: {normalised:.2e} v {eagers:.2e}")
-            table.append([weight_shape[1], name, error, other, normalised, eagers])
+            which = f"{str(dtype).removeprefix('torch.')}, {weight_shape[1]} channels"
+            table.append([which, name, error, other, normalised, eagers])
     return table
 
 
@@ -177,20 +203,25 @@ def random_operand(shape: torch.Size, dtype: torch.dtype, choose: random.Random)
     return values
 
 
-def random_case(choose: random.Random) -> tuple[Tensor, Tensor, Padding]:
-    return _random_case(choose, 140, (128, 700), 200, 9)
+def random_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
+    return _random_case(choose, dtype, 140, (128, 700), 200, 9)
 
 
-def small_case(choose: random.Random) -> tuple[Tensor, Tensor, Padding]:
+def small_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
     """For the sanitizers, under which all is slow."""
-    return _random_case(choose, 12, (30, 270), 70, 2)
+    return _random_case(choose, dtype, 12, (30, 270), 70, 2)
 
 
 def _random_case(
-    choose: random.Random, side: int, widths: tuple[int, ...], outputs: int, samples: int
+    choose: random.Random,
+    dtype: torch.dtype,
+    side: int,
+    widths: tuple[int, ...],
+    outputs: int,
+    samples: int,
 ) -> tuple[Tensor, Tensor, Padding]:
     while True:
-        kernel = choose.choice(((3, 3), (3, 3), (1, 1), (4, 5), (1, 3), (2, 2), (4, 1)))
+        kernel = choose.choice(((3, 3), (3, 3), (1, 1), (4, 5), (1, 3), (2, 2), (4, 1), (5, 5)))
         channels = choose.randint(1, 8)
         height = choose.choice((1, choose.randint(1, 12), choose.randint(1, side)))
         width = choose.choice((choose.randint(1, 20), choose.randint(1, side + 10), *widths))
@@ -198,27 +229,32 @@ def _random_case(
         batch = choose.choice((1, 2, choose.randint(1, samples)))
         padding = choose.choice((NONE, (1, 1, 1, 1), (0, 2, 3, 1)))
         x, weight = (batch, channels, height, width), (count, channels, *kernel)
-        if native.conv_direct_cut(x, weight, padding, 4):
-            return torch.randn(x, device=CUDA), torch.randn(weight, device=CUDA) * 0.1, padding
+        if native.conv_direct_cut(x, weight, padding, 4, 0, dtype.itemsize):
+            values = torch.randn(x, device=CUDA), torch.randn(weight, device=CUDA) * 0.1
+            return values[0].to(dtype), values[1].to(dtype), padding
+
+
+ROUNDED = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
 def sweep(
     cases: int,
     seed: int,
     failures: list[str],
-    draw: Callable[[random.Random], tuple[Tensor, Tensor, Padding]] = random_case,
+    draw: Callable[[random.Random, torch.dtype], tuple[Tensor, Tensor, Padding]] = random_case,
+    examples: Sequence[Example] = EXAMPLES,
 ) -> float:
-    """Random sizes, operands and outputs; returns the largest error seen."""
+    """Random sizes, operands and outputs; returns the largest error seen in fp32."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     largest = 0.0
     for case in range(cases):
-        example = choose.choice(EXAMPLES)
-        x, weight, padding = draw(choose)
+        example = choose.choice(examples)
+        x, weight, padding = draw(choose, example.x)
         exact_c = convolve(x.double(), weight.double(), padding)
         shape = exact_c.shape
         operands = [random_operand(shape, dtype, choose) for dtype in example.operands]
-        if example is NORM:
+        if example.name == NORM.name:
             operands[1] = operands[1].abs() + 0.1
         scalars = [choose.uniform(0.1, 2) for _ in range(example.scalars)]
         # Poison where the result goes, sentinels beside it; the result begins anywhere.
@@ -227,25 +263,25 @@ def sweep(
             (before + exact_c.numel() + 64,), SENTINEL, device=CUDA, dtype=example.out
         )
         out = frame[before:-64].view(shape).fill_(float("nan"))
-        c = torch.full(shape, float("nan"), device=CUDA) if choose.random() < 0.4 else None
+        c = None
+        if choose.random() < 0.4:
+            c = torch.full(shape, float("nan"), device=CUDA, dtype=example.x)
         run(example, x, weight, padding, operands, scalars, out, c)
 
         exact = example.reference(exact_c, operands, scalars)
         # Rounding to the result's dtype, and the epilogue's own few roundings, are no error here.
-        bound = 1e-3 if example.out == torch.float16 else 2e-6
         error = float((out.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
-        if c is not None:
-            error = max(error, relative(c, exact_c))
+        error_of_c = 0.0 if c is None else relative(c, exact_c)
         what = (
             f"case {case}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
             f"{example.source.splitlines()[-1]}, operands {[tuple(t.shape) for t in operands]}"
         )
         if not bool((frame[:before] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
             failures.append(f"{what}: wrote outside the result")
-        if not error <= bound:
-            failures.append(f"{what}: error {error:.2e}")
-        if example.out == torch.float32:
-            largest = max(largest, error)
+        if not error <= ROUNDED[example.out] or not error_of_c <= ROUNDED[example.x]:
+            failures.append(f"{what}: error {error:.2e}, of c {error_of_c:.2e}")
+        if example.out == example.x == torch.float32:
+            largest = max(largest, error, error_of_c)
         mean, var = statistics(x, weight, padding)
         exact_mean, exact_var = exact_statistics(exact_c)
         scale = exact_c.abs().amax((0, 2, 3)).clamp_min(1e-30)
@@ -256,31 +292,42 @@ def sweep(
     return largest
 
 
-def special_values(failures: list[str]) -> None:
-    """Infinities, NaN, zeros, denormals and extremes, as an fp32 convolution gives them."""
+def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
+    """Infinities, NaN, zeros, denormals and extremes, as a convolution of this dtype gives them."""
 
     def pair() -> tuple[Tensor, Tensor]:
-        return torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
+        x, weight = torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
+        return x.to(dtype), weight.to(dtype)
 
     def same(what: str, x: Tensor, weight: Tensor, padding: Padding = NONE) -> None:
-        ours = run(IDENTITY, x, weight, padding)
+        # Where the convolution is wanted too, another kernel makes both.
+        alone = run(of_dtype(IDENTITY, dtype), x, weight, padding)
+        also = torch.empty_like(alone)
+        beside = run(of_dtype(IDENTITY, dtype), x, weight, padding, c=also)
+        for way, ours in (("alone", alone), ("with c", beside), ("c", also)):
+            same_as_exact(f"{what}, {way}, {dtype}", ours, x, weight, padding)
+
+    def same_as_exact(what: str, ours: Tensor, x: Tensor, weight: Tensor, padding: Padding) -> None:
         # On the CPU, one product after the other: fast algorithms spread an infinity around.
-        windows = F.unfold(F.pad(x, padding), weight.shape[2:]).double()
+        windows = F.unfold(F.pad(x.double(), padding), weight.shape[2:])
         products = weight.flatten(1).double() @ windows
-        exact = products.view(ours.shape).float()
+        exact = products.view(ours.shape).to(dtype)
         finite = exact.isfinite()
         if not torch.equal(ours.nan_to_num(0, 1, -1)[~finite], exact.nan_to_num(0, 1, -1)[~finite]):
             failures.append(f"{what}: other infinities or NaN than IEEE's")
         if not torch.equal(ours.isfinite(), finite):
             failures.append(f"{what}: not finite elsewhere")
         usual = [torch.where(finite, v, 0).double() for v in (ours, exact)]
-        if not relative(*usual) <= 1e-6:
+        if not relative(*usual) <= ROUNDED[dtype]:
             failures.append(f"{what}: error {relative(*usual):.2e} where finite")
 
     inf, nan = float("inf"), float("nan")
     x, weight = pair()
     x[0, 3, 7, 9], x[1, 0, 39, 49] = inf, -inf
     same("infinities in x", x, weight)
+    same("infinities in x", x, weight[:, :, :2, :2].contiguous())
+    same("infinities in x", x, weight[:, :, :1, :1].contiguous())
+    same("infinities in x of 5 channels", x[:, :5].contiguous(), weight[:, :5].contiguous())
     x, weight = pair()
     weight[5, 0, 1, 1], weight[69, 7, 2, 2] = inf, -inf
     same("infinities in the weight", x, weight)
@@ -293,56 +340,64 @@ def special_values(failures: list[str]) -> None:
     x, weight = pair()
     same("all NaN", x * nan, weight)
     same("zeros", x * 0, weight)
-    same("denormal x", x * 1e-40, weight * 1e4)
-    same("denormal weight", x * 1e4, weight * 1e-40)
-    same("tiny weight", x * 1e20, weight * 1e-30)
-    same("tiny both", x * 1e-18, weight * 1e-17)
-    same("huge weight", x * 1e-36, weight * 1e36)
-    same("huge x", x * 1e36, weight * 1e-36)
-    if run(IDENTITY, x * 1e30, weight * 1e30).isfinite().any():  # in fp32 of either sign, or NaN
-        failures.append("overflow: finite values")
+    if dtype == torch.float16:
+        same("denormal x", x * 1e-6, weight * 1e2)
+        same("denormal weight", x * 1e2, weight * 1e-6)
+        same("denormal result", x * 1e-3, weight * 1e-3)
+        same("results beyond fp16", x * 1e2, weight * 2e1)
+    else:
+        same("denormal x", x * 1e-40, weight * 1e4)
+        same("denormal weight", x * 1e4, weight * 1e-40)
+        same("tiny weight", x * 1e20, weight * 1e-30)
+        same("tiny both", x * 1e-18, weight * 1e-17)
+        same("huge weight", x * 1e-36, weight * 1e36)
+        same("huge x", x * 1e36, weight * 1e-36)
+        overflow = run(of_dtype(IDENTITY, dtype), x * 1e30, weight * 1e30)
+        if overflow.isfinite().any():  # in fp32 of either sign, or NaN
+            failures.append(f"overflow, {dtype}: finite values")
     x[0, 0, 0, 0] = nan
     mean, var = statistics(x, weight)
     if not bool(mean.isnan().all() and var.isnan().all()):
-        failures.append("statistics of a NaN are not NaN")
+        failures.append(f"statistics of a NaN are not NaN, {dtype}")
     flat = torch.full_like(x, 3.0)
     mean, var = statistics(flat, torch.ones_like(weight))
     if not bool((mean == 216).all() and (var == 0).all()):
-        failures.append(f"statistics of a constant: {mean[0]}, {var[0]}")
+        failures.append(f"statistics of a constant, {dtype}: {mean[0]}, {var[0]}")
 
 
-def graphs_and_repeats(failures: list[str]) -> None:
+def graphs_and_repeats(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
     """Replays follow the tensors; launches, over two streams too, agree bit for bit."""
-    x = torch.randn(5, 8, 130, 128, device=CUDA)
-    weight = torch.randn(64, 8, 3, 3, device=CUDA)
-    out = run(SWISH, x, weight)
+    swish = of_dtype(SWISH, dtype)
+    x = torch.randn(5, 8, 130, 128, device=CUDA).to(dtype)
+    weight = torch.randn(64, 8, 3, 3, device=CUDA).to(dtype)
+    out = run(swish, x, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(SWISH, x, weight, out=out)
+        run(swish, x, weight, out=out)
         _, var = statistics(x, weight)
-    for factor in (1.0, 1e-6, 1e6):
+    for factor in (1.0, 1e-3, 1e2) if dtype == torch.float16 else (1.0, 1e-6, 1e6):
         weight.normal_().mul_(factor)
         graph.replay()
         c = F.conv2d(x.double(), weight.double())
-        if not relative(out, F.silu(c) * 2) <= 1e-6:
-            failures.append(f"graph replay, weight * {factor}")
+        if not relative(out, F.silu(c) * 2) <= ROUNDED[dtype]:
+            failures.append(f"graph replay, weight * {factor}, {dtype}")
         if not relative(var, exact_statistics(c)[1]) <= 1e-6:
-            failures.append(f"statistics in a graph, weight * {factor}")
+            failures.append(f"statistics in a graph, weight * {factor}, {dtype}")
     weight.normal_()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    first = (run(SWISH, x, weight), *statistics(x, weight))
+    first = (run(swish, x, weight), *statistics(x, weight))
     torch.cuda.synchronize()
     differ = torch.zeros((), dtype=torch.bool, device=CUDA)
     flags = []
     for i in range(2000):
         with torch.cuda.stream(streams[i % 2]):
-            again = (run(SWISH, x, weight), *statistics(x, weight))
+            again = (run(swish, x, weight), *statistics(x, weight))
             flags += [(a != b).any() for a, b in zip(again, first)]
     torch.cuda.synchronize()
     for flag in flags:
         differ |= flag
     if bool(differ):
-        failures.append("launches over two streams differ")
+        failures.append(f"launches over two streams differ, {dtype}")
 
 
 def refusals(failures: list[str]) -> None:
@@ -363,13 +418,16 @@ def refusals(failures: list[str]) -> None:
 
 def timing(failures: list[str]) -> list[list[object]]:
     table: list[list[object]] = []
-    for name, shape, weight_shape, padding in (
-        ("#73", (128, 8, 128, 128), (64, 8, 3, 3), NONE),
-        ("stem", (32, 3, 224, 224), (32, 3, 3, 3), (1, 1, 1, 1)),
-        ("127", (128, 8, 127, 127), (64, 8, 3, 3), (1, 1, 1, 1)),
-    ):
-        x = torch.rand(shape, device=CUDA)
+    seed = ("#73", (128, 8, 128, 128), (64, 8, 3, 3), NONE)
+    stem = ("stem", (32, 3, 224, 224), (32, 3, 3, 3), (1, 1, 1, 1))
+    odd = ("127", (128, 8, 127, 127), (64, 8, 3, 3), (1, 1, 1, 1))
+    cases = [(case, torch.float32) for case in (seed, stem, odd)]
+    cases += [(seed, torch.float16), *((case, torch.bfloat16) for case in (seed, stem, odd))]
+    for (name, shape, weight_shape, padding), dtype in cases:
+        name += f" {str(dtype).removeprefix('torch.')}"
+        x = torch.rand(shape, device=CUDA).to(dtype)
         conv = nn.Conv2d(shape[1], weight_shape[0], 3, padding=padding[0], bias=False, device=CUDA)
+        conv.to(dtype)
         norm = nn.BatchNorm2d(weight_shape[0], device=CUDA)
         weight = conv.weight.detach()
         norm.running_mean, norm.running_var = exact_statistics(conv(x).detach())
@@ -381,7 +439,7 @@ def timing(failures: list[str]) -> list[list[object]]:
         def ours(
             x: Tensor = x, w: Tensor = weight, p: Padding = padding, v: list[Tensor] = per_channel
         ) -> Tensor:
-            return run(NORM, x, w, p, v, [1e-5])
+            return run(of_dtype(NORM, x.dtype), x, w, p, v, [1e-5])
 
         def measured(x: Tensor = x, w: Tensor = weight, p: Padding = padding) -> Tensor:
             return statistics(x, w, p)[0]
@@ -390,7 +448,7 @@ def timing(failures: list[str]) -> list[list[object]]:
             x: Tensor = x, w: Tensor = weight, p: Padding = padding, v: list[Tensor] = per_channel
         ) -> Tensor:
             found = [s.view(-1, 1, 1) for s in statistics(x, w, p)]
-            return run(NORM, x, w, p, [*found, *v[2:]], [1e-5])
+            return run(of_dtype(NORM, x.dtype), x, w, p, [*found, *v[2:]], [1e-5])
 
         def eager(x: Tensor = x, c: nn.Module = conv, n: nn.Module = norm) -> Tensor:
             with torch.no_grad():
@@ -412,7 +470,7 @@ def timing(failures: list[str]) -> list[list[object]]:
                 error = relative(way()[few], exact)
                 eager_error = relative(eager()[few], exact)
                 del exact
-                if not error <= max(1.5 * eager_error, FLOOR):
+                if not error <= allowed(eager_error, dtype):
                     failures.append(f"{name} {mode}: error {error:.2e}, eager's {eager_error:.2e}")
             ms = median_ms(way, [], CUDA, 25, 100)
             row: list[object] = [f"{name} {mode}", ms, median_ms(way, [], CUDA, 25, 100)]
@@ -438,7 +496,7 @@ def main() -> int:
         torch.cuda.synchronize()
         print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
 
-    native.prepare([e.source for e in EXAMPLES], CUDA)
+    native.prepare([e.source for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
     native.prepare_batch_stats(CUDA)
     done("built")
     failures: list[str] = []
@@ -447,12 +505,14 @@ def main() -> int:
     with float32_settings("fp32", cudnn_tf32=False):
         if not chosen.skip_checks:
             largest = sweep(chosen.cases, chosen.seed, failures)
-            done(f"{chosen.cases} random cases, largest error {largest:.1e}")
-            special_values(failures)
+            sweep(chosen.cases, chosen.seed, failures, examples=HALF_EXAMPLES)
+            done(f"twice {chosen.cases} random cases, largest error in fp32 {largest:.1e}")
             refusals(failures)
-            graphs_and_repeats(failures)
-            done("special values, refusals, graphs, repeats")
-            errors = accuracy(failures)
+            for dtype in DTYPES:
+                special_values(failures, dtype)
+                graphs_and_repeats(failures, dtype)
+                done(f"special values, graphs, repeats in {dtype}")
+                errors += accuracy(failures, dtype)
             done("accuracy")
         if not chosen.skip_timing:
             times = timing(failures)
@@ -460,7 +520,7 @@ def main() -> int:
 
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     if errors:
-        heads = ["C", "data", "ours", "eager", "normalised", "eager's"]
+        heads = ["", "data", "ours", "eager", "normalised", "eager's"]
         print(tabulate(errors, heads, floatfmt=".1e") + "\n")
     if times:
         heads = ["", "ms", "again", "sustained", "eager", "×", "error", "eager's"]

@@ -457,6 +457,10 @@ def _product_sources(arch: str) -> list[str]:
     return [
         conv_direct_example_source("BatchNormMul", 1, "float", "float", "float", *["float"] * 5),
         conv_direct_example_source("Identity", 0, "float", "__half", "float"),
+        *(
+            conv_direct_example_source("BatchNormMul", 1, "float", value, value, *["float"] * 5)
+            for value in ("__nv_bfloat16", "__half")
+        ),
         linear_example_source("Swish", 1, "float", "float", "float"),
         linear_example_source("BatchNormMul", 1, "float", "__half", "float", *["float"] * 5),
         *(

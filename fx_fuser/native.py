@@ -173,6 +173,7 @@ def conv_direct_cut(
     padding: Sequence[int],
     out_bytes: int,
     operands: int = 0,
+    x_bytes: int = 4,
 ) -> list[int]:
     """How `conv_direct` cuts a convolution of these sizes into units; empty if it does not take it.
 
@@ -182,6 +183,7 @@ def conv_direct_cut(
         padding: [left, right, top, bottom].
         out_bytes: of an element of the result; 0: `conv_direct_statistics`.
         operands: of the epilogue.
+        x_bytes: of an element of x and weight.
 
     Raises:
         BuildError: the shim does not compile or load.
@@ -189,7 +191,8 @@ def conv_direct_cut(
     with _lock:
         _load_shim()
     sizes = [*x, weight[0], *weight[2:], *padding]
-    cut: list[int] = torch.ops.fx_fuser_native.conv_direct_cut.default(sizes, out_bytes, operands)
+    cut_of = torch.ops.fx_fuser_native.conv_direct_cut.default
+    cut: list[int] = cut_of(sizes, x_bytes, out_bytes, operands)
     return cut
 
 
@@ -205,13 +208,16 @@ def conv_direct(
 ) -> bool:
     """out = epilogue(conv2d(x, weight), operands, scalars), as exact as an fp32 convolution.
 
+    In bfloat16 and float16 too, where the epilogue sees the convolution in float32, unrounded.
+
     Args:
-        source: the generated text of one translation unit, see kernels_cu/conv_direct_sm90.cuh.
-        x: [N, C, H, W], float32.
-        weight: [O, C, kh, kw], float32. Stride and dilation are 1, there is one group.
+        source: the generated text of one translation unit, see kernels_cu/conv_direct_sm90.cuh. It
+            names the dtype of x, weight and c: float32, bfloat16 or float16.
+        x: [N, C, H, W].
+        weight: [O, C, kh, kw]. Stride and dilation are 1, there is one group.
         padding: [left, right, top, bottom], zeros.
         out: contiguous, of the dtype that `source` names. Shares memory with no other tensor here.
-        c: contiguous, float32, receives the convolution. Shares memory with no other tensor here.
+        c: contiguous, receives the convolution. Shares memory with no other tensor here.
         operands: of the dtypes that `source` names; each broadcasts to out's shape.
         scalars: as many as `source` names.
 
@@ -239,7 +245,7 @@ def conv_direct_statistics(
 ) -> bool:
     """Mean and biased variance [O] of conv2d(x, weight), which is not written. Deterministic.
 
-    Args: as `conv_direct`'s, with the source of any epilogue; the results are float32.
+    Args: as `conv_direct`'s, with the source of any epilogue; the results are float32 always.
 
     Returns, raises: as `conv_direct`.
     """

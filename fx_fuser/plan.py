@@ -7,7 +7,8 @@ latter stands for what Inductor makes of the region: the same within 3 % (benchm
 A convolution is fused where that is faster than the library's in the layout that Inductor may turn
 the graph to. In fp32 it is as exact as fp32 if it is fused, and has a rival only where torch's
 settings let the library take TF32, as they do by default: what is left alone follows them. One of
-few channels has a direct kernel too, which is taken where it is faster than all of these.
+few channels has a direct kernel too, in 16 bits as well, which is taken where it is faster than
+all of these.
 """
 
 from __future__ import annotations
@@ -138,8 +139,6 @@ def _own_product(match: Match, options: Options) -> str | None:
 
 def _takes_direct(match: Match, options: Options) -> bool:
     """Is the match's convolution one of those that the direct kernel makes?"""
-    if options.fp32 == "ieee":
-        return False
     site = match.site
     named = {name: site.operands[name] for name in ("x", "weight")}
     c, x, weight = (meta_tensor(node) for node in (site.nodes[0], *named.values()))  # type: ignore[arg-type]
@@ -147,7 +146,9 @@ def _takes_direct(match: Match, options: Options) -> bool:
     operands = [meta_tensor(node) for node in match.operands]
     if any(CUDA_TYPES[t.dtype] == "double" for t in operands if t is not None):
         return False
-    if c.dtype != torch.float32 or not all(t.is_contiguous() for t in (c, x, weight)):
+    if c.dtype == torch.float64 or not all(t.is_contiguous() for t in (c, x, weight)):
+        return False
+    if c.dtype == torch.float32 and options.fp32 == "ieee":
         return False
     config = rehearse.config_of(match, {})
     if {*config["stride"], *config["dilation"], config["groups"]} != {1}:
@@ -160,7 +161,14 @@ def _takes_direct(match: Match, options: Options) -> bool:
         return False
     out = meta_tensor(match.root).dtype.itemsize  # type: ignore[union-attr]
     count = native.operands_of(source)
-    cut = native.conv_direct_cut(x_size, weight_size, config["padding"], out, count)  # type: ignore[arg-type]
+    cut = native.conv_direct_cut(
+        x_size,  # type: ignore[arg-type]
+        weight_size,  # type: ignore[arg-type]
+        config["padding"],
+        out,
+        operands=count,
+        x_bytes=c.dtype.itemsize,
+    )
     return bool(cut)
 
 

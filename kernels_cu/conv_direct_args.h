@@ -22,24 +22,29 @@
 namespace fx_fuser {
 
 constexpr int kConvThreads = 512;
-constexpr int kConvChannels = 8;     // of the input, at most: 16 bytes of fp16
+constexpr int kConvChannels = 8;     // of the input, at most: 16 bytes of 16-bit values
 constexpr int kConvGroup = 64;       // output channels of a block
 constexpr int kConvPositions = 256;  // of a unit
-// The tensor core truncates each time it adds: with more taps, sums of one sign lose too much.
+// The tensor core truncates each time it adds: with more taps, sums of one sign lose too much for
+// fp32.
 constexpr int kConvMaxTaps = 20;
+constexpr int kConvMaxTapsOf16Bits = 49;
 constexpr int kConvMaxSteps = (3 * kConvMaxTaps + 1) / 2;
+static_assert((kConvMaxTapsOf16Bits + 1) / 2 <= kConvMaxSteps);
 constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
 constexpr int kConvMaxChunks = 6;  // of a unit
-constexpr int kConvMaxSlots = 4;
+constexpr int kConvMaxSlots = 8;
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
-constexpr int kConvStages = 2;
+constexpr int kConvStages = 2;        // of floats; of 16 bits twice as many
+constexpr int kConvMaxStages = 4;
 constexpr int kConvMaxOperands = 7;    // more would spill registers
 constexpr int kConvStageUnused = 260;  // marks positions that are no elements
 constexpr int kConvStoreWidth = 4;     // elements that are stored at once
 constexpr int kConvSector = 32;        // bytes that memory writes at once
 constexpr int kConvTileUnits = 64;     // of 16 bytes: a tap's weights of 64 channels, hi or lo
-constexpr int kConvTailBytes = 3072;
-constexpr int kConvMaxShared = 232448;  // that a block of sm_90 can have
+constexpr int kConvTailBytes = 5120;
+constexpr int kConvZeroBytes = kConvPositions / 2 * 16;  // pixels that one instruction reads
+constexpr int kConvMaxShared = 232448;                   // that a block of sm_90 can have
 constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
 
 // Two k-halves of 8 channels each: where the first begins and how much further the second is, for
@@ -56,11 +61,11 @@ struct ConvOperand {
 };
 
 struct ConvDirectArgs {
-  const float* x;       // [n, c, h, w]
-  const float* weight;  // [o, c, kernel_h, kernel_w]
-  void* out;            // [n, o, out_h, out_w]; of all, dense
-  float* c;             // the convolution by itself, shaped like out, or null
-  void* partial;        // statistics: [o, splits] moments
+  const void* x;       // [n, c, h, w]
+  const void* weight;  // [o, c, kernel_h, kernel_w]
+  void* out;           // [n, o, out_h, out_w]; of all, dense
+  void* c;             // the convolution by itself, shaped like out, of x's type, or null
+  void* partial;       // statistics: [o, splits] moments
   ConvOperand operand[kConvMaxOperands];
   float scalar[kMaxScalars];
   ConvStep step[kConvMaxSteps];
@@ -88,9 +93,11 @@ struct ConvDirectArgs {
   int32_t groups;  // of output channels
   int32_t chunks;  // pixels that a unit loads, in kConvChunk
   int32_t slots;
+  int32_t slot_bytes;
   int32_t weight_bytes;
-  uint32_t phase;  // elements of out's type from a multiple of 128 bytes to where out begins
-  bool linear;     // pixels lie in memory as in a slot
+  int32_t zero_bytes;  // before the slots
+  uint32_t phase;      // elements of out's type from a multiple of 128 bytes to where out begins
+  bool linear;         // pixels lie in memory as in a slot
   bool any_per_pixel;
   bool any_per_sample;
   bool pairs;          // two positions of which the first is even are neighbours in out, too
@@ -105,27 +112,33 @@ struct ConvShape {
   int64_t out_w() const { return w + left + right - kernel_w + 1; }
 };
 
-// The products' halves: hi and lo of the weights are tiles of 1 KB after one of zeros, lo first; hi
-// and lo of the pixels are planes, hi first. Small products before large ones, as fp32 sums want
-// it.
-inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, int plane) {
+// The products' halves. In fp32, hi and lo of the weights are tiles of 1 KB after one of zeros, lo
+// first; hi and lo of the pixels are planes, hi first. Small products before large ones, as fp32
+// sums want it. In 16 bits there is one product: one tile a tap, and one plane.
+inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, int plane,
+                                        bool split) {
   struct Half {
     int weight;
     int pixels;
   };
   const int taps = kernel_h * kernel_w;
   const auto half = [&](bool weight_is_lo, bool pixels_are_lo, int tap) {
-    const int tile = 1 + (weight_is_lo ? 0 : taps) + tap;
+    const int tile = 1 + (split && !weight_is_lo ? taps : 0) + tap;
     const int pixel = tap / kernel_w * pitch + tap % kernel_w;
     return Half{tile * kConvTileUnits, pixel + (pixels_are_lo ? plane : 0)};
   };
   std::vector<Half> halves;
-  for (int tap = 0; tap < taps; ++tap) halves.push_back(half(true, false, tap));
-  for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, true, tap));
+  if (split) {
+    for (int tap = 0; tap < taps; ++tap) halves.push_back(half(true, false, tap));
+    for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, true, tap));
+  }
   for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, false, tap));
   if (halves.size() % 2 == 1) {
-    // Zeros times pixels that the outputs depend on anyway, whatever they are.
-    halves.insert(halves.end() - 1, Half{0, (halves.end() - (taps > 1 ? 2 : 1))->pixels});
+    // In fp32, zeros times pixels that the outputs depend on anyway: what an infinity among them
+    // spoils is done again. In 16 bits nothing is, so the kernel puts zeros for the first half's
+    // pixels where both halves are said to have the same.
+    const auto neighbour = halves.end() - (split && taps > 1 ? 2 : 1);
+    halves.insert(halves.end() - 1, Half{0, neighbour->pixels});
   }
   std::vector<ConvStep> steps;
   for (size_t i = 0; i < halves.size(); i += 2) {
@@ -141,16 +154,19 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
   return steps;
 }
 
-// Cuts a convolution into units. Nothing where the kernels do not take it. `out_bytes`: of an
-// element of the result, 0 where only statistics are made.
-inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int out_bytes) {
+// Cuts a convolution into units. Nothing where the kernels do not take it. `x_bytes`: of an element
+// of x and weight, 4 or 2. `out_bytes`: of one of the result, 0 where only statistics are made.
+inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x_bytes,
+                                                   int out_bytes) {
   constexpr int64_t kHighest = (int64_t{1} << 31) - (1 << 16);
   const int64_t taps = shape.kernel_h * shape.kernel_w;
   const int64_t gap = shape.kernel_w - 1;
+  const bool split = x_bytes == 4;
+  const int64_t planes = split ? 2 : 1;
   const bool padded_both_ways = std::min({shape.left, shape.right, shape.top, shape.bottom}) >= 0;
   if (shape.samples < 1 || shape.channels < 1 || shape.channels > kConvChannels ||
-      shape.outputs < 1 || taps < 1 || taps > kConvMaxTaps || !padded_both_ways ||
-      shape.out_h() < 1 || shape.out_w() < 1) {
+      shape.outputs < 1 || taps < 1 || taps > (split ? kConvMaxTaps : kConvMaxTapsOf16Bits) ||
+      !padded_both_ways || shape.out_h() < 1 || shape.out_w() < 1) {
     return std::nullopt;
   }
   // What is within an image has 32-bit indices.
@@ -161,12 +177,15 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   }
 
   ConvDirectArgs args{};
-  args.weight_bytes = static_cast<int32_t>((1 + 2 * taps) * kConvTileUnits * 16);
-  const int64_t fixed = args.weight_bytes + (out_bytes > 0 ? kConvStageBytes : 0) + kConvTailBytes;
+  args.weight_bytes = static_cast<int32_t>((1 + planes * taps) * kConvTileUnits * 16);
+  args.zero_bytes = split ? 0 : kConvZeroBytes;
+  const int64_t fixed =
+      args.weight_bytes + (out_bytes > 0 ? kConvStageBytes : 0) + args.zero_bytes + kConvTailBytes;
   int64_t chunks = kConvMaxChunks;
-  const auto slots_of = [&] { return (kConvMaxShared - fixed) / (chunks * kConvChunk * 16 * 2); };
-  // A product warpgroup has one and waits for its next; of the statistics' two every other.
-  const int64_t least_slots = out_bytes > 0 ? 2 : 3;
+  const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
+  const auto slots_of = [&] { return (kConvMaxShared - fixed) / slot_bytes(); };
+  // A product warpgroup has one and waits for its next; of two every other.
+  const int64_t least_slots = split && out_bytes > 0 ? 2 : 3;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
   if (chunks == 0) return std::nullopt;
 
@@ -236,16 +255,17 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int o
   args.groups = narrow(groups);
   args.chunks = narrow(chunks);
   args.slots = narrow(std::min<int64_t>(slots_of(), kConvMaxSlots));
+  args.slot_bytes = narrow(slot_bytes());
   const auto steps =
-      conv_steps(args.kernel_h, args.kernel_w, narrow(pitch), narrow(chunks * kConvChunk));
+      conv_steps(args.kernel_h, args.kernel_w, narrow(pitch), narrow(chunks * kConvChunk), split);
   args.steps = narrow(static_cast<int64_t>(steps.size()));
   std::copy(steps.begin(), steps.end(), args.step);
   return args;
 }
 
 inline int conv_shared_bytes(const ConvDirectArgs& args, bool stages) {
-  return args.weight_bytes + (stages ? kConvStageBytes : 0) +
-         args.slots * args.chunks * kConvChunk * 16 * 2 + kConvTailBytes;
+  return args.weight_bytes + (stages ? kConvStageBytes : 0) + args.zero_bytes +
+         args.slots * args.slot_bytes + kConvTailBytes;
 }
 
 }  // namespace fx_fuser

@@ -1,6 +1,6 @@
-// out = epilogue(conv2d(x, weight), operands, scalars) in fp32 for an input of few channels, on
-// tensor cores: x and weight as two fp16 halves each, three products. And the mean and variance of
-// that convolution, without writing it.
+// out = epilogue(conv2d(x, weight), operands, scalars) for an input of few channels, on tensor
+// cores: in fp32, with x and weight as two fp16 halves each, three products; in bf16 and fp16, one.
+// And the mean and variance of that convolution, without writing it.
 //
 // How a convolution becomes matrix products: conv_direct_args.h. What is read is little and what is
 // written is much, so the stores decide the time; all else has to stay out of their way.
@@ -9,12 +9,19 @@
 //   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
 //   storing warps        8 channels each: a stage → epilogue → memory
 //
-// and where statistics are made, two product warpgroups with every other unit each, which keep
-// moments in registers, and nothing is stored.
+// In 16 bits, where operands are a channel's, as a BatchNorm's, storing is only copying:
 //
-// Scales are powers of two, a unit's for its pixels and a channel's for its weights, both found
-// from all the values that they serve. Where a product of the halves is not finite, which an
-// infinity or a NaN makes it, the sum is done again in plain fp32.
+//   loading warpgroup    as above
+//   product warpgroups   two, with every other unit each: products → epilogue → a stage of results
+//   copying warps        16 channels each: a stage → memory
+//
+// And where statistics are made, the two product warpgroups keep moments in registers, and nothing
+// is stored.
+//
+// Scales, in fp32, are powers of two, a unit's for its pixels and a channel's for its weights, both
+// found from all the values that they serve. Where a product of the halves is not finite, which an
+// infinity or a NaN makes it, the sum is done again in plain fp32. One plain product is as IEEE has
+// it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -35,7 +42,6 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kWarpgroup = 128;
 constexpr int kHalf = kConvPositions / 2;  // what an instruction multiplies
-constexpr int kUsualSteps = 14;            // of 3 x 3 taps
 constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
 constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
@@ -45,21 +51,33 @@ constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
 constexpr int kStoreRegisters = 120;
 constexpr int kStatsProductRegisters = 160;
+constexpr int kApplyRegisters = 160;
+constexpr int kCopyRegisters = 96;
 static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
+static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
+
+// Of X, what x and weight are of.
+template <class X>
+constexpr bool kSplits = std::is_same_v<X, float>;
+template <class X>
+using Factor = std::conditional_t<kSplits<X>, __half, X>;  // of the products
+template <class X>
+constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of 3 x 3 taps
 
 // Behind the slots: what the products of positions beyond the pixels read instead is this.
 struct Tail {
   uint64_t full[kConvMaxSlots];
   uint64_t empty[kConvMaxSlots];
-  uint64_t staged[4][kConvStages];  // of each warp of the product's
-  uint64_t stored[4][kConvStages];
+  uint64_t staged[4][kConvMaxStages];  // of each warp of the product's
+  uint64_t stored[4][kConvMaxStages];
   float weight_unscale[kConvGroup];
   uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
   uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];  // of a slot's pixels
   float stage_unscale[4][kConvStages];
-  int2 unit[kConvMaxSlots];  // sample and first element
+  int2 unit[kConvMaxSlots];          // sample and first element
+  uint32_t elements[kConvMaxSlots];  // of the unit, from that on
   union {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
     // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
@@ -72,9 +90,9 @@ static_assert(sizeof(Tail) <= kConvTailBytes);
 struct Shared {
   uint8_t* weight;
   float* stage;
+  uint8_t* zeros;
   uint8_t* slot;
   Tail* tail;
-  int slot_bytes;
 
   template <bool kStages>
   static __device__ __forceinline__ Shared of(const ConvDirectArgs& args) {
@@ -84,9 +102,9 @@ struct Shared {
     uint8_t* after = shared.weight + args.weight_bytes;
     shared.stage = reinterpret_cast<float*>(after);
     if constexpr (kStages) after += kConvStageBytes;
-    shared.slot = after;
-    shared.slot_bytes = args.chunks * kConvChunk * 16 * 2;
-    shared.tail = reinterpret_cast<Tail*>(after + args.slots * shared.slot_bytes);
+    shared.zeros = after;
+    shared.slot = after + args.zero_bytes;
+    shared.tail = reinterpret_cast<Tail*>(shared.slot + args.slots * args.slot_bytes);
     return shared;
   }
 };
@@ -156,11 +174,15 @@ __device__ __forceinline__ Scale scale_of(float largest) {
   return largest == 0.0f ? Scale{1.0f, 1.0f} : Scale::of(largest);
 }
 
-// The group's weights as tiles of [2 k-halves][64 channels][8 input channels] fp16.
-__device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const Shared& shared,
-                                              int group) {
+// The group's weights as tiles of [64 channels][8 input channels], and the zeros.
+template <class X>
+__device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, const Shared& shared,
+                                                int group) {
   for (int i = threadIdx.x; i < args.weight_bytes / 16; i += kConvThreads) {
     reinterpret_cast<uint4*>(shared.weight)[i] = make_uint4(0, 0, 0, 0);
+  }
+  for (int i = threadIdx.x; i < args.zero_bytes / 16; i += kConvThreads) {
+    reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
   const int taps = args.kernel_h * args.kernel_w;
@@ -168,22 +190,29 @@ __device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const 
   const int lane = threadIdx.x % 32;
   for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += kConvThreads / 32) {
     const int output = group * kConvGroup + channel;
-    const float* from = args.weight + static_cast<int64_t>(output) * values;
-    uint32_t largest = 0;
-    for (int i = lane; output < args.outputs && i < values; i += 32) {
-      largest = max(largest, magnitude_bits(from[i]));
-    }
-    const Scale scale = scale_of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
-    if (lane == 0) shared.tail->weight_unscale[channel] = scale.unscale;
-    for (int i = lane; output < args.outputs && i < values; i += 32) {
-      const float value = from[i] * scale.scale;
-      const __half hi = __float2half_rn(value);
-      const int tap = i % taps;
-      auto* lo_tile = reinterpret_cast<__half*>(shared.weight + (1 + tap) * kConvTileUnits * 16);
-      __half* hi_tile = lo_tile + taps * kConvTileUnits * 8;
-      const int place = channel * 8 + i / taps;
-      hi_tile[place] = hi;
-      lo_tile[place] = __float2half_rn(value - __half2float(hi));
+    const X* from = static_cast<const X*>(args.weight) + static_cast<int64_t>(output) * values;
+    // Of a tap's first, or only, tile.
+    const auto place_of = [&](int i) {
+      return reinterpret_cast<Factor<X>*>(shared.weight) + (1 + i % taps) * kConvTileUnits * 8 +
+             channel * 8 + i / taps;
+    };
+    if constexpr (kSplits<X>) {
+      uint32_t largest = 0;
+      for (int i = lane; output < args.outputs && i < values; i += 32) {
+        largest = max(largest, magnitude_bits(from[i]));
+      }
+      const Scale scale = scale_of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
+      if (lane == 0) shared.tail->weight_unscale[channel] = scale.unscale;
+      for (int i = lane; output < args.outputs && i < values; i += 32) {
+        const float value = from[i] * scale.scale;
+        const __half hi = __float2half_rn(value);
+        __half* lo = place_of(i);
+        lo[taps * kConvTileUnits * 8] = hi;
+        *lo = __float2half_rn(value - __half2float(hi));
+      }
+    } else {
+      if (lane == 0) shared.tail->weight_unscale[channel] = 1.0f;
+      for (int i = lane; output < args.outputs && i < values; i += 32) *place_of(i) = from[i];
     }
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -208,22 +237,40 @@ __device__ __forceinline__ float load_below(const float* from, uint32_t place, u
   return value;
 }
 
-// A thread's pixels of a unit, one of each chunk; zeros outside of the image.
-template <int kChunks>
+__device__ __forceinline__ uint32_t load_below(const uint16_t* from, uint32_t place,
+                                               uint32_t limit) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %2, %3;\n"
+      "mov.b32 %0, 0;\n"
+      "@below ld.global.nc.u16 %0, [%1];\n"
+      "}\n"
+      : "=r"(value)
+      : "l"(from), "r"(place), "r"(limit));
+  return value;
+}
+
+// A thread's pixels of a unit, one of each chunk; zeros outside of the image. Of 16 bits as bits.
+template <class X, int kChunks>
 struct Pixels {
-  float value[kChunks][kConvChannels];
+  using InMemory = std::conditional_t<kSplits<X>, float, uint16_t>;
+  using Value = std::conditional_t<kSplits<X>, float, uint32_t>;
+  Value value[kChunks][kConvChannels];
 
   __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit) {
     const auto plane = static_cast<uint32_t>(args.h * args.w);
     const auto first = static_cast<uint32_t>(unit.position) + threadIdx.x % kWarpgroup;
-    const float* sample = args.x + static_cast<int64_t>(unit.sample) * args.channels * plane;
+    const InMemory* sample = static_cast<const InMemory*>(args.x) +
+                             static_cast<int64_t>(unit.sample) * args.channels * plane;
     if (args.linear) {
       const uint32_t end =
           min(plane, static_cast<uint32_t>(unit.position + args.chunks * kConvChunk));
 #pragma unroll
       for (int c = 0; c < kConvChannels; ++c) {
         const uint32_t limit = c < args.channels ? end : 0;
-        const float* from = sample + (uint64_t{plane} * c + first);
+        const InMemory* from = sample + (uint64_t{plane} * c + first);
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
           value[i][c] = load_below(from + i * kConvChunk, first + i * kConvChunk, limit);
@@ -248,10 +295,10 @@ struct Pixels {
 #pragma unroll
     for (int c = 0; c < kConvChannels; ++c) {
       const uint32_t limit = c < args.channels ? plane : 0;
-      const float* from = sample + uint64_t{plane} * c;
+      const InMemory* from = sample + uint64_t{plane} * c;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        value[i][c] = offset[i] < limit ? __ldg(from + offset[i]) : 0.0f;
+        value[i][c] = offset[i] < limit ? Value{__ldg(from + offset[i])} : Value{0};
       }
     }
   }
@@ -289,7 +336,9 @@ __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Uni
   }
 }
 
-// Where the positions go in a stage's channels: elements next to each other. A thread has a pair.
+// Where the positions go in a stage's channels: elements next to each other, of kBytes. A thread
+// has a pair.
+template <int kBytes>
 __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
                                                 uint32_t (&place)[kConvPositions / 2]) {
   const int pair = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -301,12 +350,13 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
     const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
     const int element = row * static_cast<int>(args.strip.size) + column;
     const bool is_element = column < static_cast<int>(args.strip.size);
-    at[t] = 4 * static_cast<uint32_t>(is_element ? element - unit.first : kConvStageUnused);
+    at[t] = kBytes * static_cast<uint32_t>(is_element ? element - unit.first : kConvStageUnused);
   }
   place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
 }
 
 // Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for.
+template <class X>
 __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int index) {
   const auto channel = static_cast<int>(threadIdx.x % kWarpgroup);
   if (channel >= args.channels || index >= args.units || args.strips.size != 1) return;
@@ -319,15 +369,17 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int in
   const int row = max(last_tap, 0) * args.w;
   const int begin = unit.begin == 0 ? 0 : row;
   const int end = min(row + kConvPositions, plane);
-  const auto from = reinterpret_cast<uintptr_t>(args.x + channel_begin + begin) & ~uintptr_t{15};
-  const auto to = reinterpret_cast<uintptr_t>(args.x + channel_begin + end) & ~uintptr_t{15};
+  const X* x = static_cast<const X*>(args.x) + channel_begin;
+  const auto from = reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{15};
+  const auto to = reinterpret_cast<uintptr_t>(x + end) & ~uintptr_t{15};
   if (to > from) {
     ptx::prefetch(reinterpret_cast<const void*>(from), static_cast<uint32_t>(to - from));
   }
 }
 
 // Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit, of at most kChunks.
-template <int kLoaders, int kChunks>
+// kStaged: bytes of an element of the stages, 0 where there are none.
+template <class X, int kLoaders, int kStaged, int kChunks>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {
   const Walk walk(args);
@@ -337,58 +389,67 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   Cursor cursor;
   for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
 
-  Pixels<kChunks> pixels;
+  Pixels<X, kChunks> pixels;
   int index = walk.first + loader * walk.step;
   if (index >= args.units) return;
   Unit unit = Unit::at(args, index);
   pixels.load(args, unit);
   for (int turn = 0;; turn ^= 1) {
-    const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
-      const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
-      if (thread % 32 == 0) of_warp[thread / 32] = bits;
-      ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
-      return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
-    };
-    float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
-    // An infinity must not decide the scale of pixels that it does not meet.
-    if (largest == INFINITY) {
-      largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
+    Scale scale{1.0f, 1.0f};
+    if constexpr (kSplits<X>) {
+      const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
+        const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
+        if (thread % 32 == 0) of_warp[thread / 32] = bits;
+        ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
+        return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
+      };
+      float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
+      // An infinity must not decide the scale of pixels that it does not meet.
+      if (largest == INFINITY) {
+        largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
+      }
+      scale = scale_of(largest);
     }
-    const Scale scale = scale_of(largest);
 
     ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
-    uint8_t* to = shared.slot + cursor.slot * shared.slot_bytes + thread * 16;
+    uint8_t* to = shared.slot + cursor.slot * args.slot_bytes + thread * 16;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (i < args.chunks) {
+      if (i >= args.chunks) continue;
+      uint8_t* place = to + i * kConvChunk * 16;
+      const auto& value = pixels.value[i];
+      if constexpr (kSplits<X>) {
         uint32_t hi[kConvChannels / 2];
         uint32_t lo[kConvChannels / 2];
 #pragma unroll
         for (int c = 0; c < kConvChannels; c += 2) {
-          const SplitPair pair =
-              split(pixels.value[i][c] * scale.scale, pixels.value[i][c + 1] * scale.scale);
+          const SplitPair pair = split(value[c] * scale.scale, value[c + 1] * scale.scale);
           hi[c / 2] = pair.hi;
           lo[c / 2] = pair.lo;
         }
-        uint8_t* place = to + i * kConvChunk * 16;
         *reinterpret_cast<uint4*>(place) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
         *reinterpret_cast<uint4*>(place + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+      } else {
+        *reinterpret_cast<uint4*>(place) =
+            make_uint4(value[0] | value[1] << 16, value[2] | value[3] << 16,
+                       value[4] | value[5] << 16, value[6] | value[7] << 16);
       }
     }
     if (thread == 0) {
       tail.unscale[cursor.slot] = scale.unscale;
       tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
+      tail.elements[cursor.slot] = static_cast<uint32_t>(unit.end - unit.first);
     }
-    if constexpr (kLoaders == 2) {
+    if constexpr (kStaged == 0) {
       mark_valid(args, unit, tail.valid[cursor.slot]);
     } else {
-      place_positions(args, unit, tail.place[cursor.slot]);
+      place_positions<kStaged>(args, unit, tail.place[cursor.slot]);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
     for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
 
-    prefetch_unit(args, index + 2 * kLoaders * walk.step);
+    prefetch_unit<X>(args, index + 2 * kLoaders * walk.step);
     index += kLoaders * walk.step;
     if (index >= args.units) break;
     unit = Unit::at(args, index);
@@ -397,14 +458,14 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
 }
 
 // Most have few chunks: fewer instructions then.
-template <int kLoaders>
+template <class X, int kLoaders, int kStaged>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {
   constexpr int kUsual = 4;
   if (args.chunks <= kUsual) {
-    load_units<kLoaders, kUsual>(args, shared, loader);
+    load_units<X, kLoaders, kStaged, kUsual>(args, shared, loader);
   } else {
-    load_units<kLoaders, kConvMaxChunks>(args, shared, loader);
+    load_units<X, kLoaders, kStaged, kConvMaxChunks>(args, shared, loader);
   }
 }
 
@@ -419,16 +480,21 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and
 
 // Starts all taps' products of 128 of a slot's positions; kSteps: how many there are, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
-template <int kSteps>
+template <class X, int kSteps>
 __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
                                                int slot, int half, float (&sum)[64]) {
   const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
-  const uint32_t pixels = ptx::uniform(
-      (ptx::shared_address(shared.slot) + slot * shared.slot_bytes) / 16 + half * kHalf);
+  const uint32_t pixels =
+      ptx::uniform((ptx::shared_address(shared.slot) + slot * args.slot_bytes) / 16 + half * kHalf);
+  const uint32_t zeros = ptx::uniform(ptx::shared_address(shared.zeros) / 16);
+  const int steps = kSteps > 0 ? kSteps : args.steps;
   ptx::pin(sum);
   const auto start = [&](int i) {
-    ptx::Wgmma<__half>::run(sum, descriptor(weight, args.step[i].weight),
-                            descriptor(pixels, args.step[i].pixels), i > 0);
+    uint64_t of_pixels = descriptor(pixels, args.step[i].pixels);
+    if (!kSplits<X> && i == steps - 1 && args.step[i].pixels <= 0xFFFF) {
+      of_pixels = descriptor(zeros, (pixels + args.step[i].pixels - zeros) << 16);
+    }
+    ptx::Wgmma<Factor<X>>::run(sum, descriptor(weight, args.step[i].weight), of_pixels, i > 0);
   };
   if constexpr (kSteps > 0) {
     ptx::wgmma_fence();
@@ -438,7 +504,7 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
   } else {
     // Fence and commit in each step: around the loop alone, ptxas adds fences or serialises.
 #pragma unroll 1
-    for (int i = 0; i < args.steps; ++i) {
+    for (int i = 0; i < steps; ++i) {
       ptx::wgmma_fence();
       start(i);
       ptx::wgmma_commit();
@@ -448,7 +514,7 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
 
 // use(slot, half, sum) for both halves of the positions of the units from `first` on, which are
 // every `every`-th of the ring; one half's products run while the other's sums are used.
-template <int kSteps, class Use>
+template <class X, int kSteps, class Use>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
                                                int first, int step, int every, Cursor cursor,
                                                const Use& use) {
@@ -456,12 +522,12 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
   if (first >= args.units) return;
   float sum[2][64];
   ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
-  start_products<kSteps>(args, shared, cursor.slot, 0, sum[0]);
+  start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0]);
   for (int index = first; index < args.units; index += step) {
     const int slot = cursor.slot;
     ptx::wgmma_wait<0>();
     ptx::pin(sum[0]);
-    start_products<kSteps>(args, shared, slot, 1, sum[1]);
+    start_products<X, kSteps>(args, shared, slot, 1, sum[1]);
     use(slot, 0, sum[0]);
     ptx::wgmma_wait<0>();
     ptx::pin(sum[1]);
@@ -470,7 +536,7 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
       for (int i = 0; i < every; ++i) cursor.advance(args.slots);
       ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
     }
-    start_products<kSteps>(args, shared, cursor.slot, 0, sum[0]);
+    start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0]);
     use(slot, 1, sum[1]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
@@ -486,8 +552,9 @@ __device__ __forceinline__ uint32_t phase_of(const ConvDirectArgs& args, int sam
 
 // Where in its row of a stage a channel's first element is, such that vectors in memory are vectors
 // in the stage.
+template <int kWidth>
 __device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
-  return (static_cast<uint32_t>(first) + phase) % kConvStoreWidth;
+  return (static_cast<uint32_t>(first) + phase) % kWidth;
 }
 
 // A thread's two channels to their rows of the stage, where it has all of 128 positions.
@@ -522,7 +589,7 @@ __device__ __forceinline__ void stage_sums(const float (&sum)[64], const uint4* 
   }
 }
 
-template <int kSteps>
+template <class X, int kSteps>
 __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared) {
   const Walk walk(args);
   const int thread = threadIdx.x % kWarpgroup;
@@ -532,7 +599,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   Tail& tail = *shared.tail;
   Cursor stage;
   uint8_t* row = nullptr;
-  multiply_units<kSteps>(
+  multiply_units<X, kSteps>(
       args, shared, walk.first, walk.step, 1, Cursor{},
       [&](int slot, int half, const float (&sum)[64]) {
         if (half == 0) {
@@ -541,7 +608,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
           const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
           row = reinterpret_cast<uint8_t*>(shared.stage +
                                            (stage.slot * kConvGroup + channel) * kConvStagePitch +
-                                           shift_of(phase, unit.y));
+                                           shift_of<kConvStoreWidth>(phase, unit.y));
           ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
         }
         const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + half * 16 + lane % 4;
@@ -561,7 +628,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 // ---- statistics ---------------------------------------------------------------------------------
 
 // Product warpgroup `worker` of two. About the pivot, one of the unit's values: batch_stats.cu.
-template <int kSteps>
+template <class X, int kSteps>
 __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
                                               int worker) {
   const Walk walk(args);
@@ -609,21 +676,21 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
       }
     }
     if (half == 0 || count == 0) return;
-    const float pixel_unscale = tail.unscale[slot];
+    const float pixel_unscale = kSplits<X> ? tail.unscale[slot] : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float deviations = total[r][0] + total[r][1];
       const float shift = deviations / count;
       const float m2 = squares[r][0] + squares[r][1] - deviations * shift;
       // Scales one after the other: their product can leave fp32's range.
-      const float unscale = tail.weight_unscale[channel + 8 * r];
+      const float unscale = kSplits<X> ? tail.weight_unscale[channel + 8 * r] : 1.0f;
       moments[r].merge({count, (pivot[r] + shift) * unscale * pixel_unscale,
                         fmaxf(m2, 0.0f) * unscale * pixel_unscale * unscale * pixel_unscale});
       if (isnan(m2)) moments[r].m2 = m2;
     }
   };
-  multiply_units<kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, cursor,
-                         measure);
+  multiply_units<X, kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, cursor,
+                            measure);
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
 #pragma unroll
@@ -651,12 +718,13 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
 __device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sample, int output,
                                            int row, int column) {
   const int taps = args.kernel_h * args.kernel_w;
-  const float* weight = args.weight + static_cast<int64_t>(output) * args.channels * taps;
+  const float* weight =
+      static_cast<const float*>(args.weight) + static_cast<int64_t>(output) * args.channels * taps;
   float sum = 0;
 #pragma unroll 1
   for (int c = 0; c < args.channels; ++c) {
-    const float* plane =
-        args.x + (static_cast<int64_t>(sample) * args.channels + c) * (args.h * args.w);
+    const float* plane = static_cast<const float*>(args.x) +
+                         (static_cast<int64_t>(sample) * args.channels + c) * (args.h * args.w);
 #pragma unroll 1
     for (int tap = 0; tap < taps; ++tap) {
       const int in_row = row + tap / args.kernel_w - args.top;
@@ -670,11 +738,11 @@ __device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sampl
   return sum;
 }
 
-template <class Epilogue, int kScalars, class Out, class Operands, class... In>
+template <class Epilogue, int kScalars, class X, class Out, class Operands, class... In>
 struct Store;
 
-template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... In>
-struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
+template <class Epilogue, int kScalars, class X, class Out, size_t... kOperand, class... In>
+struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...> {
   static constexpr int kOperands = sizeof...(In);
   static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
@@ -701,7 +769,8 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
         channel_of<kOne, T>(output)[row * operand.stride[2] + column * operand.stride[3]]);
   }
 
-  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
+  static __device__ __forceinline__ float apply(const ConvDirectArgs& args, float c,
+                                                const float (&operand)[kSlots]) {
     float in[1 + kOperands];
     in[0] = c;
 #pragma unroll
@@ -709,7 +778,11 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     float scalar[kScalarSlots];
 #pragma unroll
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
-    return convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
+    return static_cast<float>(Epilogue{}(in, scalar));
+  }
+
+  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
+    return convert<Out>(apply(args, c, operand));
   }
 
   // The elements of a channel that the unit writes, from the start of a sector to that of another.
@@ -720,6 +793,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     int staged;  // where `first` is in the channel's row of the stage
   };
 
+  template <int kWidth>
   __device__ __forceinline__ Range range_of(int output) const {
     const uint32_t phase = phase_of(args, unit.sample, output);
     const auto before = [&](int element) {
@@ -729,8 +803,8 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     Range range;
     range.begin = max(unit.begin - before(unit.begin), 0);
     range.end = unit.end < args.elements ? unit.end - before(unit.end) : unit.end;
-    range.first = range.begin - static_cast<int>(shift_of(phase, range.begin));
-    range.staged = range.first - unit.first + static_cast<int>(shift_of(phase, unit.first));
+    range.first = range.begin - static_cast<int>(shift_of<kWidth>(phase, range.begin));
+    range.staged = range.first - unit.first + static_cast<int>(shift_of<kWidth>(phase, unit.first));
     return range;
   }
 
@@ -749,7 +823,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
     using Vector = Vec<Out, kConvStoreWidth>;
     const int first = threadIdx.x % kQuarter * kConvStoreWidth;
     Out* out = static_cast<Out*>(args.out) + plane;
-    float* c = kSaves ? args.c + plane : nullptr;
+    X* c = kSaves ? static_cast<X*>(args.c) + plane : nullptr;
     bool any_broken = false;
 #pragma unroll kAtOnce
     for (int v = 0; v < kConvPositions / (kQuarter * kConvStoreWidth); ++v) {
@@ -766,15 +840,17 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
         broken = fmaf(value[e], 0.0f, broken);
         result.element[e] = compute(value[e], operand);
       }
-      any_broken |= is_whole && isnan(broken);
+      any_broken |= kSplits<X> && is_whole && isnan(broken);
       if (is_whole) *reinterpret_cast<Vector*>(out + element) = result;
       if constexpr (kSaves) {
+        Vec<X, kConvStoreWidth> saved;
+#pragma unroll
+        for (int e = 0; e < kConvStoreWidth; ++e) saved.element[e] = convert<X>(value[e]);
         if (is_whole && args.c_is_like_out) {
-          *reinterpret_cast<float4*>(c + element) =
-              make_float4(value[0], value[1], value[2], value[3]);
+          *reinterpret_cast<Vec<X, kConvStoreWidth>*>(c + element) = saved;
         } else if (is_whole) {
 #pragma unroll
-          for (int e = 0; e < kConvStoreWidth; ++e) c[element + e] = value[e];
+          for (int e = 0; e < kConvStoreWidth; ++e) c[element + e] = saved.element[e];
         }
       }
     }
@@ -795,16 +871,18 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
       const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
       if (element < range.begin || element >= range.end || column >= args.out_w) continue;
       float value = staged[nth] * weight_unscale * pixel_unscale;
-      const bool is_finite = fabsf(value) < INFINITY;
+      const bool is_finite = !kSplits<X> || fabsf(value) < INFINITY;
       const int vector = element - nth % kConvStoreWidth;
       const bool is_whole = vector >= range.begin && vector + kConvStoreWidth <= range.end;
       if (!all && is_whole && is_finite) continue;
-      if (!is_finite) value = plain_sum(args, unit.sample, output, row, column);
+      if constexpr (kSplits<X>) {
+        if (!is_finite) value = plain_sum(args, unit.sample, output, row, column);
+      }
       float operand[kSlots];
       ((operand[kOperand] = pixel_of<kOperand, In>(output, row, column)), ...);
       const int64_t offset = plane + (row * args.out_w + column);
       static_cast<Out*>(args.out)[offset] = compute(value, operand);
-      if (args.c != nullptr) args.c[offset] = value;
+      if (args.c != nullptr) static_cast<X*>(args.c)[offset] = convert<X>(value);
     }
   }
 
@@ -835,7 +913,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
 #pragma unroll
       for (int round = 0; round < kRounds; ++round) {
         const int output = first_output + channel[round];
-        range[round] = store.range_of(output);
+        range[round] = store.template range_of<kConvStoreWidth>(output);
         has_edges[round] = range[round].begin != range[round].first ||
                            (range[round].end - range[round].first) % kConvStoreWidth != 0;
         if (channel[round] >= outputs) {
@@ -877,7 +955,7 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
       __syncwarp();
       for (; by_elements != 0; by_elements &= by_elements - 1) {
         const int i = __ffs(by_elements) - 1;
-        const Range of_channel = store.range_of(first_output + i);
+        const Range of_channel = store.template range_of<kConvStoreWidth>(first_output + i);
         store.store_elements(of_channel, first_output + i,
                              staged + i * kConvStagePitch + of_channel.staged,
                              tail.weight_unscale[first_channel + i], pixel_unscale, !by_vectors);
@@ -886,11 +964,203 @@ struct Store<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
       stage.advance(kConvStages);
     }
   }
+
+  // ---- with the epilogue applied ahead of the stages --------------------------------------------
+
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(Out));
+  static constexpr int kAppliedStages = kConvStages * 4 / static_cast<int>(sizeof(Out));
+
+  static __device__ __forceinline__ Out* applied_stage(const Shared& shared, int stage,
+                                                       int channel) {
+    return reinterpret_cast<Out*>(shared.stage) + (stage * kConvGroup + channel) * kConvStagePitch;
+  }
+
+  // use(i, t, offset in a row of the stage): where position t of a thread's pair i is an element.
+  // `places` are its own of half a unit, the unit has elements before `end`, in bytes. With kPairs,
+  // use(i, 0, offset) is for both.
+  template <bool kPairs, class Use>
+  static __device__ __forceinline__ void each_element(const uint4* places, uint32_t end,
+                                                      const Use& use) {
+#pragma unroll
+    for (int quad = 0; quad < 4; ++quad) {
+      const uint4 loaded = places[quad * 4];
+      const uint32_t place[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int t = 0; t < (kPairs ? 1 : 2); ++t) {
+          const uint32_t at = kPairs ? place[i] : t == 0 ? place[i] & 0xFFFF : place[i] >> 16;
+          if (at < end) use(quad * 4 + i, t, at);
+        }
+      }
+    }
+  }
+
+  // A thread's results of half a unit, [2 * pair + r], to its two channels' rows of the stage.
+  template <bool kPairs>
+  static __device__ __forceinline__ void stage_results(const Vec<Out, 2> (&result)[32],
+                                                       const uint4* places, uint32_t end,
+                                                       Out* row) {
+    each_element<kPairs>(places, end, [&](int i, int t, uint32_t at) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        auto* to = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch) + at;
+        if constexpr (kPairs) {
+          *reinterpret_cast<Vec<Out, 2>*>(to) = result[2 * i + r];
+        } else {
+          *reinterpret_cast<Out*>(to) = result[2 * i + r].element[t];
+        }
+      }
+    });
+  }
+
+  // Product warpgroup `worker` of two, with every other unit. Nothing else runs while it applies
+  // the epilogue, whatever that is made of: the other's products do. One copy of it, which may be
+  // long.
+  static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
+                                                     const Shared& shared, int worker) {
+    const Walk walk(args);
+    const int thread = threadIdx.x % kWarpgroup;
+    const int warp = thread / 32;
+    const int lane = thread % 32;
+    const int channel = warp * 16 + lane / 4;
+    const int output = walk.group * kConvGroup + channel;
+    Tail& tail = *shared.tail;
+    float operand[2][kSlots] = {};
+    Cursor slot;
+    Cursor stage;
+    for (int i = 0; i < worker; ++i) {
+      slot.advance(args.slots);
+      stage.advance(kAppliedStages);
+    }
+    const int first = walk.first + worker * walk.step;
+    for (int index = first; index < args.units; index += 2 * walk.step) {
+      ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
+      const int2 unit = tail.unit[slot.slot];
+      const uint32_t end = tail.elements[slot.slot] * sizeof(Out);
+      if (args.any_per_sample || index == first) {
+        const Store of_sample{args, Unit{unit.x}};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int present = min(output + 8 * r, args.outputs - 1);
+          ((operand[r][kOperand] =
+                convert<float>(*of_sample.template channel_of<kOperand, In>(present))),
+           ...);
+        }
+      }
+      // The channel eight rows below has the same shift: eight planes are whole vectors.
+      Out* row = applied_stage(shared, stage.slot, channel) +
+                 shift_of<kVector>(phase_of(args, unit.x, output), unit.y);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        float sum[64];
+        if (args.steps == kUsualSteps<X>) {
+          start_products<X, kUsualSteps<X>>(args, shared, slot.slot, half, sum);
+        } else {
+          start_products<X, 0>(args, shared, slot.slot, half, sum);
+        }
+        if (half == 0) {
+          ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+        }
+        const auto* places =
+            reinterpret_cast<const uint4*>(tail.place[slot.slot]) + half * 16 + lane % 4;
+        ptx::wgmma_wait<0>();
+        ptx::pin(sum);
+        Vec<Out, 2> result[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          result[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
+                                        apply(args, sum[2 * i + 1], operand[i % 2]));
+        }
+        if (args.pairs) {
+          stage_results<true>(result, places, end, row);
+        } else {
+          stage_results<false>(result, places, end, row);
+        }
+      }
+      ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
+      for (int i = 0; i < 2; ++i) {
+        slot.advance(args.slots);
+        stage.advance(kAppliedStages);
+      }
+    }
+  }
+
+  // Stages to memory, 16 channels a warp, the 32 vectors of a channel at once.
+  static __device__ __forceinline__ void copy_units(const ConvDirectArgs& args,
+                                                    const Shared& shared) {
+    constexpr int kChannels = kConvGroup / 4;
+    constexpr int kTogether = 8;
+    static_assert(kConvPositions == 32 * kVector);
+    using Vector = Vec<Out, kVector>;
+    const Walk walk(args);
+    const int warp = static_cast<int>(threadIdx.x % kWarpgroup) / 32;
+    const int lane = threadIdx.x % 32;
+    const int at = lane * kVector;
+    const int first_output = walk.group * kConvGroup + warp * kChannels;
+    const int outputs = min(args.outputs - first_output, kChannels);
+    const uint32_t plane = static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
+    Tail& tail = *shared.tail;
+    Cursor stage;
+    for (int index = walk.first; index < args.units; index += walk.step) {
+      const Store store{args, Unit::at(args, index)};
+      // A lane finds the range of one channel, for all. Its numbers are below 2^10.
+      const Range mine = store.template range_of<kVector>(first_output + lane % kChannels);
+      const uint32_t packed = static_cast<uint32_t>(mine.staged) |
+                              static_cast<uint32_t>(mine.begin - mine.first) << 10 |
+                              static_cast<uint32_t>(mine.end - mine.first) << 20;
+      Out* out = static_cast<Out*>(args.out) + store.plane_of(first_output);
+      const Out* staged = applied_stage(shared, stage.slot, warp * kChannels);
+      uint32_t edges = 0;  // a bit a channel
+      ptx::mbarrier_wait(ptx::shared_address(&tail.staged[warp][stage.slot]), stage.phase);
+#pragma unroll
+      for (int begin = 0; begin < kChannels; begin += kTogether) {
+        Vector value[kTogether];
+        Out* to[kTogether];
+        bool is_whole[kTogether];
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          const int i = begin + n;
+          const uint32_t range = __shfl_sync(0xFFFFFFFF, packed, i);
+          const int element = __shfl_sync(0xFFFFFFFF, mine.first, i) + at;
+          const int first = static_cast<int>(range >> 10 & 0x3FF);
+          const int last = static_cast<int>(range >> 20);
+          is_whole[n] = i < outputs && at >= first && at + kVector <= last;
+          const bool has_some = i < outputs && at + kVector > first && at < last;
+          edges |= static_cast<uint32_t>(has_some && !is_whole[n]) << i;
+          to[n] = out + (uint64_t{plane} * i + element);
+          // Others read what is theirs anyway: nothing waits for a branch.
+          const int offset = i * kConvStagePitch + static_cast<int>(range & 0x3FF) + at;
+          value[n] = *reinterpret_cast<const Vector*>(staged + (is_whole[n] ? offset : 0));
+        }
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          if (is_whole[n]) *reinterpret_cast<Vector*>(to[n]) = value[n];
+        }
+      }
+      // Where a plane does not begin or end with a vector.
+      for (; edges != 0; edges &= edges - 1) {
+        const int i = __ffs(edges) - 1;
+        const Range range = store.template range_of<kVector>(first_output + i);
+#pragma unroll 1
+        for (int e = at; e < at + kVector; ++e) {
+          const int element = range.first + e;
+          if (element < range.begin || element >= range.end) continue;
+          out[uint64_t{plane} * i + element] = staged[i * kConvStagePitch + range.staged + e];
+        }
+      }
+      ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[warp][stage.slot]));
+      stage.advance(kAppliedStages);
+    }
+  }
 };
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-template <bool kStages>
+// kStoringWarps: of which each stage's quarter waits for; 0 where there are no stages.
+template <class X, int kStoringWarps>
 __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) {
     Tail& tail = *shared.tail;
@@ -898,68 +1168,97 @@ __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared
       ptx::mbarrier_init(ptx::shared_address(&tail.full[slot]), kWarpgroup);
       ptx::mbarrier_init(ptx::shared_address(&tail.empty[slot]), kWarpgroup / 32);
     }
-    if constexpr (kStages) {
+    if constexpr (kStoringWarps > 0) {
       for (int warp = 0; warp < 4; ++warp) {
-        for (int stage = 0; stage < kConvStages; ++stage) {
+        for (int stage = 0; stage < kConvMaxStages; ++stage) {
           ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), 32);
-          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStoreWarps / 4 * 32);
+          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]),
+                             kStoringWarps / 4 * 32);
         }
       }
     }
     ptx::fence_mbarrier_init();
   }
-  split_weights(args, shared, Walk(args).group);
+  arrange_weights<X>(args, shared, Walk(args).group);
   __syncthreads();
 }
 
-template <class Epilogue, int kScalars, class Acc, class Out, class C, class... In>
-__device__ __forceinline__ void run(const ConvDirectArgs& args) {
-  static_assert(std::is_same_v<Acc, float> && std::is_same_v<C, float>);
-  const Shared shared = Shared::of<true>(args);
-  prepare<true>(args, shared);
-  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
-  if (warpgroup == 0) {
-    ptx::give_registers<kLoadRegisters>();
-    load_units<1>(args, shared, 0);
-  } else if (warpgroup == 1) {
-    ptx::take_registers<kProductRegisters>();
-    if (args.steps == kUsualSteps) {
-      stage_units<kUsualSteps>(args, shared);
-    } else {
-      stage_units<0>(args, shared);
-    }
-  } else {
-    ptx::give_registers<kStoreRegisters>();
-    Store<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>::run(args, shared);
-  }
-}
+template <class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
+struct Kernels {
+  static_assert(std::is_same_v<Acc, float>);
+  using Stores = Store<Epilogue, kScalars, X, Out, std::index_sequence_for<In...>, In...>;
 
-__device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
-  const Shared shared = Shared::of<false>(args);
-  prepare<false>(args, shared);
-  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
-  if (warpgroup < 2) {
-    ptx::give_registers<kLoadRegisters>();
-    load_units<2>(args, shared, warpgroup);
-  } else {
-    ptx::take_registers<kStatsProductRegisters>();
-    if (args.steps == kUsualSteps) {
-      measure_units<kUsualSteps>(args, shared, warpgroup - 2);
+  // Any operands, and the convolution itself.
+  static __device__ __forceinline__ void run(const ConvDirectArgs& args) {
+    const Shared shared = Shared::of<true>(args);
+    prepare<X, kStoreWarps>(args, shared);
+    const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+    if (warpgroup == 0) {
+      ptx::give_registers<kLoadRegisters>();
+      load_units<X, 1, 4>(args, shared, 0);
+    } else if (warpgroup == 1) {
+      ptx::take_registers<kProductRegisters>();
+      if (args.steps == kUsualSteps<X>) {
+        stage_units<X, kUsualSteps<X>>(args, shared);
+      } else {
+        stage_units<X, 0>(args, shared);
+      }
     } else {
-      measure_units<0>(args, shared, warpgroup - 2);
+      ptx::give_registers<kStoreRegisters>();
+      Stores::run(args, shared);
     }
   }
-}
+
+  // 16-bit results, and operands that are the same all over a channel of a sample.
+  static __device__ __forceinline__ void run_applied(const ConvDirectArgs& args) {
+    if constexpr (!kSplits<X> && sizeof(Out) == 2) {
+      const Shared shared = Shared::of<true>(args);
+      prepare<X, 4>(args, shared);
+      const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+      if (warpgroup == 0) {
+        ptx::give_registers<kLoadRegisters>();
+        load_units<X, 1, sizeof(Out)>(args, shared, 0);
+      } else if (warpgroup < 3) {
+        ptx::take_registers<kApplyRegisters>();
+        Stores::apply_units(args, shared, warpgroup - 1);
+      } else {
+        ptx::give_registers<kCopyRegisters>();
+        Stores::copy_units(args, shared);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
+    const Shared shared = Shared::of<false>(args);
+    prepare<X, 0>(args, shared);
+    const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+    if (warpgroup < 2) {
+      ptx::give_registers<kLoadRegisters>();
+      load_units<X, 2, 0>(args, shared, warpgroup);
+    } else {
+      ptx::take_registers<kStatsProductRegisters>();
+      if (args.steps == kUsualSteps<X>) {
+        measure_units<X, kUsualSteps<X>>(args, shared, warpgroup - 2);
+      } else {
+        measure_units<X, 0>(args, shared, warpgroup - 2);
+      }
+    }
+  }
+};
 
 }  // namespace fx_fuser::conv_direct
 
-// FX_FUSER_CONV_DIRECT(Epilogue, scalars, Acc, Out, C, Operands...)
+// FX_FUSER_CONV_DIRECT(Epilogue, scalars, Acc, Out, x's type, Operands...)
 #define FX_FUSER_CONV_DIRECT(...)                                                              \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
       fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {            \
-    fx_fuser::conv_direct::run<__VA_ARGS__>(args);                                             \
+    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run(args);                                    \
+  }                                                                                            \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
+      fx_fuser_conv_direct_applied(const __grid_constant__ fx_fuser::ConvDirectArgs args) {    \
+    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run_applied(args);                            \
   }                                                                                            \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
       fx_fuser_conv_direct_statistics(const __grid_constant__ fx_fuser::ConvDirectArgs args) { \
-    fx_fuser::conv_direct::run_statistics(args);                                               \
+    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run_statistics(args);                         \
   }

@@ -19,10 +19,12 @@ namespace {
 
 struct ConvDirectKernels {
   cudaKernel_t convolution;
+  cudaKernel_t applied;  // of 16-bit results, where operands are a channel's
   cudaKernel_t statistics;
   int multiprocessors;
   int scalars;
   ScalarType out;
+  ScalarType x;  // and the weight's and c's
   std::vector<ScalarType> operands;
 };
 
@@ -31,13 +33,14 @@ int64_t load_conv_direct(const std::string& name, const std::string& cubin,
                          const std::vector<std::string>& signature, int64_t device) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_CONV_DIRECT needs an epilogue, a number of scalars, Acc, "
-                  "Out and the type of the convolution");
+                  "Out and the type of x");
   const OnDevice on_device(static_cast<int>(device));
   cudaLibrary_t library = load_library(cubin);
   auto kernels = std::make_unique<ConvDirectKernels>();
   kernels->convolution = get_kernel(library, "fx_fuser_conv_direct");
+  kernels->applied = get_kernel(library, "fx_fuser_conv_direct_applied");
   kernels->statistics = get_kernel(library, "fx_fuser_conv_direct_statistics");
-  for (const cudaKernel_t kernel : {kernels->convolution, kernels->statistics}) {
+  for (const cudaKernel_t kernel : {kernels->convolution, kernels->applied, kernels->statistics}) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kConvMaxShared),
           "cudaFuncSetAttribute");
@@ -47,6 +50,7 @@ int64_t load_conv_direct(const std::string& name, const std::string& cubin,
         "cudaDeviceGetAttribute");
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
+  kernels->x = scalar_type_of(signature[4]);
   for (size_t i = 5; i < signature.size(); ++i) {
     kernels->operands.push_back(scalar_type_of(signature[i]));
   }
@@ -57,19 +61,22 @@ int64_t load_conv_direct(const std::string& name, const std::string& cubin,
 }
 
 // [samples, channels, h, w, outputs, kernel h, kernel w, left, right, top, bottom]
-std::optional<ConvDirectArgs> conv_geometry_of(const std::vector<int64_t>& sizes, int out_bytes) {
+std::optional<ConvDirectArgs> conv_geometry_of(const std::vector<int64_t>& sizes, int x_bytes,
+                                               int out_bytes) {
   STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
                   sizes.size());
   return conv_geometry({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
                         sizes[7], sizes[8], sizes[9], sizes[10]},
-                       out_bytes);
+                       x_bytes, out_bytes);
 }
 
 // How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
 // many operands.
-std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t out_bytes,
-                                     int64_t operands) {
-  const auto args = conv_geometry_of(sizes, static_cast<int>(out_bytes));
+std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
+                                     int64_t out_bytes, int64_t operands) {
+  STD_TORCH_CHECK(x_bytes == 4 || x_bytes == 2,
+                  "fx_fuser: a direct convolution is of 4 or 2 bytes, not ", x_bytes);
+  const auto args = conv_geometry_of(sizes, static_cast<int>(x_bytes), static_cast<int>(out_bytes));
   if (!args || operands > kConvMaxOperands) return {};
   std::vector<int64_t> cut{args->strip.size, args->strips.size,
                            args->advance,    args->overlap,
@@ -94,13 +101,15 @@ bool is_contiguous(const Tensor& tensor) {
   return true;
 }
 
-void check_conv(const Tensor& x, const Tensor& weight, const std::vector<int64_t>& padding) {
+void check_conv(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
+                const std::vector<int64_t>& padding) {
   require_cuda(x, "x");
   for (const Tensor& tensor : {x, weight}) {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index() &&
-                        tensor.scalar_type() == ScalarType::Float && tensor.dim() == 4,
-                    "fx_fuser: a direct convolution takes x [N, C, H, W] and weight "
-                    "[O, C, kh, kw] as float32 on one CUDA device");
+                        tensor.scalar_type() == kernels.x && tensor.dim() == 4,
+                    "fx_fuser: this direct convolution takes x [N, C, H, W] and weight "
+                    "[O, C, kh, kw] as ",
+                    toString(kernels.x), " on one CUDA device");
   }
   STD_TORCH_CHECK(x.size(1) == weight.size(1), "fx_fuser: x of shape ", to_string(x.sizes()),
                   " has other channels than weight ", to_string(weight.sizes()));
@@ -115,10 +124,10 @@ std::optional<ConvDirectArgs> conv_args(const Tensor& x, const Tensor& weight,
   auto args =
       conv_geometry_of({x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2),
                         weight.size(3), padding[0], padding[1], padding[2], padding[3]},
-                       out_bytes);
+                       static_cast<int>(x.element_size()), out_bytes);
   if (!args) return std::nullopt;
-  args->x = static_cast<const float*>(x.data_ptr());
-  args->weight = static_cast<const float*>(weight.data_ptr());
+  args->x = x.data_ptr();
+  args->weight = weight.data_ptr();
   return args;
 }
 
@@ -135,7 +144,7 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
                  const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
                  const std::vector<double>& scalars) {
   const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
-  check_conv(x, weight, padding);
+  check_conv(kernels, x, weight, padding);
   const int device = x.get_device_index();
   auto args = conv_args(x, weight, padding, static_cast<int>(out.element_size()));
   if (!args || !is_contiguous(out) || (c && !is_contiguous(*c))) return false;
@@ -152,7 +161,7 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
                     to_string(weight.sizes()));
   };
   check_result(out, "out", kernels.out);
-  if (c) check_result(*c, "c", ScalarType::Float);
+  if (c) check_result(*c, "c", kernels.x);
   STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
                   kernels.operands.size(), " operands, not ", operands.size());
   STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
@@ -177,7 +186,7 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
     args->any_per_sample |= operand.stride[0] != 0;
   }
   args->out = out.data_ptr();
-  args->c = c ? static_cast<float*>(c->data_ptr()) : nullptr;
+  args->c = c ? c->data_ptr() : nullptr;
   const auto elements_into_sector = [](const Tensor& tensor) {
     return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 128 /
                                  tensor.element_size());
@@ -191,8 +200,11 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
   const OnDevice on_device(device);
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
-  launch(kernels.convolution, conv_blocks(*args, kernels.multiprocessors), kConvThreads,
-         current_stream(device), *args, options);
+  const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
+                       !args->any_per_pixel && args->strips.size == 1;
+  launch(applies ? kernels.applied : kernels.convolution,
+         conv_blocks(*args, kernels.multiprocessors), kConvThreads, current_stream(device), *args,
+         options);
   return true;
 }
 
@@ -203,7 +215,7 @@ bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Te
                             const Tensor& mean, const Tensor& variance) {
   const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
   const auto& combine = reinterpret_cast<const StatsLibrary*>(batch_stats_handle)->float32.combine;
-  check_conv(x, weight, padding);
+  check_conv(kernels, x, weight, padding);
   const int device = x.get_device_index();
   for (const Tensor& result : {mean, variance}) {
     STD_TORCH_CHECK(result.is_cuda() && result.get_device_index() == device &&

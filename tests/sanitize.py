@@ -21,8 +21,9 @@ if build.arch_of() == "sm_90a":
     native.prepare([e.source(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
     with float32_settings("tf32"):
         dense.sweep(16, 0, failures, dense.small_sizes)
-    native.prepare([e.source for e in conv_sm90.EXAMPLES], "cuda")
-    conv_sm90.sweep(12, 0, failures, conv_sm90.small_case)
+    for examples in (conv_sm90.EXAMPLES, conv_sm90.HALF_EXAMPLES):
+        native.prepare([e.source for e in examples], "cuda")
+        conv_sm90.sweep(12, 0, failures, conv_sm90.small_case, examples)
     native.prepare([PRODUCT_ALONE], "cuda")
     # The smallest for which the op takes its own kernel; both operands are turned around first.
     a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))
@@ -32,6 +33,6 @@ if build.arch_of() == "sm_90a":
     if not linear_sm90.relative(product, exact) <= 1e-6:
         failures.append("split_product")
     assert not failures, failures
-    ran += 37
+    ran += 49
 torch.cuda.synchronize()
 print(f"{ran} cases ran")

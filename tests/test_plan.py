@@ -246,9 +246,10 @@ def test_option_fp32_on_a_convolution(
     assert decide(match, fp32=option, plan="always") == Plan(True, choices, product)
 
 
-def half_norm(match_of: Any) -> Match:
-    x, weight = torch.randn(2, 3, 8, 8).bfloat16(), torch.randn(4, 3, 3, 3).bfloat16()
-    found: Match = match_of(scaled_norm, x, weight)
+def half_norm(match_of: Any, channels: int = 9, dtype: torch.dtype = torch.bfloat16) -> Match:
+    """By default of more channels than the direct kernel takes."""
+    x, weight = torch.randn(2, channels, 8, 8), torch.randn(4, channels, 3, 3)
+    found: Match = match_of(scaled_norm, x.to(dtype), weight.to(dtype))
     return found
 
 
@@ -262,6 +263,30 @@ def test_a_convolution_in_16_bits_is_left_where_channels_last_is_faster(
     assert isinstance(decision, Plan) == fused
     assert f"library {as_it_lies:g} ms, in channels_last 1 ms" in str(decision)
     assert isinstance(decide(match, plan="always"), Plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("option", ["follow", "ieee"])  # which is about fp32
+@pytest.mark.parametrize(
+    "times, product",
+    [
+        ([2.0, 0.9, 1.0], "direct"),
+        ([0.5, 0.4, 1.0], "direct"),
+        ([0.5, 0.6, 1.0], "library"),
+        ([2.0, 0.99, 1.0], None),
+    ],
+)
+def test_the_direct_convolution_in_16_bits(
+    match_of: Any, on_gpu: Any, times: list[float], product: str | None, option: str, dtype: Any
+) -> None:
+    """Its rival is the library in channels_last, too, for which Inductor turns whole graphs."""
+    match = half_norm(match_of, channels=3, dtype=dtype)
+    on_gpu(*times)
+    decision = decide(match, fp32=option)
+    assert getattr(decision, "choices", {"product": None})["product"] == product
+    assert "library {:g} ms, direct {:g} ms, in channels_last {:g} ms".format(*times) in str(
+        decision
+    )
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from fx_fuser.epilogue import POINTWISE, Kernel
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Expr, Operand, meta_tensor
 
-DIRECT = "direct"  # beside LIBRARY: fp32 products of split fp16, whatever `tf32` says
+# Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
+DIRECT = "direct"
 PRODUCTS = {DIRECT: Kernel("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT")}
 
 

@@ -66,8 +66,8 @@ class Conv2dBatchNorm(Conv2d):
         return (c, c.new_empty(0), c.new_empty(0))
 
     def _room_for_statistics(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        count = operands["weight"].shape[0] if config["training"] else 0
-        return tuple(operands["x"].new_empty(count) for _ in range(2))
+        x, count = operands["x"], operands["weight"].shape[0] if config["training"] else 0
+        return tuple(x.new_empty(count, dtype=accumulation_dtype((x.dtype,))) for _ in range(2))
 
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         (c,) = super().product_like(operands, config)
