@@ -27,14 +27,11 @@ from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
 from fx_fuser.sites import Site, outermost
-from fx_fuser.spell import View, meta_tensor
+from fx_fuser.spell import TRANSPARENT, View, meta_tensor
 from fx_fuser.traffic import saved
 from fx_fuser.words import at, end_of
 
 log = logging.getLogger("fx_fuser.backend")
-
-# Higher-order ops whose body is ordinary model code, run as often as the call.
-_TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
 
 _registry: list[Pattern] = []
 
@@ -238,6 +235,7 @@ def _twin(gm: GraphModule) -> GraphModule:
 def _copy(graph: Graph) -> Graph:
     """A copy to edit. Dynamo hangs a placeholder's source on the node, where fx does not look."""
     made = copy.deepcopy(graph)
+    made.owning_module = graph.owning_module  # which has the bodies of higher-order operators
     for old, new in zip(graph.nodes, made.nodes):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
@@ -317,7 +315,7 @@ def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
 
 
 def _is_transparent(node: Node) -> bool:
-    return getattr(node.target, "__name__", str(node.target)) in _TRANSPARENT
+    return getattr(node.target, "__name__", str(node.target)) in TRANSPARENT
 
 
 def _has_policy(body: GraphModule) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 if TYPE_CHECKING:
     from fx_fuser.words import End
@@ -344,6 +344,21 @@ def _is_torch_function(target: Any) -> bool:
     )
 
 
+# Higher-order operators whose body is ordinary model code, run as often as the call.
+TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
+
+
+def body_of(node: Node) -> GraphModule | None:
+    """What a transparent higher-order operator runs; None of any other node."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") not in TRANSPARENT:
+        return None
+    first = node.args[0] if node.args else None
+    if not isinstance(first, Node) or first.op != "get_attr":
+        return None
+    body = getattr(node.graph.owning_module, str(first.target), None)
+    return body if isinstance(body, GraphModule) else None
+
+
 def writes_of(node: Node) -> tuple[Node, ...]:
     """The arguments whose memory this node may write; all of them when we cannot know."""
     if node.op in ("placeholder", "get_attr", "output"):
@@ -365,7 +380,12 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = (getattr(target, o) for o in target.overloads())
         return inputs_of(node) if any(o._schema.is_mutable for o in overloads) else ()
-    if isinstance(target, torch._ops.HigherOrderOperator) or not _is_torch_function(target):
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        body = body_of(node)
+        if body is not None and not any(map(writes_of, body.graph.nodes)):
+            return ()
+        return inputs_of(node)
+    if not _is_torch_function(target):
         return inputs_of(node)
     written = list(nodes_in(node.kwargs.get("out")))
     if called_in_place(node):

@@ -1107,6 +1107,24 @@ def test_patterns_option(patterns: list[str], left: set[str]) -> None:
     assert fused() == dict.fromkeys(left, 1)
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_checkpoint_within_a_match(writes: bool) -> None:
+    """It is no write of its arguments, unless something in its body is one."""
+
+    def inner(t: Tensor) -> Tensor:
+        return t.mul_(2.0) if writes else t * 2.0
+
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        r = x.cos()
+        z = m.lin(r)
+        s = torch.sigmoid(z)
+        other = checkpoint(inner, r, use_reentrant=False)
+        return z * s * 2.0, other
+
+    fuses = {} if writes else {MUL: 1}
+    check(linear_program(body), torch.randn(4, 8), fuses=fuses, train=False, leaves=("mul",))
+
+
 def test_selective_checkpoint_policy() -> None:
     """A policy names ops; a fused op would be one that it does not know."""
     context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
