@@ -139,10 +139,18 @@ struct Walk {
   int first;
   int step;
 
-  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args)
-      : group(static_cast<int>(blockIdx.x) % args.groups),
-        first(static_cast<int>(blockIdx.x) / args.groups),
-        step(static_cast<int>(gridDim.x) / args.groups) {}
+  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args, int parts = 1)
+      : group(static_cast<int>(blockIdx.x) % (args.groups * parts)),
+        first(static_cast<int>(blockIdx.x) / (args.groups * parts)),
+        step(static_cast<int>(gridDim.x) / (args.groups * parts)) {}
+};
+
+// Every step-th unit from `index` on.
+struct Stride {
+  int index;
+  int step;
+
+  __device__ __forceinline__ void advance() { index += step; }
 };
 
 // ---- weights ------------------------------------------------------------------------------------
@@ -159,14 +167,15 @@ __device__ __forceinline__ Scale scale_of(float largest) {
 // The group's weights as tiles of [2 k-halves][64 channels][8 input channels] fp16.
 __device__ __forceinline__ void split_weights(const ConvDirectArgs& args, const Shared& shared,
                                               int group) {
-  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += kConvThreads) {
+  const auto threads = static_cast<int>(blockDim.x);
+  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += threads) {
     reinterpret_cast<uint4*>(shared.weight)[i] = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
   const int taps = args.kernel_h * args.kernel_w;
   const int values = args.channels * taps;
   const int lane = threadIdx.x % 32;
-  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += kConvThreads / 32) {
+  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += threads / 32) {
     const int output = group * kConvGroup + channel;
     const float* from = args.weight + static_cast<int64_t>(output) * values;
     uint32_t largest = 0;
@@ -326,11 +335,11 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int in
   }
 }
 
-// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit, of at most kChunks.
-template <int kLoaders, int kChunks>
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` goes through
+// the units of this one, of at most kChunks.
+template <int kLoaders, int kChunks, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
-                                           int loader) {
-  const Walk walk(args);
+                                           int loader, Units units) {
   const int thread = threadIdx.x % kWarpgroup;
   const int plane_bytes = args.chunks * kConvChunk * 16;
   Tail& tail = *shared.tail;
@@ -338,9 +347,8 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
 
   Pixels<kChunks> pixels;
-  int index = walk.first + loader * walk.step;
-  if (index >= args.units) return;
-  Unit unit = Unit::at(args, index);
+  if (units.index >= args.units) return;
+  Unit unit = Unit::at(args, units.index);
   pixels.load(args, unit);
   for (int turn = 0;; turn ^= 1) {
     const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
@@ -388,24 +396,35 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
     for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
 
-    prefetch_unit(args, index + 2 * kLoaders * walk.step);
-    index += kLoaders * walk.step;
-    if (index >= args.units) break;
-    unit = Unit::at(args, index);
+    units.advance();
+    if (units.index >= args.units) break;
+    Units after = units;
+    after.advance();
+    prefetch_unit(args, after.index);
+    unit = Unit::at(args, units.index);
     pixels.load(args, unit);
   }
 }
 
 // Most have few chunks: fewer instructions then.
+template <int kLoaders, class Units>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader, const Units& units) {
+  constexpr int kUsual = 4;
+  if (args.chunks <= kUsual) {
+    load_units<kLoaders, kUsual>(args, shared, loader, units);
+  } else {
+    load_units<kLoaders, kConvMaxChunks>(args, shared, loader, units);
+  }
+}
+
+// Of a block's walk, with every kLoaders-th unit each.
 template <int kLoaders>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {
-  constexpr int kUsual = 4;
-  if (args.chunks <= kUsual) {
-    load_units<kLoaders, kUsual>(args, shared, loader);
-  } else {
-    load_units<kLoaders, kConvMaxChunks>(args, shared, loader);
-  }
+  const Walk walk(args);
+  load_units<kLoaders>(args, shared, loader,
+                       Stride{walk.first + loader * walk.step, kLoaders * walk.step});
 }
 
 // ---- products -----------------------------------------------------------------------------------
@@ -417,14 +436,15 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and
   return kStrideOffset << 32 | (base + begin_and_leading);
 }
 
-// Starts all taps' products of 128 of a slot's positions; kSteps: how many there are, if known.
+// Starts all taps' products of a part of a slot's positions, twice as many as a thread has sums;
+// kSteps: how many there are, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
-template <int kSteps>
+template <int kSteps, int kSums>
 __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
-                                               int slot, int half, float (&sum)[64]) {
+                                               int slot, int part, float (&sum)[kSums]) {
   const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
   const uint32_t pixels = ptx::uniform(
-      (ptx::shared_address(shared.slot) + slot * shared.slot_bytes) / 16 + half * kHalf);
+      (ptx::shared_address(shared.slot) + slot * shared.slot_bytes) / 16 + part * (2 * kSums));
   ptx::pin(sum);
   const auto start = [&](int i) {
     ptx::Wgmma<__half>::run(sum, descriptor(weight, args.step[i].weight),
