@@ -644,6 +644,10 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
           constexpr uint64_t kStrideOffset = kConvTileUnits;
           constexpr uint64_t kLeadingOffset = 8;
           const int tile = 1 + (lo ? 0 : taps) + first_tap;
+#ifdef FX_SWAP
+          return kLeadingOffset << 32 | kStrideOffset << 16 |
+                 (weight + tile * kConvTileUnits + step * 16);
+#endif
           return kStrideOffset << 32 | kLeadingOffset << 16 |
                  (weight + tile * kConvTileUnits + step * 16);
         };
