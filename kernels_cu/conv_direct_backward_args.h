@@ -21,6 +21,7 @@ constexpr int kConvBackwardTaps = 9;  // that a block or a product has at most
 constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;
+constexpr int kConvSumBytes = 2 * 128 * 4 * 8;  // four doubles a thread of two warpgroups
 constexpr int kConvGivenBytes = kConvPositions * kConvColumns * 4;
 constexpr int kConvRingBytes = kConvRing * kConvChannels * 4;
 static_assert(kConvRing >= kConvMaxChunks * kConvChunk);
@@ -59,6 +60,10 @@ struct ReduceArgs {
 
 inline int conv_halo(const ConvDirectArgs& args) {
   return (args.kernel_h - 1) * static_cast<int>(args.pitch.size) + args.kernel_w - 1;
+}
+
+inline int conv_accumulate_bytes(const ConvDirectArgs& args) {
+  return conv_shared_bytes(args, /*stages=*/false) + kConvCoefficientBytes + kConvSumBytes;
 }
 
 inline int conv_input_bytes(const ConvDirectArgs& args) {

@@ -29,7 +29,10 @@ constexpr int kGatherBarrier = 4;  // named
 static_assert(kLoadRegisters + 2 * kBackwardProductRegisters <= 504);
 static_assert(kLoadRegisters + 2 * kInputProductRegisters + kGatherRegisters <= 512);
 
-// Of a channel, with d = c - mean:  dc = scale dy + slope d + offset.
+// Of a channel, with d = c - mean:  dc = scale dy + slope d + offset. And of an input channel a
+// value amid its pixels, which is taken from all of them, those of the padding included: the
+// convolution of what remains differs by a number, that `mean` lacks then, and dweight by
+// pivot Σ dc. The sums that the tensor core truncates are then of either sign.
 struct Coefficients {
   float mean[kConvGroup];
   float scale[kConvGroup];
@@ -37,6 +40,7 @@ struct Coefficients {
   float offset[kConvGroup];
   float of_dy[kConvGroup];  // dz / dy
   float rstd[kConvGroup];
+  float pivot[kConvChannels];
   float weight_unscale;  // the largest of the group
   uint64_t given_full;
   uint64_t given_empty;
@@ -46,6 +50,7 @@ static_assert(sizeof(Coefficients) <= kConvCoefficientBytes);
 struct BackwardShared : Shared {
   Coefficients* coefficients;
   float* given;  // [position][tap of nine][input channel]: what the outputs there give to the input
+  double* sums;  // of the kernel that has no `given`, see accumulate_units
   float* ring;   // [position % kConvRing][input channel]: the input's gradient, not complete yet
 
   static __device__ __forceinline__ BackwardShared of(const ConvDirectArgs& args) {
@@ -55,6 +60,7 @@ struct BackwardShared : Shared {
     shared.coefficients = reinterpret_cast<Coefficients*>(after);
     after += kConvCoefficientBytes;
     shared.given = reinterpret_cast<float*>(after);
+    shared.sums = reinterpret_cast<double*>(after);
     shared.ring = reinterpret_cast<float*>(after + kConvGivenBytes);
     return shared;
   }
@@ -76,13 +82,51 @@ __device__ __forceinline__ float slope_of_epilogue(const ConvDirectArgs& args, i
   return static_cast<float>(Epilogue{}(in, scalar));
 }
 
+// The mean of a few pixels of each input channel, the same ones in every block; a warp has one.
+__device__ __forceinline__ void find_pivots(const ConvDirectArgs& args, Coefficients& to) {
+  constexpr int kPixels = 4;  // a lane
+  const auto channel = static_cast<int>(threadIdx.x / 32);
+  if (channel >= kConvChannels) return;
+  float sum = 0;
+  if (channel < args.channels) {
+    const int64_t plane = static_cast<int64_t>(args.h) * args.w;
+    const int64_t pixels = args.samples * plane;
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      const int64_t pixel = pixels * (i * 32 + threadIdx.x % 32) / (32 * kPixels);
+      const int64_t sample = pixel / plane;
+      sum += args.x[(sample * args.channels + channel) * plane + (pixel - sample * plane)];
+    }
+  }
+  for (int distance = 16; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+  }
+  const float mean = sum / (32 * kPixels);
+  if (threadIdx.x % 32 == 0) to.pivot[channel] = fabsf(mean) < INFINITY ? mean : 0.0f;
+}
+
+// The convolution of the pivots.
+__device__ __forceinline__ double convolved_pivots(const ConvDirectArgs& args, int output,
+                                                   const float (&pivot)[kConvChannels]) {
+  const int taps = args.kernel_h * args.kernel_w;
+  const float* weight = args.weight + static_cast<int64_t>(output) * args.channels * taps;
+  double sum = 0;
+  for (int c = 0; c < args.channels; ++c) {
+    double of_channel = 0;
+#pragma unroll 4
+    for (int tap = 0; tap < taps; ++tap) of_channel += static_cast<double>(weight[c * taps + tap]);
+    sum += of_channel * static_cast<double>(pivot[c]);
+  }
+  return sum;
+}
+
 template <class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, int group,
                                                   Coefficients& to) {
   const auto channel = static_cast<int>(threadIdx.x);
   if (channel >= kConvGroup) return;
   const int output = group * kConvGroup + channel;
-  float mean = 0;
+  double mean = 0;
   float scale = 0;
   float slope = 0;
   float offset = 0;
@@ -93,18 +137,20 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
                                                          std::index_sequence_for<In...>{});
     float factor = 1;
     if (args.variance != nullptr) {
-      mean = args.mean[output] - (args.bias != nullptr ? args.bias[output] : 0.0f);
+      mean = args.mean[output];
+      if (args.bias != nullptr) mean -= static_cast<double>(args.bias[output]);
       rstd = static_cast<float>(
           1.0 / sqrt(static_cast<double>(args.variance[output]) + static_cast<double>(args.eps)));
       factor = rstd * (args.gamma != nullptr ? args.gamma[output] : 1.0f);
     }
+    mean -= convolved_pivots(args.conv, output, to.pivot);
     scale = factor * of_dy;
     if (args.dgamma != nullptr) {
       slope = -factor * rstd * (args.dgamma[output] / args.count);
       offset = -factor * (args.dbeta[output] / args.count);
     }
   }
-  to.mean[channel] = mean;
+  to.mean[channel] = static_cast<float>(mean);
   to.scale[channel] = scale;
   to.slope[channel] = slope;
   to.offset[channel] = offset;
@@ -127,6 +173,7 @@ __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
     ptx::mbarrier_init(ptx::shared_address(&shared.coefficients->given_empty), kWarpgroup);
     ptx::fence_mbarrier_init();
   }
+  find_pivots(args.conv, *shared.coefficients);
   split_weights(args.conv, shared, group);
   make_coefficients<Epilogue, kScalars, In...>(args, group, *shared.coefficients);
   __syncthreads();
@@ -165,40 +212,52 @@ __device__ __forceinline__ uint32_t place_word(const Tail& tail, int slot, int p
   return tail.place[slot][pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4];
 }
 
-// A unit's elements in dy: how far they are from that of its strip's first row, in bytes. Where
-// there is one strip, elements are neighbours.
-struct GradientPlaces {
-  const ConvDirectArgs& args;
-  const Unit unit;
-  const uint32_t limit;  // in a table of places
-  const bool one_strip;
-
-  __device__ __forceinline__ GradientPlaces(const ConvDirectArgs& args, const Unit& unit)
-      : args(args),
-        unit(unit),
-        limit(static_cast<uint32_t>(4 * (unit.end - unit.first))),
-        one_strip(args.strips.size == 1) {}
-
-  __device__ __forceinline__ int first() const { return one_strip ? unit.first : unit.column; }
-
-  // Of an entry in the table; false where that is no element.
-  __device__ __forceinline__ bool find(uint32_t& at) const {
-    if (one_strip) return at < limit;
-    const bool is_own = at < limit;
-    const int element = unit.first + static_cast<int>(at / 4);
-    const int row = Unit::row_of(args, element);
-    const int column = element - row * static_cast<int>(args.strip.size);
-    at = 4 * static_cast<uint32_t>(row * args.out_w + column);
-    return is_own && unit.column + column < args.out_w;
-  }
+// How a thread's pairs of positions are read.
+enum class Rows {
+  kPairs,   // whole pairs are elements that are neighbours and aligned
+  kStrip,   // elements of one strip, so that all are neighbours
+  kStrips,  // elements of a strip among others
 };
 
+// *from if `is_there`, else 0; without a branch.
+__device__ __forceinline__ float load_if(bool is_there, const float* from) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@there ld.global.nc.f32 %0, [%1];\n"
+      "}\n"
+      : "=f"(value)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
+__device__ __forceinline__ float2 load_if(bool is_there, const float2* from) {
+  float2 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %3, 0;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "mov.f32 %1, 0f00000000;\n"
+      "@there ld.global.nc.v2.f32 {%0, %1}, [%2];\n"
+      "}\n"
+      : "=f"(value.x), "=f"(value.y)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
 // A thread's gradients of a tile, laid out as its sums; zeros where there is no element.
-// Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
-__device__ __forceinline__ uint32_t load_gradients(const GradientPlaces& places,
+// Returns which of its positions 8i + 2c + t are elements, as bits 2i + t. `row`: of its channels,
+// where the unit's first element is or, in strips, the strip's first.
+template <Rows kRows>
+__device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args, const Unit& unit,
                                                    const float* const (&row)[2],
-                                                   const bool (&is_output)[2], bool pairs,
-                                                   const uint4* place, float (&dy)[32]) {
+                                                   const bool (&is_output)[2], const uint4* place,
+                                                   float (&dy)[32]) {
+  const auto limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
   uint32_t valid = 0;
 #pragma unroll
   for (int quad = 0; quad < 2; ++quad) {
@@ -211,26 +270,30 @@ __device__ __forceinline__ uint32_t load_gradients(const GradientPlaces& places,
       bool is_valid[2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        is_valid[t] = places.find(at[t]);
+        is_valid[t] = at[t] < limit;
+        if constexpr (kRows == Rows::kStrips) {
+          const int element = unit.first + static_cast<int>(at[t] / 4);
+          const int in_row = Unit::row_of(args, element);
+          const int column = element - in_row * static_cast<int>(args.strip.size);
+          at[t] = 4 * static_cast<uint32_t>(in_row * args.out_w + column);
+          is_valid[t] = is_valid[t] && unit.column + column < args.out_w;
+        }
         valid |= static_cast<uint32_t>(is_valid[t]) << (2 * n + t);
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const auto* bytes = reinterpret_cast<const uint8_t*>(row[r]);
         float* to = &dy[4 * n + 2 * r];
-        if (pairs) {
-          float2 both = make_float2(0, 0);
-          if (is_output[r] && is_valid[0]) {
-            both = __ldg(reinterpret_cast<const float2*>(bytes + at[0]));
-          }
+        if constexpr (kRows == Rows::kPairs) {
+          const float2 both =
+              load_if(is_output[r] && is_valid[0], reinterpret_cast<const float2*>(bytes + at[0]));
           to[0] = both.x;
           to[1] = both.y;
         } else {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            to[t] = is_output[r] && is_valid[t]
-                        ? __ldg(reinterpret_cast<const float*>(bytes + at[t]))
-                        : 0.0f;
+            to[t] =
+                load_if(is_output[r] && is_valid[t], reinterpret_cast<const float*>(bytes + at[t]));
           }
         }
       }
@@ -245,7 +308,9 @@ __device__ __forceinline__ float largest_of_quad(float mine) {
   return fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 2));
 }
 
-// total[tap] += dc's tile times the tap's pixels: dc as sums are laid out.
+// total[tap] += dc's tile times the tap's pixels: dc as sums are laid out. kAtOnce: taps, as many
+// as registers allow.
+template <int kAtOnce>
 __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, const Shared& shared,
                                                 int slot, int tile, int first_tap, int taps,
                                                 float pixel_unscale, const float (&dc)[32],
@@ -258,6 +323,12 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
   for (int r = 0; r < 2; ++r) scale[r] = scale_of(largest_of_quad(largest[r]));
 
   float sum[kConvBackwardTaps][4] = {};
+  // Without a branch: beyond the last tap, that again.
+  uint32_t offset[kConvBackwardTaps];
+#pragma unroll
+  for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+    offset[tap] = 16 * args.offset[first_tap + min(tap, taps - 1)];
+  }
   const int lane = threadIdx.x % 32;
   const int pixels = args.conv.chunks * kConvChunk;
   // Positions beyond the unit's pixels are no elements; any pixels do, as long as they are there.
@@ -278,13 +349,21 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
     }
     const uint32_t row = base + 16 * min(tile * kTile + 16 * step + lane % 16, last);
 #pragma unroll
-    for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-      if (tap < taps) {
-        uint32_t pixel[4];  // hi of 16 positions, lo
-        ptx::load_turned(pixel, row + 16 * args.offset[first_tap + tap]);
-        ptx::mma_m16n8k16(sum[tap], lo, pixel[0], pixel[1]);
-        ptx::mma_m16n8k16(sum[tap], hi, pixel[2], pixel[3]);
-        ptx::mma_m16n8k16(sum[tap], hi, pixel[0], pixel[1]);
+    for (int first = 0; first < kConvBackwardTaps; first += kAtOnce) {
+      uint32_t pixel[kAtOnce][4];  // hi of 16 positions, lo
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) ptx::load_turned(pixel[i], row + offset[first + i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        ptx::mma_m16n8k16(sum[first + i], lo, pixel[i][0], pixel[i][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        ptx::mma_m16n8k16(sum[first + i], hi, pixel[i][2], pixel[i][3]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        ptx::mma_m16n8k16(sum[first + i], hi, pixel[i][0], pixel[i][1]);
       }
     }
   }
@@ -311,22 +390,18 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   const Coefficients& coefficients = *shared.coefficients;
   Tail& tail = *shared.tail;
   bool is_output[2];
-  float weight_unscale[2];
-  float mean[2];
-  float scale[2];
-  float slope[2];
-  float offset[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     is_output[r] = walk.group * kConvGroup + channel + 8 * r < conv.outputs;
-    weight_unscale[r] = tail.weight_unscale[channel + 8 * r];
-    mean[r] = coefficients.mean[channel + 8 * r];
-    scale[r] = coefficients.scale[channel + 8 * r];
-    slope[r] = coefficients.slope[channel + 8 * r];
-    offset[r] = coefficients.offset[channel + 8 * r];
   }
   const bool is_training = args.dgamma != nullptr;
-  double sums[2][2] = {};  // [of dy, of dy d][channel]
+  const bool is_one_strip = conv.strips.size == 1;
+  // [of dy, of dy d][channel][thread]; in registers they would be spilled.
+  double* sums = shared.sums + threadIdx.x - kWarpgroup;
+  const auto sum_of = [&](int s, int r) -> double& { return sums[(2 * s + r) * 2 * kWarpgroup]; };
+  if constexpr (kSums) {
+    for (int i = 0; i < 4; ++i) sum_of(i / 2, i % 2) = 0;
+  }
   float total[kConvBackwardTaps][4] = {};
 
   Cursor cursor;
@@ -336,11 +411,11 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     prefetch_gradients(args, walk.group, index + 2 * walk.step);
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot]), cursor.phase);
     const float pixel_unscale = tail.unscale[slot];
-    const GradientPlaces places(conv, Unit::at(conv, index));
+    const Unit unit = Unit::at(conv, index);
     const float* row[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      row[r] = gradients_of(args, places.unit.sample, places.first(),
+      row[r] = gradients_of(args, unit.sample, is_one_strip ? unit.first : unit.column,
                             walk.group * kConvGroup + channel + 8 * r);
     }
 #pragma unroll 1
@@ -349,7 +424,28 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       float dy[32];
       start_products<kSteps>(conv, shared, slot, tile, sum);
       const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + tile * 8 + lane % 4;
-      const uint32_t valid = load_gradients(places, row, is_output, args.pairs, place, dy);
+      uint32_t valid;
+      if (args.pairs) {
+        valid = load_gradients<Rows::kPairs>(conv, unit, row, is_output, place, dy);
+      } else if (is_one_strip) {
+        valid = load_gradients<Rows::kStrip>(conv, unit, row, is_output, place, dy);
+      } else {
+        valid = load_gradients<Rows::kStrips>(conv, unit, row, is_output, place, dy);
+      }
+      // Read again for each tile: registers are scarce.
+      float weight_unscale[2];
+      float mean[2];
+      float scale[2];
+      float slope[2];
+      float offset[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        weight_unscale[r] = tail.weight_unscale[channel + 8 * r];
+        mean[r] = coefficients.mean[channel + 8 * r];
+        scale[r] = coefficients.scale[channel + 8 * r];
+        slope[r] = coefficients.slope[channel + 8 * r];
+        offset[r] = coefficients.offset[channel + 8 * r];
+      }
       ptx::wgmma_wait<0>();
       ptx::pin(sum);
       float of_tile[2][2] = {};
@@ -371,11 +467,12 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
-          for (int s = 0; s < 2; ++s) sums[s][r] += static_cast<double>(of_tile[s][r]);
+          for (int s = 0; s < 2; ++s) sum_of(s, r) += static_cast<double>(of_tile[s][r]);
         }
       }
       if constexpr (kWeight) {
-        multiply_pixels(args, shared, slot, tile, first_tap, taps, pixel_unscale, sum, total);
+        multiply_pixels<kSums ? 3 : kConvBackwardTaps>(args, shared, slot, tile, first_tap, taps,
+                                                       pixel_unscale, sum, total);
       }
     }
     __syncwarp();
@@ -387,16 +484,18 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int output = walk.group * kConvGroup + channel + 8 * r;
+    double of_dc = 0;  // in training it is zero
     if constexpr (kSums) {
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        double all = sums[s][r];
+        double all = sum_of(s, r);
         all += __shfl_xor_sync(0xFFFFFFFF, all, 1);
         all += __shfl_xor_sync(0xFFFFFFFF, all, 2);
-        all *= static_cast<double>(coefficients.of_dy[channel + 8 * r]);
-        if (s == 1) all *= static_cast<double>(coefficients.rstd[channel + 8 * r]);
+        if (s == 0) of_dc = all * static_cast<double>(coefficients.scale[channel + 8 * r]);
+        double of_dz = all * static_cast<double>(coefficients.of_dy[channel + 8 * r]);
+        if (s == 1) of_dz *= static_cast<double>(coefficients.rstd[channel + 8 * r]);
         if (lane % 4 == 0 && is_output[r] && first_tap == 0) {
-          args.sums[(static_cast<int64_t>(split) * 2 + s) * conv.outputs + output] = all;
+          args.sums[(static_cast<int64_t>(split) * 2 + s) * conv.outputs + output] = of_dz;
         }
       }
     }
@@ -405,12 +504,14 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       const int values = conv.channels * all_taps;
       float* to = args.dweight + (static_cast<int64_t>(split) * conv.outputs + output) * values;
 #pragma unroll
-      for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+      for (int t = 0; t < 2; ++t) {
+        const int input = 2 * (lane % 4) + t;
+        const auto of_pivot =
+            static_cast<float>(of_dc * static_cast<double>(coefficients.pivot[input]));
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const int input = 2 * (lane % 4) + t;
+        for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
           if (tap < taps && input < conv.channels) {
-            to[input * all_taps + first_tap + tap] = total[tap][2 * r + t];
+            to[input * all_taps + first_tap + tap] = total[tap][2 * r + t] + of_pivot;
           }
         }
       }
@@ -429,7 +530,7 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kLoadRegisters>();
-    load_units<1>(args.conv, shared, 0, Stride{walk.first, walk.step});
+    load_units<1>(args.conv, shared, 0, Stride{walk.first, walk.step}, shared.coefficients->pivot);
   } else {
     ptx::take_registers<kBackwardProductRegisters>();
     const int first_tap = tap_group * kConvBackwardTaps;
@@ -578,10 +679,9 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
         for (int i = 0; i < 8; ++i) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            const bool is_there = is_valid[r] && first_channel + 8 * i + t < outputs;
-            const auto* from =
-                reinterpret_cast<const float*>(sample + (8 * i + t) * plane * 4 + at);
-            dy[4 * i + 2 * r + t] = is_there ? __ldg(from) : 0.0f;
+            dy[4 * i + 2 * r + t] =
+                load_if(is_valid[r] && first_channel + 8 * i + t < outputs,
+                        reinterpret_cast<const float*>(sample + (8 * i + t) * plane * 4 + at));
           }
         }
       }
@@ -590,22 +690,29 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
       float largest[2] = {0, 0};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
+        const auto pair_of = [&](const float* values, float (&to)[2]) {
+          const auto pair = *reinterpret_cast<const float2*>(values + first_channel + 8 * i);
+          to[0] = pair.x;
+          to[1] = pair.y;
+        };
+        float unscale[2];
+        float mean[2];
+        float scale[2];
+        float slope[2];
+        float offset[2];
+        pair_of(tail.weight_unscale, unscale);
+        pair_of(coefficients.mean, mean);
+        pair_of(coefficients.scale, scale);
+        pair_of(coefficients.slope, slope);
+        pair_of(coefficients.offset, offset);
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          const int channel = first_channel + 8 * i + t;
-          const float unscale = tail.weight_unscale[channel];
-          const float mean = coefficients.mean[channel];
-          const float scale = coefficients.scale[channel];
-          const float slope = coefficients.slope[channel];
-          const float offset = coefficients.offset[channel];
-          // The weights that dc meets next lack this, relative to the group's largest.
-          const float fold = unscale / weight_unscale;
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             float& value = sum[4 * i + 2 * r + t];
-            const float d = fmaf(value * unscale, pixel_unscale, -mean);
-            const float shift = is_training ? fmaf(slope, d, offset) : 0.0f;
-            value = is_valid[r] ? fmaf(scale, dy[4 * i + 2 * r + t], shift) * fold : 0.0f;
+            const float d = fmaf(value * unscale[t], pixel_unscale, -mean[t]);
+            const float shift = is_training ? fmaf(slope[t], d, offset[t]) : 0.0f;
+            value = is_valid[r] ? fmaf(scale[t], dy[4 * i + 2 * r + t], shift) : 0.0f;
             largest[r] = fmaxf(largest[r], fabsf(value));
           }
         }
@@ -644,10 +751,6 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
           constexpr uint64_t kStrideOffset = kConvTileUnits;
           constexpr uint64_t kLeadingOffset = 8;
           const int tile = 1 + (lo ? 0 : taps) + first_tap;
-#ifdef FX_SWAP
-          return kLeadingOffset << 32 | kStrideOffset << 16 |
-                 (weight + tile * kConvTileUnits + step * 16);
-#endif
           return kStrideOffset << 32 | kLeadingOffset << 16 |
                  (weight + tile * kConvTileUnits + step * 16);
         };
@@ -686,6 +789,25 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
   }
 }
 
+// Four values of shared memory if place < limit, else zeros; without a branch.
+__device__ __forceinline__ float4 load_below(uint32_t from, uint32_t place, uint32_t limit) {
+  float4 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %5, %6;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "mov.f32 %1, 0f00000000;\n"
+      "mov.f32 %2, 0f00000000;\n"
+      "mov.f32 %3, 0f00000000;\n"
+      "@below ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(from), "r"(place), "r"(limit)
+      : "memory");
+  return value;
+}
+
 // Adds up what the positions give and stores what is complete; a thread has half the channels.
 __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
                                              const BackwardShared& shared) {
@@ -703,6 +825,7 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
     return reinterpret_cast<float4*>(shared.ring + position % kConvRing * kConvChannels +
                                      first_channel);
   };
+  const uint32_t given = ptx::shared_address(shared.given + first_channel);
   const float4 zeros = make_float4(0, 0, 0, 0);
   for (int i = thread / 2; i < kConvRing; i += kWarpgroup / 2) *ring_at(i) = zeros;
   ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
@@ -711,21 +834,24 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
 #pragma unroll 1
     for (int first_tap = 0; first_tap < taps; first_tap += kConvBackwardTaps) {
       ptx::mbarrier_wait(given_full, given_phase);
+      int offset[kConvBackwardTaps];
+#pragma unroll
+      for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+        offset[tap] = args.offset[min(first_tap + tap, taps - 1)];
+      }
       for (int i = thread / 2; i < span; i += kWarpgroup / 2) {
         float4* to = ring_at(unit.position + i);
         float4 sum = *to;
 #pragma unroll
         for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-          if (first_tap + tap >= taps) break;
-          const int position = i - args.offset[first_tap + tap];
-          if (static_cast<uint32_t>(position) < static_cast<uint32_t>(kConvPositions)) {
-            const auto from = *reinterpret_cast<const float4*>(
-                shared.given + position * kConvColumns + tap * kConvChannels + first_channel);
-            sum.x += from.x;
-            sum.y += from.y;
-            sum.z += from.z;
-            sum.w += from.w;
-          }
+          const int position = i - offset[tap];
+          const float4 from = load_below(
+              given + 4 * (position * kConvColumns + tap * kConvChannels),
+              static_cast<uint32_t>(position), first_tap + tap < taps ? kConvPositions : 0);
+          sum.x += from.x;
+          sum.y += from.y;
+          sum.z += from.z;
+          sum.w += from.w;
         }
         *to = sum;
       }
@@ -769,16 +895,23 @@ template <class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void run_input(const ConvBackwardArgs& args) {
   const BackwardShared shared = BackwardShared::of(args.conv);
   prepare_backward<Epilogue, kScalars, In...>(args, shared, args.group, 2 * kWarpgroup / 32);
-  if (threadIdx.x == 0) {
+  // The weights that dc meets are scaled, each channel's by another factor: dc makes up for what
+  // they differ by.
+  Coefficients& coefficients = *shared.coefficients;
+  if (threadIdx.x < kConvGroup) {
     float largest = 0;
     for (const float unscale : shared.tail->weight_unscale) largest = fmaxf(largest, unscale);
-    shared.coefficients->weight_unscale = largest;
+    coefficients.weight_unscale = largest;
+    const float fold = shared.tail->weight_unscale[threadIdx.x] / largest;
+    coefficients.scale[threadIdx.x] *= fold;
+    coefficients.slope[threadIdx.x] *= fold;
+    coefficients.offset[threadIdx.x] *= fold;
   }
   __syncthreads();
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kLoadRegisters>();
-    load_units<1>(args.conv, shared, 0, Pieces(args));
+    load_units<1>(args.conv, shared, 0, Pieces(args), shared.coefficients->pivot);
   } else if (warpgroup == 3) {
     ptx::give_registers<kGatherRegisters>();
     gather_units(args, shared);

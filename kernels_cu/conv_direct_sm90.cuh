@@ -265,6 +265,14 @@ struct Pixels {
     }
   }
 
+  __device__ __forceinline__ void subtract(const float* pivot) {
+#pragma unroll
+    for (auto& pixel : value) {
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) pixel[c] -= pivot[c];
+    }
+  }
+
   // NaN do not count, infinities only where kInfinities.
   template <bool kInfinities>
   __device__ __forceinline__ float largest() const {
@@ -336,10 +344,11 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int in
 }
 
 // Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` goes through
-// the units of this one, of at most kChunks.
+// the units of this one, of at most kChunks. `pivot`: of each input channel, is taken from all of
+// its pixels; or null.
 template <int kLoaders, int kChunks, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
-                                           int loader, Units units) {
+                                           int loader, Units units, const float* pivot) {
   const int thread = threadIdx.x % kWarpgroup;
   const int plane_bytes = args.chunks * kConvChunk * 16;
   Tail& tail = *shared.tail;
@@ -357,6 +366,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
       return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
     };
+    if (pivot != nullptr) pixels.subtract(pivot);
     float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
     // An infinity must not decide the scale of pixels that it does not meet.
     if (largest == INFINITY) {
@@ -409,12 +419,13 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
 // Most have few chunks: fewer instructions then.
 template <int kLoaders, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
-                                           int loader, const Units& units) {
+                                           int loader, const Units& units,
+                                           const float* pivot = nullptr) {
   constexpr int kUsual = 4;
   if (args.chunks <= kUsual) {
-    load_units<kLoaders, kUsual>(args, shared, loader, units);
+    load_units<kLoaders, kUsual>(args, shared, loader, units, pivot);
   } else {
-    load_units<kLoaders, kConvMaxChunks>(args, shared, loader, units);
+    load_units<kLoaders, kConvMaxChunks>(args, shared, loader, units, pivot);
   }
 }
 

@@ -183,7 +183,7 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
   const OnDevice on_device(device);
   const cudaStream_t stream = current_stream(device);
   LaunchOptions options;
-  options.shared_bytes = conv_shared_bytes(conv, /*stages=*/false) + kConvCoefficientBytes;
+  options.shared_bytes = conv_accumulate_bytes(conv);
   const auto accumulate = [&](cudaKernel_t kernel, bool with_sums, bool with_weight) {
     const int64_t parts = int64_t{conv.groups} * (with_weight ? args->tap_groups : 1);
     const int64_t of_part = std::max<int64_t>(kernels.multiprocessors / parts, 1);
