@@ -15,16 +15,19 @@
 
 namespace fx_fuser {
 
-constexpr int kConvBackwardThreads = 384;  // of the sums and the weight's gradient
+constexpr int kConvSumWorkers = 3;  // warpgroups that multiply
+constexpr int kConvWeightWorkers = 2;
 constexpr int kConvInputThreads = 512;
 constexpr int kConvBackwardTaps = 9;  // that a block or a product has at most
 constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;
-constexpr int kConvSumBytes = 2 * 128 * 4 * 8;  // four doubles a thread of two warpgroups
+constexpr int kConvSumBytes = kConvSumWorkers * 128 * 4 * 8;  // four doubles a thread
 constexpr int kConvGivenBytes = kConvPositions * kConvColumns * 4;
 constexpr int kConvRingBytes = kConvRing * kConvChannels * 4;
 static_assert(kConvRing >= kConvMaxChunks * kConvChunk);
+
+constexpr int conv_accumulate_threads(int workers) { return (1 + workers) * 128; }
 
 struct ConvBackwardArgs {
   ConvDirectArgs conv;    // out, c and partial are unused; the operands are the epilogue's
@@ -42,6 +45,7 @@ struct ConvBackwardArgs {
   float count;            // values of a channel
   int32_t tap_groups;     // of the weight's gradient, each of other blocks
   int32_t group;          // of output channels: the input's gradient is made of one after the other
+  int32_t input_slots;    // of the input's gradient
   int32_t pieces;         // of all samples
   int32_t sample_pieces;  // of one
   int32_t piece_units;
@@ -76,7 +80,8 @@ inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& s
                                                               bool with_input,
                                                               int64_t multiprocessors) {
   const auto conv = conv_geometry(shape, 0);
-  if (!conv) return std::nullopt;
+  // A product warpgroup has one slot and waits for its next.
+  if (!conv || conv->slots <= kConvSumWorkers) return std::nullopt;
   ConvBackwardArgs args{};
   args.conv = *conv;
   args.count = static_cast<float>(static_cast<double>(shape.samples) *
@@ -90,9 +95,11 @@ inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& s
   if (!with_input) return args;
 
   if (conv->strips.size != 1) return std::nullopt;
-  while (conv_input_bytes(args.conv) > kConvMaxShared) {
-    if (--args.conv.slots < 2) return std::nullopt;
+  ConvDirectArgs fitting = *conv;
+  while (conv_input_bytes(fitting) > kConvMaxShared) {
+    if (--fitting.slots < 2) return std::nullopt;
   }
+  args.input_slots = fitting.slots;
   const int64_t sample_units = conv->units_per_strip.size;
   const int64_t gap = conv->kernel_w - 1;
   const auto span = [&](int64_t units) {  // positions, at least

@@ -21,12 +21,16 @@
 
 namespace fx_fuser::conv_direct {
 
-constexpr int kBackwardProductRegisters = 200;
+constexpr int kWeightLoadRegisters = 88;
+constexpr int kWeightProductRegisters = 208;
+constexpr int kSumLoadRegisters = 104;
+constexpr int kSumProductRegisters = 136;
 constexpr int kInputProductRegisters = 168;
 constexpr int kGatherRegisters = 80;
 constexpr int kTile = 64;          // positions of a product whose rows they are
 constexpr int kGatherBarrier = 4;  // named
-static_assert(kLoadRegisters + 2 * kBackwardProductRegisters <= 504);
+static_assert(kWeightLoadRegisters + 2 * kWeightProductRegisters <= 504);
+static_assert(kSumLoadRegisters + 3 * kSumProductRegisters <= 512);
 static_assert(kLoadRegisters + 2 * kInputProductRegisters + kGatherRegisters <= 512);
 
 // Of a channel, with d = c - mean:  dc = scale dy + slope d + offset. And of an input channel a
@@ -186,21 +190,19 @@ __device__ __forceinline__ const float* gradients_of(const ConvBackwardArgs& arg
   return args.dy + (static_cast<int64_t>(sample) * args.conv.outputs + output) * plane + first;
 }
 
-// Asks the L2 cache for what a unit reads of dy, a channel a thread.
+// Asks the L2 cache for what a unit reads of dy; a channel has two threads of a warpgroup.
 __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args, int group,
                                                    int index) {
-  const auto channel = static_cast<int>(threadIdx.x % kWarpgroup);
-  const int output = group * kConvGroup + channel;
-  if (index >= args.conv.units || channel >= kConvGroup || output >= args.conv.outputs ||
-      args.conv.strips.size != 1) {
-    return;
-  }
+  constexpr int kLine = 32;  // elements of 128 bytes
+  const auto thread = static_cast<int>(ptx::thread_index() % kWarpgroup);
+  const int output = group * kConvGroup + thread / 2;
+  if (index >= args.conv.units || output >= args.conv.outputs || args.conv.strips.size != 1) return;
   const Unit unit = Unit::at(args.conv, index);
   const float* begin = gradients_of(args, unit.sample, unit.first, output);
-  const auto from = (reinterpret_cast<uintptr_t>(begin) + 15) & ~uintptr_t{15};
-  const auto to = reinterpret_cast<uintptr_t>(begin + (unit.end - unit.first)) & ~uintptr_t{15};
-  if (to > from) {
-    ptx::prefetch(reinterpret_cast<const void*>(from), static_cast<uint32_t>(to - from));
+#pragma unroll
+  for (int line = 0; line < kConvPositions / kLine; line += 2) {
+    const int element = (line + thread % 2) * kLine;
+    if (element < unit.end - unit.first) ptx::prefetch(begin + element);
   }
 }
 
@@ -249,15 +251,23 @@ __device__ __forceinline__ float2 load_if(bool is_there, const float2* from) {
   return value;
 }
 
+// Where a thread's first channel has a unit's gradients.
+struct Gradients {
+  const float* row;  // the unit's first element or, in strips, the strip's first
+  uint32_t limit;    // of its elements in a table of places
+};
+
 // A thread's gradients of a tile, laid out as its sums; zeros where there is no element.
-// Returns which of its positions 8i + 2c + t are elements, as bits 2i + t. `row`: of its channels,
-// where the unit's first element is or, in strips, the strip's first.
+// Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
 template <Rows kRows>
-__device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args, const Unit& unit,
-                                                   const float* const (&row)[2],
+__device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
+                                                   const Gradients& gradients, int index,
                                                    const bool (&is_output)[2], const uint4* place,
                                                    float (&dy)[32]) {
-  const auto limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
+  Unit unit;  // of index `index`; to keep it would take registers
+  if constexpr (kRows == Rows::kStrips) unit = Unit::at(args, index);
+  const auto eight_planes =
+      8 * static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
   uint32_t valid = 0;
 #pragma unroll
   for (int quad = 0; quad < 2; ++quad) {
@@ -270,7 +280,7 @@ __device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args, c
       bool is_valid[2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        is_valid[t] = at[t] < limit;
+        is_valid[t] = at[t] < gradients.limit;
         if constexpr (kRows == Rows::kStrips) {
           const int element = unit.first + static_cast<int>(at[t] / 4);
           const int in_row = Unit::row_of(args, element);
@@ -282,7 +292,8 @@ __device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args, c
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(row[r]);
+        const auto* bytes =
+            reinterpret_cast<const uint8_t*>(gradients.row + (r == 1 ? eight_planes : 0));
         float* to = &dy[4 * n + 2 * r];
         if constexpr (kRows == Rows::kPairs) {
           const float2 both =
@@ -308,9 +319,7 @@ __device__ __forceinline__ float largest_of_quad(float mine) {
   return fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 2));
 }
 
-// total[tap] += dc's tile times the tap's pixels: dc as sums are laid out. kAtOnce: taps, as many
-// as registers allow.
-template <int kAtOnce>
+// total[tap] += dc's tile times the tap's pixels: dc as sums are laid out.
 __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, const Shared& shared,
                                                 int slot, int tile, int first_tap, int taps,
                                                 float pixel_unscale, const float (&dc)[32],
@@ -322,6 +331,7 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
 #pragma unroll
   for (int r = 0; r < 2; ++r) scale[r] = scale_of(largest_of_quad(largest[r]));
 
+  constexpr int kAtOnce = 3;  // taps, as many as registers allow
   float sum[kConvBackwardTaps][4] = {};
   // Without a branch: beyond the last tap, that again.
   uint32_t offset[kConvBackwardTaps];
@@ -376,8 +386,8 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
   }
 }
 
-// Product warpgroup `worker` of two, with every other unit.
-template <int kSteps, bool kSums, bool kWeight>
+// Product warpgroup `worker` of kWorkers, with every kWorkers-th unit.
+template <int kWorkers, int kSteps, bool kSums, bool kWeight>
 __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
                                                  const BackwardShared& shared, const Walk& walk,
                                                  int first_tap, int worker) {
@@ -398,89 +408,105 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   const bool is_one_strip = conv.strips.size == 1;
   // [of dy, of dy d][channel][thread]; in registers they would be spilled.
   double* sums = shared.sums + threadIdx.x - kWarpgroup;
-  const auto sum_of = [&](int s, int r) -> double& { return sums[(2 * s + r) * 2 * kWarpgroup]; };
+  const auto sum_of = [&](int s, int r) -> double& {
+    return sums[(2 * s + r) * kWorkers * kWarpgroup];
+  };
   if constexpr (kSums) {
     for (int i = 0; i < 4; ++i) sum_of(i / 2, i % 2) = 0;
   }
   float total[kConvBackwardTaps][4] = {};
 
   Cursor cursor;
-  if (worker == 1) cursor.advance(conv.slots);
-  for (int index = walk.first + worker * walk.step; index < conv.units; index += 2 * walk.step) {
-    const int slot = cursor.slot;
-    prefetch_gradients(args, walk.group, index + 2 * walk.step);
-    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot]), cursor.phase);
-    const float pixel_unscale = tail.unscale[slot];
+  for (int i = 0; i < worker; ++i) cursor.advance(conv.slots);
+  int index = walk.first + worker * walk.step;
+  Gradients gradients;
+  float dy[32];
+  uint32_t valid = 0;
+  const auto load = [&](int slot, int tile) {
+    const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + tile * 8 + lane % 4;
+    if (args.pairs) {
+      valid = load_gradients<Rows::kPairs>(conv, gradients, index, is_output, place, dy);
+    } else if (is_one_strip) {
+      valid = load_gradients<Rows::kStrip>(conv, gradients, index, is_output, place, dy);
+    } else {
+      valid = load_gradients<Rows::kStrips>(conv, gradients, index, is_output, place, dy);
+    }
+  };
+  const auto begin_unit = [&] {
+    prefetch_gradients(args, walk.group, index + kWorkers * walk.step);
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
     const Unit unit = Unit::at(conv, index);
-    const float* row[2];
+    gradients.row = gradients_of(args, unit.sample, is_one_strip ? unit.first : unit.column,
+                                 walk.group * kConvGroup + channel);
+    gradients.limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
+  };
+  if (index < conv.units) {
+    begin_unit();
+    load(cursor.slot, 0);
+  }
+  int tile = 0;
+  while (index < conv.units) {
+    const int slot = cursor.slot;
+    const int of_slot = tile;
+    const float pixel_unscale = tail.unscale[slot];
+    float sum[32];
+    start_products<kSteps>(conv, shared, slot, tile, sum);
+    // Read again for each tile: registers are scarce.
+    float weight_unscale[2];
+    float mean[2];
+    float scale[2];
+    float slope[2];
+    float offset[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      row[r] = gradients_of(args, unit.sample, is_one_strip ? unit.first : unit.column,
-                            walk.group * kConvGroup + channel + 8 * r);
+      weight_unscale[r] = tail.weight_unscale[channel + 8 * r];
+      mean[r] = coefficients.mean[channel + 8 * r];
+      scale[r] = coefficients.scale[channel + 8 * r];
+      slope[r] = coefficients.slope[channel + 8 * r];
+      offset[r] = coefficients.offset[channel + 8 * r];
     }
-#pragma unroll 1
-    for (int tile = 0; tile < kConvPositions / kTile; ++tile) {
-      float sum[32];
-      float dy[32];
-      start_products<kSteps>(conv, shared, slot, tile, sum);
-      const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + tile * 8 + lane % 4;
-      uint32_t valid;
-      if (args.pairs) {
-        valid = load_gradients<Rows::kPairs>(conv, unit, row, is_output, place, dy);
-      } else if (is_one_strip) {
-        valid = load_gradients<Rows::kStrip>(conv, unit, row, is_output, place, dy);
-      } else {
-        valid = load_gradients<Rows::kStrips>(conv, unit, row, is_output, place, dy);
-      }
-      // Read again for each tile: registers are scarce.
-      float weight_unscale[2];
-      float mean[2];
-      float scale[2];
-      float slope[2];
-      float offset[2];
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum);
+    float of_tile[2][2] = {};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        weight_unscale[r] = tail.weight_unscale[channel + 8 * r];
-        mean[r] = coefficients.mean[channel + 8 * r];
-        scale[r] = coefficients.scale[channel + 8 * r];
-        slope[r] = coefficients.slope[channel + 8 * r];
-        offset[r] = coefficients.offset[channel + 8 * r];
-      }
-      ptx::wgmma_wait<0>();
-      ptx::pin(sum);
-      float of_tile[2][2] = {};
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int r = i / 2 % 2;
-        const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
-        const float d = fmaf(sum[i] * weight_unscale[r], pixel_unscale, -mean[r]);
-        if constexpr (kSums) {
-          of_tile[0][r] += dy[i];
-          of_tile[1][r] = fmaf(dy[i], is_valid ? d : 0.0f, of_tile[1][r]);
-        }
-        if constexpr (kWeight) {
-          const float shift = is_training ? fmaf(slope[r], d, offset[r]) : 0.0f;
-          sum[i] = is_valid ? fmaf(scale[r], dy[i], shift) : 0.0f;
-        }
-      }
+    for (int i = 0; i < 32; ++i) {
+      const int r = i / 2 % 2;
+      const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
+      const float d = fmaf(sum[i] * weight_unscale[r], pixel_unscale, -mean[r]);
       if constexpr (kSums) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-          for (int s = 0; s < 2; ++s) sum_of(s, r) += static_cast<double>(of_tile[s][r]);
-        }
+        of_tile[0][r] += dy[i];
+        of_tile[1][r] = fmaf(dy[i], is_valid ? d : 0.0f, of_tile[1][r]);
       }
       if constexpr (kWeight) {
-        multiply_pixels<kSums ? 3 : kConvBackwardTaps>(args, shared, slot, tile, first_tap, taps,
-                                                       pixel_unscale, sum, total);
+        const float shift = is_training ? fmaf(slope[r], d, offset[r]) : 0.0f;
+        sum[i] = is_valid ? fmaf(scale[r], dy[i], shift) : 0.0f;
       }
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
-    for (int i = 0; i < 2; ++i) cursor.advance(conv.slots);
+    // The next tile's gradients are under way while this one is multiplied.
+    if (++tile == kConvPositions / kTile) {
+      tile = 0;
+      for (int i = 0; i < kWorkers; ++i) cursor.advance(conv.slots);
+      index += kWorkers * walk.step;
+      if (index < conv.units) begin_unit();
+    }
+    if (index < conv.units) load(cursor.slot, tile);
+    if constexpr (kSums) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) sum_of(s, r) += static_cast<double>(of_tile[s][r]);
+      }
+    }
+    if constexpr (kWeight) {
+      multiply_pixels(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
+    }
+    if (tile == 0) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+    }
   }
 
-  const int split = 2 * walk.first + worker;
+  const int split = kWorkers * walk.first + worker;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int output = walk.group * kConvGroup + channel + 8 * r;
@@ -521,6 +547,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
 
 template <bool kSums, bool kWeight, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
+  constexpr int kWorkers = kWeight ? kConvWeightWorkers : kConvSumWorkers;
   const BackwardShared shared = BackwardShared::of(args.conv);
   // Groups of taps are further groups of blocks.
   Walk walk(args.conv, kWeight ? args.tap_groups : 1);
@@ -529,15 +556,16 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   prepare_backward<Epilogue, kScalars, In...>(args, shared, walk.group, kWarpgroup / 32);
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
-    ptx::give_registers<kLoadRegisters>();
+    ptx::give_registers<kWeight ? kWeightLoadRegisters : kSumLoadRegisters>();
     load_units<1>(args.conv, shared, 0, Stride{walk.first, walk.step}, shared.coefficients->pivot);
   } else {
-    ptx::take_registers<kBackwardProductRegisters>();
+    ptx::take_registers<kWeight ? kWeightProductRegisters : kSumProductRegisters>();
     const int first_tap = tap_group * kConvBackwardTaps;
     if (args.conv.steps == kUsualSteps) {
-      accumulate_units<kUsualSteps, kSums, kWeight>(args, shared, walk, first_tap, warpgroup - 1);
+      accumulate_units<kWorkers, kUsualSteps, kSums, kWeight>(args, shared, walk, first_tap,
+                                                              warpgroup - 1);
     } else {
-      accumulate_units<0, kSums, kWeight>(args, shared, walk, first_tap, warpgroup - 1);
+      accumulate_units<kWorkers, 0, kSums, kWeight>(args, shared, walk, first_tap, warpgroup - 1);
     }
   }
 }
@@ -941,10 +969,10 @@ struct Backward {
 
 }  // namespace fx_fuser::conv_direct
 
-#define FX_FUSER_CONV_DIRECT_ACCUMULATE(name, sums, weight, ...)                             \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvBackwardThreads, 1)            \
-      fx_fuser_conv_direct_##name(const __grid_constant__ fx_fuser::ConvBackwardArgs args) { \
-    fx_fuser::conv_direct::Backward<__VA_ARGS__>::accumulate<sums, weight>(args);            \
+#define FX_FUSER_CONV_DIRECT_ACCUMULATE(name, workers, sums, weight, ...)                     \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::conv_accumulate_threads(workers), 1) \
+      fx_fuser_conv_direct_##name(const __grid_constant__ fx_fuser::ConvBackwardArgs args) {  \
+    fx_fuser::conv_direct::Backward<__VA_ARGS__>::accumulate<sums, weight>(args);             \
   }
 #define FX_FUSER_CONV_DIRECT_REDUCE(name, T)                                           \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvChunk)                   \
@@ -953,13 +981,14 @@ struct Backward {
   }
 
 // FX_FUSER_CONV_DIRECT_BACKWARD(Epilogue, scalars, Acc, type of dy, C, Operands...)
-#define FX_FUSER_CONV_DIRECT_BACKWARD(...)                                                  \
-  FX_FUSER_CONV_DIRECT_ACCUMULATE(sums, true, false, __VA_ARGS__)                           \
-  FX_FUSER_CONV_DIRECT_ACCUMULATE(weight, false, true, __VA_ARGS__)                         \
-  FX_FUSER_CONV_DIRECT_ACCUMULATE(sums_and_weight, true, true, __VA_ARGS__)                 \
-  FX_FUSER_CONV_DIRECT_REDUCE(reduce_sums, double)                                          \
-  FX_FUSER_CONV_DIRECT_REDUCE(reduce_weight, float)                                         \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvInputThreads, 1)              \
-      fx_fuser_conv_direct_input(const __grid_constant__ fx_fuser::ConvBackwardArgs args) { \
-    fx_fuser::conv_direct::Backward<__VA_ARGS__>::input(args);                              \
+#define FX_FUSER_CONV_DIRECT_BACKWARD(...)                                                        \
+  FX_FUSER_CONV_DIRECT_ACCUMULATE(sums, fx_fuser::kConvSumWorkers, true, false, __VA_ARGS__)      \
+  FX_FUSER_CONV_DIRECT_ACCUMULATE(weight, fx_fuser::kConvWeightWorkers, false, true, __VA_ARGS__) \
+  FX_FUSER_CONV_DIRECT_ACCUMULATE(sums_and_weight, fx_fuser::kConvWeightWorkers, true, true,      \
+                                  __VA_ARGS__)                                                    \
+  FX_FUSER_CONV_DIRECT_REDUCE(reduce_sums, double)                                                \
+  FX_FUSER_CONV_DIRECT_REDUCE(reduce_weight, float)                                               \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvInputThreads, 1)                    \
+      fx_fuser_conv_direct_input(const __grid_constant__ fx_fuser::ConvBackwardArgs args) {       \
+    fx_fuser::conv_direct::Backward<__VA_ARGS__>::input(args);                                    \
   }

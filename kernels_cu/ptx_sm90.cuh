@@ -129,6 +129,13 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// threadIdx.x where it is used: what follows from it is not kept in registers across a loop.
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // The value of the warp's first lane, which ptxas then knows to be uniform. A descriptor that it
 // takes for per-lane goes to each wgmma through R2UR, which waits for the wgmma before to have read
 // the same uniform registers.
@@ -187,6 +194,11 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from
       ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
       "l"(&from), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+
+// Brings the line that has this address to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // Brings 16-byte aligned memory, in multiples of 16 bytes, to the L2 cache.

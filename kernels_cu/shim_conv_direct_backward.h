@@ -82,8 +82,10 @@ std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes,
   if (!args) return {};
   std::vector<int64_t> cut{args->conv.units, args->conv.units_per_strip.size};
   if (with_input) {
-    cut.insert(cut.end(), {args->sample_pieces, args->piece_units, args->units_ahead,
-                           args->conv.slots, conv_input_bytes(args->conv), conv_halo(args->conv)});
+    ConvDirectArgs conv = args->conv;
+    conv.slots = args->input_slots;
+    cut.insert(cut.end(), {args->sample_pieces, args->piece_units, args->units_ahead, conv.slots,
+                           conv_input_bytes(conv), conv_halo(conv)});
   }
   return cut;
 }
@@ -188,7 +190,8 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
     const int64_t parts = int64_t{conv.groups} * (with_weight ? args->tap_groups : 1);
     const int64_t of_part = std::max<int64_t>(kernels.multiprocessors / parts, 1);
     const int64_t blocks = std::min<int64_t>(of_part, conv.units) * parts;
-    const int64_t splits = 2 * blocks / parts;
+    const int workers = with_weight ? kConvWeightWorkers : kConvSumWorkers;
+    const int64_t splits = workers * blocks / parts;
     std::optional<Tensor> sums;
     std::optional<Tensor> partial;
     if (with_sums) {
@@ -199,7 +202,7 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
       partial = torch::stable::new_empty(x, {splits, weight.numel()}, ScalarType::Float);
       args->dweight = static_cast<float*>(partial->data_ptr());
     }
-    launch(kernel, blocks, kConvBackwardThreads, stream, *args, options);
+    launch(kernel, blocks, conv_accumulate_threads(workers), stream, *args, options);
     const auto reduce = [&](cudaKernel_t by, const void* from, void* to, int64_t values,
                             int64_t all_values) {
       const ReduceArgs of{from, to, values, splits, all_values};
@@ -225,6 +228,7 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
     accumulate(kernels.sums_and_weight, true, true);
   }
   if (dx) {
+    conv.slots = args->input_slots;
     options.shared_bytes = conv_input_bytes(conv);
     const int64_t blocks = std::min<int64_t>(args->pieces, kernels.multiprocessors);
     for (args->group = 0; args->group < conv.groups; ++args->group) {
