@@ -95,8 +95,12 @@ def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
     """The choices that are right for this match, the library's product first."""
     if match.site.kind != "linear":
         tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
-        products = (LIBRARY, DIRECT) if _takes_direct(match, options) else (LIBRARY,)
-        return [{"tf32": tf32, "product": product} for product in products]
+        ways = [(LIBRARY, LIBRARY)]
+        if _takes_direct(match, options):
+            ways.append((DIRECT, LIBRARY))
+            if _takes_direct_backward(match):
+                ways.append((DIRECT, DIRECT))
+        return [{"tf32": tf32, "product": p, "backward": b} for p, b in ways]
     found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]
     product = _own_product(match, options)
     if product is not None and _device(match).type == "cuda":
@@ -158,6 +162,24 @@ def _takes_direct(match: Match, options: Options) -> bool:
     return bool(cut)
 
 
+def _takes_direct_backward(match: Match) -> bool:
+    """Do the kernels beside the direct one make the gradients that are asked for?"""
+    needs = rehearse.gradients_of(match)
+    wildcards = [meta_tensor(node) for node in match.operands]
+    if not any(needs.values()) or any(t is not None and t.requires_grad for t in wildcards):
+        return False
+    site = match.site
+    tensors = {name: node and meta_tensor(node) for name, node in site.operands.items()}
+    dtypes = {t.dtype for t in (*tensors.values(), meta_tensor(match.root)) if t is not None}  # type: ignore[union-attr]
+    if dtypes != {torch.float32}:
+        return False
+    if ops.derivative_source(match) is None:
+        return False
+    x, weight = ([hint_of(n) for n in tensors[name].shape] for name in ("x", "weight"))  # type: ignore[union-attr]
+    padding = rehearse.config_of(match, {})["padding"]
+    return bool(native.conv_direct_backward_cut(x, weight, padding, needs["x"]))  # type: ignore[arg-type]
+
+
 def _build_kernels(
     matches: Sequence[Match], candidates: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
@@ -210,14 +232,19 @@ def _key(
         [ops.kernel_sources(match, choices) for choices in candidates],
         list(map(str, tensors)),
         rehearse.gradients_of(match),
+        [getattr(meta_tensor(node), "requires_grad", False) for node in match.operands],
         matmul_tf32_requested(),  # which the library's product follows
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
     )
 
 
 def _compare_convolutions(
     match: Match, candidates: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any] | None, str]:
-    """What is fastest, and by what figures; None where Inductor's channels_last may be faster."""
+    """What is fastest, and by what figures; None where Inductor's channels_last may be faster.
+
+    Where gradients are asked for, the times are of forward and backward together.
+    """
     library, *direct = map(dict, candidates)
     wide = meta_tensor(match.site.nodes[0]).dtype.itemsize >= 4  # type: ignore[union-attr]
     exact = wide and not library["tf32"]
@@ -239,12 +266,15 @@ def _compare_convolutions(
     if found is None:
         return otherwise, "no memory to time it"
     turned = [] if exact else ["in channels_last"]
-    names = ["library" if exact else "as it lies", *(DIRECT for _ in direct), *turned]
+    ours = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
+    names = ["library" if exact else "as it lies", *ours, *turned]
     times = dict(zip(names, found))
     note = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
-    own = times.pop(DIRECT, None)
-    if own is not None and _gains(own, min(times.values())):
-        return direct[0], note
+    own = [(times.pop(name), choices) for name, choices in zip(ours, direct)]
+    if own:
+        fastest, choices = min(own, key=lambda pair: pair[0])
+        if _gains(fastest, min(times.values())):
+            return choices, note
     if turned and _gains(*times.values()):
         return library, note
     return otherwise, note

@@ -15,7 +15,7 @@ from fx_fuser import native
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
-from fx_fuser.ops import FusedCall, argument_names, kernel_sources, wildcards_of
+from fx_fuser.ops import FusedCall, argument_names, gradients, kernel_sources, wildcards_of
 from fx_fuser.spell import hint_of, meta_tensor
 
 
@@ -89,12 +89,18 @@ def convolutions(
 ) -> list[Callable[[], object]]:
     """A convolution's kernel op with each of plan's candidates, as the match will call it.
 
-    Where `turned`, then also the first with x and weight turned to channels_last.
+    Where gradients are asked for, followed by its backward. Where `turned`, then also the first
+    with x and weight turned to channels_last.
     """
     run = _Rehearsal(match, tensors)
-    ways = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
-    if len(ways) > 1:
-        _compare(ways, candidates, run.c.dtype)
+    if len(candidates) > 1:
+        ahead = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
+        _compare(ahead, candidates, run.c.dtype)
+    step = functools.partial(run.step, run.gradient_of_z()) if run.needs else run.forward
+    ways = [functools.partial(step, choices, run.operands) for choices in candidates]
+    if run.needs and len(ways) > 1:
+        exact = torch.backends.cudnn.conv.fp32_precision == "ieee"  # type: ignore[attr-defined]
+        _compare(ways, candidates, run.c.dtype, None if exact else _FAR_IN_TF32)
     if not turned:
         return list(ways)
     x, weight, *others = run.operands
@@ -102,7 +108,7 @@ def convolutions(
 
     def in_channels_last() -> object:
         turned_x = x.contiguous(memory_format=torch.channels_last)
-        return run.forward(candidates[0], [turned_x, turned_weight, *others])
+        return step(candidates[0], [turned_x, turned_weight, *others])
 
     return [*ways, in_channels_last]
 
@@ -144,10 +150,11 @@ def _compare(
     ways: Sequence[Callable[[], Sequence[Tensor]]],
     candidates: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
+    far: float | None = None,
 ) -> None:
     """Raises where the last way's tensors are not those of the first."""
     in_tf32 = any(choices.get("tf32") or DENSE in choices.values() for choices in candidates)
-    far = _FAR[dtype]
+    far = far or _FAR[dtype]
     if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
     for library, own in zip(ways[0](), ways[-1]()):
@@ -182,16 +189,38 @@ class _Rehearsal:
             values.append(form and form.random(self.generator, deviation))
         self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
+        wildcards, _, _ = wildcards_of(match)
+        self.needs_t = [
+            getattr(node and meta_tensor(node), "requires_grad", False) for node in wildcards
+        ]
 
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        config = config_of(self.match, choices)
         named = dict(zip(self.anchor.operands, operands))
+        call = self.call(choices)
+        read = self.anchor.kernel_operands(named, call.config)
+        return call.run(read, self.t, save=bool(self.needs))
+
+    def call(self, choices: Mapping[str, Any]) -> FusedCall:
         _, s, kinds = wildcards_of(self.match)
         out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
-        call = FusedCall(self.match.pattern, config, s, kinds, out)
-        return call.run(self.anchor.kernel_operands(named, config), self.t, save=bool(self.needs))
+        return FusedCall(self.match.pattern, config_of(self.match, choices), s, kinds, out)
+
+    def step(
+        self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The result and the gradients that are asked for."""
+        named = dict(zip(self.anchor.operands, operands))
+        call = self.call(choices)
+        read = self.anchor.kernel_operands(named, call.config)
+        own = call.has_own_backward(read, self.t, self.needs_t)
+        y, *products = call.run(read, self.t, save=not own)
+        named = dict(zip(self.anchor.operands, read))
+        grads, dt = gradients(call, named, self.t, products, dy, self.needs, self.needs_t)
+        if call.config.get("training"):
+            grads.pop("bias", None)  # zero, but for what rounding leaves of it
+        return [y, *grads.values(), *(grad for grad in dt if grad is not None)]
 
     def gradient_of_z(self) -> Tensor:
         sizes: Any = tuple(map(hint_of, self.c.shape))
