@@ -165,8 +165,7 @@ def _takes_direct(match: Match, options: Options) -> bool:
 def _takes_direct_backward(match: Match) -> bool:
     """Do the kernels beside the direct one make the gradients that are asked for?"""
     needs = rehearse.gradients_of(match)
-    wildcards = [meta_tensor(node) for node in match.operands]
-    if not any(needs.values()) or any(t is not None and t.requires_grad for t in wildcards):
+    if not any(needs.values()) or any(rehearse.gradients_of_wildcards(match)):
         return False
     site = match.site
     tensors = {name: node and meta_tensor(node) for name, node in site.operands.items()}
@@ -232,7 +231,7 @@ def _key(
         [ops.kernel_sources(match, choices) for choices in candidates],
         list(map(str, tensors)),
         rehearse.gradients_of(match),
-        [getattr(meta_tensor(node), "requires_grad", False) for node in match.operands],
+        rehearse.gradients_of_wildcards(match),
         matmul_tf32_requested(),  # which the library's product follows
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
     )

@@ -81,6 +81,12 @@ def gradients_of(match: Match) -> dict[str, bool]:
     return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
 
 
+def gradients_of_wildcards(match: Match) -> list[bool]:
+    """Of which wildcards a gradient is asked for."""
+    t, _, _ = wildcards_of(match)
+    return [getattr(node and meta_tensor(node), "requires_grad", False) for node in t]
+
+
 def convolutions(
     match: Match,
     candidates: Sequence[Mapping[str, Any]],
@@ -189,10 +195,7 @@ class _Rehearsal:
             values.append(form and form.random(self.generator, deviation))
         self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
-        wildcards, _, _ = wildcards_of(match)
-        self.needs_t = [
-            getattr(node and meta_tensor(node), "requires_grad", False) for node in wildcards
-        ]
+        self.needs_t = gradients_of_wildcards(match)
 
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]

@@ -859,8 +859,29 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
   ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
   for (Pieces units(args); units.index < conv.units; units.advance()) {
     const Unit unit = Unit::at(conv, units.index);
+    float* sample = args.dx + static_cast<int64_t>(unit.sample) * conv.channels * plane;
+    // Positions before this one are complete.
+    const int end = unit.end < conv.elements
+                        ? unit.end + (conv.kernel_w - 1) * Unit::row_of(conv, unit.end)
+                        : (conv.out_h + conv.kernel_h - 1) * pitch;
+    const auto store = [&](int position, const float4& complete) {
+      const auto row = static_cast<int>(divide(static_cast<uint32_t>(position), conv.pitch));
+      const int y = row - conv.top;
+      const int x = position - row * pitch - conv.left;
+      if (units.index < units.own || static_cast<uint32_t>(y) >= static_cast<uint32_t>(conv.h) ||
+          static_cast<uint32_t>(x) >= static_cast<uint32_t>(conv.w)) {
+        return;
+      }
+      const float value[4] = {complete.x, complete.y, complete.z, complete.w};
+      float* to = sample + static_cast<int64_t>(first_channel) * plane + (y * conv.w + x);
+#pragma unroll
+      for (int c = 0; c < 4; ++c, to += plane) {
+        if (first_channel + c < conv.channels) *to = args.group > 0 ? *to + value[c] : value[c];
+      }
+    };
 #pragma unroll 1
     for (int first_tap = 0; first_tap < taps; first_tap += kConvBackwardTaps) {
+      const int complete = first_tap + kConvBackwardTaps >= taps ? end : unit.position;
       ptx::mbarrier_wait(given_full, given_phase);
       int offset[kConvBackwardTaps];
 #pragma unroll
@@ -881,37 +902,14 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
           sum.z += from.z;
           sum.w += from.w;
         }
-        *to = sum;
+        const bool is_complete = unit.position + i < complete;
+        *to = is_complete ? zeros : sum;
+        if (is_complete) store(unit.position + i, sum);
       }
       ptx::mbarrier_arrive(given_empty);
       given_phase ^= 1;
+      ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
     }
-    ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
-
-    const int end = unit.end < conv.elements
-                        ? unit.end + (conv.kernel_w - 1) * Unit::row_of(conv, unit.end)
-                        : (conv.out_h + conv.kernel_h - 1) * pitch;
-    float* sample = args.dx + static_cast<int64_t>(unit.sample) * conv.channels * plane;
-    for (int position = unit.position + thread / 2; position < end; position += kWarpgroup / 2) {
-      float4* from = ring_at(position);
-      const float4 complete = *from;
-      *from = zeros;
-      const auto row = static_cast<int>(divide(static_cast<uint32_t>(position), conv.pitch));
-      const int y = row - conv.top;
-      const int x = position - row * pitch - conv.left;
-      if (units.index < units.own || static_cast<uint32_t>(y) >= static_cast<uint32_t>(conv.h) ||
-          static_cast<uint32_t>(x) >= static_cast<uint32_t>(conv.w)) {
-        continue;
-      }
-      const float value[4] = {complete.x, complete.y, complete.z, complete.w};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (first_channel + c >= conv.channels) break;
-        float* to = sample + static_cast<int64_t>(first_channel + c) * plane + (y * conv.w + x);
-        *to = args.group > 0 ? *to + value[c] : value[c];
-      }
-    }
-    ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
     if (units.is_last()) {
       for (int i = thread / 2; i < kConvRing; i += kWarpgroup / 2) *ring_at(i) = zeros;
       ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
