@@ -223,7 +223,8 @@ class _Rehearsal:
         grads, dt = gradients(call, named, self.t, products, dy, self.needs, self.needs_t)
         if call.config.get("training"):
             grads.pop("bias", None)  # zero, but for what rounding leaves of it
-        return [y, *grads.values(), *(grad for grad in dt if grad is not None)]
+        found = [*(grads.get(name) for name in self.anchor.operands), *dt]
+        return [y, *(grad for grad in found if grad is not None)]
 
     def gradient_of_z(self) -> Tensor:
         sizes: Any = tuple(map(hint_of, self.c.shape))

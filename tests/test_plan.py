@@ -314,6 +314,24 @@ def test_the_rehearsal_of_a_convolutions_training(match_of: Any) -> None:
     torch.testing.assert_close(turned, library, atol=1e-4, rtol=1e-4)
 
 
+def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
+    def norm(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        mean, var = torch.zeros(4), torch.ones(4)
+        return F.batch_norm(F.conv2d(x, weight, bias), mean, var, gamma, beta) * 2.0
+
+    vectors = [torch.randn(4, requires_grad=True) for _ in range(3)]
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    match = match_of(norm, x.requires_grad_(), weight.requires_grad_(), *vectors)
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    with torch.no_grad():
+        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, turned=False)
+        library, own = (way() for way in ways)
+    shapes = [(2, 4, 6, 6), (2, 3, 8, 8), (4, 3, 3, 3), (4,), (4,), (4,)]
+    assert [v.shape for v in library] == shapes  # type: ignore[union-attr]
+    torch.testing.assert_close(own, library, equal_nan=True)
+
+
 @pytest.mark.parametrize("factor", [(4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (6, 6), "learned"])
 def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any) -> None:
     """Those of an epilogue that multiplies by one number a channel, of which none is asked for."""
