@@ -18,7 +18,9 @@ namespace fx_fuser {
 constexpr int kConvSumWorkers = 3;  // warpgroups that multiply
 constexpr int kConvWeightWorkers = 2;
 constexpr int kConvInputThreads = 512;
-constexpr int kConvBackwardTaps = 9;  // that a block or a product has at most
+constexpr int kConvReduceThreads = 512;
+constexpr int kConvReduceValues = 32;  // of a block
+constexpr int kConvBackwardTaps = 9;   // that a block or a product has at most
 constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;
@@ -55,11 +57,12 @@ struct ConvBackwardArgs {
 };
 
 struct ReduceArgs {
-  const void* from;  // [splits, values of `stride`]
-  void* to;          // [values]
+  const void* from;  // [splits, values]
+  float* to;         // receives the first `first` values' sums
+  float* to_others;  // and the others'
   int64_t values;
+  int64_t first;
   int64_t splits;
-  int64_t stride;
 };
 
 inline int conv_halo(const ConvDirectArgs& args) {

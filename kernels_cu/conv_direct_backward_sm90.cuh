@@ -113,13 +113,12 @@ __device__ __forceinline__ void find_pivots(const ConvDirectArgs& args, Coeffici
 __device__ __forceinline__ double convolved_pivots(const ConvDirectArgs& args, int output,
                                                    const float (&pivot)[kConvChannels]) {
   const int taps = args.kernel_h * args.kernel_w;
-  const float* weight = args.weight + static_cast<int64_t>(output) * args.channels * taps;
+  const int values = args.channels * taps;
+  const float* weight = args.weight + static_cast<int64_t>(output) * values;
   double sum = 0;
-  for (int c = 0; c < args.channels; ++c) {
-    double of_channel = 0;
-#pragma unroll 4
-    for (int tap = 0; tap < taps; ++tap) of_channel += static_cast<double>(weight[c * taps + tap]);
-    sum += of_channel * static_cast<double>(pivot[c]);
+#pragma unroll 8
+  for (int i = 0; i < values; ++i) {
+    sum += static_cast<double>(weight[i]) * static_cast<double>(pivot[i / taps]);
   }
   return sum;
 }
@@ -570,22 +569,29 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   }
 }
 
-// to[i] = Σ from[split, i]
+// to[i] = Σ from[split, i]; a lane has a value, a warp every kWarps-th split.
 template <class T>
 __device__ __forceinline__ void reduce_splits(const ReduceArgs& args) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= args.values) return;
-  const T* from = static_cast<const T*>(args.from) + i;
-  double sum[4] = {};
-  for (int64_t split = 0; split < args.splits; split += 4) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (split + j < args.splits) {
-        sum[j] += static_cast<double>(from[(split + j) * args.stride]);
-      }
+  constexpr int kWarps = kConvReduceThreads / 32;
+  __shared__ double of_warp[kWarps][kConvReduceValues];
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t value = static_cast<int64_t>(blockIdx.x) * kConvReduceValues + lane;
+  double sum = 0;
+  if (value < args.values) {
+    const T* from = static_cast<const T*>(args.from) + value;
+#pragma unroll 4
+    for (int64_t split = warp; split < args.splits; split += kWarps) {
+      sum += static_cast<double>(from[split * args.values]);
     }
   }
-  static_cast<float*>(args.to)[i] = static_cast<float>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  of_warp[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0 || value >= args.values) return;
+  double all = 0;
+  for (int i = 0; i < kWarps; ++i) all += of_warp[i][lane];
+  float* to = value < args.first ? args.to + value : args.to_others + (value - args.first);
+  *to = static_cast<float>(all);
 }
 
 // ---- the input's gradient -----------------------------------------------------------------------
@@ -973,7 +979,7 @@ struct Backward {
     fx_fuser::conv_direct::Backward<__VA_ARGS__>::accumulate<sums, weight>(args);             \
   }
 #define FX_FUSER_CONV_DIRECT_REDUCE(name, T)                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvChunk)                   \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvReduceThreads)           \
       fx_fuser_conv_direct_##name(const __grid_constant__ fx_fuser::ReduceArgs args) { \
     fx_fuser::conv_direct::reduce_splits<T>(args);                                     \
   }

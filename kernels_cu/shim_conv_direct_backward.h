@@ -203,18 +203,16 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
       args->dweight = static_cast<float*>(partial->data_ptr());
     }
     launch(kernel, blocks, conv_accumulate_threads(workers), stream, *args, options);
-    const auto reduce = [&](cudaKernel_t by, const void* from, void* to, int64_t values,
-                            int64_t all_values) {
-      const ReduceArgs of{from, to, values, splits, all_values};
-      launch(by, ceil_div(values, kConvChunk), kConvChunk, stream, of);
+    const auto reduce = [&](cudaKernel_t by, const ReduceArgs& of) {
+      launch(by, ceil_div(of.values, kConvReduceValues), kConvReduceThreads, stream, of);
     };
+    const int64_t outputs = conv.outputs;
     if (with_sums) {
-      reduce(kernels.reduce_sums, args->sums, to_dbeta, conv.outputs, 2 * conv.outputs);
-      reduce(kernels.reduce_sums, args->sums + conv.outputs, to_dgamma, conv.outputs,
-             2 * conv.outputs);
+      reduce(kernels.reduce_sums, {args->sums, to_dbeta, to_dgamma, 2 * outputs, outputs, splits});
     }
     if (with_weight) {
-      reduce(kernels.reduce_weight, args->dweight, to_dweight, weight.numel(), weight.numel());
+      reduce(kernels.reduce_weight,
+             {args->dweight, to_dweight, nullptr, weight.numel(), weight.numel(), splits});
     }
   };
   if (training || !dweight) {
