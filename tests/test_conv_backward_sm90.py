@@ -16,6 +16,8 @@ from benchmarks.conv_sm90 import NONE
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
 from fx_fuser import build, native
+from fx_fuser.epilogue import Z, linear_part
+from fx_fuser.spell import Arg, Expr
 
 RING = 1024
 
@@ -72,6 +74,31 @@ def test_refused(x, weight, with_input) -> None:
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     check_compiles("conv_direct_backward_sm90.cuh", "FX_FUSER_CONV_DIRECT_BACKWARD", operands)
+
+
+A, B = Arg("a"), Arg("b")
+SUM = Expr("add", (Z, A))
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "part"),
+    [
+        (Z, Z),
+        (SUM, Z),
+        (Expr("mul", (SUM, B, 2.0)), Expr("mul", (Z, B, 2.0))),
+        (Expr("add", (Expr("mul", (B, Z)), Z, A)), Expr("add", (Expr("mul", (B, Z)), Z))),
+        (Expr("div", (SUM, B)), Expr("div", (Z, B))),
+        (Expr("div", (B, SUM)), None),
+        (Expr("mul", (Z, SUM)), None),
+        (Expr("mul", (Expr("sigmoid", (Z,)), A)), None),
+        (Expr("add", (Expr("sigmoid", (Z,)), Z)), None),
+        (A, None),
+        (2.0, None),
+    ],
+    ids=str,
+)
+def test_the_linear_part_of_an_epilogue(epilogue, part) -> None:
+    assert linear_part(epilogue) == part
 
 
 @needs_nvcc
