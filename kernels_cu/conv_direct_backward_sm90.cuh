@@ -113,12 +113,13 @@ __device__ __forceinline__ void find_pivots(const ConvDirectArgs& args, Coeffici
 __device__ __forceinline__ double convolved_pivots(const ConvDirectArgs& args, int output,
                                                    const float (&pivot)[kConvChannels]) {
   const int taps = args.kernel_h * args.kernel_w;
-  const int values = args.channels * taps;
-  const float* weight = args.weight + static_cast<int64_t>(output) * values;
+  const float* weight = args.weight + static_cast<int64_t>(output) * args.channels * taps;
   double sum = 0;
-#pragma unroll 8
-  for (int i = 0; i < values; ++i) {
-    sum += static_cast<double>(weight[i]) * static_cast<double>(pivot[i / taps]);
+  for (int c = 0; c < args.channels; ++c) {
+    double of_channel = 0;
+#pragma unroll 4
+    for (int tap = 0; tap < taps; ++tap) of_channel += static_cast<double>(weight[c * taps + tap]);
+    sum += of_channel * static_cast<double>(pivot[c]);
   }
   return sum;
 }
