@@ -4,7 +4,8 @@ The graph calls `torch.ops.fx_fuser.<pattern>`. It is CompositeImplicitAutograd:
 through it and sees, on CUDA, the *kernel op* of the anchor (`fx_fuser::linear_kernel`), which has
 no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
 torch ops or, for convolutions of few channels, an op of its own (`fx_fuser::conv2d_backward`),
-which makes the convolution again instead of reading it. On CPU it sees the pattern's plain torch ops, for the inner compiler to fuse.
+which makes the convolution again instead of reading it. On CPU it sees the pattern's plain torch
+ops, for the inner compiler to fuse.
 
 Arguments, after those of the anchor's own schema:
 
