@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fx_fuser import native
 from fx_fuser.anchors import ANCHORS, Anchor
+from fx_fuser.anchors.conv2d import BACKWARD
 from fx_fuser.epilogue import (
     POINTWISE,
     Kernel,
@@ -21,8 +22,10 @@ from fx_fuser.epilogue import (
     accumulation_dtype,
     cuda_source,
     evaluate,
+    linear_part,
     substitute,
 )
+from fx_fuser.epilogue import leaves as leaf_names
 from fx_fuser.pattern import Pattern
 from fx_fuser.spell import Operand
 
@@ -60,6 +63,17 @@ def in_torch(
     acc = accumulation_dtype([*wide_dtypes((z, *wildcards.values())), dtype])
     values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
     return evaluate(epilogue_of(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
+
+
+def derivative_in_torch(
+    pattern: Pattern, kinds: str, dy: Tensor, wildcards: Mapping[str, Any]
+) -> Tensor:
+    """dy times the derivative of an epilogue that is linear in z, in the accumulation dtype."""
+    acc = accumulation_dtype([*wide_dtypes(wildcards.values()), dy.dtype])
+    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
+    expr = linear_part(epilogue_of(pattern, kinds))
+    dz: Tensor = evaluate(expr, {**values, "z": dy.to(acc)})
+    return dz.expand(dy.shape)
 
 
 def z_in_torch(
@@ -118,6 +132,50 @@ def prepare(
     return source, tensors, scalars
 
 
+def prepare_derivative(
+    pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]
+) -> tuple[str, list[Tensor], list[float]] | None:
+    """(source, tensors, scalars) of the kernels that make a convolution's gradients from dy.
+
+    None where the epilogue's derivative depends on z, or is not a number a channel.
+    """
+    source = derivative_source(pattern, kinds, wildcards)
+    if source is None:
+        return None
+    values = _factors(pattern, kinds, wildcards).values()
+    tensors = [v for v in values if not _travels_as_number(v)]
+    return source, tensors, [float(v) for v in values if _travels_as_number(v)]
+
+
+def derivative_source(pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]) -> str | None:
+    """The first of `prepare_derivative`, also of fake tensors."""
+    expr = linear_part(epilogue_of(pattern, kinds))
+    if expr is None:
+        return None
+    factors = _factors(pattern, kinds, wildcards)
+    tensors = {n: v for n, v in factors.items() if not _travels_as_number(v)}
+    if not all(_is_per_channel(v) and v.dtype != torch.float64 for v in tensors.values()):
+        return None
+    leaves = {"z": torch.empty(1, device="meta"), **factors}
+    dtypes = tuple((n, v.dtype if n in tensors else None) for n, v in factors.items())
+    key = (BACKWARD, pattern.name, kinds, dtypes)
+    if key not in _sources:
+        title = f"the backward of pattern {pattern.name}"
+        _sources[key] = _text_of(expr, leaves, torch.float32, title, BACKWARD)
+    return _sources[key]
+
+
+def _factors(pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]) -> dict[str, Any]:
+    """The wildcards on which the epilogue's derivative depends."""
+    used = leaf_names(linear_part(epilogue_of(pattern, kinds)))
+    return {n: v for n, v in wildcards.items() if n in used and v is not Z}
+
+
+def _is_per_channel(tensor: Tensor) -> bool:
+    sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    return len(sizes) == 4 and sizes[0] == sizes[2] == sizes[3] == 1
+
+
 def _travels_as_number(value: Any) -> bool:
     """Numbers, and 0-d CPU tensors beside CUDA ones."""
     return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
@@ -148,10 +206,16 @@ def _text(
     out: torch.dtype,
     kernel: Kernel = POINTWISE,
 ) -> str:
+    expr = substitute(epilogue_of(pattern, kinds), {"z": z})
+    return _text_of(expr, leaves, out, f"pattern {pattern.name}", kernel)
+
+
+def _text_of(
+    expr: Operand, leaves: Mapping[str, Any], out: torch.dtype, title: str, kernel: Kernel
+) -> str:
     tensors = {n: v.dtype for n, v in leaves.items() if not _travels_as_number(v)}
     scalars = [n for n, v in leaves.items() if _travels_as_number(v)]
-    expr = substitute(epilogue_of(pattern, kinds), {"z": z})
-    return cuda_source(expr, tensors, scalars, out, f"pattern {pattern.name}", kernel)
+    return cuda_source(expr, tensors, scalars, out, title, kernel)
 
 
 def kernel_source(

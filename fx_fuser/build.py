@@ -451,6 +451,15 @@ def conv_direct_example_source(epilogue: str, scalars: int, *types: str) -> str:
     )
 
 
+def conv_direct_backward_example_source(epilogue: str, scalars: int, *types: str) -> str:
+    """As `conv_direct_example_source`, of its backward."""
+    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
+    return (
+        '#include "examples.cuh"\n#include "conv_direct_backward_sm90.cuh"\n'
+        f"FX_FUSER_CONV_DIRECT_BACKWARD({arguments})\n"
+    )
+
+
 def _product_sources(arch: str) -> list[str]:
     if arch != "sm_90a":
         return []
@@ -461,6 +470,7 @@ def _product_sources(arch: str) -> list[str]:
             conv_direct_example_source("BatchNormMul", 1, "float", value, value, *["float"] * 5)
             for value in ("__nv_bfloat16", "__half")
         ),
+        conv_direct_backward_example_source("Scaled", 1, *["float"] * 4, "__nv_bfloat16"),
         linear_example_source("Swish", 1, "float", "float", "float"),
         linear_example_source("BatchNormMul", 1, "float", "__half", "float", *["float"] * 5),
         *(

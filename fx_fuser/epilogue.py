@@ -137,6 +137,25 @@ def flatten(expr: Operand) -> Operand:
     return Expr(expr.op, tuple(args), expr.attrs)
 
 
+def linear_part(expr: Operand) -> Operand | None:
+    """`expr` without the terms that lack z; None where the rest is not linear in z."""
+    if isinstance(expr, Arg):
+        return expr if expr == Z else None
+    if not isinstance(expr, Expr):
+        return None
+    with_z = [i for i, arg in enumerate(expr.args) if Z.name in leaves(arg)]
+    parts = [linear_part(expr.args[i]) for i in with_z]
+    if not parts or None in parts:
+        return None
+    if expr.op == "add":
+        return parts[0] if len(parts) == 1 else Expr("add", tuple(parts))
+    if (with_z == [0] and expr.op == "div") or (len(parts) == 1 and expr.op == "mul"):
+        args = list(expr.args)
+        args[with_z[0]] = parts[0]
+        return Expr(expr.op, tuple(args), expr.attrs)
+    return None
+
+
 def leaves(expr: Operand) -> set[str]:
     """Names of the leaves that occur."""
     if isinstance(expr, Arg):

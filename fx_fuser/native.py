@@ -11,6 +11,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ _linear_split: Callable[..., bool]
 _linear_dense: Callable[..., bool]
 _conv_direct: Callable[..., bool]
 _conv_direct_statistics: Callable[..., bool]
+_conv_direct_backward: Callable[..., bool]
 _kernels: dict[tuple[str, int], int] = {}  # (source, device index) → handle
 _batch_stats: dict[int, int] = {}  # device index → handle
 
 # The last line of a generated source: which kernel, and what it is instantiated with.
-_MACROS = ("POINTWISE", "LINEAR_SPLIT", "LINEAR", "CONV_DIRECT")
+_MACROS = ("POINTWISE", "LINEAR_SPLIT", "LINEAR", "CONV_DIRECT", "CONV_DIRECT_BACKWARD")
 _SIGNATURE = re.compile(rf"^FX_FUSER_({'|'.join(_MACROS)})\((.*)\)\s*;?\s*$", re.MULTILINE)
 # The others run everywhere.
-_ONLY_ON = {"LINEAR_SPLIT": "sm_90a", "LINEAR": "sm_90a", "CONV_DIRECT": "sm_90a"}
+_ONLY_ON = dict.fromkeys(_MACROS[1:], "sm_90a")
 _NO_KERNEL = 0  # the handle where the device has no such kernel
 
 
@@ -258,6 +260,93 @@ def conv_direct_statistics(
     return _conv_direct_statistics(handle, batch_stats, x, weight, padding, mean, variance)
 
 
+def conv_direct_backward_cut(
+    x: Sequence[int],
+    weight: Sequence[int],
+    padding: Sequence[int],
+    with_input: bool,
+    multiprocessors: int = 132,
+) -> list[int]:
+    """How `conv_direct_backward` cuts a convolution; empty if it does not take it. Needs no GPU.
+
+    Of the numbers see kernels_cu/shim_conv_direct_backward.h.
+
+    Args:
+        padding: [left, right, top, bottom].
+        with_input: is the input's gradient wanted?
+        multiprocessors: of the GPU.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    with _lock:
+        _load_shim()
+    sizes = [*x, weight[0], *weight[2:], *padding]
+    op = torch.ops.fx_fuser_native.conv_direct_backward_cut.default
+    cut: list[int] = op(sizes, with_input, multiprocessors)
+    return cut
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """z = gamma (c + bias - mean) / sqrt(variance + eps) + beta, in float32.
+
+    training: mean and variance are those of c, and depend on it; there is no bias then.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    gamma: Tensor | None
+    bias: Tensor | None
+    eps: float
+    training: bool
+
+
+def conv_direct_backward(
+    source: str,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    norm: Normalisation | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dgamma: Tensor,
+    dbeta: Tensor,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """The gradients of y = epilogue(z), z = norm(conv2d(x, weight)). Deterministic.
+
+    The epilogue is linear in z; what it adds to that does not matter.
+
+    Args:
+        source: the generated text of one translation unit, see
+            kernels_cu/conv_direct_backward_sm90.cuh, with that epilogue.
+        dy: contiguous, float32.
+        x, weight, padding: as `conv_direct`'s.
+        norm: None: z is the convolution.
+        dx, dweight: receive the gradients, contiguous; None: not wanted.
+        dgamma, dbeta: [O], receive the sums of dz times the normalised c, and of dz.
+        operands: of the dtypes that `source` names, each a number a channel: [O, 1, 1] or [].
+        scalars: as many as `source` names.
+
+    Returns, raises: as `conv_direct`.
+    """
+    handle = _handle_of(source, dy)
+    if handle == _NO_KERNEL:
+        return False
+    of_norm = (
+        (norm.mean, norm.variance, norm.gamma, norm.bias, norm.eps, norm.training)
+        if norm
+        else (None, None, None, None, 0.0, False)
+    )
+    results = (dx, dweight, dgamma, dbeta)
+    return _conv_direct_backward(
+        handle, dy, x, weight, padding, *of_norm, *results, operands, scalars
+    )
+
+
 def operands_of(source: str) -> int:
     """How many tensors the kernel of this source reads besides the anchor's value."""
     return len(_signature_of(source)) - 5
@@ -356,7 +445,8 @@ def _signature_of(source: str) -> list[str]:
 
 def _load_shim() -> None:
     """Registers the ops, once per process: a second library with their namespace would abort it."""
-    global _conv_direct, _conv_direct_statistics, _linear_dense, _linear_split, _pointwise
+    global _conv_direct, _conv_direct_backward, _conv_direct_statistics
+    global _linear_dense, _linear_split, _pointwise
     if not hasattr(torch.ops.fx_fuser_native, "pointwise"):
         path = build.shim()
         try:
@@ -368,6 +458,7 @@ def _load_shim() -> None:
     _linear_dense = torch.ops.fx_fuser_native.linear_dense.default
     _conv_direct = torch.ops.fx_fuser_native.conv_direct.default
     _conv_direct_statistics = torch.ops.fx_fuser_native.conv_direct_statistics.default
+    _conv_direct_backward = torch.ops.fx_fuser_native.conv_direct_backward.default
 
 
 def _load(op: str, *arguments: object) -> int:

@@ -3,7 +3,9 @@
 The graph calls `torch.ops.fx_fuser.<pattern>`. It is CompositeImplicitAutograd: AOTAutograd looks
 through it and sees, on CUDA, the *kernel op* of the anchor (`fx_fuser::linear_kernel`), which has
 no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
-torch ops. On CPU it sees the pattern's plain torch ops, for the inner compiler to fuse.
+torch ops or, for convolutions of few channels, an op of its own (`fx_fuser::conv2d_backward`),
+which makes the convolution again instead of reading it. On CPU it sees the pattern's plain torch
+ops, for the inner compiler to fuse.
 
 Arguments, after those of the anchor's own schema:
 
@@ -20,6 +22,7 @@ which `fx_fuser.native` has loaded), and save: return c too, else an empty tenso
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from fx_fuser import apply, native
 from fx_fuser.anchors import ANCHORS, Anchor
+from fx_fuser.anchors.conv2d import DIRECT, Conv2d
 from fx_fuser.epilogue import Z, accumulation_dtype
 from fx_fuser.epilogue import leaves as leaf_names
 from fx_fuser.errors import PatternError
@@ -111,6 +115,39 @@ _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
 
 
+def _own_backward(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
+    operands, config, (t, s, kinds, name, _, dy, products, needs) = _split(anchor, args)
+    pattern = _PATTERNS[name]
+    wanted = dict(zip(anchor.operands, needs))
+    like = {n: operands[n] for n, need in wanted.items() if need}
+    if fake:
+        return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in like.values()]
+    wildcards = apply.wildcard_values(pattern, t, s, kinds)
+    grads = None
+    if dy.device.type == "cuda":
+        derivative = apply.prepare_derivative(pattern, kinds, wildcards)
+        if derivative is not None:
+            grads = anchor.own_backward(operands, products, config, derivative, dy, wanted)
+    if grads is None:
+        c, *_ = anchor.product(operands, config)
+        dz = apply.derivative_in_torch(pattern, kinds, dy, wildcards)
+        grads = anchor.backward(operands, (c, *products), config, dz, wanted)
+    return [grads[n].to(v.dtype).contiguous() for n, v in like.items()]
+
+
+def _define_own_backward(anchor: Conv2d) -> None:
+    """Gradients of the operands that need one, from dy and the products that follow c."""
+    name = f"{anchor.kind}_backward"
+    _LIBRARY.define(
+        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str[] kernels, Tensor dy, "
+        "Tensor[] products, bool[] needs) -> Tensor[]"
+    )
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, functools.partial(_own_backward, anchor, False), device)
+    fake = functools.partial(_own_backward, anchor, True)
+    torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
+
+
 # ---- autograd -------------------------------------------------------------------------------
 
 
@@ -145,9 +182,74 @@ class FusedCall:
         training = self.config.get("training", False)
         wanted = (self.pattern, self.kinds, named, t, x.dtype, self.out, training)
         sources = [apply.kernel_source(*wanted, k) for k in self.anchor.kernels(self.config)]
-        if type(x) in (Tensor, torch.nn.Parameter):
-            native.prepare(sources, x.device)
-        return [native.kernel_name(source) for source in sources]
+        return _prepared(sources, x)
+
+    def has_own_backward(
+        self,
+        operands: Sequence[Tensor | None],
+        t: Sequence[Tensor | None],
+        needs_t: Sequence[bool],
+    ) -> bool:
+        """Does a kernel of ours make the gradients from dy, without c?"""
+        if self.config.get("backward") != DIRECT or any(needs_t):
+            return False
+        dtypes = {v.dtype for v in operands if v is not None} | {self.out}
+        return dtypes == {torch.float32} and self._derivative_source(t) is not None
+
+    def _derivative_source(self, t: Sequence[Tensor | None]) -> str | None:
+        wildcards = apply.wildcard_values(self.pattern, t, self.s, self.kinds)
+        return apply.derivative_source(self.pattern, self.kinds, wildcards)
+
+    def own_gradients(
+        self,
+        operands: Mapping[str, Tensor | None],
+        t: Sequence[Tensor | None],
+        products: Sequence[Tensor],
+        dy: Tensor,
+        needs: Mapping[str, bool],
+    ) -> dict[str, Tensor]:
+        op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_backward").default
+        source = self._derivative_source(t)
+        names = _prepared([source], dy) if source and dy.device.type == "cuda" else []
+        tail = (list(t), self.s, self.kinds, self.pattern.name, names, dy, list(products))
+        wanted = [needs[n] and operands[n] is not None for n in self.anchor.operands]
+        found = op(*operands.values(), *self.config.values(), *tail, wanted)
+        return dict(zip(itertools.compress(self.anchor.operands, wanted), found))
+
+
+def _prepared(sources: Sequence[str], like: Tensor) -> list[str]:
+    """The kernels' names; loads them, unless the tensor is fake: `plan` then has."""
+    if type(like) in (Tensor, torch.nn.Parameter):
+        native.prepare(sources, like.device)
+    return [native.kernel_name(source) for source in sources]
+
+
+def gradients(
+    call: FusedCall,
+    operands: Mapping[str, Tensor | None],
+    t: Sequence[Tensor | None],
+    products: Sequence[Tensor],
+    dy: Tensor,
+    needs: Mapping[str, bool],
+    needs_t: Sequence[bool],
+) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """Of the operands and of the tensor wildcards; products: as saved, without c as []."""
+    anchor = call.anchor
+    dt: list[Tensor | None] = [None] * len(t)
+    with torch.autocast(dy.device.type, enabled=False):
+        if call.has_own_backward([*operands.values()], t, needs_t):
+            return call.own_gradients(operands, t, products[1:], dy, needs), dt
+        acc = accumulation_dtype([*apply.wide_dtypes((*products, *t)), call.out])
+        z = apply.z_in_torch(anchor, operands, products, call.config, acc)
+        wanted = [i for i, need in enumerate(needs_t) if need]
+
+        dz, *dfree = _pull_back(call, z, t, wanted, dy.to(acc))
+        grads: dict[str, Tensor] = {}
+        if any(needs.values()):
+            grads = anchor.backward(operands, products, call.config, dz, needs)
+        for i, grad in zip(wanted, dfree):
+            dt[i] = grad.to(t[i].dtype).to(t[i].device)  # type: ignore[union-attr]
+    return grads, dt
 
 
 def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,7 +327,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: FusedCall, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         count = len(call.anchor.operands)
-        y, *products = call.run(tensors[:count], tensors[count:], save=True)
+        operands, t = tensors[:count], tensors[count:]
+        own = call.has_own_backward(operands, t, ctx.needs_input_grad[1 + count :])
+        y, *products = call.run(operands, t, save=not own)
         ctx.call = call
         ctx.save_for_backward(*_kept(call, tensors, ctx.needs_input_grad[1:]), *products)
         statistics = products[1:]
@@ -243,20 +347,8 @@ class _Fused(torch.autograd.Function):
         operands = dict(zip(anchor.operands, saved[:count]))
         t = saved[count:]
         needs = ctx.needs_input_grad[1:]
-        needs_t = needs[count:]
-        with torch.autocast(dy.device.type, enabled=False):
-            acc = accumulation_dtype([*apply.wide_dtypes((*products, *t)), call.out])
-            z = apply.z_in_torch(anchor, operands, products, call.config, acc)
-            wanted = [i for i, need in enumerate(needs_t) if need]
-
-            dz, *dfree = _pull_back(call, z, t, wanted, dy.to(acc))
-            of_name = dict(zip(anchor.operands, needs))
-            grads: dict[str, Tensor] = {}
-            if any(of_name.values()):
-                grads = anchor.backward(operands, products, call.config, dz, of_name)
-            dt: list[Tensor | None] = [None] * len(t)
-            for i, grad in zip(wanted, dfree):
-                dt[i] = grad.to(t[i].dtype).to(t[i].device)
+        of_name = dict(zip(anchor.operands, needs))
+        grads, dt = gradients(call, operands, t, products, dy, of_name, needs[count:])
         return (None, *(grads.get(n) for n in anchor.operands), *dt)
 
 
@@ -310,6 +402,8 @@ def define(pattern: Pattern) -> None:
 
 for _anchor in ANCHORS.values():
     _define_kernel(_anchor)
+    if isinstance(_anchor, Conv2d):
+        _define_own_backward(_anchor)
 
 
 # ---- from a match to a call -----------------------------------------------------------------
@@ -350,4 +444,14 @@ def kernel_sources(match: Match, choices: Mapping[str, Any]) -> list[str]:
     wanted = (match.pattern, kinds, operands, tensors, c, out, training)
     anchor = ANCHORS[match.pattern.kind]
     sources = [apply.kernel_source(*wanted, kernel) for kernel in anchor.kernels(choices)]
+    if choices.get("backward") == DIRECT:
+        sources += filter(None, [derivative_source(match)])
     return sources + anchor.backward_sources(choices)
+
+
+def derivative_source(match: Match) -> str | None:
+    """Of the kernels that make a convolution's gradients from dy; None: they cannot."""
+    t, s, kinds = wildcards_of(match)
+    tensors = [None if node is None else meta_tensor(node) for node in t]
+    wildcards = apply.wildcard_values(match.pattern, tensors, s, kinds)
+    return apply.derivative_source(match.pattern, kinds, wildcards)

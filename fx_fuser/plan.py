@@ -102,8 +102,12 @@ def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
     """The choices that are right for this match, the library's product first."""
     if match.site.kind != "linear":
         tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
-        products = (LIBRARY, DIRECT) if _takes_direct(match, options) else (LIBRARY,)
-        return [{"tf32": tf32, "product": product} for product in products]
+        ways = [(LIBRARY, LIBRARY)]
+        if _takes_direct(match, options):
+            ways.append((DIRECT, LIBRARY))
+            if _takes_direct_backward(match):
+                ways.append((DIRECT, DIRECT))
+        return [{"tf32": tf32, "product": p, "backward": b} for p, b in ways]
     found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]
     product = _own_product(match, options)
     if product is not None and _device(match).type == "cuda":
@@ -172,6 +176,23 @@ def _takes_direct(match: Match, options: Options) -> bool:
     return bool(cut)
 
 
+def _takes_direct_backward(match: Match) -> bool:
+    """Do the kernels beside the direct one make the gradients that are asked for?"""
+    needs = rehearse.gradients_of(match)
+    if not any(needs.values()) or any(rehearse.gradients_of_wildcards(match)):
+        return False
+    site = match.site
+    tensors = {name: node and meta_tensor(node) for name, node in site.operands.items()}
+    dtypes = {t.dtype for t in (*tensors.values(), meta_tensor(match.root)) if t is not None}  # type: ignore[union-attr]
+    if dtypes != {torch.float32}:
+        return False
+    if ops.derivative_source(match) is None:
+        return False
+    x, weight = ([hint_of(n) for n in tensors[name].shape] for name in ("x", "weight"))  # type: ignore[union-attr]
+    padding = rehearse.config_of(match, {})["padding"]
+    return bool(native.conv_direct_backward_cut(x, weight, padding, needs["x"]))  # type: ignore[arg-type]
+
+
 def _build_kernels(
     matches: Sequence[Match], candidates: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
@@ -226,15 +247,19 @@ def _key(
         [ops.kernel_sources(match, choices) for choices in candidates],
         list(map(str, tensors)),
         rehearse.gradients_of(match),
+        rehearse.gradients_of_wildcards(match),
         matmul_tf32_requested(),  # which the library's product follows
-        _conv_tf32_allowed(),
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
     )
 
 
 def _compare_convolutions(
     match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[dict[str, Any] | None, str]:
-    """What is fastest, and by what figures; None where the inner compiler may be faster."""
+    """What is fastest, and by what figures; None where the inner compiler may be faster.
+
+    Where gradients are asked for, the times are of forward and backward together.
+    """
     library, *direct = map(dict, candidates)
     rivals = _rivals(match, library, options)
     otherwise = None if rivals else library
@@ -252,12 +277,15 @@ def _compare_convolutions(
         return otherwise, str(error)
     if found is None:
         return otherwise, "no memory to time it"
-    names = [LIBRARY, *(DIRECT for _ in direct), *(rival.name for rival in rivals)]
+    ours = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
+    names = [LIBRARY, *ours, *(rival.name for rival in rivals)]
     times = dict(zip(names, found))
     note = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
-    own = times.pop(DIRECT, None)
-    if own is not None and _gains(own, min(times.values())):
-        return direct[0], note
+    own = [(times.pop(name), choices) for name, choices in zip(ours, direct)]
+    if own:
+        fastest, choices = min(own, key=lambda pair: pair[0])
+        if _gains(fastest, min(times.values())):
+            return choices, note
     fused = times.pop(LIBRARY)
     rival = min(times.values(), default=math.inf)
     # Of two that are as fast, the exact one; and else the one in which no kernel is ours.

@@ -15,7 +15,7 @@ from fx_fuser import native
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
-from fx_fuser.ops import FusedCall, argument_names, kernel_sources, wildcards_of
+from fx_fuser.ops import FusedCall, argument_names, gradients, kernel_sources, wildcards_of
 from fx_fuser.spell import hint_of, meta_tensor
 
 
@@ -81,6 +81,12 @@ def gradients_of(match: Match) -> dict[str, bool]:
     return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
 
 
+def gradients_of_wildcards(match: Match) -> list[bool]:
+    """Of which wildcards a gradient is asked for."""
+    t, _, _ = wildcards_of(match)
+    return [getattr(node and meta_tensor(node), "requires_grad", False) for node in t]
+
+
 @dataclass(frozen=True)
 class Rival:
     """What stands for the inner compiler's code of a convolution: the kernel op with other choices.
@@ -101,11 +107,19 @@ def convolutions(
     rivals: Sequence[Rival],
 ) -> list[Callable[[], object]]:
     """A convolution's kernel op with each of plan's candidates, as the match will call it, and the
-    rivals."""
+    rivals.
+
+    Where gradients are asked for, followed by its backward.
+    """
     run = _Rehearsal(match, tensors)
-    ways = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
-    if len(ways) > 1:
-        _compare(ways, candidates, run.c.dtype)
+    if len(candidates) > 1:
+        ahead = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
+        _compare(ahead, candidates, run.c.dtype)
+    step = functools.partial(run.step, run.gradient_of_z()) if run.needs else run.forward
+    ways = [functools.partial(step, choices, run.operands) for choices in candidates]
+    if run.needs and len(ways) > 1:
+        exact = torch.backends.cudnn.conv.fp32_precision == "ieee"  # type: ignore[attr-defined]
+        _compare(ways, candidates, run.c.dtype, None if exact else _FAR_IN_TF32)
     x, weight, *others = run.operands
 
     def turn(tensor: Tensor) -> Tensor:
@@ -113,9 +127,9 @@ def convolutions(
 
     def way_of(rival: Rival) -> Callable[[], object]:
         if not rival.turned:
-            return functools.partial(run.forward, rival.choices, run.operands)
+            return functools.partial(step, rival.choices, run.operands)
         turned = [turn(x) if rival.ahead else x, turn(weight), *others]
-        return lambda: run.forward(rival.choices, [turn(turned[0]), *turned[1:]])
+        return lambda: step(rival.choices, [turn(turned[0]), *turned[1:]])
 
     return [*ways, *map(way_of, rivals)]
 
@@ -157,10 +171,11 @@ def _compare(
     ways: Sequence[Callable[[], Sequence[Tensor]]],
     candidates: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
+    far: float | None = None,
 ) -> None:
     """Raises where the last way's tensors are not those of the first."""
     in_tf32 = any(choices.get("tf32") or DENSE in choices.values() for choices in candidates)
-    far = _FAR[dtype]
+    far = far or _FAR[dtype]
     if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
     for library, own in zip(ways[0](), ways[-1]()):
@@ -195,16 +210,36 @@ class _Rehearsal:
             values.append(form and form.random(self.generator, deviation))
         self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
+        self.needs_t = gradients_of_wildcards(match)
 
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        config = config_of(self.match, choices)
         named = dict(zip(self.anchor.operands, operands))
+        call = self.call(choices)
+        read = self.anchor.kernel_operands(named, call.config)
+        return call.run(read, self.t, save=bool(self.needs))
+
+    def call(self, choices: Mapping[str, Any]) -> FusedCall:
         _, s, kinds = wildcards_of(self.match)
         out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
-        call = FusedCall(self.match.pattern, config, s, kinds, out)
-        return call.run(self.anchor.kernel_operands(named, config), self.t, save=bool(self.needs))
+        return FusedCall(self.match.pattern, config_of(self.match, choices), s, kinds, out)
+
+    def step(
+        self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The result and the gradients that are asked for."""
+        named = dict(zip(self.anchor.operands, operands))
+        call = self.call(choices)
+        read = self.anchor.kernel_operands(named, call.config)
+        own = call.has_own_backward(read, self.t, self.needs_t)
+        y, *products = call.run(read, self.t, save=not own)
+        named = dict(zip(self.anchor.operands, read))
+        grads, dt = gradients(call, named, self.t, products, dy, self.needs, self.needs_t)
+        if call.config.get("training"):
+            grads.pop("bias", None)  # zero, but for what rounding leaves of it
+        found = [*(grads.get(name) for name in self.anchor.operands), *dt]
+        return [y, *(grad for grad in found if grad is not None)]
 
     def gradient_of_z(self) -> Tensor:
         sizes: Any = tuple(map(hint_of, self.c.shape))

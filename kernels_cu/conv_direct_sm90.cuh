@@ -157,10 +157,18 @@ struct Walk {
   int first;
   int step;
 
-  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args)
-      : group(static_cast<int>(blockIdx.x) % args.groups),
-        first(static_cast<int>(blockIdx.x) / args.groups),
-        step(static_cast<int>(gridDim.x) / args.groups) {}
+  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args, int parts = 1)
+      : group(static_cast<int>(blockIdx.x) % (args.groups * parts)),
+        first(static_cast<int>(blockIdx.x) / (args.groups * parts)),
+        step(static_cast<int>(gridDim.x) / (args.groups * parts)) {}
+};
+
+// Every step-th unit from `index` on.
+struct Stride {
+  int index;
+  int step;
+
+  __device__ __forceinline__ void advance() { index += step; }
 };
 
 // ---- weights ------------------------------------------------------------------------------------
@@ -178,17 +186,18 @@ __device__ __forceinline__ Scale scale_of(float largest) {
 template <class X>
 __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, const Shared& shared,
                                                 int group) {
-  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += kConvThreads) {
+  const auto threads = static_cast<int>(blockDim.x);
+  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += threads) {
     reinterpret_cast<uint4*>(shared.weight)[i] = make_uint4(0, 0, 0, 0);
   }
-  for (int i = threadIdx.x; i < args.zero_bytes / 16; i += kConvThreads) {
+  for (int i = threadIdx.x; i < args.zero_bytes / 16; i += threads) {
     reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
   const int taps = args.kernel_h * args.kernel_w;
   const int values = args.channels * taps;
   const int lane = threadIdx.x % 32;
-  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += kConvThreads / 32) {
+  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += threads / 32) {
     const int output = group * kConvGroup + channel;
     const X* from = static_cast<const X*>(args.weight) + static_cast<int64_t>(output) * values;
     // Of a tap's first, or only, tile.
@@ -303,6 +312,14 @@ struct Pixels {
     }
   }
 
+  __device__ __forceinline__ void subtract(const float* pivot) {
+#pragma unroll
+    for (auto& pixel : value) {
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) pixel[c] -= pivot[c];
+    }
+  }
+
   // NaN do not count, infinities only where kInfinities.
   template <bool kInfinities>
   __device__ __forceinline__ float largest() const {
@@ -377,12 +394,13 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int in
   }
 }
 
-// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th unit, of at most kChunks.
-// kStaged: bytes of an element of the stages, 0 where there are none.
-template <class X, int kLoaders, int kStaged, int kChunks>
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` goes through
+// the units of this one, of at most kChunks. kStaged: bytes of an element of the stages, 0 where
+// there are none. `pivot`, in fp32: of each input channel, is taken from all of its pixels; or
+// null.
+template <class X, int kLoaders, int kStaged, int kChunks, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
-                                           int loader) {
-  const Walk walk(args);
+                                           int loader, Units units, const float* pivot) {
   const int thread = threadIdx.x % kWarpgroup;
   const int plane_bytes = args.chunks * kConvChunk * 16;
   Tail& tail = *shared.tail;
@@ -390,9 +408,8 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
 
   Pixels<X, kChunks> pixels;
-  int index = walk.first + loader * walk.step;
-  if (index >= args.units) return;
-  Unit unit = Unit::at(args, index);
+  if (units.index >= args.units) return;
+  Unit unit = Unit::at(args, units.index);
   pixels.load(args, unit);
   for (int turn = 0;; turn ^= 1) {
     Scale scale{1.0f, 1.0f};
@@ -403,6 +420,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
         ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
         return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
       };
+      if (pivot != nullptr) pixels.subtract(pivot);
       float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
       // An infinity must not decide the scale of pixels that it does not meet.
       if (largest == INFINITY) {
@@ -449,24 +467,36 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
     for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
 
-    prefetch_unit<X>(args, index + 2 * kLoaders * walk.step);
-    index += kLoaders * walk.step;
-    if (index >= args.units) break;
-    unit = Unit::at(args, index);
+    units.advance();
+    if (units.index >= args.units) break;
+    Units after = units;
+    after.advance();
+    prefetch_unit<X>(args, after.index);
+    unit = Unit::at(args, units.index);
     pixels.load(args, unit);
   }
 }
 
 // Most have few chunks: fewer instructions then.
+template <class X, int kLoaders, int kStaged, class Units>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader, const Units& units,
+                                           const float* pivot = nullptr) {
+  constexpr int kUsual = 4;
+  if (args.chunks <= kUsual) {
+    load_units<X, kLoaders, kStaged, kUsual>(args, shared, loader, units, pivot);
+  } else {
+    load_units<X, kLoaders, kStaged, kConvMaxChunks>(args, shared, loader, units, pivot);
+  }
+}
+
+// Of a block's walk, with every kLoaders-th unit each.
 template <class X, int kLoaders, int kStaged>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {
-  constexpr int kUsual = 4;
-  if (args.chunks <= kUsual) {
-    load_units<X, kLoaders, kStaged, kUsual>(args, shared, loader);
-  } else {
-    load_units<X, kLoaders, kStaged, kConvMaxChunks>(args, shared, loader);
-  }
+  const Walk walk(args);
+  load_units<X, kLoaders, kStaged>(args, shared, loader,
+                                   Stride{walk.first + loader * walk.step, kLoaders * walk.step});
 }
 
 // ---- products -----------------------------------------------------------------------------------
@@ -478,14 +508,15 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and
   return kStrideOffset << 32 | (base + begin_and_leading);
 }
 
-// Starts all taps' products of 128 of a slot's positions; kSteps: how many there are, if known.
+// Starts all taps' products of a part of a slot's positions, twice as many as a thread has sums;
+// kSteps: how many there are, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
-template <class X, int kSteps>
+template <class X, int kSteps, int kSums>
 __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
-                                               int slot, int half, float (&sum)[64]) {
+                                               int slot, int part, float (&sum)[kSums]) {
   const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
-  const uint32_t pixels =
-      ptx::uniform((ptx::shared_address(shared.slot) + slot * args.slot_bytes) / 16 + half * kHalf);
+  const uint32_t pixels = ptx::uniform(
+      (ptx::shared_address(shared.slot) + slot * args.slot_bytes) / 16 + part * (2 * kSums));
   const uint32_t zeros = ptx::uniform(ptx::shared_address(shared.zeros) / 16);
   const int steps = kSteps > 0 ? kSteps : args.steps;
   ptx::pin(sum);

@@ -30,6 +30,14 @@ struct Identity {
   }
 };
 
+// z * a * b * s
+struct Scaled {
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[3], const Acc (&scalar)[1]) const {
+    return in[0] * in[1] * in[2] * scalar[0];
+  }
+};
+
 // silu(z) * y
 struct SiluMul {
   template <class Acc>

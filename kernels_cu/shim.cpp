@@ -5,6 +5,7 @@
 // shim_device.h) and into every CUDA torch from 2.11 on.
 #include "shim_batch_stats.h"
 #include "shim_conv_direct.h"
+#include "shim_conv_direct_backward.h"
 #include "shim_linear.h"
 #include "shim_linear_dense.h"
 #include "shim_linear_split.h"
@@ -34,6 +35,13 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
       "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
+  m.def("load_conv_direct_backward(str name, str cubin, str[] signature, int device) -> int");
+  m.def("conv_direct_backward_cut(int[] sizes, bool with_input, int multiprocessors) -> int[]");
+  m.def(
+      "conv_direct_backward(int kernels, Tensor dy, Tensor x, Tensor weight, int[] padding, "
+      "Tensor? mean, Tensor? variance, Tensor? gamma, Tensor? bias, float eps, bool training, "
+      "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!) dgamma, Tensor(d!) dbeta, "
+      "Tensor[] operands, float[] scalars) -> bool");
 }
 
 // For every device, so that a CPU tensor meets our error and not the dispatcher's.
@@ -51,6 +59,9 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
   m.impl("conv_direct", TORCH_BOX(&conv_direct));
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
+  m.impl("load_conv_direct_backward", TORCH_BOX(&load_conv_direct_backward));
+  m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
+  m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {

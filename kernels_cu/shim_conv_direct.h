@@ -101,15 +101,15 @@ bool is_contiguous(const Tensor& tensor) {
   return true;
 }
 
-void check_conv(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
+void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
                 const std::vector<int64_t>& padding) {
   require_cuda(x, "x");
   for (const Tensor& tensor : {x, weight}) {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index() &&
-                        tensor.scalar_type() == kernels.x && tensor.dim() == 4,
+                        tensor.scalar_type() == type && tensor.dim() == 4,
                     "fx_fuser: this direct convolution takes x [N, C, H, W] and weight "
                     "[O, C, kh, kw] as ",
-                    toString(kernels.x), " on one CUDA device");
+                    toString(type), " on one CUDA device");
   }
   STD_TORCH_CHECK(x.size(1) == weight.size(1), "fx_fuser: x of shape ", to_string(x.sizes()),
                   " has other channels than weight ", to_string(weight.sizes()));
@@ -144,7 +144,7 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
                  const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
                  const std::vector<double>& scalars) {
   const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
-  check_conv(kernels, x, weight, padding);
+  check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   auto args = conv_args(x, weight, padding, static_cast<int>(out.element_size()));
   if (!args || !is_contiguous(out) || (c && !is_contiguous(*c))) return false;
@@ -215,7 +215,7 @@ bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Te
                             const Tensor& mean, const Tensor& variance) {
   const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
   const auto& combine = reinterpret_cast<const StatsLibrary*>(batch_stats_handle)->float32.combine;
-  check_conv(kernels, x, weight, padding);
+  check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   for (const Tensor& result : {mean, variance}) {
     STD_TORCH_CHECK(result.is_cuda() && result.get_device_index() == device &&
@@ -231,7 +231,7 @@ bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Te
   const cudaStream_t stream = current_stream(device);
   const int64_t blocks = conv_blocks(*args, kernels.multiprocessors);
   const int64_t splits = 2 * blocks / args->groups;
-  const Tensor partial = torch::stable::new_empty(x, {args->outputs, splits, 3}, ScalarType::Float);
+  const Tensor partial = new_dense(x, {args->outputs, splits, 3}, ScalarType::Float);
   args->partial = partial.data_ptr();
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/false);

@@ -6,7 +6,7 @@ Run it once without the sanitizer, so that everything is built: compilers are sl
 import torch
 from native_cases import SMALL_CASES
 
-from benchmarks import conv_sm90, linear_dense_sm90, linear_sm90
+from benchmarks import conv_backward_sm90, conv_sm90, linear_dense_sm90, linear_sm90
 from benchmarks.measure import float32_settings
 from fx_fuser import build, native
 from fx_fuser.anchors.linear import PRODUCT_ALONE
@@ -24,6 +24,9 @@ if build.arch_of() == "sm_90a":
     for examples in (conv_sm90.EXAMPLES, conv_sm90.HALF_EXAMPLES):
         native.prepare([e.source for e in examples], "cuda")
         conv_sm90.sweep(12, 0, failures, conv_sm90.small_case, examples)
+    backward = conv_backward_sm90
+    native.prepare([backward.IDENTITY, backward.SCALED], "cuda")
+    backward.sweep(12, 0, failures, conv_sm90.small_case)
     native.prepare([PRODUCT_ALONE], "cuda")
     # The smallest for which the op takes its own kernel; both operands are turned around first.
     a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))

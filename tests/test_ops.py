@@ -61,7 +61,7 @@ def conv_args(
     b, gamma, beta = (v if present else None for v, present in zip(vectors, (bias, affine, affine)))
     return (
         *(x, w, b, *((mean, var) if tracked else (None, None)), gamma, beta),
-        *([1, 1], list(padding), [1, 1], 2, False, "library", training, 0.1, 1e-5),
+        *([1, 1], list(padding), [1, 1], 2, False, "library", "library", training, 0.1, 1e-5),
         *_wildcards(kinds, shape, dtype),
         *(dtype, dtype, native),
     )
@@ -177,6 +177,37 @@ def test_opcheck_conv_kernel(last: bool, training: bool, save: bool) -> None:
     *front, _, out, _ = args
     op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
     opcheck(op, (*front, CONV, [], out, save))
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["bare", "affine"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_own_backward_gives_the_gradients_of_the_librarys(training: bool, affine: bool) -> None:
+    """Without a GPU the op goes the library's way; its call and what it saves are its own."""
+    args = conv_args("s", F32, training, affine=affine)
+    place = args.index("library") + 1
+    own = (*args[:place], "direct", *args[place + 1 :])
+    found = []
+    for arguments in (args, own):
+        y, *_ = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*arguments)
+        weights = torch.linspace(-1, 1, y.numel()).view(y.shape)
+        grads = torch.autograd.grad((y * weights).sum(), _tensors(args), retain_graph=True)
+        found.append(grads)
+    saved = y.grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert all(t is None or t.numel() < y.numel() for t in saved)
+    for gradient, other in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_opcheck_own_backward(training: bool) -> None:
+    args = _detached(list(conv_args("s", F32, training)))
+    *front, t, s, kinds, _, _, _ = args
+    front[front.index("library") + 1] = "direct"
+    y, *_ = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*args)
+    vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
+    needs = [True, True, True, False, False, True, True]
+    op = torch.ops.fx_fuser.conv2d_batchnorm_backward.default
+    opcheck(op, (*front, t, s, kinds, CONV, [], torch.randn_like(y), vectors, needs))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

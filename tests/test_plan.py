@@ -28,8 +28,9 @@ GPU = torch.device("cuda", 0)
 LIBRARY = {"product": "library", "backward": "library"}
 SPLIT = {"product": "split", "backward": "split"}
 DENSE = {"product": "dense", "backward": "library"}
-CONV = {"tf32": False, "product": "library"}
-DIRECT = {"tf32": False, "product": "direct"}
+CONV = {"tf32": False, "product": "library", "backward": "library"}
+DIRECT = {**CONV, "product": "direct"}
+BOTH_WAYS = {**DIRECT, "backward": "direct"}
 
 
 def swish(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -242,7 +243,7 @@ def test_option_fp32_on_a_convolution(
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     torch.backends.cuda.matmul.fp32_precision = precision
     product = "library" if option == "ieee" else "direct"
-    choices = {"tf32": tf32, "product": product}
+    choices = {**CONV, "tf32": tf32, "product": product}
     assert decide(match, fp32=option, plan="always") == Plan(True, choices, product)
 
 
@@ -344,6 +345,74 @@ def test_the_direct_convolution_is_taken_where_it_is_faster(
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     note = f"library 1 ms, direct {direct:g} ms"
     assert decide(match, fp32="split") == Plan(True, choices, note)
+
+
+@pytest.mark.parametrize(
+    "times, choices",
+    [
+        ([1.0, 0.9, 0.8], BOTH_WAYS),
+        ([1.0, 0.8, 0.9], DIRECT),
+        ([1.0, 1.1, 0.8], BOTH_WAYS),
+        ([1.0, 1.1, 0.99], CONV),
+    ],
+)
+def test_in_training_forward_and_backward_are_judged_together(
+    match_of: Any, on_gpu: Any, times: list[float], choices: Any
+) -> None:
+    on_gpu(*times)
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), weight)
+    note = "library {:g} ms, direct {:g} ms, direct in both directions {:g} ms".format(*times)
+    assert decide(match) == Plan(True, choices, note)
+
+
+def test_the_rehearsal_of_a_convolutions_training(match_of: Any) -> None:
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), weight)
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    with torch.no_grad():
+        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, turned=True)
+        library, own, turned = (way() for way in ways)
+    assert [v.shape for v in library] == [(2, 4, 6, 6), (4, 3, 3, 3)]  # type: ignore[union-attr]
+    torch.testing.assert_close(own, library)
+    torch.testing.assert_close(turned, library, atol=1e-4, rtol=1e-4)
+
+
+def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
+    def norm(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        mean, var = torch.zeros(4), torch.ones(4)
+        return F.batch_norm(F.conv2d(x, weight, bias), mean, var, gamma, beta) * 2.0
+
+    vectors = [torch.randn(4, requires_grad=True) for _ in range(3)]
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    match = match_of(norm, x.requires_grad_(), weight.requires_grad_(), *vectors)
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    with torch.no_grad():
+        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, turned=False)
+        library, own = (way() for way in ways)
+    shapes = [(2, 4, 6, 6), (2, 3, 8, 8), (4, 3, 3, 3), (4,), (4,), (4,)]
+    assert [v.shape for v in library] == shapes  # type: ignore[union-attr]
+    torch.testing.assert_close(own, library, equal_nan=True)
+
+
+@pytest.mark.parametrize("factor", [(4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (6, 6), "learned"])
+def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any) -> None:
+    """Those of an epilogue that multiplies by one number a channel, of which none is asked for."""
+    learned = factor == "learned"
+    scale = torch.randn((4, 1, 1) if learned else factor, requires_grad=learned)
+
+    def norm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return F.batch_norm(F.conv2d(x, weight), None, None, training=True) * scale
+
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    match = match_of(norm, torch.randn(2, 3, 8, 8), weight, scale)
+    per_channel = factor in ((4, 1, 1), (1, 4, 1, 1))
+    assert (ops.derivative_source(match) is not None) == (per_channel or learned)
+    on_gpu(1.0, 0.9, 0.8)
+    decision = decide(match)
+    assert ("in both directions" in decision.note) == per_channel  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,445 @@
+"""The backward of sm_90a's direct convolution by itself: built, checked against float64, timed.
+
+    python -m benchmarks.conv_backward_sm90 [--skip-checks] [--skip-timing] [--cases 60] [--seed 0]
+
+Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
+on random data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+
+from benchmarks.conv_sm90 import CUDA, NONE, Padding, convolve, random_case
+from benchmarks.linear_sm90 import SENTINEL
+from benchmarks.measure import float32_settings, median_ms
+from fx_fuser import build, native
+from fx_fuser.native import Normalisation
+
+EPS = 1e-5
+MODES = ("training", "evaluation", "plain")
+NAMES = ("dx", "dweight", "dgamma", "dbeta")
+
+
+def _example(name: str, scalars: int, *operands: str) -> str:
+    return build.conv_direct_backward_example_source(name, scalars, *["float"] * 3, *operands)
+
+
+IDENTITY = _example("Identity", 0)
+SCALED = _example("Scaled", 1, "float", "__nv_bfloat16")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the backward is of: y = BatchNorm(conv2d(x, weight)) · factors."""
+
+    x: Tensor
+    weight: Tensor
+    dy: Tensor
+    mode: str = "training"
+    padding: Padding = NONE
+    gamma: Tensor | None = None
+    bias: Tensor | None = None
+    mean: Tensor | None = None  # running
+    variance: Tensor | None = None
+    operands: tuple[Tensor, ...] = ()
+    scalars: tuple[float, ...] = ()
+
+    @classmethod
+    def random(
+        cls, x: Tensor, weight: Tensor, padding: Padding, mode: str, choose: random.Random
+    ) -> Problem:
+        count = len(weight)
+
+        def vector() -> Tensor:
+            return torch.randn(count, device=CUDA)
+
+        dy = torch.randn_like(convolve(x, weight, padding))
+        gamma = vector() if mode != "plain" and choose.random() < 0.7 else None
+        bias = vector() if mode == "evaluation" and choose.random() < 0.5 else None
+        running = (vector(), vector().abs() + 0.1) if mode == "evaluation" else (None, None)
+        problem = cls(x, weight, dy, mode, padding, gamma, bias, *running)
+        if choose.random() < 0.5:
+            return problem
+        shape = choose.choice(((count, 1, 1), (1, count, 1, 1), (1,)))
+        factors = (torch.randn(shape, device=CUDA), vector().bfloat16().view(-1, 1, 1))
+        return replace(problem, operands=factors, scalars=(choose.uniform(0.5, 2),))
+
+    def statistics(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """In training of the convolution, as the forward kernels leave them."""
+        c = convolve(self.x.to(dtype), self.weight.to(dtype), self.padding)
+        variance, mean = torch.var_mean(c, (0, 2, 3), correction=0)
+        return mean.float(), variance.float()
+
+    def in_torch(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The gradients by autograd, in the order of NAMES."""
+        count = len(self.weight)
+
+        def leaf(value: Tensor) -> Tensor:
+            return value.detach().to(dtype).requires_grad_()
+
+        x, weight = leaf(self.x), leaf(self.weight)
+        gamma = leaf(torch.ones(count, device=CUDA) if self.gamma is None else self.gamma)
+        beta = leaf(torch.zeros(count, device=CUDA))
+        z = convolve(x, weight, self.padding)
+        if self.bias is not None:
+            z = z + self.bias.to(dtype).view(-1, 1, 1)
+        if self.mode == "plain":
+            z = z * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
+        else:
+            mean, variance = (v if v is None else v.to(dtype) for v in (self.mean, self.variance))
+            z = F.batch_norm(z, mean, variance, gamma, beta, self.mode == "training", 0.0, EPS)
+        for factor in self.operands:
+            z = z * factor.to(dtype)
+        for number in self.scalars:
+            z = z * number
+        return torch.autograd.grad(z, (x, weight, gamma, beta), self.dy.to(dtype))
+
+
+def run(
+    problem: Problem,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Writes dx and dweight; returns dgamma and dbeta."""
+    norm = None
+    if problem.mode == "training":
+        mean, variance = statistics or problem.statistics()
+        norm = Normalisation(mean, variance, problem.gamma, None, EPS, True)
+    elif problem.mode == "evaluation":
+        assert problem.mean is not None and problem.variance is not None
+        of_norm = (problem.mean, problem.variance, problem.gamma, problem.bias)
+        norm = Normalisation(*of_norm, EPS, False)
+    dgamma, dbeta = problem.x.new_full((2, len(problem.weight)), float("nan"))
+    taken = native.conv_direct_backward(
+        SCALED if problem.operands else IDENTITY,
+        *(problem.dy, problem.x, problem.weight, problem.padding, norm),
+        *(dx, dweight, dgamma, dbeta),
+        *(list(problem.operands), list(problem.scalars)),
+    )
+    assert taken, f"{tuple(problem.x.shape)} by {tuple(problem.weight.shape)} was refused"
+    return dgamma, dbeta
+
+
+def ours(problem: Problem, with_dx: bool = True) -> tuple[Tensor, ...]:
+    dx = torch.full_like(problem.x, float("nan")) if with_dx else None
+    dweight = torch.full_like(problem.weight, float("nan"))
+    sums = run(problem, dx, dweight)
+    return (problem.x.new_zeros(0) if dx is None else dx, dweight, *sums)
+
+
+def errors(
+    found: tuple[Tensor, ...],
+    exact: tuple[Tensor, ...],
+    usual: tuple[Tensor, ...] | None = None,
+) -> list[float]:
+    """Relative Frobenius errors. usual: what has the size to which they are relative, if larger."""
+    return [
+        float((f.double() - e).norm() / torch.maximum(e.norm(), u.norm()).clamp_min(1e-300))
+        if f.numel()
+        else 0.0
+        for f, e, u in zip(found, exact, usual or exact)
+    ]
+
+
+def bounds(eagers: list[float]) -> list[float]:
+    return [max(2 * error, 6e-7) for error in eagers]
+
+
+# ---- accuracy ------------------------------------------------------------------------------------
+
+
+def families() -> Iterator[tuple[str, Problem]]:
+    """The data of the accuracy contract."""
+    shape, weights = (4, 8, 128, 128), (64, 8, 3, 3)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device=CUDA)
+
+    def spread(decades: float, *size: int) -> Tensor:
+        return 10.0 ** ((torch.rand(size, device=CUDA) * 2 - 1) * decades)
+
+    x = torch.rand(shape, device=CUDA)
+    layer = (torch.rand(weights, device=CUDA) * 2 - 1) / 72**0.5
+    out = (4, 64, 126, 126)
+    dy = normal(*out)
+    seed = Problem(x, layer, dy)
+    yield "as nn.Conv2d", seed
+    yield "normal", replace(seed, x=normal(*shape), weight=normal(*weights))
+    yield "gradients of 1e-10", replace(seed, dy=dy * 1e-10)
+    yield "gradients of 1e-30", replace(seed, dy=dy * 1e-30)
+    yield "heavy-tailed gradients", replace(seed, dy=dy * spread(4, *out))
+    heavy = normal(*shape) * spread(4, *shape)
+    yield "heavy-tailed x and weight", replace(seed, x=heavy, weight=layer * spread(4, *weights))
+    yield "mean 1e4, deviation 1", replace(seed, x=normal(*shape) + 1e4)
+    filters = spread(6, 64, 1, 1, 1)
+    yield (
+        "scaled filters and their gradients",
+        replace(seed, weight=layer * filters, dy=dy * spread(6, 64, 1, 1)),
+    )
+    yield "scaled samples' gradients", replace(seed, dy=dy * spread(6, 4, 1, 1, 1))
+    yield "gradients that are mostly a mean", replace(seed, dy=dy * 1e-2 + 1)
+    with torch.no_grad():
+        z = F.batch_norm(convolve(x, layer, NONE), None, None, training=True)
+    yield "gradients along x̂", replace(seed, dy=dy + z)
+    yield "gradients mostly along x̂", replace(seed, dy=1e-2 * dy + z)
+
+
+def accuracy(failures: list[str]) -> list[list[object]]:
+    table: list[list[object]] = []
+    for name, of_training in families():
+        for mode in ("training", "evaluation"):
+            if mode == "evaluation" and name.startswith("gradients that are mostly"):
+                continue  # of statistics that are the batch's own, dgamma is what rounding leaves
+            problem = of_training
+            if mode == "evaluation":
+                mean, variance = problem.statistics()
+                problem = replace(problem, mode=mode, mean=mean, variance=variance)
+            exact = problem.in_torch(torch.float64)
+            found = errors(ours(problem), exact)
+            eagers = errors(problem.in_torch(torch.float32), exact)
+            for what, error, other, bound in zip(NAMES, found, eagers, bounds(eagers)):
+                if not error <= bound:
+                    failures.append(f"{name}, {mode}, {what}: {error:.2e} v {other:.2e}")
+            table.append([name, mode, *(v for both in zip(found, eagers) for v in both)])
+    return table
+
+
+# ---- everything else that must be right ----------------------------------------------------------
+
+
+def sweep(
+    cases: int,
+    seed: int,
+    failures: list[str],
+    draw: Callable[[random.Random, torch.dtype], tuple[Tensor, Tensor, Padding]] = random_case,
+) -> list[float]:
+    """Random sizes, modes and factors; returns the largest errors seen."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    largest = [0.0] * len(NAMES)
+    for case in range(cases):
+        x, weight, padding = draw(choose, torch.float32)
+        sizes = (x.shape, weight.shape, padding)
+        with_dx = choose.random() < 0.8 and bool(native.conv_direct_backward_cut(*sizes, True))
+        if not native.conv_direct_backward_cut(*sizes, False):
+            failures.append(f"case {case}: {sizes} was refused")
+            continue
+        problem = Problem.random(x, weight, padding, choose.choice(MODES), choose)
+        exact = problem.in_torch(torch.float64)
+        # dy begins anywhere; poison where results go, sentinels beside them.
+        skew = choose.choice((0, 0, 1, 2, 3))
+        memory = torch.empty(problem.dy.numel() + skew, device=CUDA)
+        memory[skew:] = problem.dy.flatten()
+        problem = replace(problem, dy=memory[skew:].view_as(problem.dy))
+        frame = torch.full((x.numel() + 128,), SENTINEL, device=CUDA)
+        dx = frame[64:-64].view_as(x).fill_(float("nan"))
+        dweight = torch.full_like(weight, float("nan")) if choose.random() < 0.9 else None
+        sums = run(problem, dx if with_dx else None, dweight)
+        none = x.new_zeros(0)
+        found = (dx if with_dx else none, none if dweight is None else dweight, *sums)
+        # A sum for one channel, say, may happen to be nearly zero: other gradients' is not, too.
+        others = replace(problem, dy=torch.randn_like(problem.dy)).in_torch(torch.float64)
+        eagers = errors(problem.in_torch(torch.float32), exact, others)
+        what = (
+            f"case {case}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
+            f"{problem.mode}, {len(problem.operands)} operands"
+        )
+        if not bool((frame[:64] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
+            failures.append(f"{what}: wrote outside the result")
+        values = problem.dy.numel() // len(weight)
+        of_case = errors(found, exact, others)
+        for name, error, other in zip(NAMES, of_case, eagers):
+            if problem.mode == "training" and values < 64:
+                continue  # what is left of larger numbers
+            if not error <= max(4 * other, 2e-6):
+                failures.append(f"{what}, {name}: error {error:.2e} v {other:.2e}")
+        if problem.mode != "training":
+            largest = [max(pair) for pair in zip(largest, of_case)]
+    return largest
+
+
+def special_values(failures: list[str]) -> None:
+    """Infinities and NaN in dy come out as such, and where they must."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
+    dy = torch.randn(2, 70, 38, 48, device=CUDA)
+    for value in (float("inf"), -float("inf"), float("nan")):
+        for mode in ("plain", "training"):
+            poisoned = dy.clone()
+            poisoned[1, 65, 7, 9] = value
+            problem = Problem(x, weight, poisoned, mode)
+            exact = problem.in_torch(torch.float64)
+            for name, found, truth in zip(NAMES, ours(problem), exact):
+                if mode == "plain" and name == "dgamma":
+                    continue
+                if not torch.equal(found.isfinite(), truth.isfinite()):
+                    failures.append(f"{value} in dy, {mode}, {name}: not finite elsewhere")
+                usual = truth.isfinite()
+                if not errors((found[usual],), (truth[usual],))[0] <= 2e-6:
+                    failures.append(f"{value} in dy, {mode}, {name}: off where finite")
+    for name, found in zip(NAMES, ours(Problem(x, weight, dy * 0))):
+        if bool((found != 0).any()):
+            failures.append(f"gradients of zeros, {name}: not zero")
+
+
+def refusals(failures: list[str]) -> None:
+    """What the kernels do not take they leave alone, and say so."""
+
+    def attempt(problem: Problem) -> bool:
+        dgamma, dbeta = problem.x.new_empty((2, len(problem.weight)))
+        return native.conv_direct_backward(
+            SCALED if problem.operands else IDENTITY,
+            *(problem.dy, problem.x, problem.weight, problem.padding, None),
+            *(torch.empty_like(problem.x), torch.empty_like(problem.weight), dgamma, dbeta),
+            *(list(problem.operands), list(problem.scalars)),
+        )
+
+    def problem_of(x: tuple[int, ...], weight: tuple[int, ...]) -> Problem:
+        values = torch.randn(x, device=CUDA), torch.randn(weight, device=CUDA)
+        return Problem(*values, torch.randn_like(F.conv2d(*values)), "plain")
+
+    usual = problem_of((2, 8, 20, 20), (64, 8, 3, 3))
+    half = torch.randn(64, device=CUDA).bfloat16().view(-1, 1, 1)
+
+    def scaled(factor: Tensor) -> Problem:
+        return replace(usual, operands=(factor, half), scalars=(1.0,))
+
+    for what, problem, taken in (
+        ("usual", usual, True),
+        ("nine channels", problem_of((2, 9, 20, 20), (64, 9, 3, 3)), False),
+        ("25 taps", problem_of((2, 8, 20, 20), (64, 8, 5, 5)), False),
+        ("wide", problem_of((2, 8, 20, 500), (64, 8, 3, 3)), False),
+        ("strides of dy", replace(usual, dy=usual.dy.mT.contiguous().mT), False),
+        ("strides of x", replace(usual, x=usual.x.mT.contiguous().mT), False),
+        ("a factor a channel", scaled(torch.randn(64, 1, 1, device=CUDA)), True),
+        ("a factor a pixel", scaled(torch.randn(18, 18, device=CUDA)), False),
+        ("a factor a sample", scaled(torch.randn(2, 1, 1, 1, device=CUDA)), False),
+    ):
+        if attempt(problem) != taken:
+            failures.append(f"{what}: {'refused' if taken else 'taken'}")
+
+
+def graphs_and_repeats(failures: list[str]) -> None:
+    """Replays follow the tensors; launches agree bit for bit."""
+    x = torch.randn(5, 8, 130, 128, device=CUDA)
+    weight = torch.randn(64, 8, 3, 3, device=CUDA)
+    problem = Problem(x, weight, torch.randn(5, 64, 128, 126, device=CUDA))
+    mean, variance = problem.statistics()
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    run(problem, dx, dweight, (mean, variance))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sums = run(problem, dx, dweight, (mean, variance))
+    problem.dy.normal_()
+    graph.replay()
+    exact = problem.in_torch(torch.float64)
+    if not max(errors((dx, dweight, *sums), exact)) <= 1e-6:
+        failures.append(f"graph replay: {errors((dx, dweight, *sums), exact)}")
+    first = [v.clone() for v in (dx, dweight, *sums)]
+    differ = torch.zeros((), dtype=torch.bool, device=CUDA)
+    for _ in range(300):
+        graph.replay()
+        for value, before in zip((dx, dweight, *sums), first):
+            differ |= (value != before).any()
+    if bool(differ):
+        failures.append("launches differ")
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def timing(failures: list[str]) -> list[list[object]]:
+    table: list[list[object]] = []
+    for name, shape, count, padding in (
+        ("#73", (128, 8, 128, 128), 64, NONE),
+        ("[32, 3, 224, 224] padded", (32, 3, 224, 224), 32, (1, 1, 1, 1)),
+        ("127 x 127 padded", (128, 8, 127, 127), 64, (1, 1, 1, 1)),
+    ):
+        torch.manual_seed(0)
+        x = torch.rand(shape, device=CUDA)
+        weight = (torch.rand(count, shape[1], 3, 3, device=CUDA) * 2 - 1) / (9 * shape[1]) ** 0.5
+        dy = torch.randn_like(convolve(x, weight, padding))
+        trained = Problem(x, weight, dy, padding=padding)
+        mean, variance = trained.statistics(torch.float32)
+        evaluated = replace(trained, mode="evaluation", mean=mean, variance=variance)
+        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+
+        for what, problem, to in (
+            ("training", trained, (dx, dweight)),
+            ("training, no dx", trained, (None, dweight)),
+            ("evaluation", evaluated, (dx, dweight)),
+            ("evaluation, no dx", evaluated, (None, dweight)),
+            ("sums", evaluated, (None, None)),
+        ):
+
+            def way(
+                p: Problem = problem,
+                to: tuple[Tensor | None, ...] = to,
+                found: tuple[Tensor, Tensor] = (mean, variance),
+            ) -> Tensor:
+                return run(p, to[0], to[1], found)[0]
+
+            ms = median_ms(way, [], CUDA, 25, 100)
+            table.append([f"{name} {what}", ms, median_ms(way, [], CUDA, 25, 100)])
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conv_backward_sm90")
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--skip-timing", action="store_true")
+    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+
+    started = time.perf_counter()
+
+    def done(what: str) -> None:
+        torch.cuda.synchronize()
+        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
+
+    native.prepare([IDENTITY, SCALED], CUDA)
+    done("built")
+    failures: list[str] = []
+    table: list[list[object]] = []
+    times: list[list[object]] = []
+    with float32_settings("fp32", cudnn_tf32=False):
+        if not chosen.skip_checks:
+            largest = sweep(chosen.cases, chosen.seed, failures)
+            done(f"{chosen.cases} random cases, largest errors {[f'{e:.1e}' for e in largest]}")
+            special_values(failures)
+            refusals(failures)
+            graphs_and_repeats(failures)
+            done("special values, refusals, graphs, repeats")
+            table = accuracy(failures)
+            done("accuracy")
+        if not chosen.skip_timing:
+            times = timing(failures)
+            done("timing")
+
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    if table:
+        heads = ["data", "mode", *(v for name in NAMES for v in (name, "eager's"))]
+        print(tabulate(table, heads, floatfmt=".1e") + "\n")
+    if times:
+        print(tabulate(times, ["", "ms", "again"], floatfmt=".4f") + "\n")
+    for failure in failures[:40]:
+        print("FAIL", failure[:400])
+    print(f"{len(failures)} checks failed" if failures else "all checks passed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+// The backward of the direct convolution.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conv_direct_backward_args.h"
+#include "shim_conv_direct.h"
+
+namespace fx_fuser {
+namespace {
+
+struct ConvBackwardKernels {
+  cudaKernel_t sums;
+  cudaKernel_t weight;
+  cudaKernel_t sums_and_weight;
+  cudaKernel_t reduce_sums;
+  cudaKernel_t reduce_weight;
+  cudaKernel_t input;
+  int multiprocessors;
+  int scalars;
+  std::vector<ScalarType> operands;
+};
+
+// `signature` is what stands between the parentheses of FX_FUSER_CONV_DIRECT_BACKWARD, as a list.
+int64_t load_conv_direct_backward(const std::string& name, const std::string& cubin,
+                                  const std::vector<std::string>& signature, int64_t device) {
+  STD_TORCH_CHECK(signature.size() >= 5,
+                  "fx_fuser: FX_FUSER_CONV_DIRECT_BACKWARD needs an epilogue, a number of scalars, "
+                  "Acc, the type of dy and that of the convolution");
+  const OnDevice on_device(static_cast<int>(device));
+  cudaLibrary_t library = load_library(cubin);
+  const auto kernel = [&](const char* suffix) {
+    return get_kernel(library, std::string("fx_fuser_conv_direct_") + suffix);
+  };
+  auto kernels = std::make_unique<ConvBackwardKernels>();
+  kernels->sums = kernel("sums");
+  kernels->weight = kernel("weight");
+  kernels->sums_and_weight = kernel("sums_and_weight");
+  kernels->reduce_sums = kernel("reduce_sums");
+  kernels->reduce_weight = kernel("reduce_weight");
+  kernels->input = kernel("input");
+  for (const cudaKernel_t one :
+       {kernels->sums, kernels->weight, kernels->sums_and_weight, kernels->input}) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(one),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kConvMaxShared),
+          "cudaFuncSetAttribute");
+  }
+  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
+                               static_cast<int>(device)),
+        "cudaDeviceGetAttribute");
+  kernels->scalars = std::stoi(signature[1]);
+  for (size_t i = 5; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
+                  "fx_fuser: a direct convolution takes at most ", kConvMaxOperands, " operands");
+  registry<ConvBackwardKernels>().add(name, static_cast<int>(device), kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+std::optional<ConvBackwardArgs> conv_backward_geometry_of(const std::vector<int64_t>& sizes,
+                                                          bool with_input,
+                                                          int64_t multiprocessors) {
+  STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
+                  sizes.size());
+  return conv_backward_geometry({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                                 sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]},
+                                with_input, multiprocessors);
+}
+
+// How the input's gradient is cut into pieces: [units, units of a sample, pieces of a sample, units
+// of a piece, units ahead, slots, shared bytes, halo]; of the others [units, units of a sample].
+// An empty list where the kernels do not take the sizes.
+std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes, bool with_input,
+                                              int64_t multiprocessors) {
+  const auto args = conv_backward_geometry_of(sizes, with_input, multiprocessors);
+  if (!args) return {};
+  std::vector<int64_t> cut{args->conv.units, args->conv.units_per_strip.size};
+  if (with_input) {
+    ConvDirectArgs conv = args->conv;
+    conv.slots = args->input_slots;
+    cut.insert(cut.end(), {args->sample_pieces, args->piece_units, args->units_ahead, conv.slots,
+                           conv_input_bytes(conv), conv_halo(conv)});
+  }
+  return cut;
+}
+
+// Gradients of y = epilogue(z), z = gamma (c + bias - mean) / √(variance + eps) + beta and
+// c = conv2d(x, weight), where the epilogue is linear in z and its operands are a number a channel.
+// Without a variance, z = c. In training mean and variance are those of c and `bias` is not there.
+// dbeta and dgamma are always made: the sums over each channel of dz, and of dz times the
+// normalised c. False, and nothing is launched, where the kernels do not take these shapes or
+// strides.
+bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                          const std::vector<int64_t>& padding, const std::optional<Tensor>& mean,
+                          const std::optional<Tensor>& variance, const std::optional<Tensor>& gamma,
+                          const std::optional<Tensor>& bias, double eps, bool training,
+                          const std::optional<Tensor>& dx, const std::optional<Tensor>& dweight,
+                          const Tensor& dgamma, const Tensor& dbeta,
+                          const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
+  const auto& kernels = *reinterpret_cast<const ConvBackwardKernels*>(handle);
+  check_conv(ScalarType::Float, x, weight, padding);
+  const int device = x.get_device_index();
+  const auto check_tensor = [&](const Tensor& tensor, const char* name) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device &&
+                        tensor.scalar_type() == ScalarType::Float,
+                    "fx_fuser: ", name, " must be of float32 on cuda:", device);
+    return is_contiguous(tensor);
+  };
+  const auto check_vector = [&](const Tensor& tensor, const char* name) {
+    const bool fits =
+        check_tensor(tensor, name) && tensor.dim() == 1 && tensor.size(0) == weight.size(0);
+    STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
+                    " is no contiguous vector of ", weight.size(0));
+    return static_cast<float*>(tensor.data_ptr());
+  };
+  const auto check_like = [&](const Tensor& tensor, const Tensor& like, const char* name) {
+    bool fits = check_tensor(tensor, name) && tensor.dim() == 4;
+    for (int d = 0; fits && d < 4; ++d) fits = tensor.size(d) == like.size(d);
+    STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
+                    " is not contiguous and of ", to_string(like.sizes()));
+    return static_cast<float*>(tensor.data_ptr());
+  };
+  if (!check_tensor(dy, "dy") || !is_contiguous(x) || !is_contiguous(weight)) return false;
+  auto args = conv_backward_geometry_of(
+      {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3),
+       padding[0], padding[1], padding[2], padding[3]},
+      dx.has_value(), kernels.multiprocessors);
+  if (!args) return false;
+  ConvDirectArgs& conv = args->conv;
+  STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == conv.samples && dy.size(1) == conv.outputs &&
+                      dy.size(2) == conv.out_h && dy.size(3) == conv.out_w,
+                  "fx_fuser: dy of shape ", to_string(dy.sizes()),
+                  " is not of the convolution of x ", to_string(x.sizes()), " and weight ",
+                  to_string(weight.sizes()));
+  STD_TORCH_CHECK(mean.has_value() == variance.has_value() && (variance || !(gamma || bias)),
+                  "fx_fuser: without mean and variance there is no normalisation");
+  STD_TORCH_CHECK(!training || (variance && !bias),
+                  "fx_fuser: in training there are a mean and a variance, without the bias");
+  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernels take ",
+                  kernels.operands.size(), " operands, not ", operands.size());
+  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
+                  "fx_fuser: the kernels take ", kernels.scalars, " scalars, not ", scalars.size());
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Tensor& tensor = operands[i];
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device &&
+                        tensor.scalar_type() == kernels.operands[i],
+                    "fx_fuser: operand ", i, " must be of ", toString(kernels.operands[i]),
+                    " on cuda:", device);
+    STD_TORCH_CHECK(broadcasts_to(tensor, dy), "fx_fuser: operand ", i, " of shape ",
+                    to_string(tensor.sizes()), " does not broadcast to dy's shape ",
+                    to_string(dy.sizes()));
+    conv.operand[i].data = tensor.data_ptr();
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      if (tensor.size(d) == 1) continue;
+      if (tensor.dim() - d != 3) return false;  // not a number a channel
+      conv.operand[i].stride[1] = tensor.stride(d);
+    }
+  }
+  std::copy(scalars.begin(), scalars.end(), conv.scalar);
+
+  conv.x = x.data_ptr();
+  conv.weight = weight.data_ptr();
+  args->dy = static_cast<const float*>(dy.data_ptr());
+  if (variance) {
+    args->mean = check_vector(*mean, "mean");
+    args->variance = check_vector(*variance, "variance");
+  }
+  if (gamma) args->gamma = check_vector(*gamma, "gamma");
+  if (bias) args->bias = check_vector(*bias, "bias");
+  float* to_dgamma = check_vector(dgamma, "dgamma");
+  float* to_dbeta = check_vector(dbeta, "dbeta");
+  if (dx) args->dx = check_like(*dx, x, "dx");
+  float* to_dweight = dweight ? check_like(*dweight, weight, "dweight") : nullptr;
+  args->eps = static_cast<float>(eps);
+  const bool even = conv.strip.size % 2 == 0 && conv.kernel_w % 2 == 1;
+  args->pairs =
+      even && conv.strips.size == 1 && reinterpret_cast<uintptr_t>(dy.data_ptr()) % 8 == 0;
+
+  const OnDevice on_device(device);
+  const cudaStream_t stream = current_stream(device);
+  LaunchOptions options;
+  options.shared_bytes = conv_accumulate_bytes(conv);
+  const auto accumulate = [&](cudaKernel_t kernel, bool with_sums, bool with_weight) {
+    const int64_t parts = int64_t{conv.groups} * (with_weight ? args->tap_groups : 1);
+    const int64_t of_part = std::max<int64_t>(kernels.multiprocessors / parts, 1);
+    const int64_t blocks = std::min<int64_t>(of_part, conv.units) * parts;
+    const int workers = with_weight ? kConvWeightWorkers : kConvSumWorkers;
+    const int64_t splits = workers * blocks / parts;
+    std::optional<Tensor> sums;
+    std::optional<Tensor> partial;
+    if (with_sums) {
+      sums = new_dense(x, {splits, 2, conv.outputs}, ScalarType::Double);
+      args->sums = static_cast<double*>(sums->data_ptr());
+    }
+    if (with_weight) {
+      partial = new_dense(x, {splits, weight.numel()}, ScalarType::Float);
+      args->dweight = static_cast<float*>(partial->data_ptr());
+    }
+    launch(kernel, blocks, conv_accumulate_threads(workers), stream, *args, options);
+    const auto reduce = [&](cudaKernel_t by, const ReduceArgs& of) {
+      launch(by, ceil_div(of.values, kConvReduceValues), kConvReduceThreads, stream, of);
+    };
+    const int64_t outputs = conv.outputs;
+    if (with_sums) {
+      reduce(kernels.reduce_sums, {args->sums, to_dbeta, to_dgamma, 2 * outputs, outputs, splits});
+    }
+    if (with_weight) {
+      reduce(kernels.reduce_weight,
+             {args->dweight, to_dweight, nullptr, weight.numel(), weight.numel(), splits});
+    }
+  };
+  if (training || !dweight) {
+    accumulate(kernels.sums, true, false);
+    if (training) {
+      args->dgamma = to_dgamma;
+      args->dbeta = to_dbeta;
+    }
+    if (dweight) accumulate(kernels.weight, false, true);
+  } else {
+    accumulate(kernels.sums_and_weight, true, true);
+  }
+  if (dx) {
+    conv.slots = args->input_slots;
+    options.shared_bytes = conv_input_bytes(conv);
+    const int64_t blocks = std::min<int64_t>(args->pieces, kernels.multiprocessors);
+    for (args->group = 0; args->group < conv.groups; ++args->group) {
+      launch(kernels.input, blocks, kConvInputThreads, stream, *args, options);
+    }
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace fx_fuser

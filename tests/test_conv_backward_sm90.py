@@ -1,0 +1,232 @@
+"""The backward of sm_90a's direct convolution: its pieces cover the input's gradient, it compiles
+as meant and, on a Hopper GPU, is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from sm90 import check_compiles, gpu, needs_nvcc
+from test_conv_sm90 import CUTS, Cut
+
+from benchmarks import conv_backward_sm90
+from benchmarks.conv_sm90 import NONE
+from benchmarks.linear_sm90 import relative
+from benchmarks.measure import float32_settings
+from fx_fuser import build, native
+from fx_fuser.epilogue import Z, linear_part
+from fx_fuser.spell import Arg, Expr
+
+RING = 1024
+
+# ---- without a GPU -------------------------------------------------------------------------------
+
+
+@needs_nvcc
+@pytest.mark.parametrize("multiprocessors", [1, 78, 132])
+@pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
+def test_pieces_cover_the_input(x, weight, padding, multiprocessors) -> None:
+    cut = Cut(x, weight, padding, 0)
+    found = native.conv_direct_backward_cut(x, weight, padding, True, multiprocessors)
+    if cut.strips > 1:
+        assert not found
+        assert native.conv_direct_backward_cut(x, weight, padding, False)
+        return
+    units, sample_units, pieces, piece_units, ahead, slots, shared, halo = found
+    assert (units, sample_units) == (cut.units, cut.units_per_strip)
+    assert sample_units <= pieces * piece_units < sample_units + piece_units
+    assert 2 <= slots <= 4
+    assert shared <= 232_448
+    assert halo == (weight[2] - 1) * cut.pitch + cut.gap
+    assert 256 + halo <= RING
+    for piece in range(1, pieces):
+        # What lies before the units ahead gives nothing to the piece's first position.
+        own = cut.position(piece * piece_units * cut.advance)
+        first = max(piece * piece_units - ahead, 0)
+        assert first == 0 or own - cut.position(first * cut.advance) >= halo
+    for unit in range(sample_units):
+        # Complete, and stored, is nothing that the block does not have in its ring.
+        begin = cut.position(unit * cut.advance)
+        end = (cut.out_h + weight[2] - 1) * cut.pitch
+        if unit + 1 < sample_units:
+            end = cut.position((unit + 1) * cut.advance)
+        assert begin < end <= begin + 256 + halo
+
+
+@needs_nvcc
+@pytest.mark.parametrize("with_input", [False, True])
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        ((2, 9, 16, 16), (64, 9, 3, 3)),  # channels
+        ((2, 8, 16, 16), (64, 8, 5, 5)),  # too many taps
+        ((2, 8, 2, 16), (64, 8, 3, 3)),  # no output
+    ],
+)
+def test_refused(x, weight, with_input) -> None:
+    assert native.conv_direct_backward_cut(x, weight, NONE, with_input) == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("operands", [pytest.param(0, marks=pytest.mark.slow), 7])
+def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    check_compiles("conv_direct_backward_sm90.cuh", "FX_FUSER_CONV_DIRECT_BACKWARD", operands)
+
+
+A, B = Arg("a"), Arg("b")
+SUM = Expr("add", (Z, A))
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "part"),
+    [
+        (Z, Z),
+        (SUM, Z),
+        (Expr("mul", (SUM, B, 2.0)), Expr("mul", (Z, B, 2.0))),
+        (Expr("add", (Expr("mul", (B, Z)), Z, A)), Expr("add", (Expr("mul", (B, Z)), Z))),
+        (Expr("div", (SUM, B)), Expr("div", (Z, B))),
+        (Expr("div", (B, SUM)), None),
+        (Expr("mul", (Z, SUM)), None),
+        (Expr("mul", (Expr("sigmoid", (Z,)), A)), None),
+        (Expr("add", (Expr("sigmoid", (Z,)), Z)), None),
+        (A, None),
+        (2.0, None),
+    ],
+    ids=str,
+)
+def test_the_linear_part_of_an_epilogue(epilogue, part) -> None:
+    assert linear_part(epilogue) == part
+
+
+@needs_nvcc
+def test_the_signature_names_the_kernel() -> None:
+    source = conv_backward_sm90.SCALED
+    assert native._loader_of(source) == "load_conv_direct_backward"
+    assert native._signature_of(source)[2:] == [*["float"] * 4, "__nv_bfloat16"]
+
+
+@needs_nvcc
+def test_a_cpu_tensor_is_an_error() -> None:
+    x = torch.randn(1, 2, 8, 8)
+    vector = torch.empty(1)
+    source = conv_backward_sm90.IDENTITY
+    arguments = (x, x, x, NONE, None, None, None, vector, vector, [], [])
+    with pytest.raises(build.BuildError, match="CUDA devices"):
+        native.conv_direct_backward(source, *arguments)
+
+
+# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sizes_and_factors(seed) -> None:
+    failures: list[str] = []
+    with float32_settings("fp32", cudnn_tf32=False):
+        conv_backward_sm90.sweep(60, seed, failures)
+    assert not failures
+
+
+@gpu
+@pytest.mark.parametrize(
+    "check",
+    [
+        conv_backward_sm90.special_values,
+        conv_backward_sm90.accuracy,
+        conv_backward_sm90.graphs_and_repeats,
+        conv_backward_sm90.refusals,
+    ],
+)
+def test_checks(check) -> None:
+    failures: list[str] = []
+    with float32_settings("fp32", cudnn_tf32=False):
+        check(failures)
+    assert not failures
+
+
+# ---- on a GPU: through the backend ---------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A convolution or its BatchNorm, times a number and, if asked for, one a channel."""
+
+    def __init__(self, norm: bool = True, affine: bool = True, factor: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(5, 70, 3, padding=1)
+        self.norm = nn.BatchNorm2d(70, affine=affine) if norm else nn.Identity()
+        if norm and affine:
+            nn.init.normal_(self.norm.weight)
+            nn.init.normal_(self.norm.bias)
+        self.register_buffer("factor", torch.randn(70, 1, 1) if factor else None)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x)) * 2.0
+        return y if self.factor is None else y * self.factor
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Whether each backward was taken by the kernels."""
+    found: list[bool] = []
+    backward = native.conv_direct_backward
+
+    def count(*arguments):
+        found.append(backward(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(native, "conv_direct_backward", count)
+    return found
+
+
+@gpu
+@pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+@pytest.mark.parametrize(
+    "parts", [{}, {"affine": False}, {"norm": False}], ids=["affine", "bare", "convolution"]
+)
+def test_gradients_through_the_backend(mode, parts, needs_x, calls) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = Scaled(**parts).cuda().train(mode == "training")
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    options = {"strict": True, "plan": "always", "inner": "aot_eager"}
+    compiled = torch.compile(ours, backend="fx_fuser", options=options)
+    results = []
+    with float32_settings("fp32", cudnn_tf32=False):
+        for model, call in ((ours, compiled), (eager, eager), (exact, exact)):
+            torch.manual_seed(1)
+            dtype = next(model.parameters()).dtype
+            x = torch.randn(3, 5, 33, 31, device="cuda").to(dtype).requires_grad_(needs_x)
+            y = call(x)
+            y.backward(torch.randn(y.shape, device="cuda").to(dtype))
+            results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert calls == [True]
+    assert (results[0][0] is not None) == needs_x
+    for value, other, truth in zip(*results, strict=True):
+        if truth is not None and truth.norm() > 1e-4:
+            assert value.dtype == torch.float32
+            assert value.shape == truth.shape
+            assert relative(value, truth) <= max(2 * relative(other, truth), 6e-7)
+
+
+@gpu
+def test_training_does_not_save_the_convolution(calls) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().train()
+    compiled = torch.compile(
+        lambda x: model(x) * 2.0, backend="fx_fuser", options={"plan": "always"}
+    )
+    x = torch.randn(16, 8, 128, 128, device="cuda", requires_grad=True)
+    for step in range(2):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = compiled(x)
+        forward = torch.cuda.max_memory_allocated() - before
+        if step == 1:
+            assert forward <= y.numel() * 4 + 2**21
+        y.backward(torch.ones_like(y))
+        torch.cuda.synchronize()
+    assert calls == [True, True]
