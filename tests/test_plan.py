@@ -372,7 +372,8 @@ def test_the_rehearsal_of_a_convolutions_training(match_of: Any) -> None:
     forms = rehearse.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, turned=True)
+        rival = rehearse.Rival("in channels_last", CONV, turned=True)
+        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, [rival])
         library, own, turned = (way() for way in ways)
     assert [v.shape for v in library] == [(2, 4, 6, 6), (4, 3, 3, 3)]  # type: ignore[union-attr]
     torch.testing.assert_close(own, library)
@@ -390,7 +391,7 @@ def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
     forms = rehearse.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, turned=False)
+        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, [])
         library, own = (way() for way in ways)
     shapes = [(2, 4, 6, 6), (2, 3, 8, 8), (4, 3, 3, 3), (4,), (4,), (4,)]
     assert [v.shape for v in library] == shapes  # type: ignore[union-attr]
@@ -411,7 +412,7 @@ def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any
     per_channel = factor in ((4, 1, 1), (1, 4, 1, 1))
     assert (ops.derivative_source(match) is not None) == (per_channel or learned)
     on_gpu(1.0, 0.9, 0.8)
-    decision = decide(match)
+    decision = decide(match, fp32="split")
     assert ("in both directions" in decision.note) == per_channel  # type: ignore[union-attr]
 
 
