@@ -17,6 +17,10 @@
 namespace fx_fuser {
 namespace {
 
+// Issue 4: the kernel that applies the epilogue on the sums is right on small sizes and has never
+// run to its end on large ones. Until it has, nothing launches it.
+constexpr bool kAppliesOnSums = false;
+
 struct ConvDirectKernels {
   cudaKernel_t convolution;
   cudaKernel_t applied;  // of 16-bit results, where operands are a channel's
@@ -200,8 +204,9 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
   const OnDevice on_device(device);
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
-  const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
-                       !args->any_per_pixel && args->strips.size == 1;
+  const bool applies = kAppliesOnSums && kernels.x != ScalarType::Float &&
+                       out.element_size() == 2 && !c && !args->any_per_pixel &&
+                       args->strips.size == 1;
   launch(applies ? kernels.applied : kernels.convolution,
          conv_blocks(*args, kernels.multiprocessors), kConvThreads, current_stream(device), *args,
          options);
