@@ -15,7 +15,7 @@ from benchmarks import conv_backward_sm90
 from benchmarks.conv_sm90 import NONE
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
-from fx_fuser import build, native
+from fx_fuser import build, native, plan
 from fx_fuser.epilogue import Z, linear_part
 from fx_fuser.spell import Arg, Expr
 
@@ -165,6 +165,11 @@ class Scaled(nn.Module):
     def forward(self, x):
         y = self.norm(self.conv(x)) * 2.0
         return y if self.factor is None else y * self.factor
+
+
+@pytest.fixture(autouse=True)
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "OFFERS_DIRECT_BACKWARD", True)
 
 
 @pytest.fixture
