@@ -70,7 +70,8 @@ def test_refused(x, weight, with_input) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("operands", [pytest.param(0, marks=pytest.mark.slow), 7])
+@pytest.mark.slow
+@pytest.mark.parametrize("operands", [0, 7])
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     check_compiles("conv_direct_backward_sm90.cuh", "FX_FUSER_CONV_DIRECT_BACKWARD", operands)

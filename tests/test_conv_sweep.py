@@ -55,6 +55,7 @@ def test_the_peer_is_the_quickest_of_equal_accuracy(
     assert (reason is None) == (ratio >= conv_sweep.SLOWEST)
 
 
+@pytest.mark.slow
 def test_a_table_is_written(tmp_path: Path) -> None:
     arguments = ["--cases", "1", "--seed", "3", "--max-autotune", "0", "--largest", "100000"]
     conv_sweep.main([*arguments, "--results", str(tmp_path), "--commit", "abc"])
