@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -50,9 +51,13 @@ class Curves:
         return [max(found) - min(found) for found in zip(*self.eager)]
 
     def distance(self) -> float:
-        """The largest distance from eager of the same seed, in spreads of the same window."""
+        """The largest distance from eager of the same seed, in spreads of the same window.
+
+        Infinite where a loss is no number.
+        """
         pairs = zip(self.fx_fuser, self.eager[0], self.spread())
-        return max(abs(ours - theirs) / spread for ours, theirs, spread in pairs)
+        found = [abs(ours - theirs) / max(spread, 1e-12) for ours, theirs, spread in pairs]
+        return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
 def train(

@@ -24,7 +24,7 @@ import torch
 
 from fx_fuser import native, ops, rehearse, timing
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT
+from fx_fuser.anchors.conv2d import DIRECT, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, SPLIT, matmul_tf32_requested
 from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
@@ -61,12 +61,7 @@ def conv_tf32_requested() -> bool:
     """cuDNN's convolutions allow TF32 by default, which nobody asked for: a fused one takes it only
     if matmul precision says so too.
     """
-    return matmul_tf32_requested() and _conv_tf32_allowed()
-
-
-def _conv_tf32_allowed() -> bool:
-    setting: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    return setting == "tf32"
+    return matmul_tf32_requested() and conv_tf32_allowed()
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -188,7 +183,8 @@ def _takes_direct_backward(match: Match) -> bool:
         return False
     site = match.site
     tensors = {name: node and meta_tensor(node) for name, node in site.operands.items()}
-    dtypes = {t.dtype for t in (*tensors.values(), meta_tensor(match.root)) if t is not None}  # type: ignore[union-attr]
+    others = (meta_tensor(match.site.nodes[0]), meta_tensor(match.root))  # under autocast not x's
+    dtypes = {t.dtype for t in (*tensors.values(), *others) if t is not None}  # type: ignore[union-attr]
     if dtypes != {torch.float32}:
         return False
     if ops.derivative_source(match) is None:
@@ -308,17 +304,19 @@ def _rivals(
     match: Match, library: Mapping[str, Any], options: Options
 ) -> tuple[rehearse.Rival, ...]:
     """What the inner compiler may make of the match's convolution, if it is left alone."""
+    # What is computed within a net, another convolution has turned already.
+    x = match.site.operands["x"]
+    ahead = x is not None and x.op != "placeholder"
     if not _is_exact(match, library):
-        return (rehearse.Rival("in channels_last", library, turned=True),)
+        return (rehearse.Rival("in channels_last", library, turned=True, ahead=ahead),)
     c = meta_tensor(match.site.nodes[0])
     asked = options.fp32 != "follow" or c.dtype == torch.float64  # type: ignore[union-attr]
-    if asked or not _conv_tf32_allowed():
+    if asked or not conv_tf32_allowed():
         return ()
-    # In a net, all convolutions but the first find x turned already.
     inexact = {**library, "tf32": True}
     return (
         rehearse.Rival("in TF32", inexact),
-        rehearse.Rival("in TF32 and channels_last", inexact, turned=True, ahead=True),
+        rehearse.Rival("in TF32 and channels_last", inexact, turned=True, ahead=ahead),
     )
 
 

@@ -28,21 +28,20 @@ constexpr int kConvPositions = 256;  // of a unit
 // The tensor core truncates each time it adds: with more taps, sums of one sign lose too much for
 // fp32.
 constexpr int kConvMaxTaps = 20;
-constexpr int kConvMaxTapsOf16Bits = 49;
+constexpr int kConvMaxTapsOf16Bits = 25;  // more have not been run
 constexpr int kConvMaxSteps = (3 * kConvMaxTaps + 1) / 2;
 static_assert((kConvMaxTapsOf16Bits + 1) / 2 <= kConvMaxSteps);
 constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
 constexpr int kConvMaxChunks = 6;  // of a unit
-constexpr int kConvMaxSlots = 8;
+constexpr int kConvMaxSlots = 4;
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
-constexpr int kConvStages = 2;        // of floats; of 16 bits twice as many
-constexpr int kConvMaxStages = 4;
+constexpr int kConvStages = 2;
 constexpr int kConvMaxOperands = 7;    // more would spill registers
 constexpr int kConvStageUnused = 260;  // marks positions that are no elements
 constexpr int kConvStoreWidth = 4;     // elements that are stored at once
 constexpr int kConvSector = 32;        // bytes that memory writes at once
 constexpr int kConvTileUnits = 64;     // of 16 bytes: a tap's weights of 64 channels, hi or lo
-constexpr int kConvTailBytes = 5120;
+constexpr int kConvTailBytes = 3072;
 constexpr int kConvZeroBytes = kConvPositions / 2 * 16;  // pixels that one instruction reads
 constexpr int kConvMaxShared = 232448;                   // that a block of sm_90 can have
 constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
@@ -184,8 +183,8 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   int64_t chunks = kConvMaxChunks;
   const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
   const auto slots_of = [&] { return (kConvMaxShared - fixed) / slot_bytes(); };
-  // A product warpgroup has one and waits for its next; of two every other.
-  const int64_t least_slots = split && out_bytes > 0 ? 2 : 3;
+  // A product warpgroup has one and waits for its next; of the statistics' two every other.
+  const int64_t least_slots = out_bytes > 0 ? 2 : 3;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
   if (chunks == 0) return std::nullopt;
 

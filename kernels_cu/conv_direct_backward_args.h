@@ -83,10 +83,12 @@ inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& s
                                                               bool with_input,
                                                               int64_t multiprocessors) {
   const auto conv = conv_geometry(shape, /*x_bytes=*/4, /*out_bytes=*/0);
-  // A product warpgroup has one slot and waits for its next.
-  if (!conv || conv->slots <= kConvSumWorkers) return std::nullopt;
+  if (!conv) return std::nullopt;
   ConvBackwardArgs args{};
   args.conv = *conv;
+  while (conv_accumulate_bytes(args.conv) > kConvMaxShared) --args.conv.slots;
+  // A product warpgroup has one slot and waits for its next.
+  if (args.conv.slots <= kConvSumWorkers) return std::nullopt;
   args.count = static_cast<float>(static_cast<double>(shape.samples) *
                                   static_cast<double>(shape.out_h() * shape.out_w()));
   const int taps = conv->kernel_h * conv->kernel_w;

@@ -559,8 +559,8 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kWeight ? kWeightLoadRegisters : kSumLoadRegisters>();
-    load_units<float, 1, sizeof(float)>(args.conv, shared, 0, Stride{walk.first, walk.step},
-                                        shared.coefficients->pivot);
+    load_units<float, 1, true>(args.conv, shared, 0, Stride{walk.first, walk.step},
+                               shared.coefficients->pivot);
   } else {
     ptx::take_registers<kWeight ? kWeightProductRegisters : kSumProductRegisters>();
     const int first_tap = tap_group * kConvBackwardTaps;
@@ -947,8 +947,7 @@ __device__ __forceinline__ void run_input(const ConvBackwardArgs& args) {
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kLoadRegisters>();
-    load_units<float, 1, sizeof(float)>(args.conv, shared, 0, Pieces(args),
-                                        shared.coefficients->pivot);
+    load_units<float, 1, true>(args.conv, shared, 0, Pieces(args), shared.coefficients->pivot);
   } else if (warpgroup == 3) {
     ptx::give_registers<kGatherRegisters>();
     gather_units(args, shared);

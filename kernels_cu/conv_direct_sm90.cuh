@@ -9,14 +9,8 @@
 //   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
 //   storing warps        8 channels each: a stage → epilogue → memory
 //
-// In 16 bits, where operands are a channel's, as a BatchNorm's, storing is only copying:
-//
-//   loading warpgroup    as above
-//   product warpgroups   two, with every other unit each: products → epilogue → a stage of results
-//   copying warps        16 channels each: a stage → memory
-//
-// And where statistics are made, the two product warpgroups keep moments in registers, and nothing
-// is stored.
+// And where statistics are made, two product warpgroups with every other unit each, which keep
+// moments in registers, and nothing is stored.
 //
 // Scales, in fp32, are powers of two, a unit's for its pixels and a channel's for its weights, both
 // found from all the values that they serve. Where a product of the halves is not finite, which an
@@ -51,11 +45,8 @@ constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
 constexpr int kStoreRegisters = 120;
 constexpr int kStatsProductRegisters = 160;
-constexpr int kApplyRegisters = 160;
-constexpr int kCopyRegisters = 96;
 static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
-static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
 
 // Of X, what x and weight are of.
 template <class X>
@@ -69,15 +60,14 @@ constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of 3 x 3 taps
 struct Tail {
   uint64_t full[kConvMaxSlots];
   uint64_t empty[kConvMaxSlots];
-  uint64_t staged[4][kConvMaxStages];  // of each warp of the product's
-  uint64_t stored[4][kConvMaxStages];
+  uint64_t staged[4][kConvStages];  // of each warp of the product's
+  uint64_t stored[4][kConvStages];
   float weight_unscale[kConvGroup];
   uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
   uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];  // of a slot's pixels
   float stage_unscale[4][kConvStages];
-  int2 unit[kConvMaxSlots];          // sample and first element
-  uint32_t elements[kConvMaxSlots];  // of the unit, from that on
+  int2 unit[kConvMaxSlots];  // sample and first element
   union {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
     // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
@@ -353,9 +343,7 @@ __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Uni
   }
 }
 
-// Where the positions go in a stage's channels: elements next to each other, of kBytes. A thread
-// has a pair.
-template <int kBytes>
+// Where the positions go in a stage's channels: elements next to each other. A thread has a pair.
 __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
                                                 uint32_t (&place)[kConvPositions / 2]) {
   const int pair = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -367,7 +355,7 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
     const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
     const int element = row * static_cast<int>(args.strip.size) + column;
     const bool is_element = column < static_cast<int>(args.strip.size);
-    at[t] = kBytes * static_cast<uint32_t>(is_element ? element - unit.first : kConvStageUnused);
+    at[t] = 4 * static_cast<uint32_t>(is_element ? element - unit.first : kConvStageUnused);
   }
   place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
 }
@@ -395,10 +383,10 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int in
 }
 
 // Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` goes through
-// the units of this one, of at most kChunks. kStaged: bytes of an element of the stages, 0 where
-// there are none. `pivot`, in fp32: of each input channel, is taken from all of its pixels; or
+// the units of this one, of at most kChunks. kPlaces: with a table of places, else a mask of
+// elements. `pivot`, in fp32: of each input channel, is taken from all of its pixels; or
 // null.
-template <class X, int kLoaders, int kStaged, int kChunks, class Units>
+template <class X, int kLoaders, bool kPlaces, int kChunks, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader, Units units, const float* pivot) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -456,12 +444,11 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     if (thread == 0) {
       tail.unscale[cursor.slot] = scale.unscale;
       tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
-      tail.elements[cursor.slot] = static_cast<uint32_t>(unit.end - unit.first);
     }
-    if constexpr (kStaged == 0) {
-      mark_valid(args, unit, tail.valid[cursor.slot]);
+    if constexpr (kPlaces) {
+      place_positions(args, unit, tail.place[cursor.slot]);
     } else {
-      place_positions<kStaged>(args, unit, tail.place[cursor.slot]);
+      mark_valid(args, unit, tail.valid[cursor.slot]);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
@@ -478,24 +465,24 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
 }
 
 // Most have few chunks: fewer instructions then.
-template <class X, int kLoaders, int kStaged, class Units>
+template <class X, int kLoaders, bool kPlaces, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader, const Units& units,
                                            const float* pivot = nullptr) {
   constexpr int kUsual = 4;
   if (args.chunks <= kUsual) {
-    load_units<X, kLoaders, kStaged, kUsual>(args, shared, loader, units, pivot);
+    load_units<X, kLoaders, kPlaces, kUsual>(args, shared, loader, units, pivot);
   } else {
-    load_units<X, kLoaders, kStaged, kConvMaxChunks>(args, shared, loader, units, pivot);
+    load_units<X, kLoaders, kPlaces, kConvMaxChunks>(args, shared, loader, units, pivot);
   }
 }
 
 // Of a block's walk, with every kLoaders-th unit each.
-template <class X, int kLoaders, int kStaged>
+template <class X, int kLoaders, bool kPlaces>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {
   const Walk walk(args);
-  load_units<X, kLoaders, kStaged>(args, shared, loader,
+  load_units<X, kLoaders, kPlaces>(args, shared, loader,
                                    Stride{walk.first + loader * walk.step, kLoaders * walk.step});
 }
 
@@ -583,9 +570,8 @@ __device__ __forceinline__ uint32_t phase_of(const ConvDirectArgs& args, int sam
 
 // Where in its row of a stage a channel's first element is, such that vectors in memory are vectors
 // in the stage.
-template <int kWidth>
 __device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
-  return (static_cast<uint32_t>(first) + phase) % kWidth;
+  return (static_cast<uint32_t>(first) + phase) % kConvStoreWidth;
 }
 
 // A thread's two channels to their rows of the stage, where it has all of 128 positions.
@@ -639,7 +625,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
           const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
           row = reinterpret_cast<uint8_t*>(shared.stage +
                                            (stage.slot * kConvGroup + channel) * kConvStagePitch +
-                                           shift_of<kConvStoreWidth>(phase, unit.y));
+                                           shift_of(phase, unit.y));
           ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
         }
         const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + half * 16 + lane % 4;
@@ -824,7 +810,6 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     int staged;  // where `first` is in the channel's row of the stage
   };
 
-  template <int kWidth>
   __device__ __forceinline__ Range range_of(int output) const {
     const uint32_t phase = phase_of(args, unit.sample, output);
     const auto before = [&](int element) {
@@ -834,8 +819,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     Range range;
     range.begin = max(unit.begin - before(unit.begin), 0);
     range.end = unit.end < args.elements ? unit.end - before(unit.end) : unit.end;
-    range.first = range.begin - static_cast<int>(shift_of<kWidth>(phase, range.begin));
-    range.staged = range.first - unit.first + static_cast<int>(shift_of<kWidth>(phase, unit.first));
+    range.first = range.begin - static_cast<int>(shift_of(phase, range.begin));
+    range.staged = range.first - unit.first + static_cast<int>(shift_of(phase, unit.first));
     return range;
   }
 
@@ -944,7 +929,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
 #pragma unroll
       for (int round = 0; round < kRounds; ++round) {
         const int output = first_output + channel[round];
-        range[round] = store.template range_of<kConvStoreWidth>(output);
+        range[round] = store.range_of(output);
         has_edges[round] = range[round].begin != range[round].first ||
                            (range[round].end - range[round].first) % kConvStoreWidth != 0;
         if (channel[round] >= outputs) {
@@ -986,7 +971,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       __syncwarp();
       for (; by_elements != 0; by_elements &= by_elements - 1) {
         const int i = __ffs(by_elements) - 1;
-        const Range of_channel = store.template range_of<kConvStoreWidth>(first_output + i);
+        const Range of_channel = store.range_of(first_output + i);
         store.store_elements(of_channel, first_output + i,
                              staged + i * kConvStagePitch + of_channel.staged,
                              tail.weight_unscale[first_channel + i], pixel_unscale, !by_vectors);
@@ -995,203 +980,11 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       stage.advance(kConvStages);
     }
   }
-
-  // ---- with the epilogue applied ahead of the stages --------------------------------------------
-
-  static constexpr int kVector = 16 / static_cast<int>(sizeof(Out));
-  static constexpr int kAppliedStages = kConvStages * 4 / static_cast<int>(sizeof(Out));
-
-  static __device__ __forceinline__ Out* applied_stage(const Shared& shared, int stage,
-                                                       int channel) {
-    return reinterpret_cast<Out*>(shared.stage) + (stage * kConvGroup + channel) * kConvStagePitch;
-  }
-
-  // use(i, t, offset in a row of the stage): where position t of a thread's pair i is an element.
-  // `places` are its own of half a unit, the unit has elements before `end`, in bytes. With kPairs,
-  // use(i, 0, offset) is for both.
-  template <bool kPairs, class Use>
-  static __device__ __forceinline__ void each_element(const uint4* places, uint32_t end,
-                                                      const Use& use) {
-#pragma unroll
-    for (int quad = 0; quad < 4; ++quad) {
-      const uint4 loaded = places[quad * 4];
-      const uint32_t place[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int t = 0; t < (kPairs ? 1 : 2); ++t) {
-          const uint32_t at = kPairs ? place[i] : t == 0 ? place[i] & 0xFFFF : place[i] >> 16;
-          if (at < end) use(quad * 4 + i, t, at);
-        }
-      }
-    }
-  }
-
-  // A thread's results of half a unit, [2 * pair + r], to its two channels' rows of the stage.
-  template <bool kPairs>
-  static __device__ __forceinline__ void stage_results(const Vec<Out, 2> (&result)[32],
-                                                       const uint4* places, uint32_t end,
-                                                       Out* row) {
-    each_element<kPairs>(places, end, [&](int i, int t, uint32_t at) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        auto* to = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch) + at;
-        if constexpr (kPairs) {
-          *reinterpret_cast<Vec<Out, 2>*>(to) = result[2 * i + r];
-        } else {
-          *reinterpret_cast<Out*>(to) = result[2 * i + r].element[t];
-        }
-      }
-    });
-  }
-
-  // Product warpgroup `worker` of two, with every other unit. Nothing else runs while it applies
-  // the epilogue, whatever that is made of: the other's products do. One copy of it, which may be
-  // long.
-  static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
-                                                     const Shared& shared, int worker) {
-    const Walk walk(args);
-    const int thread = threadIdx.x % kWarpgroup;
-    const int warp = thread / 32;
-    const int lane = thread % 32;
-    const int channel = warp * 16 + lane / 4;
-    const int output = walk.group * kConvGroup + channel;
-    Tail& tail = *shared.tail;
-    float operand[2][kSlots] = {};
-    Cursor slot;
-    Cursor stage;
-    for (int i = 0; i < worker; ++i) {
-      slot.advance(args.slots);
-      stage.advance(kAppliedStages);
-    }
-    const int first = walk.first + worker * walk.step;
-    for (int index = first; index < args.units; index += 2 * walk.step) {
-      ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
-      const int2 unit = tail.unit[slot.slot];
-      const uint32_t end = tail.elements[slot.slot] * sizeof(Out);
-      if (args.any_per_sample || index == first) {
-        const Store of_sample{args, Unit{unit.x}};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int present = min(output + 8 * r, args.outputs - 1);
-          ((operand[r][kOperand] =
-                convert<float>(*of_sample.template channel_of<kOperand, In>(present))),
-           ...);
-        }
-      }
-      // The channel eight rows below has the same shift: eight planes are whole vectors.
-      Out* row = applied_stage(shared, stage.slot, channel) +
-                 shift_of<kVector>(phase_of(args, unit.x, output), unit.y);
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        float sum[64];
-        if (args.steps == kUsualSteps<X>) {
-          start_products<X, kUsualSteps<X>>(args, shared, slot.slot, half, sum);
-        } else {
-          start_products<X, 0>(args, shared, slot.slot, half, sum);
-        }
-        if (half == 0) {
-          ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
-        }
-        const auto* places =
-            reinterpret_cast<const uint4*>(tail.place[slot.slot]) + half * 16 + lane % 4;
-        ptx::wgmma_wait<0>();
-        ptx::pin(sum);
-        Vec<Out, 2> result[32];
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          result[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
-                                        apply(args, sum[2 * i + 1], operand[i % 2]));
-        }
-        if (args.pairs) {
-          stage_results<true>(result, places, end, row);
-        } else {
-          stage_results<false>(result, places, end, row);
-        }
-      }
-      ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
-      for (int i = 0; i < 2; ++i) {
-        slot.advance(args.slots);
-        stage.advance(kAppliedStages);
-      }
-    }
-  }
-
-  // Stages to memory, 16 channels a warp, the 32 vectors of a channel at once.
-  static __device__ __forceinline__ void copy_units(const ConvDirectArgs& args,
-                                                    const Shared& shared) {
-    constexpr int kChannels = kConvGroup / 4;
-    constexpr int kTogether = 8;
-    static_assert(kConvPositions == 32 * kVector);
-    using Vector = Vec<Out, kVector>;
-    const Walk walk(args);
-    const int warp = static_cast<int>(threadIdx.x % kWarpgroup) / 32;
-    const int lane = threadIdx.x % 32;
-    const int at = lane * kVector;
-    const int first_output = walk.group * kConvGroup + warp * kChannels;
-    const int outputs = min(args.outputs - first_output, kChannels);
-    const uint32_t plane = static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
-    Tail& tail = *shared.tail;
-    Cursor stage;
-    for (int index = walk.first; index < args.units; index += walk.step) {
-      const Store store{args, Unit::at(args, index)};
-      // A lane finds the range of one channel, for all. Its numbers are below 2^10.
-      const Range mine = store.template range_of<kVector>(first_output + lane % kChannels);
-      const uint32_t packed = static_cast<uint32_t>(mine.staged) |
-                              static_cast<uint32_t>(mine.begin - mine.first) << 10 |
-                              static_cast<uint32_t>(mine.end - mine.first) << 20;
-      Out* out = static_cast<Out*>(args.out) + store.plane_of(first_output);
-      const Out* staged = applied_stage(shared, stage.slot, warp * kChannels);
-      uint32_t edges = 0;  // a bit a channel
-      ptx::mbarrier_wait(ptx::shared_address(&tail.staged[warp][stage.slot]), stage.phase);
-#pragma unroll
-      for (int begin = 0; begin < kChannels; begin += kTogether) {
-        Vector value[kTogether];
-        Out* to[kTogether];
-        bool is_whole[kTogether];
-#pragma unroll
-        for (int n = 0; n < kTogether; ++n) {
-          const int i = begin + n;
-          const uint32_t range = __shfl_sync(0xFFFFFFFF, packed, i);
-          const int element = __shfl_sync(0xFFFFFFFF, mine.first, i) + at;
-          const int first = static_cast<int>(range >> 10 & 0x3FF);
-          const int last = static_cast<int>(range >> 20);
-          is_whole[n] = i < outputs && at >= first && at + kVector <= last;
-          const bool has_some = i < outputs && at + kVector > first && at < last;
-          edges |= static_cast<uint32_t>(has_some && !is_whole[n]) << i;
-          to[n] = out + (uint64_t{plane} * i + element);
-          // Others read what is theirs anyway: nothing waits for a branch.
-          const int offset = i * kConvStagePitch + static_cast<int>(range & 0x3FF) + at;
-          value[n] = *reinterpret_cast<const Vector*>(staged + (is_whole[n] ? offset : 0));
-        }
-#pragma unroll
-        for (int n = 0; n < kTogether; ++n) {
-          if (is_whole[n]) *reinterpret_cast<Vector*>(to[n]) = value[n];
-        }
-      }
-      // Where a plane does not begin or end with a vector.
-      for (; edges != 0; edges &= edges - 1) {
-        const int i = __ffs(edges) - 1;
-        const Range range = store.template range_of<kVector>(first_output + i);
-#pragma unroll 1
-        for (int e = at; e < at + kVector; ++e) {
-          const int element = range.first + e;
-          if (element < range.begin || element >= range.end) continue;
-          out[uint64_t{plane} * i + element] = staged[i * kConvStagePitch + range.staged + e];
-        }
-      }
-      ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[warp][stage.slot]));
-      stage.advance(kAppliedStages);
-    }
-  }
 };
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-// kStoringWarps: of which each stage's quarter waits for; 0 where there are no stages.
-template <class X, int kStoringWarps>
+template <class X, bool kStages>
 __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) {
     Tail& tail = *shared.tail;
@@ -1199,12 +992,11 @@ __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared
       ptx::mbarrier_init(ptx::shared_address(&tail.full[slot]), kWarpgroup);
       ptx::mbarrier_init(ptx::shared_address(&tail.empty[slot]), kWarpgroup / 32);
     }
-    if constexpr (kStoringWarps > 0) {
+    if constexpr (kStages) {
       for (int warp = 0; warp < 4; ++warp) {
-        for (int stage = 0; stage < kConvMaxStages; ++stage) {
+        for (int stage = 0; stage < kConvStages; ++stage) {
           ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), 32);
-          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]),
-                             kStoringWarps / 4 * 32);
+          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStoreWarps / 4 * 32);
         }
       }
     }
@@ -1222,11 +1014,11 @@ struct Kernels {
   // Any operands, and the convolution itself.
   static __device__ __forceinline__ void run(const ConvDirectArgs& args) {
     const Shared shared = Shared::of<true>(args);
-    prepare<X, kStoreWarps>(args, shared);
+    prepare<X, true>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup == 0) {
       ptx::give_registers<kLoadRegisters>();
-      load_units<X, 1, 4>(args, shared, 0);
+      load_units<X, 1, true>(args, shared, 0);
     } else if (warpgroup == 1) {
       ptx::take_registers<kProductRegisters>();
       if (args.steps == kUsualSteps<X>) {
@@ -1240,32 +1032,13 @@ struct Kernels {
     }
   }
 
-  // 16-bit results, and operands that are the same all over a channel of a sample.
-  static __device__ __forceinline__ void run_applied(const ConvDirectArgs& args) {
-    if constexpr (!kSplits<X> && sizeof(Out) == 2) {
-      const Shared shared = Shared::of<true>(args);
-      prepare<X, 4>(args, shared);
-      const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
-      if (warpgroup == 0) {
-        ptx::give_registers<kLoadRegisters>();
-        load_units<X, 1, sizeof(Out)>(args, shared, 0);
-      } else if (warpgroup < 3) {
-        ptx::take_registers<kApplyRegisters>();
-        Stores::apply_units(args, shared, warpgroup - 1);
-      } else {
-        ptx::give_registers<kCopyRegisters>();
-        Stores::copy_units(args, shared);
-      }
-    }
-  }
-
   static __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
     const Shared shared = Shared::of<false>(args);
-    prepare<X, 0>(args, shared);
+    prepare<X, false>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup < 2) {
       ptx::give_registers<kLoadRegisters>();
-      load_units<X, 2, 0>(args, shared, warpgroup);
+      load_units<X, 2, false>(args, shared, warpgroup);
     } else {
       ptx::take_registers<kStatsProductRegisters>();
       if (args.steps == kUsualSteps<X>) {
@@ -1284,10 +1057,6 @@ struct Kernels {
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
       fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {            \
     fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run(args);                                    \
-  }                                                                                            \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
-      fx_fuser_conv_direct_applied(const __grid_constant__ fx_fuser::ConvDirectArgs args) {    \
-    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run_applied(args);                            \
   }                                                                                            \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
       fx_fuser_conv_direct_statistics(const __grid_constant__ fx_fuser::ConvDirectArgs args) { \

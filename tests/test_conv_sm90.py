@@ -67,7 +67,7 @@ def test_units_cover_every_element_and_have_its_pixels(
     assert cut.units == x[0] * cut.strips * cut.units_per_strip
     assert cut.advance * cut.units_per_strip >= cut.elements
     assert cut.advance * (cut.units_per_strip - 1) < cut.elements
-    assert cut.slots >= (2 if x_bytes == 4 and out_bytes else 3)
+    assert cut.slots >= (2 if out_bytes else 3)
     assert cut.overlap <= cut.lead
     assert cut.lead % 2 == 0
     if cut.overlap:
@@ -168,10 +168,10 @@ def test_refused(x, weight, padding) -> None:
 
 @needs_nvcc
 def test_16_bits_may_have_more_taps() -> None:
-    sizes = ((2, 8, 32, 32), (64, 8, 7, 7), (3, 3, 3, 3))
+    sizes = ((2, 8, 32, 32), (64, 8, 5, 5), (2, 2, 2, 2))
     assert native.conv_direct_cut(*sizes, 2, x_bytes=2)
     assert native.conv_direct_cut(*sizes, 4) == []
-    larger = ((2, 8, 32, 32), (64, 8, 5, 10), (0, 0, 0, 0))
+    larger = ((2, 8, 32, 32), (64, 8, 2, 13), (0, 0, 0, 0))
     assert native.conv_direct_cut(*larger, 2, x_bytes=2) == []
 
 

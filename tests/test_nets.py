@@ -34,6 +34,8 @@ def test_a_curve_beyond_the_spread_is_a_failure() -> None:
     curves = Curves("resnet", "fp32", [[2.0, 1.0], [2.2, 1.1]], [2.1, 1.0], 10)
     assert curves.spread() == pytest.approx([0.2, 0.1])
     assert curves.distance() == pytest.approx(0.5)
+    curves.fx_fuser[1] = float("nan")
+    assert curves.distance() == float("inf")
 
 
 @pytest.mark.slow

@@ -26,6 +26,12 @@ PRODUCTS = {DIRECT: Kernel("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT")}
 BACKWARD = Kernel("conv_direct_backward_sm90.cuh", "FX_FUSER_CONV_DIRECT_BACKWARD")
 
 
+def conv_tf32_allowed() -> bool:
+    """May cuDNN's convolutions take TF32? By default they may."""
+    setting: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return setting == "tf32"
+
+
 def _pair(value: Any) -> list[int]:
     return list(value) * (2 // len(value)) if isinstance(value, (tuple, list)) else [value] * 2
 
