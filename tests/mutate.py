@@ -94,13 +94,22 @@ CONDITIONS = (
         (f"{BETWEEN}[custom_op-intermediate]",),
     ),
     Mutant(
-        "writes: unknown functions and bodies", "spell.py",
+        "writes: unknown functions", "spell.py",
         "not _is_torch_function(target):\n        return inputs_of(node)",
         "not _is_torch_function(target):\n        return ()",
-        (
-            f"{REFUSALS}::test_operand_written_by_unknown_function",
-            f"{REFUSALS}::test_operand_given_to_higher_order_op",
-        ),
+        (f"{REFUSALS}::test_operand_written_by_unknown_function",),
+    ),
+    Mutant(
+        "writes: bodies of higher-order operators", "spell.py",
+        "            return ()\n        return inputs_of(node)",
+        "            return ()\n        return ()",
+        (f"{REFUSALS}::test_operand_given_to_higher_order_op",),
+    ),
+    Mutant(
+        "writes: in the body of a checkpoint", "spell.py",
+        "body is not None and not any(map(writes_of, body.graph.nodes))",
+        "body is not None",
+        (f"{REFUSALS}::test_a_checkpoint_within_a_match[True]",),
     ),
     Mutant(
         "aliases: an input that only the caller knows to be another", "checks.py",
