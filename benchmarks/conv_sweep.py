@@ -13,10 +13,8 @@ Writes `conv_sweep/<gpu>.json` and a table beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,8 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {**here, "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit_here()}
+    commit = args.commit or commit_here()
+    record: dict[str, Any] = {}
     lines, failures = [], []
     for i, case in enumerate(cases):
         line, reason = judged(run_case(case, device, i < args.max_autotune, Timing(10, 30, 3)))
@@ -205,10 +203,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(*(f"{v:.4g}" if isinstance(v, float) else v for v in line.values()), flush=True)
         if reason:
             failures.append(f"{line['case']} {line['dtype']} {line['mode']}: {reason}")
-        path.write_text(json.dumps({**record, "cases": lines}, indent=1, ensure_ascii=False))
+        record = results.save(path, here, commit, cases=lines)
     summary = (
-        f"{here['gpu']}, torch {here['torch']}, {record['date']}, {record['commit']}: "
-        f"{len(lines)} cases, seed {args.seed}, {len(failures)} failed"
+        "{gpu}, torch {torch}, {date}, {commit}: ".format(**record)
+        + f"{len(lines)} cases, seed {args.seed}, {len(failures)} failed"
     )
     if ratios := sorted(line["over Inductor"] for line in lines if line["over Inductor"]):
         summary += f"; over Inductor {ratios[0]:.2f}× to {ratios[-1]:.2f}×"
@@ -217,9 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = "\n".join(f"- {failure}" for failure in failures)
     path.with_suffix(".md").write_text("\n\n".join(filter(None, (summary, failed, table))) + "\n")
     print(summary)
-    for failure in failures:
-        print(f"FAILED {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return results.verdict(failures)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """Images [N, 3, H, W] → scores [N, 10]; ten fused sites."""
+    """Images [N, 3, H, W] → scores [N, 10]."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -94,7 +94,7 @@ class Layer(nn.Module):
 
 
 class SmallLlama(nn.Module):
-    """Words [N, T] → scores of the next ones [N, T, 256]; a fused site a layer."""
+    """Words [N, T] → scores of the next ones [N, T, 256]."""
 
     def __init__(self, width: int = 256, heads: int = 4, layers: int = 4, length: int = 128):
         super().__init__()

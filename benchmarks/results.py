@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,22 @@ def read(path: Path) -> list[Row]:
 
 def read_linear(folder: Path = FOLDER) -> list[Figures]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("linear_fp32/*.json"))]
+
+
+def save(path: Path, here: Machine, commit: str | None, **content: Any) -> dict[str, Any]:
+    """Write content and what it was measured on, and when; the record that is in the file then."""
+    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    record = {**here, "date": date, "commit": commit, **content}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return record
+
+
+def verdict(failures: Sequence[str]) -> int:
+    """Print what failed; the exit status."""
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def replace_group(path: Path, group: list[Row]) -> None:

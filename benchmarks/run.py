@@ -217,9 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
                     if reason := complaint(row):
                         failures.append(f"{' '.join(results.key(row))}: {reason}")
     print(f"wrote {path}")
-    for failure in failures:
-        print(f"FAILED {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return results.verdict(failures)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Writes `training/<gpu>.json` and a picture beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -170,15 +169,13 @@ def main(arguments: list[str] | None = None) -> int:
                 failures.append(f"{name} {precision}: the curves differ")
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    curves = [asdict(one) for one in found]
     commit = args.commit or commit_here()
-    record = {**here, "date": time.strftime("%Y-%m-%d"), "commit": commit, "steps": args.steps}
-    path.write_text(json.dumps({**record, "curves": [asdict(one) for one in found]}, indent=1))
-    draw(found, f"{here['gpu']}, torch {here['torch']}, {commit}", path.with_suffix(".svg"))
+    record = results.save(path, here, commit, steps=args.steps, curves=curves)
+    title = "{gpu}, torch {torch}, {date}, {commit}".format(**record)
+    draw(found, title, path.with_suffix(".svg"))
     print(f"wrote {path}")
-    for failure in failures:
-        print(f"FAILED {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return results.verdict(failures)
 
 
 if __name__ == "__main__":

@@ -455,3 +455,17 @@ def derivative_source(match: Match) -> str | None:
     tensors = [None if node is None else meta_tensor(node) for node in t]
     wildcards = apply.wildcard_values(match.pattern, tensors, s, kinds)
     return apply.derivative_source(match.pattern, kinds, wildcards)
+
+
+def may_have_own_backward(match: Match) -> bool:
+    """`FusedCall.has_own_backward` of the call that this match becomes."""
+    t, s, kinds = wildcards_of(match)
+    tensors = [None if node is None else meta_tensor(node) for node in t]
+    site = match.site
+    # Operands are cast to c's dtype, which under autocast is not theirs.
+    nodes = (site.nodes[0], *(site.operands[n] for n in ANCHORS[site.kind].operands))
+    operands = [node and meta_tensor(node) for node in nodes]
+    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
+    call = FusedCall(match.pattern, {"backward": DIRECT}, s, kinds, out)
+    needs_t = [v is not None and v.requires_grad for v in tensors]
+    return call.has_own_backward(operands, tensors, needs_t)  # type: ignore[arg-type]

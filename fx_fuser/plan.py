@@ -179,17 +179,10 @@ def _takes_direct(match: Match, options: Options) -> bool:
 def _takes_direct_backward(match: Match) -> bool:
     """Do the kernels beside the direct one make the gradients that are asked for?"""
     needs = rehearse.gradients_of(match)
-    if not any(needs.values()) or any(rehearse.gradients_of_wildcards(match)):
+    if not any(needs.values()) or not ops.may_have_own_backward(match):
         return False
-    site = match.site
-    tensors = {name: node and meta_tensor(node) for name, node in site.operands.items()}
-    others = (meta_tensor(match.site.nodes[0]), meta_tensor(match.root))  # under autocast not x's
-    dtypes = {t.dtype for t in (*tensors.values(), *others) if t is not None}  # type: ignore[union-attr]
-    if dtypes != {torch.float32}:
-        return False
-    if ops.derivative_source(match) is None:
-        return False
-    x, weight = ([hint_of(n) for n in tensors[name].shape] for name in ("x", "weight"))  # type: ignore[union-attr]
+    tensors = (meta_tensor(match.site.operands[name]) for name in ("x", "weight"))  # type: ignore[arg-type]
+    x, weight = ([hint_of(n) for n in tensor.shape] for tensor in tensors)  # type: ignore[union-attr]
     padding = rehearse.config_of(match, {})["padding"]
     return bool(native.conv_direct_backward_cut(x, weight, padding, needs["x"]))  # type: ignore[arg-type]
 

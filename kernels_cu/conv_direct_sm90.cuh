@@ -786,8 +786,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         channel_of<kOne, T>(output)[row * operand.stride[2] + column * operand.stride[3]]);
   }
 
-  static __device__ __forceinline__ float apply(const ConvDirectArgs& args, float c,
-                                                const float (&operand)[kSlots]) {
+  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
     float in[1 + kOperands];
     in[0] = c;
 #pragma unroll
@@ -795,11 +794,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     float scalar[kScalarSlots];
 #pragma unroll
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
-    return static_cast<float>(Epilogue{}(in, scalar));
-  }
-
-  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
-    return convert<Out>(apply(args, c, operand));
+    return convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
   }
 
   // The elements of a channel that the unit writes, from the start of a sector to that of another.

@@ -160,19 +160,9 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
   };
   check_result(out, "out", kernels.out);
   if (c) check_result(*c, "c", kernels.x);
-  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
-                  kernels.operands.size(), " operands, not ", operands.size());
-  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
-                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
+  check_epilogue(kernels, out, operands, scalars);
   for (size_t i = 0; i < operands.size(); ++i) {
     const Tensor& tensor = operands[i];
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device &&
-                        tensor.scalar_type() == kernels.operands[i],
-                    "fx_fuser: operand ", i, " must be of ", toString(kernels.operands[i]),
-                    " on cuda:", device);
-    STD_TORCH_CHECK(broadcasts_to(tensor, out), "fx_fuser: operand ", i, " of shape ",
-                    to_string(tensor.sizes()), " does not broadcast to out's shape ",
-                    to_string(out.sizes()));
     ConvOperand& operand = args->operand[i];
     operand.data = tensor.data_ptr();
     const int64_t missing = 4 - tensor.dim();

@@ -142,19 +142,9 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
                   "fx_fuser: without mean and variance there is no normalisation");
   STD_TORCH_CHECK(!training || (variance && !bias),
                   "fx_fuser: in training there are a mean and a variance, without the bias");
-  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernels take ",
-                  kernels.operands.size(), " operands, not ", operands.size());
-  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
-                  "fx_fuser: the kernels take ", kernels.scalars, " scalars, not ", scalars.size());
+  check_epilogue(kernels, dy, operands, scalars);
   for (size_t i = 0; i < operands.size(); ++i) {
     const Tensor& tensor = operands[i];
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device &&
-                        tensor.scalar_type() == kernels.operands[i],
-                    "fx_fuser: operand ", i, " must be of ", toString(kernels.operands[i]),
-                    " on cuda:", device);
-    STD_TORCH_CHECK(broadcasts_to(tensor, dy), "fx_fuser: operand ", i, " of shape ",
-                    to_string(tensor.sizes()), " does not broadcast to dy's shape ",
-                    to_string(dy.sizes()));
     conv.operand[i].data = tensor.data_ptr();
     for (int64_t d = 0; d < tensor.dim(); ++d) {
       if (tensor.size(d) == 1) continue;

@@ -186,6 +186,26 @@ int64_t persistent_blocks(int64_t tiles, int64_t multiprocessors) {
   return ceil_div(tiles, ceil_div(tiles, multiprocessors));
 }
 
+// Are these the operands and scalars that the kernels' epilogue takes, for a result like `out`?
+template <class Kernels>
+void check_epilogue(const Kernels& kernels, const Tensor& out, const std::vector<Tensor>& operands,
+                    const std::vector<double>& scalars) {
+  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
+                  kernels.operands.size(), " operands, not ", operands.size());
+  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
+                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
+  for (size_t i = 0; i < operands.size(); ++i) {
+    STD_TORCH_CHECK(operands[i].is_cuda() &&
+                        operands[i].get_device_index() == out.get_device_index() &&
+                        operands[i].scalar_type() == kernels.operands[i],
+                    "fx_fuser: operand ", i, " must be of ", toString(kernels.operands[i]),
+                    " on cuda:", out.get_device_index());
+    STD_TORCH_CHECK(broadcasts_to(operands[i], out), "fx_fuser: operand ", i, " of shape ",
+                    to_string(operands[i].sizes()), " does not broadcast to the shape ",
+                    to_string(out.sizes()));
+  }
+}
+
 // `in` is the type of x, weight, bias and z.
 template <class Kernels>
 void check_linear(const Kernels& kernels, ScalarType in, const Tensor& x, const Tensor& weight,
@@ -223,16 +243,7 @@ void check_linear(const Kernels& kernels, ScalarType in, const Tensor& x, const 
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), "fx_fuser: bias of shape ",
                     to_string(bias->sizes()), " does not fit weight ", to_string(weight.sizes()));
   }
-  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
-                  kernels.operands.size(), " operands, not ", operands.size());
-  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
-                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
-  for (size_t i = 0; i < operands.size(); ++i) {
-    check_one(operands[i], "an operand", kernels.operands[i]);
-    STD_TORCH_CHECK(broadcasts_to(operands[i], out), "fx_fuser: operand ", i, " of shape ",
-                    to_string(operands[i].sizes()), " does not broadcast to out's shape ",
-                    to_string(out.sizes()));
-  }
+  check_epilogue(kernels, out, operands, scalars);
 }
 
 // out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
