@@ -221,7 +221,10 @@ def _pick(
     if options.inner != "inductor":  # it would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
-    return Refusal.of(match, Fault(match.root, reason))
+    help = ""
+    if match.site.kind != "linear" and _is_exact(match, candidates[0]):  # its rivals are not
+        help = "give options={'fp32': 'split'}, with which it stays fp32-accurate"
+    return Refusal.of(match, Fault(match.root, reason, help))
 
 
 def _gains(own: float, library: float) -> bool:

@@ -323,6 +323,7 @@ def test_where_cudnn_may_take_tf32_an_exact_convolution_is_fused_unless_that_is_
     match = match_of(scaled_norm, torch.randn(2, 9, 8, 8), torch.randn(4, 9, 3, 3))
     decision = decide(match)
     assert isinstance(decision, Plan) == fused
+    assert fused or "'fp32': 'split'" in decision.help
     note = f"library 1 ms, in TF32 {lying:g} ms, in TF32 and channels_last {turned:g} ms"
     assert note in str(decision)
     assert isinstance(decide(match, plan="always"), Plan)
