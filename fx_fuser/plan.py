@@ -38,11 +38,6 @@ _GAIN = 0.98
 _SAVED = 1e-3
 
 
-# Issue 6: it ran on a device and was right, but not since it was merged with the 16-bit kernels.
-# Until it has, nothing chooses it.
-OFFERS_DIRECT_BACKWARD = False
-
-
 @dataclass(frozen=True)
 class Plan:
     """How one match runs.
@@ -105,7 +100,7 @@ def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
         ways = [(LIBRARY, LIBRARY)]
         if _takes_direct(match, options):
             ways.append((DIRECT, LIBRARY))
-            if OFFERS_DIRECT_BACKWARD and _takes_direct_backward(match):
+            if _takes_direct_backward(match):
                 ways.append((DIRECT, DIRECT))
         return [{"tf32": tf32, "product": p, "backward": b} for p, b in ways]
     found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]

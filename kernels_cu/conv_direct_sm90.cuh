@@ -832,6 +832,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
                                                 const float* staged, float unscale,
                                                 const float (&operand)[kSlots]) const {
     using Vector = Vec<Out, kConvStoreWidth>;
+    constexpr int kLastInRow = kConvStagePitch - kConvStoreWidth;
     const int first = threadIdx.x % kQuarter * kConvStoreWidth;
     Out* out = static_cast<Out*>(args.out) + plane;
     X* c = kSaves ? static_cast<X*>(args.c) + plane : nullptr;
@@ -841,7 +842,10 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const int at = first + v * (kQuarter * kConvStoreWidth);
       const int element = range.first + at;
       const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
-      const auto loaded = *reinterpret_cast<const float4*>(staged + at);
+      // A sector of 16-bit elements is so wide that the last vector can lie behind the channel's row,
+      // where another warp writes.
+      const int in_row = sizeof(Out) < 4 ? min(at, kLastInRow - range.staged) : at;
+      const auto loaded = *reinterpret_cast<const float4*>(staged + in_row);
       const float value[kConvStoreWidth] = {loaded.x * unscale, loaded.y * unscale,
                                             loaded.z * unscale, loaded.w * unscale};
       float broken = 0;  // 0 times all of them: NaN where one is not finite

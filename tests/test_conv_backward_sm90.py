@@ -8,14 +8,16 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from sm90 import check_compiles, gpu, needs_nvcc
 from test_conv_sm90 import CUTS, Cut
 
+import fx_fuser
 from benchmarks import conv_backward_sm90
 from benchmarks.conv_sm90 import NONE
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
-from fx_fuser import build, native, plan
+from fx_fuser import backend, build, native
 from fx_fuser.epilogue import Z, linear_part
 from fx_fuser.spell import Arg, Expr
 
@@ -168,11 +170,6 @@ class Scaled(nn.Module):
         return y if self.factor is None else y * self.factor
 
 
-@pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "OFFERS_DIRECT_BACKWARD", True)
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """Whether each backward was taken by the kernels."""
@@ -193,7 +190,12 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     "parts", [{}, {"affine": False}, {"norm": False}], ids=["affine", "bare", "convolution"]
 )
-def test_gradients_through_the_backend(mode, parts, needs_x, calls) -> None:
+def test_gradients_through_the_backend(mode, parts, needs_x, calls, monkeypatch) -> None:
+    def backward_test_scaled(x, weight, bias, a):  # type: ignore[no-untyped-def]
+        return F.conv2d(x, weight, bias) * a
+
+    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    fx_fuser.register_pattern(backward_test_scaled)
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = Scaled(**parts).cuda().train(mode == "training")

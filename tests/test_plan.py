@@ -68,7 +68,6 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     times: list[list[float] | None] = [[1.0, 0.5]]
     monkeypatch.setattr(plan, "_device", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
-    monkeypatch.setattr(plan, "OFFERS_DIRECT_BACKWARD", True)
     monkeypatch.setattr(native, "runs_on", lambda *_: True)
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])
     precision = torch.backends.cuda.matmul.fp32_precision
