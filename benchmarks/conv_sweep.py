@@ -2,10 +2,11 @@
 
     python -m benchmarks.conv_sweep [--cases 100] [--seed 0] [--max-autotune 10]
 
-A case is drawn from a net's layers, with a batch, a layout, a dtype and a mode. Each is compared
-with float64 and timed beside eager mode and Inductor (in fp32 Inductor without TF32, too), and the
-first ones beside max-autotune. fx_fuser must be within the accuracy bound, and take at most 1/0.97
-of the time of Inductor as it is by default, and of max-autotune.
+A case is drawn from a net's layers, with a batch, a layout, a dtype and a mode; `--nets fp32 bf16`
+adds two whole nets. Each is compared with float64 and timed beside eager mode and Inductor (in fp32
+Inductor without TF32, too), and the first ones beside max-autotune. fx_fuser must be within the
+accuracy bound, and reach 0.97 of the speed of Inductor as it is by default, and of max-autotune; on
+a whole net 0.98.
 
 Writes `conv_sweep/<gpu>.json` and a table beside it.
 """
@@ -26,11 +27,14 @@ from torch import Tensor, nn
 
 import fx_fuser  # noqa: F401  (registers the backend when it is not installed)
 from benchmarks import measure, results
+from benchmarks.measure import Case
+from benchmarks.nets import ConvScale, MobileNetV2, ResNet18
 from benchmarks.problems import Problem, Size
 from benchmarks.results import Row
 from benchmarks.run import SYSTEMS, Timing, commit_here, complaint, measure_group
 
 SLOWEST = 0.97  # of the peer's speed
+SLOWEST_NET = 0.98
 ELEMENTS = 2**28  # of an output, at most
 BATCHES = (1, 8, 32, 128)
 MODES = ("eval-fwd", "train-fwd", "fwd+bwd")
@@ -86,22 +90,9 @@ LAYERS = (
 )  # fmt: skip
 
 
-class ConvNormScale(nn.Module):
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, groups: int):
-        super().__init__()
-        self.conv = nn.Conv2d(
-            inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False
-        )
-        self.bn = nn.BatchNorm2d(outputs)
-        self.scale = nn.Parameter(torch.ones(outputs, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x)) * self.scale
-
-
 @dataclass(frozen=True)
 class ConvProblem(Problem):
-    """`Problem`s of one layer, in a layout."""
+    """A layer or a net, in a layout."""
 
     channels_last: bool = False
 
@@ -140,16 +131,36 @@ def draw(count: int, seed: int, largest: int = ELEMENTS) -> list[DrawnCase]:
             f"{layer.net} {layer.inputs}→{layer.outputs} {layer.kernel}×{layer.kernel}/"
             f"{layer.stride}{groups}, {batch} of {layer.side}², {layout}"
         )
-        size = Size((layer.inputs, layer.outputs, layer.kernel, layer.stride, layer.groups), x)
-        problem = ConvProblem(
-            *(name, "ConvNormScale", ConvNormScale, "conv2d_batchnorm_mul", size, size),
-            channels_last=channels_last,
-        )
+        size = Size((layer.inputs, layer.outputs, layer.stride, layer.kernel, layer.groups), x)
+        problem = _problem(name, ConvScale, size, channels_last)
         found[f"{name} {precision} {mode}"] = DrawnCase(problem, precision, mode)
     return list(found.values())
 
 
-def judged(rows: Sequence[Row]) -> tuple[dict[str, Any], str | None]:
+def _problem(name: str, model: type[nn.Module], size: Size, channels_last: bool) -> ConvProblem:
+    pattern = "conv2d_batchnorm_mul"
+    return ConvProblem(name, name, model, pattern, size, size, channels_last=channels_last)
+
+
+def whole_nets(precisions: Sequence[str], batch: int, side: int) -> list[DrawnCase]:
+    """Two nets, in both layouts, in evaluation and trained."""
+    size = Size((), (batch, 3, side, side))
+    return [
+        DrawnCase(
+            _problem(
+                f"{net.__name__}, {batch} of {side}², {'NHWC' if channels_last else 'NCHW'}",
+                *(net, size, channels_last),
+            ),
+            *(precision, mode),
+        )
+        for precision in precisions
+        for net in (ResNet18, MobileNetV2)
+        for mode in ("eval-fwd", "fwd+bwd")
+        for channels_last in (False, True)
+    ]
+
+
+def judged(rows: Sequence[Row], slowest: float = SLOWEST) -> tuple[dict[str, Any], str | None]:
     """A line of the table, and what is wrong with it."""
     of = {row["system"]: row for row in rows}
     ours = of["fx_fuser"]
@@ -157,7 +168,7 @@ def judged(rows: Sequence[Row]) -> tuple[dict[str, Any], str | None]:
     times = {name: row["ms"] for name, row in of.items()}
     peers = [ms for name in ("inductor", "max-autotune") if (ms := times.get(name)) is not None]
     ratio = min(peers) / ours["ms"] if peers and ours["ms"] else None
-    if reason is None and (ratio is None or ratio < SLOWEST):
+    if reason is None and (ratio is None or ratio < slowest):
         reason = f"{ratio:.2f} of Inductor's speed" if ratio else "nothing to compare with"
     line = {
         "case": ours["problem"],
@@ -172,6 +183,16 @@ def judged(rows: Sequence[Row]) -> tuple[dict[str, Any], str | None]:
         "error": ours["err_fp64"],
     }
     return line, reason
+
+
+def warm(case: DrawnCase, device: torch.device) -> None:
+    """Compile and call once all that `run_case` times without max-autotune."""
+    torch._dynamo.reset()
+    made = Case.make(case.problem, case.problem.full, case.precision, case.mode, device)
+    for system in SYSTEMS:
+        if system.name != "max-autotune" and system.runs(case.problem, case.precision):
+            with measure.float32_settings(case.precision, system.cudnn_tf32):
+                made.values(system.compile(made.model))
 
 
 def run_case(case: DrawnCase, device: torch.device, tuned: bool, timing: Timing) -> list[Row]:
@@ -189,16 +210,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, default=ELEMENTS, metavar="ELEMENTS")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "conv_sweep")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument(
+        "--nets", nargs="+", default=[], metavar="PRECISION", help="whole nets, too"
+    )
+    parser.add_argument("--net-input", nargs=2, type=int, default=(32, 224), metavar="N")
+    parser.add_argument(
+        "--warm", nargs=2, type=int, metavar=("K", "N"),
+        help="time nothing, but fill the compilers' caches with each Nth case from the Kth on; "
+        "several such processes may run at once, $FX_FUSER_CACHE_DIR/plans be deleted then",
+    )  # fmt: skip
     args = parser.parse_args(arguments)
-    cases = draw(args.cases, args.seed, args.largest)
+    cases = draw(args.cases, args.seed, args.largest) + whole_nets(args.nets, *args.net_input)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.warm:
+        first, step = args.warm
+        for case in cases[args.max_autotune :][first::step]:
+            warm(case, device)
+        return 0
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)
     commit = args.commit or commit_here()
     record: dict[str, Any] = {}
     lines, failures = [], []
     for i, case in enumerate(cases):
-        line, reason = judged(run_case(case, device, i < args.max_autotune, Timing(10, 30, 3)))
+        rows = run_case(case, device, i < args.max_autotune, Timing(10, 30, 3))
+        line, reason = judged(rows, SLOWEST if i < args.cases else SLOWEST_NET)
         lines.append(line)
         print(*(f"{v:.4g}" if isinstance(v, float) else v for v in line.values()), flush=True)
         if reason:

@@ -1,11 +1,13 @@
-"""Whole nets to train, as their users write them: a small ResNet with a learned scale behind each
-BatchNorm, and a small Llama. And data for them, made on the fly.
+"""Whole nets as their users write them. To train: a small ResNet with a learned scale behind each
+BatchNorm and a small Llama, with data made on the fly. To time: ResNet-18 and MobileNetV2, with
+such a scale, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +22,13 @@ Batch = tuple[Tensor, Tensor]
 class ConvScale(nn.Module):
     """Conv2d, BatchNorm2d and a scale a channel."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+    def __init__(
+        self, inputs: int, outputs: int, stride: int = 1, kernel: int = 3, groups: int = 1
+    ):
         super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv = nn.Conv2d(
+            inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False
+        )
         self.bn = nn.BatchNorm2d(outputs)
         self.scale = nn.Parameter(torch.ones(outputs, 1, 1))
 
@@ -31,11 +37,12 @@ class ConvScale(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int):
+    def __init__(self, inputs: int, outputs: int, stride: int = 1):
         super().__init__()
         self.first = ConvScale(inputs, outputs, stride)
         self.second = ConvScale(outputs, outputs)
-        self.skip = ConvScale(inputs, outputs, stride)
+        same = stride == 1 and inputs == outputs
+        self.skip = nn.Identity() if same else ConvScale(inputs, outputs, stride, kernel=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.second(F.relu(self.first(x))) + self.skip(x))
@@ -48,12 +55,70 @@ class SmallResNet(nn.Module):
         super().__init__()
         self.stem = ConvScale(3, width)
         self.blocks = nn.Sequential(
-            Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)
+            Block(width, width), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)
         )
         self.head = nn.Linear(4 * width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(F.relu(self.stem(x))).mean((2, 3)))
+
+
+class ResNet18(nn.Module):
+    """Images [N, 3, H, W] → scores [N, 1000] (He et al., 2015)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (64, 64, 128, 256, 512)
+        self.stem = nn.Sequential(
+            ConvScale(3, 64, stride=2, kernel=7), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        self.blocks = nn.Sequential()
+        for inputs, outputs in pairwise(widths):
+            stride = 1 if inputs == outputs else 2
+            self.blocks.extend([Block(inputs, outputs, stride), Block(outputs, outputs)])
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class InvertedResidual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int):
+        super().__init__()
+        hidden = inputs * expansion
+        self.body = nn.Sequential(
+            *([ConvScale(inputs, hidden, kernel=1), nn.ReLU6()] if expansion > 1 else []),
+            ConvScale(hidden, hidden, stride, groups=hidden),
+            nn.ReLU6(),
+            ConvScale(hidden, outputs, kernel=1),
+        )
+        self.adds = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if self.adds else self.body(x)
+
+
+class MobileNetV2(nn.Module):
+    """Images [N, 3, H, W] → scores [N, 1000] (Sandler et al., 2018, table 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = ConvScale(3, 32, stride=2)
+        self.blocks = nn.Sequential()
+        inputs = 32
+        for expansion, outputs, count, stride in (
+            *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
+            *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
+        ):
+            for i in range(count):
+                self.blocks.append(InvertedResidual(inputs, outputs, 1 if i else stride, expansion))
+                inputs = outputs
+        self.last = ConvScale(320, 1280, kernel=1)
+        self.head = nn.Linear(1280, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks(F.relu6(self.stem(x)))
+        return self.head(F.relu6(self.last(y)).mean((2, 3)))
 
 
 class Attention(nn.Module):
@@ -155,7 +220,7 @@ def small_nets(scale: int = 1) -> tuple[Net, Net]:
             "resnet",
             lambda: SmallResNet(32 // scale),
             lambda generator: images(generator, 64 // scale, 32 // scale),
-            *("conv2d_batchnorm_mul", 10, 1e-3),
+            *("conv2d_batchnorm_mul", 9, 1e-3),
         ),
         Net(
             "llama",
