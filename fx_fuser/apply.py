@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_fuser import native
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.conv2d import BACKWARD
 from fx_fuser.epilogue import (
@@ -29,9 +28,8 @@ from fx_fuser.epilogue import leaves as leaf_names
 from fx_fuser.pattern import Pattern
 from fx_fuser.spell import Operand
 
-# (kernel, pattern, kinds, dtype of the result, leaves) → text; a leaf is its name, and its dtype if
-# it is read from memory. Which leaves there are tells all that z depends on.
-_sources: dict[tuple[Any, ...], str] = {}
+# (pattern, kinds, factors) → text; a factor is its name, and its dtype if it is read from memory.
+_derivatives: dict[tuple[Any, ...], str] = {}
 
 
 def wildcard_values(
@@ -99,37 +97,10 @@ def finish(
     wildcards: Mapping[str, Any],
     out: Tensor,
 ) -> None:
-    """out ← epilogue(z(products)), in one pass over memory."""
-    if out.device.type == "cpu":
-        acc = accumulation_dtype([*wide_dtypes((*products, *wildcards.values())), out.dtype])
-        value = z_in_torch(anchor, operands, products, config, acc)
-        out.copy_(in_torch(pattern, kinds, value, wildcards, out.dtype))
-        return
-    prepared = prepare(pattern, kinds, anchor, operands, config, wildcards, out.dtype, products)
-    source, tensors, scalars = prepared
-    native.pointwise(source, out, tensors, scalars)
-
-
-def prepare(
-    pattern: Pattern,
-    kinds: str,
-    anchor: Anchor,
-    operands: Mapping[str, Any],
-    config: Mapping[str, Any],
-    wildcards: Mapping[str, Any],
-    out: torch.dtype,
-    products: Sequence[Tensor],
-    kernel: Kernel = POINTWISE,
-) -> tuple[str, list[Tensor], list[float]]:
-    """(source, tensors, scalars) of the kernel that applies the epilogue to these products."""
-    leaves = anchor.leaves(operands, products, config)
-    leaves.update((n, v) for n, v in wildcards.items() if v is not Z)
-    key, tensors, scalars = _layout(pattern, kinds, leaves, out)
-    source = _sources.get((kernel, *key))
-    if source is None:
-        text = _text(pattern, kinds, anchor.z(operands, config), leaves, out, kernel)
-        source = _sources[(kernel, *key)] = text
-    return source, tensors, scalars
+    """out ← epilogue(z(products)), on a CPU; on CUDA it is kernels_cu/shim_pointwise.h."""
+    acc = accumulation_dtype([*wide_dtypes((*products, *wildcards.values())), out.dtype])
+    value = z_in_torch(anchor, operands, products, config, acc)
+    out.copy_(in_torch(pattern, kinds, value, wildcards, out.dtype))
 
 
 def prepare_derivative(
@@ -158,11 +129,11 @@ def derivative_source(pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]
         return None
     leaves = {"z": torch.empty(1, device="meta"), **factors}
     dtypes = tuple((n, v.dtype if n in tensors else None) for n, v in factors.items())
-    key = (BACKWARD, pattern.name, kinds, dtypes)
-    if key not in _sources:
+    key = (pattern.name, kinds, dtypes)
+    if key not in _derivatives:
         title = f"the backward of pattern {pattern.name}"
-        _sources[key] = _text_of(expr, leaves, torch.float32, title, BACKWARD)
-    return _sources[key]
+        _derivatives[key] = _text_of(expr, leaves, torch.float32, title, BACKWARD)
+    return _derivatives[key]
 
 
 def _factors(pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,23 +150,6 @@ def _is_per_channel(tensor: Tensor) -> bool:
 def _travels_as_number(value: Any) -> bool:
     """Numbers, and 0-d CPU tensors beside CUDA ones."""
     return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
-
-
-def _layout(
-    pattern: Pattern, kinds: str, leaves: Mapping[str, Any], out: torch.dtype
-) -> tuple[tuple[Any, ...], list[Tensor], list[float]]:
-    """(key of the kernel's text, its tensors, its scalars)"""
-    key: list[Any] = [pattern.name, kinds, out]
-    tensors: list[Tensor] = []
-    scalars: list[float] = []
-    for name, value in leaves.items():
-        key.append(name)
-        if _travels_as_number(value):
-            scalars.append(float(value))
-        else:
-            tensors.append(value)
-            key.append(value.dtype)
-    return tuple(key), tensors, scalars
 
 
 def _text(

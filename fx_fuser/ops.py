@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fx_fuser import apply, native
 from fx_fuser.anchors import ANCHORS, Anchor
-from fx_fuser.anchors.conv2d import DIRECT, Conv2d
+from fx_fuser.anchors.conv2d import DIRECT, Conv2d, library_convolution
 from fx_fuser.epilogue import Z, accumulation_dtype
 from fx_fuser.epilogue import leaves as leaf_names
 from fx_fuser.errors import PatternError
@@ -68,14 +68,6 @@ def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
     operands, config, (t, s, kinds, name, _, out_dtype, save) = _split(anchor, args)
     pattern = _PATTERNS[name]
     wildcards = apply.wildcard_values(pattern, t, s, kinds)
-    if not fake and operands["x"].device.type == "cuda":
-        _, *own = anchor.kernels(config)
-        for kernel in own:
-            call = (pattern, kinds, anchor, operands, config, wildcards, out_dtype)
-            prepare = functools.partial(apply.prepare, *call, kernel=kernel)
-            done = anchor.in_one_kernel(operands, config, prepare, out_dtype, save)
-            if done is not None:
-                return done
     products = (anchor.product_like if fake else anchor.product)(operands, config)
     c = products[0]
     shape = c.shape
@@ -96,11 +88,8 @@ def _define_kernel(anchor: Anchor) -> None:
         f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str[] kernels, ScalarType out, "
         f"bool save) -> ({returns})"
     )
+    # Those on CUDA are in kernels_cu/shim_linear.h and shim_conv.h: in Python a call took 100 us.
     _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
-    if (
-        anchor.kind != "linear"
-    ):  # kernels_cu/shim_linear.h has that one: in Python it took 40 us a call
-        _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CUDA")
     fake = functools.partial(_kernel, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
 
@@ -113,6 +102,14 @@ def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
 _LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
+
+
+# In fp32 without TF32, whatever cuDNN's own setting says, which allows it by default.
+_LIBRARY.define(
+    "exact_convolution(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+    "int groups) -> Tensor"
+)
+_LIBRARY.impl("exact_convolution", functools.partial(library_convolution, False), "CUDA")
 
 
 def _own_backward(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
@@ -168,10 +165,16 @@ class FusedCall:
     def run(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None], save: bool
     ) -> tuple[Tensor, ...]:
+        return self.bound(operands, t, save)()
+
+    def bound(
+        self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None], save: bool
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """The kernel op with all of its arguments, as a compiled graph calls it."""
         op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_kernel").default
         kernels = self._kernels(operands, t)
         tail = (list(t), self.s, self.kinds, self.pattern.name, kernels, self.out)
-        return op(*operands, *self.config.values(), *tail, save)
+        return functools.partial(op, *operands, *self.config.values(), *tail, save)
 
     def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None]) -> list[str]:
         """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` then has."""
@@ -182,6 +185,8 @@ class FusedCall:
         training = self.config.get("training", False)
         wanted = (self.pattern, self.kinds, named, t, x.dtype, self.out, training)
         sources = [apply.kernel_source(*wanted, k) for k in self.anchor.kernels(self.config)]
+        if training and _is_real(x):
+            native.prepare_batch_stats(x.device)
         return _prepared(sources, x)
 
     def has_own_backward(
@@ -217,9 +222,13 @@ class FusedCall:
         return dict(zip(itertools.compress(self.anchor.operands, wanted), found))
 
 
+def _is_real(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
 def _prepared(sources: Sequence[str], like: Tensor) -> list[str]:
     """The kernels' names; loads them, unless the tensor is fake: `plan` then has."""
-    if type(like) in (Tensor, torch.nn.Parameter):
+    if _is_real(like):
         native.prepare(sources, like.device)
     return [native.kernel_name(source) for source in sources]
 

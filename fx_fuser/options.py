@@ -116,6 +116,12 @@ class Options:
         positive = [n for n in self.patterns if not n.startswith("-")]
         return f"-{pattern}" not in self.patterns and (not positive or pattern in positive)
 
+    @property
+    def replays_cuda_graphs(self) -> bool:
+        """Then the host's time to call an op is nobody's."""
+        in_mode = self.mode in ("reduce-overhead", "max-autotune")
+        return self.inner == "inductor" and bool(self.inductor.get("triton.cudagraphs", in_mode))
+
     def inner_compiler(self) -> Callable[..., Any]:
         """(graph module, example inputs) → compiled function."""
         if self.inner == "inductor":

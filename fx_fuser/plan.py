@@ -31,6 +31,7 @@ from fx_fuser.errors import OptionError
 from fx_fuser.match import Fault, Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.spell import hint_of, meta_tensor
+from fx_fuser.timing import Took
 
 # What a kernel of ours must stay below to be taken: this much of the library's time and, since
 # events are 0.5 us apart, this many ms less.
@@ -208,7 +209,7 @@ def _pick(
     if options.plan == "always":
         return Plan(on_kernels, preferred, preferred.get("product", ""))
     if match.site.kind == "linear":
-        best, note = _compare(match, candidates)
+        best, note = _compare(match, candidates, options)
     else:
         best, note = _compare_convolutions(match, candidates, options)
     if best is not None:
@@ -254,8 +255,9 @@ def _compare_convolutions(
     """
     library, *direct = map(dict, candidates)
     rivals = _rivals(match, library, options)
+    may_leave = rivals or not _is_exact(match, library) or not _may_be_tf32(match)
     otherwise = None if rivals else library
-    if not rivals and not direct:
+    if not may_leave and not direct:
         return otherwise, ""
     tensors = rehearse.tensors_of(match)
     if tensors is None:
@@ -269,19 +271,25 @@ def _compare_convolutions(
         return otherwise, str(error)
     if found is None:
         return otherwise, "no memory to time it"
+    if options.replays_cuda_graphs:
+        found = [Took(took.gpu) for took in found]
     ours = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
     names = [LIBRARY, *ours, *(rival.name for rival in rivals)]
     times = dict(zip(names, found))
-    note = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
-    own = [(times.pop(name), choices) for name, choices in zip(ours, direct)]
+    note = ", ".join(f"{name} {took}" for name, took in times.items())
+    own = [(times.pop(name).ms, choices) for name, choices in zip(ours, direct)]
     if own:
         fastest, choices = min(own, key=lambda pair: pair[0])
-        if _gains(fastest, min(times.values())):
+        if _gains(fastest, min(took.gpu for took in times.values())):
             return choices, note
     fused = times.pop(LIBRARY)
-    rival = min(times.values(), default=math.inf)
+    # The inner compiler has the same convolution, and as few passes over its result.
+    if may_leave and fused.host > fused.gpu:
+        return None, note
+    rival = min((took.gpu for took in times.values()), default=math.inf)
     # Of two that are as fast, the exact one; and else the one in which no kernel is ours.
-    stays = not _gains(rival, fused) if _is_exact(match, library) else _gains(fused, rival)
+    exact = _is_exact(match, library)
+    stays = not _gains(rival, fused.gpu) if exact else _gains(fused.gpu, rival)
     return (library if stays else None), note
 
 
@@ -289,6 +297,13 @@ def _is_exact(match: Match, library: Mapping[str, Any]) -> bool:
     c = meta_tensor(match.site.nodes[0])
     assert c is not None
     return c.dtype.itemsize >= 4 and not library["tf32"]
+
+
+def _may_be_tf32(match: Match) -> bool:
+    """May the inner compiler's convolution take TF32?"""
+    c = meta_tensor(match.site.nodes[0])
+    assert c is not None
+    return c.dtype == torch.float32 and conv_tf32_allowed()
 
 
 def _rivals(
@@ -300,9 +315,7 @@ def _rivals(
     ahead = x is not None and x.op != "placeholder"
     if not _is_exact(match, library):
         return (rehearse.Rival("in channels_last", library, turned=True, ahead=ahead),)
-    c = meta_tensor(match.site.nodes[0])
-    asked = options.fp32 != "follow" or c.dtype == torch.float64  # type: ignore[union-attr]
-    if asked or not conv_tf32_allowed():
+    if options.fp32 != "follow" or not _may_be_tf32(match):
         return ()
     inexact = {**library, "tf32": True}
     return (
@@ -312,7 +325,7 @@ def _rivals(
 
 
 def _compare(
-    match: Match, candidates: Sequence[Mapping[str, Any]]
+    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[dict[str, Any] | None, str]:
     """What beats the library, forward and, in training, backward together, and by what figures.
 
@@ -333,12 +346,14 @@ def _compare(
         return None, str(error)
     if times is None:
         return None, "no memory to time it"
-    ahead, back = times[:2], times[2:]
-    note = f"library {ahead[0]:.4g} ms, {own['product']} {ahead[1]:.4g} ms"
+    note = f"library {times[0]}, {own['product']} {times[1]}"
+    if options.replays_cuda_graphs:
+        times = [Took(took.gpu) for took in times]
+    ahead, back = times[:2], [took.gpu for took in times[2:]]
     backward = LIBRARY
     if back:
         note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
         if _gains(back[1], back[0]):
             backward = own["backward"]
-    gained = _gains(ahead[1] + min(back, default=0), ahead[0] + sum(back[:1]))
+    gained = _gains(ahead[1].ms + min(back, default=0), ahead[0].gpu + sum(back[:1]))
     return ({**own, "backward": backward} if gained else None), note

@@ -18,6 +18,7 @@ from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
 from fx_fuser.ops import FusedCall, argument_names, gradients, kernel_sources, wildcards_of
 from fx_fuser.spell import hint_of, meta_tensor
+from fx_fuser.timing import Way
 
 
 @dataclass(frozen=True)
@@ -106,38 +107,41 @@ def convolutions(
     candidates: Sequence[Mapping[str, Any]],
     tensors: Sequence[TensorForm | None],
     rivals: Sequence[Rival],
-) -> list[Callable[[], object]]:
+) -> list[Way]:
     """A convolution's kernel op with each of plan's candidates, as the match will call it, and the
     rivals.
 
     Where gradients are asked for, followed by its backward.
     """
     run = _Rehearsal(match, tensors)
+    calls = [run.forward(choices, run.operands) for choices in candidates]
     if len(candidates) > 1:
-        ahead = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
-        _compare(ahead, candidates, run.c.dtype)
-    step = functools.partial(run.step, run.gradient_of_z()) if run.saves else run.forward
-    ways = [functools.partial(step, choices, run.operands) for choices in candidates]
-    if run.saves and len(ways) > 1:
-        in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
-        _compare(ways, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+        _compare(calls, candidates, run.c.dtype)
+    step: Callable[..., Any] = lambda *arguments: run.forward(*arguments)()  # noqa: E731
+    steps: list[Callable[[], Any]] = list(calls)
+    if run.saves:
+        step = functools.partial(run.step, run.gradient_of_z())
+        steps = [functools.partial(step, choices, run.operands) for choices in candidates]
+        if len(steps) > 1:
+            in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
+            _compare(steps, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
     x, weight, *others = run.operands
 
     def turn(tensor: Tensor) -> Tensor:
         return tensor.contiguous(memory_format=torch.channels_last)
 
-    def way_of(rival: Rival) -> Callable[[], object]:
+    def way_of(rival: Rival) -> Way:
         if not rival.turned:
-            return functools.partial(step, rival.choices, run.operands)
+            return Way(functools.partial(step, rival.choices, run.operands))
         turned = [turn(x) if rival.ahead else x, turn(weight), *others]
-        return lambda: step(rival.choices, [turn(turned[0]), *turned[1:]])
+        return Way(lambda: step(rival.choices, [turn(turned[0]), *turned[1:]]))
 
-    return [*ways, *map(way_of, rivals)]
+    return [*map(Way, steps, calls), *map(way_of, rivals)]
 
 
 def rehearsals(
     match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
-) -> list[Callable[[], object]]:
+) -> list[Way]:
     """A Linear's kernel op with each of plan's candidates, as the match will call it.
 
     In training followed by the anchor's backward with each of them.
@@ -147,14 +151,16 @@ def rehearsals(
         # What other data did to a kernel is not what this rehearsal is about.
         own = [source for choices in candidates for source in kernel_sources(match, choices)]
         native.wake(own, run.c.device)
-    ahead = [functools.partial(run.forward, choices, run.operands) for choices in candidates]
+    ahead = [run.forward(choices, run.operands) for choices in candidates]
     _compare(ahead, candidates, run.c.dtype)
+    # The library's stands for the inner compiler's code, of which the host's time is not known.
+    ways = [Way(call, None if i == 0 else call) for i, call in enumerate(ahead)]
     if not run.needs:
-        return list(ahead)
+        return ways
     dz = run.gradient_of_z()
     back = [functools.partial(run.backward, choices, dz) for choices in candidates]
     _compare(back, candidates, run.c.dtype)
-    return [*ahead, *back]
+    return [*ways, *map(Way, back)]
 
 
 class DisagreementError(RuntimeError):
@@ -219,11 +225,12 @@ class _Rehearsal:
 
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
-    ) -> tuple[Tensor, ...]:
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """The op with all of its arguments."""
         named = dict(zip(self.anchor.operands, operands))
         call = self.call(choices)
         read = self.anchor.kernel_operands(named, call.config)
-        return call.run(read, self.t, save=self.saves)
+        return call.bound(read, self.t, save=self.saves)
 
     def call(self, choices: Mapping[str, Any]) -> FusedCall:
         _, s, kinds = wildcards_of(self.match)

@@ -4,6 +4,7 @@
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
 // shim_device.h) and into every CUDA torch from 2.11 on.
 #include "shim_batch_stats.h"
+#include "shim_conv.h"
 #include "shim_conv_direct.h"
 #include "shim_conv_direct_backward.h"
 #include "shim_linear.h"
@@ -66,6 +67,8 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
   m.impl("linear_kernel", TORCH_BOX(&linear_kernel));
+  m.impl("conv2d_kernel", TORCH_BOX(&conv2d_kernel));
+  m.impl("conv2d_batchnorm_kernel", TORCH_BOX(&conv2d_batchnorm_kernel));
   m.impl("split_product", TORCH_BOX(&split_product));
 }
 

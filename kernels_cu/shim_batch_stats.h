@@ -41,6 +41,8 @@ struct StatsLibrary {
   }
 };
 
+constexpr const char* kBatchStats = "batch_stats";  // their only name
+
 int64_t load_batch_stats(const std::string& cubin, int64_t device) {
   const OnDevice on_device(static_cast<int>(device));
   cudaLibrary_t library = load_library(cubin);
@@ -50,8 +52,10 @@ int64_t load_batch_stats(const std::string& cubin, int64_t device) {
     };
     return {kernel("planes"), kernel("rows"), kernel("rows_narrow"), kernel("combine")};
   };
-  return reinterpret_cast<int64_t>(new StatsLibrary{kernels("float32"), kernels("float64"),
-                                                    kernels("float16"), kernels("bfloat16")});
+  const auto* loaded = new StatsLibrary{kernels("float32"), kernels("float64"), kernels("float16"),
+                                        kernels("bfloat16")};
+  registry<StatsLibrary>().add(kBatchStats, static_cast<int>(device), loaded);
+  return reinterpret_cast<int64_t>(loaded);
 }
 
 // As many rounds as still leave kStatsMinBlocks blocks. Depends on the shape alone, so that results
@@ -139,11 +143,11 @@ std::pair<Tensor, int64_t> launch_rows(const StatsKernels& kernels, const Tensor
 }
 
 // (mean, biased variance) of each channel of x[N, C, ...], dense with channels second or last.
-std::tuple<Tensor, Tensor> batch_stats(int64_t handle, const Tensor& x) {
+std::tuple<Tensor, Tensor> run_batch_stats(const StatsLibrary& library, const Tensor& x) {
   require_cuda(x, "x");
   STD_TORCH_CHECK(x.dim() >= 2, "fx_fuser: batch_stats wants x[N, C, ...], not ",
                   to_string(x.sizes()));
-  const StatsKernels& kernels = reinterpret_cast<const StatsLibrary*>(handle)->of(x.scalar_type());
+  const StatsKernels& kernels = library.of(x.scalar_type());
   const ScalarType acc =
       x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   StatsShape shape{x.size(0), x.size(1), 1};
@@ -171,6 +175,10 @@ std::tuple<Tensor, Tensor> batch_stats(int64_t handle, const Tensor& x) {
                          partial.second};
   launch(kernels.combine, shape.channels, kStatsThreads, stream, args);
   return {mean, variance};
+}
+
+std::tuple<Tensor, Tensor> batch_stats(int64_t handle, const Tensor& x) {
+  return run_batch_stats(*reinterpret_cast<const StatsLibrary*>(handle), x);
 }
 
 }  // namespace

@@ -137,11 +137,10 @@ int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
 
 // out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
 // False, and nothing is launched, where the kernel does not take these shapes or strides.
-bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
-                 const std::vector<int64_t>& padding, const Tensor& out,
-                 const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                 const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
+bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
+                     const std::vector<int64_t>& padding, const Tensor& out,
+                     const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+                     const std::vector<double>& scalars) {
   check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   auto args = conv_args(x, weight, padding, static_cast<int>(out.element_size()));
@@ -195,11 +194,10 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
 
 // Mean and biased variance of each channel of conv2d(x, weight), which is not written. False, and
 // nothing is launched, where the kernel does not take these shapes or strides.
-bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
-                            const Tensor& weight, const std::vector<int64_t>& padding,
-                            const Tensor& mean, const Tensor& variance) {
-  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
-  const auto& combine = reinterpret_cast<const StatsLibrary*>(batch_stats_handle)->float32.combine;
+bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLibrary& statistics,
+                                const Tensor& x, const Tensor& weight,
+                                const std::vector<int64_t>& padding, const Tensor& mean,
+                                const Tensor& variance) {
   check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   for (const Tensor& result : {mean, variance}) {
@@ -222,8 +220,24 @@ bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Te
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/false);
   launch(kernels.statistics, blocks, kConvThreads, stream, *args, options);
   const CombineArgs moments{partial.data_ptr(), mean.data_ptr(), variance.data_ptr(), splits};
-  launch(combine, args->outputs, kStatsThreads, stream, moments);
+  launch(statistics.float32.combine, args->outputs, kStatsThreads, stream, moments);
   return true;
+}
+
+bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
+                 const std::vector<int64_t>& padding, const Tensor& out,
+                 const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+                 const std::vector<double>& scalars) {
+  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
+  return run_conv_direct(kernels, x, weight, padding, out, c, operands, scalars);
+}
+
+bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
+                            const Tensor& weight, const std::vector<int64_t>& padding,
+                            const Tensor& mean, const Tensor& variance) {
+  return run_conv_direct_statistics(*reinterpret_cast<const ConvDirectKernels*>(handle),
+                                    *reinterpret_cast<const StatsLibrary*>(batch_stats_handle), x,
+                                    weight, padding, mean, variance);
 }
 
 }  // namespace

@@ -10,8 +10,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "divisor.h"
@@ -46,8 +50,19 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// A contiguous tensor on `like`'s device. torch::stable::new_empty goes through the dispatcher by
-// the op's name, which takes 0.8 us for 0.2 (x86-64 build machine, torch 2.13, 2026-11-21).
+// A tensor on `like`'s device. torch::stable::new_empty goes through the dispatcher by the op's
+// name, which takes 0.8 us for 0.2 (x86-64 build machine, torch 2.13, 2026-11-21).
+Tensor new_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, size_t rank,
+                   ScalarType type) {
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes, strides, dtype,
+                                                  device_type, like.get_device_index(), &made));
+  return Tensor(made);
+}
+
 Tensor new_dense(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -55,14 +70,12 @@ Tensor new_dense(const Tensor& like, const std::vector<int64_t>& sizes, ScalarTy
     strides[d] = stride;
     stride *= std::max<int64_t>(sizes[d], 1);
   }
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                  strides.data(), dtype, device_type,
-                                                  like.get_device_index(), &made));
-  return Tensor(made);
+  return new_strided(like, sizes.data(), strides.data(), sizes.size(), type);
+}
+
+// In the layout of `like`, which is dense.
+Tensor new_like(const Tensor& like, ScalarType type) {
+  return new_strided(like, like.sizes().data(), like.strides().data(), like.dim(), type);
 }
 
 struct LaunchOptions {
@@ -121,6 +134,34 @@ cudaKernel_t get_kernel(cudaLibrary_t library, const std::string& name) {
   check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
         "cudaFuncGetAttributes");
   return kernel;
+}
+
+// Loaded kernels by name and device, for the ops that graphs call: a graph names its kernels.
+template <class Kernels>
+class Registry {
+ public:
+  void add(const std::string& name, int device, const Kernels* kernels) {
+    const std::unique_lock lock(mutex_);
+    kernels_[{name, device}] = kernels;
+  }
+
+  const Kernels& at(const std::string& name, int device) {
+    const std::shared_lock lock(mutex_);
+    const auto found = kernels_.find({name, device});
+    STD_TORCH_CHECK(found != kernels_.end(), "fx_fuser: kernel ", name,
+                    " is not loaded on cuda:", device, "; fx_fuser.native.prepare loads it");
+    return *found->second;
+  }
+
+ private:
+  std::shared_mutex mutex_;
+  std::map<std::pair<std::string, int>, const Kernels*> kernels_;
+};
+
+template <class Kernels>
+Registry<Kernels>& registry() {
+  static Registry<Kernels> instance;
+  return instance;
 }
 
 void require_cuda(const Tensor& tensor, const char* name) {

@@ -5,10 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,34 +38,6 @@ ScalarType scalar_type_of(const std::string& cuda_name) {
     if (cuda_name == name) return type;
   }
   STD_TORCH_CHECK(false, "fx_fuser: unknown element type ", cuda_name);
-}
-
-// Loaded kernels by name and device, for the ops that graphs call: a graph names its kernels.
-template <class Kernels>
-class Registry {
- public:
-  void add(const std::string& name, int device, const Kernels* kernels) {
-    const std::unique_lock lock(mutex_);
-    kernels_[{name, device}] = kernels;
-  }
-
-  const Kernels& at(const std::string& name, int device) {
-    const std::shared_lock lock(mutex_);
-    const auto found = kernels_.find({name, device});
-    STD_TORCH_CHECK(found != kernels_.end(), "fx_fuser: kernel ", name,
-                    " is not loaded on cuda:", device, "; fx_fuser.native.prepare loads it");
-    return *found->second;
-  }
-
- private:
-  std::shared_mutex mutex_;
-  std::map<std::pair<std::string, int>, const Kernels*> kernels_;
-};
-
-template <class Kernels>
-Registry<Kernels>& registry() {
-  static Registry<Kernels> instance;
-  return instance;
 }
 
 // `signature` is what stands between the parentheses of FX_FUSER_POINTWISE, as a list.
@@ -297,16 +266,7 @@ void run_pointwise(const PointwiseKernels& kernels, const Tensor& out,
   // Copies in out's layout leave one dimension.
   std::vector<Tensor> copies;
   for (const Tensor& input : inputs) {
-    std::array<StableIValue, 6> stack{
-        torch::stable::detail::from(out),
-        torch::stable::detail::from(std::optional(input.scalar_type())),
-        torch::stable::detail::from(std::nullopt),
-        torch::stable::detail::from(std::nullopt),
-        torch::stable::detail::from(std::nullopt),
-        torch::stable::detail::from(std::nullopt)};
-    TORCH_ERROR_CODE_CHECK(
-        torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
-    Tensor copy = torch::stable::detail::to<Tensor>(stack[0]);
+    Tensor copy = new_like(out, input.scalar_type());
     torch::stable::copy_(copy, input);
     copies.push_back(std::move(copy));
   }

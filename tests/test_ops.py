@@ -157,9 +157,13 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     native._load_shim()
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     *front, t, s, letters, _, out, _ = _detached(list(linear_args("nf", F32)))
+    conv = _detached(list(conv_args("f", F32, True)))
+    norm, ct = conv[:17], conv[17:20]
     calls = {
         "linear_kernel": (*front, t, s, letters, MUL, ["a kernel"], out, False),
         "split_product": (*front[:2], "a kernel"),
+        "conv2d_kernel": (*norm[:3], *norm[7:14], *ct, CONV, ["a kernel"], out, False),
+        "conv2d_batchnorm_kernel": (*norm, *ct, CONV, ["a kernel"], out, False),
     }
     for name, args in calls.items():
         op = getattr(torch.ops.fx_fuser, name).default

@@ -23,6 +23,7 @@ from fx_fuser.errors import OptionError
 from fx_fuser.match import Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.plan import Plan
+from fx_fuser.timing import Took
 
 GPU = torch.device("cuda", 0)
 LIBRARY = {"product": "library", "backward": "library"}
@@ -65,13 +66,19 @@ def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """As if the matches were on a Hopper GPU whose times are given."""
-    times: list[list[float] | None] = [[1.0, 0.5]]
+    times: list[list[Took] | None] = [[Took(1.0), Took(0.5)]]
     monkeypatch.setattr(plan, "_device", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
     monkeypatch.setattr(native, "runs_on", lambda *_: True)
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])
     precision = torch.backends.cuda.matmul.fp32_precision
-    yield lambda *found: times.__setitem__(0, None if found == (None,) else list(found))
+
+    def give(*found: float | Took | None) -> None:
+        """Milliseconds of the GPU; None: it had no memory."""
+        made = [took if isinstance(took, Took) else Took(took) for took in found if took]
+        times[0] = made or None
+
+    yield give
     torch.backends.cuda.matmul.fp32_precision = precision
 
 
@@ -151,7 +158,9 @@ def test_what_was_not_rehearsed_is_not_taken(
 
 def keys_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     keys: list[str] = []
-    monkeypatch.setattr(timing, "medians", lambda key, *_: keys.append(repr(key)) or [1.0, 0.5])
+    monkeypatch.setattr(
+        timing, "medians", lambda key, *_: keys.append(repr(key)) or [Took(1.0), Took(0.5)]
+    )
     return keys
 
 
@@ -308,7 +317,7 @@ def test_an_exact_convolution_is_fused_always(
         assert decide(match, fp32=precision) == Plan(True, CONV)
     assert isinstance(decide(match, fp32="tf32"), Refusal)
     cudnn_precision("ieee")
-    assert decide(match) == Plan(True, CONV)
+    assert decide(match) == Plan(True, CONV, "library 2 ms")
 
 
 @pytest.mark.parametrize(
@@ -326,6 +335,34 @@ def test_where_cudnn_may_take_tf32_an_exact_convolution_is_fused_unless_that_is_
     note = f"library 1 ms, in TF32 {lying:g} ms, in TF32 and channels_last {turned:g} ms"
     assert note in str(decision)
     assert isinstance(decide(match, plan="always"), Plan)
+
+
+@pytest.mark.parametrize("host, fused", [(0.9, True), (1.1, False)])
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_site_that_the_host_takes_longer_to_call_than_the_gpu_to_run_is_left(
+    match_of: Any, on_gpu: Any, cudnn_precision: Any, host: float, fused: bool, mode: str | None
+) -> None:
+    """The inner compiler's code may take the host less; in a CUDA graph it takes it nothing."""
+    x, weight = torch.randn(2, 9, 8, 8), torch.randn(4, 9, 3, 3)
+    match = match_of(scaled_norm, x, weight)
+    on_gpu(Took(1.0, host), 2.0, 2.0)
+    decisions = [decide(match, mode=mode), decide(half_norm(match_of), mode=mode)]
+    cudnn_precision("ieee")
+    decisions.append(decide(match, mode=mode))
+    for decision in decisions:
+        assert isinstance(decision, Plan) == (fused or mode is not None)
+        assert ("library 1.1 ms of the host" in str(decision)) == (not fused and mode is None)
+    cudnn_precision("tf32")
+    # Left, it would not be exact.
+    assert isinstance(decide(match, mode=mode, fp32="split"), Plan)
+
+
+def test_the_hosts_time_counts_against_our_kernels(match_of: Any, on_gpu: Any) -> None:
+    on_gpu(1.0, Took(0.5, 1.0), 2.0, 2.0)
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    assert decide(match_of(scaled_norm, x, weight)).choices["product"] == "library"  # type: ignore[union-attr]
+    on_gpu(1.0, Took(0.5, 1.0))
+    assert isinstance(decide(match_of(swish, *linear_tensors())), Refusal)
 
 
 @pytest.mark.parametrize("direct, product", [(0.4, "direct"), (0.5, None), (2.0, None)])
@@ -466,7 +503,7 @@ def test_neither_in_other_layouts_and_dtypes(match_of: Any, on_gpu: Any) -> None
         (x, weight.to(memory_format=torch.channels_last)),
         (x.double(), weight.double()),
     ):
-        assert decide(match_of(scaled_norm, a, b), fp32="split") == Plan(True, CONV)
+        assert decide(match_of(scaled_norm, a, b), fp32="split").choices == CONV  # type: ignore[union-attr]
 
 
 def test_both_layouts_are_rehearsed(match_of: Any) -> None:
@@ -534,21 +571,38 @@ def test_a_kernel_that_is_wrong_is_not_used(
     """Forward or backward: the site is left to the inner compiler, and one warning says so."""
     x, weight, bias = linear_tensors()
     match = match_of(swish, x, weight.requires_grad_(train), bias)
-    right = ops.FusedCall.run if not train else Linear.backward
+    bound, backward = ops.FusedCall.bound, Linear.backward
 
-    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = right(self, *args, **kwargs)
-        config = self.config if not train else args[2]
-        if config["product"] == "split":
-            (found[0] if not train else found["weight"])[-1, -1] += 0.01
+    def wrong_ahead(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y, *others = bound(self, *args, **kwargs)()
+        y[-1, -1] += 0.01 * (self.config["product"] == "split")
+        return lambda: (y, *others)
+
+    def wrong_back(self: Any, *args: Any) -> Any:
+        found = backward(self, *args)
+        found["weight"][-1, -1] += 0.01 * (args[2]["product"] == "split")
         return found
 
-    owner, name = (ops.FusedCall, "run") if not train else (Linear, "backward")
-    monkeypatch.setattr(owner, name, wrong)
+    if train:
+        monkeypatch.setattr(Linear, "backward", wrong_back)
+    else:
+        monkeypatch.setattr(ops.FusedCall, "bound", wrong_ahead)
     monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways())
     with pytest.warns(UserWarning, match=r"the split product .* from the library's; please report"):
         decision = decide(match)
     assert isinstance(decision, Refusal) and "from the library's" in decision.reason
+
+
+def library_in_tf32() -> Callable[..., Any]:
+    """`FusedCall.bound` with the library's results off by as much as TF32's are."""
+    right = ops.FusedCall.bound
+
+    def rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y, *others = right(self, *args, **kwargs)()
+        found = (y * (1 + 3e-4 * (self.config["product"] == "library")), *others)
+        return lambda: found
+
+    return rounded
 
 
 @pytest.mark.parametrize("precision, used", [("ieee", False), ("tf32", True)])
@@ -556,14 +610,10 @@ def test_a_library_in_tf32_is_no_measure_of_fp32(
     match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, precision: str, used: bool
 ) -> None:
     """option "split" under `high`: what differs by TF32's rounding is as it should be."""
-    match, right = match_of(swish, *linear_tensors()), ops.FusedCall.run
-
-    def rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        y, *others = right(self, *args, **kwargs)
-        return (y * (1 + 3e-4 * (self.config["product"] == "library")), *others)
-
-    monkeypatch.setattr(ops.FusedCall, "run", rounded)
-    monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and [1, 0.5])
+    match = match_of(swish, *linear_tensors())
+    monkeypatch.setattr(ops.FusedCall, "bound", library_in_tf32())
+    times = [Took(1.0), Took(0.5)]
+    monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and times)
     torch.backends.cuda.matmul.fp32_precision = precision
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -577,14 +627,8 @@ def test_nor_is_a_librarys_convolution_in_tf32(
 ) -> None:
     """Asked of fx_fuser alone, with torch's own settings as they are."""
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
-    right = ops.FusedCall.run
-
-    def rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        y, *others = right(self, *args, **kwargs)
-        return (y * (1 + 3e-4 * (self.config["product"] == "library")), *others)
-
-    monkeypatch.setattr(ops.FusedCall, "run", rounded)
-    times = [1.0, 0.5] if precise else [1.0, 0.5, 2.0]
+    monkeypatch.setattr(ops.FusedCall, "bound", library_in_tf32())
+    times = [Took(1.0), Took(0.5), *([] if precise else [Took(2.0)])]
     monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and times)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -602,9 +646,9 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
     """Counts the measurements; each gives other figures."""
     count = [0]
 
-    def measure(make_ways: Any, device: Any) -> list[float]:
+    def measure(make_ways: Any, device: Any) -> list[Took]:
         count[0] += 1
-        return [float(count[0]), 2.0]
+        return [Took(float(count[0]), 0.5), Took(2.0)]
 
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(timing, "_known", {})
@@ -614,7 +658,9 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
 
 
 def ask(*key: object) -> list[float] | None:
-    return timing.medians(key, list, GPU)
+    found = timing.medians(key, list, GPU)
+    assert found is None or [took.host for took in found] == [0.5, 0.0]
+    return found and [took.gpu for took in found]
 
 
 def test_measured_once_in_a_process_and_on_a_machine(
@@ -627,7 +673,7 @@ def test_measured_once_in_a_process_and_on_a_machine(
     assert ask("a") == [3.0, 2.0]
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", '"x"', '["x"]'])
+@pytest.mark.parametrize("text", ["", "{", "null", '"x"', '["x"]', "[1.0, 2.0]"])
 def test_a_damaged_answer_is_measured_again(
     clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from fx_fuser.spell import Operand
 
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
-# products → (source of the anchor's own kernel with the epilogue, its tensors, its scalars)
-Epilogue = Callable[[Sequence[Tensor]], tuple[str, list[Tensor], list[float]]]
 # Who makes the product on CUDA, where an anchor leaves that to `plan`: the library, or ours.
 LIBRARY = "library"
 
@@ -57,15 +55,6 @@ class Anchor(ABC):
     @abstractmethod
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """The main operation, by the library's own kernels: the products, real memory."""
-
-    def in_one_kernel(
-        self, operands: Operands, config: Config, epilogue: Epilogue, out: torch.dtype, save: bool
-    ) -> tuple[Tensor, ...] | None:
-        """The result and the products, of which c only if `save`, by the last of `kernels`.
-
-        None where that kernel does not take the operands.
-        """
-        return None
 
     @abstractmethod
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser import native
-from fx_fuser.anchors.base import LIBRARY, Anchor, Config, Epilogue, Operands
+from fx_fuser.anchors.base import LIBRARY, Anchor, Config, Operands
 from fx_fuser.epilogue import POINTWISE, Kernel
 from fx_fuser.sites import Site
 from fx_fuser.spell import Arg, Expr, Operand, meta_tensor
@@ -62,6 +62,24 @@ def convolve(operands: Operands, config: Config) -> Tensor:
     return F.conv2d(x, operands["weight"], None, *geometry)
 
 
+def library_convolution(
+    tf32: bool,
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    cudnn = torch.backends.cudnn
+    # aten._convolution is the one entry that takes TF32 as an argument: cuDNN's own default allows
+    # it, and fp32 here means fp32-accurate.
+    flags = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, tf32)
+    geometry = (stride, padding, dilation, False, [0, 0], groups)
+    c: Tensor = torch.ops.aten._convolution.default(x, weight, None, *geometry, *flags)
+    return c
+
+
 def per_channel(vector: Tensor) -> Tensor:
     """[C], shaped to broadcast against [N, C, H, W]."""
     return vector.view(-1, 1, 1)
@@ -92,49 +110,8 @@ class Conv2d(Anchor):
 
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         x, padding = padded(operands["x"], config)
-        cudnn = torch.backends.cudnn
-        # aten._convolution is the one entry that takes TF32 as an argument: cuDNN's own default
-        # allows it, and fp32 here means fp32-accurate.
-        c = torch.ops.aten._convolution(
-            x,
-            operands["weight"],
-            None,
-            config["stride"],
-            padding,
-            config["dilation"],
-            False,
-            [0, 0],
-            config["groups"],
-            cudnn.benchmark,
-            cudnn.deterministic,
-            cudnn.enabled,
-            config["tf32"],
-        )
-        return (c,)
-
-    def in_one_kernel(
-        self, operands: Operands, config: Config, epilogue: Epilogue, out: torch.dtype, save: bool
-    ) -> tuple[Tensor, ...] | None:
-        x, weight = operands["x"], operands["weight"]
-        statistics = self._room_for_statistics(operands, config)
-        source, tensors, scalars = epilogue((x, *statistics))  # x: of c's dtype, that is not there
-        arguments = (source, x, weight, config["padding"])
-        if any(s.numel() for s in statistics) and not native.conv_direct_statistics(
-            *arguments, *statistics
-        ):
-            return None
-        left, right, top, bottom = config["padding"]
-        height = x.shape[2] + top + bottom - weight.shape[2] + 1
-        width = x.shape[3] + left + right - weight.shape[3] + 1
-        shape = (x.shape[0], weight.shape[0], height, width)
-        result = x.new_empty(shape, dtype=out)
-        c = x.new_empty(shape if save else 0)
-        taken = native.conv_direct(*arguments, result, c if save else None, tensors[1:], scalars)
-        return (result, c, *statistics) if taken else None
-
-    def _room_for_statistics(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        """Memory for the products that follow c."""
-        return ()
+        geometry = (config["stride"], padding, config["dilation"], config["groups"])
+        return (library_convolution(config["tf32"], x, operands["weight"], *geometry),)
 
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (convolve(operands, config),)

@@ -65,10 +65,6 @@ class Conv2dBatchNorm(Conv2d):
             return (c, *batch_stats(c))
         return (c, c.new_empty(0), c.new_empty(0))
 
-    def _room_for_statistics(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        x, count = operands["x"], operands["weight"].shape[0] if config["training"] else 0
-        return tuple(x.new_empty(count, dtype=accumulation_dtype((x.dtype,))) for _ in range(2))
-
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         (c,) = super().product_like(operands, config)
         if not config["training"]:
