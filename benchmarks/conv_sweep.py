@@ -233,8 +233,10 @@ def main(arguments: list[str] | None = None) -> int:
     record: dict[str, Any] = {}
     lines, failures = [], []
     for i, case in enumerate(cases):
-        rows = run_case(case, device, i < args.max_autotune, Timing(10, 30, 3))
-        line, reason = judged(rows, SLOWEST if i < args.cases else SLOWEST_NET)
+        tuned, slowest = i < args.max_autotune, SLOWEST if i < args.cases else SLOWEST_NET
+        line, reason = judged(run_case(case, device, tuned, Timing(10, 30, 3)), slowest)
+        if reason:  # what the host binds differs by 20 % from run to run of one code
+            line, reason = judged(run_case(case, device, tuned, Timing(20, 60, 9)), slowest)
         lines.append(line)
         print(*(f"{v:.4g}" if isinstance(v, float) else v for v in line.values()), flush=True)
         if reason:

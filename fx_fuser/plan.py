@@ -4,20 +4,22 @@ A Linear on CUDA is fused where one kernel of ours, product and epilogue, beats 
 product with the pointwise kernel; both are timed on tensors of our own (`fx_fuser.timing`). The
 latter stands for what Inductor makes of the region: the same within 3 % (benchmarks/results).
 
-A convolution is fused where that is faster than the library's in the layout that Inductor may turn
-the graph to. In fp32 it is as exact as fp32 if it is fused, and has a rival only where torch's
-settings let the library take TF32, as they do by default: what is left alone follows them. One of
-few channels has a direct kernel too, in 16 bits as well, which is taken where it is faster than
-all of these.
+A convolution of few channels is fused where a direct kernel is faster than the library's
+convolution in either layout and, in fp32, in TF32 where torch's settings let the library take it,
+as they do by default; what is left alone follows them. Any other is fused only where option "fp32"
+asks for a precision that those settings would not give.
+
+The host calls an op while the GPU runs the one before. A kernel that takes the host longer than the
+GPU counts as much as the host's time, and must still beat the GPU's time of what it replaces.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -218,7 +220,7 @@ def _pick(
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
     help = ""
-    if match.site.kind != "linear" and _is_exact(match, candidates[0]):  # its rivals are not
+    if match.site.kind != "linear" and _may_be_tf32(match) and not candidates[0]["tf32"]:
         help = "give options={'fp32': 'split'}, with which it stays fp32-accurate"
     return Refusal.of(match, Fault(match.root, reason, help))
 
@@ -249,19 +251,22 @@ def _key(
 def _compare_convolutions(
     match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[dict[str, Any] | None, str]:
-    """What is fastest, and by what figures; None where the inner compiler may be faster.
+    """What is fastest, and by what figures; None where it is not ours.
 
     Where gradients are asked for, the times are of forward and backward together.
     """
     library, *direct = map(dict, candidates)
-    rivals = _rivals(match, library, options)
-    may_leave = rivals or not _is_exact(match, library) or not _may_be_tf32(match)
-    otherwise = None if rivals else library
-    if not may_leave and not direct:
-        return otherwise, ""
+    # The inner compiler calls the library's convolution, too, turns whole graphs to the layout that
+    # suits it, and needs as few passes over its result. Only its precision may not be what is asked
+    # for.
+    asked = options.fp32 != "follow" and library["tf32"] != _may_be_tf32(match)
+    otherwise = library if asked else None
+    if not direct:
+        return otherwise, "the library's convolution is the inner compiler's"
     tensors = rehearse.tensors_of(match)
     if tensors is None:
         return otherwise, "sizes unknown, so not timed"
+    rivals = _rivals(match, library, options)
     key = (*_key(match, candidates, tensors), rivals)
     rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
     try:
@@ -274,29 +279,11 @@ def _compare_convolutions(
     if options.replays_cuda_graphs:
         found = [Took(took.gpu) for took in found]
     ours = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
-    names = [LIBRARY, *ours, *(rival.name for rival in rivals)]
-    times = dict(zip(names, found))
+    times = dict(zip([LIBRARY, *ours, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
-    own = [(times.pop(name).ms, choices) for name, choices in zip(ours, direct)]
-    if own:
-        fastest, choices = min(own, key=lambda pair: pair[0])
-        if _gains(fastest, min(took.gpu for took in times.values())):
-            return choices, note
-    fused = times.pop(LIBRARY)
-    # The inner compiler has the same convolution, and as few passes over its result.
-    if may_leave and fused.host > fused.gpu:
-        return None, note
-    rival = min((took.gpu for took in times.values()), default=math.inf)
-    # Of two that are as fast, the exact one; and else the one in which no kernel is ours.
-    exact = _is_exact(match, library)
-    stays = not _gains(rival, fused.gpu) if exact else _gains(fused.gpu, rival)
-    return (library if stays else None), note
-
-
-def _is_exact(match: Match, library: Mapping[str, Any]) -> bool:
-    c = meta_tensor(match.site.nodes[0])
-    assert c is not None
-    return c.dtype.itemsize >= 4 and not library["tf32"]
+    fastest, choices = min(zip((times.pop(name).ms for name in ours), direct), key=itemgetter(0))
+    gains = _gains(fastest, min(took.gpu for took in times.values()))
+    return (choices if gains else otherwise), note
 
 
 def _may_be_tf32(match: Match) -> bool:
@@ -310,17 +297,16 @@ def _rivals(
     match: Match, library: Mapping[str, Any], options: Options
 ) -> tuple[rehearse.Rival, ...]:
     """What the inner compiler may make of the match's convolution, if it is left alone."""
-    # What is computed within a net, another convolution has turned already.
-    x = match.site.operands["x"]
-    ahead = x is not None and x.op != "placeholder"
-    if not _is_exact(match, library):
-        return (rehearse.Rival("in channels_last", library, turned=True, ahead=ahead),)
+    c = meta_tensor(match.site.nodes[0])
+    assert c is not None
+    if c.dtype.itemsize < 4 or library["tf32"]:
+        return (rehearse.Rival("in channels_last", library, turned=True),)
     if options.fp32 != "follow" or not _may_be_tf32(match):
         return ()
     inexact = {**library, "tf32": True}
     return (
         rehearse.Rival("in TF32", inexact),
-        rehearse.Rival("in TF32 and channels_last", inexact, turned=True, ahead=ahead),
+        rehearse.Rival("in TF32 and channels_last", inexact, turned=True),
     )
 
 

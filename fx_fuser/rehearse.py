@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fx_fuser import native
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.conv2d import conv_tf32_allowed
+from fx_fuser.anchors.conv2d import Conv2d, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
 from fx_fuser.ops import FusedCall, argument_names, gradients, kernel_sources, wildcards_of
@@ -93,13 +93,12 @@ def gradients_of_wildcards(match: Match) -> list[bool]:
 class Rival:
     """What stands for the inner compiler's code of a convolution: the kernel op with other choices.
 
-    turned: x and weight are in channels_last; x is turned to it at each call or, `ahead`, before.
+    turned: x and weight are in channels_last, as if it cost nothing to turn them.
     """
 
     name: str
     choices: Mapping[str, Any]
     turned: bool = False
-    ahead: bool = False
 
 
 def convolutions(
@@ -111,32 +110,30 @@ def convolutions(
     """A convolution's kernel op with each of plan's candidates, as the match will call it, and the
     rivals.
 
-    Where gradients are asked for, followed by its backward.
+    Where gradients are asked for, followed by its backward: of the library's the convolutions
+    alone, since the inner compiler needs fewer passes for the rest than torch's ops do.
     """
     run = _Rehearsal(match, tensors)
     calls = [run.forward(choices, run.operands) for choices in candidates]
     if len(candidates) > 1:
         _compare(calls, candidates, run.c.dtype)
     step: Callable[..., Any] = lambda *arguments: run.forward(*arguments)()  # noqa: E731
-    steps: list[Callable[[], Any]] = list(calls)
     if run.saves:
-        step = functools.partial(run.step, run.gradient_of_z())
-        steps = [functools.partial(step, choices, run.operands) for choices in candidates]
-        if len(steps) > 1:
+        dy = run.gradient_of_z()
+        if len(candidates) > 1:
+            whole = [functools.partial(run.step, dy, c, run.operands) for c in candidates]
             in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
-            _compare(steps, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+            _compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+        step = functools.partial(run.least_step, dy)
+    ways = [functools.partial(step, choices, run.operands) for choices in candidates]
     x, weight, *others = run.operands
 
-    def turn(tensor: Tensor) -> Tensor:
-        return tensor.contiguous(memory_format=torch.channels_last)
-
     def way_of(rival: Rival) -> Way:
-        if not rival.turned:
-            return Way(functools.partial(step, rival.choices, run.operands))
-        turned = [turn(x) if rival.ahead else x, turn(weight), *others]
-        return Way(lambda: step(rival.choices, [turn(turned[0]), *turned[1:]]))
+        form = torch.channels_last if rival.turned else torch.preserve_format
+        turned = [v.clone(memory_format=form) for v in (x, weight)]
+        return Way(functools.partial(step, rival.choices, [*turned, *others]))
 
-    return [*map(Way, steps, calls), *map(way_of, rivals)]
+    return [*map(Way, ways if run.saves else calls, calls), *map(way_of, rivals)]
 
 
 def rehearsals(
@@ -252,6 +249,20 @@ class _Rehearsal:
             grads.pop("bias", None)  # zero, but for what rounding leaves of it
         found = [*(grads.get(name) for name in self.anchor.operands), *dt]
         return [y, *(grad for grad in found if grad is not None)]
+
+    def least_step(
+        self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """As `step`, of a backward that is not ours the convolutions alone."""
+        named = dict(zip(self.anchor.operands, operands))
+        call = self.call(choices)
+        read = self.anchor.kernel_operands(named, call.config)
+        if call.has_own_backward(read, self.t, self.needs_t):
+            return self.step(dy, choices, operands)
+        assert isinstance(self.anchor, Conv2d)
+        y, *products = call.run(read, self.t, save=True)
+        grads = Conv2d.backward(self.anchor, named, products, call.config, dy, self.needs)
+        return [y, *grads.values()]
 
     def gradient_of_z(self) -> Tensor:
         sizes: Any = tuple(map(hint_of, self.c.shape))
