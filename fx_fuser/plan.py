@@ -180,8 +180,14 @@ def _takes_direct_backward(match: Match) -> bool:
     x, weight = ([hint_of(n) for n in tensor.shape] for tensor in tensors)  # type: ignore[union-attr]
     padding = rehearse.config_of(match, {})["padding"]
     x_bytes = meta_tensor(match.site.nodes[0]).dtype.itemsize  # type: ignore[union-attr]
-    sizes: Any = (x, weight, padding)
-    return bool(native.conv_direct_backward_cut(*sizes, needs["x"], x_bytes=x_bytes))
+    cut = native.conv_direct_backward_cut(
+        x,  # type: ignore[arg-type]
+        weight,  # type: ignore[arg-type]
+        padding,
+        needs["x"],
+        x_bytes=x_bytes,
+    )
+    return bool(cut)
 
 
 def _build_kernels(

@@ -14,7 +14,7 @@ from test_conv_sm90 import CUTS, Cut
 
 import fx_fuser
 from benchmarks import conv_backward_sm90
-from benchmarks.conv_sm90 import DTYPES, NONE
+from benchmarks.conv_sm90 import DTYPES, HALVES, NONE
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
 from fx_fuser import backend, build, native
@@ -233,20 +233,51 @@ def test_gradients_through_the_backend(mode, parts, needs_x, calls, monkeypatch)
 
 
 @gpu
-def test_training_does_not_save_the_convolution(calls) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_gradients_in_16_bits(mode, dtype, autocast, calls) -> None:
+    """Beside eager's, of the same rounded inputs; under autocast of float32 parameters."""
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().train()
+    torch.manual_seed(0)
+    exact = Scaled().cuda().train(mode == "training").to(dtype).double()
+    eager = copy.deepcopy(exact).to(torch.float32 if autocast else dtype)
+    ours = copy.deepcopy(eager)
+    options = {"strict": True, "plan": "always", "inner": "aot_eager"}
+    compiled = torch.compile(ours, backend="fx_fuser", options=options)
+    drawn = torch.randn(3, 5, 33, 31, device="cuda").to(dtype)
+    dy = torch.randn(3, 70, 33, 31, device="cuda").to(dtype)
+    results = []
+    for model, call in ((ours, compiled), (eager, eager), (exact, exact)):
+        x = drawn.to(next(model.parameters()).dtype).requires_grad_()
+        with torch.autocast("cuda", dtype, enabled=autocast and model is not exact):
+            y = call(x)
+        y.backward(dy.to(y.dtype))
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert calls == [True]
+    for value, other, truth in zip(*results, strict=True):
+        if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
+            assert value.dtype == other.dtype
+            least = torch.finfo(dtype).eps / 4  # eager's sums have fewer digits wrong by luck
+            assert relative(value, truth) <= max(1.5 * relative(other, truth), least)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_training_does_not_save_the_convolution(calls, dtype) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().to(dtype).train()
     compiled = torch.compile(
         lambda x: model(x) * 2.0, backend="fx_fuser", options={"plan": "always"}
     )
-    x = torch.randn(16, 8, 128, 128, device="cuda", requires_grad=True)
+    x = torch.randn(16, 8, 128, 128, device="cuda", dtype=dtype, requires_grad=True)
     for step in range(2):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         y = compiled(x)
         forward = torch.cuda.max_memory_allocated() - before
         if step == 1:
-            assert forward <= y.numel() * 4 + 2**21
+            assert forward <= y.nbytes + 2**21
         y.backward(torch.ones_like(y))
         torch.cuda.synchronize()
     assert calls == [True, True]
