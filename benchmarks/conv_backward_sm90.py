@@ -9,10 +9,13 @@ on random data.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
+import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +23,11 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.conv_sm90 import CUDA, NONE, Padding, convolve, random_case
+from benchmarks.conv_sm90 import CUDA, DTYPES, NONE, ROUNDED, Padding, convolve, random_case
 from benchmarks.linear_sm90 import SENTINEL
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build, native
+from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.native import Normalisation
 
 EPS = 1e-5
@@ -31,17 +35,26 @@ MODES = ("training", "evaluation", "plain")
 NAMES = ("dx", "dweight", "dgamma", "dbeta")
 
 
-def _example(name: str, scalars: int, *operands: str) -> str:
-    return build.conv_direct_backward_example_source(name, scalars, *["float"] * 3, *operands)
+def _examples(name: str, scalars: int, *operands: str) -> dict[torch.dtype, str]:
+    """Of each dtype of x."""
+
+    def source(of_x: str) -> str:
+        types = ("float", of_x, of_x, *operands)
+        return build.conv_direct_backward_example_source(name, scalars, *types)
+
+    return {dtype: source(CUDA_TYPES[dtype]) for dtype in DTYPES}
 
 
-IDENTITY = _example("Identity", 0)
-SCALED = _example("Scaled", 1, "float", "__nv_bfloat16")
+IDENTITY = _examples("Identity", 0)
+SCALED = _examples("Scaled", 1, "float", "__nv_bfloat16")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the backward is of: y = BatchNorm(conv2d(x, weight)) · factors."""
+    """What the backward is of: y = BatchNorm(conv2d(x, weight)) · factors.
+
+    x, weight and dy are of one dtype, the vectors of a BatchNorm float32.
+    """
 
     x: Tensor
     weight: Tensor
@@ -75,6 +88,11 @@ class Problem:
         factors = (torch.randn(shape, device=CUDA), vector().bfloat16().view(-1, 1, 1))
         return replace(problem, operands=factors, scalars=(choose.uniform(0.5, 2),))
 
+    def to(self, dtype: torch.dtype) -> Problem:
+        """With x, weight and dy in this dtype."""
+        named = {"x": self.x, "weight": self.weight, "dy": self.dy}
+        return replace(self, **{name: v.to(dtype) for name, v in named.items()})  # type: ignore[arg-type]
+
     def statistics(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """In training of the convolution, as the forward kernels leave them."""
         c = convolve(self.x.to(dtype), self.weight.to(dtype), self.padding)
@@ -82,22 +100,26 @@ class Problem:
         return mean.float(), variance.float()
 
     def in_torch(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The gradients by autograd, in the order of NAMES."""
-        count = len(self.weight)
+        """The gradients by autograd, in the order of NAMES.
 
-        def leaf(value: Tensor) -> Tensor:
+        dtype: of all or, of 16 bits, of all but a BatchNorm's vectors, as under autocast.
+        """
+        count = len(self.weight)
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def leaf(value: Tensor, dtype: torch.dtype = wide) -> Tensor:
             return value.detach().to(dtype).requires_grad_()
 
-        x, weight = leaf(self.x), leaf(self.weight)
+        x, weight = leaf(self.x, dtype), leaf(self.weight, dtype)
         gamma = leaf(torch.ones(count, device=CUDA) if self.gamma is None else self.gamma)
         beta = leaf(torch.zeros(count, device=CUDA))
         z = convolve(x, weight, self.padding)
         if self.bias is not None:
             z = z + self.bias.to(dtype).view(-1, 1, 1)
         if self.mode == "plain":
-            z = z * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
+            z = z * gamma.to(dtype).view(-1, 1, 1) + beta.to(dtype).view(-1, 1, 1)
         else:
-            mean, variance = (v if v is None else v.to(dtype) for v in (self.mean, self.variance))
+            mean, variance = (v if v is None else v.to(wide) for v in (self.mean, self.variance))
             z = F.batch_norm(z, mean, variance, gamma, beta, self.mode == "training", 0.0, EPS)
         for factor in self.operands:
             z = z * factor.to(dtype)
@@ -121,9 +143,9 @@ def run(
         assert problem.mean is not None and problem.variance is not None
         of_norm = (problem.mean, problem.variance, problem.gamma, problem.bias)
         norm = Normalisation(*of_norm, EPS, False)
-    dgamma, dbeta = problem.x.new_full((2, len(problem.weight)), float("nan"))
+    dgamma, dbeta = torch.full((2, len(problem.weight)), float("nan"), device=CUDA)
     taken = native.conv_direct_backward(
-        SCALED if problem.operands else IDENTITY,
+        (SCALED if problem.operands else IDENTITY)[problem.x.dtype],
         *(problem.dy, problem.x, problem.weight, problem.padding, norm),
         *(dx, dweight, dgamma, dbeta),
         *(list(problem.operands), list(problem.scalars)),
@@ -134,7 +156,7 @@ def run(
 
 def ours(problem: Problem, with_dx: bool = True) -> tuple[Tensor, ...]:
     dx = torch.full_like(problem.x, float("nan")) if with_dx else None
-    dweight = torch.full_like(problem.weight, float("nan"))
+    dweight = torch.full_like(problem.weight, float("nan"), dtype=torch.float32)
     sums = run(problem, dx, dweight)
     return (problem.x.new_zeros(0) if dx is None else dx, dweight, *sums)
 
@@ -153,15 +175,21 @@ def errors(
     ]
 
 
-def bounds(eagers: list[float]) -> list[float]:
-    return [max(2 * error, 6e-7) for error in eagers]
+def bounds(eagers: list[float], dtype: torch.dtype) -> list[float]:
+    """How large errors may be beside eager's, in the order of NAMES.
+
+    In 16 bits those of dx and dweight are what rounding leaves, and no larger than eager's; the
+    others are sums, which eager takes in float32, too.
+    """
+    factors = (2, 2, 2, 2) if dtype == torch.float32 else (1.1, 1.1, 4, 4)
+    return [max(factor * error, 6e-7) for factor, error in zip(factors, eagers)]
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
 
 
-def families() -> Iterator[tuple[str, Problem]]:
-    """The data of the accuracy contract."""
+def families(dtype: torch.dtype) -> Iterator[tuple[str, Problem]]:
+    """The data of the accuracy contract, as far as `dtype` can hold it."""
     shape, weights = (4, 8, 128, 128), (64, 8, 3, 3)
 
     def normal(*size: int) -> Tensor:
@@ -176,6 +204,9 @@ def families() -> Iterator[tuple[str, Problem]]:
     dy = normal(*out)
     seed = Problem(x, layer, dy)
     yield "as nn.Conv2d", seed
+    if dtype == torch.float16:
+        yield "gradients of 1e-4", replace(seed, dy=dy * 1e-4)
+        yield "gradients of 1e3", replace(seed, dy=dy * 1e3)
     yield "normal", replace(seed, x=normal(*shape), weight=normal(*weights))
     yield "gradients of 1e-10", replace(seed, dy=dy * 1e-10)
     yield "gradients of 1e-30", replace(seed, dy=dy * 1e-30)
@@ -196,9 +227,12 @@ def families() -> Iterator[tuple[str, Problem]]:
     yield "gradients mostly along x̂", replace(seed, dy=1e-2 * dy + z)
 
 
-def accuracy(failures: list[str]) -> list[list[object]]:
+def accuracy(failures: list[str], dtype: torch.dtype = torch.float32) -> list[list[object]]:
     table: list[list[object]] = []
-    for name, of_training in families():
+    for name, drawn in families(dtype):
+        of_training = drawn.to(dtype)
+        if not (of_training.x.abs().amax() * of_training.weight.abs().amax()).isfinite():
+            continue
         for mode in ("training", "evaluation"):
             if mode == "evaluation" and name.startswith("gradients that are mostly"):
                 continue  # of statistics that are the batch's own, dgamma is what rounding leaves
@@ -208,11 +242,12 @@ def accuracy(failures: list[str]) -> list[list[object]]:
                 problem = replace(problem, mode=mode, mean=mean, variance=variance)
             exact = problem.in_torch(torch.float64)
             found = errors(ours(problem), exact)
-            eagers = errors(problem.in_torch(torch.float32), exact)
-            for what, error, other, bound in zip(NAMES, found, eagers, bounds(eagers)):
-                if not error <= bound:
-                    failures.append(f"{name}, {mode}, {what}: {error:.2e} v {other:.2e}")
-            table.append([name, mode, *(v for both in zip(found, eagers) for v in both)])
+            eagers = errors(problem.in_torch(dtype), exact)
+            for what, error, other, bound in zip(NAMES, found, eagers, bounds(eagers, dtype)):
+                if not error <= bound and math.isfinite(other):
+                    failures.append(f"{dtype}, {name}, {mode}, {what}: {error:.2e} v {other:.2e}")
+            of_row = (v for both in zip(found, eagers) for v in both)
+            table.append([str(dtype).removeprefix("torch."), name, mode, *of_row])
     return table
 
 
@@ -224,36 +259,40 @@ def sweep(
     seed: int,
     failures: list[str],
     draw: Callable[[random.Random, torch.dtype], tuple[Tensor, Tensor, Padding]] = random_case,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> list[float]:
-    """Random sizes, modes and factors; returns the largest errors seen."""
+    """Random sizes, modes and factors; returns the largest errors seen in fp32."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     largest = [0.0] * len(NAMES)
     for case in range(cases):
-        x, weight, padding = draw(choose, torch.float32)
+        dtype = choose.choice(dtypes)
+        x, weight, padding = draw(choose, dtype)
         sizes = (x.shape, weight.shape, padding)
-        with_dx = choose.random() < 0.8 and bool(native.conv_direct_backward_cut(*sizes, True))
-        if not native.conv_direct_backward_cut(*sizes, False):
+        cut = functools.partial(native.conv_direct_backward_cut, *sizes, x_bytes=dtype.itemsize)
+        with_dx = choose.random() < 0.8 and bool(cut(True))
+        if not cut(False):
             failures.append(f"case {case}: {sizes} was refused")
             continue
         problem = Problem.random(x, weight, padding, choose.choice(MODES), choose)
         exact = problem.in_torch(torch.float64)
         # dy begins anywhere; poison where results go, sentinels beside them.
         skew = choose.choice((0, 0, 1, 2, 3))
-        memory = torch.empty(problem.dy.numel() + skew, device=CUDA)
+        memory = x.new_empty(problem.dy.numel() + skew)
         memory[skew:] = problem.dy.flatten()
         problem = replace(problem, dy=memory[skew:].view_as(problem.dy))
-        frame = torch.full((x.numel() + 128,), SENTINEL, device=CUDA)
+        frame = x.new_full((x.numel() + 128,), SENTINEL)
         dx = frame[64:-64].view_as(x).fill_(float("nan"))
-        dweight = torch.full_like(weight, float("nan")) if choose.random() < 0.9 else None
-        sums = run(problem, dx if with_dx else None, dweight)
+        dweight = torch.full_like(weight, float("nan"), dtype=torch.float32)
+        with_dweight = choose.random() < 0.9
+        sums = run(problem, dx if with_dx else None, dweight if with_dweight else None)
         none = x.new_zeros(0)
-        found = (dx if with_dx else none, none if dweight is None else dweight, *sums)
+        found = (dx if with_dx else none, dweight if with_dweight else none, *sums)
         # A sum for one channel, say, may happen to be nearly zero: other gradients' is not, too.
         others = replace(problem, dy=torch.randn_like(problem.dy)).in_torch(torch.float64)
-        eagers = errors(problem.in_torch(torch.float32), exact, others)
+        eagers = errors(problem.in_torch(dtype), exact, others)
         what = (
-            f"case {case}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
+            f"case {case}, {dtype}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
             f"{problem.mode}, {len(problem.operands)} operands"
         )
         if not bool((frame[:64] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
@@ -263,15 +302,17 @@ def sweep(
         for name, error, other in zip(NAMES, of_case, eagers):
             if problem.mode == "training" and values < 64:
                 continue  # what is left of larger numbers
-            if not error <= max(4 * other, 2e-6):
+            rounding = ROUNDED[dtype] if name == "dx" else 0.0
+            if not error <= max(4 * other, 2e-6, rounding):
                 failures.append(f"{what}, {name}: error {error:.2e} v {other:.2e}")
-        if problem.mode != "training":
+        if problem.mode != "training" and dtype == torch.float32:
             largest = [max(pair) for pair in zip(largest, of_case)]
     return largest
 
 
-def special_values(failures: list[str]) -> None:
+def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
     """Infinities and NaN in dy come out as such, and where they must."""
+    far = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.manual_seed(0)
     x, weight = torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
     dy = torch.randn(2, 70, 38, 48, device=CUDA)
@@ -279,30 +320,31 @@ def special_values(failures: list[str]) -> None:
         for mode in ("plain", "training"):
             poisoned = dy.clone()
             poisoned[1, 65, 7, 9] = value
-            problem = Problem(x, weight, poisoned, mode)
+            problem = Problem(x, weight, poisoned, mode).to(dtype)
             exact = problem.in_torch(torch.float64)
             for name, found, truth in zip(NAMES, ours(problem), exact):
                 if mode == "plain" and name == "dgamma":
                     continue
                 if not torch.equal(found.isfinite(), truth.isfinite()):
-                    failures.append(f"{value} in dy, {mode}, {name}: not finite elsewhere")
-                usual = truth.isfinite()
-                if not errors((found[usual],), (truth[usual],))[0] <= 2e-6:
-                    failures.append(f"{value} in dy, {mode}, {name}: off where finite")
-    for name, found in zip(NAMES, ours(Problem(x, weight, dy * 0))):
+                    failures.append(f"{value} in dy, {dtype}, {mode}, {name}: finite elsewhere")
+                usual = truth.isfinite() & found.isfinite()
+                if not errors((found[usual],), (truth[usual],))[0] <= far:
+                    failures.append(f"{value} in dy, {dtype}, {mode}, {name}: off where finite")
+    for name, found in zip(NAMES, ours(Problem(x, weight, dy * 0).to(dtype))):
         if bool((found != 0).any()):
-            failures.append(f"gradients of zeros, {name}: not zero")
+            failures.append(f"gradients of zeros, {dtype}, {name}: not zero")
 
 
 def refusals(failures: list[str]) -> None:
     """What the kernels do not take they leave alone, and say so."""
 
     def attempt(problem: Problem) -> bool:
-        dgamma, dbeta = problem.x.new_empty((2, len(problem.weight)))
+        dweight = torch.empty_like(problem.weight, dtype=torch.float32)
+        dgamma, dbeta = dweight.new_empty((2, len(problem.weight)))
         return native.conv_direct_backward(
-            SCALED if problem.operands else IDENTITY,
+            (SCALED if problem.operands else IDENTITY)[problem.x.dtype],
             *(problem.dy, problem.x, problem.weight, problem.padding, None),
-            *(torch.empty_like(problem.x), torch.empty_like(problem.weight), dgamma, dbeta),
+            *(torch.empty_like(problem.x), dweight, dgamma, dbeta),
             *(list(problem.operands), list(problem.scalars)),
         )
 
@@ -320,6 +362,7 @@ def refusals(failures: list[str]) -> None:
         ("usual", usual, True),
         ("nine channels", problem_of((2, 9, 20, 20), (64, 9, 3, 3)), False),
         ("25 taps", problem_of((2, 8, 20, 20), (64, 8, 5, 5)), False),
+        ("25 taps in 16 bits", problem_of((2, 8, 20, 20), (64, 8, 5, 5)).to(torch.half), True),
         ("wide", problem_of((2, 8, 20, 500), (64, 8, 3, 3)), False),
         ("strides of dy", replace(usual, dy=usual.dy.mT.contiguous().mT), False),
         ("strides of x", replace(usual, x=usual.x.mT.contiguous().mT), False),
@@ -331,13 +374,13 @@ def refusals(failures: list[str]) -> None:
             failures.append(f"{what}: {'refused' if taken else 'taken'}")
 
 
-def graphs_and_repeats(failures: list[str]) -> None:
+def graphs_and_repeats(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
     """Replays follow the tensors; launches agree bit for bit."""
     x = torch.randn(5, 8, 130, 128, device=CUDA)
     weight = torch.randn(64, 8, 3, 3, device=CUDA)
-    problem = Problem(x, weight, torch.randn(5, 64, 128, 126, device=CUDA))
+    problem = Problem(x, weight, torch.randn(5, 64, 128, 126, device=CUDA)).to(dtype)
     mean, variance = problem.statistics()
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dx, dweight = torch.empty_like(problem.x), torch.empty_like(weight)
     run(problem, dx, dweight, (mean, variance))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -345,8 +388,9 @@ def graphs_and_repeats(failures: list[str]) -> None:
     problem.dy.normal_()
     graph.replay()
     exact = problem.in_torch(torch.float64)
-    if not max(errors((dx, dweight, *sums), exact)) <= 1e-6:
-        failures.append(f"graph replay: {errors((dx, dweight, *sums), exact)}")
+    far = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    if not max(errors((dx, dweight, *sums), exact)) <= far:
+        failures.append(f"graph replay, {dtype}: {errors((dx, dweight, *sums), exact)}")
     first = [v.clone() for v in (dx, dweight, *sums)]
     differ = torch.zeros((), dtype=torch.bool, device=CUDA)
     for _ in range(300):
@@ -354,27 +398,31 @@ def graphs_and_repeats(failures: list[str]) -> None:
         for value, before in zip((dx, dweight, *sums), first):
             differ |= (value != before).any()
     if bool(differ):
-        failures.append("launches differ")
+        failures.append(f"launches differ, {dtype}")
 
 
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def timing(failures: list[str]) -> list[list[object]]:
+def timing() -> list[list[object]]:
     table: list[list[object]] = []
-    for name, shape, count, padding in (
-        ("#73", (128, 8, 128, 128), 64, NONE),
-        ("[32, 3, 224, 224] padded", (32, 3, 224, 224), 32, (1, 1, 1, 1)),
-        ("127 x 127 padded", (128, 8, 127, 127), 64, (1, 1, 1, 1)),
+    for (name, shape, count, padding), dtype in itertools.product(
+        (
+            ("#73", (128, 8, 128, 128), 64, NONE),
+            ("[32, 3, 224, 224] padded", (32, 3, 224, 224), 32, (1, 1, 1, 1)),
+            ("127 x 127 padded", (128, 8, 127, 127), 64, (1, 1, 1, 1)),
+        ),
+        DTYPES,
     ):
         torch.manual_seed(0)
         x = torch.rand(shape, device=CUDA)
         weight = (torch.rand(count, shape[1], 3, 3, device=CUDA) * 2 - 1) / (9 * shape[1]) ** 0.5
         dy = torch.randn_like(convolve(x, weight, padding))
-        trained = Problem(x, weight, dy, padding=padding)
+        trained = Problem(x, weight, dy, padding=padding).to(dtype)
+        del dy
         mean, variance = trained.statistics(torch.float32)
         evaluated = replace(trained, mode="evaluation", mean=mean, variance=variance)
-        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+        dx, dweight = torch.empty_like(trained.x), torch.empty_like(weight)
 
         for what, problem, to in (
             ("training", trained, (dx, dweight)),
@@ -392,7 +440,8 @@ def timing(failures: list[str]) -> list[list[object]]:
                 return run(p, to[0], to[1], found)[0]
 
             ms = median_ms(way, [], CUDA, 25, 100)
-            table.append([f"{name} {what}", ms, median_ms(way, [], CUDA, 25, 100)])
+            of_dtype = str(dtype).removeprefix("torch.")
+            table.append([f"{name} {what}", of_dtype, ms, median_ms(way, [], CUDA, 25, 100)])
     return table
 
 
@@ -410,7 +459,7 @@ def main() -> int:
         torch.cuda.synchronize()
         print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
 
-    native.prepare([IDENTITY, SCALED], CUDA)
+    native.prepare([*IDENTITY.values(), *SCALED.values()], CUDA)
     done("built")
     failures: list[str] = []
     table: list[list[object]] = []
@@ -419,22 +468,23 @@ def main() -> int:
         if not chosen.skip_checks:
             largest = sweep(chosen.cases, chosen.seed, failures)
             done(f"{chosen.cases} random cases, largest errors {[f'{e:.1e}' for e in largest]}")
-            special_values(failures)
             refusals(failures)
-            graphs_and_repeats(failures)
-            done("special values, refusals, graphs, repeats")
-            table = accuracy(failures)
+            for dtype in DTYPES:
+                special_values(failures, dtype)
+                graphs_and_repeats(failures, dtype)
+                done(f"special values, graphs, repeats in {dtype}")
+                table += accuracy(failures, dtype)
             done("accuracy")
         if not chosen.skip_timing:
-            times = timing(failures)
+            times = timing()
             done("timing")
 
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     if table:
-        heads = ["data", "mode", *(v for name in NAMES for v in (name, "eager's"))]
+        heads = ["", "data", "mode", *(v for name in NAMES for v in (name, "eager's"))]
         print(tabulate(table, heads, floatfmt=".1e") + "\n")
     if times:
-        print(tabulate(times, ["", "ms", "again"], floatfmt=".4f") + "\n")
+        print(tabulate(times, ["", "", "ms", "again"], floatfmt=".4f") + "\n")
     for failure in failures[:40]:
         print("FAIL", failure[:400])
     print(f"{len(failures)} checks failed" if failures else "all checks passed")

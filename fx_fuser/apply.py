@@ -28,7 +28,7 @@ from fx_fuser.epilogue import leaves as leaf_names
 from fx_fuser.pattern import Pattern
 from fx_fuser.spell import Operand
 
-# (pattern, kinds, factors) → text; a factor is its name, and its dtype if it is read from memory.
+# (pattern, kinds, dtype, factors) → text; a factor: its name, and its dtype if read from memory.
 _derivatives: dict[tuple[Any, ...], str] = {}
 
 
@@ -104,13 +104,15 @@ def finish(
 
 
 def prepare_derivative(
-    pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]
+    pattern: Pattern, kinds: str, wildcards: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[str, list[Tensor], list[float]] | None:
     """(source, tensors, scalars) of the kernels that make a convolution's gradients from dy.
 
+    dtype: of dy and the convolution.
+
     None where the epilogue's derivative depends on z, or is not a number a channel.
     """
-    source = derivative_source(pattern, kinds, wildcards)
+    source = derivative_source(pattern, kinds, wildcards, dtype)
     if source is None:
         return None
     values = _factors(pattern, kinds, wildcards).values()
@@ -118,7 +120,9 @@ def prepare_derivative(
     return source, tensors, [float(v) for v in values if _travels_as_number(v)]
 
 
-def derivative_source(pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]) -> str | None:
+def derivative_source(
+    pattern: Pattern, kinds: str, wildcards: Mapping[str, Any], dtype: torch.dtype
+) -> str | None:
     """The first of `prepare_derivative`, also of fake tensors."""
     expr = linear_part(epilogue_of(pattern, kinds))
     if expr is None:
@@ -127,12 +131,12 @@ def derivative_source(pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]
     tensors = {n: v for n, v in factors.items() if not _travels_as_number(v)}
     if not all(_is_per_channel(v) and v.dtype != torch.float64 for v in tensors.values()):
         return None
-    leaves = {"z": torch.empty(1, device="meta"), **factors}
+    leaves = {"z": torch.empty(1, dtype=dtype, device="meta"), **factors}
     dtypes = tuple((n, v.dtype if n in tensors else None) for n, v in factors.items())
-    key = (pattern.name, kinds, dtypes)
+    key = (pattern.name, kinds, dtype, dtypes)
     if key not in _derivatives:
         title = f"the backward of pattern {pattern.name}"
-        _derivatives[key] = _text_of(expr, leaves, torch.float32, title, BACKWARD)
+        _derivatives[key] = _text_of(expr, leaves, dtype, title, BACKWARD)
     return _derivatives[key]
 
 

@@ -470,7 +470,12 @@ def _product_sources(arch: str) -> list[str]:
             conv_direct_example_source("BatchNormMul", 1, "float", value, value, *["float"] * 5)
             for value in ("__nv_bfloat16", "__half")
         ),
-        conv_direct_backward_example_source("Scaled", 1, *["float"] * 4, "__nv_bfloat16"),
+        *(
+            conv_direct_backward_example_source(
+                "Scaled", 1, "float", value, value, "float", "__nv_bfloat16"
+            )
+            for value in ("float", "__nv_bfloat16", "__half")
+        ),
         linear_example_source("Swish", 1, "float", "float", "float"),
         linear_example_source("BatchNormMul", 1, "float", "__half", "float", *["float"] * 5),
         *(

@@ -266,6 +266,7 @@ def conv_direct_backward_cut(
     padding: Sequence[int],
     with_input: bool,
     multiprocessors: int = 132,
+    x_bytes: int = 4,
 ) -> list[int]:
     """How `conv_direct_backward` cuts a convolution; empty if it does not take it. Needs no GPU.
 
@@ -275,6 +276,7 @@ def conv_direct_backward_cut(
         padding: [left, right, top, bottom].
         with_input: is the input's gradient wanted?
         multiprocessors: of the GPU.
+        x_bytes: of an element of x and weight.
 
     Raises:
         BuildError: the shim does not compile or load.
@@ -283,7 +285,7 @@ def conv_direct_backward_cut(
         _load_shim()
     sizes = [*x, weight[0], *weight[2:], *padding]
     op = torch.ops.fx_fuser_native.conv_direct_backward_cut.default
-    cut: list[int] = op(sizes, with_input, multiprocessors)
+    cut: list[int] = op(sizes, x_bytes, with_input, multiprocessors)
     return cut
 
 
@@ -323,11 +325,11 @@ def conv_direct_backward(
     Args:
         source: the generated text of one translation unit, see
             kernels_cu/conv_direct_backward_sm90.cuh, with that epilogue.
-        dy: contiguous, float32.
+        dy: contiguous, of x's dtype.
         x, weight, padding: as `conv_direct`'s.
         norm: None: z is the convolution.
-        dx, dweight: receive the gradients, contiguous; None: not wanted.
-        dgamma, dbeta: [O], receive the sums of dz times the normalised c, and of dz.
+        dx, dweight: receive the gradients, contiguous, of x's dtype and float32; None: not wanted.
+        dgamma, dbeta: [O], float32, receive the sums of dz times the normalised c, and of dz.
         operands: of the dtypes that `source` names, each a number a channel: [O, 1, 1] or [].
         scalars: as many as `source` names.
 

@@ -45,6 +45,7 @@ from fx_fuser.spell import Expr, Operand, is_number, meta_tensor
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _PATTERNS: dict[str, Pattern] = {}
 _WILDCARD_SCHEMA = "Tensor?[] t, float[] s, str kinds"
+_DIRECT_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of DIRECT convolutions
 
 
 # ---- kernel ops: one an anchor, no autograd key ---------------------------------------------
@@ -122,7 +123,7 @@ def _own_backward(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
     wildcards = apply.wildcard_values(pattern, t, s, kinds)
     grads = None
     if dy.device.type == "cuda":
-        derivative = apply.prepare_derivative(pattern, kinds, wildcards)
+        derivative = apply.prepare_derivative(pattern, kinds, wildcards, dy.dtype)
         if derivative is not None:
             grads = anchor.own_backward(operands, products, config, derivative, dy, wanted)
     if grads is None:
@@ -195,15 +196,24 @@ class FusedCall:
         t: Sequence[Tensor | None],
         needs_t: Sequence[bool],
     ) -> bool:
-        """Does a kernel of ours make the gradients from dy, without c?"""
+        """Does a kernel of ours make the gradients from dy, without c?
+
+        operands: after autocast's casts.
+        """
         if self.config.get("backward") != DIRECT or any(needs_t):
             return False
-        dtypes = {v.dtype for v in operands if v is not None} | {self.out}
-        return dtypes == {torch.float32} and self._derivative_source(t) is not None
+        dtypes = {n: v.dtype for n, v in zip(self.anchor.operands, operands) if v is not None}
+        of_product = {dtype for name, dtype in dtypes.items() if name in self.anchor.cast}
+        if of_product != {self.out} or self.out not in _DIRECT_TYPES:
+            return False
+        # A BatchNorm's vectors, which the kernels read in float32.
+        if not {self.out, torch.float32}.issuperset(dtypes.values()):
+            return False
+        return self._derivative_source(t) is not None
 
     def _derivative_source(self, t: Sequence[Tensor | None]) -> str | None:
         wildcards = apply.wildcard_values(self.pattern, t, self.s, self.kinds)
-        return apply.derivative_source(self.pattern, self.kinds, wildcards)
+        return apply.derivative_source(self.pattern, self.kinds, wildcards, self.out)
 
     def own_gradients(
         self,
@@ -463,17 +473,20 @@ def derivative_source(match: Match) -> str | None:
     t, s, kinds = wildcards_of(match)
     tensors = [None if node is None else meta_tensor(node) for node in t]
     wildcards = apply.wildcard_values(match.pattern, tensors, s, kinds)
-    return apply.derivative_source(match.pattern, kinds, wildcards)
+    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
+    return apply.derivative_source(match.pattern, kinds, wildcards, out)
 
 
 def may_have_own_backward(match: Match) -> bool:
     """`FusedCall.has_own_backward` of the call that this match becomes."""
     t, s, kinds = wildcards_of(match)
     tensors = [None if node is None else meta_tensor(node) for node in t]
-    site = match.site
-    # Operands are cast to c's dtype, which under autocast is not theirs.
-    nodes = (site.nodes[0], *(site.operands[n] for n in ANCHORS[site.kind].operands))
-    operands = [node and meta_tensor(node) for node in nodes]
+    site, anchor = match.site, ANCHORS[match.site.kind]
+    c = meta_tensor(site.nodes[0])
+    nodes = {name: site.operands[name] for name in anchor.operands}
+    operands = [
+        node and (c if name in anchor.cast else meta_tensor(node)) for name, node in nodes.items()
+    ]
     out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
     call = FusedCall(match.pattern, {"backward": DIRECT}, s, kinds, out)
     needs_t = [v is not None and v.requires_grad for v in tensors]

@@ -182,7 +182,15 @@ def _takes_direct_backward(match: Match) -> bool:
     tensors = (meta_tensor(match.site.operands[name]) for name in ("x", "weight"))  # type: ignore[arg-type]
     x, weight = ([hint_of(n) for n in tensor.shape] for tensor in tensors)  # type: ignore[union-attr]
     padding = rehearse.config_of(match, {})["padding"]
-    return bool(native.conv_direct_backward_cut(x, weight, padding, needs["x"]))  # type: ignore[arg-type]
+    x_bytes = meta_tensor(match.site.nodes[0]).dtype.itemsize  # type: ignore[union-attr]
+    cut = native.conv_direct_backward_cut(
+        x,  # type: ignore[arg-type]
+        weight,  # type: ignore[arg-type]
+        padding,
+        needs["x"],
+        x_bytes=x_bytes,
+    )
+    return bool(cut)
 
 
 def _build_kernels(

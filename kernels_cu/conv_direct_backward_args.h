@@ -20,7 +20,8 @@ constexpr int kConvWeightWorkers = 2;
 constexpr int kConvInputThreads = 512;
 constexpr int kConvReduceThreads = 512;
 constexpr int kConvReduceValues = 32;  // of a block
-constexpr int kConvBackwardTaps = 9;   // that a block or a product has at most
+static_assert(kConvMaxTapsOf16Bits >= kConvMaxTaps);
+constexpr int kConvBackwardTaps = 9;  // that a block or a product has at most
 constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;
@@ -33,7 +34,7 @@ constexpr int conv_accumulate_threads(int workers) { return (1 + workers) * 128;
 
 struct ConvBackwardArgs {
   ConvDirectArgs conv;    // out, c and partial are unused; the operands are the epilogue's
-  const float* dy;        // [n, o, out_h, out_w], dense
+  const void* dy;         // [n, o, out_h, out_w], dense, of x's type
   const float* mean;      // of the normalised convolution, and its variance; null: there is no
   const float* variance;  // normalisation
   const float* gamma;     // or null: ones
@@ -42,7 +43,7 @@ struct ConvBackwardArgs {
   const float* dbeta;
   double* sums;    // [splits, 2, o]: of the gradient, and of the gradient times x̂
   float* dweight;  // [splits, o, c * taps]
-  float* dx;       // as x
+  void* dx;        // as x
   float eps;
   float count;            // values of a channel
   int32_t tap_groups;     // of the weight's gradient, each of other blocks
@@ -51,8 +52,8 @@ struct ConvBackwardArgs {
   int32_t pieces;         // of all samples
   int32_t sample_pieces;  // of one
   int32_t piece_units;
-  int32_t units_ahead;           // of a piece, that give to it
-  int32_t offset[kConvMaxTaps];  // of a tap, in positions
+  int32_t units_ahead;                   // of a piece, that give to it
+  int32_t offset[kConvMaxTapsOf16Bits];  // of a tap, in positions
   bool pairs;  // two positions of which the first is even are neighbours in dy, too, and aligned
 };
 
@@ -79,10 +80,10 @@ inline int conv_input_bytes(const ConvDirectArgs& args) {
 }
 
 // As conv_geometry, for the sums and the weight's gradient and, if `with_input`, the input's.
-inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& shape,
+inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& shape, int x_bytes,
                                                               bool with_input,
                                                               int64_t multiprocessors) {
-  const auto conv = conv_geometry(shape, /*x_bytes=*/4, /*out_bytes=*/0);
+  const auto conv = conv_geometry(shape, x_bytes, /*out_bytes=*/0);
   if (!conv) return std::nullopt;
   ConvBackwardArgs args{};
   args.conv = *conv;

@@ -10,7 +10,9 @@
 //
 // dc is a product's sums in registers, which have the layout that another product's first operand
 // has: channels by positions for the weight's gradient, positions by channels for the input's.
-// There it is split in halves, with a scale a row, as x and the weight are.
+// There it is split in halves, with a scale a row, as x and the weight are. In 16 bits it is
+// rounded to x's type, once: in bf16 as it is, in fp16, whose range is narrow, with a scale a row,
+// too. So a gradient too small or too large for fp16 costs nothing before it is stored.
 //
 // Sums over positions are in fixed order: of 64 in a product's sums, of a warpgroup's units in fp32
 // (those of dbeta and dgamma in double), of all in double.
@@ -25,18 +27,24 @@ constexpr int kWeightLoadRegisters = 88;
 constexpr int kWeightProductRegisters = 208;
 constexpr int kSumLoadRegisters = 104;
 constexpr int kSumProductRegisters = 136;
-constexpr int kInputProductRegisters = 168;
+template <class X>
+constexpr int kInputProductRegisters = kSplits<X> ? 168 : 176;
+template <class X>
+constexpr int kInputLoadRegisters = kSplits<X> ? 96 : 80;
 constexpr int kGatherRegisters = 80;
 constexpr int kTile = 64;          // positions of a product whose rows they are
 constexpr int kGatherBarrier = 4;  // named
 static_assert(kWeightLoadRegisters + 2 * kWeightProductRegisters <= 504);
 static_assert(kSumLoadRegisters + 3 * kSumProductRegisters <= 512);
-static_assert(kLoadRegisters + 2 * kInputProductRegisters + kGatherRegisters <= 512);
+template <class X>
+constexpr int kInputRegisters = kInputLoadRegisters<X> + 2 * kInputProductRegisters<X>;
+static_assert(kInputRegisters<float> + kGatherRegisters <= 512);
+static_assert(kInputRegisters<__half> + kGatherRegisters <= 512);
 
 // Of a channel, with d = c - mean:  dc = scale dy + slope d + offset. And of an input channel a
-// value amid its pixels, which is taken from all of them, those of the padding included: the
-// convolution of what remains differs by a number, that `mean` lacks then, and dweight by
-// pivot Σ dc. The sums that the tensor core truncates are then of either sign.
+// value amid its pixels, which in fp32 is taken from all of them, those of the padding included:
+// the convolution of what remains differs by a number, that `mean` lacks then, and dweight by pivot
+// Σ dc. The sums that the tensor core truncates are then of either sign.
 struct Coefficients {
   float mean[kConvGroup];
   float scale[kConvGroup];
@@ -69,6 +77,56 @@ struct BackwardShared : Shared {
     return shared;
   }
 };
+
+// ---- 16 bits ------------------------------------------------------------------------------------
+
+// Of dy in memory, and in registers as it was loaded: of 16 bits the bits, of one or of two.
+template <class X>
+using Stored = std::conditional_t<kSplits<X>, float, uint16_t>;
+template <class X>
+using Loaded = std::conditional_t<kSplits<X>, float, uint32_t>;
+template <class X>
+constexpr bool kScales = !std::is_same_v<X, __nv_bfloat16>;
+// Tables of places count 4 bytes an element.
+template <class X>
+constexpr int kPlaceShift = kSplits<X> ? 0 : 1;
+
+// Two elements that were loaded by themselves or, in 16 bits, both as the first. Taken apart where
+// they are used: loads that are followed by that do not overlap.
+template <class X>
+__device__ __forceinline__ float2 values_of(Loaded<X> first, Loaded<X> second, bool together) {
+  if constexpr (kSplits<X>) {
+    return make_float2(first, second);
+  } else {
+    const uint32_t both = __byte_perm(first, second, together ? 0x3210 : 0x5410);
+    if constexpr (std::is_same_v<X, __half>) {
+      return __half22float2(reinterpret_cast<const __half2&>(both));
+    } else {
+      return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(both));
+    }
+  }
+}
+
+// Two values as factors of products: halves or, in 16 bits, hi alone.
+template <class X>
+__device__ __forceinline__ SplitPair factors_of(float a, float b) {
+  if constexpr (kSplits<X>) {
+    return split(a, b);
+  } else if constexpr (std::is_same_v<X, __half>) {
+    const __half2 both = __floats2half2_rn(a, b);
+    return {reinterpret_cast<const uint32_t&>(both), 0};
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+    return {reinterpret_cast<const uint32_t&>(both), 0};
+  }
+}
+
+// The convolution of pixels and weights, without their scales, less `mean`.
+template <class X>
+__device__ __forceinline__ float deviation_of(float sum, float weight_unscale, float pixel_unscale,
+                                              float mean) {
+  return kSplits<X> ? fmaf(sum * weight_unscale, pixel_unscale, -mean) : sum - mean;
+}
 
 // ---- coefficients -------------------------------------------------------------------------------
 
@@ -126,7 +184,7 @@ __device__ __forceinline__ double convolved_pivots(const ConvDirectArgs& args, i
   return sum;
 }
 
-template <class Epilogue, int kScalars, class... In>
+template <class X, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, int group,
                                                   Coefficients& to) {
   const auto channel = static_cast<int>(threadIdx.x);
@@ -149,7 +207,7 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
           1.0 / sqrt(static_cast<double>(args.variance[output]) + static_cast<double>(args.eps)));
       factor = rstd * (args.gamma != nullptr ? args.gamma[output] : 1.0f);
     }
-    mean -= convolved_pivots(args.conv, output, to.pivot);
+    if constexpr (kSplits<X>) mean -= convolved_pivots(args.conv, output, to.pivot);
     scale = factor * of_dy;
     if (args.dgamma != nullptr) {
       slope = -factor * rstd * (args.dgamma[output] / args.count);
@@ -165,7 +223,7 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
 }
 
 // Barriers, weights and coefficients, by all threads. `users`: warps that release a slot.
-template <class Epilogue, int kScalars, class... In>
+template <class X, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
                                                  const BackwardShared& shared, int group,
                                                  int users) {
@@ -179,28 +237,31 @@ __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
     ptx::mbarrier_init(ptx::shared_address(&shared.coefficients->given_empty), kWarpgroup);
     ptx::fence_mbarrier_init();
   }
-  find_pivots(args.conv, *shared.coefficients);
-  arrange_weights<float>(args.conv, shared, group);
-  make_coefficients<Epilogue, kScalars, In...>(args, group, *shared.coefficients);
+  if constexpr (kSplits<X>) find_pivots(args.conv, *shared.coefficients);
+  arrange_weights<X>(args.conv, shared, group);
+  make_coefficients<X, Epilogue, kScalars, In...>(args, group, *shared.coefficients);
   __syncthreads();
 }
 
 // dy of an output channel, from element `first` on.
-__device__ __forceinline__ const float* gradients_of(const ConvBackwardArgs& args, int sample,
-                                                     int first, int output) {
+template <class X>
+__device__ __forceinline__ const Stored<X>* gradients_of(const ConvBackwardArgs& args, int sample,
+                                                         int first, int output) {
   const int64_t plane = static_cast<int64_t>(args.conv.out_h) * args.conv.out_w;
-  return args.dy + (static_cast<int64_t>(sample) * args.conv.outputs + output) * plane + first;
+  return static_cast<const Stored<X>*>(args.dy) +
+         (static_cast<int64_t>(sample) * args.conv.outputs + output) * plane + first;
 }
 
 // Asks the L2 cache for what a unit reads of dy; a channel has two threads of a warpgroup.
+template <class X>
 __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args, int group,
                                                    int index) {
-  constexpr int kLine = 32;  // elements of 128 bytes
+  constexpr int kLine = 128 / sizeof(X);
   const auto thread = static_cast<int>(ptx::thread_index() % kWarpgroup);
   const int output = group * kConvGroup + thread / 2;
   if (index >= args.conv.units || output >= args.conv.outputs || args.conv.strips.size != 1) return;
   const Unit unit = Unit::at(args.conv, index);
-  const float* begin = gradients_of(args, unit.sample, unit.first, output);
+  const Stored<X>* begin = gradients_of<X>(args, unit.sample, unit.first, output);
 #pragma unroll
   for (int line = 0; line < kConvPositions / kLine; line += 2) {
     const int element = (line + thread % 2) * kLine;
@@ -253,19 +314,48 @@ __device__ __forceinline__ float2 load_if(bool is_there, const float2* from) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_if(bool is_there, const uint16_t* from) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@there ld.global.nc.u16 %0, [%1];\n"
+      "}\n"
+      : "=r"(value)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_if(bool is_there, const uint32_t* from) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@there ld.global.nc.b32 %0, [%1];\n"
+      "}\n"
+      : "=r"(value)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
 // Where a thread's first channel has a unit's gradients.
+template <class X>
 struct Gradients {
-  const float* row;  // the unit's first element or, in strips, the strip's first
-  uint32_t limit;    // of its elements in a table of places
+  const Stored<X>* row;  // the unit's first element or, in strips, the strip's first
+  uint32_t limit;        // of its elements in a table of places
 };
 
-// A thread's gradients of a tile, laid out as its sums; zeros where there is no element.
-// Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
-template <Rows kRows>
+// A thread's gradients of a tile, laid out as its sums, for `values_of`; zeros where there is no
+// element. Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
+template <class X, Rows kRows>
 __device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
-                                                   const Gradients& gradients, int index,
+                                                   const Gradients<X>& gradients, int index,
                                                    const bool (&is_output)[2], const uint4* place,
-                                                   float (&dy)[32]) {
+                                                   Loaded<X> (&dy)[32]) {
   Unit unit;  // of index `index`; to keep it would take registers
   if constexpr (kRows == Rows::kStrips) unit = Unit::at(args, index);
   const auto eight_planes =
@@ -296,17 +386,21 @@ __device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
       for (int r = 0; r < 2; ++r) {
         const auto* bytes =
             reinterpret_cast<const uint8_t*>(gradients.row + (r == 1 ? eight_planes : 0));
-        float* to = &dy[4 * n + 2 * r];
-        if constexpr (kRows == Rows::kPairs) {
+        Loaded<X>* to = &dy[4 * n + 2 * r];
+        if constexpr (kRows == Rows::kPairs && kSplits<X>) {
           const float2 both =
               load_if(is_output[r] && is_valid[0], reinterpret_cast<const float2*>(bytes + at[0]));
           to[0] = both.x;
           to[1] = both.y;
+        } else if constexpr (kRows == Rows::kPairs) {
+          to[0] = load_if(is_output[r] && is_valid[0],
+                          reinterpret_cast<const uint32_t*>(bytes + (at[0] >> kPlaceShift<X>)));
+          to[1] = 0;
         } else {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            to[t] =
-                load_if(is_output[r] && is_valid[t], reinterpret_cast<const float*>(bytes + at[t]));
+            to[t] = load_if(is_output[r] && is_valid[t],
+                            reinterpret_cast<const Stored<X>*>(bytes + (at[t] >> kPlaceShift<X>)));
           }
         }
       }
@@ -322,18 +416,20 @@ __device__ __forceinline__ float largest_of_quad(float mine) {
 }
 
 // total[tap] += dc's tile times the tap's pixels: dc as sums are laid out.
+template <class X>
 __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, const Shared& shared,
                                                 int slot, int tile, int first_tap, int taps,
                                                 float pixel_unscale, const float (&dc)[32],
                                                 float (&total)[kConvBackwardTaps][4]) {
-  float largest[2] = {0, 0};
+  Scale scale[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
+  if constexpr (kScales<X>) {
+    float largest[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < 32; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(dc[i]));
-  Scale scale[2];
+    for (int i = 0; i < 32; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(dc[i]));
 #pragma unroll
-  for (int r = 0; r < 2; ++r) scale[r] = scale_of(largest_of_quad(largest[r]));
+    for (int r = 0; r < 2; ++r) scale[r] = scale_of(largest_of_quad(largest[r]));
+  }
 
-  constexpr int kAtOnce = 3;  // taps, as many as registers allow
   float sum[kConvBackwardTaps][4] = {};
   // Without a branch: beyond the last tap, that again.
   uint32_t offset[kConvBackwardTaps];
@@ -342,11 +438,13 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
     offset[tap] = 16 * args.offset[first_tap + min(tap, taps - 1)];
   }
   const int lane = threadIdx.x % 32;
+  // What the upper half of the lanes addresses: in fp32 the lo of the pixels, else the next tap.
+  const bool is_upper = lane / 16 == 1;
   const int pixels = args.conv.chunks * kConvChunk;
   // Positions beyond the unit's pixels are no elements; any pixels do, as long as they are there.
   const int last = pixels - 1 - args.offset[args.conv.kernel_h * args.conv.kernel_w - 1];
-  const uint32_t base =
-      ptx::shared_address(shared.slot) + slot * args.conv.slot_bytes + lane / 16 * pixels * 16;
+  const uint32_t base = ptx::shared_address(shared.slot) + slot * args.conv.slot_bytes +
+                        (kSplits<X> ? lane / 16 * pixels * 16 : 0);
 #pragma unroll
   for (int step = 0; step < kTile / 16; ++step) {
     uint32_t hi[4];
@@ -355,27 +453,45 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
     for (int word = 0; word < 4; ++word) {
       const float* pair = &dc[8 * step + 2 * word];
       const float s = scale[word % 2].scale;
-      const SplitPair split_pair = split(pair[0] * s, pair[1] * s);
-      hi[word] = split_pair.hi;
-      lo[word] = split_pair.lo;
+      const SplitPair factors = factors_of<X>(pair[0] * s, pair[1] * s);
+      hi[word] = factors.hi;
+      lo[word] = factors.lo;
     }
     const uint32_t row = base + 16 * min(tile * kTile + 16 * step + lane % 16, last);
+    if constexpr (kSplits<X>) {
+      constexpr int kAtOnce = 3;  // taps, as many as registers allow
 #pragma unroll
-    for (int first = 0; first < kConvBackwardTaps; first += kAtOnce) {
-      uint32_t pixel[kAtOnce][4];  // hi of 16 positions, lo
+      for (int first = 0; first < kConvBackwardTaps; first += kAtOnce) {
+        uint32_t pixel[kAtOnce][4];  // hi of 16 positions, lo
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) ptx::load_turned(pixel[i], row + offset[first + i]);
+        for (int i = 0; i < kAtOnce; ++i) ptx::load_turned(pixel[i], row + offset[first + i]);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        ptx::mma_m16n8k16(sum[first + i], lo, pixel[i][0], pixel[i][1]);
+        for (int i = 0; i < kAtOnce; ++i) {
+          ptx::mma_m16n8k16<__half>(sum[first + i], lo, pixel[i][0], pixel[i][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          ptx::mma_m16n8k16<__half>(sum[first + i], hi, pixel[i][2], pixel[i][3]);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          ptx::mma_m16n8k16<__half>(sum[first + i], hi, pixel[i][0], pixel[i][1]);
+        }
+      }
+    } else {
+      uint32_t pixel[(kConvBackwardTaps + 1) / 2][2][2];  // [pair of taps][tap]: 16 positions
+#pragma unroll
+      for (int tap = 0; tap < kConvBackwardTaps; tap += 2) {
+        const uint32_t next = offset[min(tap + 1, kConvBackwardTaps - 1)];
+        uint32_t word[4];
+        ptx::load_turned(word, row + (is_upper ? next : offset[tap]));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pixel[tap / 2][i / 2][i % 2] = word[i];
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        ptx::mma_m16n8k16(sum[first + i], hi, pixel[i][2], pixel[i][3]);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        ptx::mma_m16n8k16(sum[first + i], hi, pixel[i][0], pixel[i][1]);
+      for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+        const auto& of_tap = pixel[tap / 2][tap % 2];
+        ptx::mma_m16n8k16<X>(sum[tap], hi, of_tap[0], of_tap[1]);
       }
     }
   }
@@ -383,13 +499,14 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
   for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      total[tap][i] += sum[tap][i] * scale[i / 2].unscale * pixel_unscale;
+      const float unscaled = kScales<X> ? sum[tap][i] * scale[i / 2].unscale : sum[tap][i];
+      total[tap][i] += kSplits<X> ? unscaled * pixel_unscale : unscaled;
     }
   }
 }
 
 // Product warpgroup `worker` of kWorkers, with every kWorkers-th unit.
-template <int kWorkers, int kSteps, bool kSums, bool kWeight>
+template <class X, int kWorkers, int kSteps, bool kSums, bool kWeight>
 __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
                                                  const BackwardShared& shared, const Walk& walk,
                                                  int first_tap, int worker) {
@@ -421,25 +538,25 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   Cursor cursor;
   for (int i = 0; i < worker; ++i) cursor.advance(conv.slots);
   int index = walk.first + worker * walk.step;
-  Gradients gradients;
-  float dy[32];
+  Gradients<X> gradients;
+  Loaded<X> dy[32];
   uint32_t valid = 0;
   const auto load = [&](int slot, int tile) {
     const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + tile * 8 + lane % 4;
     if (args.pairs) {
-      valid = load_gradients<Rows::kPairs>(conv, gradients, index, is_output, place, dy);
+      valid = load_gradients<X, Rows::kPairs>(conv, gradients, index, is_output, place, dy);
     } else if (is_one_strip) {
-      valid = load_gradients<Rows::kStrip>(conv, gradients, index, is_output, place, dy);
+      valid = load_gradients<X, Rows::kStrip>(conv, gradients, index, is_output, place, dy);
     } else {
-      valid = load_gradients<Rows::kStrips>(conv, gradients, index, is_output, place, dy);
+      valid = load_gradients<X, Rows::kStrips>(conv, gradients, index, is_output, place, dy);
     }
   };
   const auto begin_unit = [&] {
-    prefetch_gradients(args, walk.group, index + kWorkers * walk.step);
+    prefetch_gradients<X>(args, walk.group, index + kWorkers * walk.step);
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
     const Unit unit = Unit::at(conv, index);
-    gradients.row = gradients_of(args, unit.sample, is_one_strip ? unit.first : unit.column,
-                                 walk.group * kConvGroup + channel);
+    gradients.row = gradients_of<X>(args, unit.sample, is_one_strip ? unit.first : unit.column,
+                                    walk.group * kConvGroup + channel);
     gradients.limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
   };
   if (index < conv.units) {
@@ -452,7 +569,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     const int of_slot = tile;
     const float pixel_unscale = tail.unscale[slot];
     float sum[32];
-    start_products<float, kSteps>(conv, shared, slot, tile, sum);
+    start_products<X, kSteps>(conv, shared, slot, tile, sum);
     // Read again for each tile: registers are scarce.
     float weight_unscale[2];
     float mean[2];
@@ -474,14 +591,16 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     for (int i = 0; i < 32; ++i) {
       const int r = i / 2 % 2;
       const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
-      const float d = fmaf(sum[i] * weight_unscale[r], pixel_unscale, -mean[r]);
+      const float d = deviation_of<X>(sum[i], weight_unscale[r], pixel_unscale, mean[r]);
+      const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
+      const float gradient = i % 2 == 0 ? pair.x : pair.y;
       if constexpr (kSums) {
-        of_tile[0][r] += dy[i];
-        of_tile[1][r] = fmaf(dy[i], is_valid ? d : 0.0f, of_tile[1][r]);
+        of_tile[0][r] += gradient;
+        of_tile[1][r] = fmaf(gradient, is_valid ? d : 0.0f, of_tile[1][r]);
       }
       if constexpr (kWeight) {
         const float shift = is_training ? fmaf(slope[r], d, offset[r]) : 0.0f;
-        sum[i] = is_valid ? fmaf(scale[r], dy[i], shift) : 0.0f;
+        sum[i] = is_valid ? fmaf(scale[r], gradient, shift) : 0.0f;
       }
     }
     // The next tile's gradients are under way while this one is multiplied.
@@ -500,7 +619,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       }
     }
     if constexpr (kWeight) {
-      multiply_pixels(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
+      multiply_pixels<X>(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
     }
     if (tile == 0) {
       __syncwarp();
@@ -534,8 +653,10 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         const int input = 2 * (lane % 4) + t;
-        const auto of_pivot =
-            static_cast<float>(of_dc * static_cast<double>(coefficients.pivot[input]));
+        float of_pivot = 0;
+        if constexpr (kSplits<X>) {
+          of_pivot = static_cast<float>(of_dc * static_cast<double>(coefficients.pivot[input]));
+        }
 #pragma unroll
         for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
           if (tap < taps && input < conv.channels) {
@@ -547,7 +668,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   }
 }
 
-template <bool kSums, bool kWeight, class Epilogue, int kScalars, class... In>
+template <class X, bool kSums, bool kWeight, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   constexpr int kWorkers = kWeight ? kConvWeightWorkers : kConvSumWorkers;
   const BackwardShared shared = BackwardShared::of(args.conv);
@@ -555,20 +676,21 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   Walk walk(args.conv, kWeight ? args.tap_groups : 1);
   const int tap_group = walk.group % (kWeight ? args.tap_groups : 1);
   walk.group /= kWeight ? args.tap_groups : 1;
-  prepare_backward<Epilogue, kScalars, In...>(args, shared, walk.group, kWarpgroup / 32);
+  prepare_backward<X, Epilogue, kScalars, In...>(args, shared, walk.group, kWarpgroup / 32);
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kWeight ? kWeightLoadRegisters : kSumLoadRegisters>();
-    load_units<float, 1, true>(args.conv, shared, 0, Stride{walk.first, walk.step},
-                               shared.coefficients->pivot);
+    load_units<X, 1, true>(args.conv, shared, 0, Stride{walk.first, walk.step},
+                           shared.coefficients->pivot);
   } else {
     ptx::take_registers<kWeight ? kWeightProductRegisters : kSumProductRegisters>();
     const int first_tap = tap_group * kConvBackwardTaps;
-    if (args.conv.steps == kUsualSteps<float>) {
-      accumulate_units<kWorkers, kUsualSteps<float>, kSums, kWeight>(args, shared, walk, first_tap,
-                                                                     warpgroup - 1);
+    if (args.conv.steps == kUsualSteps<X>) {
+      accumulate_units<X, kWorkers, kUsualSteps<X>, kSums, kWeight>(args, shared, walk, first_tap,
+                                                                    warpgroup - 1);
     } else {
-      accumulate_units<kWorkers, 0, kSums, kWeight>(args, shared, walk, first_tap, warpgroup - 1);
+      accumulate_units<X, kWorkers, 0, kSums, kWeight>(args, shared, walk, first_tap,
+                                                       warpgroup - 1);
     }
   }
 }
@@ -633,16 +755,18 @@ struct Pieces {
 
 // The convolution at 64 of a slot's positions: sum[4i + 2r + t] is of position
 // 16 warp + lane / 4 + 8r and channel 8i + 2 (lane % 4) + t.
-template <int kSteps>
+template <class X, int kSteps>
 __device__ __forceinline__ void start_tile(const ConvDirectArgs& args, const Shared& shared,
                                            int slot, int tile, float (&sum)[32]) {
   const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
   const uint32_t pixels =
       ptx::uniform((ptx::shared_address(shared.slot) + slot * args.slot_bytes) / 16 + tile * kTile);
+  const uint32_t zeros = ptx::uniform(ptx::shared_address(shared.zeros) / 16);
+  const int steps = kSteps > 0 ? kSteps : args.steps;
   ptx::pin(sum);
   const auto start = [&](int i) {
-    ptx::Wgmma<__half>::run(sum, descriptor(pixels, args.step[i].pixels),
-                            descriptor(weight, args.step[i].weight), i > 0);
+    ptx::Wgmma<Factor<X>>::run(sum, descriptor_of_pixels<X>(args, i, steps, pixels, zeros),
+                               descriptor(weight, args.step[i].weight), i > 0);
   };
   if constexpr (kSteps > 0) {
     ptx::wgmma_fence();
@@ -651,7 +775,7 @@ __device__ __forceinline__ void start_tile(const ConvDirectArgs& args, const Sha
     ptx::wgmma_commit();
   } else {
 #pragma unroll 1
-    for (int i = 0; i < args.steps; ++i) {
+    for (int i = 0; i < steps; ++i) {
       ptx::wgmma_fence();
       start(i);
       ptx::wgmma_commit();
@@ -659,15 +783,15 @@ __device__ __forceinline__ void start_tile(const ConvDirectArgs& args, const Sha
   }
 }
 
-// A split tile of dc: [16 channels][word] as the first operand of products.
-struct SplitTile {
+// A tile of dc as factors: [16 channels][word] as the first operand of products.
+struct FactorTile {
   uint32_t hi[4][4];
   uint32_t lo[4][4];
   float unscale[2];  // of the thread's two positions
 };
 
 // Product warpgroup `worker` of two, with two tiles of each unit.
-template <int kSteps>
+template <class X, int kSteps>
 __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
                                            const BackwardShared& shared, int worker) {
   const ConvDirectArgs& conv = args.conv;
@@ -691,21 +815,21 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
     if (worker == 0) {
       Pieces next = units;
       next.advance();
-      prefetch_gradients(args, args.group, next.index);
+      prefetch_gradients<X>(args, args.group, next.index);
     }
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot]), cursor.phase);
     const int2 unit = tail.unit[slot];
     const float pixel_unscale = tail.unscale[slot];
     const auto limit = static_cast<uint32_t>(4 * min(conv.advance, conv.elements - unit.y));
     const auto* sample = reinterpret_cast<const uint8_t*>(
-        gradients_of(args, unit.x, unit.y, args.group * kConvGroup + first_channel));
-    SplitTile split_tile[2];
+        gradients_of<X>(args, unit.x, unit.y, args.group * kConvGroup + first_channel));
+    FactorTile factors[2];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int tile = 2 * worker + m;
       float sum[32];
-      start_tile<kSteps>(conv, shared, slot, tile, sum);
-      float dy[32];
+      start_tile<X, kSteps>(conv, shared, slot, tile, sum);
+      Loaded<X> dy[32];
       bool is_valid[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -717,9 +841,9 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
         for (int i = 0; i < 8; ++i) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            dy[4 * i + 2 * r + t] =
-                load_if(is_valid[r] && first_channel + 8 * i + t < outputs,
-                        reinterpret_cast<const float*>(sample + (8 * i + t) * plane * 4 + at));
+            const auto* from = sample + (8 * i + t) * plane * sizeof(X) + (at >> kPlaceShift<X>);
+            dy[4 * i + 2 * r + t] = load_if(is_valid[r] && first_channel + 8 * i + t < outputs,
+                                            reinterpret_cast<const Stored<X>*>(from));
           }
         }
       }
@@ -748,23 +872,25 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             float& value = sum[4 * i + 2 * r + t];
-            const float d = fmaf(value * unscale[t], pixel_unscale, -mean[t]);
+            const float2 pair = values_of<X>(dy[4 * i + 2 * r], dy[4 * i + 2 * r + 1], false);
+            const float d = deviation_of<X>(value, unscale[t], pixel_unscale, mean[t]);
             const float shift = is_training ? fmaf(slope[t], d, offset[t]) : 0.0f;
-            value = is_valid[r] ? fmaf(scale[t], dy[4 * i + 2 * r + t], shift) : 0.0f;
+            value = is_valid[r] ? fmaf(scale[t], t == 0 ? pair.x : pair.y, shift) : 0.0f;
             largest[r] = fmaxf(largest[r], fabsf(value));
           }
         }
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const Scale scale = scale_of(largest_of_quad(largest[r]));
-        split_tile[m].unscale[r] = scale.unscale;
+        Scale scale{1.0f, 1.0f};
+        if constexpr (kScales<X>) scale = scale_of(largest_of_quad(largest[r]));
+        factors[m].unscale[r] = scale.unscale;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const SplitPair pair =
-              split(sum[4 * i + 2 * r] * scale.scale, sum[4 * i + 2 * r + 1] * scale.scale);
-          split_tile[m].hi[i / 2][i % 2 * 2 + r] = pair.hi;
-          split_tile[m].lo[i / 2][i % 2 * 2 + r] = pair.lo;
+              factors_of<X>(sum[4 * i + 2 * r] * scale.scale, sum[4 * i + 2 * r + 1] * scale.scale);
+          factors[m].hi[i / 2][i % 2 * 2 + r] = pair.hi;
+          factors[m].lo[i / 2][i % 2 * 2 + r] = pair.lo;
         }
       }
     }
@@ -780,29 +906,34 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
         ptx::pin(sum);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          ptx::pin(split_tile[m].hi[step]);
-          ptx::pin(split_tile[m].lo[step]);
+          ptx::pin(factors[m].hi[step]);
+          if constexpr (kSplits<X>) ptx::pin(factors[m].lo[step]);
         }
         ptx::wgmma_fence();
         // Of a tile's 64 rows of a channel, 16 bytes each, the first of a step's 16.
         const auto weights = [&](bool lo, int step) {
           constexpr uint64_t kStrideOffset = kConvTileUnits;
           constexpr uint64_t kLeadingOffset = 8;
-          const int tile = 1 + (lo ? 0 : taps) + first_tap;
+          const int tile = 1 + (kSplits<X> && !lo ? taps : 0) + first_tap;
           return kStrideOffset << 32 | kLeadingOffset << 16 |
                  (weight + tile * kConvTileUnits + step * 16);
         };
+        const auto multiply = [&](const uint32_t (&dc)[4], uint64_t by, bool accumulate) {
+          ptx::wgmma_m64n72k16_turned<Factor<X>>(sum, dc, by, accumulate);
+        };
+        if constexpr (kSplits<X>) {
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          ptx::wgmma_m64n72k16_turned(sum, split_tile[m].hi[step], weights(true, step), step > 0);
+          for (int step = 0; step < 4; ++step) {
+            multiply(factors[m].hi[step], weights(true, step), step > 0);
+          }
+#pragma unroll
+          for (int step = 0; step < 4; ++step) {
+            multiply(factors[m].lo[step], weights(false, step), true);
+          }
         }
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          ptx::wgmma_m64n72k16_turned(sum, split_tile[m].lo[step], weights(false, step), true);
-        }
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          ptx::wgmma_m64n72k16_turned(sum, split_tile[m].hi[step], weights(false, step), true);
+          multiply(factors[m].hi[step], weights(false, step), kSplits<X> || step > 0);
         }
         ptx::wgmma_commit();
         if (m == 0) ptx::mbarrier_wait(given_empty, given_phase ^ 1);
@@ -812,12 +943,17 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
         for (int r = 0; r < 2; ++r) {
           const int position = (2 * worker + m) * kTile + thread / 32 * 16 + lane / 4 + 8 * r;
           float* to = shared.given + position * kConvColumns + first_channel;
-          const float unscale = split_tile[m].unscale[r];
+          const float unscale = factors[m].unscale[r];
 #pragma unroll
           for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-            *reinterpret_cast<float2*>(to + tap * kConvChannels) =
-                make_float2(sum[4 * tap + 2 * r] * unscale * weight_unscale,
-                            sum[4 * tap + 2 * r + 1] * unscale * weight_unscale);
+            float2 given = make_float2(sum[4 * tap + 2 * r], sum[4 * tap + 2 * r + 1]);
+            if constexpr (kSplits<X>) {
+              given = make_float2(given.x * unscale * weight_unscale,
+                                  given.y * unscale * weight_unscale);
+            } else if constexpr (kScales<X>) {
+              given = make_float2(given.x * unscale, given.y * unscale);
+            }
+            *reinterpret_cast<float2*>(to + tap * kConvChannels) = given;
           }
         }
       }
@@ -847,6 +983,7 @@ __device__ __forceinline__ float4 load_below(uint32_t from, uint32_t place, uint
 }
 
 // Adds up what the positions give and stores what is complete; a thread has half the channels.
+template <class X>
 __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
                                              const BackwardShared& shared) {
   const ConvDirectArgs& conv = args.conv;
@@ -869,7 +1006,8 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
   ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
   for (Pieces units(args); units.index < conv.units; units.advance()) {
     const Unit unit = Unit::at(conv, units.index);
-    float* sample = args.dx + static_cast<int64_t>(unit.sample) * conv.channels * plane;
+    X* sample =
+        static_cast<X*>(args.dx) + static_cast<int64_t>(unit.sample) * conv.channels * plane;
     // Positions before this one are complete.
     const int end = unit.end < conv.elements
                         ? unit.end + (conv.kernel_w - 1) * Unit::row_of(conv, unit.end)
@@ -883,10 +1021,11 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
         return;
       }
       const float value[4] = {complete.x, complete.y, complete.z, complete.w};
-      float* to = sample + static_cast<int64_t>(first_channel) * plane + (y * conv.w + x);
+      X* to = sample + static_cast<int64_t>(first_channel) * plane + (y * conv.w + x);
 #pragma unroll
       for (int c = 0; c < 4; ++c, to += plane) {
-        if (first_channel + c < conv.channels) *to = args.group > 0 ? *to + value[c] : value[c];
+        if (first_channel + c >= conv.channels) continue;
+        *to = convert<X>(args.group > 0 ? convert<float>(*to) + value[c] : value[c]);
       }
     };
 #pragma unroll 1
@@ -927,14 +1066,14 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
   }
 }
 
-template <class Epilogue, int kScalars, class... In>
+template <class X, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void run_input(const ConvBackwardArgs& args) {
   const BackwardShared shared = BackwardShared::of(args.conv);
-  prepare_backward<Epilogue, kScalars, In...>(args, shared, args.group, 2 * kWarpgroup / 32);
-  // The weights that dc meets are scaled, each channel's by another factor: dc makes up for what
-  // they differ by.
+  prepare_backward<X, Epilogue, kScalars, In...>(args, shared, args.group, 2 * kWarpgroup / 32);
+  // In fp32 the weights that dc meets are scaled, each channel's by another factor: dc makes up for
+  // what they differ by.
   Coefficients& coefficients = *shared.coefficients;
-  if (threadIdx.x < kConvGroup) {
+  if (kSplits<X> && threadIdx.x < kConvGroup) {
     float largest = 0;
     for (const float unscale : shared.tail->weight_unscale) largest = fmaxf(largest, unscale);
     coefficients.weight_unscale = largest;
@@ -946,32 +1085,32 @@ __device__ __forceinline__ void run_input(const ConvBackwardArgs& args) {
   __syncthreads();
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
-    ptx::give_registers<kLoadRegisters>();
-    load_units<float, 1, true>(args.conv, shared, 0, Pieces(args), shared.coefficients->pivot);
+    ptx::give_registers<kInputLoadRegisters<X>>();
+    load_units<X, 1, true>(args.conv, shared, 0, Pieces(args), shared.coefficients->pivot);
   } else if (warpgroup == 3) {
     ptx::give_registers<kGatherRegisters>();
-    gather_units(args, shared);
+    gather_units<X>(args, shared);
   } else {
-    ptx::take_registers<kInputProductRegisters>();
-    if (args.conv.steps == kUsualSteps<float>) {
-      give_units<kUsualSteps<float>>(args, shared, warpgroup - 1);
+    ptx::take_registers<kInputProductRegisters<X>>();
+    if (args.conv.steps == kUsualSteps<X>) {
+      give_units<X, kUsualSteps<X>>(args, shared, warpgroup - 1);
     } else {
-      give_units<0>(args, shared, warpgroup - 1);
+      give_units<X, 0>(args, shared, warpgroup - 1);
     }
   }
 }
 
-template <class Epilogue, int kScalars, class Acc, class Out, class C, class... In>
+template <class Epilogue, int kScalars, class Acc, class Dy, class X, class... In>
 struct Backward {
-  static_assert(std::is_same_v<Acc, float> && std::is_same_v<Out, float> &&
-                std::is_same_v<C, float>);
+  static_assert(std::is_same_v<Acc, float> && std::is_same_v<Dy, X>);
+  static_assert(std::is_same_v<X, float> || kIs16BitFloat<X>);
 
   template <bool kSums, bool kWeight>
   static __device__ __forceinline__ void accumulate(const ConvBackwardArgs& args) {
-    run_accumulate<kSums, kWeight, Epilogue, kScalars, In...>(args);
+    run_accumulate<X, kSums, kWeight, Epilogue, kScalars, In...>(args);
   }
   static __device__ __forceinline__ void input(const ConvBackwardArgs& args) {
-    run_input<Epilogue, kScalars, In...>(args);
+    run_input<X, Epilogue, kScalars, In...>(args);
   }
 };
 
@@ -988,7 +1127,7 @@ struct Backward {
     fx_fuser::conv_direct::reduce_splits<T>(args);                                     \
   }
 
-// FX_FUSER_CONV_DIRECT_BACKWARD(Epilogue, scalars, Acc, type of dy, C, Operands...)
+// FX_FUSER_CONV_DIRECT_BACKWARD(Epilogue, scalars, Acc, type of dy, of x, Operands...)
 #define FX_FUSER_CONV_DIRECT_BACKWARD(...)                                                        \
   FX_FUSER_CONV_DIRECT_ACCUMULATE(sums, fx_fuser::kConvSumWorkers, true, false, __VA_ARGS__)      \
   FX_FUSER_CONV_DIRECT_ACCUMULATE(weight, fx_fuser::kConvWeightWorkers, false, true, __VA_ARGS__) \

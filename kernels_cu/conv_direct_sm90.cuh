@@ -495,6 +495,18 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t begin_and
   return kStrideOffset << 32 | (base + begin_and_leading);
 }
 
+// The pixels of a step's products, from the slot's `pixels` on; both addresses in 16 bytes.
+template <class X>
+__device__ __forceinline__ uint64_t descriptor_of_pixels(const ConvDirectArgs& args, int step,
+                                                         int steps, uint32_t pixels,
+                                                         uint32_t zeros) {
+  const uint32_t of_step = args.step[step].pixels;
+  if (!kSplits<X> && step == steps - 1 && of_step <= 0xFFFF) {
+    return descriptor(zeros, (pixels + of_step - zeros) << 16);
+  }
+  return descriptor(pixels, of_step);
+}
+
 // Starts all taps' products of a part of a slot's positions, twice as many as a thread has sums;
 // kSteps: how many there are, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
@@ -508,11 +520,8 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
   const int steps = kSteps > 0 ? kSteps : args.steps;
   ptx::pin(sum);
   const auto start = [&](int i) {
-    uint64_t of_pixels = descriptor(pixels, args.step[i].pixels);
-    if (!kSplits<X> && i == steps - 1 && args.step[i].pixels <= 0xFFFF) {
-      of_pixels = descriptor(zeros, (pixels + args.step[i].pixels - zeros) << 16);
-    }
-    ptx::Wgmma<Factor<X>>::run(sum, descriptor(weight, args.step[i].weight), of_pixels, i > 0);
+    ptx::Wgmma<Factor<X>>::run(sum, descriptor(weight, args.step[i].weight),
+                               descriptor_of_pixels<X>(args, i, steps, pixels, zeros), i > 0);
   };
   if constexpr (kSteps > 0) {
     ptx::wgmma_fence();
@@ -842,8 +851,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const int at = first + v * (kQuarter * kConvStoreWidth);
       const int element = range.first + at;
       const bool is_whole = element >= range.begin && element + kConvStoreWidth <= range.end;
-      // A sector of 16-bit elements is so wide that the last vector can lie behind the channel's row,
-      // where another warp writes.
+      // A sector of 16-bit elements is so wide that the last vector can lie behind the channel's
+      // row, where another warp writes.
       const int in_row = sizeof(Out) < 4 ? min(at, kLastInRow - range.staged) : at;
       const auto loaded = *reinterpret_cast<const float4*>(staged + in_row);
       const float value[kConvStoreWidth] = {loaded.x * unscale, loaded.y * unscale,

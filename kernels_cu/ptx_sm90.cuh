@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace fx_fuser::ptx {
 
@@ -232,16 +235,26 @@ __device__ __forceinline__ void load_turned(uint32_t (&word)[4], uint32_t row) {
 
 // ---- mma (9.7.14) -------------------------------------------------------------------------------
 
-// d[16 x 8] += a[16 x 16] * b[16 x 8] of one warp, a and b fp16. With g = lane / 4, c = lane % 4
+// d[16 x 8] += a[16 x 16] * b[16 x 8] of one warp, a and b of T: fp16 or bf16. With g = lane / 4,
+// c = lane % 4
 //   a[2s + r] holds row g + 8r, columns 8s + 2c and 8s + 2c + 1
 //   b[s] holds column g, rows 8s + 2c and 8s + 2c + 1
 //   d[2r + t] is row g + 8r, column 2c + t
+template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#define FX_FUSER_MMA(type)                                   \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, "                     \
+      "%6, %7}, {%8, %9}, {%0, %1, %2, %3};"                 \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (std::is_same_v<T, __half>) {
+    FX_FUSER_MMA("f16");
+  } else {
+    FX_FUSER_MMA("bf16");
+  }
+#undef FX_FUSER_MMA
 }
 
 // ---- wgmma (9.7.15) -----------------------------------------------------------------------------
@@ -303,27 +316,36 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// As wgmma_m64n128k16, with 72 columns, and b with rows, not columns, that are contiguous: its
-// descriptor has the distance of 8 columns as stride and of 8 rows as leading offset.
+// As wgmma_m64n128k16, of T, with 72 columns, and b with rows, not columns, that are contiguous:
+// its descriptor has the distance of 8 columns as stride and of 8 rows as leading offset.
+template <class T>
 __device__ __forceinline__ void wgmma_m64n72k16_turned(float (&d)[36], const uint32_t (&a)[4],
                                                        uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %41, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n72k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
-      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35"
-      "}, {%36, %37, %38, %39}, %40, accumulate, 1, 1, 1;\n"
-      "}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+#define FX_FUSER_WGMMA_TURNED(type)                                                                \
+  asm volatile(                                                                                    \
+      "{\n"                                                                                        \
+      ".reg .pred accumulate;\n"                                                                   \
+      "setp.ne.b32 accumulate, %41, 0;\n"                                                          \
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32." type "." type                                  \
+      " {"                                                                                         \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "                                         \
+      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "                               \
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35"                                 \
+      "}, {%36, %37, %38, %39}, %40, accumulate, 1, 1, 1;\n"                                       \
+      "}\n"                                                                                        \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
+        "+f"(d[35])                                                                                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+  if constexpr (std::is_same_v<T, __half>) {
+    FX_FUSER_WGMMA_TURNED("f16");
+  } else {
+    FX_FUSER_WGMMA_TURNED("bf16");
+  }
+#undef FX_FUSER_WGMMA_TURNED
 }
 
 }  // namespace fx_fuser::ptx

@@ -23,6 +23,7 @@ struct ConvBackwardKernels {
   cudaKernel_t input;
   int multiprocessors;
   int scalars;
+  ScalarType x;  // and the weight's, dy's and dx's
   std::vector<ScalarType> operands;
 };
 
@@ -31,7 +32,7 @@ int64_t load_conv_direct_backward(const std::string& name, const std::string& cu
                                   const std::vector<std::string>& signature, int64_t device) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_CONV_DIRECT_BACKWARD needs an epilogue, a number of scalars, "
-                  "Acc, the type of dy and that of the convolution");
+                  "Acc, the type of dy and that of x");
   const OnDevice on_device(static_cast<int>(device));
   cudaLibrary_t library = load_library(cubin);
   const auto kernel = [&](const char* suffix) {
@@ -54,6 +55,7 @@ int64_t load_conv_direct_backward(const std::string& name, const std::string& cu
                                static_cast<int>(device)),
         "cudaDeviceGetAttribute");
   kernels->scalars = std::stoi(signature[1]);
+  kernels->x = scalar_type_of(signature[4]);
   for (size_t i = 5; i < signature.size(); ++i) {
     kernels->operands.push_back(scalar_type_of(signature[i]));
   }
@@ -64,21 +66,22 @@ int64_t load_conv_direct_backward(const std::string& name, const std::string& cu
 }
 
 std::optional<ConvBackwardArgs> conv_backward_geometry_of(const std::vector<int64_t>& sizes,
-                                                          bool with_input,
+                                                          int x_bytes, bool with_input,
                                                           int64_t multiprocessors) {
   STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
                   sizes.size());
   return conv_backward_geometry({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
                                  sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]},
-                                with_input, multiprocessors);
+                                x_bytes, with_input, multiprocessors);
 }
 
 // How the input's gradient is cut into pieces: [units, units of a sample, pieces of a sample, units
 // of a piece, units ahead, slots, shared bytes, halo]; of the others [units, units of a sample].
 // An empty list where the kernels do not take the sizes.
-std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes, bool with_input,
-                                              int64_t multiprocessors) {
-  const auto args = conv_backward_geometry_of(sizes, with_input, multiprocessors);
+std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
+                                              bool with_input, int64_t multiprocessors) {
+  const auto args =
+      conv_backward_geometry_of(sizes, static_cast<int>(x_bytes), with_input, multiprocessors);
   if (!args) return {};
   std::vector<int64_t> cut{args->conv.units, args->conv.units_per_strip.size};
   if (with_input) {
@@ -94,8 +97,8 @@ std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes,
 // c = conv2d(x, weight), where the epilogue is linear in z and its operands are a number a channel.
 // Without a variance, z = c. In training mean and variance are those of c and `bias` is not there.
 // dbeta and dgamma are always made: the sums over each channel of dz, and of dz times the
-// normalised c. False, and nothing is launched, where the kernels do not take these shapes or
-// strides.
+// normalised c. x, weight, dy and dx are of one type, all else is float32. False, and nothing is
+// launched, where the kernels do not take these shapes or strides.
 bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, const Tensor& weight,
                           const std::vector<int64_t>& padding, const std::optional<Tensor>& mean,
                           const std::optional<Tensor>& variance, const std::optional<Tensor>& gamma,
@@ -104,33 +107,36 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
                           const Tensor& dgamma, const Tensor& dbeta,
                           const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
   const auto& kernels = *reinterpret_cast<const ConvBackwardKernels*>(handle);
-  check_conv(ScalarType::Float, x, weight, padding);
+  check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
-  const auto check_tensor = [&](const Tensor& tensor, const char* name) {
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device &&
-                        tensor.scalar_type() == ScalarType::Float,
-                    "fx_fuser: ", name, " must be of float32 on cuda:", device);
+  const auto check_tensor = [&](const Tensor& tensor, const char* name, ScalarType type) {
+    STD_TORCH_CHECK(
+        tensor.is_cuda() && tensor.get_device_index() == device && tensor.scalar_type() == type,
+        "fx_fuser: ", name, " must be of ", toString(type), " on cuda:", device);
     return is_contiguous(tensor);
   };
+  constexpr ScalarType kSums = ScalarType::Float;
   const auto check_vector = [&](const Tensor& tensor, const char* name) {
     const bool fits =
-        check_tensor(tensor, name) && tensor.dim() == 1 && tensor.size(0) == weight.size(0);
+        check_tensor(tensor, name, kSums) && tensor.dim() == 1 && tensor.size(0) == weight.size(0);
     STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
                     " is no contiguous vector of ", weight.size(0));
     return static_cast<float*>(tensor.data_ptr());
   };
-  const auto check_like = [&](const Tensor& tensor, const Tensor& like, const char* name) {
-    bool fits = check_tensor(tensor, name) && tensor.dim() == 4;
+  const auto check_like = [&](const Tensor& tensor, const Tensor& like, const char* name,
+                              ScalarType type) {
+    bool fits = check_tensor(tensor, name, type) && tensor.dim() == 4;
     for (int d = 0; fits && d < 4; ++d) fits = tensor.size(d) == like.size(d);
     STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
                     " is not contiguous and of ", to_string(like.sizes()));
-    return static_cast<float*>(tensor.data_ptr());
+    return tensor.data_ptr();
   };
-  if (!check_tensor(dy, "dy") || !is_contiguous(x) || !is_contiguous(weight)) return false;
+  if (!check_tensor(dy, "dy", kernels.x)) return false;
+  if (!is_contiguous(x) || !is_contiguous(weight)) return false;
   auto args = conv_backward_geometry_of(
       {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3),
        padding[0], padding[1], padding[2], padding[3]},
-      dx.has_value(), kernels.multiprocessors);
+      static_cast<int>(x.element_size()), dx.has_value(), kernels.multiprocessors);
   if (!args) return false;
   ConvDirectArgs& conv = args->conv;
   STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == conv.samples && dy.size(1) == conv.outputs &&
@@ -156,7 +162,7 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
 
   conv.x = x.data_ptr();
   conv.weight = weight.data_ptr();
-  args->dy = static_cast<const float*>(dy.data_ptr());
+  args->dy = dy.data_ptr();
   if (variance) {
     args->mean = check_vector(*mean, "mean");
     args->variance = check_vector(*variance, "variance");
@@ -165,12 +171,13 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
   if (bias) args->bias = check_vector(*bias, "bias");
   float* to_dgamma = check_vector(dgamma, "dgamma");
   float* to_dbeta = check_vector(dbeta, "dbeta");
-  if (dx) args->dx = check_like(*dx, x, "dx");
-  float* to_dweight = dweight ? check_like(*dweight, weight, "dweight") : nullptr;
+  if (dx) args->dx = check_like(*dx, x, "dx", kernels.x);
+  auto* to_dweight =
+      static_cast<float*>(dweight ? check_like(*dweight, weight, "dweight", kSums) : nullptr);
   args->eps = static_cast<float>(eps);
   const bool even = conv.strip.size % 2 == 0 && conv.kernel_w % 2 == 1;
-  args->pairs =
-      even && conv.strips.size == 1 && reinterpret_cast<uintptr_t>(dy.data_ptr()) % 8 == 0;
+  args->pairs = even && conv.strips.size == 1 &&
+                reinterpret_cast<uintptr_t>(dy.data_ptr()) % (2 * dy.element_size()) == 0;
 
   const OnDevice on_device(device);
   const cudaStream_t stream = current_stream(device);

@@ -25,8 +25,9 @@ if build.arch_of() == "sm_90a":
         native.prepare([e.source for e in examples], "cuda")
         conv_sm90.sweep(12, 0, failures, conv_sm90.small_case, examples)
     backward = conv_backward_sm90
-    native.prepare([backward.IDENTITY, backward.SCALED], "cuda")
-    backward.sweep(12, 0, failures, conv_sm90.small_case)
+    native.prepare([*backward.IDENTITY.values(), *backward.SCALED.values()], "cuda")
+    for dtype in conv_sm90.DTYPES:
+        backward.sweep(8, 0, failures, conv_sm90.small_case, [dtype])
     native.prepare([PRODUCT_ALONE], "cuda")
     # The smallest for which the op takes its own kernel; both operands are turned around first.
     a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))
@@ -36,6 +37,6 @@ if build.arch_of() == "sm_90a":
     if not linear_sm90.relative(product, exact) <= 1e-6:
         failures.append("split_product")
     assert not failures, failures
-    ran += 49
+    ran += 61
 torch.cuda.synchronize()
 print(f"{ran} cases ran")

@@ -14,7 +14,7 @@ from test_conv_sm90 import CUTS, Cut
 
 import fx_fuser
 from benchmarks import conv_backward_sm90
-from benchmarks.conv_sm90 import NONE
+from benchmarks.conv_sm90 import DTYPES, HALVES, NONE
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
 from fx_fuser import backend, build, native
@@ -27,14 +27,15 @@ RING = 1024
 
 
 @needs_nvcc
+@pytest.mark.parametrize("x_bytes", [4, 2])
 @pytest.mark.parametrize("multiprocessors", [1, 78, 132])
 @pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
-def test_pieces_cover_the_input(x, weight, padding, multiprocessors) -> None:
-    cut = Cut(x, weight, padding, 0)
-    found = native.conv_direct_backward_cut(x, weight, padding, True, multiprocessors)
+def test_pieces_cover_the_input(x, weight, padding, multiprocessors, x_bytes) -> None:
+    cut = Cut(x, weight, padding, 0, x_bytes)
+    found = native.conv_direct_backward_cut(x, weight, padding, True, multiprocessors, x_bytes)
     if cut.strips > 1:
         assert not found
-        assert native.conv_direct_backward_cut(x, weight, padding, False)
+        assert native.conv_direct_backward_cut(x, weight, padding, False, x_bytes=x_bytes)
         return
     units, sample_units, pieces, piece_units, ahead, slots, shared, halo = found
     assert (units, sample_units) == (cut.units, cut.units_per_strip)
@@ -73,10 +74,14 @@ def test_refused(x, weight, with_input) -> None:
 
 @needs_nvcc
 @pytest.mark.slow
+@pytest.mark.parametrize("value", ["float", "__nv_bfloat16", "__half"])
 @pytest.mark.parametrize("operands", [0, 7])
-def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
+def test_compiles_without_spills_or_serialised_products(
+    tmp_path, monkeypatch, operands, value
+) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    check_compiles("conv_direct_backward_sm90.cuh", "FX_FUSER_CONV_DIRECT_BACKWARD", operands)
+    macro = "FX_FUSER_CONV_DIRECT_BACKWARD"
+    check_compiles("conv_direct_backward_sm90.cuh", macro, operands, value)
 
 
 A, B = Arg("a"), Arg("b")
@@ -106,7 +111,7 @@ def test_the_linear_part_of_an_epilogue(epilogue, part) -> None:
 
 @needs_nvcc
 def test_the_signature_names_the_kernel() -> None:
-    source = conv_backward_sm90.SCALED
+    source = conv_backward_sm90.SCALED[torch.float32]
     assert native._loader_of(source) == "load_conv_direct_backward"
     assert native._signature_of(source)[2:] == [*["float"] * 4, "__nv_bfloat16"]
 
@@ -115,7 +120,7 @@ def test_the_signature_names_the_kernel() -> None:
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
     vector = torch.empty(1)
-    source = conv_backward_sm90.IDENTITY
+    source = conv_backward_sm90.IDENTITY[torch.float32]
     arguments = (x, x, x, NONE, None, None, None, vector, vector, [], [])
     with pytest.raises(build.BuildError, match="CUDA devices"):
         native.conv_direct_backward(source, *arguments)
@@ -134,19 +139,26 @@ def test_random_sizes_and_factors(seed) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "check",
     [
         conv_backward_sm90.special_values,
         conv_backward_sm90.accuracy,
         conv_backward_sm90.graphs_and_repeats,
-        conv_backward_sm90.refusals,
     ],
 )
-def test_checks(check) -> None:
+def test_checks(check, dtype) -> None:
     failures: list[str] = []
     with float32_settings("fp32", cudnn_tf32=False):
-        check(failures)
+        check(failures, dtype)
+    assert not failures
+
+
+@gpu
+def test_refusals() -> None:
+    failures: list[str] = []
+    conv_backward_sm90.refusals(failures)
     assert not failures
 
 
@@ -221,20 +233,51 @@ def test_gradients_through_the_backend(mode, parts, needs_x, calls, monkeypatch)
 
 
 @gpu
-def test_training_does_not_save_the_convolution(calls) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_gradients_in_16_bits(mode, dtype, autocast, calls) -> None:
+    """Beside eager's, of the same rounded inputs; under autocast of float32 parameters."""
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().train()
+    torch.manual_seed(0)
+    exact = Scaled().cuda().train(mode == "training").to(dtype).double()
+    eager = copy.deepcopy(exact).to(torch.float32 if autocast else dtype)
+    ours = copy.deepcopy(eager)
+    options = {"strict": True, "plan": "always", "inner": "aot_eager"}
+    compiled = torch.compile(ours, backend="fx_fuser", options=options)
+    drawn = torch.randn(3, 5, 33, 31, device="cuda").to(dtype)
+    dy = torch.randn(3, 70, 33, 31, device="cuda").to(dtype)
+    results = []
+    for model, call in ((ours, compiled), (eager, eager), (exact, exact)):
+        x = drawn.to(next(model.parameters()).dtype).requires_grad_()
+        with torch.autocast("cuda", dtype, enabled=autocast and model is not exact):
+            y = call(x)
+        y.backward(dy.to(y.dtype))
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert calls == [True]
+    for value, other, truth in zip(*results, strict=True):
+        if truth.norm() > 1e-4:  # the bias before a training BatchNorm has no gradient
+            assert value.dtype == other.dtype
+            least = torch.finfo(dtype).eps / 4  # eager's sums have fewer digits wrong by luck
+            assert relative(value, truth) <= max(1.5 * relative(other, truth), least)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_training_does_not_save_the_convolution(calls, dtype) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().to(dtype).train()
     compiled = torch.compile(
         lambda x: model(x) * 2.0, backend="fx_fuser", options={"plan": "always"}
     )
-    x = torch.randn(16, 8, 128, 128, device="cuda", requires_grad=True)
+    x = torch.randn(16, 8, 128, 128, device="cuda", dtype=dtype, requires_grad=True)
     for step in range(2):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         y = compiled(x)
         forward = torch.cuda.max_memory_allocated() - before
         if step == 1:
-            assert forward <= y.numel() * 4 + 2**21
+            assert forward <= y.nbytes + 2**21
         y.backward(torch.ones_like(y))
         torch.cuda.synchronize()
     assert calls == [True, True]

@@ -183,11 +183,19 @@ def test_opcheck_conv_kernel(last: bool, training: bool, save: bool) -> None:
     opcheck(op, (*front, CONV, [], out, save))
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, "mixed"], ids=str)
 @pytest.mark.parametrize("affine", [False, True], ids=["bare", "affine"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_own_backward_gives_the_gradients_of_the_librarys(training: bool, affine: bool) -> None:
+def test_own_backward_gives_the_gradients_of_the_librarys(
+    training: bool, affine: bool, dtype: Any
+) -> None:
     """Without a GPU the op goes the library's way; its call and what it saves are its own."""
-    args = conv_args("s", F32, training, affine=affine)
+    of_product = torch.bfloat16 if dtype == "mixed" else dtype
+    args = conv_args("s", of_product, training, affine=affine)
+    if dtype == "mixed":  # a BatchNorm's vectors stay in float32
+        wide = (v if v is None else v.detach().float() for v in args[3:7])
+        vectors = [v if v is None else v.requires_grad_(i > 1) for i, v in enumerate(wide)]
+        args = (*args[:3], *vectors, *args[7:])
     place = args.index("library") + 1
     own = (*args[:place], "direct", *args[place + 1 :])
     found = []
@@ -198,13 +206,16 @@ def test_own_backward_gives_the_gradients_of_the_librarys(training: bool, affine
         found.append(grads)
     saved = y.grad_fn.saved_tensors  # type: ignore[union-attr]
     assert all(t is None or t.numel() < y.numel() for t in saved)
-    for gradient, other in zip(*found, strict=True):
-        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
+    close = {"atol": 1e-5, "rtol": 1e-4} if dtype == F32 else {"atol": 0.05, "rtol": 0.05}
+    for gradient, other, operand in zip(*found, _tensors(args), strict=True):
+        assert gradient.dtype == operand.dtype
+        torch.testing.assert_close(gradient, other, **close)
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_opcheck_own_backward(training: bool) -> None:
-    args = _detached(list(conv_args("s", F32, training)))
+def test_opcheck_own_backward(training: bool, dtype: torch.dtype) -> None:
+    args = _detached(list(conv_args("s", dtype, training)))
     *front, t, s, kinds, _, _, _ = args
     front[front.index("library") + 1] = "direct"
     y, *_ = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*args)

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import fx_fuser
 from fx_fuser import native, ops, plan, rehearse, timing
 from fx_fuser.anchors.linear import Linear
+from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
 from fx_fuser.match import Match, Refusal
 from fx_fuser.options import Options
@@ -445,6 +446,30 @@ def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any
     on_gpu(1.0, 0.9, 0.8)
     decision = decide(match, fp32="split")
     assert ("in both directions" in decision.note) == per_channel  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("result", ["narrow", "wide"])
+def test_in_16_bits_the_gradients_need_no_library_either(
+    match_of: Any, on_gpu: Any, dtype: torch.dtype, result: str
+) -> None:
+    """With a BatchNorm's vectors in float32, as under autocast; dy must be of x's dtype."""
+    scale = torch.randn(4, 1, 1, dtype=dtype if result == "narrow" else torch.float32)
+    mean, var = torch.zeros(4), torch.ones(4)
+
+    def norm(x: Tensor, weight: Tensor, gamma: Tensor, scale: Tensor) -> Tensor:
+        return F.batch_norm(F.conv2d(x, weight), mean, var, gamma, training=True) * scale
+
+    weight = torch.randn(4, 3, 3, 3, dtype=dtype, requires_grad=True)
+    gamma = torch.randn(4, requires_grad=True)
+    match = match_of(norm, torch.randn(2, 3, 8, 8, dtype=dtype), weight, gamma, scale)
+    source = ops.derivative_source(match)
+    if result == "narrow":
+        assert source is not None
+        assert f"float, {CUDA_TYPES[dtype]}, {CUDA_TYPES[dtype]}" in source
+    on_gpu(1.0, 0.9, 0.8, 1.0)
+    note = str(decide(match))
+    assert ("in both directions" in note) == (result == "narrow")
 
 
 @pytest.mark.parametrize(

@@ -669,7 +669,7 @@ def _break_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(*args).replace("    return ", "    return Acc(1.001) * ")
 
     monkeypatch.setattr(apply, "cuda_source", source)
-    monkeypatch.setattr(apply, "_sources", {})
+    monkeypatch.setattr(apply, "_derivatives", {})
 
 
 @pytest.mark.gpu

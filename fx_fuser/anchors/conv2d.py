@@ -157,8 +157,9 @@ class Conv2d(Anchor):
         """
         x, weight = operands["x"], operands["weight"]
         dx = torch.empty_like(x) if needs["x"] else None
-        dweight = torch.empty_like(weight) if needs["weight"] else None
-        dgamma, dbeta = (x.new_empty(weight.shape[0]) for _ in range(2))
+        sums = torch.float32
+        dweight = torch.empty_like(weight, dtype=sums) if needs["weight"] else None
+        dgamma, dbeta = (x.new_empty(weight.shape[0], dtype=sums) for _ in range(2))
         source, *values = derivative
         taken = native.conv_direct_backward(
             *(source, dy.contiguous(), x, weight, config["padding"]),
