@@ -14,6 +14,7 @@ Writes `conv_sweep/<gpu>.json` and a table beside it.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import fx_fuser  # noqa: F401  (registers the backend when it is not installed)
 from benchmarks import measure, results
-from benchmarks.measure import Case
+from benchmarks.measure import Case, Machine
 from benchmarks.nets import ConvScale, MobileNetV2, ResNet18
 from benchmarks.problems import Problem, Size
 from benchmarks.results import Row
@@ -202,6 +203,27 @@ def run_case(case: DrawnCase, device: torch.device, tuned: bool, timing: Timing)
     return measure_group(*where, systems, timing)
 
 
+def write(path: Path, here: Machine, commit: str | None, lines: Sequence[dict[str, Any]]) -> str:
+    """The record and, beside it, its table; what to say of them."""
+    record = results.save(path, here, commit, cases=lines)
+    failures = failures_of(lines)
+    summary = (
+        "{gpu}, torch {torch}, {date}, {commit}: ".format(**record)
+        + f"{len(lines)} cases, {len(failures)} failed"
+    )
+    if ratios := sorted(line["over Inductor"] for line in lines if line["over Inductor"]):
+        summary += f"; over Inductor {ratios[0]:.2f}× to {ratios[-1]:.2f}×"
+        summary += f", median {ratios[len(ratios) // 2]:.2f}×"
+    table = tabulate([{**line, "wrong": ""} for line in lines], "keys", "github", floatfmt=".3g")
+    failed = "\n".join(f"- {failure}" for failure in failures)
+    path.with_suffix(".md").write_text("\n\n".join(filter(None, (summary, failed, table))) + "\n")
+    return summary
+
+
+def failures_of(lines: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"{v['case']} {v['dtype']} {v['mode']}: {v['wrong']}" for v in lines if v["wrong"]]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conv_sweep")
     parser.add_argument("--cases", type=int, default=100)
@@ -215,45 +237,46 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--net-input", nargs=2, type=int, default=(32, 224), metavar="N")
     parser.add_argument(
-        "--warm", nargs=2, type=int, metavar=("K", "N"),
-        help="time nothing, but fill the compilers' caches with each Nth case from the Kth on; "
-        "several such processes may run at once, $FX_FUSER_CACHE_DIR/plans be deleted then",
+        "--part", nargs=2, type=int, default=(0, 1), metavar=("K", "N"),
+        help="each Nth case, from the Kth on; parts on different GPUs may run at once",
     )  # fmt: skip
+    parser.add_argument(
+        "--warm", action="store_true",
+        help="time nothing, but fill the compilers' caches; several parts may do so at once, and "
+        "$FX_FUSER_CACHE_DIR/plans be deleted then",
+    )  # fmt: skip
+    parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="the records of parts")
     args = parser.parse_args(arguments)
-    cases = draw(args.cases, args.seed, args.largest) + whole_nets(args.nets, *args.net_input)
+    if args.join:
+        parts = [json.loads(path.read_text()) for path in args.join]
+        lines = [line for part in parts for line in part["cases"]]
+        path = results.path_for(parts[0]["gpu"], args.results)
+        print(write(path, parts[0], parts[0]["commit"], lines))
+        return results.verdict(failures_of(lines))
+
+    drawn = [
+        (case, i < args.max_autotune, SLOWEST)
+        for i, case in enumerate(draw(args.cases, args.seed, args.largest))
+    ]
+    nets = [(case, False, SLOWEST_NET) for case in whole_nets(args.nets, *args.net_input)]
+    first, step = args.part
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.warm:
-        first, step = args.warm
-        for case in cases[args.max_autotune :][first::step]:
-            warm(case, device)
-        return 0
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)
-    commit = args.commit or commit_here()
-    record: dict[str, Any] = {}
-    lines, failures = [], []
-    for i, case in enumerate(cases):
-        tuned, slowest = i < args.max_autotune, SLOWEST if i < args.cases else SLOWEST_NET
-        line, reason = judged(run_case(case, device, tuned, Timing(10, 30, 3)), slowest)
-        if reason:  # what the host binds differs by 20 % from run to run of one code
-            line, reason = judged(run_case(case, device, tuned, Timing(20, 60, 9)), slowest)
-        lines.append(line)
+    commit, summary = args.commit or commit_here(), ""
+    lines = []
+    for case, tuned, slowest in [*drawn, *nets][first::step]:
+        if args.warm:
+            warm(case, device)
+            continue
+        line, wrong = judged(run_case(case, device, tuned, Timing(10, 30, 3)), slowest)
+        if wrong:  # what the host binds differs by 20 % from run to run of one code
+            line, wrong = judged(run_case(case, device, tuned, Timing(20, 60, 9)), slowest)
+        lines.append({**line, "wrong": wrong or ""})
         print(*(f"{v:.4g}" if isinstance(v, float) else v for v in line.values()), flush=True)
-        if reason:
-            failures.append(f"{line['case']} {line['dtype']} {line['mode']}: {reason}")
-        record = results.save(path, here, commit, cases=lines)
-    summary = (
-        "{gpu}, torch {torch}, {date}, {commit}: ".format(**record)
-        + f"{len(lines)} cases, seed {args.seed}, {len(failures)} failed"
-    )
-    if ratios := sorted(line["over Inductor"] for line in lines if line["over Inductor"]):
-        summary += f"; over Inductor {ratios[0]:.2f}× to {ratios[-1]:.2f}×"
-        summary += f", median {ratios[len(ratios) // 2]:.2f}×"
-    table = tabulate(lines, "keys", "github", floatfmt=".3g")
-    failed = "\n".join(f"- {failure}" for failure in failures)
-    path.with_suffix(".md").write_text("\n\n".join(filter(None, (summary, failed, table))) + "\n")
+        summary = write(path, here, commit, lines)
     print(summary)
-    return results.verdict(failures)
+    return results.verdict(failures_of(lines))
 
 
 if __name__ == "__main__":

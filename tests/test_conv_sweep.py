@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import conv_sweep
+from benchmarks import conv_sweep, measure
 from benchmarks.results import Row
 
 
@@ -61,3 +61,18 @@ def test_a_table_is_written(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.json")
     (line,) = json.loads(path.read_text())["cases"]
     assert line["fx_fuser"] > 0 and line["case"] in path.with_suffix(".md").read_text()
+
+
+def test_parts_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for i, ratio in enumerate((1.5, 0.5)):
+        times = {"inductor": 1.0, "fx_fuser": 1 / ratio}
+        line, wrong = conv_sweep.judged(rows(1, True, **times))
+        line = {**line, "case": f"case {i}", "wrong": wrong or ""}
+        here = measure.machine(torch.device("cpu"))
+        conv_sweep.write(tmp_path / f"{i}.json", here, "abc", [line])
+        files.append(str(tmp_path / f"{i}.json"))
+    assert conv_sweep.main(["--join", *files, "--results", str(tmp_path / "both")]) == 1
+    assert "2 cases, 1 failed; over Inductor 0.50× to 1.50×" in capsys.readouterr().out
+    (table,) = (tmp_path / "both").glob("*.md")
+    assert "- case 1 fp32 eval-fwd: 0.50 of Inductor's speed" in table.read_text()
