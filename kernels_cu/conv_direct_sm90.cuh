@@ -360,25 +360,28 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
   place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
 }
 
-// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for.
+// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for: a line a
+// thread.
 template <class X>
-__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int index) {
-  const auto channel = static_cast<int>(threadIdx.x % kWarpgroup);
-  if (channel >= args.channels || index >= args.units || args.strips.size != 1) return;
-  const Unit unit = Unit::at(args, index);
+__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const Unit& unit) {
+  constexpr int kLine = 128;
+  constexpr int kLines = kWarpgroup / kConvChannels;
+  static_assert(kConvPositions * sizeof(X) < (kLines - 1) * kLine);
+  const auto thread = static_cast<int>(threadIdx.x % kWarpgroup);
+  const int channel = thread / kLines;
+  if (channel >= args.channels || args.strips.size != 1) return;
   const int plane = args.h * args.w;
-  const int64_t channel_begin =
-      (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
   // The rows that it has in common with the unit before, that has asked for.
   const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
   const int row = max(last_tap, 0) * args.w;
   const int begin = unit.begin == 0 ? 0 : row;
   const int end = min(row + kConvPositions, plane);
-  const X* x = static_cast<const X*>(args.x) + channel_begin;
-  const auto from = reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{15};
-  const auto to = reinterpret_cast<uintptr_t>(x + end) & ~uintptr_t{15};
-  if (to > from) {
-    ptx::prefetch(reinterpret_cast<const void*>(from), static_cast<uint32_t>(to - from));
+  const X* x = static_cast<const X*>(args.x) +
+               (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
+  const auto line = (reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{kLine - 1}) +
+                    static_cast<uintptr_t>(thread % kLines * kLine);
+  if (line < reinterpret_cast<uintptr_t>(x + end)) {
+    ptx::prefetch(reinterpret_cast<const void*>(line));
   }
 }
 
@@ -456,11 +459,16 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
 
     units.advance();
     if (units.index >= args.units) break;
-    Units after = units;
-    after.advance();
-    prefetch_unit<X>(args, after.index);
+    const auto prefetch_next = [&] {
+      Units after = units;
+      after.advance();
+      if (after.index < args.units) prefetch_unit<X>(args, Unit::at(args, after.index));
+    };
     unit = Unit::at(args, units.index);
+    constexpr bool kHasRegisters = kChunks <= 4;  // to do that while the loads are under way
+    if constexpr (!kHasRegisters) prefetch_next();
     pixels.load(args, unit);
+    if constexpr (kHasRegisters) prefetch_next();
   }
 }
 
