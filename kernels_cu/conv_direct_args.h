@@ -133,7 +133,9 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
   std::vector<Half> halves;
   if (split) {
     for (int tap = 0; tap < taps; ++tap) halves.push_back(half(true, false, tap));
-    for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, true, tap));
+    // An odd tap out goes first, so that hi weights are paired alike here and below.
+    if (taps % 2 == 1) halves.push_back(half(false, true, taps - 1));
+    for (int tap = 0; tap < taps / 2 * 2; ++tap) halves.push_back(half(false, true, tap));
   }
   for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, false, tap));
   if (halves.size() % 2 == 1) {
