@@ -33,15 +33,17 @@ constexpr int kConvMaxSteps = (3 * kConvMaxTaps + 1) / 2;
 static_assert((kConvMaxTapsOf16Bits + 1) / 2 <= kConvMaxSteps);
 constexpr int kConvChunk = 128;    // pixels: one a thread of a loading warpgroup
 constexpr int kConvMaxChunks = 6;  // of a unit
-constexpr int kConvMaxSlots = 4;
+constexpr int kConvMaxSlots = 8;
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
-constexpr int kConvStages = 2;
+constexpr int kConvStages = 2;        // of floats; of 16 bits twice as many
+constexpr int kConvMaxStages = 4;
 constexpr int kConvMaxOperands = 7;    // more would spill registers
 constexpr int kConvStageUnused = 260;  // marks positions that are no elements
 constexpr int kConvStoreWidth = 4;     // elements that are stored at once
 constexpr int kConvSector = 32;        // bytes that memory writes at once
 constexpr int kConvTileUnits = 64;     // of 16 bytes: a tap's weights of 64 channels, hi or lo
-constexpr int kConvTailBytes = 3072;
+constexpr int kConvTailBytes = 1024;   // and of each slot
+constexpr int kConvPlaceBytes = kConvPositions / 2 * 4;
 constexpr int kConvZeroBytes = kConvPositions / 2 * 16;  // pixels that one instruction reads
 constexpr int kConvMaxShared = 232448;                   // that a block of sm_90 can have
 constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
@@ -94,13 +96,15 @@ struct ConvDirectArgs {
   int32_t slots;
   int32_t slot_bytes;
   int32_t weight_bytes;
-  int32_t zero_bytes;  // before the slots
-  uint32_t phase;      // elements of out's type from a multiple of 128 bytes to where out begins
-  bool linear;         // pixels lie in memory as in a slot
+  int32_t zero_bytes;   // before the slots
+  int32_t place_bytes;  // of a stage's element
+  uint32_t phase;       // elements of out's type from a multiple of 128 bytes to where out begins
+  bool linear;          // pixels lie in memory as in a slot
   bool any_per_pixel;
   bool any_per_sample;
   bool pairs;          // two positions of which the first is even are neighbours in out, too
   bool c_is_like_out;  // where whole vectors can be stored
+  int32_t tail_bytes;  // after the slots
 };
 
 struct ConvShape {
@@ -129,7 +133,9 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
   std::vector<Half> halves;
   if (split) {
     for (int tap = 0; tap < taps; ++tap) halves.push_back(half(true, false, tap));
-    for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, true, tap));
+    // An odd tap out goes first, so that hi weights are paired alike here and below.
+    if (taps % 2 == 1) halves.push_back(half(false, true, taps - 1));
+    for (int tap = 0; tap < taps / 2 * 2; ++tap) halves.push_back(half(false, true, tap));
   }
   for (int tap = 0; tap < taps; ++tap) halves.push_back(half(false, false, tap));
   if (halves.size() % 2 == 1) {
@@ -182,7 +188,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
       args.weight_bytes + (out_bytes > 0 ? kConvStageBytes : 0) + args.zero_bytes + kConvTailBytes;
   int64_t chunks = kConvMaxChunks;
   const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
-  const auto slots_of = [&] { return (kConvMaxShared - fixed) / slot_bytes(); };
+  const auto slots_of = [&] { return (kConvMaxShared - fixed) / (slot_bytes() + kConvPlaceBytes); };
   // A product warpgroup has one and waits for its next; of the statistics' two every other.
   const int64_t least_slots = out_bytes > 0 ? 2 : 3;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
@@ -255,16 +261,18 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   args.chunks = narrow(chunks);
   args.slots = narrow(std::min<int64_t>(slots_of(), kConvMaxSlots));
   args.slot_bytes = narrow(slot_bytes());
+  args.tail_bytes = kConvTailBytes + args.slots * kConvPlaceBytes;
   const auto steps =
       conv_steps(args.kernel_h, args.kernel_w, narrow(pitch), narrow(chunks * kConvChunk), split);
   args.steps = narrow(static_cast<int64_t>(steps.size()));
+  args.place_bytes = 4;
   std::copy(steps.begin(), steps.end(), args.step);
   return args;
 }
 
 inline int conv_shared_bytes(const ConvDirectArgs& args, bool stages) {
   return args.weight_bytes + (stages ? kConvStageBytes : 0) + args.zero_bytes +
-         args.slots * args.slot_bytes + kConvTailBytes;
+         args.slots * args.slot_bytes + args.tail_bytes;
 }
 
 }  // namespace fx_fuser

@@ -18,6 +18,8 @@ namespace fx_fuser {
 constexpr int kConvSumWorkers = 3;  // warpgroups that multiply
 constexpr int kConvWeightWorkers = 2;
 constexpr int kConvInputThreads = 512;
+constexpr int kConvBackwardSlots = 4;  // at most; more have not been run
+constexpr int kConvBackwardTailBytes = kConvTailBytes + kConvBackwardSlots * kConvPlaceBytes;
 constexpr int kConvReduceThreads = 512;
 constexpr int kConvReduceValues = 32;  // of a block
 static_assert(kConvMaxTapsOf16Bits >= kConvMaxTaps);
@@ -87,6 +89,8 @@ inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& s
   if (!conv) return std::nullopt;
   ConvBackwardArgs args{};
   args.conv = *conv;
+  args.conv.slots = std::min(args.conv.slots, kConvBackwardSlots);
+  args.conv.tail_bytes = kConvBackwardTailBytes;
   while (conv_accumulate_bytes(args.conv) > kConvMaxShared) --args.conv.slots;
   // A product warpgroup has one slot and waits for its next.
   if (args.conv.slots <= kConvSumWorkers) return std::nullopt;
@@ -101,7 +105,7 @@ inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& s
   if (!with_input) return args;
 
   if (conv->strips.size != 1) return std::nullopt;
-  ConvDirectArgs fitting = *conv;
+  ConvDirectArgs fitting = args.conv;
   while (conv_input_bytes(fitting) > kConvMaxShared) {
     if (--fitting.slots < 2) return std::nullopt;
   }

@@ -68,7 +68,7 @@ struct BackwardShared : Shared {
   static __device__ __forceinline__ BackwardShared of(const ConvDirectArgs& args) {
     BackwardShared shared;
     static_cast<Shared&>(shared) = Shared::of<false>(args);
-    auto* after = reinterpret_cast<uint8_t*>(shared.tail) + kConvTailBytes;
+    auto* after = reinterpret_cast<uint8_t*>(shared.tail) + kConvBackwardTailBytes;
     shared.coefficients = reinterpret_cast<Coefficients*>(after);
     after += kConvCoefficientBytes;
     shared.given = reinterpret_cast<float*>(after);

@@ -9,8 +9,14 @@
 //   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
 //   storing warps        8 channels each: a stage → epilogue → memory
 //
-// And where statistics are made, two product warpgroups with every other unit each, which keep
-// moments in registers, and nothing is stored.
+// In 16 bits, where operands are a channel's, as a BatchNorm's, storing is only copying:
+//
+//   loading warpgroup    as above
+//   product warpgroups   half of a slot's positions each: products → epilogue → a stage of results
+//   copying warps        16 channels each: a stage → memory
+//
+// And where statistics are made, two product warpgroups with every other unit each keep moments in
+// registers, and nothing is stored.
 //
 // Scales, in fp32, are powers of two, a unit's for its pixels and a channel's for its weights, both
 // found from all the values that they serve. Where a product of the halves is not finite, which an
@@ -21,6 +27,7 @@
 #include <cuda_fp16.h>
 
 #include <cfloat>
+#include <cstddef>
 #include <type_traits>
 #include <utility>
 
@@ -44,8 +51,11 @@ constexpr int kLoadBarrier = 1;  // and the next: named barriers of the loading 
 constexpr int kLoadRegisters = 96;
 constexpr int kProductRegisters = 176;
 constexpr int kStoreRegisters = 120;
+constexpr int kApplyRegisters = 160;
+constexpr int kCopyRegisters = 96;
 constexpr int kStatsProductRegisters = 160;
 static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
+static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
 
 // Of X, what x and weight are of.
@@ -60,13 +70,13 @@ constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of 3 x 3 taps
 struct Tail {
   uint64_t full[kConvMaxSlots];
   uint64_t empty[kConvMaxSlots];
-  uint64_t staged[4][kConvStages];  // of each warp of the product's
-  uint64_t stored[4][kConvStages];
+  uint64_t staged[4][kConvMaxStages];  // of each quarter of the channels
+  uint64_t stored[4][kConvMaxStages];
   float weight_unscale[kConvGroup];
   uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
   uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];  // of a slot's pixels
-  float stage_unscale[4][kConvStages];
+  float stage_unscale[4][kConvMaxStages];
   int2 unit[kConvMaxSlots];  // sample and first element
   union {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
@@ -75,11 +85,19 @@ struct Tail {
     alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
   };
 };
-static_assert(sizeof(Tail) <= kConvTailBytes);
+static_assert(offsetof(Tail, place) <= kConvTailBytes);
+static_assert(sizeof(Tail::place) == kConvMaxSlots * kConvPlaceBytes);
+
+// Of what stages have: floats, or results of 16 bits.
+template <class T>
+constexpr int kVectorOf = 16 / static_cast<int>(sizeof(T));
+template <class T>
+constexpr int kStagesOf = kConvStages * 4 / static_cast<int>(sizeof(T));
+static_assert(kStagesOf<__half> <= kConvMaxStages);
 
 struct Shared {
   uint8_t* weight;
-  float* stage;
+  uint8_t* stage;
   uint8_t* zeros;
   uint8_t* slot;
   Tail* tail;
@@ -90,12 +108,18 @@ struct Shared {
     Shared shared;
     shared.weight = dynamic_shared;
     uint8_t* after = shared.weight + args.weight_bytes;
-    shared.stage = reinterpret_cast<float*>(after);
+    shared.stage = after;
     if constexpr (kStages) after += kConvStageBytes;
     shared.zeros = after;
     shared.slot = after + args.zero_bytes;
     shared.tail = reinterpret_cast<Tail*>(shared.slot + args.slots * args.slot_bytes);
     return shared;
+  }
+
+  // A channel's row of a stage of T.
+  template <class T>
+  __device__ __forceinline__ T* staged(int stage_slot, int channel) const {
+    return reinterpret_cast<T*>(stage) + (stage_slot * kConvGroup + channel) * kConvStagePitch;
   }
 };
 
@@ -355,30 +379,34 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
     const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
     const int element = row * static_cast<int>(args.strip.size) + column;
     const bool is_element = column < static_cast<int>(args.strip.size);
-    at[t] = 4 * static_cast<uint32_t>(is_element ? element - unit.first : kConvStageUnused);
+    at[t] = static_cast<uint32_t>(args.place_bytes *
+                                  (is_element ? element - unit.first : kConvStageUnused));
   }
   place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
 }
 
-// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for.
+// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for: a line a
+// thread.
 template <class X>
-__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, int index) {
-  const auto channel = static_cast<int>(threadIdx.x % kWarpgroup);
-  if (channel >= args.channels || index >= args.units || args.strips.size != 1) return;
-  const Unit unit = Unit::at(args, index);
+__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const Unit& unit) {
+  constexpr int kLine = 128;
+  constexpr int kLines = kWarpgroup / kConvChannels;
+  static_assert(kConvPositions * sizeof(X) < (kLines - 1) * kLine);
+  const auto thread = static_cast<int>(threadIdx.x % kWarpgroup);
+  const int channel = thread / kLines;
+  if (channel >= args.channels || args.strips.size != 1) return;
   const int plane = args.h * args.w;
-  const int64_t channel_begin =
-      (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
   // The rows that it has in common with the unit before, that has asked for.
   const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
   const int row = max(last_tap, 0) * args.w;
   const int begin = unit.begin == 0 ? 0 : row;
   const int end = min(row + kConvPositions, plane);
-  const X* x = static_cast<const X*>(args.x) + channel_begin;
-  const auto from = reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{15};
-  const auto to = reinterpret_cast<uintptr_t>(x + end) & ~uintptr_t{15};
-  if (to > from) {
-    ptx::prefetch(reinterpret_cast<const void*>(from), static_cast<uint32_t>(to - from));
+  const X* x = static_cast<const X*>(args.x) +
+               (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
+  const auto line = (reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{kLine - 1}) +
+                    static_cast<uintptr_t>(thread % kLines * kLine);
+  if (line < reinterpret_cast<uintptr_t>(x + end)) {
+    ptx::prefetch(reinterpret_cast<const void*>(line));
   }
 }
 
@@ -456,11 +484,16 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
 
     units.advance();
     if (units.index >= args.units) break;
-    Units after = units;
-    after.advance();
-    prefetch_unit<X>(args, after.index);
+    const auto prefetch_next = [&] {
+      Units after = units;
+      after.advance();
+      if (after.index < args.units) prefetch_unit<X>(args, Unit::at(args, after.index));
+    };
     unit = Unit::at(args, units.index);
+    constexpr bool kHasRegisters = kChunks <= 4;  // to do that while the loads are under way
+    if constexpr (!kHasRegisters) prefetch_next();
     pixels.load(args, unit);
+    if constexpr (kHasRegisters) prefetch_next();
   }
 }
 
@@ -507,12 +540,42 @@ __device__ __forceinline__ uint64_t descriptor_of_pixels(const ConvDirectArgs& a
   return descriptor(pixels, of_step);
 }
 
+// Of 3 x 3 taps in fp32, a thread's part of the hi weights that two steps each use, as wgmma's
+// first operand: those steps read a third less of shared memory.
+struct KeptWeights {
+  static constexpr int kCount = 4;
+  static constexpr int kFirst = 5;  // of the steps, and kCount later again
+  uint32_t word[kCount][4];
+
+  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Shared& shared) {
+    const int thread = threadIdx.x % kWarpgroup;
+    const int row = thread / 32 * 16 + thread % 32 / 4;
+    const auto* from = reinterpret_cast<const uint32_t*>(shared.weight) + row * 4 + thread % 4;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t weight = args.step[kFirst + i].weight;
+      const uint32_t* half = from + (weight & 0xFFFF) * 4;
+      const uint32_t* other = half + (weight >> 16) * 4;
+      word[i][0] = half[0];
+      word[i][1] = half[8 * 4];
+      word[i][2] = other[0];
+      word[i][3] = other[8 * 4];
+    }
+  }
+
+  static __device__ constexpr bool has(int step) {
+    return step >= kFirst && step < kFirst + 2 * kCount;
+  }
+};
+struct NoWeights {};
+
 // Starts all taps' products of a part of a slot's positions, twice as many as a thread has sums;
 // kSteps: how many there are, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
-template <class X, int kSteps, int kSums>
+template <class X, int kSteps, int kSums, class Kept = NoWeights>
 __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
-                                               int slot, int part, float (&sum)[kSums]) {
+                                               int slot, int part, float (&sum)[kSums],
+                                               [[maybe_unused]] const Kept& kept = {}) {
   const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
   const uint32_t pixels = ptx::uniform(
       (ptx::shared_address(shared.slot) + slot * args.slot_bytes) / 16 + part * (2 * kSums));
@@ -520,8 +583,14 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
   const int steps = kSteps > 0 ? kSteps : args.steps;
   ptx::pin(sum);
   const auto start = [&](int i) {
-    ptx::Wgmma<Factor<X>>::run(sum, descriptor(weight, args.step[i].weight),
-                               descriptor_of_pixels<X>(args, i, steps, pixels, zeros), i > 0);
+    const uint64_t of_pixels = descriptor_of_pixels<X>(args, i, steps, pixels, zeros);
+    if constexpr (std::is_same_v<Kept, KeptWeights>) {
+      if (Kept::has(i)) {
+        ptx::wgmma_m64n128k16(sum, kept.word[(i - Kept::kFirst) % Kept::kCount], of_pixels, true);
+        return;
+      }
+    }
+    ptx::Wgmma<Factor<X>>::run(sum, descriptor(weight, args.step[i].weight), of_pixels, i > 0);
   };
   if constexpr (kSteps > 0) {
     ptx::wgmma_fence();
@@ -541,20 +610,20 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
 
 // use(slot, half, sum) for both halves of the positions of the units from `first` on, which are
 // every `every`-th of the ring; one half's products run while the other's sums are used.
-template <class X, int kSteps, class Use>
+template <class X, int kSteps, class Use, class Kept = NoWeights>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
                                                int first, int step, int every, Cursor cursor,
-                                               const Use& use) {
+                                               const Use& use, const Kept& kept = {}) {
   Tail& tail = *shared.tail;
   if (first >= args.units) return;
   float sum[2][64];
   ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
-  start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0]);
+  start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0], kept);
   for (int index = first; index < args.units; index += step) {
     const int slot = cursor.slot;
     ptx::wgmma_wait<0>();
     ptx::pin(sum[0]);
-    start_products<X, kSteps>(args, shared, slot, 1, sum[1]);
+    start_products<X, kSteps>(args, shared, slot, 1, sum[1], kept);
     use(slot, 0, sum[0]);
     ptx::wgmma_wait<0>();
     ptx::pin(sum[1]);
@@ -563,7 +632,7 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
       for (int i = 0; i < every; ++i) cursor.advance(args.slots);
       ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
     }
-    start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0]);
+    start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0], kept);
     use(slot, 1, sum[1]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
@@ -577,38 +646,38 @@ __device__ __forceinline__ uint32_t phase_of(const ConvDirectArgs& args, int sam
   return args.phase + static_cast<uint32_t>(sample * args.outputs + output) * plane;
 }
 
-// Where in its row of a stage a channel's first element is, such that vectors in memory are vectors
-// in the stage.
+// Where in its row of a stage a channel's first element is, such that vectors in memory, of kWidth,
+// are vectors in the stage.
+template <int kWidth>
 __device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
-  return (static_cast<uint32_t>(first) + phase) % kConvStoreWidth;
+  return (static_cast<uint32_t>(first) + phase) % kWidth;
 }
 
-// A thread's two channels to their rows of the stage, where it has all of 128 positions.
-template <bool kPairs>
-__device__ __forceinline__ void stage_sums(const float (&sum)[64], const uint4* place,
-                                           uint8_t* row) {
-  constexpr int kEightRows = 8 * kConvStagePitch * 4;
+// What a thread has of 128 positions, [2 * pair + r] of its two channels, to their rows of the
+// stage. With kPairs, both of a pair are neighbours there, too.
+template <class T, bool kPairs>
+__device__ __forceinline__ void stage_pairs(const Vec<T, 2> (&pair)[32], const uint4* places,
+                                            T* row) {
+  constexpr uint32_t kUnused = sizeof(T) * kConvStageUnused;
 #pragma unroll
   for (int quad = 0; quad < 4; ++quad) {
-    const uint4 loaded = place[quad * 4];
-    const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    const uint4 loaded = places[quad * 4];
+    const uint32_t place[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* of_pair = &sum[(quad * 4 + i) * 4];
-      constexpr uint32_t kUnused = 4 * kConvStageUnused;
-      if constexpr (kPairs) {
-        if (word[i] == kUnused) continue;
-        auto* to = reinterpret_cast<float2*>(row + word[i]);
-        to[0] = make_float2(of_pair[0], of_pair[1]);
-        to[kEightRows / 8] = make_float2(of_pair[2], of_pair[3]);
-      } else {
+      const Vec<T, 2>* of_pair = &pair[(quad * 4 + i) * 2];
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const uint32_t at = t == 0 ? word[i] & 0xFFFF : word[i] >> 16;
-          if (at == kUnused) continue;
-          auto* to = reinterpret_cast<float*>(row + at);
-          to[0] = of_pair[t];
-          to[kEightRows / 4] = of_pair[2 + t];
+      for (int t = 0; t < (kPairs ? 1 : 2); ++t) {
+        const uint32_t at = kPairs ? place[i] : t == 0 ? place[i] & 0xFFFF : place[i] >> 16;
+        if (at == kUnused) continue;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          auto* to = reinterpret_cast<uint8_t*>(row + r * 8 * kConvStagePitch) + at;
+          if constexpr (kPairs) {
+            *reinterpret_cast<Vec<T, 2>*>(to) = of_pair[r];
+          } else {
+            *reinterpret_cast<T*>(to) = of_pair[r].element[t];
+          }
         }
       }
     }
@@ -624,7 +693,9 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   const int channel = warp * 16 + lane / 4;
   Tail& tail = *shared.tail;
   Cursor stage;
-  uint8_t* row = nullptr;
+  float* row = nullptr;
+  std::conditional_t<kSplits<X> && kSteps == kUsualSteps<X>, KeptWeights, NoWeights> kept;
+  if constexpr (std::is_same_v<decltype(kept), KeptWeights>) kept.load(args, shared);
   multiply_units<X, kSteps>(
       args, shared, walk.first, walk.step, 1, Cursor{},
       [&](int slot, int half, const float (&sum)[64]) {
@@ -632,23 +703,27 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
           // The channel eight rows below has the same shift: eight planes are whole vectors.
           const int2 unit = tail.unit[slot];
           const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
-          row = reinterpret_cast<uint8_t*>(shared.stage +
-                                           (stage.slot * kConvGroup + channel) * kConvStagePitch +
-                                           shift_of(phase, unit.y));
+          row =
+              shared.staged<float>(stage.slot, channel) + shift_of<kConvStoreWidth>(phase, unit.y);
           ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
         }
-        const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + half * 16 + lane % 4;
+        const auto* places =
+            reinterpret_cast<const uint4*>(tail.place[slot]) + half * 16 + lane % 4;
+        Vec<float, 2> pair[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) pair[i] = {sum[2 * i], sum[2 * i + 1]};
         if (args.pairs) {
-          stage_sums<true>(sum, place, row);
+          stage_pairs<float, true>(pair, places, row);
         } else {
-          stage_sums<false>(sum, place, row);
+          stage_pairs<float, false>(pair, places, row);
         }
         if (half == 1) {
           if (lane == 0) tail.stage_unscale[warp][stage.slot] = tail.unscale[slot];
           ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
           stage.advance(kConvStages);
         }
-      });
+      },
+      kept);
 }
 
 // ---- statistics ---------------------------------------------------------------------------------
@@ -740,6 +815,18 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
 
 // ---- storing ------------------------------------------------------------------------------------
 
+// By hand: ptxas puts a branch around each of many such stores.
+__device__ __forceinline__ void store_if(bool condition, void* to, const uint4& value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred condition;\n"
+      "setp.ne.b32 condition, %5, 0;\n"
+      "@condition st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "}\n" ::"l"(to),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 // The convolution at one place in plain fp32, as IEEE has it.
 __device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sample, int output,
                                            int row, int column) {
@@ -795,7 +882,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         channel_of<kOne, T>(output)[row * operand.stride[2] + column * operand.stride[3]]);
   }
 
-  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
+  static __device__ __forceinline__ float apply(const ConvDirectArgs& args, float c,
+                                                const float (&operand)[kSlots]) {
     float in[1 + kOperands];
     in[0] = c;
 #pragma unroll
@@ -803,7 +891,11 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     float scalar[kScalarSlots];
 #pragma unroll
     for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
-    return convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
+    return static_cast<float>(Epilogue{}(in, scalar));
+  }
+
+  __device__ __forceinline__ Out compute(float c, const float (&operand)[kSlots]) const {
+    return convert<Out>(apply(args, c, operand));
   }
 
   // The elements of a channel that the unit writes, from the start of a sector to that of another.
@@ -814,6 +906,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     int staged;  // where `first` is in the channel's row of the stage
   };
 
+  // With vectors of kWidth.
+  template <int kWidth>
   __device__ __forceinline__ Range range_of(int output) const {
     const uint32_t phase = phase_of(args, unit.sample, output);
     const auto before = [&](int element) {
@@ -823,9 +917,23 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     Range range;
     range.begin = max(unit.begin - before(unit.begin), 0);
     range.end = unit.end < args.elements ? unit.end - before(unit.end) : unit.end;
-    range.first = range.begin - static_cast<int>(shift_of(phase, range.begin));
-    range.staged = range.first - unit.first + static_cast<int>(shift_of(phase, unit.first));
+    range.first = range.begin - static_cast<int>(shift_of<kWidth>(phase, range.begin));
+    range.staged = range.first - unit.first + static_cast<int>(shift_of<kWidth>(phase, unit.first));
     return range;
+  }
+
+  // The same in a channel's row of a stage of results, where its first element is at `shift`.
+  struct RowRange {
+    int shift;
+    int begin;
+    int end;
+  };
+
+  __device__ __forceinline__ RowRange row_range_of(int output) const {
+    const Range range = range_of<kVectorOf<Out>>(output);
+    const uint32_t phase = phase_of(args, unit.sample, output);
+    const auto shift = static_cast<int>(shift_of<kVectorOf<Out>>(phase, unit.first));
+    return {shift, range.begin - unit.first + shift, range.end - unit.first + shift};
   }
 
   __device__ __forceinline__ int64_t plane_of(int output) const {
@@ -937,7 +1045,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
 #pragma unroll
       for (int round = 0; round < kRounds; ++round) {
         const int output = first_output + channel[round];
-        range[round] = store.range_of(output);
+        range[round] = store.template range_of<kConvStoreWidth>(output);
         has_edges[round] = range[round].begin != range[round].first ||
                            (range[round].end - range[round].first) % kConvStoreWidth != 0;
         if (channel[round] >= outputs) {
@@ -951,8 +1059,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       }
       ptx::mbarrier_wait(ptx::shared_address(&tail.staged[producer][stage.slot]), stage.phase);
       const float pixel_unscale = tail.stage_unscale[producer][stage.slot];
-      const float* staged =
-          shared.stage + (stage.slot * kConvGroup + first_channel) * kConvStagePitch;
+      const float* staged = shared.staged<float>(stage.slot, first_channel);
       float unscale[kRounds];
       bool is_normal = true;  // can the scales be undone at once
 #pragma unroll
@@ -979,32 +1086,162 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       __syncwarp();
       for (; by_elements != 0; by_elements &= by_elements - 1) {
         const int i = __ffs(by_elements) - 1;
-        const Range of_channel = store.range_of(first_output + i);
+        const Range of_channel = store.template range_of<kConvStoreWidth>(first_output + i);
         store.store_elements(of_channel, first_output + i,
                              staged + i * kConvStagePitch + of_channel.staged,
                              tail.weight_unscale[first_channel + i], pixel_unscale, !by_vectors);
       }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));
-      stage.advance(kConvStages);
+      stage.advance(kStagesOf<float>);
+    }
+  }
+
+  // ---- with the epilogue applied ahead of the stages --------------------------------------------
+
+  // Product warpgroup `part` of two, which has this half of each unit's positions: while one
+  // applies the epilogue, whatever that is made of, the other's products run.
+  static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
+                                                     const Shared& shared, int part) {
+    const Walk walk(args);
+    const int thread = threadIdx.x % kWarpgroup;
+    const int warp = thread / 32;
+    const int lane = thread % 32;
+    const int channel = warp * 16 + lane / 4;
+    const int output = walk.group * kConvGroup + channel;
+    Tail& tail = *shared.tail;
+    float operand[2][kSlots] = {};
+    Cursor slot;
+    Cursor stage;
+    for (int index = walk.first; index < args.units; index += walk.step) {
+      ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
+      float sum[64];
+      if (args.steps == kUsualSteps<X>) {
+        start_products<X, kUsualSteps<X>>(args, shared, slot.slot, part, sum);
+      } else {
+        start_products<X, 0>(args, shared, slot.slot, part, sum);
+      }
+      const int2 unit = tail.unit[slot.slot];
+      if (args.any_per_sample || index == walk.first) {
+        const Store of_sample{args, Unit{unit.x}};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int present = min(output + 8 * r, args.outputs - 1);
+          ((operand[r][kOperand] =
+                convert<float>(*of_sample.template channel_of<kOperand, In>(present))),
+           ...);
+        }
+      }
+      // The channel eight rows below has the same shift: eight planes are whole vectors.
+      Out* row = shared.staged<Out>(stage.slot, channel) +
+                 shift_of<kVectorOf<Out>>(phase_of(args, unit.x, output), unit.y);
+      const auto* places =
+          reinterpret_cast<const uint4*>(tail.place[slot.slot]) + part * 16 + lane % 4;
+      ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+      ptx::wgmma_wait<0>();
+      ptx::pin(sum);
+      Vec<Out, 2> pair[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        pair[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
+                                    apply(args, sum[2 * i + 1], operand[i % 2]));
+      }
+      if (args.pairs) {
+        stage_pairs<Out, true>(pair, places, row);
+      } else {
+        stage_pairs<Out, false>(pair, places, row);
+      }
+      ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
+      slot.advance(args.slots);
+      stage.advance(kStagesOf<Out>);
+    }
+  }
+
+  // Stages to memory, 16 channels a warp. A lane has the same vector of each channel's row.
+  static __device__ __forceinline__ void copy_units(const ConvDirectArgs& args,
+                                                    const Shared& shared) {
+    constexpr int kWidth = kVectorOf<Out>;
+    constexpr int kCopyChannels = kConvGroup / 4;
+    constexpr int kTogether = 8;
+    const Walk walk(args);
+    const int warp = static_cast<int>(threadIdx.x % kWarpgroup) / 32;
+    const int lane = threadIdx.x % 32;
+    const int first_output = walk.group * kConvGroup + warp * kCopyChannels;
+    const int outputs = min(args.outputs - first_output, kCopyChannels);
+    const uint64_t plane = static_cast<uint64_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
+    Tail& tail = *shared.tail;
+    Cursor stage;
+    for (int index = walk.first; index < args.units; index += walk.step) {
+      const Store store{args, Unit::at(args, index)};
+      const Unit& unit = store.unit;
+      // A row has up to 33 vectors, the first of which is written of a sample's first unit alone:
+      // the others make a vector and more ahead of what they write.
+      const int skipped = unit.begin > unit.first;
+      const int at = (lane + skipped) * kWidth;
+      uint32_t lanes = 0;  // that have a whole vector of channel lane % kCopyChannels
+      if (lane % kCopyChannels < outputs) {
+        const RowRange row = store.row_range_of(first_output + lane % kCopyChannels);
+        const int begin = (row.begin + kWidth - 1) / kWidth;
+        const int count = max(row.end / kWidth - begin, 0);
+        lanes = static_cast<uint32_t>(((uint64_t{1} << count) - 1) << (begin - skipped));
+      }
+      // A row's vectors are vectors in memory: from a channel's first element down to where one
+      // begins.
+      auto to = reinterpret_cast<uint64_t>(static_cast<Out*>(args.out) +
+                                           store.plane_of(first_output) + unit.first + at);
+      const Out* staged = shared.staged<Out>(stage.slot, warp * kCopyChannels);
+      ptx::mbarrier_wait(ptx::shared_address(&tail.staged[warp][stage.slot]), stage.phase);
+#pragma unroll
+      for (int begin = 0; begin < kCopyChannels; begin += kTogether) {
+        uint4 value[kTogether];
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          value[n] = *reinterpret_cast<const uint4*>(staged + (begin + n) * kConvStagePitch + at);
+        }
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          const bool is_whole = __shfl_sync(0xFFFFFFFF, lanes, begin + n) >> lane & 1;
+          store_if(is_whole, reinterpret_cast<void*>(to & ~uint64_t{15}), value[n]);
+          to += plane * sizeof(Out);
+        }
+      }
+      // Where a channel does not begin or end with a vector: of its first and its last.
+      const bool has_edges = unit.begin == 0 || unit.end == args.elements;
+#pragma unroll 1
+      for (int i = 0; i < outputs && has_edges; ++i) {
+        const RowRange row = store.row_range_of(first_output + i);
+        Out* out = static_cast<Out*>(args.out) + store.plane_of(first_output + i);
+        const int vector = (lane < kWidth ? row.begin : row.end) / kWidth * kWidth;
+        const int element = vector + lane % kWidth;
+        const bool is_whole = vector >= row.begin && vector + kWidth <= row.end;
+        if (lane < 2 * kWidth && !is_whole && element >= row.begin && element < row.end) {
+          out[unit.first - row.shift + element] = staged[i * kConvStagePitch + element];
+        }
+      }
+      ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[warp][stage.slot]));
+      stage.advance(kStagesOf<Out>);
     }
   }
 };
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-template <class X, bool kStages>
+// kReaders: product warps that use a slot. kStagers, kStorers: warps that fill and that empty a
+// quarter of the channels of a stage.
+template <class X, int kReaders, int kStagers = 0, int kStorers = 0>
 __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) {
     Tail& tail = *shared.tail;
     for (int slot = 0; slot < args.slots; ++slot) {
       ptx::mbarrier_init(ptx::shared_address(&tail.full[slot]), kWarpgroup);
-      ptx::mbarrier_init(ptx::shared_address(&tail.empty[slot]), kWarpgroup / 32);
+      ptx::mbarrier_init(ptx::shared_address(&tail.empty[slot]), kReaders);
     }
-    if constexpr (kStages) {
+    if constexpr (kStagers > 0) {
       for (int warp = 0; warp < 4; ++warp) {
-        for (int stage = 0; stage < kConvStages; ++stage) {
-          ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), 32);
-          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStoreWarps / 4 * 32);
+        for (int stage = 0; stage < kConvMaxStages; ++stage) {
+          ptx::mbarrier_init(ptx::shared_address(&tail.staged[warp][stage]), kStagers * 32);
+          ptx::mbarrier_init(ptx::shared_address(&tail.stored[warp][stage]), kStorers * 32);
         }
       }
     }
@@ -1022,7 +1259,7 @@ struct Kernels {
   // Any operands, and the convolution itself.
   static __device__ __forceinline__ void run(const ConvDirectArgs& args) {
     const Shared shared = Shared::of<true>(args);
-    prepare<X, true>(args, shared);
+    prepare<X, 4, 1, 2>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup == 0) {
       ptx::give_registers<kLoadRegisters>();
@@ -1040,9 +1277,28 @@ struct Kernels {
     }
   }
 
+  // 16-bit results, and operands that are the same all over a channel of a sample.
+  static __device__ __forceinline__ void run_applied(const ConvDirectArgs& args) {
+    if constexpr (!kSplits<X> && sizeof(Out) == 2) {
+      const Shared shared = Shared::of<true>(args);
+      prepare<X, 8, 2, 1>(args, shared);
+      const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+      if (warpgroup == 0) {
+        ptx::give_registers<kLoadRegisters>();
+        load_units<X, 1, true>(args, shared, 0);
+      } else if (warpgroup < 3) {
+        ptx::take_registers<kApplyRegisters>();
+        Stores::apply_units(args, shared, warpgroup - 1);
+      } else {
+        ptx::give_registers<kCopyRegisters>();
+        Stores::copy_units(args, shared);
+      }
+    }
+  }
+
   static __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
     const Shared shared = Shared::of<false>(args);
-    prepare<X, false>(args, shared);
+    prepare<X, 4>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup < 2) {
       ptx::give_registers<kLoadRegisters>();
@@ -1065,6 +1321,10 @@ struct Kernels {
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
       fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {            \
     fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run(args);                                    \
+  }                                                                                            \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
+      fx_fuser_conv_direct_applied(const __grid_constant__ fx_fuser::ConvDirectArgs args) {    \
+    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run_applied(args);                            \
   }                                                                                            \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
       fx_fuser_conv_direct_statistics(const __grid_constant__ fx_fuser::ConvDirectArgs args) { \

@@ -38,4 +38,18 @@ struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Vec {
   T element[kWidth];
 };
 
+// Two at once: one instruction for both, where the halves of a word are wanted.
+template <class To>
+__device__ __forceinline__ Vec<To, 2> convert_pair(float first, float second) {
+  if constexpr (std::is_same_v<To, __half>) {
+    const __half2 both = __floats2half2_rn(first, second);
+    return reinterpret_cast<const Vec<To, 2>&>(both);
+  } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const Vec<To, 2>&>(both);
+  } else {
+    return {convert<To>(first), convert<To>(second)};
+  }
+}
+
 }  // namespace fx_fuser

@@ -19,6 +19,7 @@ namespace {
 
 struct ConvDirectKernels {
   cudaKernel_t convolution;
+  cudaKernel_t applied;  // of 16-bit results, where operands are a channel's
   cudaKernel_t statistics;
   int multiprocessors;
   int scalars;
@@ -37,8 +38,9 @@ int64_t load_conv_direct(const std::string& name, const std::string& cubin,
   cudaLibrary_t library = load_library(cubin);
   auto kernels = std::make_unique<ConvDirectKernels>();
   kernels->convolution = get_kernel(library, "fx_fuser_conv_direct");
+  kernels->applied = get_kernel(library, "fx_fuser_conv_direct_applied");
   kernels->statistics = get_kernel(library, "fx_fuser_conv_direct_statistics");
-  for (const cudaKernel_t kernel : {kernels->convolution, kernels->statistics}) {
+  for (const cudaKernel_t kernel : {kernels->convolution, kernels->applied, kernels->statistics}) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kConvMaxShared),
           "cudaFuncSetAttribute");
@@ -187,8 +189,12 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   const OnDevice on_device(device);
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
-  launch(kernels.convolution, conv_blocks(*args, kernels.multiprocessors), kConvThreads,
-         current_stream(device), *args, options);
+  const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
+                       !args->any_per_pixel && args->strips.size == 1;
+  if (applies) args->place_bytes = 2;
+  launch(applies ? kernels.applied : kernels.convolution,
+         conv_blocks(*args, kernels.multiprocessors), kConvThreads, current_stream(device), *args,
+         options);
   return true;
 }
 
