@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = results.path_for(here["gpu"], args.results)
     commit, summary = args.commit or commit_here(), ""
     lines = []
-    for case, tuned, slowest in [*drawn, *nets][first::step]:
+    for case, tuned, slowest in [*nets, *drawn][first::step]:
         if args.warm:
             warm(case, device)
             continue

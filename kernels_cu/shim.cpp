@@ -37,7 +37,9 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
       "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
   m.def("load_conv_direct_backward(str name, str cubin, str[] signature, int device) -> int");
-  m.def("conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> int[]");
+  m.def(
+      "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
+      "int[]");
   m.def(
       "conv_direct_backward(int kernels, Tensor dy, Tensor x, Tensor weight, int[] padding, "
       "Tensor? mean, Tensor? variance, Tensor? gamma, Tensor? bias, float eps, bool training, "
