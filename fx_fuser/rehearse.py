@@ -86,7 +86,11 @@ def gradients_of(match: Match) -> dict[str, bool]:
 def gradients_of_wildcards(match: Match) -> list[bool]:
     """Of which wildcards a gradient is asked for."""
     t, _, _ = wildcards_of(match)
-    return [getattr(node and meta_tensor(node), "requires_grad", False) for node in t]
+    result: Any = meta_tensor(match.root)  # parameters ask for theirs under no_grad, too
+    return [
+        result.requires_grad and getattr(node and meta_tensor(node), "requires_grad", False)
+        for node in t
+    ]
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,8 @@ class _Rehearsal:
             return self.step(dy, choices, operands)
         assert isinstance(self.anchor, Conv2d)
         y, *products = call.run(read, self.t, save=True)
-        grads = Conv2d.backward(self.anchor, named, products, call.config, dy, self.needs)
+        needs = {name: self.needs.get(name, False) for name in named}
+        grads = Conv2d.backward(self.anchor, named, products, call.config, dy, needs)
         return [y, *grads.values()]
 
     def gradient_of_z(self) -> Tensor:

@@ -249,7 +249,7 @@ def test_gradients_in_16_bits(mode, dtype, autocast, calls) -> None:
     dy = torch.randn(3, 70, 33, 31, device="cuda").to(dtype)
     results = []
     for model, call in ((ours, compiled), (eager, eager), (exact, exact)):
-        x = drawn.to(next(model.parameters()).dtype).requires_grad_()
+        x = drawn.detach().clone().to(next(model.parameters()).dtype).requires_grad_()
         with torch.autocast("cuda", dtype, enabled=autocast and model is not exact):
             y = call(x)
         y.backward(dy.to(y.dtype))

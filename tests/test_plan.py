@@ -413,6 +413,25 @@ def test_the_rehearsal_of_a_convolutions_training(match_of: Any) -> None:
     torch.testing.assert_close(turned, library, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("grads", [False, True], ids=["no_grad", "grad"])
+def test_a_factor_alone_that_learns(match_of: Any, grads: bool) -> None:
+    """Its gradient is asked for with none of the convolution's, and under no_grad not at all."""
+
+    def norm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return F.batch_norm(F.conv2d(x, weight), None, None, training=True) * scale
+
+    tensors = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4, 1, 1)
+    with torch.set_grad_enabled(grads):
+        match = match_of(norm, *tensors[:2], tensors[2].requires_grad_())
+    assert rehearse.gradients_of_wildcards(match) == [grads]
+    forms = rehearse.tensors_of(match)
+    assert forms is not None
+    with torch.no_grad():
+        rival = rehearse.Rival("in channels_last", CONV, turned=True)
+        for way in rehearse.convolutions(match, [CONV, DIRECT], forms, [rival]):
+            assert way()[0].shape == (2, 4, 6, 6)  # type: ignore[index]
+
+
 def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         mean, var = torch.zeros(4), torch.ones(4)
