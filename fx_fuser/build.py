@@ -470,6 +470,7 @@ def _product_sources(arch: str) -> list[str]:
             conv_direct_example_source("BatchNormMul", 1, "float", value, value, *["float"] * 5)
             for value in ("__nv_bfloat16", "__half")
         ),
+        conv_direct_backward_example_source("Identity", 0, *["float"] * 3),
         *(
             conv_direct_backward_example_source(
                 "Scaled", 1, "float", value, value, "float", "__nv_bfloat16"

@@ -490,7 +490,8 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       if (after.index < args.units) prefetch_unit<X>(args, Unit::at(args, after.index));
     };
     unit = Unit::at(args, units.index);
-    constexpr bool kHasRegisters = kChunks <= 4;  // to do that while the loads are under way
+    // To do that while the loads are under way.
+    constexpr bool kHasRegisters = kChunks <= 4 && std::is_same_v<Units, Stride>;
     if constexpr (!kHasRegisters) prefetch_next();
     pixels.load(args, unit);
     if constexpr (kHasRegisters) prefetch_next();
