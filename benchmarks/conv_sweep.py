@@ -165,7 +165,9 @@ def judged(rows: Sequence[Row], slowest: float = SLOWEST) -> tuple[dict[str, Any
     """A line of the table, and what is wrong with it."""
     of = {row["system"]: row for row in rows}
     ours = of["fx_fuser"]
-    reason = complaint(ours)
+    # What is left alone is as exact as Inductor, of which this is no test.
+    was_left = ours.get("left") and not ours.get("fused") and "error" not in ours
+    reason = None if was_left else complaint(ours)
     times = {name: row["ms"] for name, row in of.items()}
     peers = [ms for name in ("inductor", "max-autotune") if (ms := times.get(name)) is not None]
     ratio = min(peers) / ours["ms"] if peers and ours["ms"] else None

@@ -54,6 +54,14 @@ def test_the_peer_is_the_quicker_of_inductors(
     assert (reason is None) == (ratio >= conv_sweep.SLOWEST)
 
 
+@pytest.mark.parametrize("fused", [1, 0])
+def test_what_is_left_alone_is_not_judged_by_its_error(fused: int) -> None:
+    found = rows(fused, True, inductor=1.0, fx_fuser=1.0)
+    found[-1]["accurate"] = False
+    _, reason = conv_sweep.judged(found)
+    assert (reason is None) == (not fused)
+
+
 @pytest.mark.slow
 def test_a_table_is_written(tmp_path: Path) -> None:
     arguments = ["--cases", "1", "--seed", "3", "--max-autotune", "0", "--largest", "100000"]
