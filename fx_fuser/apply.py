@@ -1,4 +1,4 @@
-"""The epilogue, applied to an anchor's products: by one CUDA kernel, or in plain torch ops.
+"""The epilogue, applied to an anchor's products: as the text of a CUDA kernel, or in torch ops.
 
 Values meet names here. The *leaves* of a fused expression are what the anchor's z is made of
 (`Anchor.leaves`) and the wildcards that are not z; each is a tensor or a number.

@@ -337,6 +337,13 @@ def _batchnorm_form(match: Match) -> Fault | None:
     site = match.site
     if not isinstance(site.attrs["training"], bool) or not is_number(site.attrs["eps"]):
         return Fault(site.node, "the batch_norm's mode or eps is not known when compiling")
+    for name in ("running_mean", "running_var", "gamma", "beta"):
+        node = site.operands[name]
+        vector = None if node is None else meta_tensor(node)
+        if vector is not None and vector.ndim != 1:
+            return Fault(
+                site.node, f"the batch_norm's {name} has {vector.ndim} dimensions, not one"
+            )
     tracked = site.operands["running_mean"] is not None
     if tracked != (site.operands["running_var"] is not None):
         return Fault(site.node, "only one of running_mean and running_var is given")

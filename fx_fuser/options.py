@@ -119,8 +119,10 @@ class Options:
     @property
     def replays_cuda_graphs(self) -> bool:
         """Then the host's time to call an op is nobody's."""
-        in_mode = self.mode in ("reduce-overhead", "max-autotune")
-        return self.inner == "inductor" and bool(self.inductor.get("triton.cudagraphs", in_mode))
+        by_default = torch._inductor.config.triton.cudagraphs
+        by_mode = self.mode in ("reduce-overhead", "max-autotune")
+        chosen = self.inductor.get("triton.cudagraphs", by_mode or by_default)
+        return self.inner == "inductor" and bool(chosen)
 
     def inner_compiler(self) -> Callable[..., Any]:
         """(graph module, example inputs) → compiled function."""

@@ -7,7 +7,7 @@ latter stands for what Inductor makes of the region: the same within 3 % (benchm
 A convolution of few channels is fused where a direct kernel is faster than the library's
 convolution in either layout and, in fp32, in TF32 where torch's settings let the library take it,
 as they do by default; what is left alone follows them. Any other is fused only where option "fp32"
-asks for a precision that those settings would not give.
+asks for exactness and those settings would let the library take TF32.
 
 The host calls an op while the GPU runs the one before. A kernel that takes the host longer than the
 GPU counts as much as the host's time, and must still beat the GPU's time of what it replaces.
@@ -46,7 +46,8 @@ class Plan:
     """How one match runs.
 
     native: kernel op and our autograd rule, rather than the pattern's plain torch ops.
-    choices: the configuration of the anchor's op that is ours to choose: `product`, `tf32`.
+    choices: the configuration of the anchor's op that is ours to choose: `product` and `backward`
+        (who makes them), a convolution's `tf32`.
     note: what runs, and what was measured.
     """
 
@@ -99,7 +100,8 @@ def _device(match: Match) -> torch.device:
 def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
     """The choices that are right for this match, the library's product first."""
     if match.site.kind != "linear":
-        tf32 = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
+        asked = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
+        tf32 = asked and _may_be_tf32(match)
         ways = [(LIBRARY, LIBRARY)]
         if _takes_direct(match, options):
             ways.append((DIRECT, LIBRARY))
@@ -229,7 +231,7 @@ def _pick(
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
     help = ""
     if match.site.kind != "linear" and _may_be_tf32(match) and not candidates[0]["tf32"]:
-        help = "give options={'fp32': 'split'}, with which it stays fp32-accurate"
+        help = "give options={'fp32': 'split'}, with which its forward stays fp32-accurate"
     return Refusal.of(match, Fault(match.root, reason, help))
 
 
@@ -253,6 +255,12 @@ def _key(
         rehearse.gradients_of_wildcards(match),
         matmul_tf32_requested(),  # which the library's product follows
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
+        *(
+            getattr(torch.backends.cudnn, flag)
+            for flag in ("benchmark", "deterministic", "enabled")
+        ),
+        torch.backends.cudnn.version(),
+        torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -267,7 +275,7 @@ def _compare_convolutions(
     # The inner compiler calls the library's convolution, too, turns whole graphs to the layout that
     # suits it, and needs as few passes over its result. Only its precision may not be what is asked
     # for.
-    asked = options.fp32 != "follow" and library["tf32"] != _may_be_tf32(match)
+    asked = options.fp32 in ("split", "ieee") and _may_be_tf32(match)
     otherwise = library if asked else None
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
@@ -307,9 +315,9 @@ def _rivals(
     """What the inner compiler may make of the match's convolution, if it is left alone."""
     c = meta_tensor(match.site.nodes[0])
     assert c is not None
-    if c.dtype.itemsize < 4 or library["tf32"]:
+    if library["tf32"] or not _may_be_tf32(match):
         return (rehearse.Rival("in channels_last", library, turned=True),)
-    if options.fp32 != "follow" or not _may_be_tf32(match):
+    if options.fp32 != "follow":
         return ()
     inexact = {**library, "tf32": True}
     return (
@@ -340,9 +348,9 @@ def _compare(
         return None, str(error)
     if times is None:
         return None, "no memory to time it"
-    note = f"library {times[0]}, {own['product']} {times[1]}"
     if options.replays_cuda_graphs:
         times = [Took(took.gpu) for took in times]
+    note = f"library {times[0]}, {own['product']} {times[1]}"
     ahead, back = times[:2], [took.gpu for took in times[2:]]
     backward = LIBRARY
     if back:

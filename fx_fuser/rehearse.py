@@ -118,26 +118,28 @@ def convolutions(
     alone, since the inner compiler needs fewer passes for the rest than torch's ops do.
     """
     run = _Rehearsal(match, tensors)
-    calls = [run.forward(choices, run.operands) for choices in candidates]
+    ahead = [run.forward(choices, run.operands) for choices in candidates]
     if len(candidates) > 1:
-        _compare(calls, candidates, run.c.dtype)
-    step: Callable[..., Any] = lambda *arguments: run.forward(*arguments)()  # noqa: E731
-    if run.saves:
-        dy = run.gradient_of_z()
-        if len(candidates) > 1:
-            whole = [functools.partial(run.step, dy, c, run.operands) for c in candidates]
-            in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
-            _compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
-        step = functools.partial(run.least_step, dy)
-    ways = [functools.partial(step, choices, run.operands) for choices in candidates]
+        _compare(ahead, candidates, run.c.dtype)
+    dy = run.gradient_of_z() if run.saves else None
+    if dy is not None and len(candidates) > 1:
+        whole = [functools.partial(run.step, dy, c, run.operands) for c in candidates]
+        in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
+        _compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
     x, weight, *others = run.operands
 
-    def way_of(rival: Rival) -> Way:
-        form = torch.channels_last if rival.turned else torch.preserve_format
-        turned = [v.clone(memory_format=form) for v in (x, weight)]
-        return Way(functools.partial(step, rival.choices, [*turned, *others]))
+    def step_of(choices: Mapping[str, Any], turned: bool = False) -> Callable[[], object]:
+        def laid(tensor: Tensor) -> Tensor:
+            return tensor.contiguous(memory_format=torch.channels_last) if turned else tensor
 
-    return [*map(Way, ways if run.saves else calls, calls), *map(way_of, rivals)]
+        operands = [laid(x), laid(weight), *others]
+        if dy is None:
+            return run.forward(choices, operands)
+        return functools.partial(run.least_step, laid(dy), choices, operands)
+
+    ways = [Way(step_of(library)) for library in candidates[:1]]
+    ways += [Way(step_of(own), run.calls(dy, own)) for own in candidates[1:]]
+    return ways + [Way(step_of(rival.choices, rival.turned)) for rival in rivals]
 
 
 def rehearsals(
@@ -253,6 +255,20 @@ class _Rehearsal:
             grads.pop("bias", None)  # zero, but for what rounding leaves of it
         found = [*(grads.get(name) for name in self.anchor.operands), *dt]
         return [y, *(grad for grad in found if grad is not None)]
+
+    def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
+        """The ops of ours that a compiled graph calls: the forward and, if it is ours, backward."""
+        named = dict(zip(self.anchor.operands, self.operands))
+        call = self.call(choices)
+        read = self.anchor.kernel_operands(named, call.config)
+        own = dy is not None and call.has_own_backward(read, self.t, self.needs_t)
+        ahead = call.bound(read, self.t, save=self.saves and not own)
+        if dy is None or not own:
+            return ahead
+        _, _, *statistics = ahead()
+        named = dict(zip(self.anchor.operands, read))
+        back = functools.partial(call.own_gradients, named, self.t, statistics, dy, self.needs)
+        return lambda: (ahead(), back())
 
     def least_step(
         self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]

@@ -71,6 +71,8 @@ Tensor convolution(const Conv& conv) {
 
 // [O] as it broadcasts against [N, O, H, W].
 Tensor per_channel(const Tensor& vector) {
+  STD_TORCH_CHECK(vector.dim() == 1, "fx_fuser: a number a channel is a vector, not of shape ",
+                  to_string(vector.sizes()));
   const std::array<int64_t, 3> sizes{vector.size(0), 1, 1};
   const std::array<int64_t, 3> strides{vector.stride(0), 1, 1};
   AtenTensorHandle made = nullptr;
@@ -130,7 +132,10 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
 
 ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
   require_cuda(conv.x, "x");
-  if (conv.product == "direct") {
+  STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
+                  to_string(conv.padding));
+  STD_TORCH_CHECK(!conv.kernels.empty(), "fx_fuser: the op needs the name of a kernel");
+  if (conv.product == "direct" && conv.kernels.size() > 1) {
     auto done = conv_in_one_kernel(conv, norm, wildcards);
     if (done) return *std::move(done);
   }

@@ -54,7 +54,10 @@ class Anchor(ABC):
 
     @abstractmethod
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        """The main operation, by the library's own kernels: the products, real memory."""
+        """The main operation, by the library's own kernels: the products, real memory.
+
+        On CUDA the kernel op does not come here (kernels_cu/shim_linear.h, shim_conv.h).
+        """
 
     @abstractmethod
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
