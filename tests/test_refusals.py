@@ -874,6 +874,17 @@ def test_convolution_without_batch_dimension() -> None:
     refused(model, leaf(4, 8, 9), reason="rank 3, which is not 4")
 
 
+def test_batchnorm_vector_of_another_rank() -> None:
+    """Of which aten's own check counts the elements alone; its kernels for a CPU raise."""
+
+    def norm(x: Tensor, weight: Tensor, gamma: Tensor) -> Tensor:
+        return F.batch_norm(F.conv2d(x, weight), None, None, gamma, None, training=True) * 2.0
+
+    tensors = leaf(2, 3, 8, 8), leaf(4, 3, 3, 3), leaf(1, 4, 1, 1)
+    (site,) = fx_fuser.explain(norm, *tensors).refused
+    assert "gamma has 4 dimensions, not one" in site.reason
+
+
 def test_weight_vector() -> None:
     model = Program(lambda m, x, w: (lambda z: z * torch.sigmoid(z) * 2.0)(F.linear(x, w)))
     refused(model, leaf(4, 8), leaf(8), reason="the weight 1")
