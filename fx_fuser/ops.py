@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fx_fuser import apply, native
 from fx_fuser.anchors import ANCHORS, Anchor
-from fx_fuser.anchors.conv2d import DIRECT, Conv2d, library_convolution
+from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, Conv2d, library_convolution
 from fx_fuser.epilogue import Z, accumulation_dtype
 from fx_fuser.epilogue import leaves as leaf_names
 from fx_fuser.errors import PatternError
@@ -45,7 +45,6 @@ from fx_fuser.spell import Expr, Operand, is_number, meta_tensor
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _PATTERNS: dict[str, Pattern] = {}
 _WILDCARD_SCHEMA = "Tensor?[] t, float[] s, str kinds"
-_DIRECT_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # of DIRECT convolutions
 
 
 # ---- kernel ops: one an anchor, no autograd key ---------------------------------------------
@@ -127,7 +126,7 @@ def _own_backward(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
         if derivative is not None:
             grads = anchor.own_backward(operands, products, config, derivative, dy, wanted)
     if grads is None:
-        c, *_ = anchor.product(operands, config)
+        (c,) = Conv2d.product(anchor, operands, config)  # the statistics are among `products`
         dz = apply.derivative_in_torch(pattern, kinds, dy, wildcards)
         grads = anchor.backward(operands, (c, *products), config, dz, wanted)
     return [grads[n].to(v.dtype).contiguous() for n, v in like.items()]
@@ -204,7 +203,7 @@ class FusedCall:
             return False
         dtypes = {n: v.dtype for n, v in zip(self.anchor.operands, operands) if v is not None}
         of_product = {dtype for name, dtype in dtypes.items() if name in self.anchor.cast}
-        if of_product != {self.out} or self.out not in _DIRECT_TYPES:
+        if of_product != {self.out} or self.out not in DIRECT_DTYPES:
             return False
         # A BatchNorm's vectors, which the kernels read in float32.
         if not {self.out, torch.float32}.issuperset(dtypes.values()):

@@ -26,7 +26,7 @@ import torch
 
 from fx_fuser import native, ops, rehearse, timing
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT, conv_tf32_allowed
+from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, SPLIT, matmul_tf32_requested
 from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import OptionError
@@ -150,7 +150,7 @@ def _takes_direct(match: Match, options: Options) -> bool:
     operands = [meta_tensor(node) for node in match.operands]
     if any(CUDA_TYPES[t.dtype] == "double" for t in operands if t is not None):
         return False
-    if c.dtype == torch.float64 or not all(t.is_contiguous() for t in (c, x, weight)):
+    if c.dtype not in DIRECT_DTYPES or not all(t.is_contiguous() for t in (c, x, weight)):
         return False
     if c.dtype == torch.float32 and options.fp32 == "ieee":
         return False

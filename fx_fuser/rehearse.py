@@ -226,63 +226,58 @@ class _Rehearsal:
         self.needs_t = gradients_of_wildcards(match)
         self.saves = any(self.needs.values()) or any(self.needs_t)
 
+    def call(
+        self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> tuple[FusedCall, dict[str, Tensor | None], bool]:
+        """The call, the operands that its op reads, and whether its backward is ours."""
+        _, s, kinds = wildcards_of(self.match)
+        out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
+        call = FusedCall(self.match.pattern, config_of(self.match, choices), s, kinds, out)
+        named = dict(zip(self.anchor.operands, operands))
+        read = dict(zip(named, self.anchor.kernel_operands(named, call.config)))
+        own = self.saves and call.has_own_backward([*read.values()], self.t, self.needs_t)
+        return call, read, own
+
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> Callable[[], tuple[Tensor, ...]]:
         """The op with all of its arguments."""
-        named = dict(zip(self.anchor.operands, operands))
-        call = self.call(choices)
-        read = self.anchor.kernel_operands(named, call.config)
-        return call.bound(read, self.t, save=self.saves)
+        call, read, _ = self.call(choices, operands)
+        return call.bound([*read.values()], self.t, save=self.saves)
 
-    def call(self, choices: Mapping[str, Any]) -> FusedCall:
-        _, s, kinds = wildcards_of(self.match)
-        out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
-        return FusedCall(self.match.pattern, config_of(self.match, choices), s, kinds, out)
+    def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
+        """The ops of ours that a compiled graph calls: the forward and, if it is ours, backward."""
+        call, read, own = self.call(choices, self.operands)
+        ahead = call.bound([*read.values()], self.t, save=self.saves and not own)
+        if dy is None or not own:
+            return ahead
+        _, _, *statistics = ahead()
+        back = functools.partial(call.own_gradients, read, self.t, statistics, dy, self.needs)
+        return lambda: (ahead(), back())
 
     def step(
         self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """The result and the gradients that are asked for."""
-        named = dict(zip(self.anchor.operands, operands))
-        call = self.call(choices)
-        read = self.anchor.kernel_operands(named, call.config)
-        own = call.has_own_backward(read, self.t, self.needs_t)
-        y, *products = call.run(read, self.t, save=not own)
-        named = dict(zip(self.anchor.operands, read))
-        grads, dt = gradients(call, named, self.t, products, dy, self.needs, self.needs_t)
+        call, read, own = self.call(choices, operands)
+        y, *products = call.run([*read.values()], self.t, save=not own)
+        grads, dt = gradients(call, read, self.t, products, dy, self.needs, self.needs_t)
         if call.config.get("training"):
             grads.pop("bias", None)  # zero, but for what rounding leaves of it
         found = [*(grads.get(name) for name in self.anchor.operands), *dt]
         return [y, *(grad for grad in found if grad is not None)]
 
-    def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
-        """The ops of ours that a compiled graph calls: the forward and, if it is ours, backward."""
-        named = dict(zip(self.anchor.operands, self.operands))
-        call = self.call(choices)
-        read = self.anchor.kernel_operands(named, call.config)
-        own = dy is not None and call.has_own_backward(read, self.t, self.needs_t)
-        ahead = call.bound(read, self.t, save=self.saves and not own)
-        if dy is None or not own:
-            return ahead
-        _, _, *statistics = ahead()
-        named = dict(zip(self.anchor.operands, read))
-        back = functools.partial(call.own_gradients, named, self.t, statistics, dy, self.needs)
-        return lambda: (ahead(), back())
-
     def least_step(
         self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """As `step`, of a backward that is not ours the convolutions alone."""
-        named = dict(zip(self.anchor.operands, operands))
-        call = self.call(choices)
-        read = self.anchor.kernel_operands(named, call.config)
-        if call.has_own_backward(read, self.t, self.needs_t):
+        call, read, own = self.call(choices, operands)
+        if own:
             return self.step(dy, choices, operands)
         assert isinstance(self.anchor, Conv2d)
-        y, *products = call.run(read, self.t, save=True)
-        needs = {name: self.needs.get(name, False) for name in named}
-        grads = Conv2d.backward(self.anchor, named, products, call.config, dy, needs)
+        y, *products = call.run([*read.values()], self.t, save=True)
+        needs = {name: self.needs.get(name, False) for name in read}
+        grads = Conv2d.backward(self.anchor, read, products, call.config, dy, needs)
         return [y, *grads.values()]
 
     def gradient_of_z(self) -> Tensor:

@@ -32,8 +32,6 @@ _BUDGET_MS = 40.0  # for the rounds of one way
 _ROUNDS = (5, 25)  # at least, at most
 _CALLS = 10  # that the host is timed over
 
-_lock = threading.Lock()
-
 
 @dataclass(frozen=True)
 class Way:
@@ -61,6 +59,7 @@ class Took(NamedTuple):
         return f"{self.ms:.4g} ms{' of the host' if self.host > self.gpu else ''}"
 
 
+_lock = threading.Lock()
 _known: dict[str, list[Took]] = {}
 
 

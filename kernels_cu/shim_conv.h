@@ -25,7 +25,6 @@ struct Conv {
   const std::vector<int64_t>& dilation;
   int64_t groups;
   bool tf32;
-  const std::string& product;
   const std::vector<std::string>& kernels;
   ScalarType out_type;
   bool save;
@@ -116,10 +115,8 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
       return {};
     }
   }
-  const auto& pad = conv.padding;
-  const std::vector<int64_t> shape{x.size(0), weight.size(0),
-                                   x.size(2) + pad[2] + pad[3] - weight.size(2) + 1,
-                                   x.size(3) + pad[0] + pad[1] - weight.size(3) + 1};
+  const ConvShape sizes = conv_shape_of(x, weight, conv.padding);
+  const std::vector<int64_t> shape{sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()};
   const Tensor y = new_dense(x, shape, conv.out_type);
   std::optional<Tensor> c;
   if (conv.save) c = new_dense(x, shape, x.scalar_type());
@@ -135,7 +132,7 @@ ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildc
   STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
                   to_string(conv.padding));
   STD_TORCH_CHECK(!conv.kernels.empty(), "fx_fuser: the op needs the name of a kernel");
-  if (conv.product == "direct" && conv.kernels.size() > 1) {
+  if (conv.kernels.size() > 1) {
     auto done = conv_in_one_kernel(conv, norm, wildcards);
     if (done) return *std::move(done);
   }
@@ -157,12 +154,11 @@ ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildc
 std::tuple<Tensor, Tensor> conv2d_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
+    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
     const std::string& /*backward*/, const std::vector<std::optional<Tensor>>& t,
     const std::vector<double>& s, const std::string& kinds, const std::string& /*pattern*/,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
-  const Conv conv{x,    weight,  stride,  padding,  dilation, groups,
-                  tf32, product, kernels, out_type, save};
+  const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
   Norm norm;
   norm.bias = bias;
   auto [y, c, mean, variance] = fused_convolution(conv, norm, wildcards_of(t, s, kinds));
@@ -174,13 +170,12 @@ ConvResult conv2d_batchnorm_kernel(
     const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_variance,
     const std::optional<Tensor>& gamma, const std::optional<Tensor>& beta,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
+    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
     const std::string& /*backward*/, bool training, double /*momentum*/, double eps,
     const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
     const std::string& kinds, const std::string& /*pattern*/,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
-  const Conv conv{x,    weight,  stride,  padding,  dilation, groups,
-                  tf32, product, kernels, out_type, save};
+  const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
   Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
   // The bias only shifts the batch's mean; running statistics are not read.
   if (training) norm.bias = norm.mean = norm.variance = std::nullopt;

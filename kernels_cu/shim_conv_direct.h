@@ -61,13 +61,17 @@ int64_t load_conv_direct(const std::string& name, const std::string& cubin,
 }
 
 // [samples, channels, h, w, outputs, kernel h, kernel w, left, right, top, bottom]
-std::optional<ConvDirectArgs> conv_geometry_of(const std::vector<int64_t>& sizes, int x_bytes,
-                                               int out_bytes) {
+ConvShape conv_shape_of(const std::vector<int64_t>& sizes) {
   STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
                   sizes.size());
-  return conv_geometry({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
-                        sizes[7], sizes[8], sizes[9], sizes[10]},
-                       x_bytes, out_bytes);
+  return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+          sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]};
+}
+
+ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
+                        const std::vector<int64_t>& padding) {
+  return {x.size(0),      x.size(1),  x.size(2),  x.size(3),  weight.size(0), weight.size(2),
+          weight.size(3), padding[0], padding[1], padding[2], padding[3]};
 }
 
 // How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
@@ -76,7 +80,8 @@ std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t 
                                      int64_t out_bytes, int64_t operands) {
   STD_TORCH_CHECK(x_bytes == 4 || x_bytes == 2,
                   "fx_fuser: a direct convolution is of 4 or 2 bytes, not ", x_bytes);
-  const auto args = conv_geometry_of(sizes, static_cast<int>(x_bytes), static_cast<int>(out_bytes));
+  const auto args =
+      conv_geometry(conv_shape_of(sizes), static_cast<int>(x_bytes), static_cast<int>(out_bytes));
   if (!args || operands > kConvMaxOperands) return {};
   std::vector<int64_t> cut{args->strip.size, args->strips.size,
                            args->advance,    args->overlap,
@@ -121,10 +126,8 @@ void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
 std::optional<ConvDirectArgs> conv_args(const Tensor& x, const Tensor& weight,
                                         const std::vector<int64_t>& padding, int out_bytes) {
   if (!is_contiguous(x) || !is_contiguous(weight)) return std::nullopt;
-  auto args =
-      conv_geometry_of({x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2),
-                        weight.size(3), padding[0], padding[1], padding[2], padding[3]},
-                       static_cast<int>(x.element_size()), out_bytes);
+  auto args = conv_geometry(conv_shape_of(x, weight, padding), static_cast<int>(x.element_size()),
+                            out_bytes);
   if (!args) return std::nullopt;
   args->x = x.data_ptr();
   args->weight = weight.data_ptr();

@@ -65,23 +65,13 @@ int64_t load_conv_direct_backward(const std::string& name, const std::string& cu
   return reinterpret_cast<int64_t>(kernels.release());
 }
 
-std::optional<ConvBackwardArgs> conv_backward_geometry_of(const std::vector<int64_t>& sizes,
-                                                          int x_bytes, bool with_input,
-                                                          int64_t multiprocessors) {
-  STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
-                  sizes.size());
-  return conv_backward_geometry({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-                                 sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]},
-                                x_bytes, with_input, multiprocessors);
-}
-
 // How the input's gradient is cut into pieces: [units, units of a sample, pieces of a sample, units
 // of a piece, units ahead, slots, shared bytes, halo]; of the others [units, units of a sample].
 // An empty list where the kernels do not take the sizes.
 std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
                                               bool with_input, int64_t multiprocessors) {
-  const auto args =
-      conv_backward_geometry_of(sizes, static_cast<int>(x_bytes), with_input, multiprocessors);
+  const auto args = conv_backward_geometry(conv_shape_of(sizes), static_cast<int>(x_bytes),
+                                           with_input, multiprocessors);
   if (!args) return {};
   std::vector<int64_t> cut{args->conv.units, args->conv.units_per_strip.size};
   if (with_input) {
@@ -133,10 +123,9 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
   };
   if (!check_tensor(dy, "dy", kernels.x)) return false;
   if (!is_contiguous(x) || !is_contiguous(weight)) return false;
-  auto args = conv_backward_geometry_of(
-      {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3),
-       padding[0], padding[1], padding[2], padding[3]},
-      static_cast<int>(x.element_size()), dx.has_value(), kernels.multiprocessors);
+  auto args =
+      conv_backward_geometry(conv_shape_of(x, weight, padding), static_cast<int>(x.element_size()),
+                             dx.has_value(), kernels.multiprocessors);
   if (!args) return false;
   ConvDirectArgs& conv = args->conv;
   STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == conv.samples && dy.size(1) == conv.outputs &&

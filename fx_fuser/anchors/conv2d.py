@@ -22,6 +22,7 @@ from fx_fuser.spell import Arg, Expr, Operand, meta_tensor
 
 # Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
 DIRECT = "direct"
+DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = {DIRECT: Kernel("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT")}
 BACKWARD = Kernel("conv_direct_backward_sm90.cuh", "FX_FUSER_CONV_DIRECT_BACKWARD")
 
