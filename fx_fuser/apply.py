@@ -103,31 +103,20 @@ def finish(
     out.copy_(in_torch(pattern, kinds, value, wildcards, out.dtype))
 
 
-def prepare_derivative(
+def derivative_source(
     pattern: Pattern, kinds: str, wildcards: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[str, list[Tensor], list[float]] | None:
-    """(source, tensors, scalars) of the kernels that make a convolution's gradients from dy.
+) -> str | None:
+    """The text of the kernels that make a convolution's gradients from dy.
 
     dtype: of dy and the convolution.
 
     None where the epilogue's derivative depends on z, or is not a number a channel.
     """
-    source = derivative_source(pattern, kinds, wildcards, dtype)
-    if source is None:
-        return None
-    values = _factors(pattern, kinds, wildcards).values()
-    tensors = [v for v in values if not _travels_as_number(v)]
-    return source, tensors, [float(v) for v in values if _travels_as_number(v)]
-
-
-def derivative_source(
-    pattern: Pattern, kinds: str, wildcards: Mapping[str, Any], dtype: torch.dtype
-) -> str | None:
-    """The first of `prepare_derivative`, also of fake tensors."""
     expr = linear_part(epilogue_of(pattern, kinds))
     if expr is None:
         return None
-    factors = _factors(pattern, kinds, wildcards)
+    read = read_by_derivative(pattern, kinds)
+    factors = {n: v for n, v in wildcards.items() if n in read}
     tensors = {n: v for n, v in factors.items() if not _travels_as_number(v)}
     if not all(_is_per_channel(v) and v.dtype != torch.float64 for v in tensors.values()):
         return None
@@ -140,10 +129,9 @@ def derivative_source(
     return _derivatives[key]
 
 
-def _factors(pattern: Pattern, kinds: str, wildcards: Mapping[str, Any]) -> dict[str, Any]:
-    """The wildcards on which the epilogue's derivative depends."""
-    used = leaf_names(linear_part(epilogue_of(pattern, kinds)))
-    return {n: v for n, v in wildcards.items() if n in used and v is not Z}
+def read_by_derivative(pattern: Pattern, kinds: str) -> set[str]:
+    """Names of the wildcards that a derivative depends on, of an epilogue that is linear in z."""
+    return set(leaf_names(linear_part(epilogue_of(pattern, kinds)))) - {"z"}
 
 
 def _is_per_channel(tensor: Tensor) -> bool:

@@ -22,7 +22,6 @@ which `fx_fuser.native` has loaded), and save: return c too, else an empty tenso
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,36 +111,35 @@ _LIBRARY.define(
 _LIBRARY.impl("exact_convolution", functools.partial(library_convolution, False), "CUDA")
 
 
-def _own_backward(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
-    operands, config, (t, s, kinds, name, _, dy, products, needs) = _split(anchor, args)
-    pattern = _PATTERNS[name]
-    wanted = dict(zip(anchor.operands, needs))
-    like = {n: operands[n] for n, need in wanted.items() if need}
+def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
+    operands, config, (t, s, kinds, name, _, dy, products, wanted) = _split(anchor, args)
+    like = {anchor.operands[i]: operands[anchor.operands[i]] for i in wanted}
     if fake:
         return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in like.values()]
+    pattern = _PATTERNS[name]
     wildcards = apply.wildcard_values(pattern, t, s, kinds)
-    grads = None
-    if dy.device.type == "cuda":
-        derivative = apply.prepare_derivative(pattern, kinds, wildcards, dy.dtype)
-        if derivative is not None:
-            grads = anchor.own_backward(operands, products, config, derivative, dy, wanted)
-    if grads is None:
-        (c,) = Conv2d.product(anchor, operands, config)  # the statistics are among `products`
-        dz = apply.derivative_in_torch(pattern, kinds, dy, wildcards)
-        grads = anchor.backward(operands, (c, *products), config, dz, wanted)
+    (c,) = Conv2d.product(anchor, operands, config)  # the statistics are among `products`
+    dz = apply.derivative_in_torch(pattern, kinds, dy, wildcards)
+    needs = {n: n in like for n in anchor.operands}
+    grads = anchor.backward(operands, (c, *products), config, dz, needs)
     return [grads[n].to(v.dtype).contiguous() for n, v in like.items()]
 
 
-def _define_own_backward(anchor: Conv2d) -> None:
-    """Gradients of the operands that need one, from dy and the products that follow c."""
+def _define_backward_from_dy(anchor: Conv2d) -> None:
+    """Gradients of the operands at the places `wanted`, from dy and the products that follow c.
+
+    On CUDA it is in kernels_cu/shim_conv_backward.h, and the one in torch for what that refuses.
+    """
     name = f"{anchor.kind}_backward"
-    _LIBRARY.define(
-        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str[] kernels, Tensor dy, "
-        "Tensor[] products, bool[] needs) -> Tensor[]"
+    schema = (
+        f"({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str[] kernels, Tensor dy, "
+        "Tensor[] products, int[] wanted) -> Tensor[]"
     )
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, functools.partial(_own_backward, anchor, False), device)
-    fake = functools.partial(_own_backward, anchor, True)
+    in_torch = functools.partial(_backward_from_dy, anchor, False)
+    for op, device in ((name, "CPU"), (f"{name}_in_torch", "CUDA")):
+        _LIBRARY.define(f"{op}{schema}")
+        _LIBRARY.impl(op, in_torch, device)
+    fake = functools.partial(_backward_from_dy, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
 
 
@@ -214,21 +212,26 @@ class FusedCall:
         wildcards = apply.wildcard_values(self.pattern, t, self.s, self.kinds)
         return apply.derivative_source(self.pattern, self.kinds, wildcards, self.out)
 
-    def own_gradients(
+    def bound_backward(
         self,
         operands: Mapping[str, Tensor | None],
         t: Sequence[Tensor | None],
         products: Sequence[Tensor],
         dy: Tensor,
         needs: Mapping[str, bool],
-    ) -> dict[str, Tensor]:
+    ) -> tuple[list[str], Callable[[], list[Tensor]]]:
+        """Whose gradients the backward's op makes, and it with all of its arguments."""
         op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_backward").default
         source = self._derivative_source(t)
-        names = _prepared([source], dy) if source and dy.device.type == "cuda" else []
-        tail = (list(t), self.s, self.kinds, self.pattern.name, names, dy, list(products))
-        wanted = [needs[n] and operands[n] is not None for n in self.anchor.operands]
-        found = op(*operands.values(), *self.config.values(), *tail, wanted)
-        return dict(zip(itertools.compress(self.anchor.operands, wanted), found))
+        kernels = _prepared([source], dy) if source and dy.device.type == "cuda" else []
+        read = apply.read_by_derivative(self.pattern, self.kinds)
+        reads = [n in read for n in self.pattern.wildcards]
+        passed = [v if is_read else None for v, is_read in zip(t, reads)]
+        kinds = "".join(k if is_read or k == "z" else "-" for k, is_read in zip(self.kinds, reads))
+        places = {n: i for i, (n, v) in enumerate(operands.items()) if needs[n] and v is not None}
+        tail = (passed, self.s, kinds, self.pattern.name, kernels, dy, list(products))
+        config, wanted = self.config.values(), list(places.values())
+        return [*places], functools.partial(op, *operands.values(), *config, *tail, wanted)
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -256,7 +259,8 @@ def gradients(
     dt: list[Tensor | None] = [None] * len(t)
     with torch.autocast(dy.device.type, enabled=False):
         if call.has_own_backward([*operands.values()], t, needs_t):
-            return call.own_gradients(operands, t, products[1:], dy, needs), dt
+            names, backward = call.bound_backward(operands, t, products[1:], dy, needs)
+            return dict(zip(names, backward())), dt
         acc = accumulation_dtype([*apply.wide_dtypes((*products, *t)), call.out])
         z = apply.z_in_torch(anchor, operands, products, call.config, acc)
         wanted = [i for i, need in enumerate(needs_t) if need]
@@ -421,7 +425,7 @@ def define(pattern: Pattern) -> None:
 for _anchor in ANCHORS.values():
     _define_kernel(_anchor)
     if isinstance(_anchor, Conv2d):
-        _define_own_backward(_anchor)
+        _define_backward_from_dy(_anchor)
 
 
 # ---- from a match to a call -----------------------------------------------------------------

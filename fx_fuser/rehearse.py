@@ -252,7 +252,7 @@ class _Rehearsal:
         if dy is None or not own:
             return ahead
         _, _, *statistics = ahead()
-        back = functools.partial(call.own_gradients, read, self.t, statistics, dy, self.needs)
+        _, back = call.bound_backward(read, self.t, statistics, dy, self.needs)
         return lambda: (ahead(), back())
 
     def step(

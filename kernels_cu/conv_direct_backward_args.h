@@ -66,6 +66,11 @@ struct ReduceArgs {
   int64_t values;
   int64_t first;
   int64_t splits;
+  // Or null: receives the first values times what a normalisation by constants gives them.
+  float* to_scaled;
+  const float* variance;  // null: 1
+  const float* gamma;     // or null: ones
+  float eps;
 };
 
 inline int conv_halo(const ConvDirectArgs& args) {

@@ -718,6 +718,12 @@ __device__ __forceinline__ void reduce_splits(const ReduceArgs& args) {
   for (int i = 0; i < kWarps; ++i) all += of_warp[i][lane];
   float* to = value < args.first ? args.to + value : args.to_others + (value - args.first);
   *to = static_cast<float>(all);
+  if (args.to_scaled == nullptr || value >= args.first) return;
+  if (args.variance != nullptr) {
+    all /= sqrt(static_cast<double>(args.variance[value]) + static_cast<double>(args.eps));
+  }
+  args.to_scaled[value] = static_cast<float>(
+      args.gamma != nullptr ? all * static_cast<double>(args.gamma[value]) : all);
 }
 
 // ---- the input's gradient -----------------------------------------------------------------------

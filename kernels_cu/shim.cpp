@@ -5,6 +5,7 @@
 // shim_device.h) and into every CUDA torch from 2.11 on.
 #include "shim_batch_stats.h"
 #include "shim_conv.h"
+#include "shim_conv_backward.h"
 #include "shim_conv_direct.h"
 #include "shim_conv_direct_backward.h"
 #include "shim_linear.h"
@@ -70,7 +71,9 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
   m.impl("linear_kernel", TORCH_BOX(&linear_kernel));
   m.impl("conv2d_kernel", TORCH_BOX(&conv2d_kernel));
+  m.impl("conv2d_backward", TORCH_BOX(&conv2d_backward));
   m.impl("conv2d_batchnorm_kernel", TORCH_BOX(&conv2d_batchnorm_kernel));
+  m.impl("conv2d_batchnorm_backward", TORCH_BOX(&conv2d_batchnorm_backward));
   m.impl("split_product", TORCH_BOX(&split_product));
 }
 

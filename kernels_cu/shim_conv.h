@@ -30,18 +30,6 @@ struct Conv {
   bool save;
 };
 
-// What lies between the convolution and z, each [O], and a number that their expression reads. In
-// training mean and variance are the batch's, once there is a convolution.
-struct Norm {
-  std::optional<Tensor> bias;
-  std::optional<Tensor> mean;
-  std::optional<Tensor> variance;
-  std::optional<Tensor> gamma;
-  std::optional<Tensor> beta;
-  std::optional<double> eps;
-  bool training = false;
-};
-
 using ConvResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // y, c, mean, variance
 
 Tensor convolution(const Conv& conv) {

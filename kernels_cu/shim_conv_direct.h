@@ -17,6 +17,18 @@
 namespace fx_fuser {
 namespace {
 
+// What lies between the convolution and z, each [O], and a number that their expression reads. In
+// training mean and variance are the batch's, once there is a convolution.
+struct Norm {
+  std::optional<Tensor> bias;
+  std::optional<Tensor> mean;
+  std::optional<Tensor> variance;
+  std::optional<Tensor> gamma;
+  std::optional<Tensor> beta;
+  std::optional<double> eps;
+  bool training = false;
+};
+
 struct ConvDirectKernels {
   cudaKernel_t convolution;
   cudaKernel_t applied;  // of 16-bit results, where operands are a channel's

@@ -83,20 +83,26 @@ std::vector<int64_t> conv_direct_backward_cut(const std::vector<int64_t>& sizes,
   return cut;
 }
 
+// What the gradients go to. dbeta and dgamma are always made: the sums over each channel of dz, and
+// of dz times the normalised c.
+struct ConvGradients {
+  std::optional<Tensor> dx;
+  std::optional<Tensor> dweight;
+  std::optional<Tensor> dbias;  // not in training, where it is zero
+  Tensor dgamma;
+  Tensor dbeta;
+};
+
 // Gradients of y = epilogue(z), z = gamma (c + bias - mean) / √(variance + eps) + beta and
 // c = conv2d(x, weight), where the epilogue is linear in z and its operands are a number a channel.
-// Without a variance, z = c. In training mean and variance are those of c and `bias` is not there.
-// dbeta and dgamma are always made: the sums over each channel of dz, and of dz times the
-// normalised c. x, weight, dy and dx are of one type, all else is float32. False, and nothing is
-// launched, where the kernels do not take these shapes or strides.
-bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, const Tensor& weight,
-                          const std::vector<int64_t>& padding, const std::optional<Tensor>& mean,
-                          const std::optional<Tensor>& variance, const std::optional<Tensor>& gamma,
-                          const std::optional<Tensor>& bias, double eps, bool training,
-                          const std::optional<Tensor>& dx, const std::optional<Tensor>& dweight,
-                          const Tensor& dgamma, const Tensor& dbeta,
-                          const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const ConvBackwardKernels*>(handle);
+// Without a variance, z = c + bias. In training mean and variance are those of c. x, weight, dy and
+// dx are of one type, all else is float32. False, and nothing is launched, where the kernels do not
+// take these shapes or strides.
+bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& dy, const Tensor& x,
+                              const Tensor& weight, const std::vector<int64_t>& padding,
+                              const Norm& norm, const ConvGradients& to,
+                              const std::vector<Tensor>& operands,
+                              const std::vector<double>& scalars) {
   check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   const auto check_tensor = [&](const Tensor& tensor, const char* name, ScalarType type) {
@@ -125,7 +131,7 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
   if (!is_contiguous(x) || !is_contiguous(weight)) return false;
   auto args =
       conv_backward_geometry(conv_shape_of(x, weight, padding), static_cast<int>(x.element_size()),
-                             dx.has_value(), kernels.multiprocessors);
+                             to.dx.has_value(), kernels.multiprocessors);
   if (!args) return false;
   ConvDirectArgs& conv = args->conv;
   STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == conv.samples && dy.size(1) == conv.outputs &&
@@ -133,9 +139,10 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
                   "fx_fuser: dy of shape ", to_string(dy.sizes()),
                   " is not of the convolution of x ", to_string(x.sizes()), " and weight ",
                   to_string(weight.sizes()));
-  STD_TORCH_CHECK(mean.has_value() == variance.has_value() && (variance || !(gamma || bias)),
-                  "fx_fuser: without mean and variance there is no normalisation");
-  STD_TORCH_CHECK(!training || (variance && !bias),
+  STD_TORCH_CHECK(
+      norm.mean.has_value() == norm.variance.has_value() && (norm.variance || !norm.gamma),
+      "fx_fuser: without mean and variance there is no normalisation");
+  STD_TORCH_CHECK(!norm.training || (norm.variance && !norm.bias && !to.dbias),
                   "fx_fuser: in training there are a mean and a variance, without the bias");
   check_epilogue(kernels, dy, operands, scalars);
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -152,18 +159,19 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
   conv.x = x.data_ptr();
   conv.weight = weight.data_ptr();
   args->dy = dy.data_ptr();
-  if (variance) {
-    args->mean = check_vector(*mean, "mean");
-    args->variance = check_vector(*variance, "variance");
+  if (norm.variance) {
+    args->mean = check_vector(*norm.mean, "mean");
+    args->variance = check_vector(*norm.variance, "variance");
+    args->eps = static_cast<float>(*norm.eps);
+    if (norm.bias) args->bias = check_vector(*norm.bias, "bias");
   }
-  if (gamma) args->gamma = check_vector(*gamma, "gamma");
-  if (bias) args->bias = check_vector(*bias, "bias");
-  float* to_dgamma = check_vector(dgamma, "dgamma");
-  float* to_dbeta = check_vector(dbeta, "dbeta");
-  if (dx) args->dx = check_like(*dx, x, "dx", kernels.x);
+  if (norm.gamma) args->gamma = check_vector(*norm.gamma, "gamma");
+  float* to_dgamma = check_vector(to.dgamma, "dgamma");
+  float* to_dbeta = check_vector(to.dbeta, "dbeta");
+  float* to_dbias = to.dbias ? check_vector(*to.dbias, "dbias") : nullptr;
+  if (to.dx) args->dx = check_like(*to.dx, x, "dx", kernels.x);
   auto* to_dweight =
-      static_cast<float*>(dweight ? check_like(*dweight, weight, "dweight", kSums) : nullptr);
-  args->eps = static_cast<float>(eps);
+      static_cast<float*>(to.dweight ? check_like(*to.dweight, weight, "dweight", kSums) : nullptr);
   const bool even = conv.strip.size % 2 == 0 && conv.kernel_w % 2 == 1;
   args->pairs = even && conv.strips.size == 1 &&
                 reinterpret_cast<uintptr_t>(dy.data_ptr()) % (2 * dy.element_size()) == 0;
@@ -194,24 +202,25 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
     };
     const int64_t outputs = conv.outputs;
     if (with_sums) {
-      reduce(kernels.reduce_sums, {args->sums, to_dbeta, to_dgamma, 2 * outputs, outputs, splits});
+      reduce(kernels.reduce_sums, {args->sums, to_dbeta, to_dgamma, 2 * outputs, outputs, splits,
+                                   to_dbias, args->variance, args->gamma, args->eps});
     }
     if (with_weight) {
       reduce(kernels.reduce_weight,
              {args->dweight, to_dweight, nullptr, weight.numel(), weight.numel(), splits});
     }
   };
-  if (training || !dweight) {
+  if (norm.training || !to.dweight) {
     accumulate(kernels.sums, true, false);
-    if (training) {
+    if (norm.training) {
       args->dgamma = to_dgamma;
       args->dbeta = to_dbeta;
     }
-    if (dweight) accumulate(kernels.weight, false, true);
+    if (to.dweight) accumulate(kernels.weight, false, true);
   } else {
     accumulate(kernels.sums_and_weight, true, true);
   }
-  if (dx) {
+  if (to.dx) {
     conv.slots = args->input_slots;
     options.shared_bytes = conv_input_bytes(conv);
     const int64_t blocks = std::min<int64_t>(args->pieces, kernels.multiprocessors);
@@ -220,6 +229,19 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
     }
   }
   return true;
+}
+
+bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                          const std::vector<int64_t>& padding, const std::optional<Tensor>& mean,
+                          const std::optional<Tensor>& variance, const std::optional<Tensor>& gamma,
+                          const std::optional<Tensor>& bias, double eps, bool training,
+                          const std::optional<Tensor>& dx, const std::optional<Tensor>& dweight,
+                          const Tensor& dgamma, const Tensor& dbeta,
+                          const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
+  const Norm norm{bias, mean, variance, gamma, {}, eps, training};
+  const ConvGradients to{dx, dweight, {}, dgamma, dbeta};
+  return run_conv_direct_backward(*reinterpret_cast<const ConvBackwardKernels*>(handle), dy, x,
+                                  weight, padding, norm, to, operands, scalars);
 }
 
 }  // namespace

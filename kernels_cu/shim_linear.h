@@ -31,13 +31,7 @@ double cpu_scalar(const Tensor& tensor) {
     default:
       break;
   }
-  std::array<StableIValue, 5> stack{
-      torch::stable::detail::from(tensor), torch::stable::detail::from(ScalarType::Double),
-      torch::stable::detail::from(false), torch::stable::detail::from(false),
-      torch::stable::detail::from(std::nullopt)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::to", "dtype", stack.data(), TORCH_ABI_VERSION));
-  return cpu_scalar(torch::stable::detail::to<Tensor>(stack[0]));
+  return cpu_scalar(torch::stable::to(tensor, ScalarType::Double));
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {

@@ -161,11 +161,14 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     *front, t, s, letters, _, out, _ = _detached(list(linear_args("nf", F32)))
     conv = _detached(list(conv_args("f", F32, True)))
     norm, ct = conv[:17], conv[17:20]
+    back = (*ct, CONV, ["a kernel"], conv[0], [conv[5], conv[5]], [0, 1, 2])
     calls = {
         "linear_kernel": (*front, t, s, letters, MUL, ["a kernel"], out, False),
         "split_product": (*front[:2], "a kernel"),
         "conv2d_kernel": (*norm[:3], *norm[7:14], *ct, CONV, ["a kernel"], out, False),
         "conv2d_batchnorm_kernel": (*norm, *ct, CONV, ["a kernel"], out, False),
+        "conv2d_backward": (*norm[:3], *norm[7:14], *back),
+        "conv2d_batchnorm_backward": (*norm, *back),
     }
     for name, args in calls.items():
         op = getattr(torch.ops.fx_fuser, name).default
@@ -237,9 +240,9 @@ def test_opcheck_own_backward(training: bool, dtype: torch.dtype) -> None:
     front[front.index("library") + 1] = "direct"
     y, *_ = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*args)
     vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
-    needs = [True, True, True, False, False, True, True]
+    wanted = [0, 1, 2, 5, 6]
     op = torch.ops.fx_fuser.conv2d_batchnorm_backward.default
-    opcheck(op, (*front, t, s, kinds, CONV, [], torch.randn_like(y), vectors, needs))
+    opcheck(op, (*front, t, s, kinds, CONV, [], torch.randn_like(y), vectors, wanted))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser import native
 from fx_fuser.anchors.base import LIBRARY, Anchor, Config, Operands
 from fx_fuser.epilogue import POINTWISE, Kernel
 from fx_fuser.sites import Site
@@ -134,50 +133,6 @@ class Conv2d(Anchor):
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         c, bias = convolve(operands, config), operands["bias"]
         return (c if bias is None else c + per_channel(bias),)
-
-    def normalisation(
-        self, operands: Operands, products: Sequence[Tensor], config: Config
-    ) -> native.Normalisation | None:
-        """What stands between the convolution and z, for `native.conv_direct_backward`."""
-        return None
-
-    def own_backward(
-        self,
-        operands: Operands,
-        products: Sequence[Tensor],
-        config: Config,
-        derivative: tuple[str, list[Tensor], list[float]],
-        dy: Tensor,
-        needs: Mapping[str, bool],
-    ) -> dict[str, Tensor] | None:
-        """As `backward`, by kernels of ours, which make c again; from dy.
-
-        products: those that follow c. derivative: see `apply.prepare_derivative`.
-
-        None where they do not take the operands.
-        """
-        x, weight = operands["x"], operands["weight"]
-        dx = torch.empty_like(x) if needs["x"] else None
-        sums = torch.float32
-        dweight = torch.empty_like(weight, dtype=sums) if needs["weight"] else None
-        dgamma, dbeta = (x.new_empty(weight.shape[0], dtype=sums) for _ in range(2))
-        source, *values = derivative
-        taken = native.conv_direct_backward(
-            *(source, dy.contiguous(), x, weight, config["padding"]),
-            self.normalisation(operands, products, config),
-            *(dx, dweight, dgamma, dbeta, *values),
-        )
-        if not taken:
-            return None
-        bias = self.bias_from(operands, products, config, dbeta) if needs["bias"] else None
-        found = {"x": dx, "weight": dweight, "bias": bias, "gamma": dgamma, "beta": dbeta}
-        return {n: v for n, v in found.items() if v is not None}
-
-    def bias_from(
-        self, operands: Operands, products: Sequence[Tensor], config: Config, dbeta: Tensor
-    ) -> Tensor:
-        """The gradient of the bias from that of beta, or Σ dz."""
-        return dbeta
 
     def backward(
         self,

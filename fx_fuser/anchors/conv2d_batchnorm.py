@@ -130,30 +130,6 @@ class Conv2dBatchNorm(Conv2d):
         pairs = ((running_mean, mean), (running_var, var))
         return [y, *(((1 - m) * o.to(now.dtype) + m * now).to(o.dtype) for o, now in pairs)]
 
-    def normalisation(
-        self, operands: Operands, products: Sequence[Tensor], config: Config
-    ) -> native.Normalisation | None:
-        training, gamma = config["training"], operands["gamma"]
-        mean, var = products
-        bias = None if training else operands["bias"]
-        if not training:
-            mean, var = operands["running_mean"], operands["running_var"]
-
-        def vector(v: Tensor | None) -> Any:
-            return v if v is None else v.float().contiguous()
-
-        return native.Normalisation(
-            vector(mean), vector(var), vector(gamma), vector(bias), config["eps"], training
-        )
-
-    def bias_from(
-        self, operands: Operands, products: Sequence[Tensor], config: Config, dbeta: Tensor
-    ) -> Tensor:
-        if config["training"]:
-            return torch.zeros_like(dbeta)
-        scale = (operands["running_var"].float() + config["eps"]).rsqrt()
-        return dbeta * (scale if operands["gamma"] is None else scale * operands["gamma"])
-
     def backward(
         self,
         operands: Operands,
