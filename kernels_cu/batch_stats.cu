@@ -7,6 +7,7 @@
 #include "batch_stats_args.h"
 #include "convert.cuh"
 #include "moments.cuh"
+#include "ptx_sm90.cuh"
 
 namespace fx_fuser {
 
@@ -221,6 +222,10 @@ __device__ __forceinline__ void rows(const RowsArgs& args) {
 // Block = channel.
 template <class Acc>
 __device__ __forceinline__ void combine(const CombineArgs& args) {
+#if __CUDA_ARCH__ >= 900
+  ptx::launch_dependents();
+  ptx::wait_for_prerequisites();
+#endif
   const auto* partial = static_cast<const Moments<Acc>*>(args.partial) + blockIdx.x * args.splits;
   Moments<double> mine{};
   for (int64_t split = threadIdx.x; split < args.splits; split += kStatsThreads) {

@@ -227,6 +227,7 @@ template <class X, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
                                                  const BackwardShared& shared, int group,
                                                  int users) {
+  ptx::launch_dependents();
   if (threadIdx.x == 0) {
     Tail& tail = *shared.tail;
     for (int slot = 0; slot < args.conv.slots; ++slot) {
@@ -239,6 +240,7 @@ __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
   }
   if constexpr (kSplits<X>) find_pivots(args.conv, *shared.coefficients);
   arrange_weights<X>(args.conv, shared, group);
+  ptx::wait_for_prerequisites();  // dgamma and dbeta
   make_coefficients<X, Epilogue, kScalars, In...>(args, group, *shared.coefficients);
   __syncthreads();
 }
@@ -698,6 +700,8 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
 // to[i] = Σ from[split, i]; a lane has a value, a warp every kWarps-th split.
 template <class T>
 __device__ __forceinline__ void reduce_splits(const ReduceArgs& args) {
+  ptx::launch_dependents();
+  ptx::wait_for_prerequisites();
   constexpr int kWarps = kConvReduceThreads / 32;
   __shared__ double of_warp[kWarps][kConvReduceValues];
   const auto warp = static_cast<int>(threadIdx.x / 32);

@@ -1274,6 +1274,7 @@ struct Kernels {
       }
     } else {
       ptx::give_registers<kStoreRegisters>();
+      ptx::wait_for_prerequisites();  // operands: statistics, in training
       Stores::run(args, shared);
     }
   }
@@ -1289,15 +1290,18 @@ struct Kernels {
         load_units<X, 1, true>(args, shared, 0);
       } else if (warpgroup < 3) {
         ptx::take_registers<kApplyRegisters>();
+        ptx::wait_for_prerequisites();
         Stores::apply_units(args, shared, warpgroup - 1);
       } else {
         ptx::give_registers<kCopyRegisters>();
+        ptx::wait_for_prerequisites();
         Stores::copy_units(args, shared);
       }
     }
   }
 
   static __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
+    ptx::launch_dependents();
     const Shared shared = Shared::of<false>(args);
     prepare<X, 4>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));

@@ -109,7 +109,8 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
   std::optional<Tensor> c;
   if (conv.save) c = new_dense(x, shape, x.scalar_type());
   const Wildcards leaves = leaves_of(norm, wildcards);
-  if (!run_conv_direct(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
+  if (!run_conv_direct(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars,
+                       norm.training)) {
     return {};
   }
   return result_of(y, c, norm, x);

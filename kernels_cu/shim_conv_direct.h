@@ -157,7 +157,7 @@ int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
 bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
                      const std::vector<int64_t>& padding, const Tensor& out,
                      const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                     const std::vector<double>& scalars) {
+                     const std::vector<double>& scalars, bool after_statistics = false) {
   check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   auto args = conv_args(x, weight, padding, static_cast<int>(out.element_size()));
@@ -204,6 +204,8 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   const OnDevice on_device(device);
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
+  // Reads x and weight ahead of the end of what made the operands.
+  options.dependent = after_statistics;
   const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
                        !args->any_per_pixel && args->strips.size == 1;
   if (applies) args->place_bytes = 2;
@@ -241,7 +243,9 @@ bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLib
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/false);
   launch(kernels.statistics, blocks, kConvThreads, stream, *args, options);
   const CombineArgs moments{partial.data_ptr(), mean.data_ptr(), variance.data_ptr(), splits};
-  launch(statistics.float32.combine, args->outputs, kStatsThreads, stream, moments);
+  LaunchOptions dependent;
+  dependent.dependent = true;
+  launch(statistics.float32.combine, args->outputs, kStatsThreads, stream, moments, dependent);
   return true;
 }
 

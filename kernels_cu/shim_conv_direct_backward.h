@@ -197,8 +197,11 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
       args->dweight = static_cast<float*>(partial->data_ptr());
     }
     launch(kernel, blocks, conv_accumulate_threads(workers), stream, *args, options);
+    options.dependent = true;  // all that follow
     const auto reduce = [&](cudaKernel_t by, const ReduceArgs& of) {
-      launch(by, ceil_div(of.values, kConvReduceValues), kConvReduceThreads, stream, of);
+      LaunchOptions dependent;
+      dependent.dependent = true;
+      launch(by, ceil_div(of.values, kConvReduceValues), kConvReduceThreads, stream, of, dependent);
     };
     const int64_t outputs = conv.outputs;
     if (with_sums) {
