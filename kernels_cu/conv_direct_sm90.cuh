@@ -243,6 +243,18 @@ __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, cons
 
 // ---- loading ------------------------------------------------------------------------------------
 
+__device__ __forceinline__ float load(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load(const uint16_t* from) {
+  uint32_t value;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
 // *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
 // by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
 // for the data of that.
@@ -288,8 +300,18 @@ struct Pixels {
     const InMemory* sample = static_cast<const InMemory*>(args.x) +
                              static_cast<int64_t>(unit.sample) * args.channels * plane;
     if (args.linear) {
-      const uint32_t end =
-          min(plane, static_cast<uint32_t>(unit.position + args.chunks * kConvChunk));
+      const auto after = static_cast<uint32_t>(unit.position + args.chunks * kConvChunk);
+      // As most: fewer instructions then.
+      if (args.channels == kConvChannels && args.chunks == kChunks && after <= plane) {
+#pragma unroll
+        for (int c = 0; c < kConvChannels; ++c) {
+          const InMemory* from = sample + (uint64_t{plane} * c + first);
+#pragma unroll
+          for (int i = 0; i < kChunks; ++i) value[i][c] = conv_direct::load(from + i * kConvChunk);
+        }
+        return;
+      }
+      const uint32_t end = min(plane, after);
 #pragma unroll
       for (int c = 0; c < kConvChannels; ++c) {
         const uint32_t limit = c < args.channels ? end : 0;
