@@ -28,7 +28,7 @@ from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
 from fx_fuser.sites import Site, outermost
 from fx_fuser.spell import TRANSPARENT, View, meta_tensor
-from fx_fuser.traffic import saved
+from fx_fuser.traffic import kept, saved
 from fx_fuser.words import at, end_of
 
 log = logging.getLogger("fx_fuser.backend")
@@ -193,7 +193,8 @@ def fuse(
                 report.add_refusal(chosen, read.view, index)
                 outcome.left.append(chosen)
                 continue
-            report.add_match(match, saved(match, chosen), index, chosen.note)
+            traffic = saved(match, chosen), kept(match, chosen)
+            report.add_match(match, *traffic, index, chosen.note)
             outcome.matches.append(match)
             if explained is None:
                 call = ops.graph_call(match, chosen.native, chosen.choices)

@@ -118,7 +118,7 @@ def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
         return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in like.values()]
     pattern = _PATTERNS[name]
     wildcards = apply.wildcard_values(pattern, t, s, kinds)
-    (c,) = Conv2d.product(anchor, operands, config)  # the statistics are among `products`
+    c = anchor.product_again(operands, config)
     dz = apply.derivative_in_torch(pattern, kinds, dy, wildcards)
     needs = {n: n in like for n in anchor.operands}
     grads = anchor.backward(operands, (c, *products), config, dz, needs)
@@ -140,6 +140,25 @@ def _define_backward_from_dy(anchor: Conv2d) -> None:
         _LIBRARY.define(f"{op}{schema}")
         _LIBRARY.impl(op, in_torch, device)
     fake = functools.partial(_backward_from_dy, anchor, True)
+    torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
+
+
+def _again(anchor: Anchor, fake: bool, *args: Any) -> Tensor:
+    operands, config, _ = _split(anchor, args)
+    if fake:
+        return anchor.product_like(operands, config)[0]
+    return anchor.product_again(operands, config)
+
+
+def _define_again(anchor: Anchor) -> None:
+    """c once more. `after` is not read: where all inputs of an operation are there in the forward,
+    AOTAutograd moves it there and saves what it makes.
+    """
+    name = f"{anchor.kind}_again"
+    _LIBRARY.define(f"{name}({anchor.schema}, Tensor after) -> Tensor")
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, functools.partial(_again, anchor, False), device)
+    fake = functools.partial(_again, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
 
 
@@ -186,6 +205,10 @@ class FusedCall:
         if training and _is_real(x):
             native.prepare_batch_stats(x.device)
         return _prepared(sources, x)
+
+    def saves(self, own_backward: bool) -> bool:
+        """Is c saved for backward?"""
+        return not own_backward and not self.config["again"]
 
     def has_own_backward(
         self,
@@ -261,6 +284,9 @@ def gradients(
         if call.has_own_backward([*operands.values()], t, needs_t):
             names, backward = call.bound_backward(operands, t, products[1:], dy, needs)
             return dict(zip(names, backward())), dt
+        if call.config["again"]:
+            again = getattr(torch.ops.fx_fuser, f"{anchor.kind}_again").default
+            products = (again(*operands.values(), *call.config.values(), dy), *products[1:])
         acc = accumulation_dtype([*apply.wide_dtypes((*products, *t)), call.out])
         z = apply.z_in_torch(anchor, operands, products, call.config, acc)
         wanted = [i for i, need in enumerate(needs_t) if need]
@@ -327,12 +353,19 @@ def _kept(
     As in eager mode, they may be written to before backward runs.
     """
     names = (*call.anchor.operands, *call.pattern.wildcards)
-    read = {*call.anchor.read_by_backward(dict(zip(names, needs)))}
-    read |= _read_by_derivative(apply.epilogue_of(call.pattern, call.kinds))
+    read = read_by_backward(call.pattern, call.kinds, call.config, dict(zip(names, needs)))
     return [
         t if t is None or name in read else t.detach().new_zeros(()).expand(t.shape)
         for name, t in zip(names, tensors)
     ]
+
+
+def read_by_backward(
+    pattern: Pattern, kinds: str, config: Mapping[str, Any], needs: Mapping[str, bool]
+) -> set[str]:
+    """Operands and wildcards of whose values backward makes use."""
+    of_anchor = ANCHORS[pattern.kind].read_by_backward(needs, config)
+    return {*of_anchor, *_read_by_derivative(apply.epilogue_of(pattern, kinds))}
 
 
 def _read_by_derivative(epilogue: Operand) -> set[str]:
@@ -351,7 +384,7 @@ class _Fused(torch.autograd.Function):
         count = len(call.anchor.operands)
         operands, t = tensors[:count], tensors[count:]
         own = call.has_own_backward(operands, t, ctx.needs_input_grad[1 + count :])
-        y, *products = call.run(operands, t, save=not own)
+        y, *products = call.run(operands, t, save=call.saves(own))
         ctx.call = call
         ctx.save_for_backward(*_kept(call, tensors, ctx.needs_input_grad[1:]), *products)
         statistics = products[1:]
@@ -424,6 +457,7 @@ def define(pattern: Pattern) -> None:
 
 for _anchor in ANCHORS.values():
     _define_kernel(_anchor)
+    _define_again(_anchor)
     if isinstance(_anchor, Conv2d):
         _define_backward_from_dy(_anchor)
 

@@ -17,6 +17,7 @@ CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
     "fp32": ("follow", "split", "ieee", "tf32"),
     "plan": ("measure", "always"),
+    "save": ("auto", "speed", "memory"),
     "verify": ("never", "first_call", "always"),
 }
 
@@ -33,6 +34,9 @@ class Options:
         "follow" torch's settings (at `highest` the default, "split"); "split": three products of
         fp16 halves, as exact as fp32; "ieee": the library's fp32; "tf32".
     plan: "measure" and leave to the inner compiler what gains nothing, or "always" fuse.
+    save: what a fused site keeps for its backward. "speed": what makes that fastest; "memory": no
+        product, which is made again; "auto": as "speed", but of two ways within 2 % of one another
+        the one that keeps less.
     verify: compare each fused site with the user's own operations and with float64, on the inputs
         of the "first_call" of each compiled graph or of "always" every call; a site that is wrong
         goes back to the user's operations.
@@ -46,6 +50,7 @@ class Options:
     patterns: tuple[str, ...] | None = None
     fp32: str = "follow"
     plan: str = "measure"
+    save: str = "auto"
     verify: str = "never"
     cpu_ops: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Plan:
 
     native: kernel op and our autograd rule, rather than the pattern's plain torch ops.
     choices: the configuration of the anchor's op that is ours to choose: `product` and `backward`
-        (who makes them), a convolution's `tf32`.
+        (who makes them), `again` (`fx_fuser.anchors.base`), a convolution's `tf32`.
     note: what runs, and what was measured.
     """
 
@@ -99,6 +99,7 @@ def _device(match: Match) -> torch.device:
 
 def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
     """The choices that are right for this match, the library's product first."""
+    again = options.save == "memory"
     if match.site.kind != "linear":
         asked = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
         tf32 = asked and _may_be_tf32(match)
@@ -107,11 +108,12 @@ def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
             ways.append((DIRECT, LIBRARY))
             if _takes_direct_backward(match):
                 ways.append((DIRECT, DIRECT))
-        return [{"tf32": tf32, "product": p, "backward": b} for p, b in ways]
-    found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY}]
+        return [{"tf32": tf32, "product": p, "backward": b, "again": again} for p, b in ways]
+    found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY, "again": again}]
     product = _own_product(match, options)
     if product is not None and _device(match).type == "cuda":
-        own = {"product": product, "backward": SPLIT if product == SPLIT else LIBRARY}
+        backward = SPLIT if product == SPLIT else LIBRARY
+        own = {"product": product, "backward": backward, "again": again}
         sources = ops.kernel_sources(match, own)
         if all(native.runs_on(source, _device(match)) for source in sources):
             found.append(own)
@@ -226,7 +228,8 @@ def _pick(
         best, note = _compare_convolutions(match, candidates, options)
     if best is not None:
         return Plan(on_kernels, best, note)
-    if options.inner != "inductor":  # it would run the epilogue op by op
+    keeps_less = options.save == "memory" and rehearse.saves(match)
+    if keeps_less or options.inner != "inductor":  # which would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
     help = ""
@@ -297,7 +300,10 @@ def _compare_convolutions(
     ours = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
     times = dict(zip([LIBRARY, *ours, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
-    fastest, choices = min(zip((times.pop(name).ms for name in ours), direct), key=itemgetter(0))
+    of_ours = [times.pop(name).ms for name in ours]
+    fastest, choices = min(zip(of_ours, direct), key=itemgetter(0))
+    if options.save == "auto" and _GAIN * of_ours[-1] <= fastest:
+        fastest, choices = of_ours[-1], direct[-1]  # it saves no convolution
     gains = _gains(fastest, min(took.gpu for took in times.values()))
     return (choices if gains else otherwise), note
 

@@ -93,6 +93,11 @@ def gradients_of_wildcards(match: Match) -> list[bool]:
     ]
 
 
+def saves(match: Match) -> bool:
+    """Is there anything to keep for a backward?"""
+    return any(gradients_of(match).values()) or any(gradients_of_wildcards(match))
+
+
 @dataclass(frozen=True)
 class Rival:
     """What stands for the inner compiler's code of a convolution: the kernel op with other choices.
@@ -224,7 +229,7 @@ class _Rehearsal:
         self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
         self.needs_t = gradients_of_wildcards(match)
-        self.saves = any(self.needs.values()) or any(self.needs_t)
+        self.saves = saves(match)
 
     def call(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
@@ -243,12 +248,12 @@ class _Rehearsal:
     ) -> Callable[[], tuple[Tensor, ...]]:
         """The op with all of its arguments."""
         call, read, _ = self.call(choices, operands)
-        return call.bound([*read.values()], self.t, save=self.saves)
+        return call.bound([*read.values()], self.t, save=self.saves and call.saves(False))
 
     def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
         """The ops of ours that a compiled graph calls: the forward and, if it is ours, backward."""
         call, read, own = self.call(choices, self.operands)
-        ahead = call.bound([*read.values()], self.t, save=self.saves and not own)
+        ahead = call.bound([*read.values()], self.t, save=self.saves and call.saves(own))
         if dy is None or not own:
             return ahead
         _, _, *statistics = ahead()
@@ -260,7 +265,7 @@ class _Rehearsal:
     ) -> list[Tensor]:
         """The result and the gradients that are asked for."""
         call, read, own = self.call(choices, operands)
-        y, *products = call.run([*read.values()], self.t, save=not own)
+        y, *products = call.run([*read.values()], self.t, save=call.saves(own))
         grads, dt = gradients(call, read, self.t, products, dy, self.needs, self.needs_t)
         if call.config.get("training"):
             grads.pop("bias", None)  # zero, but for what rounding leaves of it

@@ -18,7 +18,7 @@ from fx_fuser.report_html import html_of
 from fx_fuser.sites import Site
 from fx_fuser.source import op_of, source_of
 from fx_fuser.spell import View, inputs_of, is_number, meta_tensor
-from fx_fuser.traffic import Saved
+from fx_fuser.traffic import Saved, text_of
 from fx_fuser.words import called, dtype_of, infix, shape_of
 
 log = logging.getLogger("fx_fuser.report")
@@ -35,8 +35,8 @@ class SiteReport:
     would be, where one is known. kernel: what runs, with what was measured.
     anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
     in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
-    something else is in the way. bytes_saved, launches_saved: see `fx_fuser.traffic`; None if
-    sizes are unknown, or nothing is fused.
+    something else is in the way. bytes_saved, launches_saved, bytes_kept for backward: see
+    `fx_fuser.traffic`; None if sizes are unknown, or nothing is fused.
     """
 
     pattern: str
@@ -56,6 +56,7 @@ class SiteReport:
     missing: int = 0
     bytes_saved: int | None = None
     launches_saved: int | None = None
+    bytes_kept: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class Report:
     others: dict[str, int] = field(default_factory=dict)
     graphs: list[GraphReport] = field(default_factory=list)
 
-    def add_match(self, match: Match, saved: Saved, graph: int = 0, kernel: str = "") -> None:
+    def add_match(
+        self, match: Match, saved: Saved, kept: int | None, graph: int = 0, kernel: str = ""
+    ) -> None:
         self.fused.append(
             _site(
                 match.pattern.name,
@@ -106,6 +109,7 @@ class Report:
                 nodes=_names(match.nodes, match.view),
                 bytes_saved=saved.bytes,
                 launches_saved=saved.launches,
+                bytes_kept=kept,
             )
         )
 
@@ -166,12 +170,14 @@ class Report:
 
     @property
     def saving(self) -> str:
-        """What all fused sites save together, in one forward call."""
+        """What all fused sites save together in one forward call, and keep for backward."""
         if not self.fused or any(s.bytes_saved is None for s in self.fused):
             return ""
         count = sum(s.bytes_saved or 0 for s in self.fused)
         launches = sum(s.launches_saved or 0 for s in self.fused)
-        return f"saved in a forward pass, against op by op: {Saved(count, launches)}"
+        kept = sum(s.bytes_kept or 0 for s in self.fused)
+        saving = f"saved in a forward pass, against op by op: {Saved(count, launches)}"
+        return f"{saving}\nkept for the backward pass: {text_of(kept)}" if kept else saving
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

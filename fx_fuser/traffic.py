@@ -1,4 +1,4 @@
-"""(match, plan) → what fusing it saves: bytes through memory and kernel launches, by count."""
+"""(match, plan) → what fusing saves, in bytes through memory and launches; and what it keeps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import math
 from dataclasses import dataclass
 
 from torch.fx import Node
+from torch.nn import Parameter
 
+from fx_fuser import ops
 from fx_fuser.anchors.base import LIBRARY
+from fx_fuser.anchors.conv2d import DIRECT
 from fx_fuser.match import Match
 from fx_fuser.plan import Plan
+from fx_fuser.rehearse import gradients_of, saves
 from fx_fuser.spell import hint_of, inputs_of, meta_tensor
 
 
@@ -54,6 +58,25 @@ def saved(match: Match, plan: Plan) -> Saved:
         apart - fused if known else None,  # type: ignore[operator]
         max(len(match.nodes) - launches, 0),
     )
+
+
+def kept(match: Match, plan: Plan) -> int | None:
+    """Bytes that the site keeps from forward to backward, without parameters.
+
+    0 too where the inner compiler differentiates the operations and decides. None if a size is not
+    known when compiling.
+    """
+    needs = {**dict.fromkeys(match.site.operands, False), **gradients_of(match)}
+    if not plan.native or not saves(match):
+        return 0
+    kinds = ops.wildcards_of(match)[2]
+    read = ops.read_by_backward(match.pattern, kinds, plan.choices, needs)
+    values = {**match.site.operands, **match.wildcards}
+    nodes = {v for name, v in values.items() if name in read and isinstance(v, Node)}
+    held = [n for n in nodes if not isinstance(meta_tensor(n), Parameter)]
+    if not plan.choices["again"] and plan.choices["backward"] != DIRECT:
+        held.append(match.site.nodes[0])
+    return _bytes(held)
 
 
 def text_of(count: int) -> str:

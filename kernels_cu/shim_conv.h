@@ -144,7 +144,7 @@ std::tuple<Tensor, Tensor> conv2d_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
-    const std::string& /*backward*/, const std::vector<std::optional<Tensor>>& t,
+    const std::string& /*backward*/, bool /*again*/, const std::vector<std::optional<Tensor>>& t,
     const std::vector<double>& s, const std::string& kinds, const std::string& /*pattern*/,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
@@ -160,7 +160,7 @@ ConvResult conv2d_batchnorm_kernel(
     const std::optional<Tensor>& gamma, const std::optional<Tensor>& beta,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
-    const std::string& /*backward*/, bool training, double /*momentum*/, double eps,
+    const std::string& /*backward*/, bool /*again*/, bool training, double /*momentum*/, double eps,
     const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
     const std::string& kinds, const std::string& /*pattern*/,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {

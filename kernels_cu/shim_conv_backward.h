@@ -89,7 +89,7 @@ std::vector<Tensor> conv2d_backward(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
-    const std::string& backward, const std::vector<std::optional<Tensor>>& t,
+    const std::string& backward, bool again, const std::vector<std::optional<Tensor>>& t,
     const std::vector<double>& s, const std::string& kinds, const std::string& pattern,
     const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
     const std::vector<int64_t>& wanted) {
@@ -97,8 +97,8 @@ std::vector<Tensor> conv2d_backward(
   auto found = backward_by_kernels(call, Norm{}, wildcards_of(t, s, kinds), wanted);
   if (found) return *std::move(found);
   return call_in_torch("fx_fuser::conv2d_backward_in_torch", x, weight, bias, stride, padding,
-                       dilation, groups, tf32, product, backward, t, s, kinds, pattern, kernels, dy,
-                       products, wanted);
+                       dilation, groups, tf32, product, backward, again, t, s, kinds, pattern,
+                       kernels, dy, products, wanted);
 }
 
 std::vector<Tensor> conv2d_batchnorm_backward(
@@ -107,7 +107,7 @@ std::vector<Tensor> conv2d_batchnorm_backward(
     const std::optional<Tensor>& gamma, const std::optional<Tensor>& beta,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
-    const std::string& backward, bool training, double momentum, double eps,
+    const std::string& backward, bool again, bool training, double momentum, double eps,
     const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
     const std::string& kinds, const std::string& pattern, const std::vector<std::string>& kernels,
     const Tensor& dy, const std::vector<Tensor>& products, const std::vector<int64_t>& wanted) {
@@ -122,7 +122,7 @@ std::vector<Tensor> conv2d_batchnorm_backward(
   if (found) return *std::move(found);
   return call_in_torch("fx_fuser::conv2d_batchnorm_backward_in_torch", x, weight, bias,
                        running_mean, running_variance, gamma, beta, stride, padding, dilation,
-                       groups, tf32, product, backward, training, momentum, eps, t, s, kinds,
+                       groups, tf32, product, backward, again, training, momentum, eps, t, s, kinds,
                        pattern, kernels, dy, products, wanted);
 }
 

@@ -166,7 +166,7 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
 // fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.
 std::tuple<Tensor, Tensor> linear_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::string& product, const std::string& /*backward*/,
+    const std::string& product, const std::string& /*backward*/, bool /*again*/,
     const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
     const std::string& kinds, const std::string& /*pattern*/,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {

@@ -42,7 +42,8 @@ def _wildcards(
 def linear_args(kinds: str, dtype: torch.dtype, bias: bool = True, native: bool = True) -> tuple:
     x, w = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in ((4, 3), (5, 3)))
     b = torch.randn(5, dtype=dtype, requires_grad=True) if bias else None
-    return (x, w, b, "library", "library", *_wildcards(kinds, (4, 5), dtype), dtype, dtype, native)
+    makers = ("library", "library", False)
+    return (x, w, b, *makers, *_wildcards(kinds, (4, 5), dtype), dtype, dtype, native)
 
 
 def conv_args(
@@ -63,7 +64,8 @@ def conv_args(
     b, gamma, beta = (v if present else None for v, present in zip(vectors, (bias, affine, affine)))
     return (
         *(x, w, b, *((mean, var) if tracked else (None, None)), gamma, beta),
-        *([1, 1], list(padding), [1, 1], 2, False, "library", "library", training, 0.1, 1e-5),
+        *([1, 1], list(padding), [1, 1], 2, False, "library", "library", False),
+        *(training, 0.1, 1e-5),
         *_wildcards(kinds, shape, dtype),
         *(dtype, dtype, native),
     )
@@ -160,14 +162,14 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     *front, t, s, letters, _, out, _ = _detached(list(linear_args("nf", F32)))
     conv = _detached(list(conv_args("f", F32, True)))
-    norm, ct = conv[:17], conv[17:20]
+    norm, ct = conv[:18], conv[18:21]
     back = (*ct, CONV, ["a kernel"], conv[0], [conv[5], conv[5]], [0, 1, 2])
     calls = {
         "linear_kernel": (*front, t, s, letters, MUL, ["a kernel"], out, False),
         "split_product": (*front[:2], "a kernel"),
-        "conv2d_kernel": (*norm[:3], *norm[7:14], *ct, CONV, ["a kernel"], out, False),
+        "conv2d_kernel": (*norm[:3], *norm[7:15], *ct, CONV, ["a kernel"], out, False),
         "conv2d_batchnorm_kernel": (*norm, *ct, CONV, ["a kernel"], out, False),
-        "conv2d_backward": (*norm[:3], *norm[7:14], *back),
+        "conv2d_backward": (*norm[:3], *norm[7:15], *back),
         "conv2d_batchnorm_backward": (*norm, *back),
     }
     for name, args in calls.items():

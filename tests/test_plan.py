@@ -27,10 +27,10 @@ from fx_fuser.plan import Plan
 from fx_fuser.timing import Took
 
 GPU = torch.device("cuda", 0)
-LIBRARY = {"product": "library", "backward": "library"}
-SPLIT = {"product": "split", "backward": "split"}
-DENSE = {"product": "dense", "backward": "library"}
-CONV = {"tf32": False, "product": "library", "backward": "library"}
+LIBRARY = {"product": "library", "backward": "library", "again": False}
+SPLIT = {"product": "split", "backward": "split", "again": False}
+DENSE = {"product": "dense", "backward": "library", "again": False}
+CONV = {"tf32": False, "product": "library", "backward": "library", "again": False}
 DIRECT = {**CONV, "product": "direct"}
 BOTH_WAYS = {**DIRECT, "backward": "direct"}
 

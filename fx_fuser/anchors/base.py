@@ -15,7 +15,8 @@ from fx_fuser.spell import Operand
 
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
-# Who makes the product on CUDA, where an anchor leaves that to `plan`: the library, or ours.
+# Every anchor's configuration has these choices of `plan`: `product` and `backward`, who makes them
+# on CUDA, the library or kernels of ours; `again`, that backward makes c again, which is not saved.
 LIBRARY = "library"
 
 
@@ -64,6 +65,10 @@ class Anchor(ABC):
         """Products of right shape, stride and dtype, for fake tensors."""
 
     @abstractmethod
+    def product_again(self, operands: Operands, config: Config) -> Tensor:
+        """c, in a backward for which it was not saved."""
+
+    @abstractmethod
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for the result, in the memory format of c."""
 
@@ -81,7 +86,7 @@ class Anchor(ABC):
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """(z, statistics…) in the plain torch ops a user would write; differentiable."""
 
-    def read_by_backward(self, needs: Mapping[str, bool]) -> tuple[str, ...]:
+    def read_by_backward(self, needs: Mapping[str, bool], config: Config) -> tuple[str, ...]:
         """Operands of whose values, not only shapes, `leaves` or `backward` make use."""
         return self.operands
 

@@ -90,7 +90,7 @@ class Conv2d(Anchor):
     schema = (
         "Tensor x, Tensor weight, Tensor? bias, "
         "int[] stride, int[] padding, int[] dilation, int groups, "
-        "bool tf32, str product, str backward"
+        "bool tf32, str product, str backward, bool again"
     )
 
     def config(self, site: Site) -> dict[str, Any]:
@@ -115,6 +115,10 @@ class Conv2d(Anchor):
 
     def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (convolve(operands, config),)
+
+    def product_again(self, operands: Operands, config: Config) -> Tensor:
+        (c,) = Conv2d.product(self, operands, config)
+        return c
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_like(c, dtype=dtype)

@@ -40,7 +40,7 @@ class Conv2dBatchNorm(Conv2d):
         "Tensor x, Tensor weight, Tensor? bias, "
         "Tensor? running_mean, Tensor? running_var, Tensor? gamma, Tensor? beta, "
         "int[] stride, int[] padding, int[] dilation, int groups, "
-        "bool tf32, str product, str backward, bool training, float momentum, float eps"
+        "bool tf32, str product, str backward, bool again, bool training, float momentum, float eps"
     )
     products = ("c", "mean", "var")
 

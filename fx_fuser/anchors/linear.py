@@ -39,7 +39,7 @@ def matmul_tf32_requested() -> bool:
 
 class Linear(Anchor):
     kind = "linear"
-    schema = "Tensor x, Tensor weight, Tensor? bias, str product, str backward"
+    schema = "Tensor x, Tensor weight, Tensor? bias, str product, str backward, bool again"
 
     def config(self, site: Site) -> dict[str, Any]:
         return {}
@@ -49,13 +49,21 @@ class Linear(Anchor):
         return (POINTWISE,) if product == LIBRARY else (POINTWISE, PRODUCTS[product])
 
     def backward_sources(self, config: Config) -> list[str]:
-        return [PRODUCT_ALONE] if config["backward"] == SPLIT else []
+        again = config["again"] and config["product"] == SPLIT
+        return [PRODUCT_ALONE] if config["backward"] == SPLIT or again else []
 
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (F.linear(operands["x"], operands["weight"], operands["bias"]),)
 
     product_like = product
     reference = product
+
+    def product_again(self, operands: Operands, config: Config) -> Tensor:
+        x, weight, bias = (operands[n] for n in self.operands)
+        if config["product"] != SPLIT:
+            return F.linear(x, weight, bias)
+        c = _split_product(x, weight)
+        return c if bias is None else c + bias
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return c.new_empty(shape, dtype=dtype)
@@ -68,7 +76,9 @@ class Linear(Anchor):
     ) -> dict[str, Tensor | float]:
         return {"c": products[0]}
 
-    def read_by_backward(self, needs: Mapping[str, bool]) -> tuple[str, ...]:
+    def read_by_backward(self, needs: Mapping[str, bool], config: Config) -> tuple[str, ...]:
+        if config["again"]:
+            return self.operands
         return (*(("x",) if needs["weight"] else ()), *(("weight",) if needs["x"] else ()))
 
     def backward(
