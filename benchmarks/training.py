@@ -5,12 +5,14 @@ which give a spread; fx_fuser trains with the first of them. Fails where its cur
 eager's of the same seed than eager's own seeds are apart. Both begin with the same weights and see
 the same batches. Curves are means over windows of 25 steps.
 
-Writes `training/<gpu>.json` and a picture beside it.
+Writes `training/<gpu>.json` and a picture beside it, where there is matplotlib. Nets and precisions
+may run at once, each with a `--results` of its own; `--join` makes one of their records.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -108,12 +110,16 @@ def compare(
     return Curves(net.name, precision, eager, ours, counters["fx_fuser"][net.pattern] - before)
 
 
-def draw(found: list[Curves], title: str, path: Path) -> None:
-    import matplotlib
-
+def draw(found: list[Curves], record: dict[str, Any], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no picture without matplotlib; where there is one: --join {path}")
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    title = "{gpu}, torch {torch}, {date}, {commit}".format(**record)
     figure, axes = pyplot.subplots(1, len(found), figsize=(3.4 * len(found), 3), squeeze=False)
     for one, plot in zip(found, axes[0]):
         at = [WINDOW * (i + 0.5) for i in range(len(one.fx_fuser))]
@@ -127,8 +133,23 @@ def draw(found: list[Curves], title: str, path: Path) -> None:
     axes[0][0].legend(fontsize=7)
     figure.suptitle(title, fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path.with_suffix(".svg"))
     pyplot.close(figure)
+
+
+def join(parts: list[Path], folder: Path) -> int:
+    """One record and picture of those of parts, which one machine made of one commit."""
+    records = [json.loads(path.read_text()) for path in parts]
+    curves = [curve for record in records for curve in record.pop("curves")]
+    if any(record != records[0] for record in records):
+        print("the records differ in machine, date, commit or steps", file=sys.stderr)
+        return 1
+    path = results.path_for(records[0]["gpu"], folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**records[0], "curves": curves}, indent=1) + "\n")
+    draw([Curves(**curve) for curve in curves], records[0], path)
+    print(f"wrote {path}")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -142,7 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", choices=("measure", "always"), default="always")
     parser.add_argument("--results", type=Path, default=results.FOLDER / "training")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="the records of parts")
     args = parser.parse_args(arguments)
+    if args.join:
+        return join(args.join, args.results)
     if args.steps < WINDOW or args.seeds < 2:
         parser.error(f"a curve needs {WINDOW} steps and a spread two seeds")
 
@@ -172,8 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     curves = [asdict(one) for one in found]
     commit = args.commit or commit_here()
     record = results.save(path, here, commit, steps=args.steps, curves=curves)
-    title = "{gpu}, torch {torch}, {date}, {commit}".format(**record)
-    draw(found, title, path.with_suffix(".svg"))
+    draw(found, record, path)
     print(f"wrote {path}")
     return results.verdict(failures)
 
