@@ -4,7 +4,8 @@ The graph calls `torch.ops.fx_fuser.<pattern>`. It is CompositeImplicitAutograd:
 through it and sees, on CUDA, the *kernel op* of the anchor (`fx_fuser::linear_kernel`), which has
 no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
 torch ops or, for convolutions of few channels, an op of its own (`fx_fuser::conv2d_backward`),
-which makes the convolution again instead of reading it. On CPU it sees the pattern's plain torch
+which makes the convolution again instead of reading it. `fx_fuser::<anchor>_again` makes the
+product once more where option "save" is "memory". On CPU it sees the pattern's plain torch
 ops, for the inner compiler to fuse.
 
 Arguments, after those of the anchor's own schema:
@@ -286,7 +287,9 @@ def gradients(
             return dict(zip(names, backward())), dt
         if call.config["again"]:
             again = getattr(torch.ops.fx_fuser, f"{anchor.kind}_again").default
-            products = (again(*operands.values(), *call.config.values(), dy), *products[1:])
+            after = dy[(slice(0, 1),) * dy.ndim]  # all of dy would be written for it
+            c = again(*operands.values(), *call.config.values(), after)
+            products = (c, *products[1:])
         acc = accumulation_dtype([*apply.wide_dtypes((*products, *t)), call.out])
         z = apply.z_in_torch(anchor, operands, products, call.config, acc)
         wanted = [i for i, need in enumerate(needs_t) if need]
@@ -350,7 +353,8 @@ def _kept(
 ) -> list[Tensor | None]:
     """The tensors to save: those of which backward needs but the shape, without their memory.
 
-    As in eager mode, they may be written to before backward runs.
+    As in eager mode, they may be written to before backward runs; where c is made again, the
+    operands it is made of may not.
     """
     names = (*call.anchor.operands, *call.pattern.wildcards)
     read = read_by_backward(call.pattern, call.kinds, call.config, dict(zip(names, needs)))

@@ -11,6 +11,8 @@ asks for exactness and those settings would let the library take TF32.
 
 The host calls an op while the GPU runs the one before. A kernel that takes the host longer than the
 GPU counts as much as the host's time, and must still beat the GPU's time of what it replaces.
+
+With option "save" as "memory", what has a backward is fused in any case.
 """
 
 from __future__ import annotations
@@ -285,7 +287,7 @@ def _compare_convolutions(
     tensors = rehearse.tensors_of(match)
     if tensors is None:
         return otherwise, "sizes unknown, so not timed"
-    rivals = _rivals(match, library, options)
+    rivals = _rivals(match, {**library, "again": False}, options)
     key = (*_key(match, candidates, tensors), rivals)
     rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
     try:
@@ -302,9 +304,12 @@ def _compare_convolutions(
     note = ", ".join(f"{name} {took}" for name, took in times.items())
     of_ours = [times.pop(name).ms for name in ours]
     fastest, choices = min(zip(of_ours, direct), key=itemgetter(0))
-    if options.save == "auto" and _GAIN * of_ours[-1] <= fastest:
-        fastest, choices = of_ours[-1], direct[-1]  # it saves no convolution
+    *_, least_kept = direct
+    if least_kept["backward"] == DIRECT and options.save == "memory":
+        return least_kept, note
     gains = _gains(fastest, min(took.gpu for took in times.values()))
+    if gains and options.save == "auto" and _GAIN * of_ours[-1] <= fastest:
+        choices = least_kept
     return (choices if gains else otherwise), note
 
 

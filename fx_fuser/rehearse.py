@@ -280,7 +280,9 @@ class _Rehearsal:
         if own:
             return self.step(dy, choices, operands)
         assert isinstance(self.anchor, Conv2d)
-        y, *products = call.run([*read.values()], self.t, save=True)
+        y, *products = call.run([*read.values()], self.t, save=call.saves(own))
+        if call.config["again"]:
+            products[0] = self.anchor.product_again(read, call.config)
         needs = {name: self.needs.get(name, False) for name in read}
         grads = Conv2d.backward(self.anchor, read, products, call.config, dy, needs)
         return [y, *grads.values()]

@@ -35,8 +35,8 @@ class SiteReport:
     would be, where one is known. kernel: what runs, with what was measured.
     anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
     in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
-    something else is in the way. bytes_saved, launches_saved, bytes_kept for backward: see
-    `fx_fuser.traffic`; None if sizes are unknown, or nothing is fused.
+    something else is in the way. bytes_saved, launches_saved, kept (for backward: node → bytes):
+    see `fx_fuser.traffic`; None if sizes are unknown, or nothing is fused.
     """
 
     pattern: str
@@ -56,7 +56,12 @@ class SiteReport:
     missing: int = 0
     bytes_saved: int | None = None
     launches_saved: int | None = None
-    bytes_kept: int | None = None
+    kept: dict[str, int] | None = None
+
+    @property
+    def bytes_kept(self) -> int | None:
+        """At most, from forward to backward, without parameters."""
+        return None if self.kept is None else sum(self.kept.values())
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,12 @@ class Report:
     graphs: list[GraphReport] = field(default_factory=list)
 
     def add_match(
-        self, match: Match, saved: Saved, kept: int | None, graph: int = 0, kernel: str = ""
+        self,
+        match: Match,
+        saved: Saved,
+        kept: dict[str, int] | None,
+        graph: int = 0,
+        kernel: str = "",
     ) -> None:
         self.fused.append(
             _site(
@@ -109,7 +119,7 @@ class Report:
                 nodes=_names(match.nodes, match.view),
                 bytes_saved=saved.bytes,
                 launches_saved=saved.launches,
-                bytes_kept=kept,
+                kept=kept,
             )
         )
 
@@ -165,19 +175,24 @@ class Report:
             [f"{row[0]} ×{n}" if n > 1 else row[0], *row[1 : len(headers)]]
             for row, n in rows.items()
         ]
-        lines = [tabulate(table, headers, maxcolwidths=widths), self.saving, self.summary]
+        table_text = tabulate(table, headers, maxcolwidths=widths)
+        lines = [table_text, self.saving, self.keeping, self.summary]
         return "\n".join(line for line in lines if line)
 
     @property
     def saving(self) -> str:
-        """What all fused sites save together in one forward call, and keep for backward."""
+        """What all fused sites save together, in one forward call."""
         if not self.fused or any(s.bytes_saved is None for s in self.fused):
             return ""
         count = sum(s.bytes_saved or 0 for s in self.fused)
         launches = sum(s.launches_saved or 0 for s in self.fused)
-        kept = sum(s.bytes_kept or 0 for s in self.fused)
-        saving = f"saved in a forward pass, against op by op: {Saved(count, launches)}"
-        return f"{saving}\nkept for the backward pass: {text_of(kept)}" if kept else saving
+        return f"saved in a forward pass, against op by op: {Saved(count, launches)}"
+
+    @property
+    def keeping(self) -> str:
+        """What all fused sites keep together for backward; a tensor that several keep is one."""
+        kept = {(s.graph, name): n for s in self.fused for name, n in (s.kept or {}).items()}
+        return f"kept for the backward pass: {text_of(sum(kept.values()))}" if kept else ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

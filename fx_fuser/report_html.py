@@ -70,7 +70,7 @@ def html_of(report: Report) -> str:
         )
     ]
     counts = f"{len(report.fused)} fused, {len(report.refused)} near misses"
-    lines = [counts, report.saving, report.summary]
+    lines = [counts, report.saving, report.keeping, report.summary]
     drawn = [
         _graph(graph, index, len(report.graphs), [s for s in sites if s.site.graph == index])
         for index, graph in enumerate(report.graphs)

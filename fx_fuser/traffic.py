@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 from torch.nn import Parameter
 
 from fx_fuser import ops
+from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT
+from fx_fuser.epilogue import Z
 from fx_fuser.match import Match
 from fx_fuser.plan import Plan
-from fx_fuser.rehearse import gradients_of, saves
+from fx_fuser.rehearse import gradients_of, gradients_of_wildcards, saves
 from fx_fuser.spell import hint_of, inputs_of, meta_tensor
 
 
@@ -60,23 +63,37 @@ def saved(match: Match, plan: Plan) -> Saved:
     )
 
 
-def kept(match: Match, plan: Plan) -> int | None:
-    """Bytes that the site keeps from forward to backward, without parameters.
+def kept(match: Match, plan: Plan) -> dict[str, int] | None:
+    """Node → bytes of it that the site keeps from forward to backward, at most; no parameters.
 
-    0 too where the inner compiler differentiates the operations and decides. None if a size is not
-    known when compiling.
+    Empty too where the inner compiler differentiates the operations and decides. None if a size is
+    not known when compiling.
     """
-    needs = {**dict.fromkeys(match.site.operands, False), **gradients_of(match)}
+    site, anchor = match.site, ANCHORS[match.site.kind]
     if not plan.native or not saves(match):
-        return 0
-    kinds = ops.wildcards_of(match)[2]
-    read = ops.read_by_backward(match.pattern, kinds, plan.choices, needs)
-    values = {**match.site.operands, **match.wildcards}
-    nodes = {v for name, v in values.items() if name in read and isinstance(v, Node)}
-    held = [n for n in nodes if not isinstance(meta_tensor(n), Parameter)]
-    if not plan.choices["again"] and plan.choices["backward"] != DIRECT:
-        held.append(match.site.nodes[0])
-    return _bytes(held)
+        return {}
+    needs = {**dict.fromkeys(site.operands, False), **gradients_of(match)}
+    read = ops.read_by_backward(match.pattern, ops.wildcards_of(match)[2], plan.choices, needs)
+    c = site.nodes[0]
+    compute = meta_tensor(c).dtype  # type: ignore[union-attr]
+    training = site.attrs.get("training", False)
+    named = {name: site.operands[name] for name in anchor.operands}
+    operands = dict(zip(named, anchor.kernel_operands(named, {"training": training})))
+    held: dict[str, int | None] = {}
+    for name, node in {**operands, **match.wildcards}.items():
+        if name not in read or not isinstance(node, Node):
+            continue
+        tensor = meta_tensor(node)
+        assert tensor is not None
+        dtype = compute if name in anchor.cast else tensor.dtype
+        if dtype != tensor.dtype or not isinstance(tensor, Parameter):  # or autocast's copy
+            held[node.name] = _bytes([node], dtype)
+    reads_c = Z.name in read or any(gradients_of_wildcards(match))
+    if site.kind == "conv2d_batchnorm":
+        reads_c |= training or needs["gamma"]
+    if reads_c and not plan.choices["again"] and plan.choices["backward"] != DIRECT:
+        held[c.name] = _bytes([c])
+    return None if None in held.values() else held  # type: ignore[return-value]
 
 
 def text_of(count: int) -> str:
@@ -88,8 +105,8 @@ def text_of(count: int) -> str:
     return f"{size:.3g} {units[0]}"
 
 
-def _bytes(nodes: list[Node]) -> int | None:
-    """Of all the tensors together, at the sizes of this trace."""
+def _bytes(nodes: list[Node], dtype: torch.dtype | None = None) -> int | None:
+    """Of all the tensors together, at the sizes of this trace; dtype: theirs by default."""
     total = 0
     for node in nodes:
         tensor = meta_tensor(node)
@@ -98,5 +115,5 @@ def _bytes(nodes: list[Node]) -> int | None:
         sizes = [hint_of(size) for size in tensor.shape]
         if None in sizes:
             return None
-        total += math.prod(sizes) * tensor.element_size()  # type: ignore[arg-type]
+        total += math.prod(sizes) * (dtype or tensor.dtype).itemsize  # type: ignore[arg-type]
     return total

@@ -24,6 +24,15 @@ struct ConvBackward {
   const Tensor& dy;
 };
 
+// Calls through the dispatcher take the host a microsecond each.
+Tensor as_type(const Tensor& tensor, ScalarType type) {
+  return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+}
+
+Tensor dense(const Tensor& tensor) {
+  return is_contiguous(tensor) ? tensor : torch::stable::contiguous(tensor);
+}
+
 // Places of the operands in the ops' arguments.
 enum : int64_t { kX = 0, kWeight = 1, kBias = 2, kGamma = 5, kBeta = 6 };
 
@@ -49,11 +58,11 @@ std::optional<std::vector<Tensor>> backward_by_kernels(const ConvBackward& call,
   const ScalarType of_gamma = type_of(norm.gamma);
   const ScalarType of_beta = type_of(norm.beta);
   for (auto* v : {&norm.bias, &norm.mean, &norm.variance, &norm.gamma}) {
-    if (*v) *v = torch::stable::contiguous(torch::stable::to(**v, ScalarType::Float));
+    if (*v) *v = dense(as_type(**v, ScalarType::Float));
   }
   const auto& kernels = registry<ConvBackwardKernels>().at(call.kernels[0], x.get_device_index());
-  if (!run_conv_direct_backward(kernels, torch::stable::contiguous(call.dy), x, weight,
-                                call.padding, norm, to, factors.tensors, factors.scalars)) {
+  if (!run_conv_direct_backward(kernels, dense(call.dy), x, weight, call.padding, norm, to,
+                                factors.tensors, factors.scalars)) {
     return {};
   }
   const auto gradient_at = [&](int64_t place) {
@@ -61,14 +70,14 @@ std::optional<std::vector<Tensor>> backward_by_kernels(const ConvBackward& call,
       case kX:
         return *to.dx;
       case kWeight:
-        return torch::stable::to(*to.dweight, weight.scalar_type());
+        return as_type(*to.dweight, weight.scalar_type());
       case kBias:
-        return to.dbias ? torch::stable::to(*to.dbias, weight.scalar_type())
+        return to.dbias ? as_type(*to.dbias, weight.scalar_type())
                         : torch::stable::new_zeros(weight, {weight.size(0)});
       case kGamma:
-        return torch::stable::to(to.dgamma, of_gamma);
+        return as_type(to.dgamma, of_gamma);
       case kBeta:
-        return torch::stable::to(to.dbeta, of_beta);
+        return as_type(to.dbeta, of_beta);
       default:
         STD_TORCH_CHECK(false, "fx_fuser: the operand at ", place, " has no gradient");
     }

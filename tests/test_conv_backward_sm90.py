@@ -11,6 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from sm90 import check_compiles, gpu, needs_nvcc
 from test_conv_sm90 import CUTS, Cut
+from test_ops import conv_args
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import fx_fuser
 from benchmarks import conv_backward_sm90
@@ -287,3 +290,59 @@ def test_training_does_not_save_the_convolution(calls, dtype) -> None:
         y.backward(torch.ones_like(y))
         torch.cuda.synchronize()
     assert calls and not any(calls)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_agree_bit_for_bit_on_streams_and_in_graphs(dtype) -> None:
+    """The kernels of a step start before those ahead of them end."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.BatchNorm2d(64)).cuda().to(dtype).train()
+    options = {"strict": True, "plan": "always", "inner": "aot_eager"}
+    compiled = torch.compile(lambda x: model(x) * 2.0, backend="fx_fuser", options=options)
+    x = torch.randn(16, 8, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
+    dy = torch.randn(16, 64, 62, 62, device="cuda", dtype=dtype)
+    leaves = [x, *(p for n, p in model.named_parameters() if n != "0.bias")]
+
+    def step():
+        y = compiled(x)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    def same(found, expected):
+        return all(map(torch.equal, found, expected))
+
+    first = step()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for i in range(100):
+        with torch.cuda.stream(streams[i % 2]):
+            assert same(step(), first), i
+    torch.cuda.synchronize()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        model[0].weight.mul_(-1.5)
+        x.add_(0.25)
+    for _ in range(50):
+        graph.replay()
+    expected = step()
+    torch.cuda.synchronize()
+    assert same(captured, expected) and not same(expected, first)
+
+
+@gpu
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_what_the_kernels_do_not_take_goes_to_torch(training) -> None:
+    *front, t, s, kinds, _, _, _ = conv_args("s", torch.float32, training)
+    vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
+    dy = torch.randn(2, 4, 4, 6)
+    args = (*front, t, s, kinds, "conv2d_batchnorm_mul", [], dy, vectors, [0, 1, 2, 5, 6])
+    found = []
+    for to in (Tensor.cpu, Tensor.cuda):
+        moved = tree_map_only(Tensor, to, tree_map_only(Tensor, Tensor.detach, args))
+        found.append(torch.ops.fx_fuser.conv2d_batchnorm_backward.default(*moved))
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(other.cpu(), ours, rtol=1e-4, atol=1e-4)

@@ -247,6 +247,18 @@ def test_opcheck_own_backward(training: bool, dtype: torch.dtype) -> None:
     opcheck(op, (*front, t, s, kinds, CONV, [], torch.randn_like(y), vectors, wanted))
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_opcheck_again(training: bool, last: bool) -> None:
+    conv = _detached(list(conv_args("s", F32, training)))
+    if last:
+        conv[0] = conv[0].to(memory_format=torch.channels_last)
+    linear = _detached(list(linear_args("s", F32)))
+    for kind, args in (("conv2d_batchnorm", conv[:18]), ("linear", linear[:6])):
+        op = getattr(torch.ops.fx_fuser, f"{kind}_again").default
+        opcheck(op, (*args, torch.randn(1)))
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_fake_keeps_the_memory_format(training: bool) -> None:
     """A wrong stride of a fake is an AssertionError in Inductor; opcheck on 2.11 misses it."""

@@ -397,6 +397,37 @@ def test_in_training_forward_and_backward_are_judged_together(
     assert getattr(decision, "choices", None) == choices and note in str(decision)
 
 
+@pytest.mark.parametrize(
+    "times, auto, speed, memory",
+    [
+        ([1.0, 0.8, 0.81], BOTH_WAYS, DIRECT, BOTH_WAYS),
+        ([1.0, 0.8, 0.9], DIRECT, DIRECT, BOTH_WAYS),
+        ([1.0, 0.97, 0.985], BOTH_WAYS, DIRECT, BOTH_WAYS),  # the faster decides whether it gains
+        ([1.0, 1.1, 1.2], None, None, BOTH_WAYS),
+    ],
+)
+def test_what_is_kept_decides_between_direct_kernels(
+    match_of: Any, on_gpu: Any, times: list[float], auto: Any, speed: Any, memory: Any
+) -> None:
+    on_gpu(*times)
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), weight)
+    for save, choices in (("auto", auto), ("speed", speed)):
+        assert getattr(decide(match, save=save), "choices", None) == choices
+    assert decide(match, save="memory").choices == {**memory, "again": True}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_memory_fuses_what_has_a_backward(match_of: Any, on_gpu: Any, trains: bool) -> None:
+    on_gpu(1.0, 2.0, 1.0, 1.0)
+    x, weight, bias = linear_tensors()
+    match = match_of(swish, x, weight.requires_grad_(trains), bias)
+    decision = decide(match, save="memory")
+    expected = {**LIBRARY, "again": True} if trains else None
+    assert getattr(decision, "choices", None) == expected
+    assert not isinstance(decide(match), Plan)
+
+
 def test_the_rehearsal_of_a_convolutions_training(match_of: Any) -> None:
     weight = torch.randn(4, 3, 3, 3, requires_grad=True)
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), weight)

@@ -30,7 +30,8 @@ class Gate(nn.Module):
 class Block(nn.Module):
     def __init__(self, train: bool = True) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8)
+        # More channels than the direct convolution takes, whose backward keeps no product anyway.
+        self.conv, self.norm = nn.Conv2d(9, 16, 3, padding=1), nn.BatchNorm2d(16)
         self.norm.train(train)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,8 +41,8 @@ class Block(nn.Module):
 CASES = {
     "linear": (Gate, (M, K), M * N),
     "linear without bias": (lambda: Gate(False), (M, K), M * N),
-    "conv and BatchNorm": (Block, (2, 2, 9, 7), 2 * 8 * 9 * 7),
-    "conv and frozen BatchNorm": (lambda: Block(False), (2, 2, 9, 7), 2 * 8 * 9 * 7),
+    "conv and BatchNorm": (Block, (2, 9, 9, 7), 2 * 16 * 9 * 7),
+    "conv and frozen BatchNorm": (lambda: Block(False), (2, 9, 9, 7), 2 * 16 * 9 * 7),
 }
 cases = pytest.mark.parametrize("make, shape, product", CASES.values(), ids=CASES.keys())
 
@@ -80,11 +81,32 @@ def test_explain_says_how_much(make: Any, shape: Any, product: int) -> None:
     kept = {}
     for save in ("speed", "memory"):
         x = torch.randn(shape, requires_grad=True)
-        report = fx_fuser.explain(make(), x, options={**CPU_OPS, "save": save})
+        model = make()
+        report = fx_fuser.explain(model, x, options={**CPU_OPS, "save": save})
         (site,) = report.fused
         kept[save] = site.bytes_kept
         assert "kept for the backward pass: " in str(report)
-    assert kept["speed"] - kept["memory"] == 4 * product
+    is_frozen = isinstance(model, Block) and not model.norm.training
+    vectors = 4 * 2 * 16 if is_frozen else 0  # the running statistics
+    assert kept["memory"] == 4 * x.numel() + vectors
+    assert kept["speed"] == kept["memory"] + 4 * product
+
+
+def test_under_autocast_the_casts_are_kept() -> None:
+    x = torch.randn(M, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fx_fuser.explain(Gate(), x, options={**CPU_OPS, "save": "speed"})
+    (site,) = report.fused
+    assert site.bytes_kept == 2 * (M * K + N * K + M * N)  # x, weight and the product
+
+
+def test_a_tensor_that_two_sites_keep_is_one() -> None:
+    first, second = Gate(), Gate()
+    x = torch.randn(M, K, requires_grad=True)
+    report = fx_fuser.explain(lambda x: first(x) * second(x), x, options=CPU_OPS)
+    assert len(report.fused) == 2
+    elements = M * K + 2 * M * N
+    assert report.keeping == f"kept for the backward pass: {4 * elements / 1000:.3g} kB"
 
 
 def test_nothing_is_kept_without_a_backward() -> None:

@@ -50,7 +50,7 @@ class Anchor(ABC):
         return (POINTWISE,)
 
     def backward_sources(self, config: Config) -> list[str]:
-        """The generated sources of the kernels that `backward` launches on CUDA."""
+        """The generated sources of what `backward` and `product_again` launch on CUDA."""
         return []
 
     @abstractmethod

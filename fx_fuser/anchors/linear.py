@@ -63,7 +63,7 @@ class Linear(Anchor):
         if config["product"] != SPLIT:
             return F.linear(x, weight, bias)
         c = _split_product(x, weight)
-        return c if bias is None else c + bias
+        return c if bias is None else c.add_(bias)
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return c.new_empty(shape, dtype=dtype)
