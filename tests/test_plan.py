@@ -357,6 +357,22 @@ def test_the_hosts_time_counts_against_our_kernels(
     assert isinstance(decision, Plan) and "direct 0.8 ms of the host" in decision.note
 
 
+@pytest.mark.parametrize(
+    "library, mode, fused",
+    [(0.15, None, False), (0.15, "reduce-overhead", True), (0.3, None, True)],
+)
+def test_a_training_step_that_the_host_limits_is_left(
+    match_of: Any, on_gpu: Any, library: float, mode: str | None, fused: bool
+) -> None:
+    """The host's part of a step is ten calls of ours, here 0.25 ms."""
+    on_gpu(library, Took(0.5 * library, 0.025), 0.05, 0.05)
+    x, weight, bias = linear_tensors()
+    decision = decide(match_of(swish, x, weight.requires_grad_(), bias), mode=mode)
+    assert isinstance(decision, Plan) == fused
+    on_gpu(library, Took(0.5 * library, 0.025))
+    assert isinstance(decide(match_of(swish, x, weight.detach(), bias), mode=mode), Plan)
+
+
 @pytest.mark.parametrize("direct, product", [(0.4, "direct"), (0.5, None), (2.0, None)])
 def test_the_direct_convolution_has_the_same_rivals(
     match_of: Any, on_gpu: Any, direct: float, product: str | None
