@@ -35,10 +35,11 @@ _derivatives: dict[tuple[Any, ...], str] = {}
 def wildcard_values(
     pattern: Pattern, t: Sequence[Tensor | None], s: Sequence[float], kinds: str
 ) -> dict[str, Any]:
-    """name → `Z`, tensor or number."""
+    """name → `Z`, tensor or number, of what is read."""
     return {
         name: Z if kind == "z" else tensor if kind == "t" else number
         for name, kind, tensor, number in zip(pattern.wildcards, kinds, t, s)
+        if kind != "-"
     }
 
 

@@ -11,7 +11,8 @@ ops, for the inner compiler to fuse.
 Arguments, after those of the anchor's own schema:
 
     t, s, kinds   the wildcards. kinds has a letter for each: z the pre-activation itself (nothing
-                  is passed), t the tensor t[i], s the number s[i].
+                  is passed), t the tensor t[i], s the number s[i]; in a backward that is an op, -
+                  what it does not read.
     compute       dtype of the anchor's product (under autocast not that of x)
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
