@@ -1,0 +1,503 @@
+// Of the direct convolution: shared memory, how units are walked through, the weights in shared
+// memory, and the warpgroups that load units of pixels into a ring of slots.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cfloat>
+#include <cstddef>
+#include <type_traits>
+
+#include "conv_direct_args.h"
+#include "convert.cuh"
+#include "ptx_sm90.cuh"
+#include "split_sm90.cuh"
+
+namespace fx_fuser::conv_direct {
+
+constexpr int kWarpgroup = 128;
+constexpr int kLoadBarrier = 1;  // and the next: named barriers of the loading warpgroups
+
+// Of X, what x and weight are of.
+template <class X>
+constexpr bool kSplits = std::is_same_v<X, float>;
+template <class X>
+using Factor = std::conditional_t<kSplits<X>, __half, X>;  // of the products
+
+// Behind the slots: what the products of positions beyond the pixels read instead is this.
+struct Tail {
+  uint64_t full[kConvMaxSlots];
+  uint64_t empty[kConvMaxSlots];
+  uint64_t staged[4][kConvMaxStages];  // of each quarter of the channels
+  uint64_t stored[4][kConvMaxStages];
+  float weight_unscale[kConvGroup];
+  uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
+  uint32_t largest_finite[2][4];
+  float unscale[kConvMaxSlots];  // of a slot's pixels
+  float stage_unscale[4][kConvMaxStages];
+  int2 unit[kConvMaxSlots];  // sample and first element
+  union {
+    // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
+    // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
+    alignas(16) uint32_t place[kConvMaxSlots][kConvPositions / 2];
+    alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
+  };
+};
+static_assert(offsetof(Tail, place) <= kConvTailBytes);
+static_assert(sizeof(Tail::place) == kConvMaxSlots * kConvPlaceBytes);
+
+// Of what stages have: floats, or results of 16 bits.
+template <class T>
+constexpr int kVectorOf = 16 / static_cast<int>(sizeof(T));
+template <class T>
+constexpr int kStagesOf = kConvStages * 4 / static_cast<int>(sizeof(T));
+static_assert(kStagesOf<__half> <= kConvMaxStages);
+
+struct Shared {
+  uint8_t* weight;
+  uint8_t* stage;
+  uint8_t* zeros;
+  uint8_t* slot;
+  Tail* tail;
+
+  template <bool kStages>
+  static __device__ __forceinline__ Shared of(const ConvDirectArgs& args) {
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    Shared shared;
+    shared.weight = dynamic_shared;
+    uint8_t* after = shared.weight + args.weight_bytes;
+    shared.stage = after;
+    if constexpr (kStages) after += kConvStageBytes;
+    shared.zeros = after;
+    shared.slot = after + args.zero_bytes;
+    shared.tail = reinterpret_cast<Tail*>(shared.slot + args.slots * args.slot_bytes);
+    return shared;
+  }
+
+  // A channel's row of a stage of T.
+  template <class T>
+  __device__ __forceinline__ T* staged(int stage_slot, int channel) const {
+    return reinterpret_cast<T*>(stage) + (stage_slot * kConvGroup + channel) * kConvStagePitch;
+  }
+};
+
+// A place in a ring of slots or stages, and the parity of its barriers' phase.
+struct Cursor {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance(int slots) {
+    if (++slot == slots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// ---- units --------------------------------------------------------------------------------------
+
+struct Unit {
+  int sample;
+  int column;  // of the image, where the strip begins
+  int begin;   // elements [begin, end) of the strip are this unit's
+  int end;
+  int first;     // element that it makes
+  int position;  // of that
+
+  static __device__ __forceinline__ Unit at(const ConvDirectArgs& args, int index) {
+    const auto strip = static_cast<int>(divide(static_cast<uint32_t>(index), args.units_per_strip));
+    const int nth = index - strip * static_cast<int>(args.units_per_strip.size);
+    Unit unit;
+    unit.sample = static_cast<int>(divide(static_cast<uint32_t>(strip), args.strips));
+    unit.column = (strip - unit.sample * static_cast<int>(args.strips.size)) *
+                  static_cast<int>(args.strip.size);
+    unit.begin = nth * args.advance;
+    unit.end = min(unit.begin + args.advance, args.elements);
+    unit.first = max(unit.begin - args.lead, 0);
+    unit.position = unit.first + (args.kernel_w - 1) * row_of(args, unit.first);
+    return unit;
+  }
+
+  static __device__ __forceinline__ int row_of(const ConvDirectArgs& args, int element) {
+    return static_cast<int>(divide(static_cast<uint32_t>(element), args.strip));
+  }
+};
+
+// Blocks that work on the same units lie side by side, and so do the units of neighbouring blocks.
+struct Walk {
+  int group;
+  int first;
+  int step;
+
+  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args, int parts = 1)
+      : group(static_cast<int>(blockIdx.x) % (args.groups * parts)),
+        first(static_cast<int>(blockIdx.x) / (args.groups * parts)),
+        step(static_cast<int>(gridDim.x) / (args.groups * parts)) {}
+};
+
+// Every step-th unit from `index` on.
+struct Stride {
+  int index;
+  int step;
+
+  __device__ __forceinline__ void advance() { index += step; }
+};
+
+// ---- weights ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t magnitude_bits(float value) {
+  return __float_as_uint(value) & 0x7FFFFFFF;
+}
+
+// Zeros have any scale: one that can be undone together with any other.
+__device__ __forceinline__ Scale scale_of(float largest) {
+  return largest == 0.0f ? Scale{1.0f, 1.0f} : Scale::of(largest);
+}
+
+// The group's weights as tiles of [64 channels][8 input channels], and the zeros.
+template <class X>
+__device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, const Shared& shared,
+                                                int group) {
+  const auto threads = static_cast<int>(blockDim.x);
+  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += threads) {
+    reinterpret_cast<uint4*>(shared.weight)[i] = make_uint4(0, 0, 0, 0);
+  }
+  for (int i = threadIdx.x; i < args.zero_bytes / 16; i += threads) {
+    reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  const int taps = args.kernel_h * args.kernel_w;
+  const int values = args.channels * taps;
+  const int lane = threadIdx.x % 32;
+  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += threads / 32) {
+    const int output = group * kConvGroup + channel;
+    const X* from = static_cast<const X*>(args.weight) + static_cast<int64_t>(output) * values;
+    // Of a tap's first, or only, tile.
+    const auto place_of = [&](int i) {
+      return reinterpret_cast<Factor<X>*>(shared.weight) + (1 + i % taps) * kConvTileUnits * 8 +
+             channel * 8 + i / taps;
+    };
+    if constexpr (kSplits<X>) {
+      uint32_t largest = 0;
+      for (int i = lane; output < args.outputs && i < values; i += 32) {
+        largest = max(largest, magnitude_bits(from[i]));
+      }
+      const Scale scale = scale_of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
+      if (lane == 0) shared.tail->weight_unscale[channel] = scale.unscale;
+      for (int i = lane; output < args.outputs && i < values; i += 32) {
+        const float value = from[i] * scale.scale;
+        const __half hi = __float2half_rn(value);
+        __half* lo = place_of(i);
+        lo[taps * kConvTileUnits * 8] = hi;
+        *lo = __float2half_rn(value - __half2float(hi));
+      }
+    } else {
+      if (lane == 0) shared.tail->weight_unscale[channel] = 1.0f;
+      for (int i = lane; output < args.outputs && i < values; i += 32) *place_of(i) = from[i];
+    }
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- loading ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float load(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load(const uint16_t* from) {
+  uint32_t value;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
+// *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
+// by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
+// for the data of that.
+__device__ __forceinline__ float load_below(const float* from, uint32_t place, uint32_t limit) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %2, %3;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@below ld.global.nc.f32 %0, [%1];\n"
+      "}\n"
+      : "=f"(value)
+      : "l"(from), "r"(place), "r"(limit));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_below(const uint16_t* from, uint32_t place,
+                                               uint32_t limit) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %2, %3;\n"
+      "mov.b32 %0, 0;\n"
+      "@below ld.global.nc.u16 %0, [%1];\n"
+      "}\n"
+      : "=r"(value)
+      : "l"(from), "r"(place), "r"(limit));
+  return value;
+}
+
+// A thread's pixels of a unit, one of each chunk; zeros outside of the image. Of 16 bits as bits.
+template <class X, int kChunks>
+struct Pixels {
+  using InMemory = std::conditional_t<kSplits<X>, float, uint16_t>;
+  using Value = std::conditional_t<kSplits<X>, float, uint32_t>;
+  Value value[kChunks][kConvChannels];
+
+  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit) {
+    const auto plane = static_cast<uint32_t>(args.h * args.w);
+    const auto first = static_cast<uint32_t>(unit.position) + threadIdx.x % kWarpgroup;
+    const InMemory* sample = static_cast<const InMemory*>(args.x) +
+                             static_cast<int64_t>(unit.sample) * args.channels * plane;
+    if (args.linear) {
+      const auto after = static_cast<uint32_t>(unit.position + args.chunks * kConvChunk);
+      // As most: fewer instructions then.
+      if (args.channels == kConvChannels && args.chunks == kChunks && after <= plane) {
+#pragma unroll
+        for (int c = 0; c < kConvChannels; ++c) {
+          const InMemory* from = sample + (uint64_t{plane} * c + first);
+#pragma unroll
+          for (int i = 0; i < kChunks; ++i) value[i][c] = conv_direct::load(from + i * kConvChunk);
+        }
+        return;
+      }
+      const uint32_t end = min(plane, after);
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) {
+        const uint32_t limit = c < args.channels ? end : 0;
+        const InMemory* from = sample + (uint64_t{plane} * c + first);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          value[i][c] = load_below(from + i * kConvChunk, first + i * kConvChunk, limit);
+        }
+      }
+      return;
+    }
+    uint32_t offset[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint32_t place = first + i * kConvChunk;
+      const uint32_t row = divide(place, args.pitch);
+      const int in_row = static_cast<int>(row) - args.top;
+      const int in_column =
+          static_cast<int>(place - row * args.pitch.size) + unit.column - args.left;
+      const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
+                          static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
+      constexpr uint32_t kOutside = 0xFFFFFFFF;
+      offset[i] =
+          inside && i < args.chunks ? static_cast<uint32_t>(in_row * args.w + in_column) : kOutside;
+    }
+#pragma unroll
+    for (int c = 0; c < kConvChannels; ++c) {
+      const uint32_t limit = c < args.channels ? plane : 0;
+      const InMemory* from = sample + uint64_t{plane} * c;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        value[i][c] = offset[i] < limit ? Value{__ldg(from + offset[i])} : Value{0};
+      }
+    }
+  }
+
+  __device__ __forceinline__ void subtract(const float* pivot) {
+#pragma unroll
+    for (auto& pixel : value) {
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) pixel[c] -= pivot[c];
+    }
+  }
+
+  // NaN do not count, infinities only where kInfinities.
+  template <bool kInfinities>
+  __device__ __forceinline__ float largest() const {
+    float found = 0;
+#pragma unroll
+    for (const auto& pixel : value) {
+#pragma unroll
+      for (const float one : pixel) {
+        if (kInfinities || fabsf(one) < INFINITY) found = fmaxf(found, fabsf(one));
+      }
+    }
+    return found;
+  }
+};
+
+// Which positions of the unit are elements of its own, a bit each.
+__device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
+                                           uint32_t (&valid)[kConvPositions / 32]) {
+#pragma unroll
+  for (int i = 0; i < kConvPositions; i += kWarpgroup) {
+    const int place = i + static_cast<int>(threadIdx.x) % kWarpgroup;
+    const uint32_t position = static_cast<uint32_t>(unit.position + place);
+    const int row = static_cast<int>(divide(position, args.pitch));
+    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
+    const int element = row * static_cast<int>(args.strip.size) + column;
+    const bool is_valid = column < static_cast<int>(args.strip.size) &&
+                          unit.column + column < args.out_w && element >= unit.begin &&
+                          element < unit.end;
+    const uint32_t bits = __ballot_sync(0xFFFFFFFF, is_valid);
+    if (threadIdx.x % 32 == 0) valid[place / 32] = bits;
+  }
+}
+
+// Where the positions go in a stage's channels: elements next to each other. A thread has a pair.
+__device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
+                                                uint32_t (&place)[kConvPositions / 2]) {
+  const int pair = static_cast<int>(threadIdx.x) % kWarpgroup;
+  uint32_t at[2];
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const auto position = static_cast<uint32_t>(unit.position + 2 * pair + t);
+    const int row = static_cast<int>(divide(position, args.pitch));
+    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
+    const int element = row * static_cast<int>(args.strip.size) + column;
+    const bool is_element = column < static_cast<int>(args.strip.size);
+    at[t] = static_cast<uint32_t>(args.place_bytes *
+                                  (is_element ? element - unit.first : kConvStageUnused));
+  }
+  place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
+}
+
+// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for: a line a
+// thread.
+template <class X>
+__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const Unit& unit) {
+  constexpr int kLine = 128;
+  constexpr int kLines = kWarpgroup / kConvChannels;
+  static_assert(kConvPositions * sizeof(X) < (kLines - 1) * kLine);
+  const auto thread = static_cast<int>(threadIdx.x % kWarpgroup);
+  const int channel = thread / kLines;
+  if (channel >= args.channels || args.strips.size != 1) return;
+  const int plane = args.h * args.w;
+  // The rows that it has in common with the unit before, that has asked for.
+  const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
+  const int row = max(last_tap, 0) * args.w;
+  const int begin = unit.begin == 0 ? 0 : row;
+  const int end = min(row + kConvPositions, plane);
+  const X* x = static_cast<const X*>(args.x) +
+               (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
+  const auto line = (reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{kLine - 1}) +
+                    static_cast<uintptr_t>(thread % kLines * kLine);
+  if (line < reinterpret_cast<uintptr_t>(x + end)) {
+    ptx::prefetch(reinterpret_cast<const void*>(line));
+  }
+}
+
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` goes through
+// the units of this one, of at most kChunks. kPlaces: with a table of places, else a mask of
+// elements. `pivot`, in fp32: of each input channel, is taken from all of its pixels; or
+// null.
+template <class X, int kLoaders, bool kPlaces, int kChunks, class Units>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader, Units units, const float* pivot) {
+  const int thread = threadIdx.x % kWarpgroup;
+  const int plane_bytes = args.chunks * kConvChunk * 16;
+  Tail& tail = *shared.tail;
+  Cursor cursor;
+  for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
+
+  Pixels<X, kChunks> pixels;
+  if (units.index >= args.units) return;
+  Unit unit = Unit::at(args, units.index);
+  pixels.load(args, unit);
+  for (int turn = 0;; turn ^= 1) {
+    Scale scale{1.0f, 1.0f};
+    if constexpr (kSplits<X>) {
+      const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
+        const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
+        if (thread % 32 == 0) of_warp[thread / 32] = bits;
+        ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
+        return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
+      };
+      if (pivot != nullptr) pixels.subtract(pivot);
+      float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
+      // An infinity must not decide the scale of pixels that it does not meet.
+      if (largest == INFINITY) {
+        largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
+      }
+      scale = scale_of(largest);
+    }
+
+    ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
+    uint8_t* to = shared.slot + cursor.slot * args.slot_bytes + thread * 16;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (i >= args.chunks) continue;
+      uint8_t* place = to + i * kConvChunk * 16;
+      const auto& value = pixels.value[i];
+      if constexpr (kSplits<X>) {
+        uint32_t hi[kConvChannels / 2];
+        uint32_t lo[kConvChannels / 2];
+#pragma unroll
+        for (int c = 0; c < kConvChannels; c += 2) {
+          const SplitPair pair = split(value[c] * scale.scale, value[c + 1] * scale.scale);
+          hi[c / 2] = pair.hi;
+          lo[c / 2] = pair.lo;
+        }
+        *reinterpret_cast<uint4*>(place) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        *reinterpret_cast<uint4*>(place + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+      } else {
+        *reinterpret_cast<uint4*>(place) =
+            make_uint4(value[0] | value[1] << 16, value[2] | value[3] << 16,
+                       value[4] | value[5] << 16, value[6] | value[7] << 16);
+      }
+    }
+    if (thread == 0) {
+      tail.unscale[cursor.slot] = scale.unscale;
+      tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
+    }
+    if constexpr (kPlaces) {
+      place_positions(args, unit, tail.place[cursor.slot]);
+    } else {
+      mark_valid(args, unit, tail.valid[cursor.slot]);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
+    for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
+
+    units.advance();
+    if (units.index >= args.units) break;
+    const auto prefetch_next = [&] {
+      Units after = units;
+      after.advance();
+      if (after.index < args.units) prefetch_unit<X>(args, Unit::at(args, after.index));
+    };
+    unit = Unit::at(args, units.index);
+    // To do that while the loads are under way.
+    constexpr bool kHasRegisters = kChunks <= 4 && std::is_same_v<Units, Stride>;
+    if constexpr (!kHasRegisters) prefetch_next();
+    pixels.load(args, unit);
+    if constexpr (kHasRegisters) prefetch_next();
+  }
+}
+
+// Most have few chunks: fewer instructions then.
+template <class X, int kLoaders, bool kPlaces, class Units>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader, const Units& units,
+                                           const float* pivot = nullptr) {
+  constexpr int kUsual = 4;
+  if (args.chunks <= kUsual) {
+    load_units<X, kLoaders, kPlaces, kUsual>(args, shared, loader, units, pivot);
+  } else {
+    load_units<X, kLoaders, kPlaces, kConvMaxChunks>(args, shared, loader, units, pivot);
+  }
+}
+
+// Of a block's walk, with every kLoaders-th unit each.
+template <class X, int kLoaders, bool kPlaces>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader) {
+  const Walk walk(args);
+  load_units<X, kLoaders, kPlaces>(args, shared, loader,
+                                   Stride{walk.first + loader * walk.step, kLoaders * walk.step});
+}
+
+}  // namespace fx_fuser::conv_direct

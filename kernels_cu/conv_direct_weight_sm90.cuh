@@ -1,0 +1,409 @@
+// Of the direct convolution's backward: the sums that are dbeta and dgamma, and the weight's
+// gradient. See conv_direct_backward_sm90.cuh.
+#pragma once
+
+#include "conv_direct_gradients_sm90.cuh"
+
+namespace fx_fuser::conv_direct {
+
+constexpr int kWeightLoadRegisters = 88;
+constexpr int kWeightProductRegisters = 208;
+constexpr int kSumLoadRegisters = 104;
+constexpr int kSumProductRegisters = 136;
+static_assert(kWeightLoadRegisters + 2 * kWeightProductRegisters <= 504);
+static_assert(kSumLoadRegisters + 3 * kSumProductRegisters <= 512);
+
+// How a thread's pairs of positions are read.
+enum class Rows {
+  kPairs,   // whole pairs are elements that are neighbours and aligned
+  kStrip,   // elements of one strip, so that all are neighbours
+  kStrips,  // elements of a strip among others
+};
+
+// Where a thread's first channel has a unit's gradients.
+template <class X>
+struct Gradients {
+  const Stored<X>* row;  // the unit's first element or, in strips, the strip's first
+  uint32_t limit;        // of its elements in a table of places
+};
+
+// A thread's gradients of a tile, laid out as its sums, for `values_of`; zeros where there is no
+// element. Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
+template <class X, Rows kRows>
+__device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
+                                                   const Gradients<X>& gradients, int index,
+                                                   const bool (&is_output)[2], const uint4* place,
+                                                   Loaded<X> (&dy)[32]) {
+  Unit unit;  // of index `index`; to keep it would take registers
+  if constexpr (kRows == Rows::kStrips) unit = Unit::at(args, index);
+  const auto eight_planes =
+      8 * static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
+  uint32_t valid = 0;
+#pragma unroll
+  for (int quad = 0; quad < 2; ++quad) {
+    const uint4 loaded = place[quad * 4];
+    const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = quad * 4 + i;
+      uint32_t at[2] = {word[i] & 0xFFFF, word[i] >> 16};
+      bool is_valid[2];
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        is_valid[t] = at[t] < gradients.limit;
+        if constexpr (kRows == Rows::kStrips) {
+          const int element = unit.first + static_cast<int>(at[t] / 4);
+          const int in_row = Unit::row_of(args, element);
+          const int column = element - in_row * static_cast<int>(args.strip.size);
+          at[t] = 4 * static_cast<uint32_t>(in_row * args.out_w + column);
+          is_valid[t] = is_valid[t] && unit.column + column < args.out_w;
+        }
+        valid |= static_cast<uint32_t>(is_valid[t]) << (2 * n + t);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const auto* bytes =
+            reinterpret_cast<const uint8_t*>(gradients.row + (r == 1 ? eight_planes : 0));
+        Loaded<X>* to = &dy[4 * n + 2 * r];
+        if constexpr (kRows == Rows::kPairs && kSplits<X>) {
+          const float2 both =
+              load_if(is_output[r] && is_valid[0], reinterpret_cast<const float2*>(bytes + at[0]));
+          to[0] = both.x;
+          to[1] = both.y;
+        } else if constexpr (kRows == Rows::kPairs) {
+          to[0] = load_if(is_output[r] && is_valid[0],
+                          reinterpret_cast<const uint32_t*>(bytes + (at[0] >> kPlaceShift<X>)));
+          to[1] = 0;
+        } else {
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            to[t] = load_if(is_output[r] && is_valid[t],
+                            reinterpret_cast<const Stored<X>*>(bytes + (at[t] >> kPlaceShift<X>)));
+          }
+        }
+      }
+    }
+  }
+  return valid;
+}
+
+// The larger of the lanes with the same channels or positions, that is of each four.
+__device__ __forceinline__ float largest_of_quad(float mine) {
+  mine = fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 1));
+  return fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 2));
+}
+
+// total[tap] += dc's tile times the tap's pixels: dc as sums are laid out.
+template <class X>
+__device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, const Shared& shared,
+                                                int slot, int tile, int first_tap, int taps,
+                                                float pixel_unscale, const float (&dc)[32],
+                                                float (&total)[kConvBackwardTaps][4]) {
+  Scale scale[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
+  if constexpr (kScales<X>) {
+    float largest[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(dc[i]));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) scale[r] = scale_of(largest_of_quad(largest[r]));
+  }
+
+  float sum[kConvBackwardTaps][4] = {};
+  // Without a branch: beyond the last tap, that again.
+  uint32_t offset[kConvBackwardTaps];
+#pragma unroll
+  for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+    offset[tap] = 16 * args.offset[first_tap + min(tap, taps - 1)];
+  }
+  const int lane = threadIdx.x % 32;
+  // What the upper half of the lanes addresses: in fp32 the lo of the pixels, else the next tap.
+  const bool is_upper = lane / 16 == 1;
+  const int pixels = args.conv.chunks * kConvChunk;
+  // Positions beyond the unit's pixels are no elements; any pixels do, as long as they are there.
+  const int last = pixels - 1 - args.offset[args.conv.kernel_h * args.conv.kernel_w - 1];
+  const uint32_t base = ptx::shared_address(shared.slot) + slot * args.conv.slot_bytes +
+                        (kSplits<X> ? lane / 16 * pixels * 16 : 0);
+#pragma unroll
+  for (int step = 0; step < kTile / 16; ++step) {
+    uint32_t hi[4];
+    uint32_t lo[4];
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const float* pair = &dc[8 * step + 2 * word];
+      const float s = scale[word % 2].scale;
+      const SplitPair factors = factors_of<X>(pair[0] * s, pair[1] * s);
+      hi[word] = factors.hi;
+      lo[word] = factors.lo;
+    }
+    const uint32_t row = base + 16 * min(tile * kTile + 16 * step + lane % 16, last);
+    if constexpr (kSplits<X>) {
+      constexpr int kAtOnce = 3;  // taps, as many as registers allow
+#pragma unroll
+      for (int first = 0; first < kConvBackwardTaps; first += kAtOnce) {
+        uint32_t pixel[kAtOnce][4];  // hi of 16 positions, lo
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) ptx::load_turned(pixel[i], row + offset[first + i]);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          ptx::mma_m16n8k16<__half>(sum[first + i], lo, pixel[i][0], pixel[i][1]);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          ptx::mma_m16n8k16<__half>(sum[first + i], hi, pixel[i][2], pixel[i][3]);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          ptx::mma_m16n8k16<__half>(sum[first + i], hi, pixel[i][0], pixel[i][1]);
+        }
+      }
+    } else {
+      uint32_t pixel[(kConvBackwardTaps + 1) / 2][2][2];  // [pair of taps][tap]: 16 positions
+#pragma unroll
+      for (int tap = 0; tap < kConvBackwardTaps; tap += 2) {
+        const uint32_t next = offset[min(tap + 1, kConvBackwardTaps - 1)];
+        uint32_t word[4];
+        ptx::load_turned(word, row + (is_upper ? next : offset[tap]));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pixel[tap / 2][i / 2][i % 2] = word[i];
+      }
+#pragma unroll
+      for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+        const auto& of_tap = pixel[tap / 2][tap % 2];
+        ptx::mma_m16n8k16<X>(sum[tap], hi, of_tap[0], of_tap[1]);
+      }
+    }
+  }
+#pragma unroll
+  for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float unscaled = kScales<X> ? sum[tap][i] * scale[i / 2].unscale : sum[tap][i];
+      total[tap][i] += kSplits<X> ? unscaled * pixel_unscale : unscaled;
+    }
+  }
+}
+
+// Product warpgroup `worker` of kWorkers, with every kWorkers-th unit.
+template <class X, int kWorkers, int kSteps, bool kSums, bool kWeight>
+__device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
+                                                 const BackwardShared& shared, const Walk& walk,
+                                                 int first_tap, int worker) {
+  const ConvDirectArgs& conv = args.conv;
+  const int thread = threadIdx.x % kWarpgroup;
+  const int lane = thread % 32;
+  const int channel = thread / 32 * 16 + lane / 4;
+  const int all_taps = conv.kernel_h * conv.kernel_w;
+  const int taps = min(all_taps - first_tap, kConvBackwardTaps);
+  const Coefficients& coefficients = *shared.coefficients;
+  Tail& tail = *shared.tail;
+  bool is_output[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    is_output[r] = walk.group * kConvGroup + channel + 8 * r < conv.outputs;
+  }
+  const bool is_training = args.dgamma != nullptr;
+  const bool is_one_strip = conv.strips.size == 1;
+  // [of dy, of dy d][channel][thread]; in registers they would be spilled.
+  double* sums = shared.sums + threadIdx.x - kWarpgroup;
+  const auto sum_of = [&](int s, int r) -> double& {
+    return sums[(2 * s + r) * kWorkers * kWarpgroup];
+  };
+  if constexpr (kSums) {
+    for (int i = 0; i < 4; ++i) sum_of(i / 2, i % 2) = 0;
+  }
+  float total[kConvBackwardTaps][4] = {};
+
+  Cursor cursor;
+  for (int i = 0; i < worker; ++i) cursor.advance(conv.slots);
+  int index = walk.first + worker * walk.step;
+  Gradients<X> gradients;
+  Loaded<X> dy[32];
+  uint32_t valid = 0;
+  const auto load = [&](int slot, int tile) {
+    const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + tile * 8 + lane % 4;
+    if (args.pairs) {
+      valid = load_gradients<X, Rows::kPairs>(conv, gradients, index, is_output, place, dy);
+    } else if (is_one_strip) {
+      valid = load_gradients<X, Rows::kStrip>(conv, gradients, index, is_output, place, dy);
+    } else {
+      valid = load_gradients<X, Rows::kStrips>(conv, gradients, index, is_output, place, dy);
+    }
+  };
+  const auto begin_unit = [&] {
+    prefetch_gradients<X>(args, walk.group, index + kWorkers * walk.step);
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+    const Unit unit = Unit::at(conv, index);
+    gradients.row = gradients_of<X>(args, unit.sample, is_one_strip ? unit.first : unit.column,
+                                    walk.group * kConvGroup + channel);
+    gradients.limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
+  };
+  if (index < conv.units) {
+    begin_unit();
+    load(cursor.slot, 0);
+  }
+  int tile = 0;
+  while (index < conv.units) {
+    const int slot = cursor.slot;
+    const int of_slot = tile;
+    const float pixel_unscale = tail.unscale[slot];
+    float sum[32];
+    start_products<X, kSteps>(conv, shared, slot, tile, sum);
+    // Read again for each tile: registers are scarce.
+    float weight_unscale[2];
+    float mean[2];
+    float scale[2];
+    float slope[2];
+    float offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      weight_unscale[r] = tail.weight_unscale[channel + 8 * r];
+      mean[r] = coefficients.mean[channel + 8 * r];
+      scale[r] = coefficients.scale[channel + 8 * r];
+      slope[r] = coefficients.slope[channel + 8 * r];
+      offset[r] = coefficients.offset[channel + 8 * r];
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum);
+    float of_tile[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int r = i / 2 % 2;
+      const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
+      const float d = deviation_of<X>(sum[i], weight_unscale[r], pixel_unscale, mean[r]);
+      const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
+      const float gradient = i % 2 == 0 ? pair.x : pair.y;
+      if constexpr (kSums) {
+        of_tile[0][r] += gradient;
+        of_tile[1][r] = fmaf(gradient, is_valid ? d : 0.0f, of_tile[1][r]);
+      }
+      if constexpr (kWeight) {
+        const float shift = is_training ? fmaf(slope[r], d, offset[r]) : 0.0f;
+        sum[i] = is_valid ? fmaf(scale[r], gradient, shift) : 0.0f;
+      }
+    }
+    // The next tile's gradients are under way while this one is multiplied.
+    if (++tile == kConvPositions / kTile) {
+      tile = 0;
+      for (int i = 0; i < kWorkers; ++i) cursor.advance(conv.slots);
+      index += kWorkers * walk.step;
+      if (index < conv.units) begin_unit();
+    }
+    if (index < conv.units) load(cursor.slot, tile);
+    if constexpr (kSums) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) sum_of(s, r) += static_cast<double>(of_tile[s][r]);
+      }
+    }
+    if constexpr (kWeight) {
+      multiply_pixels<X>(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
+    }
+    if (tile == 0) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+    }
+  }
+
+  const int split = kWorkers * walk.first + worker;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int output = walk.group * kConvGroup + channel + 8 * r;
+    double of_dc = 0;  // in training it is zero
+    if constexpr (kSums) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        double all = sum_of(s, r);
+        all += __shfl_xor_sync(0xFFFFFFFF, all, 1);
+        all += __shfl_xor_sync(0xFFFFFFFF, all, 2);
+        if (s == 0) of_dc = all * static_cast<double>(coefficients.scale[channel + 8 * r]);
+        double of_dz = all * static_cast<double>(coefficients.of_dy[channel + 8 * r]);
+        if (s == 1) of_dz *= static_cast<double>(coefficients.rstd[channel + 8 * r]);
+        if (lane % 4 == 0 && is_output[r] && first_tap == 0) {
+          args.sums[(static_cast<int64_t>(split) * 2 + s) * conv.outputs + output] = of_dz;
+        }
+      }
+    }
+    if constexpr (kWeight) {
+      if (!is_output[r]) continue;
+      const int values = conv.channels * all_taps;
+      float* to = args.dweight + (static_cast<int64_t>(split) * conv.outputs + output) * values;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const int input = 2 * (lane % 4) + t;
+        float of_pivot = 0;
+        if constexpr (kSplits<X>) {
+          of_pivot = static_cast<float>(of_dc * static_cast<double>(coefficients.pivot[input]));
+        }
+#pragma unroll
+        for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+          if (tap < taps && input < conv.channels) {
+            to[input * all_taps + first_tap + tap] = total[tap][2 * r + t] + of_pivot;
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class X, bool kSums, bool kWeight, class Epilogue, int kScalars, class... In>
+__device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
+  constexpr int kWorkers = kWeight ? kConvWeightWorkers : kConvSumWorkers;
+  const BackwardShared shared = BackwardShared::of(args.conv);
+  // Groups of taps are further groups of blocks.
+  Walk walk(args.conv, kWeight ? args.tap_groups : 1);
+  const int tap_group = walk.group % (kWeight ? args.tap_groups : 1);
+  walk.group /= kWeight ? args.tap_groups : 1;
+  prepare_backward<X, Epilogue, kScalars, In...>(args, shared, walk.group, kWarpgroup / 32);
+  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+  if (warpgroup == 0) {
+    ptx::give_registers<kWeight ? kWeightLoadRegisters : kSumLoadRegisters>();
+    load_units<X, 1, true>(args.conv, shared, 0, Stride{walk.first, walk.step},
+                           shared.coefficients->pivot);
+  } else {
+    ptx::take_registers<kWeight ? kWeightProductRegisters : kSumProductRegisters>();
+    const int first_tap = tap_group * kConvBackwardTaps;
+    if (args.conv.steps == kUsualSteps<X>) {
+      accumulate_units<X, kWorkers, kUsualSteps<X>, kSums, kWeight>(args, shared, walk, first_tap,
+                                                                    warpgroup - 1);
+    } else {
+      accumulate_units<X, kWorkers, 0, kSums, kWeight>(args, shared, walk, first_tap,
+                                                       warpgroup - 1);
+    }
+  }
+}
+
+// to[i] = Σ from[split, i]; a lane has a value, a warp every kWarps-th split.
+template <class T>
+__device__ __forceinline__ void reduce_splits(const ReduceArgs& args) {
+  ptx::launch_dependents();
+  ptx::wait_for_prerequisites();
+  constexpr int kWarps = kConvReduceThreads / 32;
+  __shared__ double of_warp[kWarps][kConvReduceValues];
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t value = static_cast<int64_t>(blockIdx.x) * kConvReduceValues + lane;
+  double sum = 0;
+  if (value < args.values) {
+    const T* from = static_cast<const T*>(args.from) + value;
+#pragma unroll 4
+    for (int64_t split = warp; split < args.splits; split += kWarps) {
+      sum += static_cast<double>(from[split * args.values]);
+    }
+  }
+  of_warp[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0 || value >= args.values) return;
+  double all = 0;
+  for (int i = 0; i < kWarps; ++i) all += of_warp[i][lane];
+  float* to = value < args.first ? args.to + value : args.to_others + (value - args.first);
+  *to = static_cast<float>(all);
+  if (args.to_scaled == nullptr || value >= args.first) return;
+  if (args.variance != nullptr) {
+    all /= sqrt(static_cast<double>(args.variance[value]) + static_cast<double>(args.eps));
+  }
+  args.to_scaled[value] = static_cast<float>(
+      args.gamma != nullptr ? all * static_cast<double>(args.gamma[value]) : all);
+}
+
+}  // namespace fx_fuser::conv_direct
