@@ -1,0 +1,137 @@
+// Of the split product: shared memory, and which tile is whose.
+#pragma once
+
+#include "linear_split_args.h"
+#include "ptx_sm90.cuh"
+#include "split_sm90.cuh"
+
+namespace fx_fuser::linear_split {
+
+constexpr int kConsumers = 2;
+constexpr int kWarpgroup = 128;
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+constexpr int kTileM = kLinearTileM;
+constexpr int kTileN = kLinearTileN;
+constexpr int kTileK = kLinearTileK;
+constexpr int kWarpN = 16;                  // rows of the weight whose sums a warp holds
+constexpr int kHeadRoom = 5;                // of a guessed scale: see Scale::of
+constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
+constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
+constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
+static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
+static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters * kWarpgroup <=
+              64 * 1024);
+
+// ---- shared memory ------------------------------------------------------------------------------
+
+// 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+struct WeightSlot {
+  union {
+    float box[kTileK / kLinearBox][kTileN][kLinearBox];     // [k][n][k]
+    float turned[kTileN / kLinearBox][kTileK][kLinearBox];  // [n][k][n]
+  };
+};
+struct XSlot {
+  __half part[2 /*hi, lo*/][kTileM][kTileK];
+};
+static_assert(sizeof(WeightSlot) + sizeof(XSlot) == kLinearStageBytes);
+static_assert(sizeof(WeightSlot) % 1024 == 0 && sizeof(XSlot) % 1024 == 0);
+
+// Two rings: a slot of the weight is free once it is in registers, one of x once its products are
+// done, more than a turn later.
+struct Barriers {
+  uint64_t full[kLinearStages];
+  uint64_t empty[kLinearStages];
+};
+
+// Of a consumer's warp, for the epilogue.
+struct Exchange {
+  float z[kBatchM][kExchangePitch];
+  float x_unscale[kTileM];
+};
+
+struct Shared {
+  WeightSlot weight[kLinearStages];
+  XSlot x[kLinearStages];
+  Exchange exchange[kConsumers * kWarpgroup / 32];
+  Barriers of_weight;
+  Barriers of_x;
+  uint64_t walked;     // the consumers are through with the ordinary tiles, and any_again is final
+  uint32_t any_again;  // of this block's tiles
+};
+static_assert(sizeof(Shared) == kLinearSharedBytes);
+
+// Where in a ring a reader or writer is.
+struct Cursor {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kLinearStages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ void wait_until_full(Barriers& barriers) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.full[slot]), phase);
+  }
+  __device__ __forceinline__ void wait_until_empty(Barriers& barriers) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.empty[slot]), phase ^ 1);
+  }
+};
+
+// ---- which tile ---------------------------------------------------------------------------------
+
+struct Tile {
+  int m;  // first row of x
+  int n;  // first row of the weight
+};
+
+// Columns of kGroupM tiles of x; in a group the weight is walked once.
+__device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) {
+  const int m_tiles = (args.m + kTileM - 1) / kTileM;
+  const int n_tiles = args.tiles / m_tiles;
+  const int group = index / (kGroupM * n_tiles);
+  const int inside = index - group * kGroupM * n_tiles;
+  const int width = min(kGroupM, m_tiles - group * kGroupM);
+  return {(group * kGroupM + inside % width) * kTileM, inside / width * kTileN};
+}
+
+// A block's tiles, in the order in which all of its warps walk them: every one, then once more
+// those where a consumer's warp saw that the scale of a row was guessed too large.
+struct Walk {
+  const LinearSplitArgs& args;
+  Shared& shared;
+  bool again = false;
+  int index = static_cast<int>(blockIdx.x - gridDim.x);
+
+  // To the next tile; false where there is none. `uniform` says of a warp's lanes, which all ask
+  // the same, what they all know to be the same.
+  template <class Uniform>
+  __device__ __forceinline__ bool next(const Uniform& uniform) {
+    for (;;) {
+      index += gridDim.x;
+      if (index >= args.tiles) {
+        if (again) return false;
+        ptx::mbarrier_wait(ptx::shared_address(&shared.walked), 0);
+        if (!uniform(shared.any_again != 0)) return false;
+        again = true;
+        index = static_cast<int>(blockIdx.x);
+      }
+      if (!again || uniform(args.again[index] != 0)) return true;
+    }
+  }
+
+  // A consumer's warp, of each ordinary tile.
+  __device__ __forceinline__ void report(bool failed) const {
+    if (threadIdx.x % 32 != 0) return;
+    reinterpret_cast<uint8_t*>(args.again + index)[threadIdx.x / 32] = failed;
+    if (failed) atomicOr(&shared.any_again, 1);
+    if (index + static_cast<int>(gridDim.x) >= args.tiles) {
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.walked));
+    }
+  }
+};
+
+}  // namespace fx_fuser::linear_split
