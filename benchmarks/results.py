@@ -79,9 +79,13 @@ def save(path: Path, here: Machine, commit: str | None, **content: Any) -> dict[
     """Write content and what it was measured on, and when; the record that is in the file then."""
     date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     record = {**here, "date": date, "commit": commit, **content}
+    write(path, record)
+    return record
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    return record
 
 
 def verdict(failures: Sequence[str]) -> int:

@@ -145,8 +145,7 @@ def join(parts: list[Path], folder: Path) -> int:
         print("the records differ in machine, date, commit or steps", file=sys.stderr)
         return 1
     path = results.path_for(records[0]["gpu"], folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**records[0], "curves": curves}, indent=1) + "\n")
+    results.write(path, {**records[0], "curves": curves})
     draw([Curves(**curve) for curve in curves], records[0], path)
     print(f"wrote {path}")
     return 0

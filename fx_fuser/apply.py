@@ -132,7 +132,7 @@ def derivative_source(
 
 def read_by_derivative(pattern: Pattern, kinds: str) -> set[str]:
     """Names of the wildcards that a derivative depends on, of an epilogue that is linear in z."""
-    return set(leaf_names(linear_part(epilogue_of(pattern, kinds)))) - {"z"}
+    return set(leaf_names(linear_part(epilogue_of(pattern, kinds)))) - {Z.name}
 
 
 def _is_per_channel(tensor: Tensor) -> bool:

@@ -10,7 +10,8 @@ as they do by default; what is left alone follows them. Any other is fused only 
 asks for exactness and those settings would let the library take TF32.
 
 The host calls an op while the GPU runs the one before. A kernel that takes the host longer than the
-GPU counts as much as the host's time, and must still beat the GPU's time of what it replaces.
+GPU counts as much as the host's time, and must still beat the GPU's time of what it replaces. A
+Linear's training step that takes the GPU less than the host is left.
 
 With option "save" as "memory", what has a backward is fused in any case.
 """
@@ -42,8 +43,9 @@ from fx_fuser.timing import Took
 _GAIN = 0.98
 _SAVED = 1e-3
 # What the host needs for a Linear's training step (autograd, AOTAutograd's wrappers, launches), in
-# calls of our op: on an H200's host 0.66 ms for the three of a Llama MLP, one call 24 us. A step
-# that takes the GPU less is as long as the host's, which our op only adds to.
+# calls of our op: beside an H200 0.66 ms for the three of a Llama MLP, one call 24 us (2026-11-22,
+# kernels_cu/NOTES.md). A step that takes the GPU less is as long as the host's, which our op only
+# adds to.
 _STEP_CALLS = 10
 
 
@@ -374,6 +376,6 @@ def _compare(
             backward = own["backward"]
         needed = 0 if options.replays_cuda_graphs else _STEP_CALLS * ahead[1].host
         if ahead[0].gpu + back[0] < needed:
-            return None, f"{note}, for which the host needs {needed:.2g} ms"
+            return None, f"{note}; a training step takes the host some {needed:.2g} ms"
     gained = _gains(ahead[1].ms + min(back, default=0), ahead[0].gpu + sum(back[:1]))
     return ({**own, "backward": backward} if gained else None), note

@@ -76,9 +76,9 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     read = ops.read_by_backward(match.pattern, ops.wildcards_of(match)[2], plan.choices, needs)
     c = site.nodes[0]
     compute = meta_tensor(c).dtype  # type: ignore[union-attr]
-    training = site.attrs.get("training", False)
+    config = {**plan.choices, "training": site.attrs.get("training", False)}
     named = {name: site.operands[name] for name in anchor.operands}
-    operands = dict(zip(named, anchor.kernel_operands(named, {"training": training})))
+    operands = dict(zip(named, anchor.kernel_operands(named, config)))
     held: dict[str, int | None] = {}
     for name, node in {**operands, **match.wildcards}.items():
         if name not in read or not isinstance(node, Node):
@@ -88,9 +88,8 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
         dtype = compute if name in anchor.cast else tensor.dtype
         if dtype != tensor.dtype or not isinstance(tensor, Parameter):  # or autocast's copy
             held[node.name] = _bytes([node], dtype)
-    reads_c = Z.name in read or any(gradients_of_wildcards(match))
-    if site.kind == "conv2d_batchnorm":
-        reads_c |= training or needs["gamma"]
+    by_epilogue = Z.name in read or any(gradients_of_wildcards(match))
+    reads_c = by_epilogue or anchor.reads_product(needs, config)
     if reads_c and not plan.choices["again"] and plan.choices["backward"] != DIRECT:
         held[c.name] = _bytes([c])
     return None if None in held.values() else held  # type: ignore[return-value]

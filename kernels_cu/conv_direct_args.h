@@ -1,5 +1,5 @@
 // What the host tells the direct convolution kernels, and how a convolution is cut into units. The
-// shim fills it, conv_direct_sm90.cuh reads it.
+// shim fills it, the kernels of conv_direct_*_sm90.cuh read it.
 //
 // The outputs of an image are numbered row by row over a *strip*, all of the image's width or a
 // part of it: element e = row * strip width + column. A row of the strip needs `pitch` pixels of

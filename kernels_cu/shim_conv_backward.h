@@ -24,7 +24,7 @@ struct ConvBackward {
   const Tensor& dy;
 };
 
-// Calls through the dispatcher take the host a microsecond each.
+// Without a call through the dispatcher where there is nothing to do: see new_strided.
 Tensor as_type(const Tensor& tensor, ScalarType type) {
   return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 import fx_fuser
-from benchmarks import training, two_gpus
+from benchmarks import results, training, two_gpus
 from benchmarks.nets import Net, small_nets
 from benchmarks.training import Curves
 
@@ -36,6 +37,22 @@ def test_a_curve_beyond_the_spread_is_a_failure() -> None:
     assert curves.distance() == pytest.approx(0.5)
     curves.fx_fuser[1] = float("nan")
     assert curves.distance() == float("inf")
+
+
+def test_parts_of_one_run_are_joined(tmp_path: Path) -> None:
+    parts = []
+    for net in ("llama", "resnet"):
+        curves = [asdict(Curves(net, "fp32", [[2.0], [1.0]], [2.0], 1))]
+        record = {"gpu": "A GPU", "torch": "2", "date": "today", "commit": "abc", "curves": curves}
+        parts.append(tmp_path / f"{net}.json")
+        results.write(parts[-1], record)
+    assert training.main(["--join", *map(str, parts), "--results", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "a-gpu.json").read_text())
+    assert [curve["net"] for curve in found["curves"]] == ["llama", "resnet"]
+    assert (found["date"], found["commit"]) == ("today", "abc")
+    results.write(parts[0], {**json.loads(parts[0].read_text()), "commit": "def"})
+    assert training.main(["--join", *map(str, parts), "--results", str(tmp_path)]) == 1
+    assert json.loads((tmp_path / "a-gpu.json").read_text()) == found
 
 
 @pytest.mark.slow

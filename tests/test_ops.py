@@ -192,6 +192,14 @@ def test_the_cuda_op_hands_over_the_leaves_in_their_order(training: bool) -> Non
     assert ["c", *in_shim, "eps"] == [*leaves]  # the only number is eps
 
 
+def test_the_cuda_backward_knows_the_places_of_the_operands() -> None:
+    text = (build.KERNELS / "shim_conv_backward.h").read_text()
+    places = {name.lower(): int(place) for name, place in re.findall(r"\bk([A-Z]\w*) = (\d)", text)}
+    names = ANCHORS["conv2d_batchnorm"].operands
+    assert places == {n: names.index(n) for n in ("x", "weight", "bias", "gamma", "beta")}
+    assert names[:3] == ANCHORS["conv2d"].operands
+
+
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])

@@ -90,6 +90,10 @@ class Anchor(ABC):
         """Operands of whose values, not only shapes, `leaves` or `backward` make use."""
         return self.operands
 
+    def reads_product(self, needs: Mapping[str, bool], config: Config) -> bool:
+        """Does `backward` make use of c, beside what the epilogue's derivative does?"""
+        return False
+
     def statistics_of_z(
         self, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> Sequence[Tensor]:

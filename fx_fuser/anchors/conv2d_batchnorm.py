@@ -130,6 +130,9 @@ class Conv2dBatchNorm(Conv2d):
         pairs = ((running_mean, mean), (running_var, var))
         return [y, *(((1 - m) * o.to(now.dtype) + m * now).to(o.dtype) for o, now in pairs)]
 
+    def reads_product(self, needs: Mapping[str, bool], config: Config) -> bool:
+        return bool(config["training"] or needs["gamma"])
+
     def backward(
         self,
         operands: Operands,
