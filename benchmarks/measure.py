@@ -175,14 +175,18 @@ def median_ms(
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median over rounds; each round takes all in turn, every other one backwards, so that
-    a drifting clock favours none."""
+    """The median over rounds; each round takes all in turn and begins with the next one.
+
+    So none is always behind the same one, and none behind itself: how warm the one before leaves
+    the GPU is worth a tenth of the time where its power is capped (kernels_cu/NOTES.md, Power).
+    """
     samples: dict[str, list[float]] = {name: [] for name in timers}
     order = list(timers)
     for _ in range(rounds):
         for name in order:
             samples[name].append(timers[name]())
-        order.reverse()
+        if len(order) > 2:
+            order = order[1:] + order[:1]
     return {name: statistics.median(times) for name, times in samples.items()}
 
 

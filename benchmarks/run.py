@@ -52,7 +52,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Timing:
-    warmup: int = 20  # ms, for each system and round
+    warmup: int = 100  # ms, for each system and round: until the power cap has settled the clock
     rep: int = 60  # ms, likewise
     rounds: int = 3
 

@@ -126,16 +126,18 @@ def test_bounds_come_from_eager_and_on_a_cpu_from_inductor_too(
     assert measure.bounds(precision, CPU, {"eager": errors["eager"]}) == gpu
 
 
-def test_rounds_take_turns_and_every_other_one_runs_backwards() -> None:
+@pytest.mark.parametrize("names, order", [("ab", "ababab"), ("abc", "abcbcacab")])
+def test_rounds_take_turns_and_none_is_measured_twice_running(names: str, order: str) -> None:
     seen = []
 
     def timer(name: str) -> float:
         seen.append(name)
         return float(len(seen))
 
-    medians = measure.interleaved({name: partial(timer, name) for name in "ab"}, rounds=3)
-    assert "".join(seen) == "abbaab"
-    assert medians == {"a": 4.0, "b": 3.0}
+    medians = measure.interleaved({name: partial(timer, name) for name in names}, rounds=3)
+    assert "".join(seen) == order
+    places = {name: [i + 1 for i, one in enumerate(order) if one == name] for name in names}
+    assert medians == {name: places[name][1] for name in names}
 
 
 def test_float32_settings_are_put_back() -> None:
