@@ -212,6 +212,26 @@ def small_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return _random_case(choose, dtype, 12, (30, 270), 70, 2)
 
 
+def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
+    """Large enough for the statistics' wide units; as few values as have them."""
+    while True:
+        kernel = choose.choice(((3, 3), (1, 1), (2, 2), (1, 3)))
+        x = (
+            choose.randint(9, 20),
+            choose.randint(1, 4),
+            choose.randint(60, 90),
+            choose.randint(20, 99),
+        )
+        weight = choose.choice((1, 8, 70)), x[1], *kernel
+        padding = choose.choice((NONE, (1, 1, 1, 1)))
+        gpu = torch.cuda.get_device_properties(CUDA)
+        cut = native.conv_direct_cut(
+            x, weight, padding, 0, 0, dtype.itemsize, gpu.multi_processor_count
+        )
+        if cut and cut[7] > 256:  # positions of a unit
+            return *_values(x, weight, dtype), padding
+
+
 def _random_case(
     choose: random.Random,
     dtype: torch.dtype,
@@ -230,8 +250,14 @@ def _random_case(
         padding = choose.choice((NONE, (1, 1, 1, 1), (0, 2, 3, 1)))
         x, weight = (batch, channels, height, width), (count, channels, *kernel)
         if native.conv_direct_cut(x, weight, padding, 4, 0, dtype.itemsize):
-            values = torch.randn(x, device=CUDA), torch.randn(weight, device=CUDA) * 0.1
-            return values[0].to(dtype), values[1].to(dtype), padding
+            return *_values(x, weight, dtype), padding
+
+
+def _values(x: Sequence[int], weight: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(x, device=CUDA).to(dtype),
+        (torch.randn(weight, device=CUDA) * 0.1).to(dtype),
+    )
 
 
 ROUNDED = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -506,7 +532,9 @@ def main() -> int:
         if not chosen.skip_checks:
             largest = sweep(chosen.cases, chosen.seed, failures)
             sweep(chosen.cases, chosen.seed, failures, examples=HALF_EXAMPLES)
-            done(f"twice {chosen.cases} random cases, largest error in fp32 {largest:.1e}")
+            for examples in (EXAMPLES, HALF_EXAMPLES):
+                sweep(chosen.cases // 10, chosen.seed, failures, wide_case, examples)
+            done(f"2.2 x {chosen.cases} random cases, largest error in fp32 {largest:.1e}")
             refusals(failures)
             for dtype in DTYPES:
                 special_values(failures, dtype)

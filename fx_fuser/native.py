@@ -176,6 +176,7 @@ def conv_direct_cut(
     out_bytes: int,
     operands: int = 0,
     x_bytes: int = 4,
+    multiprocessors: int = 132,
 ) -> list[int]:
     """How `conv_direct` cuts a convolution of these sizes into units; empty if it does not take it.
 
@@ -186,6 +187,7 @@ def conv_direct_cut(
         out_bytes: of an element of the result; 0: `conv_direct_statistics`.
         operands: of the epilogue.
         x_bytes: of an element of x and weight.
+        multiprocessors: of the GPU; how statistics are cut depends on it.
 
     Raises:
         BuildError: the shim does not compile or load.
@@ -194,7 +196,7 @@ def conv_direct_cut(
         _load_shim()
     sizes = [*x, weight[0], *weight[2:], *padding]
     cut_of = torch.ops.fx_fuser_native.conv_direct_cut.default
-    cut: list[int] = cut_of(sizes, x_bytes, out_bytes, operands)
+    cut: list[int] = cut_of(sizes, x_bytes, out_bytes, operands, multiprocessors)
     return cut
 
 

@@ -8,6 +8,9 @@
 // kernel is one fixed distance from it. So 256 consecutive positions, wherever they begin, are one
 // product: every tap a matrix of 256 rows that begins a few pixels further. Positions beyond the
 // end of a row give sums that are thrown away.
+//
+// A unit is 256 positions. Where only statistics are made it may be 512: nearly half of the pixels
+// that 256 positions of few wide rows need, other units need too.
 #pragma once
 
 #include <algorithm>
@@ -25,6 +28,7 @@ constexpr int kConvThreads = 512;
 constexpr int kConvChannels = 8;     // of the input, at most: 16 bytes of 16-bit values
 constexpr int kConvGroup = 64;       // output channels of a block
 constexpr int kConvPositions = 256;  // of a unit
+constexpr int kConvWidePositions = 512;
 // The tensor core truncates each time it adds: with more taps, sums of one sign lose too much for
 // fp32.
 constexpr int kConvMaxTaps = 20;
@@ -105,6 +109,7 @@ struct ConvDirectArgs {
   bool pairs;          // two positions of which the first is even are neighbours in out, too
   bool c_is_like_out;  // where whole vectors can be stored
   int32_t tail_bytes;  // after the slots
+  int32_t positions;   // of a unit
 };
 
 struct ConvShape {
@@ -160,9 +165,10 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
 }
 
 // Cuts a convolution into units. Nothing where the kernels do not take it. `x_bytes`: of an element
-// of x and weight, 4 or 2. `out_bytes`: of one of the result, 0 where only statistics are made.
+// of x and weight, 4 or 2. `out_bytes`: of one of the result, 0 where only sums are made.
 inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x_bytes,
-                                                   int out_bytes) {
+                                                   int out_bytes,
+                                                   int64_t positions = kConvPositions) {
   constexpr int64_t kHighest = (int64_t{1} << 31) - (1 << 16);
   const int64_t taps = shape.kernel_h * shape.kernel_w;
   const int64_t gap = shape.kernel_w - 1;
@@ -182,6 +188,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   }
 
   ConvDirectArgs args{};
+  args.positions = static_cast<int32_t>(positions);
   args.weight_bytes = static_cast<int32_t>((1 + planes * taps) * kConvTileUnits * 16);
   args.zero_bytes = split ? 0 : kConvZeroBytes;
   const int64_t fixed =
@@ -195,7 +202,8 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   if (chunks == 0) return std::nullopt;
 
   // The widest strips whose units' pixels fit, all as wide as each other.
-  const int64_t room = chunks * kConvChunk - kConvPositions;
+  const int64_t spared = positions / 8;
+  const int64_t room = chunks * kConvChunk - positions + (positions > kConvPositions ? spared : 0);
   int64_t widest = shape.out_w();
   if (room < gap) return std::nullopt;
   if (shape.kernel_h > 1) widest = std::min(widest, (room - gap) / (shape.kernel_h - 1) - gap);
@@ -207,11 +215,11 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   const int64_t elements = shape.out_h() * strip;
 
   // A few positions less, where that saves loads with few threads.
-  int64_t positions = kConvPositions;
-  chunks = ceil_div(positions + halo, kConvChunk);
-  const int64_t excess = positions + halo - (chunks - 1) * kConvChunk;
-  if (excess <= kConvPositions / 8) {
-    positions -= excess;
+  int64_t used = positions;
+  chunks = ceil_div(used + halo, kConvChunk);
+  const int64_t excess = used + halo - (chunks - 1) * kConvChunk;
+  if (excess <= spared) {
+    used -= excess;
     --chunks;
   }
   // Channels' planes begin anywhere in a sector. So that only whole sectors are written, a unit
@@ -220,12 +228,12 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   const int64_t lead = overlap > 0 ? overlap + 1 : 0;
   const auto positions_of = [&](int64_t count) { return count + gap * ceil_div(count - 1, strip); };
   // A stage has room for a channel's elements wherever in a vector the first of them is.
-  int64_t advance = kConvPositions - kConvStoreWidth - lead;
-  while (advance > 0 && positions_of(advance + lead) > positions) advance -= 2;
+  int64_t advance = positions - kConvStoreWidth - lead;
+  while (advance > 0 && positions_of(advance + lead) > used) advance -= 2;
   // Units of whole rows have fewer gaps.
   if (overlap == 0) {
     const int64_t rows =
-        std::min((positions + gap) / pitch, (kConvPositions - kConvStoreWidth) / strip);
+        std::min((used + gap) / pitch, (positions - kConvStoreWidth) / strip);
     advance = std::max(advance, rows * strip);
   }
   if (advance <= lead) return std::nullopt;
@@ -268,6 +276,24 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   args.place_bytes = 4;
   std::copy(steps.begin(), steps.end(), args.step);
   return args;
+}
+
+// As many blocks as keep all multiprocessors busy, and of each group of channels the same.
+inline int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
+  const int64_t of_group = std::max<int64_t>(multiprocessors / args.groups, 1);
+  return std::min<int64_t>(of_group, args.units) * args.groups;
+}
+
+// For statistics: wide units where the block with most of them then loads fewer pixels.
+inline std::optional<ConvDirectArgs> conv_statistics_geometry(const ConvShape& shape, int x_bytes,
+                                                              int64_t multiprocessors) {
+  const auto usual = conv_geometry(shape, x_bytes, 0);
+  const auto wide = conv_geometry(shape, x_bytes, 0, kConvWidePositions);
+  if (!usual || !wide) return usual;
+  const auto loaded = [&](const ConvDirectArgs& args) {
+    return ceil_div(args.units, conv_blocks(args, multiprocessors) / args.groups) * args.chunks;
+  };
+  return loaded(*wide) < loaded(*usual) ? wide : usual;
 }
 
 inline int conv_shared_bytes(const ConvDirectArgs& args, bool stages) {

@@ -97,34 +97,45 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
   }
 }
 
-// use(slot, half, sum) for both halves of the positions of the units from `first` on, which are
-// every `every`-th of the ring; one half's products run while the other's sums are used.
+// use(slot, part, sum) for each 128 of the positions of the units from `first` on, `parts` of a unit,
+// which are every `every`-th of the ring; one part's products run while another's sums are used.
 template <class X, int kSteps, class Use, class Kept = NoWeights>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
-                                               int first, int step, int every, Cursor cursor,
-                                               const Use& use, const Kept& kept = {}) {
+                                               int first, int step, int every, int parts,
+                                               Cursor cursor, const Use& use,
+                                               const Kept& kept = {}) {
   Tail& tail = *shared.tail;
   if (first >= args.units) return;
   float sum[2][64];
   ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
   start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0], kept);
-  for (int index = first; index < args.units; index += step) {
+  int part = 0;
+  for (int index = first; index < args.units;) {
     const int slot = cursor.slot;
+    const int even = part;
     ptx::wgmma_wait<0>();
     ptx::pin(sum[0]);
-    start_products<X, kSteps>(args, shared, slot, 1, sum[1], kept);
-    use(slot, 0, sum[0]);
+    start_products<X, kSteps>(args, shared, slot, even + 1, sum[1], kept);
+    use(slot, even, sum[0]);
     ptx::wgmma_wait<0>();
     ptx::pin(sum[1]);
-    // After the last unit once more, for nothing: a condition would serialise the products.
-    if (index + step < args.units) {
-      for (int i = 0; i < every; ++i) cursor.advance(args.slots);
-      ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+    part += 2;
+    const bool is_last = part == parts;
+    if (is_last) {
+      part = 0;
+      index += step;
+      // After the last unit once more, for nothing: a condition would serialise the products.
+      if (index < args.units) {
+        for (int i = 0; i < every; ++i) cursor.advance(args.slots);
+        ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+      }
     }
-    start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0], kept);
-    use(slot, 1, sum[1]);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+    start_products<X, kSteps>(args, shared, cursor.slot, part, sum[0], kept);
+    use(slot, even + 1, sum[1]);
+    if (is_last) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+    }
   }
   ptx::wgmma_wait<0>();
 }

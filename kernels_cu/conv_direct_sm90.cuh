@@ -58,7 +58,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   std::conditional_t<kSplits<X> && kSteps == kUsualSteps<X>, KeptWeights, NoWeights> kept;
   if constexpr (std::is_same_v<decltype(kept), KeptWeights>) kept.load(args, shared);
   multiply_units<X, kSteps>(
-      args, shared, walk.first, walk.step, 1, Cursor{},
+      args, shared, walk.first, walk.step, 1, kConvPositions / kHalf, Cursor{},
       [&](int slot, int half, const float (&sum)[64]) {
         if (half == 0) {
           // The channel eight rows below has the same shift: eight planes are whole vectors.
@@ -105,8 +105,9 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
   float squares[2][2];
   Cursor cursor;
   for (int i = 0; i < worker; ++i) cursor.advance(args.slots);
-  const auto measure = [&](int slot, int half, const float (&sum)[64]) {
-    if (half == 0) {
+  const int parts = args.positions / kHalf;
+  const auto measure = [&](int slot, int part, const float (&sum)[64]) {
+    if (part == 0) {
       count = 0;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -119,7 +120,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       // Of 32 positions the lane has bits 8b + t.
-      const uint32_t valid = tail.valid[slot][half * 4 + word] >> (lane % 4 * 2) & 0x03030303;
+      const uint32_t valid = tail.valid[slot][part * 4 + word] >> (lane % 4 * 2) & 0x03030303;
       count += static_cast<float>(__popc(valid));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -137,12 +138,12 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
         }
       }
     }
-    if (half == 0 || count == 0) return;
+    if (part != parts - 1 || count == 0) return;
     const float pixel_unscale = kSplits<X> ? tail.unscale[slot] : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float deviations = total[r][0] + total[r][1];
-      const float shift = deviations / count;
+      const float shift = ratio(deviations, count);
       const float m2 = squares[r][0] + squares[r][1] - deviations * shift;
       // Scales one after the other: their product can leave fp32's range.
       const float unscale = kSplits<X> ? tail.weight_unscale[channel + 8 * r] : 1.0f;
@@ -151,8 +152,8 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
       if (isnan(m2)) moments[r].m2 = m2;
     }
   };
-  multiply_units<X, kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, cursor,
-                            measure);
+  multiply_units<X, kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, parts,
+                            cursor, measure);
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
 #pragma unroll

@@ -40,7 +40,7 @@ struct Tail {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
     // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
     alignas(16) uint32_t place[kConvMaxSlots][kConvPositions / 2];
-    alignas(16) uint32_t valid[kConvMaxSlots][kConvPositions / 32];
+    alignas(16) uint32_t valid[kConvMaxSlots][kConvWidePositions / 32];
   };
 };
 static_assert(offsetof(Tail, place) <= kConvTailBytes);
@@ -331,9 +331,9 @@ struct Pixels {
 
 // Which positions of the unit are elements of its own, a bit each.
 __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
-                                           uint32_t (&valid)[kConvPositions / 32]) {
-#pragma unroll
-  for (int i = 0; i < kConvPositions; i += kWarpgroup) {
+                                           uint32_t (&valid)[kConvWidePositions / 32]) {
+#pragma unroll 2
+  for (int i = 0; i < args.positions; i += kWarpgroup) {
     const int place = i + static_cast<int>(threadIdx.x) % kWarpgroup;
     const uint32_t position = static_cast<uint32_t>(unit.position + place);
     const int row = static_cast<int>(divide(position, args.pitch));
@@ -366,12 +366,13 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
 }
 
 // Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for: a line a
-// thread.
+// thread. Of a wide unit's in fp32 the last line may be missing.
 template <class X>
-__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const Unit& unit) {
+__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const Unit& unit,
+                                              int positions) {
   constexpr int kLine = 128;
   constexpr int kLines = kWarpgroup / kConvChannels;
-  static_assert(kConvPositions * sizeof(X) < (kLines - 1) * kLine);
+  static_assert(kConvWidePositions * sizeof(X) <= kLines * kLine);
   const auto thread = static_cast<int>(threadIdx.x % kWarpgroup);
   const int channel = thread / kLines;
   if (channel >= args.channels || args.strips.size != 1) return;
@@ -380,7 +381,7 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const 
   const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
   const int row = max(last_tap, 0) * args.w;
   const int begin = unit.begin == 0 ? 0 : row;
-  const int end = min(row + kConvPositions, plane);
+  const int end = min(row + positions, plane);
   const X* x = static_cast<const X*>(args.x) +
                (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
   const auto line = (reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{kLine - 1}) +
@@ -467,11 +468,14 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     const auto prefetch_next = [&] {
       Units after = units;
       after.advance();
-      if (after.index < args.units) prefetch_unit<X>(args, Unit::at(args, after.index));
+      if (after.index >= args.units) return;
+      const int positions = kPlaces ? kConvPositions : args.positions;
+      prefetch_unit<X>(args, Unit::at(args, after.index), positions);
     };
     unit = Unit::at(args, units.index);
     // To do that while the loads are under way.
-    constexpr bool kHasRegisters = kChunks <= 4 && std::is_same_v<Units, Stride>;
+    constexpr bool kHasRegisters =
+        kChunks <= 4 && std::is_same_v<Units, Stride>;
     if constexpr (!kHasRegisters) prefetch_next();
     pixels.load(args, unit);
     if constexpr (kHasRegisters) prefetch_next();

@@ -6,6 +6,10 @@
 
 namespace fx_fuser {
 
+// a / b, within two ulp in fp32 and a fifth of the instructions of one that is rounded.
+__device__ __forceinline__ float ratio(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ double ratio(double a, double b) { return a / b; }
+
 template <class Acc>
 struct Moments {
   Acc count;
@@ -15,7 +19,7 @@ struct Moments {
   __device__ __forceinline__ void merge(const Moments& other) {
     if (other.count == Acc(0)) return;
     const Acc total = count + other.count;
-    const Acc weight = other.count / total;
+    const Acc weight = ratio(other.count, total);
     const Acc delta = other.mean - mean;
     mean += delta * weight;
     m2 += other.m2 + delta * (count * weight) * delta;

@@ -30,7 +30,9 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
   m.def("load_conv_direct(str name, str cubin, str[] signature, int device) -> int");
-  m.def("conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands) -> int[]");
+  m.def(
+      "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
+      "multiprocessors) -> int[]");
   m.def(
       "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");

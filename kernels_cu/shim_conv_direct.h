@@ -87,19 +87,24 @@ ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
 }
 
 // How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
-// many operands.
+// many operands. On the number of multiprocessors it depends where `out_bytes` is 0, for statistics.
 std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
-                                     int64_t out_bytes, int64_t operands) {
+                                     int64_t out_bytes, int64_t operands,
+                                     int64_t multiprocessors) {
   STD_TORCH_CHECK(x_bytes == 4 || x_bytes == 2,
                   "fx_fuser: a direct convolution is of 4 or 2 bytes, not ", x_bytes);
+  const ConvShape shape = conv_shape_of(sizes);
   const auto args =
-      conv_geometry(conv_shape_of(sizes), static_cast<int>(x_bytes), static_cast<int>(out_bytes));
+      out_bytes > 0
+          ? conv_geometry(shape, static_cast<int>(x_bytes), static_cast<int>(out_bytes))
+          : conv_statistics_geometry(shape, static_cast<int>(x_bytes), multiprocessors);
   if (!args || operands > kConvMaxOperands) return {};
   std::vector<int64_t> cut{args->strip.size, args->strips.size,
                            args->advance,    args->overlap,
                            args->lead,       args->units_per_strip.size,
-                           args->units,      args->chunks,
-                           args->slots,      conv_shared_bytes(*args, out_bytes > 0)};
+                           args->units,      args->positions,
+                           args->chunks,     args->slots,
+                           conv_shared_bytes(*args, out_bytes > 0)};
   for (int i = 0; i < args->steps; ++i) {
     for (const uint32_t half : {args->step[i].weight, args->step[i].pixels}) {
       cut.push_back(half & 0xFFFF);
@@ -135,21 +140,19 @@ void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
 }
 
 // Geometry and operands of the convolution; nothing where the kernels do not take it.
-std::optional<ConvDirectArgs> conv_args(const Tensor& x, const Tensor& weight,
-                                        const std::vector<int64_t>& padding, int out_bytes) {
+// `out_bytes`: 0 for statistics.
+std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const Tensor& x,
+                                        const Tensor& weight, const std::vector<int64_t>& padding,
+                                        int out_bytes) {
   if (!is_contiguous(x) || !is_contiguous(weight)) return std::nullopt;
-  auto args = conv_geometry(conv_shape_of(x, weight, padding), static_cast<int>(x.element_size()),
-                            out_bytes);
+  const ConvShape shape = conv_shape_of(x, weight, padding);
+  const int x_bytes = static_cast<int>(x.element_size());
+  auto args = out_bytes > 0 ? conv_geometry(shape, x_bytes, out_bytes)
+                            : conv_statistics_geometry(shape, x_bytes, kernels.multiprocessors);
   if (!args) return std::nullopt;
   args->x = x.data_ptr();
   args->weight = weight.data_ptr();
   return args;
-}
-
-// As many blocks as keep all multiprocessors busy, and of each group of channels the same.
-int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
-  const int64_t of_group = std::max<int64_t>(multiprocessors / args.groups, 1);
-  return std::min<int64_t>(of_group, args.units) * args.groups;
 }
 
 // out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
@@ -160,7 +163,7 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
                      const std::vector<double>& scalars, bool after_statistics = false) {
   check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
-  auto args = conv_args(x, weight, padding, static_cast<int>(out.element_size()));
+  auto args = conv_args(kernels, x, weight, padding, static_cast<int>(out.element_size()));
   if (!args || !is_contiguous(out) || (c && !is_contiguous(*c))) return false;
 
   const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
@@ -230,7 +233,7 @@ bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLib
                     "fx_fuser: mean and variance are float32 [", weight.size(0),
                     "] on cuda:", device);
   }
-  auto args = conv_args(x, weight, padding, 0);
+  auto args = conv_args(kernels, x, weight, padding, 0);
   if (!args) return false;
 
   const OnDevice on_device(device);

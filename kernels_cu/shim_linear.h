@@ -142,6 +142,16 @@ Tensor with_dense_rows(const LinearSplitKernels& kernels, const Tensor& matrix) 
   return turned;
 }
 
+// Of a turned matrix, whose rows are copied and the copy is split, in memory that a training step
+// has to spare least just then. Rounds of tiles enough that a last one matters little.
+int64_t rows_at_once(int64_t n, int64_t k, int64_t multiprocessors) {
+  constexpr int64_t kRounds = 8;
+  constexpr int64_t kBytes = 16 << 20;  // of copy and split
+  const int64_t of_rounds = kRounds * multiprocessors / ceil_div(n, kLinearTileN) * kLinearTileM;
+  const int64_t of_bytes = kBytes / (8 * k) / kLinearTileM * kLinearTileM;
+  return std::max({of_rounds, of_bytes, int64_t{kLinearTileM}});
+}
+
 // fx_fuser::split_product on CUDA: a bᵀ in fp32, of matrices that may be transposed views.
 Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
   require_cuda(a, "a");
@@ -157,10 +167,22 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(0);
   const Tensor product = new_dense(a, shape, ScalarType::Float);
-  const bool done = run_linear_split(kernels, with_dense_rows(kernels, a),
-                                     as_it_lies ? b : with_dense_rows(kernels, b), std::nullopt,
-                                     product, std::nullopt, {}, {});
-  return done ? product : linear(a, b, std::nullopt);
+  const Tensor weight = as_it_lies ? b : with_dense_rows(kernels, b);
+  const auto multiply = [&](const Tensor& rows, const Tensor& out) {
+    return run_linear_split(kernels, rows, weight, std::nullopt, out, std::nullopt, {}, {});
+  };
+  if (!is_turned(a)) return multiply(a, product) ? product : linear(a, b, std::nullopt);
+  const int64_t at_once = rows_at_once(b.size(0), k, kernels.multiprocessors);
+  for (int64_t first = 0; first < a.size(0); first += at_once) {
+    const int64_t count = std::min(at_once, a.size(0) - first);
+    const auto part = [&](Tensor matrix) {
+      return torch::stable::narrow(matrix, 0, first, count);
+    };
+    if (!multiply(with_dense_rows(kernels, part(a)), part(product))) {
+      return linear(a, b, std::nullopt);
+    }
+  }
+  return product;
 }
 
 // fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.

@@ -24,6 +24,7 @@ if build.arch_of() == "sm_90a":
     for examples in (conv_sm90.EXAMPLES, conv_sm90.HALF_EXAMPLES):
         native.prepare([e.source for e in examples], "cuda")
         conv_sm90.sweep(12, 0, failures, conv_sm90.small_case, examples)
+        conv_sm90.sweep(2, 0, failures, conv_sm90.wide_case, examples)
     backward = conv_backward_sm90
     native.prepare([*backward.IDENTITY.values(), *backward.SCALED.values()], "cuda")
     for dtype in conv_sm90.DTYPES:
@@ -37,6 +38,6 @@ if build.arch_of() == "sm_90a":
     if not linear_sm90.relative(product, exact) <= 1e-6:
         failures.append("split_product")
     assert not failures, failures
-    ran += 61
+    ran += 65
 torch.cuda.synchronize()
 print(f"{ran} cases ran")

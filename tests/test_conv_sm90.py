@@ -31,16 +31,22 @@ CUTS = [
     ((5, 2, 3, 3), (7, 2, 3, 3), (0, 0, 0, 0)),
 ]
 
+MULTIPROCESSORS = 2**20  # more than there are units
+
 
 class Cut:
     """What `conv_direct_cut` says, by name."""
 
-    def __init__(self, x, weight, padding, out_bytes, x_bytes=4) -> None:
-        found = native.conv_direct_cut(x, weight, padding, out_bytes, x_bytes=x_bytes)
+    def __init__(
+        self, x, weight, padding, out_bytes, x_bytes=4, multiprocessors=MULTIPROCESSORS
+    ) -> None:
+        found = native.conv_direct_cut(
+            x, weight, padding, out_bytes, x_bytes=x_bytes, multiprocessors=multiprocessors
+        )
         assert found
         self.strip, self.strips, self.advance, self.overlap, self.lead = found[:5]
-        self.units_per_strip, self.units, self.chunks, self.slots = found[5:9]
-        self.shared_bytes, *steps = found[9:]
+        self.units_per_strip, self.units, self.positions, self.chunks, self.slots = found[5:10]
+        self.shared_bytes, *steps = found[10:]
         self.steps = torch.tensor(steps).view(-1, 4)
         self.gap = weight[3] - 1
         self.pitch = self.strip + self.gap
@@ -57,12 +63,14 @@ class Cut:
 
 @needs_nvcc
 @pytest.mark.parametrize("x_bytes", [4, 2])
-@pytest.mark.parametrize("out_bytes", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("out_bytes", "multiprocessors"), [(0, MULTIPROCESSORS), (0, 1), (2, 132), (4, 132)]
+)
 @pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
 def test_units_cover_every_element_and_have_its_pixels(
-    x, weight, padding, out_bytes, x_bytes
+    x, weight, padding, out_bytes, multiprocessors, x_bytes
 ) -> None:
-    cut = Cut(x, weight, padding, out_bytes, x_bytes)
+    cut = Cut(x, weight, padding, out_bytes, x_bytes, multiprocessors)
     assert cut.strip * cut.strips >= cut.out_w > cut.strip * (cut.strips - 1)
     assert cut.units == x[0] * cut.strips * cut.units_per_strip
     assert cut.advance * cut.units_per_strip >= cut.elements
@@ -73,17 +81,32 @@ def test_units_cover_every_element_and_have_its_pixels(
     if cut.overlap:
         assert cut.advance % 2 == 0
     assert cut.shared_bytes <= 232_448  # of a block of sm_90
+    assert cut.positions == 256 or (cut.positions == 512 and multiprocessors == 1)
     for unit in range(cut.units_per_strip):
         begin = unit * cut.advance
         first_element = max(begin - cut.lead, 0)
         # And three to align, or in 16 bits seven, of the 264 in the stage's row.
-        assert begin + cut.advance - first_element <= 252
+        assert not out_bytes or begin + cut.advance - first_element <= 252
         first = cut.position(first_element)
         last = cut.position(min(begin + cut.advance, cut.elements) - 1)
-        assert last - first < 256
+        assert last - first < cut.positions
         assert last + (weight[2] - 1) * cut.pitch + cut.gap - first < 128 * cut.chunks
         if out_bytes == 0:  # statistics take the first position's value for a pivot
             assert first == cut.position(begin)
+
+
+@needs_nvcc
+def test_units_of_statistics_are_wide_where_that_loads_less() -> None:
+    sizes = (128, 8, 128, 128), (64, 8, 3, 3), (0, 0, 0, 0)
+    usual, wide = (Cut(*sizes, 0, 4, n) for n in (MULTIPROCESSORS, 132))
+    assert (usual.positions, usual.advance, usual.chunks, usual.units) == (256, 252, 4, 8064)
+    assert (wide.positions, wide.advance, wide.chunks, wide.units) == (512, 504, 6, 4096)
+    few = (4, *sizes[0][1:]), *sizes[1:]  # 252 units, or 128
+    assert [Cut(*few, 0, 4, n).positions for n in (32, 126)] == [512, 256]
+    rows = (128, 3, 224, 224), (32, 3, 3, 3), (1, 1, 1, 1)  # too long: wide units are of half rows
+    usual, wide = (Cut(*rows, 0, 4, n) for n in (MULTIPROCESSORS, 132))
+    assert (usual.strips, usual.chunks, wide.strips, wide.chunks) == (1, 6, 2, 6)
+    assert wide.units < 0.6 * usual.units
 
 
 def sum_of_steps(cut: Cut, tiles: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
@@ -220,6 +243,7 @@ def test_a_cpu_tensor_is_an_error() -> None:
 def test_random_sizes_and_operands(seed, examples) -> None:
     failures: list[str] = []
     conv_sm90.sweep(60, seed, failures, examples=examples)
+    conv_sm90.sweep(6, seed, failures, conv_sm90.wide_case, examples)
     assert not failures
 
 
