@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,12 +29,15 @@ from benchmarks.measure import Call, Case
 from benchmarks.problems import PROBLEMS, Problem, Size
 from benchmarks.results import Row
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class System:
     name: str
     compile: Callable[[nn.Module], Call]
     cudnn_tf32: bool = True
+    is_ours: bool = False
 
     def runs(self, problem: Problem, precision: str) -> bool:
         """inductor-ieee only where it differs: fp32, and a convolution."""
@@ -46,7 +50,7 @@ SYSTEMS = (
     System("max-autotune", partial(torch.compile, mode="max-autotune-no-cudagraphs")),
     # Dynamo hands it Inductor's compiled code: the convolution in it reads the flag at each call.
     System("inductor-ieee", torch.compile, cudnn_tf32=False),
-    System("fx_fuser", partial(torch.compile, backend="fx_fuser")),
+    System("fx_fuser", partial(torch.compile, backend="fx_fuser"), is_ours=True),
 )
 
 
@@ -55,6 +59,7 @@ class Timing:
     warmup: int = 25  # ms, for each system and round; this and the next are do_bench's own
     rep: int = 100
     rounds: int = 3
+    host: bool = True  # False: on a GPU its part alone, as `measure.gpu_ms` times it
 
 
 def measure_group(
@@ -97,7 +102,7 @@ def measure_group(
                 call = system.compile(case.model)
                 values = case.values(call)
                 row["compile_s"] = round(time.perf_counter() - start, 2)
-                if system.name == "fx_fuser":
+                if system.is_ours:
                     row["fused"] = counters["fx_fuser"][problem.pattern] - fused
                     row["left"] = counters["fx_fuser_left"][problem.pattern] - left
                 found = errors[system.name] = measure.errors(values, reference, scale)
@@ -110,16 +115,21 @@ def measure_group(
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     del reference
 
-    def settled(of: Callable[..., float], system: System, *arguments: int) -> float:
+    def settled(of: Callable[..., T], system: System, *arguments: int) -> T:
         with measure.float32_settings(precision, system.cudnn_tf32):
             return of(steps[system.name], case.leaves(), device, *arguments)
 
     ready = [system for system in running if system.name in steps]
-    timers = {
-        system.name: partial(settled, measure.median_ms, system, timing.warmup, timing.rep)
-        for system in ready
-    }
-    for name, ms in measure.interleaved(timers, timing.rounds).items():
+    if timing.host or device.type != "cuda":
+        timers = {
+            system.name: partial(settled, measure.median_ms, system, timing.warmup, timing.rep)
+            for system in ready
+        }
+        times = measure.interleaved(timers, timing.rounds)
+    else:
+        alone = {system.name: partial(settled, lambda step, *_: step(), system) for system in ready}
+        times = measure.gpu_ms(alone, case.leaves(), device)
+    for name, ms in times.items():
         rows[name]["ms"] = round(ms, 5)
     if device.type == "cuda":
         for system in ready:
@@ -131,7 +141,7 @@ def complaint(row: Row) -> str | None:
     """Why a row fails the run. Other systems' accuracy is recorded, not judged."""
     if "error" in row:
         return row["error"]
-    if row["system"] == "fx_fuser":
+    if "fused" in row:
         if not row["fused"] and not row["left"]:
             return "nothing was fused"
         if not row["accurate"]:

@@ -108,7 +108,7 @@ def _measure(make_ways: Callable[[], Sequence[Way]], device: torch.device) -> li
         torch.cuda.device(device),
     ):
         try:
-            return _times_of(make_ways(), device)
+            return times_of(make_ways(), device)
         except RuntimeError as error:  # an OutOfMemoryError, or what our own ops make of one
             if "out of memory" not in str(error):
                 raise
@@ -117,7 +117,8 @@ def _measure(make_ways: Callable[[], Sequence[Way]], device: torch.device) -> li
             torch.cuda.empty_cache()
 
 
-def _times_of(ways: Sequence[Way], device: torch.device) -> list[Took]:
+def times_of(ways: Sequence[Way], device: torch.device) -> list[Took]:
+    """Medians of each way's times, measured anew; all are on `device`, a CUDA device."""
     size = torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(2 * size, dtype=torch.int8, device=device)
     one_flush = min(_gpu_ms(flush.zero_, flush, 1) for _ in range(3))

@@ -232,8 +232,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   while (advance > 0 && positions_of(advance + lead) > used) advance -= 2;
   // Units of whole rows have fewer gaps.
   if (overlap == 0) {
-    const int64_t rows =
-        std::min((used + gap) / pitch, (positions - kConvStoreWidth) / strip);
+    const int64_t rows = std::min((used + gap) / pitch, (positions - kConvStoreWidth) / strip);
     advance = std::max(advance, rows * strip);
   }
   if (advance <= lead) return std::nullopt;

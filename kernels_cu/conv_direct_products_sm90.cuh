@@ -97,8 +97,8 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
   }
 }
 
-// use(slot, part, sum) for each 128 of the positions of the units from `first` on, `parts` of a unit,
-// which are every `every`-th of the ring; one part's products run while another's sums are used.
+// use(slot, part, sum) for each of the `parts` of 128 positions of the units from `first` on, which
+// are every `every`-th of the ring; one part's products run while another's sums are used.
 template <class X, int kSteps, class Use, class Kept = NoWeights>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
                                                int first, int step, int every, int parts,

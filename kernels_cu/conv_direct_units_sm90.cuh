@@ -474,8 +474,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     };
     unit = Unit::at(args, units.index);
     // To do that while the loads are under way.
-    constexpr bool kHasRegisters =
-        kChunks <= 4 && std::is_same_v<Units, Stride>;
+    constexpr bool kHasRegisters = kChunks <= 4 && std::is_same_v<Units, Stride>;
     if constexpr (!kHasRegisters) prefetch_next();
     pixels.load(args, unit);
     if constexpr (kHasRegisters) prefetch_next();

@@ -87,23 +87,27 @@ ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
 }
 
 // How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
-// many operands. On the number of multiprocessors it depends where `out_bytes` is 0, for statistics.
+// many operands. On the number of multiprocessors it depends where `out_bytes` is 0, for
+// statistics.
 std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
-                                     int64_t out_bytes, int64_t operands,
-                                     int64_t multiprocessors) {
+                                     int64_t out_bytes, int64_t operands, int64_t multiprocessors) {
   STD_TORCH_CHECK(x_bytes == 4 || x_bytes == 2,
                   "fx_fuser: a direct convolution is of 4 or 2 bytes, not ", x_bytes);
   const ConvShape shape = conv_shape_of(sizes);
   const auto args =
-      out_bytes > 0
-          ? conv_geometry(shape, static_cast<int>(x_bytes), static_cast<int>(out_bytes))
-          : conv_statistics_geometry(shape, static_cast<int>(x_bytes), multiprocessors);
+      out_bytes > 0 ? conv_geometry(shape, static_cast<int>(x_bytes), static_cast<int>(out_bytes))
+                    : conv_statistics_geometry(shape, static_cast<int>(x_bytes), multiprocessors);
   if (!args || operands > kConvMaxOperands) return {};
-  std::vector<int64_t> cut{args->strip.size, args->strips.size,
-                           args->advance,    args->overlap,
-                           args->lead,       args->units_per_strip.size,
-                           args->units,      args->positions,
-                           args->chunks,     args->slots,
+  std::vector<int64_t> cut{args->strip.size,
+                           args->strips.size,
+                           args->advance,
+                           args->overlap,
+                           args->lead,
+                           args->units_per_strip.size,
+                           args->units,
+                           args->positions,
+                           args->chunks,
+                           args->slots,
                            conv_shared_bytes(*args, out_bytes > 0)};
   for (int i = 0; i < args->steps; ++i) {
     for (const uint32_t half : {args->step[i].weight, args->step[i].pixels}) {

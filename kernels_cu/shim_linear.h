@@ -175,9 +175,7 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   const int64_t at_once = rows_at_once(b.size(0), k, kernels.multiprocessors);
   for (int64_t first = 0; first < a.size(0); first += at_once) {
     const int64_t count = std::min(at_once, a.size(0) - first);
-    const auto part = [&](Tensor matrix) {
-      return torch::stable::narrow(matrix, 0, first, count);
-    };
+    const auto part = [&](Tensor matrix) { return torch::stable::narrow(matrix, 0, first, count); };
     if (!multiply(with_dense_rows(kernels, part(a)), part(product))) {
       return linear(a, b, std::nullopt);
     }

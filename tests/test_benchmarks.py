@@ -22,7 +22,9 @@ TIMING = run.Timing(warmup=1, rep=1, rounds=1)
 TINY = {"70": Size((64, 48, 2.0), (8, 64)), "73": Size((8, 16, 3, 2.0), (2, 8, 12, 12))}
 EAGER = run.System("eager", lambda model: model)
 OURS = run.System(
-    "fx_fuser", partial(torch.compile, backend="fx_fuser", options={"inner": "aot_eager"})
+    "fx_fuser",
+    partial(torch.compile, backend="fx_fuser", options={"inner": "aot_eager"}),
+    is_ours=True,
 )
 
 

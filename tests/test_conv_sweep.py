@@ -29,10 +29,11 @@ def test_cases_differ_fit_and_are_the_same_for_a_seed() -> None:
 def rows(fused: int, accurate: bool, **times: float) -> list[Row]:
     found: list[Row] = []
     for system, ms in times.items():
-        name = system.replace("_", "-") if system != "fx_fuser" else system
+        ours = {"fx_fuser": "fx_fuser", "tuned": conv_sweep.TUNED.name}
+        name = ours.get(system, system.replace("_", "-"))
         row = Row(problem="a", precision="fp32", mode="eval-fwd", system=name, ms=ms, err_fp64=1e-7)
         row["accurate"] = accurate or name != "inductor"
-        if name == "fx_fuser":
+        if system in ours:
             row["fused"], row["left"] = fused, 1 - fused
         found.append(row)
     return found
@@ -43,10 +44,12 @@ def rows(fused: int, accurate: bool, **times: float) -> list[Row]:
     [
         (1, False, {"inductor": 1.0, "inductor_ieee": 3.0, "fx_fuser": 2.0}, 0.5),
         (0, False, {"inductor": 1.0, "inductor_ieee": 3.0, "fx_fuser": 1.0}, 1.0),
-        (1, True, {"inductor": 1.0, "max_autotune": 0.5, "fx_fuser": 1.0}, 0.5),
+        (1, True, {"inductor": 1.0, "max_autotune": 0.5, "fx_fuser": 1.0, "tuned": 0.5}, 1.0),
+        (0, True, {"inductor": 1.0, "max_autotune": 0.5, "fx_fuser": 1.0, "tuned": 1.0}, 0.5),
+        (1, True, {"inductor": 0.5, "max_autotune": 0.5, "fx_fuser": 1.0, "tuned": 0.5}, 0.5),
     ],
 )
-def test_the_peer_is_the_quicker_of_inductors(
+def test_the_peer_is_inductor_in_the_same_mode(
     fused: int, accurate: bool, times: dict[str, float], ratio: float
 ) -> None:
     line, reason = conv_sweep.judged(rows(fused, accurate, **times))
@@ -83,4 +86,23 @@ def test_parts_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert conv_sweep.main(["--join", *files, "--results", str(tmp_path / "both")]) == 1
     assert "2 cases, 1 failed; over Inductor 0.50× to 1.50×" in capsys.readouterr().out
     (table,) = (tmp_path / "both").glob("*.md")
-    assert "- case 1 fp32 eval-fwd: 0.50 of Inductor's speed" in table.read_text()
+    assert "- case 1 fp32 eval-fwd: 0.50 of inductor's speed" in table.read_text()
+
+
+@pytest.mark.slow
+def test_what_failed_is_measured_again(tmp_path: Path) -> None:
+    cases = conv_sweep.draw(2, seed=3, largest=100_000)
+    kept, failed = (
+        {"case": c.problem.name, "dtype": c.precision, "mode": c.mode, "over Inductor": 1.0}
+        for c in cases
+    )
+    before = [{**kept, "wrong": "", "commit": "abc"}, {**failed, "wrong": "slow", "commit": "abc"}]
+    (tmp_path / "before.json").write_text(json.dumps({"cases": before}))
+    arguments = ["--cases", "2", "--seed", "3", "--max-autotune", "0", "--largest", "100000"]
+    again = ["--again", str(tmp_path / "before.json")]
+    conv_sweep.main([*arguments, *again, "--results", str(tmp_path / "after"), "--commit", "def"])
+    (path,) = (tmp_path / "after").glob("*.json")
+    first, second = json.loads(path.read_text())["cases"]
+    assert first == before[0]
+    assert second["commit"] == "def"
+    assert second["fx_fuser"] > 0
