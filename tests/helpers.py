@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -24,6 +25,8 @@ from torch.fx import GraphModule
 
 import fx_fuser
 from fx_fuser.options import Options
+
+Body = Callable[..., Any]  # of a model: (model, *inputs) to outputs
 
 MUL = "linear_sigmoid_mul_mul"
 ADD = "linear_sigmoid_mul_add"
@@ -333,3 +336,13 @@ def refused(
         assert not report.fused
         reasons = [s.reason for s in report.refused]
         assert any(reason in r for r in reasons), reasons
+
+
+def cases(table: Mapping[str, tuple[Body, str]]) -> Any:
+    """Bodies of models, and why they are refused, by name."""
+    return pytest.mark.parametrize("body, reason", table.values(), ids=table.keys())
+
+
+def gate(m: Any, x: Tensor) -> Tensor:
+    z = m.lin(x)
+    return z * torch.sigmoid(z) * 2.0

@@ -25,7 +25,8 @@ from fx_fuser import checks
 ROOT = Path(__file__).parent.parent
 COPIED = ("fx_fuser", "patterns", "kernels_cu", "tests", "benchmarks", "pyproject.toml")
 HAZARDS, REFUSALS = "tests/test_hazards.py", "tests/test_refusals.py"
-BETWEEN = f"{REFUSALS}::test_x_written_in_between"
+WRITES, REGIONS = "tests/test_refused_writes.py", "tests/test_refused_regions.py"
+BETWEEN = f"{WRITES}::test_x_written_in_between"
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,13 @@ CONDITIONS = (
         "writes: unknown functions", "spell.py",
         "not _is_torch_function(target):\n        return inputs_of(node)",
         "not _is_torch_function(target):\n        return ()",
-        (f"{REFUSALS}::test_operand_written_by_unknown_function",),
+        (f"{WRITES}::test_operand_written_by_unknown_function",),
     ),
     Mutant(
         "writes: bodies of higher-order operators", "spell.py",
         "            return ()\n        return inputs_of(node)",
         "            return ()\n        return ()",
-        (f"{REFUSALS}::test_operand_given_to_higher_order_op",),
+        (f"{WRITES}::test_operand_given_to_higher_order_op",),
     ),
     Mutant(
         "writes: in the body of a checkpoint", "spell.py",
@@ -125,7 +126,7 @@ CONDITIONS = (
         "regions: autocast", "spell.py",
         'if "_increment_nesting" in name or name.startswith(("_enter_", "_push_")):',
         'if "_increment_nesting" in name:',
-        (f"{REFUSALS}::test_regions[autocast_tail]",),
+        (f"{REGIONS}::test_regions[autocast_tail]",),
     ),
     Mutant(
         "regions: functorch levels", "checks.py", "    if level is not None:", "    if False:",
