@@ -213,18 +213,18 @@ def small_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
-    """Large enough for the statistics' wide units; as few values as have them."""
+    """Large enough for the statistics' wide units, and as few values as have them; or a stem, whose
+    wide units are of half rows."""
+    gpu = torch.cuda.get_device_properties(CUDA)
+    is_stem = choose.random() < 0.3
     while True:
         kernel = choose.choice(((3, 3), (1, 1), (2, 2), (1, 3)))
-        x = (
-            choose.randint(9, 20),
-            choose.randint(1, 4),
-            choose.randint(60, 90),
-            choose.randint(20, 99),
-        )
-        weight = choose.choice((1, 8, 70)), x[1], *kernel
+        size = choose.randint(1, 4), choose.randint(60, 90), choose.randint(20, 99)
+        x, count = (choose.randint(9, 20), *size), choose.choice((1, 8, 66))
         padding = choose.choice((NONE, (1, 1, 1, 1)))
-        gpu = torch.cuda.get_device_properties(CUDA)
+        if is_stem:
+            x, kernel, count = (8, 3, 224, 224), (3, 3), 8
+        weight = count, x[1], *kernel
         cut = native.conv_direct_cut(
             x, weight, padding, 0, 0, dtype.itemsize, gpu.multi_processor_count
         )
@@ -385,10 +385,11 @@ def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> N
     mean, var = statistics(x, weight)
     if not bool(mean.isnan().all() and var.isnan().all()):
         failures.append(f"statistics of a NaN are not NaN, {dtype}")
-    flat = torch.full_like(x, 3.0)
-    mean, var = statistics(flat, torch.ones_like(weight))
-    if not bool((mean == 216).all() and (var == 0).all()):
-        failures.append(f"statistics of a constant, {dtype}: {mean[0]}, {var[0]}")
+    # The second is of wide units, in which a lane has 122 values, no power of two.
+    for flat in (torch.full_like(x, 3.0), x.new_full((20, 8, 124, 124), 3.0)):
+        mean, var = statistics(flat, torch.ones_like(weight))
+        if not bool((mean == 216).all() and (var == 0).all()):
+            failures.append(f"statistics of a constant, {dtype}: {mean[0]}, {var[0]}")
 
 
 def graphs_and_repeats(failures: list[str], dtype: torch.dtype = torch.float32) -> None:

@@ -237,8 +237,12 @@ def write(path: Path, here: Machine, commit: str | None, lines: Sequence[dict[st
     return summary
 
 
-def _name(line: dict[str, Any]) -> tuple[str, str, str]:
+def _key(line: dict[str, Any]) -> tuple[str, ...]:
     return line["case"], line["dtype"], line["mode"]
+
+
+def _name(case: DrawnCase) -> tuple[str, ...]:
+    return case.problem.name, case.precision, case.mode
 
 
 def failures_of(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -285,29 +289,29 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)
-    commit, summary = args.commit or commit_here(), ""
+    commit = args.commit or commit_here()
+    cases = {_name(case): (case, *how) for case, *how in [*nets, *drawn][first::step]}
     before = json.loads(args.again.read_text())["cases"] if args.again else []
-    kept = {_name(line): line for line in before if not line["wrong"]}
-    lines = []
-    for case, tuned, slowest in [*nets, *drawn][first::step]:
-        name = case.problem.name, case.precision, case.mode
-        if args.warm:
-            if name not in kept:
-                warm(case, device)
+    found = {_key(line): line for line in before}
+    passed = {key for key, line in found.items() if not line["wrong"]}
+    for key, (case, tuned, slowest) in cases.items():
+        if key in passed:
             continue
-        if name in kept:
-            lines.append(kept[name])
+        if args.warm:
+            warm(case, device)
             continue
         timed = "whole"
         line, wrong = judged(run_case(case, device, tuned, Timing(10, 30, 3)), slowest)
         if wrong and wrong.endswith("speed"):
             timed = "GPU"
             line, wrong = judged(run_case(case, device, tuned, Timing(host=False)), slowest)
-        lines.append({**line, "timed": timed, "commit": commit, "wrong": wrong or ""})
+        found[key] = {**line, "timed": timed, "commit": commit, "wrong": wrong or ""}
         print(*(f"{v:.4g}" if isinstance(v, float) else v for v in line.values()), flush=True)
-        summary = write(path, here, commit, lines)
-    print(summary)
-    return results.verdict(failures_of(lines))
+        write(path, here, commit, list(found.values()))
+    if args.warm:
+        return 0
+    print(write(path, here, commit, list(found.values())))
+    return results.verdict(failures_of(list(found.values())))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -177,18 +178,21 @@ def median_ms(
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median over rounds; each round takes all in turn and begins with the next one.
+    """The median over rounds, each of which takes all in an order drawn anew, none twice running.
 
-    So none is always behind the same one, and none behind itself: how warm the one before leaves
-    the GPU is worth a tenth of the time where its power is capped (kernels_cu/NOTES.md, Power).
+    How warm the one before leaves the GPU is worth a tenth of the time where its power is capped
+    (kernels_cu/NOTES.md, Power): none may always be behind the same one.
     """
+    draw = random.Random(0)
     samples: dict[str, list[float]] = {name: [] for name in timers}
     order = list(timers)
     for _ in range(rounds):
+        last = order[-1]
+        draw.shuffle(order)
+        if order[0] == last:
+            order.append(order.pop(0))
         for name in order:
             samples[name].append(timers[name]())
-        if len(order) > 2:
-            order = order[1:] + order[:1]
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
@@ -207,6 +211,8 @@ def gpu_ms(
         return step()
 
     ways = [timing.Way(partial(fresh, step)) for step in steps.values()]
+    if not ways:
+        return {}
     return {name: took.gpu for name, took in zip(steps, timing.times_of(ways, device))}
 
 

@@ -25,10 +25,10 @@
 namespace fx_fuser {
 
 constexpr int kConvThreads = 512;
-constexpr int kConvChannels = 8;     // of the input, at most: 16 bytes of 16-bit values
-constexpr int kConvGroup = 64;       // output channels of a block
-constexpr int kConvPositions = 256;  // of a unit
-constexpr int kConvWidePositions = 512;
+constexpr int kConvChannels = 8;         // of the input, at most: 16 bytes of 16-bit values
+constexpr int kConvGroup = 64;           // output channels of a block
+constexpr int kConvPositions = 256;      // of a unit
+constexpr int kConvWidePositions = 512;  // of a wide one
 // The tensor core truncates each time it adds: with more taps, sums of one sign lose too much for
 // fp32.
 constexpr int kConvMaxTaps = 20;
@@ -283,14 +283,16 @@ inline int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) 
   return std::min<int64_t>(of_group, args.units) * args.groups;
 }
 
-// For statistics: wide units where the block with most of them then loads fewer pixels.
+// For statistics: wide units where the loading warpgroup with most of them, one of a block's two,
+// then loads fewer pixels.
 inline std::optional<ConvDirectArgs> conv_statistics_geometry(const ConvShape& shape, int x_bytes,
                                                               int64_t multiprocessors) {
   const auto usual = conv_geometry(shape, x_bytes, 0);
   const auto wide = conv_geometry(shape, x_bytes, 0, kConvWidePositions);
   if (!usual || !wide) return usual;
   const auto loaded = [&](const ConvDirectArgs& args) {
-    return ceil_div(args.units, conv_blocks(args, multiprocessors) / args.groups) * args.chunks;
+    const int64_t loaders = 2 * conv_blocks(args, multiprocessors) / args.groups;
+    return ceil_div(args.units, loaders) * args.chunks;
   };
   return loaded(*wide) < loaded(*usual) ? wide : usual;
 }

@@ -6,7 +6,7 @@
 
 namespace fx_fuser {
 
-// a / b, within two ulp in fp32 and a fifth of the instructions of one that is rounded.
+// a / b. In fp32 within two ulp, if |b| < 2^126, and a fifth of a rounded one's instructions.
 __device__ __forceinline__ float ratio(float a, float b) { return __fdividef(a, b); }
 __device__ __forceinline__ double ratio(double a, double b) { return a / b; }
 
@@ -19,7 +19,8 @@ struct Moments {
   __device__ __forceinline__ void merge(const Moments& other) {
     if (other.count == Acc(0)) return;
     const Acc total = count + other.count;
-    const Acc weight = ratio(other.count, total);
+    // Exactly 1 of an empty set: a constant's mean must stay what it is.
+    const Acc weight = count == Acc(0) ? Acc(1) : ratio(other.count, total);
     const Acc delta = other.mean - mean;
     mean += delta * weight;
     m2 += other.m2 + delta * (count * weight) * delta;

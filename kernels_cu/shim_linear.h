@@ -142,11 +142,12 @@ Tensor with_dense_rows(const LinearSplitKernels& kernels, const Tensor& matrix) 
   return turned;
 }
 
-// Of a turned matrix, whose rows are copied and the copy is split, in memory that a training step
-// has to spare least just then. Rounds of tiles enough that a last one matters little.
+// How many rows of a turned matrix are copied, and the copies split, at once: that memory is needed
+// where a training step has least of it. As many as fill all multiprocessors some times over with
+// tiles, or as fit in little memory.
 int64_t rows_at_once(int64_t n, int64_t k, int64_t multiprocessors) {
   constexpr int64_t kRounds = 8;
-  constexpr int64_t kBytes = 16 << 20;  // of copy and split
+  constexpr int64_t kBytes = 16 << 20;  // of copies and splits
   const int64_t of_rounds = kRounds * multiprocessors / ceil_div(n, kLinearTileN) * kLinearTileM;
   const int64_t of_bytes = kBytes / (8 * k) / kLinearTileM * kLinearTileM;
   return std::max({of_rounds, of_bytes, int64_t{kLinearTileM}});
@@ -159,7 +160,8 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   const int64_t k = b.size(1);
   const bool as_it_lies = is_turned(b) && has_aligned_columns(b);
   const double turning = seconds_to_turn(a) + (as_it_lies ? 0 : seconds_to_turn(b));
-  if (k == 0 || !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning) ||
+  if (k == 0 || b.size(0) == 0 ||
+      !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning) ||
       kernels.strain->rests()) {
     return linear(a, b, std::nullopt);
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -128,18 +129,24 @@ def test_bounds_come_from_eager_and_on_a_cpu_from_inductor_too(
     assert measure.bounds(precision, CPU, {"eager": errors["eager"]}) == gpu
 
 
-@pytest.mark.parametrize("names, order", [("ab", "ababab"), ("abc", "abcbcacab")])
-def test_rounds_take_turns_and_none_is_measured_twice_running(names: str, order: str) -> None:
-    seen = []
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcde"])
+def test_rounds_take_all_in_changing_orders_and_none_twice_running(names: str) -> None:
+    seen: list[str] = []
 
     def timer(name: str) -> float:
         seen.append(name)
         return float(len(seen))
 
-    medians = measure.interleaved({name: partial(timer, name) for name in names}, rounds=3)
-    assert "".join(seen) == order
-    places = {name: [i + 1 for i, one in enumerate(order) if one == name] for name in names}
-    assert medians == {name: places[name][1] for name in names}
+    medians = measure.interleaved({name: partial(timer, name) for name in names}, rounds=9)
+    rounds = [seen[i : i + len(names)] for i in range(0, len(seen), len(names))]
+    assert len(rounds) == 9
+    assert all(sorted(one) == list(names) for one in rounds)
+    places = {name: [i + 1 for i, one in enumerate(seen) if one == name] for name in names}
+    assert medians == {name: places[name][4] for name in names}
+    behind = {(a, b) for a, b in itertools.pairwise(seen)}
+    if len(names) > 1:
+        assert all(a != b for a, b in behind)
+    assert len(behind) >= 0.8 * len(names) * (len(names) - 1)
 
 
 def test_float32_settings_are_put_back() -> None:

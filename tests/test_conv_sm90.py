@@ -101,8 +101,10 @@ def test_units_of_statistics_are_wide_where_that_loads_less() -> None:
     usual, wide = (Cut(*sizes, 0, 4, n) for n in (MULTIPROCESSORS, 132))
     assert (usual.positions, usual.advance, usual.chunks, usual.units) == (256, 252, 4, 8064)
     assert (wide.positions, wide.advance, wide.chunks, wide.units) == (512, 504, 6, 4096)
-    few = (4, *sizes[0][1:]), *sizes[1:]  # 252 units, or 128
-    assert [Cut(*few, 0, 4, n).positions for n in (32, 126)] == [512, 256]
+    # 252 units, or 128, by two loading warpgroups a block: of 64, 2 x 4 chunks or 1 x 6
+    few = (4, *sizes[0][1:]), *sizes[1:]
+    assert [Cut(*few, 0, 4, n).positions for n in (32, 64, 126)] == [512, 512, 256]
+    assert sum(Cut(*cut, 0, 4, 1).positions == 512 for cut in CUTS) >= 3
     rows = (128, 3, 224, 224), (32, 3, 3, 3), (1, 1, 1, 1)  # too long: wide units are of half rows
     usual, wide = (Cut(*rows, 0, 4, n) for n in (MULTIPROCESSORS, 132))
     assert (usual.strips, usual.chunks, wide.strips, wide.chunks) == (1, 6, 2, 6)

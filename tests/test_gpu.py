@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import fx_fuser
+from benchmarks import measure
 from benchmarks.measure import float32_settings
 from benchmarks.problems import PROBLEMS
 from fx_fuser import native, timing
@@ -337,6 +339,20 @@ def test_split_backward_keeps_small_gradients_exact(rows: int, scale: float) -> 
         assert relative_error(mine, truth) <= max(2 * relative_error(other, truth), 6e-7)
 
 
+@gpu
+def test_the_gpus_part_of_a_step_hides_the_hosts() -> None:
+    x = torch.randn(4096, 4096, device="cuda")
+
+    def slow_host() -> Tensor:
+        time.sleep(2e-3)
+        return x[0] + 1
+
+    steps = {"slow host": slow_host, "slow GPU": lambda: x @ x}
+    found = measure.gpu_ms(steps, [], torch.device("cuda", 0))
+    assert 0 < found["slow host"] < 0.5 < found["slow GPU"]
+    assert measure.gpu_ms({}, [], torch.device("cuda", 0)) == {}
+
+
 @hopper
 def test_a_turned_product_is_made_in_parts() -> None:
     """Of rows that are copied and split in little memory, the last part smaller than the others."""
@@ -349,7 +365,7 @@ def test_a_turned_product_is_made_in_parts() -> None:
     before = torch.cuda.memory_allocated()
     found = torch.ops.fx_fuser.split_product.default(dz.t(), x.t(), kernel)
     extra = torch.cuda.max_memory_allocated() - before - found.nbytes
-    assert extra < 20 << 20  # of 41 for all rows at once
+    assert 10 << 20 < extra < 20 << 20  # 41 for all rows at once, nothing by the library
     exact = dz.double().t() @ x.double()
     assert relative_error(found, exact) <= 4e-7
     assert relative_error(found[4500:], exact[4500:]) <= 4e-7
