@@ -339,7 +339,6 @@ def test_split_backward_keeps_small_gradients_exact(rows: int, scale: float) -> 
         assert relative_error(mine, truth) <= max(2 * relative_error(other, truth), 6e-7)
 
 
-@gpu
 def test_the_gpus_part_of_a_step_hides_the_hosts() -> None:
     x = torch.randn(4096, 4096, device="cuda")
 
