@@ -8,13 +8,11 @@ on random data.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +21,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
+from benchmarks import harness
 from benchmarks.conv_sm90 import CUDA, DTYPES, NONE, ROUNDED, Padding, convolve, random_case
 from benchmarks.linear_sm90 import SENTINEL
 from benchmarks.measure import float32_settings, median_ms
@@ -447,19 +446,8 @@ def timing() -> list[list[object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.conv_backward_sm90")
-    parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--skip-timing", action="store_true")
-    parser.add_argument("--cases", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-
-    started = time.perf_counter()
-
-    def done(what: str) -> None:
-        torch.cuda.synchronize()
-        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
-
+    chosen = harness.parser("conv_backward_sm90", cases=60).parse_args()
+    done = harness.progress()
     native.prepare([*IDENTITY.values(), *SCALED.values()], CUDA)
     done("built")
     failures: list[str] = []
@@ -480,16 +468,13 @@ def main() -> int:
             times = timing()
             done("timing")
 
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    tables = []
     if table:
         heads = ["", "data", "mode", *(v for name in NAMES for v in (name, "eager's"))]
-        print(tabulate(table, heads, floatfmt=".1e") + "\n")
+        tables.append(tabulate(table, heads, floatfmt=".1e"))
     if times:
-        print(tabulate(times, ["", "", "ms", "again"], floatfmt=".4f") + "\n")
-    for failure in failures[:40]:
-        print("FAIL", failure[:400])
-    print(f"{len(failures)} checks failed" if failures else "all checks passed")
-    return 1 if failures else 0
+        tables.append(tabulate(times, ["", "", "ms", "again"], floatfmt=".4f"))
+    return harness.report(tables, failures)
 
 
 if __name__ == "__main__":

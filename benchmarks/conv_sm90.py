@@ -8,12 +8,10 @@ on random data.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from benchmarks import harness
 from benchmarks.linear_sm90 import FLOOR, SENTINEL, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build, native
@@ -510,19 +509,8 @@ def timing(failures: list[str]) -> list[list[object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.conv_sm90")
-    parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--skip-timing", action="store_true")
-    parser.add_argument("--cases", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-
-    started = time.perf_counter()
-
-    def done(what: str) -> None:
-        torch.cuda.synchronize()
-        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
-
+    chosen = harness.parser("conv_sm90", cases=150).parse_args()
+    done = harness.progress()
     native.prepare([e.source for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
     native.prepare_batch_stats(CUDA)
     done("built")
@@ -547,18 +535,15 @@ def main() -> int:
             times = timing(failures)
             done("timing")
 
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    tables = []
     if errors:
         heads = ["", "data", "ours", "eager", "normalised", "eager's"]
-        print(tabulate(errors, heads, floatfmt=".1e") + "\n")
+        tables.append(tabulate(errors, heads, floatfmt=".1e"))
     if times:
         heads = ["", "ms", "again", "sustained", "eager", "×", "error", "eager's"]
         formats = ["", ".4f", ".4f", ".4f", ".3f", ".2f", ".1e", ".1e"]
-        print(tabulate(times, heads, floatfmt=formats) + "\n")
-    for failure in failures[:30]:
-        print("FAIL", failure[:400])
-    print(f"{len(failures)} checks failed" if failures else "all checks passed")
-    return 1 if failures else 0
+        tables.append(tabulate(times, heads, floatfmt=formats))
+    return harness.report(tables, failures)
 
 
 if __name__ == "__main__":

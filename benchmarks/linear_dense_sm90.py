@@ -10,10 +10,8 @@ default and max-autotune.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
+from benchmarks import harness
 from benchmarks.linear_sm90 import SENTINEL, host_us, random_operand, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build, native
@@ -318,21 +317,11 @@ COLUMNS = ("ours", "again", "two", "linear", "eager", "default", "tuned")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_dense_sm90")
-    parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--skip-timing", action="store_true")
+    parser = harness.parser("linear_dense_sm90", cases=200)
     parser.add_argument("--compiled", action="store_true", help="time torch.compile, too")
     parser.add_argument("--only", default="", help="time those whose name has this in it")
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-
-    started = time.perf_counter()
-
-    def done(what: str) -> None:
-        torch.cuda.synchronize()
-        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
-
+    done = harness.progress()
     timed = [(e, dtype) for name, e, _, _, _, dtype in TIMED if chosen.only in name]
     sources = [kind(dtype) for e, dtype in timed for kind in (e.source, e.pointwise)]
     if not chosen.skip_checks:
@@ -354,15 +343,12 @@ def main() -> int:
             times = timing(chosen.only, chosen.compiled, failures)
             done("timing")
 
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    tables = []
     if times:
         heads = ["", *COLUMNS, "sustained", "TFLOP/s", "error", "eager's"]
         formats = ["", *[".4f"] * (len(COLUMNS) + 1), ".0f", ".1e", ".1e"]
-        print(tabulate(times, heads, floatfmt=formats) + "\n")
-    for failure in failures[:30]:
-        print("FAIL", failure)
-    print(f"{len(failures)} checks failed" if failures else "all checks passed")
-    return 1 if failures else 0
+        tables.append(tabulate(times, heads, floatfmt=formats))
+    return harness.report(tables, failures)
 
 
 if __name__ == "__main__":

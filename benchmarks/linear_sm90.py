@@ -10,14 +10,11 @@ splitting of x included; `sustained` is the mean of 0.4 s back to back, where th
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -25,9 +22,8 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import results
+from benchmarks import harness, results
 from benchmarks.measure import float32_settings, machine, median_ms
-from benchmarks.results import Figures
 from fx_fuser import build, native
 
 CUDA = torch.device("cuda")
@@ -481,21 +477,11 @@ CHECKS = (special_values, wrong_guesses, strained_neighbours, refusals, graphs_a
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_sm90")
-    parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--skip-timing", action="store_true")
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = harness.parser("linear_sm90", cases=200)
     parser.add_argument("--results", type=Path, metavar="FOLDER")
     parser.add_argument("--commit", help="what is measured, for the results")
     chosen = parser.parse_args()
-
-    started = time.perf_counter()
-
-    def done(what: str) -> None:
-        torch.cuda.synchronize()
-        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
-
+    done = harness.progress()
     native.prepare([e.source for e in EXAMPLES], CUDA)
     done("built")
     failures: list[str] = []
@@ -517,31 +503,24 @@ def main() -> int:
             times, host = timing(failures), host_times()
             done("timing")
 
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    tables = []
     if errors:
         heads = ["K", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
-        print(tabulate(map(astuple, errors), heads, floatfmt=".1e") + "\n")
+        tables.append(tabulate(map(astuple, errors), heads, floatfmt=".1e"))
     if times:
         heads = ["", "ms", "again", "sustained", "eager", "TFLOP/s", "error", "eager's"]
         formats = ["", ".4f", ".4f", ".4f", ".3f", ".0f", ".1e", ".1e"]
-        print(tabulate(map(astuple, times), heads, floatfmt=formats) + "\n")
-        print(", ".join(f"{name} {us:.1f} us" for name, us in host.items()) + " on the host\n")
+        tables.append(tabulate(map(astuple, times), heads, floatfmt=formats))
+        tables.append(
+            ", ".join(f"{name} {us:.1f} us" for name, us in host.items()) + " on the host"
+        )
     if chosen.results and errors and times:
-        figures: Figures = {
-            **machine(CUDA),
-            "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}",
-            "commit": chosen.commit or "unknown",
-            "accuracy": [asdict(row) for row in errors],
-            "timing": [asdict(row) for row in times],
-        }
-        path = results.linear_path_for(figures["gpu"], chosen.results)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=1) + "\n")
-        print(f"wrote {path}")
-    for failure in failures[:30]:
-        print("FAIL", failure)
-    print(f"{len(failures)} checks failed" if failures else "all checks passed")
-    return 1 if failures else 0
+        here = machine(CUDA)
+        path = results.linear_path_for(here["gpu"], chosen.results)
+        figures = {"accuracy": list(map(asdict, errors)), "timing": list(map(asdict, times))}
+        results.save(path, here, chosen.commit, **figures)
+        tables.append(f"wrote {path}")
+    return harness.report(tables, failures)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import measure, report, results, run
+from benchmarks import harness, measure, report, results, run
 from benchmarks.measure import Case
 from benchmarks.problems import PROBLEMS, Size
 from benchmarks.results import Row
@@ -300,3 +300,27 @@ def test_the_seed_models_compute_what_they_are_named_for() -> None:
     model, x = PROBLEMS["70"].make(TINY["70"], CPU)
     z: Tensor = model.get_submodule("gemm")(x)
     torch.testing.assert_close(model(x), z + 2.0 * torch.sigmoid(z))
+
+
+def test_a_harness_says_what_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    chosen = harness.parser("conv_sm90", cases=7).parse_args(["--seed", "3"])
+    assert (chosen.cases, chosen.seed, chosen.skip_checks, chosen.skip_timing) == (
+        7,
+        3,
+        False,
+        False,
+    )
+    harness.progress()("the first step")
+    assert harness.report(["a table"], []) == 0
+    out = capsys.readouterr().out
+    assert all(
+        text in out for text in ("s  the first step", "NVIDIA Test", "a table", "all checks")
+    )
+    assert harness.report([], [f"case {i}" for i in range(40)]) == 1
+    said = capsys.readouterr()
+    assert "FAILED case 29\n" in said.err and "and 10 more" in said.err
+    assert "all checks" not in said.out
