@@ -466,7 +466,7 @@ def test_a_fork_after_initialisation(options: str) -> None:
 def test_two_threads_compile_and_one_fails(
     monkeypatch: pytest.MonkeyPatch, recorder: Recorder
 ) -> None:
-    """The other's model fuses; both give the right result. (Both right: tests/test_training.py.)"""
+    """The other's model fuses; both give the right result. (Both right: tests/test_compile.py.)"""
     models, x = [ThreePatterns().eval() for _ in range(2)], images()
     monkeypatch.setattr(rewrite, "replace", _after(3, rewrite.replace))
     values: dict[int, Tensor] = {}

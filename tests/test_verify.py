@@ -597,7 +597,7 @@ def _ddp_step(rank: int, store: str, out: str) -> None:
             value.square().sum().backward()
     grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters())]
     torch.save((pairs[1], grads, len(told), dict(counters["fx_fuser_wrong"]), sites()), out)
-    os._exit(0)  # see tests/test_training.py
+    os._exit(0)  # see tests/test_compile.py
 
 
 def test_under_ddp_with_several_buckets(tmp_path: Path) -> None:
