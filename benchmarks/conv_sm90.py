@@ -224,10 +224,12 @@ def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor
         if is_stem:
             x, kernel, count = (8, 3, 224, 224), (3, 3), 8
         weight = count, x[1], *kernel
-        cut = native.conv_direct_cut(
-            x, weight, padding, 0, 0, dtype.itemsize, gpu.multi_processor_count
+        # With more multiprocessors than units, units are never wide.
+        usual, cut = (
+            native.conv_direct_cut(x, weight, padding, 0, 0, dtype.itemsize, multiprocessors)
+            for multiprocessors in (2**20, gpu.multi_processor_count)
         )
-        if cut and cut[7] > 256:  # positions of a unit
+        if cut != usual:
             return *_values(x, weight, dtype), padding
 
 

@@ -171,21 +171,21 @@ def whole_nets(precisions: Sequence[str], batch: int, side: int) -> list[DrawnCa
 def judged(rows: Sequence[Row], slowest: float = SLOWEST) -> tuple[dict[str, Any], str | None]:
     """A line of the table, and what is wrong with it."""
     of = {row["system"]: row for row in rows}
-    reason = None
-    ratios = []
+    reasons, ratios = [], []
     for name, peer in (("fx_fuser", "inductor"), (TUNED.name, "max-autotune")):
-        if name != "fx_fuser" and name not in of:
+        if name not in of:
             continue
-        ours = of[name]
+        row, theirs = of[name], of[peer]["ms"] if peer in of else None
         # What is left alone is as exact as Inductor, of which this is no test.
-        was_left = ours.get("left") and not ours.get("fused") and "error" not in ours
-        reason = reason or (None if was_left else complaint(ours))
-        theirs = of[peer]["ms"] if peer in of else None
-        ratio = theirs / ours["ms"] if theirs and ours["ms"] else None
-        if ratio is not None:
-            ratios.append(ratio)
-        if reason is None and (ratio is None or ratio < slowest):
-            reason = f"{ratio:.2f} of {peer}'s speed" if ratio else "nothing to compare with"
+        was_left = row.get("left") and not row.get("fused") and "error" not in row
+        reasons.append(None if was_left else complaint(row))
+        if not theirs or not row["ms"]:
+            reasons.append("nothing to compare with")
+            continue
+        ratios.append(theirs / row["ms"])
+        if ratios[-1] < slowest:
+            reasons.append(f"{ratios[-1]:.2f} of {peer}'s speed")
+    reason = next(filter(None, reasons), None)
     ours = of["fx_fuser"]
     times = {name: row["ms"] for name, row in of.items()}
     line = {
@@ -241,7 +241,7 @@ def _key(line: dict[str, Any]) -> tuple[str, ...]:
     return line["case"], line["dtype"], line["mode"]
 
 
-def _name(case: DrawnCase) -> tuple[str, ...]:
+def _key_of(case: DrawnCase) -> tuple[str, ...]:
     return case.problem.name, case.precision, case.mode
 
 
@@ -290,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     here = measure.machine(device)
     path = results.path_for(here["gpu"], args.results)
     commit = args.commit or commit_here()
-    cases = {_name(case): (case, *how) for case, *how in [*nets, *drawn][first::step]}
+    cases = {_key_of(case): (case, *how) for case, *how in [*nets, *drawn][first::step]}
     before = json.loads(args.again.read_text())["cases"] if args.again else []
     found = {_key(line): line for line in before}
     passed = {key for key, line in found.items() if not line["wrong"]}

@@ -35,6 +35,7 @@ _SIGNATURE = re.compile(rf"^FX_FUSER_({'|'.join(_MACROS)})\((.*)\)\s*;?\s*$", re
 # The others run everywhere.
 _ONLY_ON = dict.fromkeys(_MACROS[1:], "sm_90a")
 _NO_KERNEL = 0  # the handle where the device has no such kernel
+_MULTIPROCESSORS = 132  # of an H200
 
 
 def available(device: torch.device | str | int) -> str | None:
@@ -176,7 +177,7 @@ def conv_direct_cut(
     out_bytes: int,
     operands: int = 0,
     x_bytes: int = 4,
-    multiprocessors: int = 132,
+    multiprocessors: int = _MULTIPROCESSORS,
 ) -> list[int]:
     """How `conv_direct` cuts a convolution of these sizes into units; empty if it does not take it.
 
@@ -267,7 +268,7 @@ def conv_direct_backward_cut(
     weight: Sequence[int],
     padding: Sequence[int],
     with_input: bool,
-    multiprocessors: int = 132,
+    multiprocessors: int = _MULTIPROCESSORS,
     x_bytes: int = 4,
 ) -> list[int]:
     """How `conv_direct_backward` cuts a convolution; empty if it does not take it. Needs no GPU.

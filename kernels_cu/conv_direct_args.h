@@ -166,6 +166,7 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
 
 // Cuts a convolution into units. Nothing where the kernels do not take it. `x_bytes`: of an element
 // of x and weight, 4 or 2. `out_bytes`: of one of the result, 0 where only sums are made.
+// `positions`: of a unit; see conv_statistics_geometry.
 inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x_bytes,
                                                    int out_bytes,
                                                    int64_t positions = kConvPositions) {
@@ -202,7 +203,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   if (chunks == 0) return std::nullopt;
 
   // The widest strips whose units' pixels fit, all as wide as each other.
-  const int64_t spared = positions / 8;
+  const int64_t spared = positions / 8;  // what a unit may have less, below
   const int64_t room = chunks * kConvChunk - positions + (positions > kConvPositions ? spared : 0);
   int64_t widest = shape.out_w();
   if (room < gap) return std::nullopt;

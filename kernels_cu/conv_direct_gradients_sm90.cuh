@@ -3,6 +3,7 @@
 
 #include "conv_direct_backward_args.h"
 #include "conv_direct_products_sm90.cuh"
+#include "epilogue_math.cuh"
 
 namespace fx_fuser::conv_direct {
 

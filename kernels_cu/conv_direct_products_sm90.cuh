@@ -6,7 +6,7 @@
 
 namespace fx_fuser::conv_direct {
 
-constexpr int kHalf = kConvPositions / 2;  // what an instruction multiplies
+constexpr int kPart = 128;  // positions that an instruction multiplies
 template <class X>
 constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of 3 x 3 taps
 

@@ -58,7 +58,7 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   std::conditional_t<kSplits<X> && kSteps == kUsualSteps<X>, KeptWeights, NoWeights> kept;
   if constexpr (std::is_same_v<decltype(kept), KeptWeights>) kept.load(args, shared);
   multiply_units<X, kSteps>(
-      args, shared, walk.first, walk.step, 1, kConvPositions / kHalf, Cursor{},
+      args, shared, walk.first, walk.step, 1, kConvPositions / kPart, Cursor{},
       [&](int slot, int half, const float (&sum)[64]) {
         if (half == 0) {
           // The channel eight rows below has the same shift: eight planes are whole vectors.
@@ -105,7 +105,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
   float squares[2][2];
   Cursor cursor;
   for (int i = 0; i < worker; ++i) cursor.advance(args.slots);
-  const int parts = args.positions / kHalf;
+  const int parts = args.positions / kPart;
   const auto measure = [&](int slot, int part, const float (&sum)[64]) {
     if (part == 0) {
       count = 0;

@@ -146,7 +146,8 @@ def test_rounds_take_all_in_changing_orders_and_none_twice_running(names: str) -
     behind = {(a, b) for a, b in itertools.pairwise(seen)}
     if len(names) > 1:
         assert all(a != b for a, b in behind)
-    assert len(behind) >= 0.8 * len(names) * (len(names) - 1)
+    if len(names) > 2:
+        assert all(len({a for a, b in behind if b == name}) > 1 for name in names)
 
 
 def test_float32_settings_are_put_back() -> None:
@@ -308,12 +309,8 @@ def test_a_harness_says_what_failed(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     chosen = harness.parser("conv_sm90", cases=7).parse_args(["--seed", "3"])
-    assert (chosen.cases, chosen.seed, chosen.skip_checks, chosen.skip_timing) == (
-        7,
-        3,
-        False,
-        False,
-    )
+    assert (chosen.cases, chosen.seed) == (7, 3)
+    assert not chosen.skip_checks and not chosen.skip_timing
     harness.progress()("the first step")
     assert harness.report(["a table"], []) == 0
     out = capsys.readouterr().out

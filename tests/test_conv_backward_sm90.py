@@ -4,6 +4,7 @@ as meant and, on a Hopper GPU, is right."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -76,10 +77,12 @@ def test_refused(x, weight, with_input) -> None:
     assert native.conv_direct_backward_cut(x, weight, NONE, with_input) == []
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @needs_nvcc
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ["float", "__nv_bfloat16", "__half"])
-@pytest.mark.parametrize("operands", [0, 7])
+@pytest.mark.parametrize("value", ["float", slow("__nv_bfloat16"), slow("__half")])
+@pytest.mark.parametrize("operands", [0, slow(7)])
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, operands, value
 ) -> None:

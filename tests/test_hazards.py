@@ -27,11 +27,13 @@ from helpers import (
     compiled,
     conv_program,
     fused,
+    gate,
     leaf,
     linear_program,
     recorded,
     run,
 )
+from test_refused_regions import no_grad_sigmoid
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -50,18 +52,6 @@ class Trap:
     grad: bool | None = None
     dynamic: bool | None = None
     inner: str = "aot_eager"
-
-
-def _gate(m: Any, x: Tensor) -> Tensor:
-    z = m.lin(x)
-    return z * torch.sigmoid(z) * 2.0
-
-
-def _no_grad_inside(m: Any, x: Tensor) -> Tensor:
-    z = m.lin(x)
-    with torch.no_grad():
-        s = torch.sigmoid(z)
-    return z * s * 2.0
 
 
 def _x_written(m: Any, x: Tensor) -> Any:
@@ -166,14 +156,14 @@ TRAPS: dict[str, Trap] = {
         _rows,
         dynamic=True,
     ),
-    "no_grad inside": Trap("one_region", _linear(_no_grad_inside), _leaf_rows, train=True),
+    "no_grad inside": Trap("one_region", _linear(no_grad_sigmoid), _leaf_rows, train=True),
     "inside vmap": Trap(
-        "one_region", _linear(lambda m, x: torch.func.vmap(lambda v: _gate(m, v))(x)), _rows
+        "one_region", _linear(lambda m, x: torch.func.vmap(lambda v: gate(m, v))(x)), _rows
     ),
     "inside jvp": Trap(
         "one_region",
         _linear(
-            lambda m, x: torch.func.jvp(lambda v: _gate(m, v), (x,), (torch.ones_like(x),))[1]
+            lambda m, x: torch.func.jvp(lambda v: gate(m, v), (x,), (torch.ones_like(x),))[1]
         ),
         _rows,
     ),
@@ -296,7 +286,7 @@ def test_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On "meta" no kernel op runs; without the check one is asked to."""
     asked: list[torch.device] = []
     monkeypatch.setattr(backend.plan, "unavailable", lambda device: asked.append(device))
-    model, x = linear_program(_gate).to("meta"), torch.randn(4, 8, device="meta")
+    model, x = linear_program(gate).to("meta"), torch.randn(4, 8, device="meta")
     assert compiled(model)(x).shape == (4, 6)
     assert fused() == {} and asked == []
     torch._dynamo.reset()
@@ -364,7 +354,7 @@ def test_the_tag_is_set_while_the_inner_compiler_runs(monkeypatch: pytest.Monkey
             lambda gm, inputs: seen.append(torch.compiler.config.cache_key_tag) or gm.forward
         ),
     )
-    compiled(linear_program(_gate))(leaf(4, 8))
+    compiled(linear_program(gate))(leaf(4, 8))
     assert seen == [backend._cache_tag()]
     assert torch.compiler.config.cache_key_tag == ""
     torch._dynamo.reset()
@@ -420,7 +410,7 @@ def test_double_backward_raises(pattern: str, inner: str) -> None:
 
 
 def test_gradients_with_create_graph_are_right_the_first_time() -> None:
-    model, x = linear_program(_gate), leaf(4, 8)
+    model, x = linear_program(gate), leaf(4, 8)
     expected = torch.autograd.grad(model(x).sum(), x)
     y = compiled(model, inner="eager")(x)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x, create_graph=True), expected)
@@ -455,7 +445,7 @@ def test_input_write_is_load_bearing_with_inner_eager(monkeypatch: pytest.Monkey
 
 
 def test_failure_of_ours_leaves_the_users_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = linear_program(_gate), leaf(4, 8)
+    model, x = linear_program(gate), leaf(4, 8)
     monkeypatch.setattr(ops, "graph_call", lambda *a, **k: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         got = compiled(model, strict=False)(x)
@@ -468,7 +458,7 @@ def test_failure_of_ours_leaves_the_users_graph(monkeypatch: pytest.MonkeyPatch)
 
 def test_rewritten_nodes_have_fresh_meta() -> None:
     with recorded() as graphs:
-        compiled(linear_program(_gate))(leaf(4, 8))
+        compiled(linear_program(gate))(leaf(4, 8))
     (node,) = [n for n in graphs[0].graph.nodes if "fx_fuser" in str(n.target)]
     allowed = {"example_value", "stack_trace", "nn_module_stack", "source_fn_stack"}
     assert set(node.meta) <= allowed

@@ -93,6 +93,9 @@ def decide(match: Match, **options: Any) -> Plan | Refusal:
     return decision
 
 
+# ---- linears -------------------------------------------------------------------------------------
+
+
 def test_on_a_cpu_the_inner_compiler_has_the_plain_ops(match_of: Any) -> None:
     match = match_of(swish, *linear_tensors())
     assert decide(match) == Plan(False, LIBRARY)
@@ -255,6 +258,9 @@ def test_option_fp32_on_a_convolution(
     product = "library" if option == "ieee" else "direct"
     choices = {**CONV, "tf32": tf32, "product": product}
     assert decide(match, fp32=option, plan="always") == Plan(True, choices, product)
+
+
+# ---- convolutions --------------------------------------------------------------------------------
 
 
 def half_norm(match_of: Any, channels: int = 9, dtype: torch.dtype = torch.bfloat16) -> Match:

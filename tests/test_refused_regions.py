@@ -129,7 +129,7 @@ def test_conv_spelled_around_a_write(anchor: Body, tail: Body, dynamic: bool) ->
 # ---- hazard C: regions ----------------------------------------------------------------------
 
 
-def _no_grad_sigmoid(m: Any, x: Tensor) -> Tensor:
+def no_grad_sigmoid(m: Any, x: Tensor) -> Tensor:
     z = m.lin(x)
     with torch.no_grad():
         s = torch.sigmoid(z)
@@ -179,9 +179,9 @@ def _autocast_off_inside(m: Any, x: Tensor) -> Tensor:
 
 
 REGIONS: dict[str, tuple[Body, str]] = {
-    f.__name__[1:]: (f, "grad mode, autocast or another mode changes")
+    f.__name__.lstrip("_"): (f, "grad mode, autocast or another mode changes")
     for f in (
-        _no_grad_sigmoid,
+        no_grad_sigmoid,
         _no_grad_linear,
         _no_grad_product,
         _enable_grad,
