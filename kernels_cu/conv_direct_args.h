@@ -110,6 +110,7 @@ struct ConvDirectArgs {
   bool c_is_like_out;  // where whole vectors can be stored
   int32_t tail_bytes;  // after the slots
   int32_t positions;   // of a unit
+  int32_t paired;      // units, one after the other, that share a slot: 1 or 2
 };
 
 struct ConvShape {
@@ -274,14 +275,49 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
       conv_steps(args.kernel_h, args.kernel_w, narrow(pitch), narrow(chunks * kConvChunk), split);
   args.steps = narrow(static_cast<int64_t>(steps.size()));
   args.place_bytes = 4;
+  args.paired = 1;
   std::copy(steps.begin(), steps.end(), args.step);
   return args;
+}
+
+// Lets two units after each other share a slot, where that loads fewer pixels: of 16 bits, for the
+// kernel that applies the epilogue ahead of the stages.
+inline void pair_units(ConvDirectArgs& args) {
+  const int64_t strip = args.strip.size;
+  const int64_t gap = args.kernel_w - 1;
+  const int64_t per_strip = ceil_div(args.units_per_strip.size, 2) * 2;
+  const int64_t advance = ceil_div(ceil_div(args.elements, per_strip), 2) * 2;
+  if (args.strips.size != 1 || advance <= args.lead || advance > args.advance ||
+      advance * (per_strip - 1) >= args.elements) {
+    return;
+  }
+  const auto positions_of = [&](int64_t count) { return count + gap * ceil_div(count - 1, strip); };
+  const int64_t halo = (args.kernel_h - 1) * args.pitch.size + gap;
+  const int64_t further =
+      advance + gap * ceil_div(advance, strip);  // the second's than the first's
+  // What products read beyond the pixels must be behind the slots at most.
+  const int64_t positions =
+      std::max(positions_of(advance + args.lead), int64_t{kConvPositions - kConvPositions / 8});
+  const int64_t chunks = ceil_div(further + positions + halo, int64_t{kConvChunk});
+  if (chunks > kConvMaxChunks || chunks >= 2 * args.chunks) return;
+  const int64_t slot_bytes = chunks * kConvChunk * 16;
+  const int64_t fixed = args.weight_bytes + kConvStageBytes + args.zero_bytes + kConvTailBytes;
+  const int64_t slots = (kConvMaxShared - fixed) / (slot_bytes + 2 * kConvPlaceBytes);
+  if (slots < 2) return;
+  args.paired = 2;
+  args.units_per_strip = make_divisor(static_cast<uint32_t>(per_strip));
+  args.units = static_cast<int32_t>(args.samples * per_strip);
+  args.advance = static_cast<int32_t>(advance);
+  args.chunks = static_cast<int32_t>(chunks);
+  args.slots = static_cast<int32_t>(std::min<int64_t>(slots, kConvMaxSlots));
+  args.slot_bytes = static_cast<int32_t>(slot_bytes);
+  args.tail_bytes = kConvTailBytes + args.slots * 2 * kConvPlaceBytes;
 }
 
 // As many blocks as keep all multiprocessors busy, and of each group of channels the same.
 inline int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
   const int64_t of_group = std::max<int64_t>(multiprocessors / args.groups, 1);
-  return std::min<int64_t>(of_group, args.units) * args.groups;
+  return std::min<int64_t>(of_group, args.units / args.paired) * args.groups;
 }
 
 // For statistics: wide units where the loading warpgroup with most of them, one of a block's two,

@@ -58,16 +58,19 @@ struct KeptWeights {
 };
 struct NoWeights {};
 
-// Starts all taps' products of a part of a slot's positions, twice as many as a thread has sums;
+// Starts all taps' products of a part of a slot's positions, twice as many as a thread has sums,
+// of a unit whose pixels begin `further` on;
 // kSteps: how many there are, if known.
 // sum[4i + 2r + t]: channel 16 warp + lane / 4 + 8r, position 8i + 2 (lane % 4) + t.
 template <class X, int kSteps, int kSums, class Kept = NoWeights>
 __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const Shared& shared,
                                                int slot, int part, float (&sum)[kSums],
-                                               [[maybe_unused]] const Kept& kept = {}) {
+                                               [[maybe_unused]] const Kept& kept = {},
+                                               int further = 0) {
   const uint32_t weight = ptx::uniform(ptx::shared_address(shared.weight) >> 4);
-  const uint32_t pixels = ptx::uniform(
-      (ptx::shared_address(shared.slot) + slot * args.slot_bytes) / 16 + part * (2 * kSums));
+  const uint32_t pixels =
+      ptx::uniform((ptx::shared_address(shared.slot) + slot * args.slot_bytes) / 16 +
+                   part * (2 * kSums) + further);
   const uint32_t zeros = ptx::uniform(ptx::shared_address(shared.zeros) / 16);
   const int steps = kSteps > 0 ? kSteps : args.steps;
   ptx::pin(sum);

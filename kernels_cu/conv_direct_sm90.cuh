@@ -236,7 +236,13 @@ struct Kernels {
       const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
       if (warpgroup == 0) {
         ptx::give_registers<kLoadRegisters>();
-        load_units<X, 1, true>(args, shared, 0);
+        if (args.paired == 2) {
+          const Walk walk(args);
+          load_units<X, 1, true, kConvMaxChunks, 2>(args, shared, 0,
+                                                    Stride{2 * walk.first, 2 * walk.step}, nullptr);
+        } else {
+          load_units<X, 1, true>(args, shared, 0);
+        }
       } else if (warpgroup < 3) {
         ptx::take_registers<kApplyRegisters>();
         ptx::wait_for_prerequisites();

@@ -358,49 +358,61 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     float operand[2][kSlots] = {};
     Cursor slot;
     Cursor stage;
-    for (int index = walk.first; index < args.units; index += walk.step) {
+    const int begin = walk.first * args.paired;
+    for (int index = begin; index < args.units; index += walk.step * args.paired) {
       ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
-      float sum[64];
-      if (args.steps == kUsualSteps<X>) {
-        start_products<X, kUsualSteps<X>>(args, shared, slot.slot, part, sum);
-      } else {
-        start_products<X, 0>(args, shared, slot.slot, part, sum);
-      }
-      const int2 unit = tail.unit[slot.slot];
-      if (args.any_per_sample || index == walk.first) {
-        const Store of_sample{args, Unit{unit.x}};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int present = min(output + 8 * r, args.outputs - 1);
-          ((operand[r][kOperand] =
-                convert<float>(*of_sample.template channel_of<kOperand, In>(present))),
-           ...);
+#pragma unroll 1
+      for (int nth = 0; nth < args.paired; ++nth) {
+        int2 unit = tail.unit[slot.slot];
+        int further = 0;
+        if (nth == 1) {
+          const int2 second = tail.second[slot.slot];
+          unit.y = second.x;
+          further = second.y;
         }
-      }
-      // The channel eight rows below has the same shift: eight planes are whole vectors.
-      Out* row = shared.staged<Out>(stage.slot, channel) +
-                 shift_of<kVectorOf<Out>>(phase_of(args, unit.x, output), unit.y);
-      const auto* places =
-          reinterpret_cast<const uint4*>(tail.place[slot.slot]) + part * 16 + lane % 4;
-      ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
-      ptx::wgmma_wait<0>();
-      ptx::pin(sum);
-      Vec<Out, 2> pair[32];
+        float sum[64];
+        if (args.steps == kUsualSteps<X>) {
+          start_products<X, kUsualSteps<X>>(args, shared, slot.slot, part, sum, NoWeights{},
+                                            further);
+        } else {
+          start_products<X, 0>(args, shared, slot.slot, part, sum, NoWeights{}, further);
+        }
+        if (args.any_per_sample || (index == begin && nth == 0)) {
+          const Store of_sample{args, Unit{unit.x}};
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        pair[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
-                                    apply(args, sum[2 * i + 1], operand[i % 2]));
+          for (int r = 0; r < 2; ++r) {
+            const int present = min(output + 8 * r, args.outputs - 1);
+            ((operand[r][kOperand] =
+                  convert<float>(*of_sample.template channel_of<kOperand, In>(present))),
+             ...);
+          }
+        }
+        // The channel eight rows below has the same shift: eight planes are whole vectors.
+        Out* row = shared.staged<Out>(stage.slot, channel) +
+                   shift_of<kVectorOf<Out>>(phase_of(args, unit.x, output), unit.y);
+        const auto* places =
+            reinterpret_cast<const uint4*>(tail.place[slot.slot * args.paired + nth]) + part * 16 +
+            lane % 4;
+        ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+        ptx::wgmma_wait<0>();
+        ptx::pin(sum);
+        Vec<Out, 2> pair[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          pair[i] = convert_pair<Out>(apply(args, sum[2 * i], operand[i % 2]),
+                                      apply(args, sum[2 * i + 1], operand[i % 2]));
+        }
+        if (args.pairs) {
+          stage_pairs<Out, true>(pair, places, row);
+        } else {
+          stage_pairs<Out, false>(pair, places, row);
+        }
+        ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+        stage.advance(kStagesOf<Out>);
       }
-      if (args.pairs) {
-        stage_pairs<Out, true>(pair, places, row);
-      } else {
-        stage_pairs<Out, false>(pair, places, row);
-      }
-      ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
       slot.advance(args.slots);
-      stage.advance(kStagesOf<Out>);
     }
   }
 
@@ -418,8 +430,15 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     const uint64_t plane = static_cast<uint64_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
     Tail& tail = *shared.tail;
     Cursor stage;
-    for (int index = walk.first; index < args.units; index += walk.step) {
+    // Of two units after each other, then of those of the next slot.
+    int index = walk.first * args.paired;
+    for (int nth = 0; index < args.units;) {
       const Store store{args, Unit::at(args, index)};
+      if (++nth == args.paired) {
+        nth = 0;
+        index += (walk.step - 1) * args.paired;
+      }
+      ++index;
       const Unit& unit = store.unit;
       // A row has up to 33 vectors, the first of which is written of a sample's first unit alone:
       // the others make a vector and more ahead of what they write.

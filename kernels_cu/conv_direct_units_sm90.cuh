@@ -35,16 +35,17 @@ struct Tail {
   uint32_t largest_finite[2][4];
   float unscale[kConvMaxSlots];  // of a slot's pixels
   float stage_unscale[4][kConvMaxStages];
-  int2 unit[kConvMaxSlots];  // sample and first element
+  int2 unit[kConvMaxSlots];    // sample and first element
+  int2 second[kConvMaxSlots];  // of two units: its first element, and how many pixels further
   union {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
     // [i / 4][c][i % 4]: of both, the second in the upper half, or of the first alone.
-    alignas(16) uint32_t place[kConvMaxSlots][kConvPositions / 2];
+    alignas(16) uint32_t place[2 * kConvMaxSlots][kConvPositions / 2];
     alignas(16) uint32_t valid[kConvMaxSlots][kConvWidePositions / 32];
   };
 };
 static_assert(offsetof(Tail, place) <= kConvTailBytes);
-static_assert(sizeof(Tail::place) == kConvMaxSlots * kConvPlaceBytes);
+static_assert(sizeof(Tail::place) == 2 * kConvMaxSlots * kConvPlaceBytes);
 
 // Of what stages have: floats, or results of 16 bits.
 template <class T>
@@ -395,7 +396,7 @@ __device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const 
 // the units of this one, of at most kChunks. kPlaces: with a table of places, else a mask of
 // elements. `pivot`, in fp32: of each input channel, is taken from all of its pixels; or
 // null.
-template <class X, int kLoaders, bool kPlaces, int kChunks, class Units>
+template <class X, int kLoaders, bool kPlaces, int kChunks, int kPaired = 1, class Units>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader, Units units, const float* pivot) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -455,7 +456,14 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
     }
     if constexpr (kPlaces) {
-      place_positions(args, unit, tail.place[cursor.slot]);
+      place_positions(args, unit, tail.place[cursor.slot * kPaired]);
+      if constexpr (kPaired == 2) {
+        const Unit second = Unit::at(args, units.index + 1);
+        place_positions(args, second, tail.place[cursor.slot * kPaired + 1]);
+        if (thread == 0) {
+          tail.second[cursor.slot] = make_int2(second.first, second.position - unit.position);
+        }
+      }
     } else {
       mark_valid(args, unit, tail.valid[cursor.slot]);
     }
@@ -469,7 +477,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       Units after = units;
       after.advance();
       if (after.index >= args.units) return;
-      const int positions = kPlaces ? kConvPositions : args.positions;
+      const int positions = kPlaces ? kPaired * kConvPositions : args.positions;
       prefetch_unit<X>(args, Unit::at(args, after.index), positions);
     };
     unit = Unit::at(args, units.index);

@@ -209,13 +209,16 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   std::copy(scalars.begin(), scalars.end(), args->scalar);
 
   const OnDevice on_device(device);
+  const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
+                       !args->any_per_pixel && args->strips.size == 1;
+  if (applies) {
+    args->place_bytes = 2;
+    pair_units(*args);
+  }
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
   // Reads x and weight ahead of the end of what made the operands.
   options.dependent = after_statistics;
-  const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
-                       !args->any_per_pixel && args->strips.size == 1;
-  if (applies) args->place_bytes = 2;
   launch(applies ? kernels.applied : kernels.convolution,
          conv_blocks(*args, kernels.multiprocessors), kConvThreads, current_stream(device), *args,
          options);
