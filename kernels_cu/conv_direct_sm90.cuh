@@ -117,16 +117,12 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
         for (int t = 0; t < 2; ++t) total[r][t] = squares[r][t] = 0;
       }
     }
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      // Of 32 positions the lane has bits 8b + t.
-      const uint32_t valid = tail.valid[slot][part * 4 + word] >> (lane % 4 * 2) & 0x03030303;
-      count += static_cast<float>(__popc(valid));
+    const auto add = [&](int word, uint32_t valid, auto all) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          const bool is_valid = valid >> (8 * i + t) & 1;
+          const bool is_valid = decltype(all)::value || (valid >> (8 * i + t) & 1);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float deviation = sum[(word * 4 + i) * 4 + 2 * r + t] - pivot[r];
@@ -136,6 +132,21 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
             }
           }
         }
+      }
+    };
+    const uint4 valid = *reinterpret_cast<const uint4*>(&tail.valid[slot][part * 4]);
+    const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      // Most lie within a row.
+      if (words[word] == 0xFFFFFFFF) {
+        count += 8;
+        add(word, 0, std::true_type{});
+      } else {
+        // Of 32 positions the lane has bits 8b + t.
+        const uint32_t of_lane = words[word] >> (lane % 4 * 2) & 0x03030303;
+        count += static_cast<float>(__popc(of_lane));
+        add(word, of_lane, std::false_type{});
       }
     }
     if (part != parts - 1 || count == 0) return;
