@@ -128,7 +128,7 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
     if (worker == 0) {
       Pieces next = units;
       next.advance();
-      prefetch_gradients<X>(args, args.group, next.index);
+      prefetch_gradients<X, kConvPositions>(args, args.group, next.index, 0);
     }
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot]), cursor.phase);
     const int2 unit = tail.unit[slot];

@@ -222,10 +222,11 @@ __device__ __forceinline__ const Stored<X>* gradients_of(const ConvBackwardArgs&
          (static_cast<int64_t>(sample) * args.conv.outputs + output) * plane + first;
 }
 
-// Asks the L2 cache for what a unit reads of dy; a channel has two threads of a warpgroup.
-template <class X>
+// Asks the L2 cache for what kPositions of a unit, from `first` on, read of dy; about: positions
+// that are no elements are counted as some. A channel has two threads of a warpgroup.
+template <class X, int kPositions>
 __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args, int group,
-                                                   int index) {
+                                                   int index, int first) {
   constexpr int kLine = 128 / sizeof(X);
   const auto thread = static_cast<int>(ptx::thread_index() % kWarpgroup);
   const int output = group * kConvGroup + thread / 2;
@@ -233,8 +234,8 @@ __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args,
   const Unit unit = Unit::at(args.conv, index);
   const Stored<X>* begin = gradients_of<X>(args, unit.sample, unit.first, output);
 #pragma unroll
-  for (int line = 0; line < kConvPositions / kLine; line += 2) {
-    const int element = (line + thread % 2) * kLine;
+  for (int line = 0; line < kPositions / kLine; line += 2) {
+    const int element = first + (line + thread % 2) * kLine;
     if (element < unit.end - unit.first) ptx::prefetch(begin + element);
   }
 }

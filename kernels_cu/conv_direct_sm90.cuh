@@ -138,8 +138,8 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
     const uint32_t words[4] = {valid.x, valid.y, valid.z, valid.w};
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      // Most lie within a row.
-      if (words[word] == 0xFFFFFFFF) {
+      // Most lie within a row. In 16 bits ptxas makes slower code of it.
+      if (kSplits<X> && words[word] == 0xFFFFFFFF) {
         count += 8;
         add(word, 0, std::true_type{});
       } else {

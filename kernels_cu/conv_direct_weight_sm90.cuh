@@ -216,6 +216,9 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   Cursor cursor;
   for (int i = 0; i < worker; ++i) cursor.advance(conv.slots);
   int index = walk.first + worker * walk.step;
+  // The L2 cache is asked for half a unit, while the half before it is used. A unit ahead was more
+  // than the cache holds of all blocks: in fp32 dy came from memory 1.8 times.
+  constexpr int kAhead = kConvPositions / 2;
   Gradients<X> gradients;
   Loaded<X> dy[32];
   uint32_t valid = 0;
@@ -230,7 +233,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     }
   };
   const auto begin_unit = [&] {
-    prefetch_gradients<X>(args, walk.group, index + kWorkers * walk.step);
+    prefetch_gradients<X, kAhead>(args, walk.group, index, kAhead);
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
     const Unit unit = Unit::at(conv, index);
     gradients.row = gradients_of<X>(args, unit.sample, is_one_strip ? unit.first : unit.column,
@@ -287,6 +290,9 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       for (int i = 0; i < kWorkers; ++i) cursor.advance(conv.slots);
       index += kWorkers * walk.step;
       if (index < conv.units) begin_unit();
+    }
+    if (tile == kAhead / kTile) {
+      prefetch_gradients<X, kAhead>(args, walk.group, index + kWorkers * walk.step, 0);
     }
     if (index < conv.units) load(cursor.slot, tile);
     if constexpr (kSums) {

@@ -339,6 +339,7 @@ def test_steps_agree_bit_for_bit_on_streams_and_in_graphs(dtype) -> None:
 @gpu
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_what_the_kernels_do_not_take_goes_to_torch(training) -> None:
+    native.prepare([conv_backward_sm90.IDENTITY[torch.float32]], "cuda")  # registers the op, too
     *front, t, s, kinds, _, _, _ = conv_args("s", torch.float32, training)
     vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
     dy = torch.randn(2, 4, 4, 6)
