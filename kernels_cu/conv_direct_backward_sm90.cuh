@@ -136,29 +136,35 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
     const auto limit = static_cast<uint32_t>(4 * min(conv.advance, conv.elements - unit.y));
     const auto* sample = reinterpret_cast<const uint8_t*>(
         gradients_of<X>(args, unit.x, unit.y, args.group * kConvGroup + first_channel));
-    FactorTile factors[2];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const int tile = 2 * worker + m;
-      float sum[32];
-      start_tile<X, kSteps>(conv, shared, slot, tile, sum);
-      Loaded<X> dy[32];
-      bool is_valid[2];
+    // Both tiles' gradients are under way at once.
+    Loaded<X> dy[2][32];
+    bool is_valid[2][2];
+    const auto load = [&](int m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int position = tile * kTile + thread / 32 * 16 + lane / 4 + 8 * r;
+        const int position = (2 * worker + m) * kTile + thread / 32 * 16 + lane / 4 + 8 * r;
         const uint32_t word = place_word(tail, slot, position / 2);
         const uint32_t at = position % 2 == 0 ? word & 0xFFFF : word >> 16;
-        is_valid[r] = at < limit;
+        is_valid[m][r] = at < limit;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
             const auto* from = sample + (8 * i + t) * plane * sizeof(X) + (at >> kPlaceShift<X>);
-            dy[4 * i + 2 * r + t] = load_if(is_valid[r] && first_channel + 8 * i + t < outputs,
-                                            reinterpret_cast<const Stored<X>*>(from));
+            dy[m][4 * i + 2 * r + t] = load_if(is_valid[m][r] && first_channel + 8 * i + t < outputs,
+                                               reinterpret_cast<const Stored<X>*>(from));
           }
         }
+      }
+    };
+    FactorTile factors[2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      float sum[32];
+      start_tile<X, kSteps>(conv, shared, slot, 2 * worker + m, sum);
+      if (m == 0) {
+        load(0);
+        load(1);
       }
       ptx::wgmma_wait<0>();
       ptx::pin(sum);
@@ -185,10 +191,10 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             float& value = sum[4 * i + 2 * r + t];
-            const float2 pair = values_of<X>(dy[4 * i + 2 * r], dy[4 * i + 2 * r + 1], false);
+            const float2 pair = values_of<X>(dy[m][4 * i + 2 * r], dy[m][4 * i + 2 * r + 1], false);
             const float d = deviation_of<X>(value, unscale[t], pixel_unscale, mean[t]);
             const float shift = is_training ? fmaf(slope[t], d, offset[t]) : 0.0f;
-            value = is_valid[r] ? fmaf(scale[t], t == 0 ? pair.x : pair.y, shift) : 0.0f;
+            value = is_valid[m][r] ? fmaf(scale[t], t == 0 ? pair.x : pair.y, shift) : 0.0f;
             largest[r] = fmaxf(largest[r], fabsf(value));
           }
         }
