@@ -28,7 +28,7 @@ constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;
 constexpr int kConvSumBytes = kConvSumWorkers * 128 * 4 * 8;  // four doubles a thread
-constexpr int kConvGivenBytes = kConvPositions * kConvColumns * 4;
+constexpr int kConvGivenBytes = (kConvPositions + 1) * kConvColumns * 4;  // and a row of zeros
 constexpr int kConvRingBytes = kConvRing * kConvChannels * 4;
 static_assert(kConvRing >= kConvMaxChunks * kConvChunk);
 

@@ -151,8 +151,9 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
             const auto* from = sample + (8 * i + t) * plane * sizeof(X) + (at >> kPlaceShift<X>);
-            dy[m][4 * i + 2 * r + t] = load_if(is_valid[m][r] && first_channel + 8 * i + t < outputs,
-                                               reinterpret_cast<const Stored<X>*>(from));
+            dy[m][4 * i + 2 * r + t] =
+                load_if(is_valid[m][r] && first_channel + 8 * i + t < outputs,
+                        reinterpret_cast<const Stored<X>*>(from));
           }
         }
       }
@@ -282,23 +283,28 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
   }
 }
 
-// Four values of shared memory if place < limit, else zeros; without a branch.
-__device__ __forceinline__ float4 load_below(uint32_t from, uint32_t place, uint32_t limit) {
-  float4 value;
+// *to = value if `is_wanted`; without a branch.
+__device__ __forceinline__ void store_if(bool is_wanted, float* to, float value) {
   asm volatile(
       "{\n"
-      ".reg .pred below;\n"
-      "setp.lt.u32 below, %5, %6;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "mov.f32 %1, 0f00000000;\n"
-      "mov.f32 %2, 0f00000000;\n"
-      "mov.f32 %3, 0f00000000;\n"
-      "@below ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-      : "r"(from), "r"(place), "r"(limit)
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted st.global.f32 [%0], %1;\n"
+      "}\n" ::"l"(to),
+      "f"(value), "r"(static_cast<int>(is_wanted))
       : "memory");
-  return value;
+}
+
+template <class X>
+__device__ __forceinline__ void store_if(bool is_wanted, X* to, X value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted st.global.b16 [%0], %1;\n"
+      "}\n" ::"l"(to),
+      "h"(reinterpret_cast<const uint16_t&>(value)), "r"(static_cast<int>(is_wanted))
+      : "memory");
 }
 
 // Adds up what the positions give and stores what is complete; a thread has half the channels.
@@ -311,6 +317,7 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
   const int taps = conv.kernel_h * conv.kernel_w;
   const auto pitch = static_cast<int>(conv.pitch.size);
   const int span = kConvPositions + args.offset[taps - 1];
+  constexpr uint32_t kNoPosition = kConvPositions;
   const int plane = conv.h * conv.w;
   const uint32_t given_full = ptx::shared_address(&shared.coefficients->given_full);
   const uint32_t given_empty = ptx::shared_address(&shared.coefficients->given_empty);
@@ -322,6 +329,7 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
   const uint32_t given = ptx::shared_address(shared.given + first_channel);
   const float4 zeros = make_float4(0, 0, 0, 0);
   for (int i = thread / 2; i < kConvRing; i += kWarpgroup / 2) *ring_at(i) = zeros;
+  if (thread < kConvColumns) shared.given[kConvPositions * kConvColumns + thread] = 0;
   ptx::barrier_sync<kWarpgroup>(kGatherBarrier);
   for (Pieces units(args); units.index < conv.units; units.advance()) {
     const Unit unit = Unit::at(conv, units.index);
@@ -335,36 +343,43 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
       const auto row = static_cast<int>(divide(static_cast<uint32_t>(position), conv.pitch));
       const int y = row - conv.top;
       const int x = position - row * pitch - conv.left;
-      if (units.index < units.own || static_cast<uint32_t>(y) >= static_cast<uint32_t>(conv.h) ||
-          static_cast<uint32_t>(x) >= static_cast<uint32_t>(conv.w)) {
-        return;
-      }
-      const float value[4] = {complete.x, complete.y, complete.z, complete.w};
+      const bool is_pixel = units.index >= units.own &&
+                            static_cast<uint32_t>(y) < static_cast<uint32_t>(conv.h) &&
+                            static_cast<uint32_t>(x) < static_cast<uint32_t>(conv.w);
+      float value[4] = {complete.x, complete.y, complete.z, complete.w};
       X* to = sample + static_cast<int64_t>(first_channel) * plane + (y * conv.w + x);
+      if (args.group > 0) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if (is_pixel && first_channel + c < conv.channels) {
+            value[c] += convert<float>(to[static_cast<int64_t>(c) * plane]);
+          }
+        }
+      }
 #pragma unroll
       for (int c = 0; c < 4; ++c, to += plane) {
-        if (first_channel + c >= conv.channels) continue;
-        *to = convert<X>(args.group > 0 ? convert<float>(*to) + value[c] : value[c]);
+        store_if(is_pixel && first_channel + c < conv.channels, to, convert<X>(value[c]));
       }
     };
 #pragma unroll 1
     for (int first_tap = 0; first_tap < taps; first_tap += kConvBackwardTaps) {
       const int complete = first_tap + kConvBackwardTaps >= taps ? end : unit.position;
       ptx::mbarrier_wait(given_full, given_phase);
-      int offset[kConvBackwardTaps];
+      uint32_t offset[kConvBackwardTaps];
 #pragma unroll
       for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-        offset[tap] = args.offset[min(first_tap + tap, taps - 1)];
+        offset[tap] = first_tap + tap < taps ? -args.offset[first_tap + tap] : -kConvRing;
       }
+      ptx::pin(offset);  // in registers of threads: `min` takes no uniform ones
       for (int i = thread / 2; i < span; i += kWarpgroup / 2) {
         float4* to = ring_at(unit.position + i);
         float4 sum = *to;
 #pragma unroll
         for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-          const int position = i - offset[tap];
-          const float4 from = load_below(
-              given + 4 * (position * kConvColumns + tap * kConvChannels),
-              static_cast<uint32_t>(position), first_tap + tap < taps ? kConvPositions : 0);
+          // What no position gives is the row of zeros behind them.
+          const uint32_t position = min(static_cast<uint32_t>(i) + offset[tap], kNoPosition);
+          const float4 from =
+              ptx::load_shared(given + 4 * (position * kConvColumns + tap * kConvChannels));
           sum.x += from.x;
           sum.y += from.y;
           sum.z += from.z;
