@@ -111,9 +111,10 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
   const int taps = conv.kernel_h * conv.kernel_w;
-  const int64_t plane = static_cast<int64_t>(conv.out_h) * conv.out_w;
-  const int first_channel = 2 * (lane % 4);
-  const int outputs = min(conv.outputs - args.group * kConvGroup, kConvGroup);
+  const uint32_t plane_bytes = sizeof(X) * static_cast<uint32_t>(conv.out_h * conv.out_w);
+  const uint32_t first_position = 2 * worker * kTile + thread / 32 * 16 + lane / 4;
+  const uint32_t first_channel = 2 * (lane % 4);
+  const uint32_t last_output = min(conv.outputs - args.group * kConvGroup, kConvGroup) - 1;
   const Coefficients& coefficients = *shared.coefficients;
   const float weight_unscale = coefficients.weight_unscale;
   const bool is_training = args.dgamma != nullptr;
@@ -135,25 +136,31 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
     const float pixel_unscale = tail.unscale[slot];
     const auto limit = static_cast<uint32_t>(4 * min(conv.advance, conv.elements - unit.y));
     const auto* sample = reinterpret_cast<const uint8_t*>(
-        gradients_of<X>(args, unit.x, unit.y, args.group * kConvGroup + first_channel));
-    // Both tiles' gradients are under way at once.
+        gradients_of<X>(args, unit.x, unit.y, args.group * kConvGroup));
+    // Both tiles' gradients are under way at once. None is left out, which costs instructions: what
+    // is no element reads the unit's first and is not used, what is no output reads the last one's,
+    // whose coefficients are zero.
     Loaded<X> dy[2][32];
     bool is_valid[2][2];
     const auto load = [&](int m) {
+      const uint8_t* from[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int position = (2 * worker + m) * kTile + thread / 32 * 16 + lane / 4 + 8 * r;
+        const uint32_t position = first_position + m * kTile + 8 * r;
         const uint32_t word = place_word(tail, slot, position / 2);
         const uint32_t at = position % 2 == 0 ? word & 0xFFFF : word >> 16;
         is_valid[m][r] = at < limit;
+        from[r] = sample + (is_valid[m][r] ? at >> kPlaceShift<X> : 0);
+      }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 8; ++i) {
 #pragma unroll
-          for (int t = 0; t < 2; ++t) {
-            const auto* from = sample + (8 * i + t) * plane * sizeof(X) + (at >> kPlaceShift<X>);
-            dy[m][4 * i + 2 * r + t] =
-                load_if(is_valid[m][r] && first_channel + 8 * i + t < outputs,
-                        reinterpret_cast<const Stored<X>*>(from));
+        for (int t = 0; t < 2; ++t) {
+          const uint32_t output = min(first_channel + 8 * i + t, last_output);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            dy[m][4 * i + 2 * r + t] = conv_direct::load(
+                reinterpret_cast<const Stored<X>*>(from[r] + uint64_t{output} * plane_bytes));
           }
         }
       }
@@ -261,7 +268,7 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
         ptx::pin(sum);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int position = (2 * worker + m) * kTile + thread / 32 * 16 + lane / 4 + 8 * r;
+          const uint32_t position = first_position + m * kTile + 8 * r;
           float* to = shared.given + position * kConvColumns + first_channel;
           const float unscale = factors[m].unscale[r];
 #pragma unroll

@@ -244,7 +244,7 @@ __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args,
 
 // What a loading warpgroup wrote of where positions 2 pair and 2 pair + 1 are among the elements,
 // in bytes from the unit's first.
-__device__ __forceinline__ uint32_t place_word(const Tail& tail, int slot, int pair) {
+__device__ __forceinline__ uint32_t place_word(const Tail& tail, int slot, uint32_t pair) {
   return tail.place[slot][pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4];
 }
 
