@@ -25,9 +25,11 @@ constexpr int kConvReduceValues = 32;  // of a block
 static_assert(kConvMaxTapsOf16Bits >= kConvMaxTaps);
 constexpr int kConvBackwardTaps = 9;  // that a block or a product has at most
 constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
+// Behind a slot's pixels, zeros: what products of positions that do not count read there.
+constexpr int kConvSlotPadBytes = kConvPositions / 8 * 16;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;
-constexpr int kConvSumBytes = kConvSumWorkers * 128 * 4 * 8;  // four doubles a thread
+constexpr int kConvSumBytes = kConvSumWorkers * 128 * 4 * 8;              // four doubles a thread
 constexpr int kConvGivenBytes = (kConvPositions + 1) * kConvColumns * 4;  // and a row of zeros
 constexpr int kConvRingBytes = kConvRing * kConvChannels * 4;
 static_assert(kConvRing >= kConvMaxChunks * kConvChunk);
@@ -95,6 +97,7 @@ inline std::optional<ConvBackwardArgs> conv_backward_geometry(const ConvShape& s
   ConvBackwardArgs args{};
   args.conv = *conv;
   args.conv.slots = std::min(args.conv.slots, kConvBackwardSlots);
+  args.conv.slot_bytes += kConvSlotPadBytes;
   args.conv.tail_bytes = kConvBackwardTailBytes;
   while (conv_accumulate_bytes(args.conv) > kConvMaxShared) --args.conv.slots;
   // A product warpgroup has one slot and waits for its next.

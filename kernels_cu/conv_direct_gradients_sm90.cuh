@@ -206,6 +206,11 @@ __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
     ptx::mbarrier_init(ptx::shared_address(&shared.coefficients->given_empty), kWarpgroup);
     ptx::fence_mbarrier_init();
   }
+  constexpr int kPadVectors = kConvSlotPadBytes / 16;
+  for (int i = threadIdx.x; i < args.conv.slots * kPadVectors; i += static_cast<int>(blockDim.x)) {
+    auto* end = shared.slot + (i / kPadVectors + 1) * args.conv.slot_bytes;
+    reinterpret_cast<uint4*>(end)[i % kPadVectors - kPadVectors] = make_uint4(0, 0, 0, 0);
+  }
   if constexpr (kSplits<X>) find_pivots(args.conv, *shared.coefficients);
   arrange_weights<X>(args.conv, shared, group);
   ptx::wait_for_prerequisites();  // dgamma and dbeta

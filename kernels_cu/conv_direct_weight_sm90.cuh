@@ -93,13 +93,10 @@ __device__ __forceinline__ float largest_of_quad(float mine) {
   return fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 2));
 }
 
-// total[tap] += dc's tile times the tap's pixels: dc as sums are laid out.
+// Powers of two for a tile of dc as factors: of the thread's two channels.
 template <class X>
-__device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, const Shared& shared,
-                                                int slot, int tile, int first_tap, int taps,
-                                                float pixel_unscale, const float (&dc)[32],
-                                                float (&total)[kConvBackwardTaps][4]) {
-  Scale scale[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
+__device__ __forceinline__ void find_scales(const float (&dc)[32], Scale (&scale)[2]) {
+  scale[0] = scale[1] = Scale{1.0f, 1.0f};
   if constexpr (kScales<X>) {
     float largest[2] = {0, 0};
 #pragma unroll
@@ -107,7 +104,102 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
 #pragma unroll
     for (int r = 0; r < 2; ++r) scale[r] = scale_of(largest_of_quad(largest[r]));
   }
+}
 
+// 16 positions of a tile of dc as factors, an operand's words.
+template <class X>
+__device__ __forceinline__ void make_factors(const float (&dc)[32], int step,
+                                             const Scale (&scale)[2], uint32_t (&hi)[4],
+                                             uint32_t (&lo)[4]) {
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const float* pair = &dc[8 * step + 2 * word];
+    const float s = scale[word % 2].scale;
+    const SplitPair factors = factors_of<X>(pair[0] * s, pair[1] * s);
+    hi[word] = factors.hi;
+    lo[word] = factors.lo;
+  }
+}
+
+// total += sum without its scales; sums of a tap: [2r + t], channel lane / 4 + 8r of the warp's,
+// input 2 (lane % 4) + t.
+template <class X>
+__device__ __forceinline__ void add_unscaled(const float (&sum)[4], const Scale (&scale)[2],
+                                             float pixel_unscale, float (&total)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float unscaled = kScales<X> ? sum[i] * scale[i / 2].unscale : sum[i];
+    total[i] += kSplits<X> ? unscaled * pixel_unscale : unscaled;
+  }
+}
+
+// Of 3 x 3 taps: total[tap] += dc's tile times the tap's pixels, dc as sums are laid out. The taps
+// of a kernel's row are 24 columns of one operand: the next tap's pixels lie 16 bytes on.
+template <class X>
+__device__ __forceinline__ void multiply_rows(const ConvBackwardArgs& args, const Shared& shared,
+                                              int slot, int tile, float pixel_unscale,
+                                              const float (&dc)[32],
+                                              float (&total)[kConvBackwardTaps][4]) {
+  constexpr int kRows = 3;
+  constexpr int kSteps = kTile / 16;
+  Scale scale[2];
+  find_scales<X>(dc, scale);
+  uint32_t hi[kSteps][4];
+  uint32_t lo[kSteps][4];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) make_factors<X>(dc, step, scale, hi[step], lo[step]);
+  constexpr uint64_t kStrideOffset = 1;
+  constexpr uint64_t kLeadingOffset = 8;
+  const uint32_t pixels = ptx::uniform(
+      (ptx::shared_address(shared.slot) + slot * args.conv.slot_bytes) / 16 + tile * kTile);
+  const auto pitch = static_cast<int>(args.conv.pitch.size);
+  const auto pixels_of = [&](bool lo, int step, int row) {
+    return kStrideOffset << 32 | kLeadingOffset << 16 |
+           (pixels + (lo ? args.conv.chunks * kConvChunk : 0) + step * 16 + row * pitch);
+  };
+  float sum[kRows][12];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) ptx::pin(sum[row]);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::pin(hi[step]);
+    if constexpr (kSplits<X>) ptx::pin(lo[step]);
+  }
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const auto multiply = [&](const uint32_t (&factor)[4], bool lo_pixels, bool accumulate) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        ptx::wgmma_m64n24k16_turned<Factor<X>>(sum[row], factor, pixels_of(lo_pixels, step, row),
+                                               accumulate);
+      }
+    };
+    if constexpr (kSplits<X>) {
+      multiply(lo[step], false, step > 0);
+      multiply(hi[step], true, true);
+    }
+    multiply(hi[step], false, kSplits<X> || step > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) ptx::pin(sum[row]);
+#pragma unroll
+  for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+    const auto& of_tap = reinterpret_cast<const float (&)[4]>(sum[tap / 3][tap % 3 * 4]);
+    add_unscaled<X>(of_tap, scale, pixel_unscale, total[tap]);
+  }
+}
+
+// The same for any taps.
+template <class X>
+__device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, const Shared& shared,
+                                              int slot, int tile, int first_tap, int taps,
+                                              float pixel_unscale, const float (&dc)[32],
+                                              float (&total)[kConvBackwardTaps][4]) {
+  Scale scale[2];
+  find_scales<X>(dc, scale);
   float sum[kConvBackwardTaps][4] = {};
   // Without a branch: beyond the last tap, that again.
   uint32_t offset[kConvBackwardTaps];
@@ -127,14 +219,7 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
   for (int step = 0; step < kTile / 16; ++step) {
     uint32_t hi[4];
     uint32_t lo[4];
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const float* pair = &dc[8 * step + 2 * word];
-      const float s = scale[word % 2].scale;
-      const SplitPair factors = factors_of<X>(pair[0] * s, pair[1] * s);
-      hi[word] = factors.hi;
-      lo[word] = factors.lo;
-    }
+    make_factors<X>(dc, step, scale, hi, lo);
     const uint32_t row = base + 16 * min(tile * kTile + 16 * step + lane % 16, last);
     if constexpr (kSplits<X>) {
       constexpr int kAtOnce = 3;  // taps, as many as registers allow
@@ -175,11 +260,7 @@ __device__ __forceinline__ void multiply_pixels(const ConvBackwardArgs& args, co
   }
 #pragma unroll
   for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float unscaled = kScales<X> ? sum[tap][i] * scale[i / 2].unscale : sum[tap][i];
-      total[tap][i] += kSplits<X> ? unscaled * pixel_unscale : unscaled;
-    }
+    add_unscaled<X>(sum[tap], scale, pixel_unscale, total[tap]);
   }
 }
 
@@ -303,7 +384,11 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       }
     }
     if constexpr (kWeight) {
-      multiply_pixels<X>(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
+      if constexpr (kSteps > 0) {
+        multiply_rows<X>(args, shared, slot, of_slot, pixel_unscale, sum, total);
+      } else {
+        multiply_taps<X>(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
+      }
     }
     if (tile == 0) {
       __syncwarp();
@@ -369,7 +454,7 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   } else {
     ptx::take_registers<kWeight ? kWeightProductRegisters : kSumProductRegisters>();
     const int first_tap = tap_group * kConvBackwardTaps;
-    if (args.conv.steps == kUsualSteps<X>) {
+    if (args.conv.kernel_h == 3 && args.conv.kernel_w == 3) {
       accumulate_units<X, kWorkers, kUsualSteps<X>, kSums, kWeight>(args, shared, walk, first_tap,
                                                                     warpgroup - 1);
     } else {

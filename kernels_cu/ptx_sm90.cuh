@@ -348,4 +348,28 @@ __device__ __forceinline__ void wgmma_m64n72k16_turned(float (&d)[36], const uin
 #undef FX_FUSER_WGMMA_TURNED
 }
 
+// The same with 24 columns.
+template <class T>
+__device__ __forceinline__ void wgmma_m64n24k16_turned(float (&d)[12], const uint32_t (&a)[4],
+                                                       uint64_t b, bool accumulate) {
+#define FX_FUSER_WGMMA_TURNED(type)                                                         \
+  asm volatile(                                                                             \
+      "{\n"                                                                                 \
+      ".reg .pred accumulate;\n"                                                            \
+      "setp.ne.b32 accumulate, %17, 0;\n"                                                   \
+      "wgmma.mma_async.sync.aligned.m64n24k16.f32." type "." type                           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, "    \
+      "accumulate, 1, 1, 1;\n"                                                              \
+      "}\n"                                                                                 \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), \
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])                        \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+  if constexpr (std::is_same_v<T, __half>) {
+    FX_FUSER_WGMMA_TURNED("f16");
+  } else {
+    FX_FUSER_WGMMA_TURNED("bf16");
+  }
+#undef FX_FUSER_WGMMA_TURNED
+}
+
 }  // namespace fx_fuser::ptx
