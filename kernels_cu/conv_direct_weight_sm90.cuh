@@ -133,66 +133,78 @@ __device__ __forceinline__ void add_unscaled(const float (&sum)[4], const Scale 
   }
 }
 
-// Of 3 x 3 taps: total[tap] += dc's tile times the tap's pixels, dc as sums are laid out. The taps
-// of a kernel's row are 24 columns of one operand: the next tap's pixels lie 16 bytes on.
+// Of 3 x 3 taps, the products of a tile of dc with its pixels, which run while the next tile's
+// convolution does. The taps of a kernel's row are 24 columns of one operand: the next tap's pixels
+// lie 16 bytes on.
 template <class X>
-__device__ __forceinline__ void multiply_rows(const ConvBackwardArgs& args, const Shared& shared,
-                                              int slot, int tile, float pixel_unscale,
-                                              const float (&dc)[32],
-                                              float (&total)[kConvBackwardTaps][4]) {
-  constexpr int kRows = 3;
-  constexpr int kSteps = kTile / 16;
-  Scale scale[2];
-  find_scales<X>(dc, scale);
+struct RowProducts {
+  static constexpr int kRows = 3;
+  static constexpr int kSteps = kTile / 16;
   uint32_t hi[kSteps][4];
   uint32_t lo[kSteps][4];
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) make_factors<X>(dc, step, scale, hi[step], lo[step]);
-  constexpr uint64_t kStrideOffset = 1;
-  constexpr uint64_t kLeadingOffset = 8;
-  const uint32_t pixels = ptx::uniform(
-      (ptx::shared_address(shared.slot) + slot * args.conv.slot_bytes) / 16 + tile * kTile);
-  const auto pitch = static_cast<int>(args.conv.pitch.size);
-  const auto pixels_of = [&](bool lo, int step, int row) {
-    return kStrideOffset << 32 | kLeadingOffset << 16 |
-           (pixels + (lo ? args.conv.chunks * kConvChunk : 0) + step * 16 + row * pitch);
-  };
-  float sum[kRows][12];
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) ptx::pin(sum[row]);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    ptx::pin(hi[step]);
-    if constexpr (kSplits<X>) ptx::pin(lo[step]);
-  }
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const auto multiply = [&](const uint32_t (&factor)[4], bool lo_pixels, bool accumulate) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        ptx::wgmma_m64n24k16_turned<Factor<X>>(sum[row], factor, pixels_of(lo_pixels, step, row),
-                                               accumulate);
-      }
-    };
-    if constexpr (kSplits<X>) {
-      multiply(lo[step], false, step > 0);
-      multiply(hi[step], true, true);
-    }
-    multiply(hi[step], false, kSplits<X> || step > 0);
-  }
-  ptx::wgmma_commit();
-  ptx::wgmma_wait<0>();
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) ptx::pin(sum[row]);
-#pragma unroll
-  for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-    const auto& of_tap = reinterpret_cast<const float (&)[4]>(sum[tap / 3][tap % 3 * 4]);
-    add_unscaled<X>(of_tap, scale, pixel_unscale, total[tap]);
-  }
-}
+  float sum[kRows][12] = {};
+  Scale scale[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
+  float pixel_unscale = 1;
 
-// The same for any taps.
+  // dc as sums are laid out.
+  __device__ __forceinline__ void start(const ConvBackwardArgs& args, const Shared& shared,
+                                        int slot, int tile, const float (&dc)[32]) {
+    find_scales<X>(dc, scale);
+    pixel_unscale = shared.tail->unscale[slot];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) make_factors<X>(dc, step, scale, hi[step], lo[step]);
+    constexpr uint64_t kStrideOffset = 1;
+    constexpr uint64_t kLeadingOffset = 8;
+    const uint32_t pixels = ptx::uniform(
+        (ptx::shared_address(shared.slot) + slot * args.conv.slot_bytes) / 16 + tile * kTile);
+    const auto pitch = static_cast<int>(args.conv.pitch.size);
+    const auto pixels_of = [&](bool lo, int step, int row) {
+      return kStrideOffset << 32 | kLeadingOffset << 16 |
+             (pixels + (lo ? args.conv.chunks * kConvChunk : 0) + step * 16 + row * pitch);
+    };
+    pin();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const auto multiply = [&](const uint32_t (&factor)[4], bool lo_pixels, bool accumulate) {
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          ptx::wgmma_m64n24k16_turned<Factor<X>>(sum[row], factor, pixels_of(lo_pixels, step, row),
+                                                 accumulate);
+        }
+      };
+      if constexpr (kSplits<X>) {
+        multiply(lo[step], false, step > 0);
+        multiply(hi[step], true, true);
+      }
+      multiply(hi[step], false, kSplits<X> || step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // After a wait: total[tap] += what was started last.
+  __device__ __forceinline__ void add(float (&total)[kConvBackwardTaps][4]) {
+    pin();
+#pragma unroll
+    for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+      const auto& of_tap = reinterpret_cast<const float (&)[4]>(sum[tap / 3][tap % 3 * 4]);
+      add_unscaled<X>(of_tap, scale, pixel_unscale, total[tap]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) ptx::pin(sum[row]);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::pin(hi[step]);
+      if constexpr (kSplits<X>) ptx::pin(lo[step]);
+    }
+  }
+};
+
+// total[tap] += dc's tile times the tap's pixels, for any taps.
 template <class X>
 __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, const Shared& shared,
                                               int slot, int tile, int first_tap, int taps,
@@ -325,6 +337,14 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     begin_unit();
     load(cursor.slot, 0);
   }
+  constexpr bool kIsRows = kWeight && kSteps > 0;
+  constexpr bool kOverlaps = kIsRows && !kSums;  // with the sums registers do not suffice
+  [[maybe_unused]] std::conditional_t<kIsRows, RowProducts<X>, NoWeights> rows;
+  [[maybe_unused]] int used = -1;  // a slot whose pixels such products may still read
+  const auto release = [&](int slot) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+  };
   int tile = 0;
   while (index < conv.units) {
     const int slot = cursor.slot;
@@ -348,6 +368,10 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     }
     ptx::wgmma_wait<0>();
     ptx::pin(sum);
+    if constexpr (kOverlaps) {
+      rows.add(total);
+      if (of_slot == 0 && used >= 0) release(used);
+    }
     float of_tile[2][2] = {};
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -384,16 +408,26 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       }
     }
     if constexpr (kWeight) {
-      if constexpr (kSteps > 0) {
-        multiply_rows<X>(args, shared, slot, of_slot, pixel_unscale, sum, total);
+      if constexpr (kIsRows) {
+        rows.start(args, shared, slot, of_slot, sum);
+        if constexpr (!kOverlaps) {
+          ptx::wgmma_wait<0>();
+          rows.add(total);
+        }
       } else {
         multiply_taps<X>(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
       }
     }
-    if (tile == 0) {
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
+    if constexpr (kOverlaps) {
+      used = slot;
+    } else if (tile == 0) {
+      release(slot);
     }
+  }
+  if constexpr (kOverlaps) {
+    ptx::wgmma_wait<0>();
+    rows.add(total);
+    if (used >= 0) release(used);
   }
 
   const int split = kWorkers * walk.first + worker;
