@@ -410,7 +410,8 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
 template <class X, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void run_input(const ConvBackwardArgs& args) {
   const BackwardShared shared = BackwardShared::of(args.conv);
-  prepare_backward<X, Epilogue, kScalars, In...>(args, shared, args.group, 2 * kWarpgroup / 32);
+  prepare_backward<X, kConvInputThreads, Epilogue, kScalars, In...>(args, shared, args.group,
+                                                                    2 * kWarpgroup / 32);
   // In fp32 the weights that dc meets are scaled, each channel's by another factor: dc makes up for
   // what they differ by.
   Coefficients& coefficients = *shared.coefficients;

@@ -190,8 +190,8 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   to.rstd[channel] = rstd;
 }
 
-// Barriers, weights and coefficients, by all threads. `users`: warps that release a slot.
-template <class X, class Epilogue, int kScalars, class... In>
+// Barriers, weights and coefficients, by all kThreads. `users`: warps that release a slot.
+template <class X, int kThreads, class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
                                                  const BackwardShared& shared, int group,
                                                  int users) {
@@ -207,12 +207,12 @@ __device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
     ptx::fence_mbarrier_init();
   }
   constexpr int kPadVectors = kConvSlotPadBytes / 16;
-  for (int i = threadIdx.x; i < args.conv.slots * kPadVectors; i += static_cast<int>(blockDim.x)) {
+  for (int i = threadIdx.x; i < args.conv.slots * kPadVectors; i += kThreads) {
     auto* end = shared.slot + (i / kPadVectors + 1) * args.conv.slot_bytes;
     reinterpret_cast<uint4*>(end)[i % kPadVectors - kPadVectors] = make_uint4(0, 0, 0, 0);
   }
   if constexpr (kSplits<X>) find_pivots(args.conv, *shared.coefficients);
-  arrange_weights<X>(args.conv, shared, group);
+  arrange_weights<X, kThreads>(args.conv, shared, group, static_cast<int>(threadIdx.x));
   ptx::wait_for_prerequisites();  // dgamma and dbeta
   make_coefficients<X, Epilogue, kScalars, In...>(args, group, *shared.coefficients);
   __syncthreads();

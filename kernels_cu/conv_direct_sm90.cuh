@@ -188,9 +188,10 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
 
 // ---- the kernels --------------------------------------------------------------------------------
 
-// kReaders: product warps that use a slot. kStagers, kStorers: warps that fill and that empty a
-// quarter of the channels of a stage.
-template <class X, int kReaders, int kStagers = 0, int kStorers = 0>
+// kLoaders: warpgroups that load, which need not wait for the weights. kReaders: product warps that
+// use a slot. kStagers, kStorers: warps that fill and that empty a quarter of the channels of a
+// stage.
+template <class X, int kLoaders, int kReaders, int kStagers = 0, int kStorers = 0>
 __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) {
     Tail& tail = *shared.tail;
@@ -208,8 +209,12 @@ __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared
     }
     ptx::fence_mbarrier_init();
   }
-  arrange_weights<X>(args, shared, Walk(args).group);
   __syncthreads();
+  constexpr int kLoading = kLoaders * kWarpgroup;
+  const auto thread = static_cast<int>(threadIdx.x) - kLoading;
+  if (thread >= 0) {
+    arrange_weights<X, kConvThreads - kLoading>(args, shared, Walk(args).group, thread);
+  }
 }
 
 template <class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
@@ -220,7 +225,7 @@ struct Kernels {
   // Any operands, and the convolution itself.
   static __device__ __forceinline__ void run(const ConvDirectArgs& args) {
     const Shared shared = Shared::of<true>(args);
-    prepare<X, 4, 1, 2>(args, shared);
+    prepare<X, 1, 4, 1, 2>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup == 0) {
       ptx::give_registers<kLoadRegisters>();
@@ -243,7 +248,7 @@ struct Kernels {
   static __device__ __forceinline__ void run_applied(const ConvDirectArgs& args) {
     if constexpr (!kSplits<X> && sizeof(Out) == 2) {
       const Shared shared = Shared::of<true>(args);
-      prepare<X, 8, 2, 1>(args, shared);
+      prepare<X, 1, 8, 2, 1>(args, shared);
       const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
       if (warpgroup == 0) {
         ptx::give_registers<kLoadRegisters>();
@@ -269,7 +274,7 @@ struct Kernels {
   static __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
     ptx::launch_dependents();
     const Shared shared = Shared::of<false>(args);
-    prepare<X, 4>(args, shared);
+    prepare<X, 2, 4>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup < 2) {
       ptx::give_registers<kLoadRegisters>();

@@ -17,6 +17,7 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kWarpgroup = 128;
 constexpr int kLoadBarrier = 1;  // and the next: named barriers of the loading warpgroups
+constexpr int kWeightBarrier = 3;
 
 // Of X, what x and weight are of.
 template <class X>
@@ -155,24 +156,43 @@ __device__ __forceinline__ Scale scale_of(float largest) {
   return largest == 0.0f ? Scale{1.0f, 1.0f} : Scale::of(largest);
 }
 
-// The group's weights as tiles of [64 channels][8 input channels], and the zeros.
-template <class X>
+// The group's weights as tiles of [64 channels][8 input channels], and the zeros; by kThreads, of
+// which this is `thread` and which all have them after it. Eight have a channel, and all of its
+// loads are under way at once: they are what a kernel begins with.
+template <class X, int kThreads>
 __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, const Shared& shared,
-                                                int group) {
-  const auto threads = static_cast<int>(blockDim.x);
-  for (int i = threadIdx.x; i < args.weight_bytes / 16; i += threads) {
+                                                int group, int thread) {
+  for (int i = thread; i < args.weight_bytes / 16; i += kThreads) {
     reinterpret_cast<uint4*>(shared.weight)[i] = make_uint4(0, 0, 0, 0);
   }
-  for (int i = threadIdx.x; i < args.zero_bytes / 16; i += threads) {
+  for (int i = thread; i < args.zero_bytes / 16; i += kThreads) {
     reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
   }
-  __syncthreads();
+  ptx::barrier_sync<kThreads>(kWeightBarrier);
+  constexpr int kLanes = 8;
+  static_assert(kThreads / kLanes % 4 == 0 && kConvGroup % 4 == 0);  // a warp has four, or none
   const int taps = args.kernel_h * args.kernel_w;
   const int values = args.channels * taps;
-  const int lane = threadIdx.x % 32;
-  for (int channel = threadIdx.x / 32; channel < kConvGroup; channel += threads / 32) {
+  const int lane = thread % kLanes;
+  for (int channel = thread / kLanes; channel < kConvGroup; channel += kThreads / kLanes) {
     const int output = group * kConvGroup + channel;
     const X* from = static_cast<const X*>(args.weight) + static_cast<int64_t>(output) * values;
+    const int count = output < args.outputs ? values : 0;
+    const auto for_each = [&](const auto& use) {
+      constexpr int kAtOnce = 5;
+      for (int first = lane; first < count; first += kLanes * kAtOnce) {
+        X value[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int at = first + i * kLanes;
+          value[i] = at < count ? __ldg(from + at) : X{};
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i * kLanes < count) use(first + i * kLanes, value[i]);
+        }
+      }
+    };
     // Of a tap's first, or only, tile.
     const auto place_of = [&](int i) {
       return reinterpret_cast<Factor<X>*>(shared.weight) + (1 + i % taps) * kConvTileUnits * 8 +
@@ -180,24 +200,26 @@ __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, cons
     };
     if constexpr (kSplits<X>) {
       uint32_t largest = 0;
-      for (int i = lane; output < args.outputs && i < values; i += 32) {
-        largest = max(largest, magnitude_bits(from[i]));
+      for_each([&](int, float value) { largest = max(largest, magnitude_bits(value)); });
+      for (int distance = 1; distance < kLanes; distance *= 2) {
+        largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, distance));
       }
-      const Scale scale = scale_of(__uint_as_float(__reduce_max_sync(0xFFFFFFFF, largest)));
+      const Scale scale = scale_of(__uint_as_float(largest));
       if (lane == 0) shared.tail->weight_unscale[channel] = scale.unscale;
-      for (int i = lane; output < args.outputs && i < values; i += 32) {
-        const float value = from[i] * scale.scale;
-        const __half hi = __float2half_rn(value);
+      for_each([&](int i, float value) {
+        const float scaled = value * scale.scale;
+        const __half hi = __float2half_rn(scaled);
         __half* lo = place_of(i);
         lo[taps * kConvTileUnits * 8] = hi;
-        *lo = __float2half_rn(value - __half2float(hi));
-      }
+        *lo = __float2half_rn(scaled - __half2float(hi));
+      });
     } else {
       if (lane == 0) shared.tail->weight_unscale[channel] = 1.0f;
-      for (int i = lane; output < args.outputs && i < values; i += 32) *place_of(i) = from[i];
+      for_each([&](int i, X value) { *place_of(i) = value; });
     }
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  ptx::barrier_sync<kThreads>(kWeightBarrier);
 }
 
 // ---- loading ------------------------------------------------------------------------------------

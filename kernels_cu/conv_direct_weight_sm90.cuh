@@ -479,7 +479,9 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   Walk walk(args.conv, kWeight ? args.tap_groups : 1);
   const int tap_group = walk.group % (kWeight ? args.tap_groups : 1);
   walk.group /= kWeight ? args.tap_groups : 1;
-  prepare_backward<X, Epilogue, kScalars, In...>(args, shared, walk.group, kWarpgroup / 32);
+  constexpr int kThreads = (1 + kWorkers) * kWarpgroup;
+  prepare_backward<X, kThreads, Epilogue, kScalars, In...>(args, shared, walk.group,
+                                                           kWarpgroup / 32);
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kWeight ? kWeightLoadRegisters : kSumLoadRegisters>();
