@@ -7,8 +7,9 @@
 namespace fx_fuser::conv_direct {
 
 constexpr int kPart = 128;  // positions that an instruction multiplies
+constexpr int kUsualTaps = 9;
 template <class X>
-constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of 3 x 3 taps
+constexpr int kUsualSteps = kSplits<X> ? 14 : 5;  // of those
 
 // Of a K-major operand without swizzle: 8 rows of 16 bytes are 128, eight such blocks follow each
 // other, and `begin_and_leading` is one of a ConvStep's.

@@ -89,8 +89,74 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 
 // ---- statistics ---------------------------------------------------------------------------------
 
-// Product warpgroup `worker` of two. About the pivot, one of the unit's values: batch_stats.cu.
+constexpr int kPivotBarrier = 4;  // and the next; named
+
+// In 16 bits a lone tap's products have 8 factors too many. They take from every sum a pivot of its
+// channel, the mean of the block's first 128 sums, so that no subtraction is left to do: the
+// factors are ones, and the pivot as three numbers of X (none where X cannot hold it). Of n values
+// an outlier among those 128 costs the variance n / 128² of fp32's precision, for it counts there,
+// too.
 template <class X, int kSteps>
+__device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const Shared& shared,
+                                             const Walk& walk, int worker, int channel,
+                                             float (&pivot)[2]) {
+  X* const row = reinterpret_cast<X*>(shared.weight) + channel * kConvChannels;
+  const int thread = threadIdx.x % kWarpgroup;
+  if (worker == 0 && walk.first < args.units) {
+    const X one = convert<X>(1.0f);
+    const Vec<X, 8> ones = {{one, one, one}};
+    static_assert(kConvZeroBytes == kWarpgroup * sizeof(ones));
+    reinterpret_cast<Vec<X, 8>*>(shared.zeros)[thread] = ones;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::barrier_sync<kWarpgroup>(kPivotBarrier);
+    Tail& tail = *shared.tail;
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[0]), 0);
+    float sum[64];
+    start_products<X, kSteps>(args, shared, 0, 0, sum);
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum);
+    float count = 0;
+    float total[2] = {};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int position = i / 2 * 8 + thread % 4 * 2 + i % 2;
+      if ((tail.valid[0][position / 32] >> (position % 32) & 1) == 0) continue;
+      count += 1;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) total[r] += sum[i / 2 * 4 + 2 * r + i % 2];
+    }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      count += __shfl_xor_sync(0xFFFFFFFF, count, distance);
+#pragma unroll
+      for (float& of_row : total) of_row += __shfl_xor_sync(0xFFFFFFFF, of_row, distance);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float rest = total[r] / count;
+      if (!(fabsf(convert<float>(convert<X>(rest))) < INFINITY)) rest = 0;
+      if (thread % 4 != 0) continue;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const X part = convert<X>(-rest);
+        row[8 * r * kConvChannels + i] = part;
+        rest += convert<float>(part);
+      }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  ptx::barrier_sync<2 * kWarpgroup>(kPivotBarrier + 1);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    pivot[r] = 0;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) pivot[r] -= convert<float>(row[8 * r * kConvChannels + i]);
+  }
+}
+
+// Product warpgroup `worker` of two. About a pivot: batch_stats.cu. It is one of the unit's values
+// or, if kPivots, of all units and taken from the sums already.
+template <class X, int kSteps, bool kPivots>
 __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
                                               int worker) {
   const Walk walk(args);
@@ -100,6 +166,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
   Tail& tail = *shared.tail;
   Moments<float> moments[2] = {};
   float pivot[2];
+  if constexpr (kPivots) place_pivots<X, kSteps>(args, shared, walk, worker, channel, pivot);
   float count;
   float total[2][2];  // of each channel two, so that no sum waits for the one before
   float squares[2][2];
@@ -112,7 +179,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // The unit's first position is always one of its elements.
-        pivot[r] = __shfl_sync(0xFFFFFFFF, sum[2 * r], lane & ~3);
+        if constexpr (!kPivots) pivot[r] = __shfl_sync(0xFFFFFFFF, sum[2 * r], lane & ~3);
 #pragma unroll
         for (int t = 0; t < 2; ++t) total[r][t] = squares[r][t] = 0;
       }
@@ -125,7 +192,8 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
           const bool is_valid = decltype(all)::value || (valid >> (8 * i + t) & 1);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float deviation = sum[(word * 4 + i) * 4 + 2 * r + t] - pivot[r];
+            const float value = sum[(word * 4 + i) * 4 + 2 * r + t];
+            const float deviation = kPivots ? value : value - pivot[r];
             if (is_valid) {
               total[r][t] += deviation;
               squares[r][t] = fmaf(deviation, deviation, squares[r][t]);
@@ -281,10 +349,11 @@ struct Kernels {
       load_units<X, 2, false>(args, shared, warpgroup);
     } else {
       ptx::take_registers<kStatsProductRegisters>();
-      if (args.steps == kUsualSteps<X>) {
-        measure_units<X, kUsualSteps<X>>(args, shared, warpgroup - 2);
+      // Of 16 bits ten taps are as many steps as nine.
+      if (args.kernel_h * args.kernel_w == kUsualTaps) {
+        measure_units<X, kUsualSteps<X>, !kSplits<X>>(args, shared, warpgroup - 2);
       } else {
-        measure_units<X, 0>(args, shared, warpgroup - 2);
+        measure_units<X, 0, false>(args, shared, warpgroup - 2);
       }
     }
   }

@@ -352,19 +352,17 @@ struct Pixels {
   }
 };
 
-// Which positions of the unit are elements of its own, a bit each.
+// Which positions of the unit are elements of its own, a bit each, where it begins with such a one.
 __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
                                            uint32_t (&valid)[kConvWidePositions / 32]) {
+  const int in_row = min(static_cast<int>(args.strip.size), args.out_w - unit.column);
+  const int count = unit.end + (args.kernel_w - 1) * Unit::row_of(args, unit.end) - unit.position;
 #pragma unroll 2
   for (int i = 0; i < args.positions; i += kWarpgroup) {
     const int place = i + static_cast<int>(threadIdx.x) % kWarpgroup;
-    const uint32_t position = static_cast<uint32_t>(unit.position + place);
-    const int row = static_cast<int>(divide(position, args.pitch));
-    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
-    const int element = row * static_cast<int>(args.strip.size) + column;
-    const bool is_valid = column < static_cast<int>(args.strip.size) &&
-                          unit.column + column < args.out_w && element >= unit.begin &&
-                          element < unit.end;
+    const auto position = static_cast<uint32_t>(unit.position + place);
+    const uint32_t column = position - divide(position, args.pitch) * args.pitch.size;
+    const bool is_valid = column < static_cast<uint32_t>(in_row) && place < count;
     const uint32_t bits = __ballot_sync(0xFFFFFFFF, is_valid);
     if (threadIdx.x % 32 == 0) valid[place / 32] = bits;
   }
