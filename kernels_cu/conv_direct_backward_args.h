@@ -25,7 +25,8 @@ constexpr int kConvReduceValues = 32;  // of a block
 static_assert(kConvMaxTapsOf16Bits >= kConvMaxTaps);
 constexpr int kConvBackwardTaps = 9;  // that a block or a product has at most
 constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
-// Behind a slot's pixels, zeros: what products of positions that do not count read there.
+// Behind a slot's pixels, zeros: products of positions that do not count read so far beyond them,
+// at most (`spared` of conv_geometry).
 constexpr int kConvSlotPadBytes = kConvPositions / 8 * 16;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;

@@ -1,5 +1,5 @@
 // wgmma with both operands in shared memory: one function for every element type and width that the
-// linear kernels use. (PTX ISA 9.7.15)
+// kernels use; and with one in registers and the other turned around. (PTX ISA 9.7.15)
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,6 +17,8 @@ struct Wgmma;
 
 // Lists of N / 2 registers, as the instruction's text and as operands of asm.
 #define FX_FUSER_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FX_FUSER_TEXT_12 FX_FUSER_TEXT_8 ", %8, %9, %10, %11"
+#define FX_FUSER_TEXT_36 FX_FUSER_TEXT_32 ", %32, %33, %34, %35"
 #define FX_FUSER_TEXT_32                                                           \
   FX_FUSER_TEXT_8                                                                  \
   ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23" \
@@ -32,11 +34,14 @@ struct Wgmma;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
   "%127"
+#define FX_FUSER_D_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FX_FUSER_D_8(i)                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FX_FUSER_D_32(i) \
   FX_FUSER_D_8(i), FX_FUSER_D_8(i + 8), FX_FUSER_D_8(i + 16), FX_FUSER_D_8(i + 24)
+#define FX_FUSER_D_12(i) FX_FUSER_D_8(i), FX_FUSER_D_4(i + 8)
+#define FX_FUSER_D_36(i) FX_FUSER_D_32(i), FX_FUSER_D_4(i + 32)
 #define FX_FUSER_D_64(i) FX_FUSER_D_32(i), FX_FUSER_D_32(i + 32)
 #define FX_FUSER_D_128(i) FX_FUSER_D_64(i), FX_FUSER_D_64(i + 64)
 
@@ -68,5 +73,36 @@ struct Wgmma;
 FX_FUSER_WGMMA_OF(__nv_bfloat16, 16, "bf16", ", 0, 0")
 FX_FUSER_WGMMA_OF(__half, 16, "f16", ", 0, 0")
 FX_FUSER_WGMMA_OF(float, 8, "tf32", "")
+
+// d[64 x N] = a[64 x 16] * b[16 x N] + (accumulate ? d : 0), of 16-bit T: a in registers, as that
+// of wgmma_m64n128k16, and b with rows, not columns, that are contiguous. Its descriptor has the
+// distance of 8 columns as stride and of 8 rows as leading offset.
+template <class T>
+struct WgmmaTurned;
+
+#define FX_FUSER_WGMMA_TURNED(n, registers, a0, a1, a2, a3, b, p, type)                     \
+  static __device__ __forceinline__ void run(float (&d)[registers], const uint32_t (&a)[4], \
+                                             uint64_t b_tile, bool accumulate) {            \
+    asm volatile(                                                                           \
+        "{\n"                                                                               \
+        ".reg .pred accumulate;\n"                                                          \
+        "setp.ne.b32 accumulate, %" #p                                                      \
+        ", 0;\n"                                                                            \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                     \
+        " {" FX_FUSER_TEXT_##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b  \
+                                       ", accumulate, 1, 1, 1;\n"                           \
+                                       "}\n"                                                \
+        : FX_FUSER_D_##registers(0)                                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile),                          \
+          "r"(static_cast<int>(accumulate)));                                               \
+  }
+#define FX_FUSER_WGMMA_TURNED_OF(T, type)                       \
+  template <>                                                   \
+  struct WgmmaTurned<T> {                                       \
+    FX_FUSER_WGMMA_TURNED(24, 12, 12, 13, 14, 15, 16, 17, type) \
+    FX_FUSER_WGMMA_TURNED(72, 36, 36, 37, 38, 39, 40, 41, type) \
+  };
+FX_FUSER_WGMMA_TURNED_OF(__nv_bfloat16, "bf16")
+FX_FUSER_WGMMA_TURNED_OF(__half, "f16")
 
 }  // namespace fx_fuser::ptx
