@@ -115,6 +115,7 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
     start_products<X, kSteps>(args, shared, 0, 0, sum);
     ptx::wgmma_wait<0>();
     ptx::pin(sum);
+    ptx::barrier_sync<kWarpgroup>(kPivotBarrier);  // other warps' products read the factors, too
     float count = 0;
     float total[2] = {};
 #pragma unroll
