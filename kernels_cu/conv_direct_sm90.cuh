@@ -89,8 +89,6 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 
 // ---- statistics ---------------------------------------------------------------------------------
 
-constexpr int kPivotBarrier = 4;  // and the next; named
-
 // In 16 bits a lone tap's products have 8 factors too many. They take from every sum a pivot of its
 // channel, the mean of the block's first 128 sums, so that no subtraction is left to do: the
 // factors are ones, and the pivot as three numbers of X (none where X cannot hold it). Of n values
@@ -102,20 +100,22 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
                                              float (&pivot)[2]) {
   X* const row = reinterpret_cast<X*>(shared.weight) + channel * kConvChannels;
   const int thread = threadIdx.x % kWarpgroup;
+  // By both warpgroups, each time: racecheck takes a barrier that one has not met for a race.
+  const auto meet = [] { ptx::barrier_sync<2 * kWarpgroup>(kWeightBarrier); };
   if (worker == 0 && walk.first < args.units) {
     const X one = convert<X>(1.0f);
     const Vec<X, 8> ones = {{one, one, one}};
     static_assert(kConvZeroBytes == kWarpgroup * sizeof(ones));
     reinterpret_cast<Vec<X, 8>*>(shared.zeros)[thread] = ones;
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    ptx::barrier_sync<kWarpgroup>(kPivotBarrier);
+    meet();
     Tail& tail = *shared.tail;
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[0]), 0);
     float sum[64];
     start_products<X, kSteps>(args, shared, 0, 0, sum);
     ptx::wgmma_wait<0>();
     ptx::pin(sum);
-    ptx::barrier_sync<kWarpgroup>(kPivotBarrier);  // other warps' products read the factors, too
+    meet();  // other warps' products read the factors, too
     float count = 0;
     float total[2] = {};
 #pragma unroll
@@ -145,8 +145,11 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
       }
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  } else {
+    meet();
+    meet();
   }
-  ptx::barrier_sync<2 * kWarpgroup>(kPivotBarrier + 1);
+  meet();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     pivot[r] = 0;
