@@ -188,7 +188,7 @@ def conv_direct_cut(
         out_bytes: of an element of the result; 0: `conv_direct_statistics`.
         operands: of the epilogue.
         x_bytes: of an element of x and weight.
-        multiprocessors: of the GPU; how statistics are cut depends on it.
+        multiprocessors: of the GPU; how statistics and 16-bit results are cut depends on it.
 
     Raises:
         BuildError: the shim does not compile or load.

@@ -48,8 +48,12 @@ constexpr int kConvSector = 32;        // bytes that memory writes at once
 constexpr int kConvTileUnits = 64;     // of 16 bytes: a tap's weights of 64 channels, hi or lo
 constexpr int kConvTailBytes = 1024;   // and of each slot
 constexpr int kConvPlaceBytes = kConvPositions / 2 * 4;
+// The part of its positions that a unit may have too few pixels for, where that saves loads: those
+// count nothing, and what products read for them lies behind the pixels.
+constexpr int kConvSparedPart = 8;
 constexpr int kConvZeroBytes = kConvPositions / 2 * 16;  // pixels that one instruction reads
-constexpr int kConvMaxShared = 232448;                   // that a block of sm_90 can have
+constexpr int64_t kConvHighest = (int64_t{1} << 31) - (1 << 16);  // of what has 32 bits
+constexpr int kConvMaxShared = 232448;                            // that a block of sm_90 can have
 constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
 
 // Two k-halves of 8 channels each: where the first begins and how much further the second is, for
@@ -171,7 +175,6 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
 inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x_bytes,
                                                    int out_bytes,
                                                    int64_t positions = kConvPositions) {
-  constexpr int64_t kHighest = (int64_t{1} << 31) - (1 << 16);
   const int64_t taps = shape.kernel_h * shape.kernel_w;
   const int64_t gap = shape.kernel_w - 1;
   const bool split = x_bytes == 4;
@@ -185,7 +188,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   // What is within an image has 32-bit indices.
   const int64_t padded =
       (shape.h + shape.top + shape.bottom) * (shape.w + shape.left + shape.right);
-  if (padded > kHighest / kConvChannels || shape.outputs > kHighest / kConvGroup) {
+  if (padded > kConvHighest / kConvChannels || shape.outputs > kConvHighest / kConvGroup) {
     return std::nullopt;
   }
 
@@ -204,7 +207,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   if (chunks == 0) return std::nullopt;
 
   // The widest strips whose units' pixels fit, all as wide as each other.
-  const int64_t spared = positions / 8;  // what a unit may have less, below
+  const int64_t spared = positions / kConvSparedPart;
   const int64_t room = chunks * kConvChunk - positions + (positions > kConvPositions ? spared : 0);
   int64_t widest = shape.out_w();
   if (room < gap) return std::nullopt;
@@ -242,7 +245,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   if (overlap > 0) advance = ceil_div(ceil_div(elements, units_per_strip), 2) * 2;
   const int64_t groups = ceil_div(shape.outputs, kConvGroup);
   const int64_t units = shape.samples * strips * units_per_strip;
-  if (units > kHighest) return std::nullopt;
+  if (units > kConvHighest) return std::nullopt;
 
   const auto narrow = [](int64_t value) { return static_cast<int32_t>(value); };
   args.samples = narrow(shape.samples);
@@ -280,15 +283,28 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   return args;
 }
 
-// Lets two units after each other share a slot, where that loads fewer pixels: of 16 bits, for the
-// kernel that applies the epilogue ahead of the stages.
-inline void pair_units(ConvDirectArgs& args) {
+// As many blocks as keep all multiprocessors busy, and of each group of channels the same.
+inline int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
+  const int64_t of_group = std::max<int64_t>(multiprocessors / args.groups, 1);
+  return std::min<int64_t>(of_group, args.units / args.paired) * args.groups;
+}
+
+// Units of the block with most of them.
+inline int64_t conv_units_of_block(const ConvDirectArgs& args, int64_t multiprocessors) {
+  const int64_t blocks = conv_blocks(args, multiprocessors) / args.groups;
+  return ceil_div(args.units / args.paired, blocks) * args.paired;
+}
+
+// Lets two units after each other share a slot, where a block then loads fewer pixels and has
+// hardly more units: of 16 bits, for the kernel that applies the epilogue ahead of the stages.
+inline void pair_units(ConvDirectArgs& args, int64_t multiprocessors) {
   const int64_t strip = args.strip.size;
   const int64_t gap = args.kernel_w - 1;
   const int64_t per_strip = ceil_div(args.units_per_strip.size, 2) * 2;
   const int64_t advance = ceil_div(ceil_div(args.elements, per_strip), 2) * 2;
+  const int64_t units = args.samples * per_strip;
   if (args.strips.size != 1 || advance <= args.lead || advance > args.advance ||
-      advance * (per_strip - 1) >= args.elements) {
+      advance * (per_strip - 1) >= args.elements || units > kConvHighest) {
     return;
   }
   const auto positions_of = [&](int64_t count) { return count + gap * ceil_div(count - 1, strip); };
@@ -296,28 +312,27 @@ inline void pair_units(ConvDirectArgs& args) {
   const int64_t further =
       advance + gap * ceil_div(advance, strip);  // the second's than the first's
   // What products read beyond the pixels must be behind the slots at most.
-  const int64_t positions =
-      std::max(positions_of(advance + args.lead), int64_t{kConvPositions - kConvPositions / 8});
+  const int64_t positions = std::max(positions_of(advance + args.lead),
+                                     int64_t{kConvPositions - kConvPositions / kConvSparedPart});
   const int64_t chunks = ceil_div(further + positions + halo, int64_t{kConvChunk});
-  if (chunks > kConvMaxChunks || chunks >= 2 * args.chunks) return;
+  if (chunks > kConvMaxChunks) return;
   const int64_t slot_bytes = chunks * kConvChunk * 16;
   const int64_t fixed = args.weight_bytes + kConvStageBytes + args.zero_bytes + kConvTailBytes;
   const int64_t slots = (kConvMaxShared - fixed) / (slot_bytes + 2 * kConvPlaceBytes);
   if (slots < 2) return;
-  args.paired = 2;
-  args.units_per_strip = make_divisor(static_cast<uint32_t>(per_strip));
-  args.units = static_cast<int32_t>(args.samples * per_strip);
-  args.advance = static_cast<int32_t>(advance);
-  args.chunks = static_cast<int32_t>(chunks);
-  args.slots = static_cast<int32_t>(std::min<int64_t>(slots, kConvMaxSlots));
-  args.slot_bytes = static_cast<int32_t>(slot_bytes);
-  args.tail_bytes = kConvTailBytes + args.slots * 2 * kConvPlaceBytes;
-}
+  ConvDirectArgs paired = args;
+  paired.paired = 2;
+  paired.units_per_strip = make_divisor(static_cast<uint32_t>(per_strip));
+  paired.units = static_cast<int32_t>(units);
+  paired.advance = static_cast<int32_t>(advance);
+  paired.chunks = static_cast<int32_t>(chunks);
+  paired.slots = static_cast<int32_t>(std::min<int64_t>(slots, kConvMaxSlots));
+  paired.slot_bytes = static_cast<int32_t>(slot_bytes);
+  paired.tail_bytes = kConvTailBytes + paired.slots * 2 * kConvPlaceBytes;
 
-// As many blocks as keep all multiprocessors busy, and of each group of channels the same.
-inline int64_t conv_blocks(const ConvDirectArgs& args, int64_t multiprocessors) {
-  const int64_t of_group = std::max<int64_t>(multiprocessors / args.groups, 1);
-  return std::min<int64_t>(of_group, args.units / args.paired) * args.groups;
+  const int64_t before = conv_units_of_block(args, multiprocessors);
+  const int64_t after = conv_units_of_block(paired, multiprocessors);
+  if (after / 2 * chunks < before * args.chunks && after - before <= before / 16) args = paired;
 }
 
 // For statistics: wide units where the loading warpgroup with most of them, one of a block's two,

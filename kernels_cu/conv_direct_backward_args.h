@@ -25,9 +25,9 @@ constexpr int kConvReduceValues = 32;  // of a block
 static_assert(kConvMaxTapsOf16Bits >= kConvMaxTaps);
 constexpr int kConvBackwardTaps = 9;  // that a block or a product has at most
 constexpr int kConvColumns = kConvBackwardTaps * kConvChannels;
-// Behind a slot's pixels, zeros: products of positions that do not count read so far beyond them,
-// at most (`spared` of conv_geometry).
-constexpr int kConvSlotPadBytes = kConvPositions / 8 * 16;
+// Behind a slot's pixels, zeros: dc is zero where products read them, but 0 · NaN is not. (In fp32
+// what is read behind the hi halves is lo, of the unit's first pixels: finite where x is.)
+constexpr int kConvSlotPadBytes = kConvPositions / kConvSparedPart * 16;
 constexpr int kConvRing = 1024;  // positions, a power of two
 constexpr int kConvCoefficientBytes = 2048;
 constexpr int kConvSumBytes = kConvSumWorkers * 128 * 4 * 8;              // four doubles a thread

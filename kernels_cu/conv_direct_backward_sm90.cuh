@@ -137,9 +137,9 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
     const auto limit = static_cast<uint32_t>(4 * min(conv.advance, conv.elements - unit.y));
     const auto* sample = reinterpret_cast<const uint8_t*>(
         gradients_of<X>(args, unit.x, unit.y, args.group * kConvGroup));
-    // Both tiles' gradients are under way at once. None is left out, which costs instructions: what
-    // is no element reads the unit's first and is not used, what is no output reads the last one's,
-    // whose coefficients are zero.
+    // Both tiles' gradients, as far as ptxas lets them be under way at once. None is left out,
+    // which costs instructions: what is no element reads the unit's first and is not used; what is
+    // no output reads the last one's, times zero (so an infinity there makes dx NaN, not infinite).
     Loaded<X> dy[2][32];
     bool is_valid[2][2];
     const auto load = [&](int m) {

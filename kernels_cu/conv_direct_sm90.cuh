@@ -91,9 +91,8 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 
 // In 16 bits a lone tap's products have 8 factors too many. They take from every sum a pivot of its
 // channel, the mean of the block's first 128 sums, so that no subtraction is left to do: the
-// factors are ones, and the pivot as three numbers of X (none where X cannot hold it). Of n values
-// an outlier among those 128 costs the variance n / 128² of fp32's precision, for it counts there,
-// too.
+// factors are ones, and the pivot as three numbers of X. Of a block's n values, k outliers among
+// those 128 cost the variance k n / 128² of fp32's precision, for they count there, too.
 template <class X, int kSteps>
 __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const Shared& shared,
                                              const Walk& walk, int worker, int channel,
@@ -103,6 +102,7 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
   // By both warpgroups, each time: racecheck takes a barrier that one has not met for a race.
   const auto meet = [] { ptx::barrier_sync<2 * kWarpgroup>(kWeightBarrier); };
   if (worker == 0 && walk.first < args.units) {
+    constexpr float kLargest = std::is_same_v<X, __half> ? 65504.0f : 3.38953139e38f;
     const X one = convert<X>(1.0f);
     const Vec<X, 8> ones = {{one, one, one}};
     static_assert(kConvZeroBytes == kWarpgroup * sizeof(ones));
@@ -135,11 +135,11 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float rest = total[r] / count;
-      if (!(fabsf(convert<float>(convert<X>(rest))) < INFINITY)) rest = 0;
+      if (!(fabsf(rest) < INFINITY)) rest = 0;
       if (thread % 4 != 0) continue;
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
-        const X part = convert<X>(-rest);
+        const X part = convert<X>(fminf(fmaxf(-rest, -kLargest), kLargest));
         row[8 * r * kConvChannels + i] = part;
         rest += convert<float>(part);
       }

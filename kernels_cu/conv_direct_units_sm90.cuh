@@ -157,8 +157,8 @@ __device__ __forceinline__ Scale scale_of(float largest) {
 }
 
 // The group's weights as tiles of [64 channels][8 input channels], and the zeros; by kThreads, of
-// which this is `thread` and which all have them after it. Eight have a channel, and all of its
-// loads are under way at once: they are what a kernel begins with.
+// which this is `thread` and which all have them after it. A kernel begins with waiting for their
+// loads: eight threads have a channel, with five loads each under way.
 template <class X, int kThreads>
 __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, const Shared& shared,
                                                 int group, int thread) {
@@ -352,7 +352,7 @@ struct Pixels {
   }
 };
 
-// Which positions of the unit are elements of its own, a bit each, where it begins with such a one.
+// Which positions of the unit are elements of its own, a bit each; where nothing leads them.
 __device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
                                            uint32_t (&valid)[kConvWidePositions / 32]) {
   const int in_row = min(static_cast<int>(args.strip.size), args.out_w - unit.column);

@@ -88,27 +88,22 @@ ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
 
 // How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
 // many operands. On the number of multiprocessors it depends where `out_bytes` is 0, for
-// statistics.
+// statistics, and for results of 2 bytes that the epilogue's kernel makes ahead of the stages.
 std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
                                      int64_t out_bytes, int64_t operands, int64_t multiprocessors) {
   STD_TORCH_CHECK(x_bytes == 4 || x_bytes == 2,
                   "fx_fuser: a direct convolution is of 4 or 2 bytes, not ", x_bytes);
   const ConvShape shape = conv_shape_of(sizes);
-  const auto args =
-      out_bytes > 0 ? conv_geometry(shape, static_cast<int>(x_bytes), static_cast<int>(out_bytes))
-                    : conv_statistics_geometry(shape, static_cast<int>(x_bytes), multiprocessors);
+  auto args = out_bytes > 0
+                  ? conv_geometry(shape, static_cast<int>(x_bytes), static_cast<int>(out_bytes))
+                  : conv_statistics_geometry(shape, static_cast<int>(x_bytes), multiprocessors);
   if (!args || operands > kConvMaxOperands) return {};
-  std::vector<int64_t> cut{args->strip.size,
-                           args->strips.size,
-                           args->advance,
-                           args->overlap,
-                           args->lead,
-                           args->units_per_strip.size,
-                           args->units,
-                           args->positions,
-                           args->chunks,
-                           args->slots,
-                           conv_shared_bytes(*args, out_bytes > 0)};
+  if (x_bytes == 2 && out_bytes == 2) pair_units(*args, multiprocessors);
+  std::vector<int64_t> cut{
+      args->strip.size, args->strips.size, args->advance,
+      args->overlap,    args->lead,        args->units_per_strip.size,
+      args->units,      args->positions,   args->chunks,
+      args->paired,     args->slots,       conv_shared_bytes(*args, out_bytes > 0)};
   for (int i = 0; i < args->steps; ++i) {
     for (const uint32_t half : {args->step[i].weight, args->step[i].pixels}) {
       cut.push_back(half & 0xFFFF);
@@ -213,7 +208,7 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
                        !args->any_per_pixel && args->strips.size == 1;
   if (applies) {
     args->place_bytes = 2;
-    pair_units(*args);
+    pair_units(*args, kernels.multiprocessors);
   }
   LaunchOptions options;
   options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);

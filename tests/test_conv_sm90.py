@@ -45,8 +45,8 @@ class Cut:
         )
         assert found
         self.strip, self.strips, self.advance, self.overlap, self.lead = found[:5]
-        self.units_per_strip, self.units, self.positions, self.chunks, self.slots = found[5:10]
-        self.shared_bytes, *steps = found[10:]
+        self.units_per_strip, self.units, self.positions, self.chunks = found[5:9]
+        self.paired, self.slots, self.shared_bytes, *steps = found[9:]
         self.steps = torch.tensor(steps).view(-1, 4)
         self.gap = weight[3] - 1
         self.pitch = self.strip + self.gap
@@ -90,9 +90,36 @@ def test_units_cover_every_element_and_have_its_pixels(
         first = cut.position(first_element)
         last = cut.position(min(begin + cut.advance, cut.elements) - 1)
         assert last - first < cut.positions
-        assert last + (weight[2] - 1) * cut.pitch + cut.gap - first < 128 * cut.chunks
+        of_pair = unit - unit % cut.paired
+        pixels = cut.position(max(of_pair * cut.advance - cut.lead, 0))
+        assert last + (weight[2] - 1) * cut.pitch + cut.gap - pixels < 128 * cut.chunks
         if out_bytes == 0:  # statistics take the first position's value for a pivot
             assert first == cut.position(begin)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("samples", "size", "paired"),
+    [
+        (128, 128, 2),
+        (128, 126, 2),
+        (1024, 7, 1),
+        (128, 14, 1),
+        (128, 24, 1),
+        (1, 28, 1),
+        (1, 112, 1),
+        (4, 112, 2),
+    ],
+)
+def test_units_of_16_bits_share_slots_where_blocks_then_load_less(samples, size, paired) -> None:
+    sizes = (samples, 8, size, size), (64, 8, 3, 3), (1, 1, 1, 1)
+    alone, cut = (Cut(*sizes, 2, 2, n) for n in (MULTIPROCESSORS, 132))
+    assert alone.paired == 1
+    assert cut.paired == paired
+    if paired == 2:
+        assert cut.units % 2 == 0
+        assert cut.units <= 17 / 16 * alone.units
+        assert cut.units // 2 * cut.chunks < 0.9 * alone.units * alone.chunks
 
 
 @needs_nvcc
