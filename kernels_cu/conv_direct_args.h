@@ -169,6 +169,33 @@ inline std::vector<ConvStep> conv_steps(int kernel_h, int kernel_w, int pitch, i
   return steps;
 }
 
+// ---- units and slots ----------------------------------------------------------------------------
+
+// Positions from an element of a strip to the last of `count`, at most.
+inline int64_t conv_positions_of(int64_t count, int64_t strip, int64_t gap) {
+  return count + gap * ceil_div(count - 1, strip);
+}
+
+// Positions from a tap of an output to its last one.
+inline int conv_halo(const ConvDirectArgs& args) {
+  return (args.kernel_h - 1) * static_cast<int>(args.pitch.size) + args.kernel_w - 1;
+}
+
+// Of shared memory, without what each slot takes.
+inline int conv_fixed_bytes(const ConvDirectArgs& args, bool stages) {
+  return args.weight_bytes + (stages ? kConvStageBytes : 0) + args.zero_bytes;
+}
+
+inline int64_t conv_slots_beside(int64_t fixed_bytes, int64_t slot_bytes, int64_t units_of_slot) {
+  return (kConvMaxShared - kConvTailBytes - fixed_bytes) /
+         (slot_bytes + units_of_slot * kConvPlaceBytes);
+}
+
+inline void set_slots(ConvDirectArgs& args, int64_t slots) {
+  args.slots = static_cast<int32_t>(std::min<int64_t>(slots, kConvMaxSlots));
+  args.tail_bytes = kConvTailBytes + args.slots * args.paired * kConvPlaceBytes;
+}
+
 // Cuts a convolution into units. Nothing where the kernels do not take it. `x_bytes`: of an element
 // of x and weight, 4 or 2. `out_bytes`: of one of the result, 0 where only sums are made.
 // `positions`: of a unit; see conv_statistics_geometry.
@@ -196,11 +223,10 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   args.positions = static_cast<int32_t>(positions);
   args.weight_bytes = static_cast<int32_t>((1 + planes * taps) * kConvTileUnits * 16);
   args.zero_bytes = split ? 0 : kConvZeroBytes;
-  const int64_t fixed =
-      args.weight_bytes + (out_bytes > 0 ? kConvStageBytes : 0) + args.zero_bytes + kConvTailBytes;
+  const int64_t fixed = conv_fixed_bytes(args, out_bytes > 0);
   int64_t chunks = kConvMaxChunks;
   const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
-  const auto slots_of = [&] { return (kConvMaxShared - fixed) / (slot_bytes() + kConvPlaceBytes); };
+  const auto slots_of = [&] { return conv_slots_beside(fixed, slot_bytes(), 1); };
   // A product warpgroup has one and waits for its next; of the statistics' two every other.
   const int64_t least_slots = out_bytes > 0 ? 2 : 3;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
@@ -231,10 +257,9 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   // makes what may belong to the first of its own, too.
   const int64_t overlap = out_bytes > 0 && strips == 1 ? kConvSector / out_bytes - 1 : 0;
   const int64_t lead = overlap > 0 ? overlap + 1 : 0;
-  const auto positions_of = [&](int64_t count) { return count + gap * ceil_div(count - 1, strip); };
   // A stage has room for a channel's elements wherever in a vector the first of them is.
   int64_t advance = positions - kConvStoreWidth - lead;
-  while (advance > 0 && positions_of(advance + lead) > used) advance -= 2;
+  while (advance > 0 && conv_positions_of(advance + lead, strip, gap) > used) advance -= 2;
   // Units of whole rows have fewer gaps.
   if (overlap == 0) {
     const int64_t rows = std::min((used + gap) / pitch, (positions - kConvStoreWidth) / strip);
@@ -271,14 +296,13 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   args.units = narrow(units);
   args.groups = narrow(groups);
   args.chunks = narrow(chunks);
-  args.slots = narrow(std::min<int64_t>(slots_of(), kConvMaxSlots));
   args.slot_bytes = narrow(slot_bytes());
-  args.tail_bytes = kConvTailBytes + args.slots * kConvPlaceBytes;
   const auto steps =
       conv_steps(args.kernel_h, args.kernel_w, narrow(pitch), narrow(chunks * kConvChunk), split);
   args.steps = narrow(static_cast<int64_t>(steps.size()));
   args.place_bytes = 4;
   args.paired = 1;
+  set_slots(args, slots_of());
   std::copy(steps.begin(), steps.end(), args.step);
   return args;
 }
@@ -307,18 +331,15 @@ inline void pair_units(ConvDirectArgs& args, int64_t multiprocessors) {
       advance * (per_strip - 1) >= args.elements || units > kConvHighest) {
     return;
   }
-  const auto positions_of = [&](int64_t count) { return count + gap * ceil_div(count - 1, strip); };
-  const int64_t halo = (args.kernel_h - 1) * args.pitch.size + gap;
   const int64_t further =
       advance + gap * ceil_div(advance, strip);  // the second's than the first's
   // What products read beyond the pixels must be behind the slots at most.
-  const int64_t positions = std::max(positions_of(advance + args.lead),
+  const int64_t positions = std::max(conv_positions_of(advance + args.lead, strip, gap),
                                      int64_t{kConvPositions - kConvPositions / kConvSparedPart});
-  const int64_t chunks = ceil_div(further + positions + halo, int64_t{kConvChunk});
+  const int64_t chunks = ceil_div(further + positions + conv_halo(args), int64_t{kConvChunk});
   if (chunks > kConvMaxChunks) return;
   const int64_t slot_bytes = chunks * kConvChunk * 16;
-  const int64_t fixed = args.weight_bytes + kConvStageBytes + args.zero_bytes + kConvTailBytes;
-  const int64_t slots = (kConvMaxShared - fixed) / (slot_bytes + 2 * kConvPlaceBytes);
+  const int64_t slots = conv_slots_beside(conv_fixed_bytes(args, true), slot_bytes, 2);
   if (slots < 2) return;
   ConvDirectArgs paired = args;
   paired.paired = 2;
@@ -326,9 +347,8 @@ inline void pair_units(ConvDirectArgs& args, int64_t multiprocessors) {
   paired.units = static_cast<int32_t>(units);
   paired.advance = static_cast<int32_t>(advance);
   paired.chunks = static_cast<int32_t>(chunks);
-  paired.slots = static_cast<int32_t>(std::min<int64_t>(slots, kConvMaxSlots));
   paired.slot_bytes = static_cast<int32_t>(slot_bytes);
-  paired.tail_bytes = kConvTailBytes + paired.slots * 2 * kConvPlaceBytes;
+  set_slots(paired, slots);
 
   const int64_t before = conv_units_of_block(args, multiprocessors);
   const int64_t after = conv_units_of_block(paired, multiprocessors);
@@ -350,8 +370,7 @@ inline std::optional<ConvDirectArgs> conv_statistics_geometry(const ConvShape& s
 }
 
 inline int conv_shared_bytes(const ConvDirectArgs& args, bool stages) {
-  return args.weight_bytes + (stages ? kConvStageBytes : 0) + args.zero_bytes +
-         args.slots * args.slot_bytes + args.tail_bytes;
+  return conv_fixed_bytes(args, stages) + args.slots * args.slot_bytes + args.tail_bytes;
 }
 
 }  // namespace fx_fuser

@@ -76,10 +76,6 @@ struct ReduceArgs {
   float eps;
 };
 
-inline int conv_halo(const ConvDirectArgs& args) {
-  return (args.kernel_h - 1) * static_cast<int>(args.pitch.size) + args.kernel_w - 1;
-}
-
 inline int conv_accumulate_bytes(const ConvDirectArgs& args) {
   return conv_shared_bytes(args, /*stages=*/false) + kConvCoefficientBytes + kConvSumBytes;
 }
