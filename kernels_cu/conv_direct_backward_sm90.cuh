@@ -246,7 +246,7 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
                  (weight + tile * kConvTileUnits + step * 16);
         };
         const auto multiply = [&](const uint32_t (&dc)[4], uint64_t by, bool accumulate) {
-          ptx::WgmmaTurned<Factor<X>>::run(sum, dc, by, accumulate);
+          ptx::WgmmaOfRegisters<Factor<X>>::run_turned(sum, dc, by, accumulate);
         };
         if constexpr (kSplits<X>) {
 #pragma unroll

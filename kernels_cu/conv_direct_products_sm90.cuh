@@ -79,7 +79,8 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
     const uint64_t of_pixels = descriptor_of_pixels<X>(args, i, steps, pixels, zeros);
     if constexpr (std::is_same_v<Kept, KeptWeights>) {
       if (Kept::has(i)) {
-        ptx::wgmma_m64n128k16(sum, kept.word[(i - Kept::kFirst) % Kept::kCount], of_pixels, true);
+        ptx::WgmmaOfRegisters<__half>::run(sum, kept.word[(i - Kept::kFirst) % Kept::kCount],
+                                           of_pixels, true);
         return;
       }
     }

@@ -169,8 +169,8 @@ struct RowProducts {
       const auto multiply = [&](const uint32_t (&factor)[4], bool lo_pixels, bool accumulate) {
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
-          ptx::WgmmaTurned<Factor<X>>::run(sum[row], factor, pixels_of(lo_pixels, step, row),
-                                           accumulate);
+          ptx::WgmmaOfRegisters<Factor<X>>::run_turned(sum[row], factor,
+                                                       pixels_of(lo_pixels, step, row), accumulate);
         }
       };
       if constexpr (kSplits<X>) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear_split_tiles_sm90.cuh"
+#include "wgmma_sm90.cuh"
 
 namespace fx_fuser::linear_split {
 
@@ -188,12 +189,15 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_lo + step * kDescriptorStep, step > 0);
-    ptx::wgmma_m64n128k16(accumulator, weight.lo[step], x_hi + step * kDescriptorStep, true);
+    ptx::WgmmaOfRegisters<__half>::run(accumulator, weight.hi[step], x_lo + step * kDescriptorStep,
+                                       step > 0);
+    ptx::WgmmaOfRegisters<__half>::run(accumulator, weight.lo[step], x_hi + step * kDescriptorStep,
+                                       true);
   }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    ptx::wgmma_m64n128k16(accumulator, weight.hi[step], x_hi + step * kDescriptorStep, true);
+    ptx::WgmmaOfRegisters<__half>::run(accumulator, weight.hi[step], x_hi + step * kDescriptorStep,
+                                       true);
   }
   ptx::wgmma_commit();
   turn.pass();

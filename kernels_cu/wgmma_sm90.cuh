@@ -1,5 +1,9 @@
-// wgmma with both operands in shared memory: one function for every element type and width that the
-// kernels use; and with one in registers and the other turned around. (PTX ISA 9.7.15)
+// wgmma, with both operands in shared memory and with the first in registers: one function for
+// every element type and width that the kernels use. (PTX ISA 9.7.15)
+//
+// Of 64 rows warp w of the four holds 16w...16w+15; with g = lane / 4, c = lane % 4 a thread's
+//   a[2s + r] holds row g + 8r, columns 8s + 2c and 8s + 2c + 1      (of 16-bit operands)
+//   d[4i + 2r + t] is row g + 8r, column 8i + 2c + t        (9.7.15.4.1, figures of .m64nNk16)
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,8 +14,7 @@
 namespace fx_fuser::ptx {
 
 // d[64 x N] = a[64 x 32 bytes] * b[N x 32 bytes]ᵀ + (accumulate ? d : 0), where a and b are
-// descriptors of K-major tiles of T (float: its upper 19 bits, TF32). Of the layout of d see
-// wgmma_m64n128k16.
+// descriptors of K-major tiles of T (float: its upper 19 bits, TF32).
 template <class T>
 struct Wgmma;
 
@@ -74,35 +77,37 @@ FX_FUSER_WGMMA_OF(__nv_bfloat16, 16, "bf16", ", 0, 0")
 FX_FUSER_WGMMA_OF(__half, 16, "f16", ", 0, 0")
 FX_FUSER_WGMMA_OF(float, 8, "tf32", "")
 
-// d[64 x N] = a[64 x 16] * b[16 x N] + (accumulate ? d : 0), of 16-bit T: a in registers, as that
-// of wgmma_m64n128k16, and b with rows, not columns, that are contiguous. Its descriptor has the
-// distance of 8 columns as stride and of 8 rows as leading offset.
+// d[64 x N] = a[64 x 16] * b[16 x N] + (accumulate ? d : 0), of 16-bit T, a in registers. `run`: b
+// as above. `run_turned`: rows of b, not columns, are contiguous; its descriptor has the distance
+// of 8 columns as stride and of 8 rows as leading offset.
 template <class T>
-struct WgmmaTurned;
+struct WgmmaOfRegisters;
 
-#define FX_FUSER_WGMMA_TURNED(n, registers, a0, a1, a2, a3, b, p, type)                     \
-  static __device__ __forceinline__ void run(float (&d)[registers], const uint32_t (&a)[4], \
-                                             uint64_t b_tile, bool accumulate) {            \
-    asm volatile(                                                                           \
-        "{\n"                                                                               \
-        ".reg .pred accumulate;\n"                                                          \
-        "setp.ne.b32 accumulate, %" #p                                                      \
-        ", 0;\n"                                                                            \
-        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                     \
-        " {" FX_FUSER_TEXT_##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b  \
-                                       ", accumulate, 1, 1, 1;\n"                           \
-                                       "}\n"                                                \
-        : FX_FUSER_D_##registers(0)                                                         \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile),                          \
-          "r"(static_cast<int>(accumulate)));                                               \
+#define FX_FUSER_WGMMA_OF_REGISTERS(name, n, registers, a0, a1, a2, a3, b, p, type, turned)  \
+  static __device__ __forceinline__ void name(float (&d)[registers], const uint32_t (&a)[4], \
+                                              uint64_t b_tile, bool accumulate) {            \
+    asm volatile(                                                                            \
+        "{\n"                                                                                \
+        ".reg .pred accumulate;\n"                                                           \
+        "setp.ne.b32 accumulate, %" #p                                                       \
+        ", 0;\n"                                                                             \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                      \
+        " {" FX_FUSER_TEXT_##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b   \
+                                       ", accumulate, 1, 1, " #turned                        \
+                                       ";\n"                                                 \
+                                       "}\n"                                                 \
+        : FX_FUSER_D_##registers(0)                                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile),                           \
+          "r"(static_cast<int>(accumulate)));                                                \
   }
-#define FX_FUSER_WGMMA_TURNED_OF(T, type)                       \
-  template <>                                                   \
-  struct WgmmaTurned<T> {                                       \
-    FX_FUSER_WGMMA_TURNED(24, 12, 12, 13, 14, 15, 16, 17, type) \
-    FX_FUSER_WGMMA_TURNED(72, 36, 36, 37, 38, 39, 40, 41, type) \
+#define FX_FUSER_WGMMA_OF_REGISTERS_OF(T, type)                                      \
+  template <>                                                                        \
+  struct WgmmaOfRegisters<T> {                                                       \
+    FX_FUSER_WGMMA_OF_REGISTERS(run, 128, 64, 64, 65, 66, 67, 68, 69, type, 0)       \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_turned, 24, 12, 12, 13, 14, 15, 16, 17, type, 1) \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_turned, 72, 36, 36, 37, 38, 39, 40, 41, type, 1) \
   };
-FX_FUSER_WGMMA_TURNED_OF(__nv_bfloat16, "bf16")
-FX_FUSER_WGMMA_TURNED_OF(__half, "f16")
+FX_FUSER_WGMMA_OF_REGISTERS_OF(__nv_bfloat16, "bf16")
+FX_FUSER_WGMMA_OF_REGISTERS_OF(__half, "f16")
 
 }  // namespace fx_fuser::ptx
