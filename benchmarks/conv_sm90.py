@@ -212,10 +212,11 @@ def small_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
-    """Large enough for the statistics' wide units, and as few values as have them; or a stem, whose
-    wide units are of half rows."""
+    """Of as few values as are cut in another way where a block has many units: into wide units of
+    statistics (a stem's are of half rows) or, in 16 bits, units that share slots."""
     gpu = torch.cuda.get_device_properties(CUDA)
-    is_stem = choose.random() < 0.3
+    out_bytes = choose.choice((0, 2)) if dtype.itemsize == 2 else 0
+    is_stem = out_bytes == 0 and choose.random() < 0.3
     while True:
         kernel = choose.choice(((3, 3), (1, 1), (2, 2), (1, 3)))
         size = choose.randint(1, 4), choose.randint(60, 90), choose.randint(20, 99)
@@ -224,9 +225,10 @@ def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor
         if is_stem:
             x, kernel, count = (8, 3, 224, 224), (3, 3), 8
         weight = count, x[1], *kernel
-        # With more multiprocessors than units, units are never wide.
         usual, cut = (
-            native.conv_direct_cut(x, weight, padding, 0, 0, dtype.itemsize, multiprocessors)
+            native.conv_direct_cut(
+                x, weight, padding, out_bytes, 0, dtype.itemsize, multiprocessors
+            )
             for multiprocessors in (2**20, gpu.multi_processor_count)
         )
         if cut != usual:

@@ -331,8 +331,7 @@ inline void pair_units(ConvDirectArgs& args, int64_t multiprocessors) {
       advance * (per_strip - 1) >= args.elements || units > kConvHighest) {
     return;
   }
-  const int64_t further =
-      advance + gap * ceil_div(advance, strip);  // the second's than the first's
+  const int64_t further = conv_positions_of(advance + 1, strip, gap) - 1;  // the second's first
   // What products read beyond the pixels must be behind the slots at most.
   const int64_t positions = std::max(conv_positions_of(advance + args.lead, strip, gap),
                                      int64_t{kConvPositions - kConvPositions / kConvSparedPart});

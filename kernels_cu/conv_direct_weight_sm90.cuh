@@ -310,7 +310,8 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   for (int i = 0; i < worker; ++i) cursor.advance(conv.slots);
   int index = walk.first + worker * walk.step;
   // The L2 cache is asked for half a unit, while the half before it is used. A unit ahead was more
-  // than the cache holds of all blocks: in fp32 dy came from memory 1.8 times.
+  // than the cache holds of all blocks: in fp32 dy came nearly twice from memory
+  // (NOTES.md).
   constexpr int kAhead = kConvPositions / 2;
   Gradients<X> gradients;
   Loaded<X> dy[32];

@@ -29,6 +29,7 @@ CUTS = [
     ((2, 6, 40, 300), (64, 6, 4, 5), (2, 2, 2, 1)),
     ((2, 6, 40, 41), (64, 6, 4, 2), (3, 1, 0, 5)),
     ((5, 2, 3, 3), (7, 2, 3, 3), (0, 0, 0, 0)),
+    ((4, 8, 112, 112), (64, 8, 3, 3), (1, 1, 1, 1)),
 ]
 
 MULTIPROCESSORS = 2**20  # more than there are units
@@ -118,8 +119,9 @@ def test_units_of_16_bits_share_slots_where_blocks_then_load_less(samples, size,
     assert cut.paired == paired
     if paired == 2:
         assert cut.units % 2 == 0
+        assert (alone.chunks, cut.chunks) == (4, 6)  # so 8 for two units that share none
         assert cut.units <= 17 / 16 * alone.units
-        assert cut.units // 2 * cut.chunks < 0.9 * alone.units * alone.chunks
+    assert sum(Cut(*cut, 2, 2, 132).paired == 2 for cut in CUTS) >= 2
 
 
 @needs_nvcc
