@@ -31,6 +31,9 @@ from fx_fuser import build
 _BUDGET_MS = 40.0  # for the rounds of one way
 _ROUNDS = (5, 25)  # at least, at most
 _CALLS = 10  # that the host is timed over
+# From here on flushes are not doubled: the queue holds some 1000 launches, the way's among them; a
+# host that finds it full waits, and gets no further ahead.
+_FLUSHES = 256
 
 
 @dataclass(frozen=True)
@@ -121,32 +124,59 @@ def times_of(ways: Sequence[Way], device: torch.device) -> list[Took]:
     """Medians of each way's times, measured anew; all are on `device`, a CUDA device."""
     size = torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(2 * size, dtype=torch.int8, device=device)
-    one_flush = min(_gpu_ms(flush.zero_, flush, 1) for _ in range(3))
-    flushes, rounds = [], []
+    one_flush = _Timer(flush.zero_, flush).least(3)
+    timers, rounds = [], []
     for way in ways:
         _host_ms(way)  # the first call takes memory
-        flushes.append(1 + math.ceil(_host_ms(way) / one_flush))
-        first = min(_gpu_ms(way, flush, flushes[-1]) for _ in range(3))
+        timers.append(_Timer(way, flush, 1 + math.ceil(_host_ms(way) / one_flush)))
+        first = timers[-1].least(3)
         rounds.append(max(_ROUNDS[0], min(_ROUNDS[1], int(_BUDGET_MS / first))))
     samples: list[list[float]] = [[] for _ in ways]
     for i in range(max(rounds)):
-        for way, count, queue, found in zip(ways, rounds, flushes, samples):
+        for timer, count, found in zip(timers, rounds, samples):
             if i < count:
-                found.append(_gpu_ms(way, flush, queue))
+                found.append(timer.gpu_ms())
     hosts = [min(_host_ms(way.call, _CALLS) for _ in range(3)) if way.call else 0 for way in ways]
     return [Took(median(found), host) for found, host in zip(samples, hosts)]
 
 
-def _gpu_ms(way: Callable[[], object], flush: torch.Tensor, flushes: int) -> float:
-    """The GPU's time: the host queues all of the call while the flushes run."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(flushes):
-        flush.zero_()
-    start.record()
-    way()
-    end.record()
-    end.synchronize()
-    return max(start.elapsed_time(end), 1e-3)
+@dataclass
+class _Timer:
+    """flushes: of the L2 cache; they keep the GPU busy while the host queues the way."""
+
+    way: Callable[[], object]
+    flush: torch.Tensor
+    flushes: int = 1
+
+    def least(self, samples: int) -> float:
+        return min(self.gpu_ms() for _ in range(samples))
+
+    def gpu_ms(self) -> float:
+        """The GPU's time: where the host was late it may be in a sample, which is not taken then.
+
+        A host that never gets ahead, as where the way synchronises, is in the least that is found.
+        """
+        least = math.inf
+        while True:
+            found, ahead = self._sample()
+            if ahead:
+                return found
+            least = min(least, found)
+            if self.flushes >= _FLUSHES:
+                return least
+            self.flushes *= 2
+
+    def _sample(self) -> tuple[float, bool]:
+        """Milliseconds, and whether the host had queued all before the GPU came to the way."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(self.flushes):
+            self.flush.zero_()
+        start.record()
+        self.way()
+        end.record()
+        ahead = not start.query()  # the GPU is at the flushes still
+        end.synchronize()
+        return max(start.elapsed_time(end), 1e-3), ahead
 
 
 def _host_ms(call: Callable[[], object], calls: int = 1) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable
 
@@ -351,6 +352,21 @@ def test_the_gpus_part_of_a_step_hides_the_hosts() -> None:
     found = measure.gpu_ms(steps, [], torch.device("cuda", 0))
     assert 0 < found["slow host"] < 0.5 < found["slow GPU"]
     assert measure.gpu_ms({}, [], torch.device("cuda", 0)) == {}
+
+
+def test_a_host_that_slows_down_is_no_time_of_the_gpus() -> None:
+    """The flushes are counted by the second call; from the third on the host takes 2 ms more."""
+    x = torch.randn(4096, 4096, device="cuda")
+    calls = itertools.count(1)
+
+    def slowing() -> Tensor:
+        if next(calls) > 2:
+            time.sleep(2e-3)
+        return x + 1
+
+    ways = [timing.Way(slowing), timing.Way(lambda: x + 1)]
+    slow, prompt = (took.gpu for took in timing.times_of(ways, torch.device("cuda", 0)))
+    assert abs(slow - prompt) <= 0.3 * prompt + 5e-3
 
 
 @hopper

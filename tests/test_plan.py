@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -720,6 +722,96 @@ def test_nor_is_a_librarys_convolution_in_tf32(
     assert isinstance(decision, Plan)  # an exact one is fused always
     assert decision.choices["product"] == ("library" if precise else "direct")
     assert any("please report" in str(w.message) for w in told) == precise
+
+
+# ---- the GPU's time ------------------------------------------------------------------------------
+
+
+class Machine:
+    """In place of torch in timing: a host and a GPU with a clock in ms, and a queue between."""
+
+    int8 = torch.int8
+
+    def __init__(self) -> None:
+        self.cuda = self
+        self.host = self.gpu = 0.0  # where each is; the GPU, once it has done all that is queued
+        self.flushes = 0  # since the last way
+
+    def launch(self, host: float, gpu: float) -> None:
+        self.host += host
+        self.gpu = max(self.gpu, self.host) + gpu
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.gpu)
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(L2_cache_size=1)
+
+    def empty(self, *args: Any, **options: Any) -> SimpleNamespace:
+        def zero() -> None:
+            self.flushes += 1
+            assert self.flushes < 512  # of some 1000 that the queue holds
+            self.launch(0.005, 0.04)
+
+        return SimpleNamespace(zero_=zero)
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(synchronize=self.synchronize)
+
+        def record() -> None:
+            event.at = max(self.gpu, self.host)
+
+        event.record, event.query = record, lambda: event.at <= self.host
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(timing, "torch", made)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: made.host / 1e3))
+    return made
+
+
+def timed(machine: Machine, hosts: Iterator[float], waits: bool) -> tuple[float, list[int]]:
+    """Of a way that takes the GPU 0.05 ms: what is found, and the flushes before each call."""
+    flushes: list[int] = []
+
+    def way() -> None:
+        flushes.append(machine.flushes)
+        machine.flushes = 0
+        assert len(flushes) < 500  # it ends
+        if waits:
+            machine.synchronize()
+        machine.launch(next(hosts), 0.05)
+
+    (took,) = timing.times_of([timing.Way(way)], GPU)
+    return took.gpu, flushes
+
+
+@pytest.mark.parametrize("later", [[2.0], [0.01, 2.0, 2.0]], ids=["slow", "noisy"])
+def test_a_sample_that_the_host_was_late_for_is_not_taken(
+    machine: Machine, later: list[float]
+) -> None:
+    """The flushes are counted by the second call; then the host takes 2 ms, of which 50 hide."""
+    hosts = itertools.chain([0.01, 0.01], itertools.cycle(later))
+    found, flushes = timed(machine, hosts, waits=False)
+    assert found == pytest.approx(0.05)
+    assert flushes[2] == 2 and 50 < flushes[-1] <= 128
+
+
+def test_flushes_are_not_added_for_a_host_that_is_in_time(machine: Machine) -> None:
+    found, flushes = timed(machine, itertools.repeat(0.3), waits=False)
+    assert found == pytest.approx(0.05)
+    assert set(flushes[2:]) == {9}  # 0.3 / 0.04, and one more
+
+
+def test_a_host_that_is_always_late(machine: Machine) -> None:
+    """As where the way synchronises: the least is taken, and the queue is not filled."""
+    found, flushes = timed(machine, itertools.cycle([0.4, 0.2, 0.3]), waits=True)
+    assert found == pytest.approx(0.25)
+    assert max(flushes) >= 256
 
 
 # ---- what is remembered --------------------------------------------------------------------------
