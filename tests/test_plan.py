@@ -808,10 +808,10 @@ def test_flushes_are_not_added_for_a_host_that_is_in_time(machine: Machine) -> N
 
 
 def test_a_host_that_is_always_late(machine: Machine) -> None:
-    """As where the way synchronises: the least is taken, and the queue is not filled."""
-    found, flushes = timed(machine, itertools.cycle([0.4, 0.2, 0.3]), waits=True)
+    """As where the way synchronises: its time is in what is found, and the queue is not filled."""
+    found, flushes = timed(machine, itertools.repeat(0.2), waits=True)
     assert found == pytest.approx(0.25)
-    assert max(flushes) >= 256
+    assert 256 <= max(flushes) < 512
 
 
 # ---- what is remembered --------------------------------------------------------------------------
