@@ -25,10 +25,11 @@
 namespace fx_fuser {
 
 constexpr int kConvThreads = 512;
-constexpr int kConvChannels = 8;         // of the input, at most: 16 bytes of 16-bit values
-constexpr int kConvGroup = 64;           // output channels of a block
-constexpr int kConvPositions = 256;      // of a unit
-constexpr int kConvWidePositions = 512;  // of a wide one
+constexpr int kConvStagingThreads = 640;  // where operands are any
+constexpr int kConvChannels = 8;          // of the input, at most: 16 bytes of 16-bit values
+constexpr int kConvGroup = 64;            // output channels of a block
+constexpr int kConvPositions = 256;       // of a unit
+constexpr int kConvWidePositions = 512;   // of a wide one
 // The tensor core truncates each time it adds: with more taps, sums of one sign lose too much for
 // fp32.
 constexpr int kConvMaxTaps = 20;

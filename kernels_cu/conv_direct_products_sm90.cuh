@@ -104,23 +104,22 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
 
 // use(slot, part, sum) for each of the `parts` of 128 positions of the units from `first` on, which
 // are every `every`-th of the ring; one part's products run while another's sums are used.
-template <class X, int kSteps, class Use, class Kept = NoWeights>
+template <class X, int kSteps, class Use>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
                                                int first, int step, int every, int parts,
-                                               Cursor cursor, const Use& use,
-                                               const Kept& kept = {}) {
+                                               Cursor cursor, const Use& use) {
   Tail& tail = *shared.tail;
   if (first >= args.units) return;
   float sum[2][64];
   ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
-  start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0], kept);
+  start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0]);
   int part = 0;
   for (int index = first; index < args.units;) {
     const int slot = cursor.slot;
     const int even = part;
     ptx::wgmma_wait<0>();
     ptx::pin(sum[0]);
-    start_products<X, kSteps>(args, shared, slot, even + 1, sum[1], kept);
+    start_products<X, kSteps>(args, shared, slot, even + 1, sum[1]);
     use(slot, even, sum[0]);
     ptx::wgmma_wait<0>();
     ptx::pin(sum[1]);
@@ -135,7 +134,7 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
         ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
       }
     }
-    start_products<X, kSteps>(args, shared, cursor.slot, part, sum[0], kept);
+    start_products<X, kSteps>(args, shared, cursor.slot, part, sum[0]);
     use(slot, even + 1, sum[1]);
     if (is_last) {
       __syncwarp();

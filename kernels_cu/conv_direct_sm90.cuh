@@ -5,14 +5,15 @@
 // How a convolution becomes matrix products: conv_direct_args.h. What is read is little and what is
 // written is much, so the stores decide the time; all else has to stay out of their way.
 //
-//   loading warpgroups   pixels of a unit → registers → one scale → hi and lo, in a ring of slots
-//   product warpgroup    all taps' products of a slot → a stage: [64 channels, 256 positions]
+//   loading warpgroup    pixels of a unit → registers → one scale → hi and lo, in a ring of slots
+//   product warpgroups   half of a slot's positions each: all taps' products → scales undone → a
+//                        stage: [64 channels, 256 positions]
 //   storing warps        8 channels each: a stage → epilogue → memory
 //
 // In 16 bits, where operands are a channel's, as a BatchNorm's, storing is only copying:
 //
 //   loading warpgroup    as above
-//   product warpgroups   half of a slot's positions each: products → epilogue → a stage of results
+//   product warpgroups   as above, but then epilogue → a stage of results
 //   copying warps        16 channels each: a stage → memory
 //
 // And where statistics are made, two product warpgroups with every other unit each keep moments in
@@ -32,59 +33,86 @@
 
 namespace fx_fuser::conv_direct {
 
-// Of 128 a thread at first: what one role gives, another takes.
+// What one role gives, another takes: of 128 a thread at first, or where storing warps are, of 96.
 constexpr int kLoadRegisters = 96;
-constexpr int kProductRegisters = 176;
-constexpr int kStoreRegisters = 120;
+constexpr int kStagingLoadRegisters = 80;
+constexpr int kStagingRegisters = 112;
+constexpr int kStoreRegisters = 88;
 constexpr int kApplyRegisters = 160;
 constexpr int kCopyRegisters = 96;
 constexpr int kStatsProductRegisters = 160;
-static_assert(kLoadRegisters + kProductRegisters + 2 * kStoreRegisters <= 512);
+static_assert(kStagingLoadRegisters + 2 * kStagingRegisters + 2 * kStoreRegisters <= 480);
 static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
 
-// ---- the product warpgroup ahead of storing warps -----------------------------------------------
+// ---- the product warpgroups ahead of storing warps ----------------------------------------------
 
+// Both scales' factors, one after the other where their product is no normal number.
+__device__ __forceinline__ void undo_scales(float (&sum)[64], const float (&weight_unscale)[2],
+                                            float pixel_unscale) {
+  float at_once[2];
+  float then[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    at_once[r] = weight_unscale[r] * pixel_unscale;
+    const bool is_normal = at_once[r] >= FLT_MIN && at_once[r] < INFINITY;
+    then[r] = is_normal ? 1.0f : pixel_unscale;
+    if (!is_normal) at_once[r] = weight_unscale[r];
+  }
+#pragma unroll
+  for (int i = 0; i < 64; ++i) sum[i] *= at_once[i / 2 % 2];
+  if (then[0] == 1.0f && then[1] == 1.0f) return;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) sum[i] *= then[i / 2 % 2];
+}
+
+// Product warpgroup `part` of two, which has this half of each unit's positions: while one fills
+// the stage, the other's products run.
 template <class X, int kSteps>
-__device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared) {
+__device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared,
+                                            int part) {
   const Walk walk(args);
   const int thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32;
   const int lane = thread % 32;
   const int channel = warp * 16 + lane / 4;
   Tail& tail = *shared.tail;
-  Cursor stage;
-  float* row = nullptr;
   std::conditional_t<kSplits<X> && kSteps == kUsualSteps<X>, KeptWeights, NoWeights> kept;
   if constexpr (std::is_same_v<decltype(kept), KeptWeights>) kept.load(args, shared);
-  multiply_units<X, kSteps>(
-      args, shared, walk.first, walk.step, 1, kConvPositions / kPart, Cursor{},
-      [&](int slot, int half, const float (&sum)[64]) {
-        if (half == 0) {
-          // The channel eight rows below has the same shift: eight planes are whole vectors.
-          const int2 unit = tail.unit[slot];
-          const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
-          row =
-              shared.staged<float>(stage.slot, channel) + shift_of<kConvStoreWidth>(phase, unit.y);
-          ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
-        }
-        const auto* places =
-            reinterpret_cast<const uint4*>(tail.place[slot]) + half * 16 + lane % 4;
-        Vec<float, 2> pair[32];
+  const float weight_unscale[2] = {tail.weight_unscale[channel], tail.weight_unscale[channel + 8]};
+  Cursor slot;
+  Cursor stage;
+  for (int index = walk.first; index < args.units; index += walk.step) {
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
+    float sum[64];
+    start_products<X, kSteps>(args, shared, slot.slot, part, sum, kept);
+    // The channel eight rows below has the same shift: eight planes are whole vectors.
+    const int2 unit = tail.unit[slot.slot];
+    const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
+    float* row =
+        shared.staged<float>(stage.slot, channel) + shift_of<kConvStoreWidth>(phase, unit.y);
+    const auto* places =
+        reinterpret_cast<const uint4*>(tail.place[slot.slot]) + part * 16 + lane % 4;
+    ptx::mbarrier_wait(ptx::shared_address(&tail.stored[warp][stage.slot]), stage.phase ^ 1);
+    const float pixel_unscale = kSplits<X> ? tail.unscale[slot.slot] : 1.0f;
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum);
+    if constexpr (kSplits<X>) undo_scales(sum, weight_unscale, pixel_unscale);
+    Vec<float, 2> pair[32];
 #pragma unroll
-        for (int i = 0; i < 32; ++i) pair[i] = {sum[2 * i], sum[2 * i + 1]};
-        if (args.pairs) {
-          stage_pairs<float, true>(pair, places, row);
-        } else {
-          stage_pairs<float, false>(pair, places, row);
-        }
-        if (half == 1) {
-          if (lane == 0) tail.stage_unscale[warp][stage.slot] = tail.unscale[slot];
-          ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
-          stage.advance(kConvStages);
-        }
-      },
-      kept);
+    for (int i = 0; i < 32; ++i) pair[i] = {sum[2 * i], sum[2 * i + 1]};
+    const float broken = args.pairs ? stage_pairs<float, true, kSplits<X>>(pair, places, row)
+                                    : stage_pairs<float, false, kSplits<X>>(pair, places, row);
+    if constexpr (kSplits<X>) {
+      const bool any_broken = __any_sync(0xFFFFFFFF, isnan(broken));
+      if (lane == 0) tail.broken[part][warp][stage.slot] = any_broken;
+    }
+    ptx::mbarrier_arrive(ptx::shared_address(&tail.staged[warp][stage.slot]));
+    stage.advance(kConvStages);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot.slot]));
+    slot.advance(args.slots);
+  }
 }
 
 // ---- statistics ---------------------------------------------------------------------------------
@@ -263,7 +291,8 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
 // kLoaders: warpgroups that load, which need not wait for the weights. kReaders: product warps that
 // use a slot. kStagers, kStorers: warps that fill and that empty a quarter of the channels of a
 // stage.
-template <class X, int kLoaders, int kReaders, int kStagers = 0, int kStorers = 0>
+template <class X, int kLoaders, int kReaders, int kStagers = 0, int kStorers = 0,
+          int kThreads = kConvThreads>
 __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) {
     Tail& tail = *shared.tail;
@@ -285,7 +314,7 @@ __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared
   constexpr int kLoading = kLoaders * kWarpgroup;
   const auto thread = static_cast<int>(threadIdx.x) - kLoading;
   if (thread >= 0) {
-    arrange_weights<X, kConvThreads - kLoading>(args, shared, Walk(args).group, thread);
+    arrange_weights<X, kThreads - kLoading>(args, shared, Walk(args).group, thread);
   }
 }
 
@@ -297,17 +326,17 @@ struct Kernels {
   // Any operands, and the convolution itself.
   static __device__ __forceinline__ void run(const ConvDirectArgs& args) {
     const Shared shared = Shared::of<true>(args);
-    prepare<X, 1, 4, 1, 2>(args, shared);
+    prepare<X, 1, 8, 2, 2, kConvStagingThreads>(args, shared);
     const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
     if (warpgroup == 0) {
-      ptx::give_registers<kLoadRegisters>();
+      ptx::give_registers<kStagingLoadRegisters>();
       load_units<X, 1, true>(args, shared, 0);
-    } else if (warpgroup == 1) {
-      ptx::take_registers<kProductRegisters>();
+    } else if (warpgroup < 3) {
+      ptx::take_registers<kStagingRegisters>();
       if (args.steps == kUsualSteps<X>) {
-        stage_units<X, kUsualSteps<X>>(args, shared);
+        stage_units<X, kUsualSteps<X>>(args, shared, warpgroup - 1);
       } else {
-        stage_units<X, 0>(args, shared);
+        stage_units<X, 0>(args, shared, warpgroup - 1);
       }
     } else {
       ptx::give_registers<kStoreRegisters>();
@@ -367,7 +396,7 @@ struct Kernels {
 
 // FX_FUSER_CONV_DIRECT(Epilogue, scalars, Acc, Out, x's type, Operands...)
 #define FX_FUSER_CONV_DIRECT(...)                                                              \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvStagingThreads, 1)               \
       fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {            \
     fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run(args);                                    \
   }                                                                                            \

@@ -29,10 +29,12 @@ __device__ __forceinline__ uint32_t shift_of(uint32_t phase, int first) {
 }
 
 // What a thread has of 128 positions, [2 * pair + r] of its two channels, to their rows of the
-// stage. With kPairs, both of a pair are neighbours there, too.
-template <class T, bool kPairs>
-__device__ __forceinline__ void stage_pairs(const Vec<T, 2> (&pair)[32], const uint4* places,
-                                            T* row) {
+// stage. With kPairs, both of a pair are neighbours there, too. Returns, if kChecks, a NaN where
+// one of them is not finite, else 0.
+template <class T, bool kPairs, bool kChecks = false>
+__device__ __forceinline__ float stage_pairs(const Vec<T, 2> (&pair)[32], const uint4* places,
+                                             T* row) {
+  float broken = 0;
   constexpr uint32_t kUnused = sizeof(T) * kConvStageUnused;
 #pragma unroll
   for (int quad = 0; quad < 4; ++quad) {
@@ -53,10 +55,15 @@ __device__ __forceinline__ void stage_pairs(const Vec<T, 2> (&pair)[32], const u
           } else {
             *reinterpret_cast<T*>(to) = of_pair[r].element[t];
           }
+          if constexpr (kChecks) {
+            if (kPairs || t == 0) broken = fmaf(of_pair[r].element[0], 0.0f, broken);
+            if (kPairs || t == 1) broken = fmaf(of_pair[r].element[1], 0.0f, broken);
+          }
         }
       }
     }
   }
+  return broken;
 }
 
 // ---- to memory ----------------------------------------------------------------------------------
@@ -107,7 +114,9 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kQuarter = 8;  // lanes that have a channel
   static constexpr int kRounds = kStoreChannels / (32 / kQuarter);
-  static constexpr int kAtOnce = kOperands < 6 ? 4 : 2;  // vectors: what registers allow
+  // What registers allow: vectors, and whether a lane's operands stay from unit to unit.
+  static constexpr int kAtOnce = kOperands < 6 ? 4 : 2;
+  static constexpr bool kKeepsOperands = kOperands < 6;
   static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
 
   const ConvDirectArgs& args;
@@ -188,18 +197,17 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   }
 
   // The whole vectors of a channel whose elements are neighbours in memory and have the same
-  // operands; a quarter of the warp has a channel. Returns whether a convolution among them is not
-  // finite. No branches: the vectors' instructions then overlap.
+  // operands; a quarter of the warp has a channel. No branches: the vectors' instructions then
+  // overlap.
   template <bool kSaves>
-  __device__ __forceinline__ bool store_vectors(const Range& range, int64_t plane,
-                                                const float* staged, float unscale,
+  __device__ __forceinline__ void store_vectors(const Range& range, int64_t plane,
+                                                const float* staged,
                                                 const float (&operand)[kSlots]) const {
     using Vector = Vec<Out, kConvStoreWidth>;
     constexpr int kLastInRow = kConvStagePitch - kConvStoreWidth;
     const int first = threadIdx.x % kQuarter * kConvStoreWidth;
     Out* out = static_cast<Out*>(args.out) + plane;
     X* c = kSaves ? static_cast<X*>(args.c) + plane : nullptr;
-    bool any_broken = false;
 #pragma unroll kAtOnce
     for (int v = 0; v < kConvPositions / (kQuarter * kConvStoreWidth); ++v) {
       const int at = first + v * (kQuarter * kConvStoreWidth);
@@ -209,16 +217,12 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       // row, where another warp writes.
       const int in_row = sizeof(Out) < 4 ? min(at, kLastInRow - range.staged) : at;
       const auto loaded = *reinterpret_cast<const float4*>(staged + in_row);
-      const float value[kConvStoreWidth] = {loaded.x * unscale, loaded.y * unscale,
-                                            loaded.z * unscale, loaded.w * unscale};
-      float broken = 0;  // 0 times all of them: NaN where one is not finite
+      const float value[kConvStoreWidth] = {loaded.x, loaded.y, loaded.z, loaded.w};
       Vector result;
 #pragma unroll
       for (int e = 0; e < kConvStoreWidth; ++e) {
-        broken = fmaf(value[e], 0.0f, broken);
         result.element[e] = compute(value[e], operand);
       }
-      any_broken |= kSplits<X> && is_whole && isnan(broken);
       if (is_whole) *reinterpret_cast<Vector*>(out + element) = result;
       if constexpr (kSaves) {
         Vec<X, kConvStoreWidth> saved;
@@ -232,14 +236,12 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         }
       }
     }
-    return any_broken;
   }
 
   // All elements of a channel, or those that store_vectors leaves: of vectors that are not whole,
   // and those whose convolution is not finite, which is done again. Any operands, any strips.
   __device__ __forceinline__ void store_elements(const Range& range, int output,
-                                                 const float* staged, float weight_unscale,
-                                                 float pixel_unscale, bool all) const {
+                                                 const float* staged, bool all) const {
     const int64_t plane = plane_of(output);
 #pragma unroll 1
     for (int group = 0; group < kStoreGroups; ++group) {
@@ -248,7 +250,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const int row = Unit::row_of(args, element);
       const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
       if (element < range.begin || element >= range.end || column >= args.out_w) continue;
-      float value = staged[nth] * weight_unscale * pixel_unscale;
+      float value = staged[nth];
       const bool is_finite = !kSplits<X> || fabsf(value) < INFINITY;
       const int vector = element - nth % kConvStoreWidth;
       const bool is_whole = vector >= range.begin && vector + kConvStoreWidth <= range.end;
@@ -266,7 +268,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
 
   static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
     const Walk walk(args);
-    const int warp = static_cast<int>(threadIdx.x / 32) - 2 * kWarpgroup / 32;
+    const int warp = static_cast<int>(threadIdx.x / 32) - 3 * kWarpgroup / 32;
     const int lane = threadIdx.x % 32;
     const int producer = warp / 2;  // the product's warp with these channels
     const int first_channel = warp * kStoreChannels;
@@ -276,13 +278,20 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     Tail& tail = *shared.tail;
     // A lane's channels, one after the other.
     int channel[kRounds];
-    float weight_unscale[kRounds];
     float operand[kRounds][kSlots] = {};
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       channel[round] = round * (kStoreChannels / kRounds) + lane / kQuarter;
-      weight_unscale[round] = tail.weight_unscale[first_channel + channel[round]];
     }
+    const auto take_operands = [&](const Store& store, int round) {
+      // As if of another sample each time, so that where they are is not found for each unit.
+      Store of_sample = store;
+      asm volatile("" : "+r"(of_sample.unit.sample));
+      const int output = min(first_output + channel[round], args.outputs - 1);
+      ((operand[round][kOperand] =
+            convert<float>(*of_sample.template channel_of<kOperand, In>(output))),
+       ...);
+    };
     Cursor stage;
     for (int index = walk.first; index < args.units; index += walk.step) {
       const Store store{args, Unit::at(args, index)};
@@ -297,45 +306,37 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
         if (channel[round] >= outputs) {
           range[round].end = range[round].begin;
           has_edges[round] = false;
-        } else if (!args.any_per_pixel && (args.any_per_sample || index == walk.first)) {
-          ((operand[round][kOperand] =
-                convert<float>(*store.template channel_of<kOperand, In>(output))),
-           ...);
+        }
+        if (kKeepsOperands && !args.any_per_pixel && (args.any_per_sample || index == walk.first)) {
+          take_operands(store, round);
         }
       }
       ptx::mbarrier_wait(ptx::shared_address(&tail.staged[producer][stage.slot]), stage.phase);
-      const float pixel_unscale = tail.stage_unscale[producer][stage.slot];
       const float* staged = shared.staged<float>(stage.slot, first_channel);
-      float unscale[kRounds];
-      bool is_normal = true;  // can the scales be undone at once
-#pragma unroll
-      for (int round = 0; round < kRounds; ++round) {
-        unscale[round] = weight_unscale[round] * pixel_unscale;
-        is_normal &= unscale[round] >= FLT_MIN && unscale[round] < INFINITY;
-      }
-      const bool by_vectors =
-          !args.any_per_pixel && args.strips.size == 1 && __all_sync(0xFFFFFFFF, is_normal);
+      const bool is_broken = kSplits<X> && (tail.broken[0][producer][stage.slot] != 0 ||
+                                            tail.broken[1][producer][stage.slot] != 0);
+      const bool by_vectors = !args.any_per_pixel && args.strips.size == 1;
       uint32_t by_elements = 0;  // a bit a channel
 #pragma unroll
       for (int round = 0; round < kRounds && by_vectors; ++round) {
         const int64_t plane = store.plane_of(first_output + channel[round]);
         const float* from = staged + channel[round] * kConvStagePitch + range[round].staged;
-        const bool is_broken = args.c == nullptr
-                                   ? store.template store_vectors<false>(
-                                         range[round], plane, from, unscale[round], operand[round])
-                                   : store.template store_vectors<true>(
-                                         range[round], plane, from, unscale[round], operand[round]);
-        by_elements |= static_cast<uint32_t>(is_broken || has_edges[round]) << channel[round];
+        if constexpr (!kKeepsOperands) take_operands(store, round);
+        if (args.c == nullptr) {
+          store.template store_vectors<false>(range[round], plane, from, operand[round]);
+        } else {
+          store.template store_vectors<true>(range[round], plane, from, operand[round]);
+        }
+        by_elements |= static_cast<uint32_t>(has_edges[round]) << channel[round];
       }
       // What is stored again is stored after.
-      by_elements = by_vectors ? __reduce_or_sync(0xFFFFFFFF, by_elements) : all;
+      by_elements = by_vectors && !is_broken ? __reduce_or_sync(0xFFFFFFFF, by_elements) : all;
       __syncwarp();
       for (; by_elements != 0; by_elements &= by_elements - 1) {
         const int i = __ffs(by_elements) - 1;
         const Range of_channel = store.template range_of<kConvStoreWidth>(first_output + i);
         store.store_elements(of_channel, first_output + i,
-                             staged + i * kConvStagePitch + of_channel.staged,
-                             tail.weight_unscale[first_channel + i], pixel_unscale, !by_vectors);
+                             staged + i * kConvStagePitch + of_channel.staged, !by_vectors);
       }
       ptx::mbarrier_arrive(ptx::shared_address(&tail.stored[producer][stage.slot]));
       stage.advance(kStagesOf<float>);

@@ -34,9 +34,9 @@ struct Tail {
   float weight_unscale[kConvGroup];
   uint32_t largest[2][2][4];  // [loading warpgroup][turn][warp]
   uint32_t largest_finite[2][4];
-  float unscale[kConvMaxSlots];  // of a slot's pixels
-  float stage_unscale[4][kConvMaxStages];
-  int2 unit[kConvMaxSlots];    // sample and first element
+  float unscale[kConvMaxSlots];        // of a slot's pixels
+  uint32_t broken[2][4][kConvStages];  // is a sum not finite, of each half and quarter of a stage
+  int2 unit[kConvMaxSlots];            // sample and first element
   int2 second[kConvMaxSlots];  // of two units: its first element, and how many pixels further
   union {
     // Where in a stage's channel the positions 8i + 2c and 8i + 2c + 1 go, in bytes, as
@@ -379,7 +379,8 @@ __device__ __forceinline__ void place_positions(const ConvDirectArgs& args, cons
     const int row = static_cast<int>(divide(position, args.pitch));
     const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
     const int element = row * static_cast<int>(args.strip.size) + column;
-    const bool is_element = column < static_cast<int>(args.strip.size);
+    // What lies behind the unit's end may be of no pixels that are there.
+    const bool is_element = column < static_cast<int>(args.strip.size) && element < unit.end;
     at[t] = static_cast<uint32_t>(args.place_bytes *
                                   (is_element ? element - unit.first : kConvStageUnused));
   }

@@ -215,8 +215,8 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   // Reads x and weight ahead of the end of what made the operands.
   options.dependent = after_statistics;
   launch(applies ? kernels.applied : kernels.convolution,
-         conv_blocks(*args, kernels.multiprocessors), kConvThreads, current_stream(device), *args,
-         options);
+         conv_blocks(*args, kernels.multiprocessors), applies ? kConvThreads : kConvStagingThreads,
+         current_stream(device), *args, options);
   return true;
 }
 
