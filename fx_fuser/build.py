@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +43,7 @@ LOWEST_CAPABILITY = (8, 0)
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
 
 NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "-lineinfo", "-Xptxas", "-v,-warn-spills")
+FEW_REGISTERS = "-DFX_FUSER_FEW_REGISTERS"  # for what spills; a header may heed it
 CXX_FLAGS = (
     *("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"),
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI as of 2.11
@@ -227,6 +228,11 @@ def _build(folder: Path, jobs: Sequence[Job]) -> None:
     try:
         _run_ninja(work, jobs)
         logs = {job: _read_log(work, job) for job in jobs}
+        if spilled := [job for job in jobs if _SPILL.search(logs[job])]:
+            log.info("compiling %d kernels again with %s", len(spilled), FEW_REGISTERS)
+            commands = [(*job.command, FEW_REGISTERS) for job in spilled]
+            _run_ninja(work, [replace(job, command=c) for job, c in zip(spilled, commands)])
+            logs |= {job: _read_log(work, job) for job in spilled}
         if failures := [reason for job in jobs if (reason := _failure(work, job, logs[job]))]:
             raise BuildError("\n\n".join(failures))
         for job in jobs:

@@ -228,7 +228,8 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   int64_t chunks = kConvMaxChunks;
   const auto slot_bytes = [&] { return chunks * kConvChunk * 16 * planes; };
   const auto slots_of = [&] { return conv_slots_beside(fixed, slot_bytes(), 1); };
-  // A product warpgroup has one and waits for its next; of the statistics' two every other.
+  // One is loaded while another is multiplied; of the statistics' two product warpgroups each has
+  // one while it waits for its next.
   const int64_t least_slots = out_bytes > 0 ? 2 : 3;
   while (chunks > 0 && slots_of() < least_slots) --chunks;
   if (chunks == 0) return std::nullopt;

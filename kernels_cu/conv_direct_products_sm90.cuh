@@ -102,12 +102,13 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
   }
 }
 
-// use(slot, part, sum) for each of the `parts` of 128 positions of the units from `first` on, which
-// are every `every`-th of the ring; one part's products run while another's sums are used.
+// For statistics, whose product warpgroups share the ring by turns: use(slot, part, sum) for each
+// of the `parts` of 128 positions of the units from `first` on, which are every other of the ring;
+// one part's products run while another's sums are used.
 template <class X, int kSteps, class Use>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
-                                               int first, int step, int every, int parts,
-                                               Cursor cursor, const Use& use) {
+                                               int first, int step, int parts, Cursor cursor,
+                                               const Use& use) {
   Tail& tail = *shared.tail;
   if (first >= args.units) return;
   float sum[2][64];
@@ -130,7 +131,7 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
       index += step;
       // After the last unit once more, for nothing: a condition would serialise the products.
       if (index < args.units) {
-        for (int i = 0; i < every; ++i) cursor.advance(args.slots);
+        for (int i = 0; i < 2; ++i) cursor.advance(args.slots);
         ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
       }
     }

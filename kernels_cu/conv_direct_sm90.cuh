@@ -33,19 +33,30 @@
 
 namespace fx_fuser::conv_direct {
 
-// What one role gives, another takes: of 128 a thread at first, or where storing warps are, of 96.
+// What one role gives, another takes: of 128 a thread at first or, where storing warps are, fewer.
 constexpr int kLoadRegisters = 96;
+constexpr int kStagingRegistersAtFirst = 96;
 constexpr int kStagingLoadRegisters = 80;
-constexpr int kStagingRegisters = 112;
-constexpr int kStoreRegisters = 88;
+constexpr int kStagingRegisters = kFewRegisters ? 96 : 112;
+constexpr int kStoreRegisters = kFewRegisters ? 104 : 88;
 constexpr int kApplyRegisters = 160;
 constexpr int kCopyRegisters = 96;
 constexpr int kStatsProductRegisters = 160;
-static_assert(kStagingLoadRegisters + 2 * kStagingRegisters + 2 * kStoreRegisters <= 480);
+static_assert(kStagingLoadRegisters + 2 * kStagingRegisters + 2 * kStoreRegisters <=
+              kConvStagingThreads / kWarpgroup * kStagingRegistersAtFirst);
 static_assert(kLoadRegisters + 2 * kApplyRegisters + kCopyRegisters <= 512);
 static_assert(2 * kLoadRegisters + 2 * kStatsProductRegisters <= 512);
 
 // ---- the product warpgroups ahead of storing warps ----------------------------------------------
+
+template <int kRegisters>
+__device__ __forceinline__ void change_registers() {
+  if constexpr (kRegisters > kStagingRegistersAtFirst) {
+    ptx::take_registers<kRegisters>();
+  } else {
+    ptx::give_registers<kRegisters>();
+  }
+}
 
 // Both scales' factors, one after the other where their product is no normal number.
 __device__ __forceinline__ void undo_scales(float (&sum)[64], const float (&weight_unscale)[2],
@@ -77,7 +88,9 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
   const int lane = thread % 32;
   const int channel = warp * 16 + lane / 4;
   Tail& tail = *shared.tail;
-  std::conditional_t<kSplits<X> && kSteps == kUsualSteps<X>, KeptWeights, NoWeights> kept;
+  std::conditional_t<kSplits<X> && kSteps == kUsualSteps<X> && !kFewRegisters, KeptWeights,
+                     NoWeights>
+      kept;
   if constexpr (std::is_same_v<decltype(kept), KeptWeights>) kept.load(args, shared);
   const float weight_unscale[2] = {tail.weight_unscale[channel], tail.weight_unscale[channel + 8]};
   Cursor slot;
@@ -263,7 +276,7 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
       if (isnan(m2)) moments[r].m2 = m2;
     }
   };
-  multiply_units<X, kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, 2, parts,
+  multiply_units<X, kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, parts,
                             cursor, measure);
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
@@ -332,14 +345,14 @@ struct Kernels {
       ptx::give_registers<kStagingLoadRegisters>();
       load_units<X, 1, true>(args, shared, 0);
     } else if (warpgroup < 3) {
-      ptx::take_registers<kStagingRegisters>();
+      change_registers<kStagingRegisters>();
       if (args.steps == kUsualSteps<X>) {
         stage_units<X, kUsualSteps<X>>(args, shared, warpgroup - 1);
       } else {
         stage_units<X, 0>(args, shared, warpgroup - 1);
       }
     } else {
-      ptx::give_registers<kStoreRegisters>();
+      change_registers<kStoreRegisters>();
       ptx::wait_for_prerequisites();  // operands: statistics, in training
       Stores::run(args, shared);
     }

@@ -9,6 +9,13 @@
 
 namespace fx_fuser::conv_direct {
 
+// For epilogues with which a kernel spills otherwise, as divisions by five operands:
+// fx_fuser.build.
+#ifdef FX_FUSER_FEW_REGISTERS
+constexpr bool kFewRegisters = true;
+#else
+constexpr bool kFewRegisters = false;
+#endif
 constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
 constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
@@ -116,7 +123,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   static constexpr int kRounds = kStoreChannels / (32 / kQuarter);
   // What registers allow: vectors, and whether a lane's operands stay from unit to unit.
   static constexpr int kAtOnce = kOperands < 6 ? 4 : 2;
-  static constexpr bool kKeepsOperands = kOperands < 6;
+  static constexpr bool kKeepsOperands = kOperands < 6 && !kFewRegisters;
   static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
 
   const ConvDirectArgs& args;
@@ -284,7 +291,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       channel[round] = round * (kStoreChannels / kRounds) + lane / kQuarter;
     }
     const auto take_operands = [&](const Store& store, int round) {
-      // As if of another sample each time, so that where they are is not found for each unit.
+      // Unknown to ptxas, which else finds where they are ahead of the condition, for every unit.
       Store of_sample = store;
       asm volatile("" : "+r"(of_sample.unit.sample));
       const int output = min(first_output + channel[round], args.outputs - 1);

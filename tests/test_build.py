@@ -27,14 +27,14 @@ from fx_fuser.errors import BuildError
 FAKE_NVCC = r"""#!/bin/sh
 case "$1" in --version) echo fake 1.0; exit 0;; esac
 while [ $# -gt 0 ]; do
-  case "$1" in -o) target="$2"; shift;; *.cu) source="$1";; esac
+  case "$1" in -o) target="$2"; shift;; *.cu) source="$1";; *FEW_REGISTERS) few=1;; esac
   shift
 done
 echo "$source" >> "{calls}"
 grep -q SLOW "$source" && sleep 20
 grep -q BROKEN "$source" && {{ echo "error: no such thing"; exit 1; }}
 case "$PWD" in */full/*) echo "fatal: No space left on device"; exit 1;; esac
-grep -q SPILLS "$source" && \
+grep -q "SPILLS${{few:+ ALWAYS}}" "$source" && \
   echo "    8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads"
 grep -q SERIAL "$source" && \
   echo "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async is serialized"
@@ -343,23 +343,31 @@ def test_a_folder_that_cannot_be_written_to(
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "says", "calls"),
     [
-        ("// BROKEN", "no such thing"),
-        ("// SPILLS", "spills registers"),
-        ("// SERIAL", "serialises its wgmma"),
+        ("// BROKEN", "no such thing", 1),
+        ("// SPILLS ALWAYS", "spills registers", 2),
+        ("// SERIAL", "serialises its wgmma", 1),
     ],
 )
-def test_a_bad_source_fails_and_stays_out_of_the_cache(fake, text, says):
+def test_a_bad_source_fails_and_stays_out_of_the_cache(fake, text, says, calls):
     for attempt in (1, 2):
         with pytest.raises(BuildError, match=says):
             build.cubin(text, ARCH)
-        assert fake.calls == attempt
+        assert fake.calls == calls * attempt
+
+
+def test_what_spills_is_compiled_again_with_few_registers(fake):
+    paths = build.cubins(["// SPILLS", "// fine"], ARCH)
+    assert [path.read_text() for path in paths] == ["// SPILLS", "// fine"]
+    assert fake.calls == 3
+    assert build.cubins(["// SPILLS", "// fine"], ARCH) == paths
+    assert fake.calls == 3
 
 
 def test_every_bad_source_of_a_run_is_named(fake):
     with pytest.raises(BuildError) as caught:
-        build.cubins(["// BROKEN", "// fine", "// SPILLS"], ARCH)
+        build.cubins(["// BROKEN", "// fine", "// SPILLS ALWAYS"], ARCH)
     assert "no such thing" in str(caught.value)
     assert "spills" in str(caught.value)
 

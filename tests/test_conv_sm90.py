@@ -239,13 +239,21 @@ def test_refused_for_its_operands() -> None:
 @needs_nvcc
 @pytest.mark.parametrize("value", ["float", "__nv_bfloat16"])
 @pytest.mark.parametrize(
-    "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5)), 7]
+    "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 6)), 7]
 )
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, operands, value
 ) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     check_compiles("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", operands, value)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("operands", [1, 5, 6, 7])
+def test_divisions_compile(tmp_path, monkeypatch, operands) -> None:
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    check_compiles("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", operands, divides=True)
 
 
 @needs_nvcc
