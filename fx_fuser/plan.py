@@ -32,7 +32,7 @@ from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, SPLIT, matmul_tf32_requested
 from fx_fuser.epilogue import CUDA_TYPES
-from fx_fuser.errors import OptionError
+from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.match import Fault, Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.spell import hint_of, meta_tensor
@@ -97,7 +97,7 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
         BuildError: a kernel does not compile or load.
     """
     candidates = [_candidates(match, options) for match in matches]
-    _build_kernels(matches, candidates)
+    _build_kernels(matches, candidates, options)
     return [_pick(m, c, options) for m, c in zip(matches, candidates)]
 
 
@@ -206,9 +206,35 @@ def _takes_direct_backward(match: Match) -> bool:
 
 
 def _build_kernels(
-    matches: Sequence[Match], candidates: Sequence[Sequence[Mapping[str, Any]]]
+    matches: Sequence[Match], candidates: Sequence[list[dict[str, Any]]], options: Options
 ) -> None:
-    """Compile what may be launched, all in one run of ninja."""
+    """Compile what may be launched. A product of ours that does not compile is no candidate."""
+    try:
+        _prepare(matches, candidates)
+    except BuildError as error:
+        if options.strict:
+            raise
+        failed = set()
+        for match, choices in zip(matches, candidates):
+            for choice in choices[1:]:
+                sources = tuple(ops.kernel_sources(match, choice))
+                if sources not in failed:
+                    try:
+                        _prepare([match], [[choice]])
+                        continue
+                    except BuildError:
+                        failed.add(sources)  # which takes a while to find out
+                choices.remove(choice)
+        _prepare(matches, candidates)
+        warnings.warn(
+            f"fx_fuser: the library's product is taken where ours does not compile: {error}; "
+            "please report it",
+            stacklevel=2,
+        )
+
+
+def _prepare(matches: Sequence[Match], candidates: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """All in one run of ninja."""
     by_device: dict[torch.device, list[str]] = {}
     for match, choices in zip(matches, candidates):
         device = _device(match)
