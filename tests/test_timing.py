@@ -1,0 +1,183 @@
+"""How long ways take the GPU, whatever the host does, and what is remembered of it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fx_fuser import timing
+from fx_fuser.timing import Took
+
+GPU = torch.device("cuda", 0)
+
+
+# ---- the GPU's time ------------------------------------------------------------------------------
+
+
+class Machine:
+    """In place of torch in timing: a host and a GPU with a clock in ms, and a queue between."""
+
+    int8 = torch.int8
+
+    def __init__(self) -> None:
+        self.cuda = self
+        self.host = self.gpu = 0.0  # where each is; the GPU, once it has done all that is queued
+        self.flushes = 0  # since the last way
+
+    def launch(self, host: float, gpu: float) -> None:
+        self.host += host
+        self.gpu = max(self.gpu, self.host) + gpu
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.gpu)
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(L2_cache_size=1)
+
+    def empty(self, *args: Any, **options: Any) -> SimpleNamespace:
+        def zero() -> None:
+            self.flushes += 1
+            assert self.flushes < 512  # of some 1000 that the queue holds
+            self.launch(0.005, 0.04)
+
+        return SimpleNamespace(zero_=zero)
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(synchronize=self.synchronize)
+
+        def record() -> None:
+            event.at = max(self.gpu, self.host)
+
+        event.record, event.query = record, lambda: event.at <= self.host
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(timing, "torch", made)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: made.host / 1e3))
+    return made
+
+
+def timed(machine: Machine, hosts: Iterator[float], waits: bool) -> tuple[float, list[int]]:
+    """Of a way that takes the GPU 0.05 ms: what is found, and the flushes before each call."""
+    flushes: list[int] = []
+
+    def way() -> None:
+        flushes.append(machine.flushes)
+        machine.flushes = 0
+        assert len(flushes) < 500  # it ends
+        if waits:
+            machine.synchronize()
+        machine.launch(next(hosts), 0.05)
+
+    (took,) = timing.times_of([timing.Way(way)], GPU)
+    return took.gpu, flushes
+
+
+@pytest.mark.parametrize("later", [[2.0], [0.01, 2.0, 2.0]], ids=["slow", "noisy"])
+def test_a_sample_that_the_host_was_late_for_is_not_taken(
+    machine: Machine, later: list[float]
+) -> None:
+    """The flushes are counted by the second call; then the host takes 2 ms, of which 50 hide."""
+    hosts = itertools.chain([0.01, 0.01], itertools.cycle(later))
+    found, flushes = timed(machine, hosts, waits=False)
+    assert found == pytest.approx(0.05)
+    assert flushes[2] == 2 and 50 < flushes[-1] <= 128
+
+
+def test_flushes_are_not_added_for_a_host_that_is_in_time(machine: Machine) -> None:
+    found, flushes = timed(machine, itertools.repeat(0.3), waits=False)
+    assert found == pytest.approx(0.05)
+    assert set(flushes[2:]) == {9}  # 0.3 / 0.04, and one more
+
+
+def test_a_host_that_is_always_late(machine: Machine) -> None:
+    """As where the way synchronises: its time is in what is found, and the queue is not filled."""
+    found, flushes = timed(machine, itertools.repeat(0.2), waits=True)
+    assert found == pytest.approx(0.25)
+    assert 256 <= max(flushes) < 512
+
+
+# ---- what is remembered --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts the measurements; each gives other figures."""
+    count = [0]
+
+    def measure(make_ways: Any, device: Any) -> list[Took]:
+        count[0] += 1
+        return [Took(float(count[0]), 0.5), Took(2.0)]
+
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(timing, "_machine", lambda device: ("a GPU",))
+    monkeypatch.setattr(timing, "_measure", measure)
+    yield count
+
+
+def ask(*key: object) -> list[float] | None:
+    found = timing.medians(key, list, GPU)
+    assert found is None or [took.host for took in found] == [0.5, 0.0]
+    return found and [took.gpu for took in found]
+
+
+def test_measured_once_in_a_process_and_on_a_machine(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask("a") == ask("a") == [1.0, 2.0] and ask("b") == [2.0, 2.0]
+    monkeypatch.setattr(timing, "_known", {})
+    assert ask("a") == [1.0, 2.0] and clock == [2]
+    monkeypatch.setattr(timing, "_machine", lambda device: ("another GPU",))
+    assert ask("a") == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '"x"', '["x"]', "[1.0, 2.0]"])
+def test_a_damaged_answer_is_measured_again(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    ask("a")
+    (file,) = (tmp_path / "plans").iterdir()
+    file.write_text(text)
+    monkeypatch.setattr(timing, "_known", {})
+    assert ask("a") == [2.0, 2.0]
+
+
+def test_a_cache_that_cannot_be_written_to(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "file"))
+    assert ask("a") == [1.0, 2.0] == ask("a")
+
+
+@pytest.mark.parametrize("owner, name", [(timing.json, "dump"), (timing.os, "replace")])
+def test_a_full_cache(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(owner, name, full)
+    assert ask("a") == [1.0, 2.0] and list((tmp_path / "plans").iterdir()) == []
+
+
+def test_too_little_memory_is_not_remembered(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(timing, "_measure", lambda *_: None)
+        assert ask("a") is None
+    assert ask("a") == [1.0, 2.0]
