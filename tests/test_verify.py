@@ -522,6 +522,22 @@ def test_what_cannot_be_verified_is_not_fused_and_says_why(node: str) -> None:
         verify.Verification({module: graph}, {}).run(module, inputs)
 
 
+def test_an_address_is_no_collective() -> None:
+    class Double:
+        __name__ = "double"
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * 2
+
+        def __repr__(self) -> str:
+            return "<function double at 0x7fca0c10da80>"
+
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(Double(), (graph.placeholder("x"),)))
+    module = torch.fx.GraphModule({}, graph)
+    assert verify.Verification({module: graph}, {}).run(module, [torch.ones(2)]) == {}
+
+
 def test_tf32_is_compared_with_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by option alone, it would be further from float64 than eager's own."""
     seen: list[tuple[bool, str]] = []
