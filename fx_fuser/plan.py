@@ -94,7 +94,7 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
 
     Raises:
         OptionError: option "fp32" asks for what torch's own setting forbids.
-        BuildError: a kernel does not compile or load.
+        BuildError: a kernel does not compile or load, and there is no other, or options.strict.
     """
     candidates = [_candidates(match, options) for match in matches]
     _build_kernels(matches, candidates, options)

@@ -29,8 +29,8 @@ SPLIT = {"product": "split", "backward": "split", "again": False}
 DENSE = {"product": "dense", "backward": "library", "again": False}
 CONV = {"tf32": False, "product": "library", "backward": "library", "again": False}
 DIRECT = {**CONV, "product": "direct"}
-BUILD_KERNELS = plan._build_kernels
 BOTH_WAYS = {**DIRECT, "backward": "direct"}
+BUILD_KERNELS = plan._build_kernels  # which `on_gpu` replaces
 
 
 def swish(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -258,6 +258,35 @@ def test_option_fp32_on_a_convolution(
     assert decide(match, fp32=option, plan="always") == Plan(True, choices, product)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_product_that_does_not_compile_is_no_choice(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    def prepare(sources: Sequence[str], device: torch.device) -> None:
+        if any("FX_FUSER_LINEAR_SPLIT" in source for source in sources):
+            raise BuildError("it spills registers")
+
+    match = match_of(swish, *linear_tensors())
+    on_gpu(1.0, 0.1)
+    monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
+    monkeypatch.setattr(native, "prepare", prepare)
+    if strict:
+        with pytest.raises(BuildError, match="it spills"):
+            decide(match, strict=True)
+        return
+    with pytest.warns(UserWarning, match="it spills registers; please report"):
+        decision = decide(match)
+    assert isinstance(decision, Refusal)
+    assert "no kernel of ours makes this product" in decision.reason
+
+    def nothing_compiles(sources: Sequence[str], device: torch.device) -> None:
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(native, "prepare", nothing_compiles)
+    with pytest.raises(BuildError, match="no compiler"):
+        decide(match)
+
+
 # ---- convolutions --------------------------------------------------------------------------------
 
 
@@ -385,35 +414,6 @@ def test_the_direct_convolution_has_the_same_rivals(
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     choices = getattr(decide(match), "choices", {"product": None})
     assert choices["product"] == product
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_product_that_does_not_compile_is_no_choice(
-    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, strict: bool
-) -> None:
-    def prepare(sources: Sequence[str], device: torch.device) -> None:
-        if any("FX_FUSER_LINEAR_SPLIT" in source for source in sources):
-            raise BuildError("it spills registers")
-
-    match = match_of(swish, *linear_tensors())
-    on_gpu(1.0, 0.1)
-    monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
-    monkeypatch.setattr(native, "prepare", prepare)
-    if strict:
-        with pytest.raises(BuildError, match="it spills"):
-            decide(match, strict=True)
-        return
-    with pytest.warns(UserWarning, match="it spills registers; please report"):
-        decision = decide(match)
-    assert isinstance(decision, Refusal)
-    assert "no kernel of ours makes this product" in decision.reason
-
-    def nothing_compiles(sources: Sequence[str], device: torch.device) -> None:
-        raise BuildError("no compiler")
-
-    monkeypatch.setattr(native, "prepare", nothing_compiles)
-    with pytest.raises(BuildError, match="no compiler"):
-        decide(match)
 
 
 @pytest.mark.parametrize("direct, choices", [(0.9, DIRECT), (0.99, CONV), (2.0, CONV)])
