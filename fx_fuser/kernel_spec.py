@@ -1,0 +1,91 @@
+"""One kernel, as a value: the only thing that Python, the compiler's cache and the loader pass on.
+
+A family is a main loop of `kernels_cu/`; a functor is what is plugged into it. The translation unit
+and what the shim is told are both made from the spec, and neither is ever read back.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+
+CUDA_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.bool: "bool",
+    torch.uint8: "uint8_t",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A main loop. header: in kernels_cu; macro: of the header, instantiates the kernels.
+
+    loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only one that they
+    exist for, or None if they run everywhere.
+    """
+
+    header: str
+    macro: str
+    loader: str
+    arch: str | None = None
+
+
+POINTWISE = Family("pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointwise")
+LINEAR_SPLIT = Family(
+    "linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split", "sm_90a"
+)
+LINEAR_DENSE = Family("linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
+CONV_DIRECT = Family("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", "load_conv_direct", "sm_90a")
+CONV_DIRECT_BACKWARD = Family(
+    "conv_direct_backward_sm90.cuh",
+    "FX_FUSER_CONV_DIRECT_BACKWARD",
+    "load_conv_direct_backward",
+    "sm_90a",
+)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A family's main loop with one functor.
+
+    functor: its C++ name; definition: the C++ text that defines it, an #include or a struct.
+    inputs: dtypes of the tensors that the functor reads, the anchor's value first. scalars: how
+    many numbers it reads. acc: dtype of its arithmetic, out: of the result.
+    """
+
+    family: Family
+    functor: str
+    definition: str = field(repr=False)
+    scalars: int
+    acc: torch.dtype
+    out: torch.dtype
+    inputs: tuple[torch.dtype, ...]
+
+    @property
+    def signature(self) -> list[str]:
+        """The macro's arguments, which the shim is told as well."""
+        types = (CUDA_TYPES[dtype] for dtype in (self.acc, self.out, *self.inputs))
+        return [self.functor, str(self.scalars), *types]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The translation unit."""
+        return (
+            f'#include "{self.family.header}"\n{self.definition}\n'
+            f"{self.family.macro}({', '.join(self.signature)})\n"
+        )
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The name under which a graph finds the kernel: its text, hashed."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:32]
