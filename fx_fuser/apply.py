@@ -1,7 +1,7 @@
-"""The epilogue, applied to an anchor's products: as the text of a CUDA kernel, or in torch ops.
+"""The epilogue, applied to an anchor's products: as the kernel of a CUDA main loop, or in torch ops.
 
-Values meet names here. The *leaves* of a fused expression are what the anchor's z is made of
-(`Anchor.leaves`) and the wildcards that are not z; each is a tensor or a number.
+Values meet names here. The *leaves* of a fused computation are what the anchor's z is made of
+(`Anchor.leaves`), then the epilogue's tensors t0… and numbers s0….
 """
 
 from __future__ import annotations
@@ -12,42 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_fuser.anchors import ANCHORS, Anchor
+from fx_fuser.anchors import Anchor
 from fx_fuser.anchors.conv2d import BACKWARD
 from fx_fuser.epilogue import (
-    POINTWISE,
-    Kernel,
-    Z,
+    Epilogue,
+    Step,
     accumulation_dtype,
-    cuda_source,
+    casts_of,
     evaluate,
-    linear_part,
-    substitute,
+    kernel_spec,
+    linear_backward,
 )
-from fx_fuser.epilogue import leaves as leaf_names
-from fx_fuser.pattern import Pattern
-from fx_fuser.spell import Operand
-
-# (pattern, kinds, dtype, factors) → text; a factor: its name, and its dtype if read from memory.
-_derivatives: dict[tuple[Any, ...], str] = {}
+from fx_fuser.kernel_spec import POINTWISE, Family, KernelSpec
 
 
-def wildcard_values(
-    pattern: Pattern, t: Sequence[Tensor | None], s: Sequence[float], kinds: str
-) -> dict[str, Any]:
-    """name → `Z`, tensor or number, of what is read."""
-    return {
-        name: Z if kind == "z" else tensor if kind == "t" else number
-        for name, kind, tensor, number in zip(pattern.wildcards, kinds, t, s)
-        if kind != "-"
-    }
-
-
-def epilogue_of(pattern: Pattern, kinds: str) -> Operand:
-    """The pattern's epilogue with the wildcards that are z replaced by it."""
-    return substitute(
-        pattern.epilogue, {n: Z for n, kind in zip(pattern.wildcards, kinds) if kind == "z"}
-    )
+def named(t: Sequence[Any], s: Sequence[Any]) -> dict[str, Any]:
+    """By the names that an epilogue gives its tensors and numbers."""
+    return {**{f"t{i}": v for i, v in enumerate(t)}, **{f"s{i}": v for i, v in enumerate(s)}}
 
 
 def wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
@@ -55,24 +36,27 @@ def wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
     return [v.dtype for v in values if isinstance(v, Tensor) and v.ndim > 0]
 
 
+def _evaluated(
+    epilogue: Epilogue, z: Tensor, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
+) -> Tensor:
+    """In the accumulation dtype of all that takes part."""
+    acc = accumulation_dtype([*wide_dtypes((z, *t)), dtype, *casts_of(epilogue)])
+    wide: Tensor = evaluate(epilogue, {"z": z.to(acc), **named([v.to(acc) for v in t], s)})
+    return wide
+
+
 def in_torch(
-    pattern: Pattern, kinds: str, z: Any, wildcards: Mapping[str, Any], dtype: torch.dtype
+    epilogue: Epilogue, z: Tensor, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
     """The epilogue in plain torch ops: accumulation dtype inside, one rounding at the end."""
-    acc = accumulation_dtype([*wide_dtypes((z, *wildcards.values())), dtype])
-    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
-    return evaluate(epilogue_of(pattern, kinds), {**values, "z": z.to(acc)}).to(dtype)
+    return _evaluated(epilogue, z, t, s, dtype).to(dtype) if epilogue.steps else z.to(dtype)
 
 
 def derivative_in_torch(
-    pattern: Pattern, kinds: str, dy: Tensor, wildcards: Mapping[str, Any]
+    slope: Epilogue, dy: Tensor, t: Sequence[Tensor], s: Sequence[float]
 ) -> Tensor:
-    """dy times the derivative of an epilogue that is linear in z, in the accumulation dtype."""
-    acc = accumulation_dtype([*wide_dtypes(wildcards.values()), dy.dtype])
-    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in wildcards.items()}
-    expr = linear_part(epilogue_of(pattern, kinds))
-    dz: Tensor = evaluate(expr, {**values, "z": dy.to(acc)})
-    return dz.expand(dy.shape)
+    """dz from dy in the accumulation dtype; slope: see `fx_fuser.epilogue.linear_backward`."""
+    return _evaluated(slope, dy, t, s, dy.dtype).expand(dy.shape)
 
 
 def z_in_torch(
@@ -85,131 +69,122 @@ def z_in_torch(
     """z from the products, in plain torch ops, in the accumulation dtype `acc`."""
     leaves = anchor.leaves(operands, products, config)
     values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in leaves.items()}
-    return evaluate(anchor.z(operands, config), values)
+    z: Tensor = evaluate(anchor.z(operands, config), values)
+    return z
 
 
 def finish(
-    pattern: Pattern,
-    kinds: str,
+    epilogue: Epilogue,
     anchor: Anchor,
     operands: Mapping[str, Any],
     products: Sequence[Tensor],
     config: Mapping[str, Any],
-    wildcards: Mapping[str, Any],
+    t: Sequence[Tensor],
+    s: Sequence[float],
     out: Tensor,
 ) -> None:
     """out ← epilogue(z(products)), on a CPU; on CUDA it is kernels_cu/shim_pointwise.h."""
-    acc = accumulation_dtype([*wide_dtypes((*products, *wildcards.values())), out.dtype])
-    value = z_in_torch(anchor, operands, products, config, acc)
-    out.copy_(in_torch(pattern, kinds, value, wildcards, out.dtype))
+    wide = wide_dtypes((*products, *t))
+    acc = accumulation_dtype([*wide, out.dtype, *casts_of(epilogue)])
+    z = z_in_torch(anchor, operands, products, config, acc)
+    out.copy_(in_torch(epilogue, z, t, s, out.dtype))
 
 
-def derivative_source(
-    pattern: Pattern, kinds: str, wildcards: Mapping[str, Any], dtype: torch.dtype
-) -> str | None:
-    """The text of the kernels that make a convolution's gradients from dy.
+# ---- kernels --------------------------------------------------------------------------------
+
+
+def travels_as_number(value: Any) -> bool:
+    """Numbers, and 0-d CPU tensors beside CUDA ones."""
+    return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
+
+
+def spec_of(
+    epilogue: Epilogue,
+    leaves: Mapping[str, Any],
+    t: Sequence[Tensor],
+    s: Sequence[float],
+    out: torch.dtype,
+    family: Family = POINTWISE,
+) -> KernelSpec:
+    """The kernel that reads these leaves, then t and s.
+
+    It takes the tensors in this order, and of the numbers those among the leaves, s, and those of t
+    that are 0-d CPU tensors: the order of kernels_cu/shim_linear.h and shim_conv.h.
+    """
+    tensors = {n: v.dtype for n, v in leaves.items() if isinstance(v, Tensor)}
+    numbers = [n for n, v in leaves.items() if not isinstance(v, Tensor)]
+    numbers += [f"s{i}" for i in range(len(s))]
+    for i, value in enumerate(t):
+        if travels_as_number(value):
+            numbers.append(f"t{i}")
+        else:
+            tensors[f"t{i}"] = value.dtype
+    return kernel_spec(epilogue, tensors, numbers, out, family)
+
+
+def forward_specs(
+    anchor: Anchor,
+    config: Mapping[str, Any],
+    epilogue: Epilogue,
+    operands: Mapping[str, Any],
+    t: Sequence[Tensor],
+    s: Sequence[float],
+    c: torch.dtype,
+    out: torch.dtype,
+) -> list[KernelSpec]:
+    """The kernels that the anchor's op launches; none if the library's product is the result.
+
+    operands, t: of these dtypes, ranks and devices; c: the dtype of the product.
+    """
+    families = anchor.kernels(config)
+    z = anchor.z(operands, config)
+    if len(families) == 1 and not (z.steps or epilogue.steps) and c == out:
+        return []
+    cast = {n: c if n in anchor.cast else v.dtype for n, v in operands.items() if v is not None}
+    like = {n: torch.empty(1, dtype=d, device="meta") for n, d in cast.items()}
+    statistic = torch.empty(1, dtype=accumulation_dtype((c,)), device="meta")
+    products = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
+    known = {n: like.get(n) for n in anchor.operands}
+    leaves = anchor.leaves(known, products[: len(anchor.products)], config)
+    return [spec_of(epilogue.after(z), leaves, t, s, out, family) for family in families]
+
+
+def backward_of(
+    epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float]
+) -> tuple[Epilogue, list[Tensor], list[float]] | None:
+    """dz from dy with what it reads, under names of its own, if it can be told without z."""
+    slope = linear_backward(epilogue)
+    if slope is None:
+        return None
+    values = {n: v for n, v in named(t, s).items() if n in slope.leaves}
+    tensors, numbers = ([n for n in values if n[0] == letter] for letter in "ts")
+    names = {n: f"{n[0]}{i}" for part in (tensors, numbers) for i, n in enumerate(part)}
+    steps = (
+        Step(p.op, tuple(a and names.get(a, a) for a in p.args), p.attrs) for p in slope.steps
+    )
+    return Epilogue(tuple(steps)), [values[n] for n in tensors], [values[n] for n in numbers]
+
+
+def backward_spec(
+    epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
+) -> KernelSpec | None:
+    """The kernels that make a convolution's gradients from dy.
 
     dtype: of dy and the convolution.
 
     None where the epilogue's derivative depends on z, or is not a number a channel.
     """
-    expr = linear_part(epilogue_of(pattern, kinds))
-    if expr is None:
+    found = backward_of(epilogue, t, s)
+    if found is None:
         return None
-    read = read_by_derivative(pattern, kinds)
-    factors = {n: v for n, v in wildcards.items() if n in read}
-    tensors = {n: v for n, v in factors.items() if not _travels_as_number(v)}
-    if not all(_is_per_channel(v) and v.dtype != torch.float64 for v in tensors.values()):
-        return None
-    leaves = {"z": torch.empty(1, dtype=dtype, device="meta"), **factors}
-    dtypes = tuple((n, v.dtype if n in tensors else None) for n, v in factors.items())
-    key = (pattern.name, kinds, dtype, dtypes)
-    if key not in _derivatives:
-        title = f"the backward of pattern {pattern.name}"
-        _derivatives[key] = _text_of(expr, leaves, dtype, title, BACKWARD)
-    return _derivatives[key]
-
-
-def read_by_derivative(pattern: Pattern, kinds: str) -> set[str]:
-    """Names of the wildcards that a derivative depends on, of an epilogue that is linear in z."""
-    return set(leaf_names(linear_part(epilogue_of(pattern, kinds)))) - {Z.name}
+    slope, factors, numbers = found
+    for v in factors:
+        if not travels_as_number(v) and not (_is_per_channel(v) and v.dtype != torch.float64):
+            return None
+    dy = torch.empty(1, dtype=dtype, device="meta")
+    return spec_of(slope, {"z": dy}, factors, numbers, dtype, BACKWARD)
 
 
 def _is_per_channel(tensor: Tensor) -> bool:
     sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
     return len(sizes) == 4 and sizes[0] == sizes[2] == sizes[3] == 1
-
-
-def _travels_as_number(value: Any) -> bool:
-    """Numbers, and 0-d CPU tensors beside CUDA ones."""
-    return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
-
-
-def _text(
-    pattern: Pattern,
-    kinds: str,
-    z: Operand,
-    leaves: Mapping[str, Any],
-    out: torch.dtype,
-    kernel: Kernel = POINTWISE,
-) -> str:
-    expr = substitute(epilogue_of(pattern, kinds), {"z": z})
-    return _text_of(expr, leaves, out, f"pattern {pattern.name}", kernel)
-
-
-def _text_of(
-    expr: Operand, leaves: Mapping[str, Any], out: torch.dtype, title: str, kernel: Kernel
-) -> str:
-    tensors = {n: v.dtype for n, v in leaves.items() if not _travels_as_number(v)}
-    scalars = [n for n, v in leaves.items() if _travels_as_number(v)]
-    return cuda_source(expr, tensors, scalars, out, title, kernel)
-
-
-def kernel_source(
-    pattern: Pattern,
-    kinds: str,
-    operands: Mapping[str, Any],
-    t: Sequence[Tensor | None],
-    c: torch.dtype,
-    out: torch.dtype,
-    training: bool = False,
-    kernel: Kernel = POINTWISE,
-) -> str:
-    """`cuda_text` for tensors of these dtypes, ranks and devices; c: the dtype of the product."""
-    cast = ANCHORS[pattern.kind].cast
-    dtypes = {n: c if n in cast else v.dtype for n, v in operands.items() if v is not None}
-    passed = ""
-    for name, kind, tensor in zip(pattern.wildcards, kinds, t):
-        if tensor is not None:
-            dtypes[name] = tensor.dtype
-        passed += "s" if tensor is not None and _travels_as_number(tensor) else kind
-    return cuda_text(pattern, passed, {**dtypes, "c": c, "out": out}, training, kernel)
-
-
-def cuda_text(
-    pattern: Pattern,
-    kinds: str,
-    dtypes: Mapping[str, torch.dtype],
-    training: bool = False,
-    kernel: Kernel = POINTWISE,
-) -> str:
-    """The kernel that the pattern's op runs on CUDA: generated text, for reading and building.
-
-    kinds: a letter for each wildcard, as in the op's arguments (`fx_fuser.ops`).
-    dtypes: name → dtype of each operand of the anchor that is present and of each tensor wildcard;
-    "c" is the product's (default x's), "out" the result's (default c's).
-    training: of the BatchNorm, where the anchor has one.
-    kernel: which of `Anchor.kernels`.
-    """
-    anchor = ANCHORS[pattern.kind]
-    c = dtypes.get("c", dtypes["x"])
-    config = {"training": training, "eps": 1e-5}  # z does not depend on the rest, nor on eps' value
-    like = {n: torch.empty(1, dtype=d, device="meta") for n, d in dtypes.items()}
-    operands = {n: like.get(n) for n in anchor.operands}
-    statistic = torch.empty(1, dtype=accumulation_dtype((c,)), device="meta")
-    products = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
-    leaves = anchor.leaves(operands, products[: len(anchor.products)], config)
-    for name, kind in zip(pattern.wildcards, kinds):
-        if kind != "z":
-            leaves[name] = 0.0 if kind == "s" else like[name]
-    return _text(pattern, kinds, anchor.z(operands, config), leaves, dtypes.get("out", c), kernel)

@@ -20,15 +20,15 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import build, checks, ops, patterns, plan, rewrite, verify
-from fx_fuser.errors import OptionError, VerifyError
+from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
-from fx_fuser.sites import Site, outermost
+from fx_fuser.sites import Site, outermost, site_at
 from fx_fuser.spell import TRANSPARENT, View, meta_tensor
-from fx_fuser.traffic import kept, saved
+from fx_fuser.traffic import Saved, kept, saved
 from fx_fuser.words import at, end_of
 
 log = logging.getLogger("fx_fuser.backend")
@@ -43,11 +43,21 @@ def register_pattern(
 
     source: an anchor followed by pointwise ops, see `fx_fuser.pattern`; it is traced once.
     check: `check(match)` returns why a match must not be fused, or None.
-    name: of the op `torch.ops.fx_fuser.<name>`; default the function's own.
+    name: under which it is counted, selected and reported; default the function's own.
     Raises PatternError if the source is no pattern, or the name taken by another one.
     """
     pattern = trace(source, check, name)
-    ops.define(pattern)
+    for known in _registry:
+        same = (known.kind, known.epilogue, known.wildcards)
+        if known.name == pattern.name and same != (
+            pattern.kind,
+            pattern.epilogue,
+            pattern.wildcards,
+        ):
+            raise PatternError(
+                f"a pattern named {pattern.name!r} exists and searches for {known.epilogue}; "
+                "give the new one another name"
+            )
     _registry[:] = [p for p in _registry if p.name != pattern.name] + [pattern]
     _registry.sort(key=lambda p: (-p.size, p.name))
     return pattern
@@ -58,9 +68,7 @@ def registered_patterns() -> list[Pattern]:
     return list(_registry)
 
 
-for _pattern in patterns.discover():
-    ops.define(_pattern)
-    _registry.append(_pattern)
+_registry += patterns.discover()
 
 
 def fx_fuser(
@@ -126,12 +134,13 @@ def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
 @dataclass
 class Outcome:
     """What `fuse` did: the report, the matches that were rewritten, those left as they gain
-    nothing, and those that are wrong on the inputs at hand."""
+    nothing, those that are wrong on the inputs at hand, and those at which fx_fuser failed."""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
     left: list[Refusal] = field(default_factory=list)
     wrong: list[Refusal] = field(default_factory=list)
+    failed: list[Refusal] = field(default_factory=list)
 
     def tell(self, strict: bool) -> None:
         """Log, count and warn; raises VerifyError instead of a warning if strict."""
@@ -139,13 +148,14 @@ class Outcome:
         for name, refusals in (("fx_fuser_left", self.left), ("fx_fuser_wrong", self.wrong)):
             for refusal in refusals:
                 counters[name][refusal.pattern.name] += 1
-        if not self.wrong:
-            return
-        sites = "\n".join(f"{r.pattern.name}{at(r.node)}: {r.reason}" for r in self.wrong)
-        message = f"fx_fuser leaves what it would compute wrongly to the model's own ops:\n{sites}"
-        if strict:
-            raise VerifyError(message)
-        warnings.warn(f"{message}\nPlease report it.", stacklevel=3)
+        for refusals, what in ((self.failed, "fails at"), (self.wrong, "would compute wrongly")):
+            if not refusals:
+                continue
+            sites = "\n".join(f"{r.pattern.name}{at(r.node)}: {r.reason}" for r in refusals)
+            message = f"fx_fuser leaves what it {what} to the model's own ops:\n{sites}"
+            if strict and refusals is self.wrong:
+                raise VerifyError(message)
+            warnings.warn(f"{message}\nPlease report it.", stacklevel=3)
 
 
 def fuse(
@@ -166,59 +176,86 @@ def fuse(
     found: list[tuple[GraphModule, Graph, Reading]] = []
     for module in _bodies(gm):
         graph = _copy(module.graph)
-        read = _read(View(graph, end_of(module)), active)
+        read = _read(View(graph, end_of(module)), active, options)
         if explained is not None or report.is_read():
             _add_near_misses(read, active, options.strict)
         found.append((module, graph, read))
     # All at once: kernels compile side by side.
     matches = [match for *_, read in found for match in read.matches]
-    plans = plan.decide(matches, options)
-    faults = _faults(gm, found, list(zip(matches, plans)), options, inputs)
-    decided = iter(plans)
+    sites = _planned(matches, options)
+    faults = _faults(gm, found, sites, options, inputs)
+    decided = iter(sites)
     for index, (module, graph, read) in enumerate(found, len(report.graphs)):
         for refusal in read.refusals:
             report.add_refusal(refusal, read.view, index)
+        outcome.failed += [refusal for refusal in read.refusals if refusal.failed]
         for site in read.others:
             report.add_other(site)
         if explained is not None:
             report.add_graph(read.view)
-        moved: dict[Node, Node] = {}
+        replacements: list[tuple[Match, rewrite.Call]] = []
         for match, chosen in zip(read.matches, decided):
+            if isinstance(chosen, Refusal):
+                report.add_refusal(chosen, read.view, index)
+                (outcome.failed if chosen.failed else outcome.left).append(chosen)
+                continue
             if match.root in faults:
                 fault = f"what is fused is wrong on these inputs: {faults[match.root]}"
                 outcome.wrong.append(Refusal.of(match, Fault(match.root, fault)))
                 report.add_refusal(outcome.wrong[-1], read.view, index)
                 continue
-            if isinstance(chosen, Refusal):
-                report.add_refusal(chosen, read.view, index)
-                outcome.left.append(chosen)
-                continue
-            traffic = saved(match, chosen), kept(match, chosen)
-            report.add_match(match, *traffic, index, chosen.note)
+            report.add_match(match, chosen.saved, chosen.kept, index, chosen.how.note)
             outcome.matches.append(match)
-            if explained is None:
-                call = ops.graph_call(match, chosen.native, chosen.choices)
-                moved[match.root] = rewrite.replace(match, call, moved)
-        if moved:
+            replacements.append((match, chosen.call))
+        if replacements and explained is None:
+            rewrite.replace_all(graph, replacements)
             graph.lint()
             module.graph = graph
+    report.sort()
     return outcome
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All that is known of a site before the graph is touched."""
+
+    how: plan.Plan
+    call: rewrite.Call
+    saved: Saved
+    kept: dict[str, int] | None
+
+
+def _planned(matches: Sequence[Match], options: Options) -> list[Planned | Refusal]:
+    """For each match its call, or why there is none. What fails, fails at its site alone."""
+    plans = plan.decide(matches, options)
+    failed: dict[int, Refusal] = {}
+
+    def complete(i: int, match: Match) -> Planned | Refusal:
+        chosen = plans[i]
+        if isinstance(chosen, Refusal):
+            return chosen
+        call = ops.graph_call(match, chosen.native, chosen.choices)
+        return Planned(chosen, call, saved(match, chosen), kept(match, chosen))
+
+    found = [plan.guarded(m, options, complete, i, failed) for i, m in enumerate(matches)]
+    return [failed.get(i, site) for i, site in enumerate(found)]
 
 
 def _faults(
     gm: GraphModule,
     found: Sequence[tuple[GraphModule, Graph, Reading]],
-    planned: Sequence[tuple[Match, plan.Plan | Refusal]],
+    planned: Sequence[Planned | Refusal],
     options: Options,
     inputs: Sequence[Any],
 ) -> dict[Node, str]:
     """Last node of a match → what is wrong on these inputs, if that is asked and can be told."""
     if options.verify == "never" or not verify.is_verifiable(inputs):
         return {}
+    matches = (match for *_, read in found for match in read.matches)
     calls = {
-        match.root: (match, ops.graph_call(match, chosen.native, chosen.choices))
-        for match, chosen in planned
-        if isinstance(chosen, plan.Plan)
+        match.root: (match, site.call)
+        for match, site in zip(matches, planned)
+        if isinstance(site, Planned)
     }
     if not calls:
         return {}
@@ -264,19 +301,41 @@ def _fault_of(match: Match, taken: set[Node]) -> Fault | None:
     return fault
 
 
-def _read(view: View, active: Sequence[Pattern]) -> Reading:
+def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
     """All matches of a graph, and where one fitted but for a check."""
     read = Reading(view)
     taken: set[Node] = set()
     fault_of = functools.partial(_fault_of, taken=taken)
     for node in view.nodes:
-        found = None if node in taken else find(view, active, fault_of, node)
+        if node in taken:
+            continue
+        try:
+            found = find(view, active, fault_of, node)
+        except Exception as error:
+            if options.strict:
+                raise
+            found = _failure_at(view, node, active, error)
         if isinstance(found, Match):
             read.matches.append(found)
             taken |= found.nodes
         elif isinstance(found, Refusal):
             read.refusals.append(found)
     return read
+
+
+def _failure_at(
+    view: View, node: Node, active: Sequence[Pattern], error: Exception
+) -> Refusal | None:
+    """For the user, if there is a site; a node that cannot even be read is none."""
+    log.info("a site is left to the model's own ops", exc_info=error)
+    try:
+        site = site_at(view, node)
+    except Exception:
+        return None
+    if site is None:
+        return None
+    pattern = next(p for p in active if p.kind == site.kind)
+    return Refusal(pattern, site, node, f"{type(error).__name__}: {error}", failed=True)
 
 
 def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> None:
@@ -325,9 +384,8 @@ def _has_policy(body: GraphModule) -> bool:
 
 
 def _cache_tag() -> str:
-    """Our part of Inductor's cache keys: it knows our ops by name only, not what they compute."""
-    user = ";".join(f"{p.name}={p.epilogue}" for p in _registry)
-    return f"{torch.compiler.config.cache_key_tag}fx_fuser:{build.fingerprint()}:{user}"
+    """Our part of Inductor's cache keys: it sees our ops' names and arguments, not their code."""
+    return f"{torch.compiler.config.cache_key_tag}fx_fuser:{build.fingerprint()}"
 
 
 @contextmanager

@@ -16,17 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.epilogue import ANCHOR_DTYPES, CUDA_TYPES
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.epilogue import ANCHOR_DTYPES, MAX_STEPS
+from fx_fuser.kernel_spec import CUDA_TYPES, MAX_NUMBERS, MAX_TENSORS
 from fx_fuser.match import Fault, Match
 from fx_fuser.source import op_of
-from fx_fuser.spell import (
-    called_in_place,
-    inputs_of,
-    is_number,
-    meta_tensor,
-    storages,
-    writes_of,
-)
+from fx_fuser.spell import Unspellable, called_in_place, inputs_of, meta_tensor, storages
 from fx_fuser.words import (
     at,
     called,
@@ -36,6 +31,30 @@ from fx_fuser.words import (
     statement,
     without_break,
 )
+
+
+_MAX_WRITES = 256  # within one match
+
+
+def fits_a_kernel(match: Match) -> Fault | None:
+    """More operands, numbers or operations than one kernel takes.
+
+    An epilogue of 17 operands passed, and did not compile.
+    """
+    try:
+        bound = match.bound
+    except Unspellable as error:
+        return Fault(match.root, str(error))
+    tensors, numbers = ANCHORS[match.site.kind].leaf_counts(match.site)
+    for what, count, limit in (
+        ("tensors", tensors + len(bound.tensors), MAX_TENSORS),
+        ("numbers", numbers + len(bound.numbers) + len(bound.items), MAX_NUMBERS),
+        ("operations", len(bound.epilogue.steps), MAX_STEPS),
+    ):
+        if count > limit:
+            reason = f"it has {count} {what}, of which a kernel takes {limit}"
+            return Fault(match.root, reason, "compute some of them before")
+    return None
 
 
 def one_region(match: Match) -> Fault | None:
@@ -62,11 +81,12 @@ def one_region(match: Match) -> Fault | None:
 def inner_values_unused(match: Match) -> Fault | None:
     """An inner value is needed elsewhere: it would no longer exist."""
     for node in sorted(match.nodes - {match.root}, key=match.view.order.__getitem__):
-        readers = [r for r in match.view.readers[node] if r not in match.nodes]
-        if not readers:
+        reader = next((r for r in match.view.readers[node] if r not in match.nodes), None)
+        if reader is None:
             continue
-        role, reader = match.site.kind if node is match.site.node else "", readers[0]
-        value = f"the {_ROLES.get(role, 'inner value')} {called(node)}"
+        anchor = ANCHORS[match.site.kind]
+        role = anchor.role_of_z if node is match.site.node else "inner value"
+        value = f"the {role} {called(node)}"
         if reader.op == "output":
             return Fault(node, f"{value} is also {returned(match.view)}", _unreturned(match, node))
         end = match.view.end
@@ -83,9 +103,6 @@ def _unreturned(match: Match, node: Node) -> str:
     return without_break(match.view) if printed else ""
 
 
-_ROLES = {"linear": "pre-activation", "conv2d_batchnorm": "BatchNorm's result"}
-
-
 def in_place_writes_stay_inside(match: Match) -> Fault | None:
     """A matched in-place operation changes memory that something else can see.
 
@@ -94,14 +111,15 @@ def in_place_writes_stay_inside(match: Match) -> Fault | None:
     for node in match.nodes:
         if not called_in_place(node):
             continue
-        written = storages((node,))
-        for other in match.view.nodes[: match.view.order[match.root]]:
-            if other not in match.nodes and storages((other,)) & written:
-                return Fault(
-                    node,
-                    f"{statement(node)}, works in place on memory that {called(other)} also shows",
-                    "use the operation that is not in place, if nothing else is to see the change",
-                )
+        view, root = match.view, match.view.order[match.root]
+        shown = (view.nodes[i] for m in storages((node,)) for i in view.shown_at[m] if i < root)
+        other = next((n for n in shown if n not in match.nodes), None)
+        if other is not None:
+            return Fault(
+                node,
+                f"{statement(node)}, works in place on memory that {called(other)} also shows",
+                "use the operation that is not in place, if nothing else is to see the change",
+            )
     return None
 
 
@@ -114,9 +132,12 @@ def operands_unchanged(match: Match) -> Fault | None:
     What is written before an operand is made is no change of it: `noise.bernoulli_(p).div_(p)`.
     """
     order, matched = match.view.order, storages(match.nodes)
-    for node in match.between():
+    writers = match.between(match.view.writer_places)
+    if len(writers) > _MAX_WRITES:
+        return Fault(match.root, f"more than {_MAX_WRITES} operations within it write to memory")
+    for node in writers:
         read = matched | storages(o for o in match.operands if order[o] < order[node])
-        for written in writes_of(node):
+        for written in match.view.writers[node]:
             memory = storages((written,))
             moved = _without_write(match, node, written)
             if memory & read or None in memory | read:
@@ -126,7 +147,7 @@ def operands_unchanged(match: Match) -> Fault | None:
             counter = tensor is not None and not tensor.dtype.is_floating_point
             spelled = match.view.spell(node)
             own = counter or (spelled is not None and spelled.op == "batch_norm")
-            if not own and memory & _graph_inputs(match):
+            if not own and memory & match.view.graph_inputs:
                 reason = f"{statement(node)}, changes the graph input {called(written)}, which may "
                 return Fault(node, f"{reason}share memory with an operand", moved)
     return None
@@ -134,15 +155,11 @@ def operands_unchanged(match: Match) -> Fault | None:
 
 def _without_write(match: Match, node: Node, written: Node) -> str:
     """The edit that takes a write out of a match: below it, if nothing in it reads the result."""
-    memory, start = storages((written,)) - {None}, match.view.order[node] + 1
-    span = match.view.nodes[start : match.view.order[match.root] + 1]
-    if not any(storages(inputs_of(n)) & memory for n in span):
+    view, start, end = match.view, match.view.order[node], match.view.order[match.root]
+    places = [i for m in storages((written,)) - {None} for i in view.read_at.get(m, ())]
+    if not any(start < i <= end for i in places):
         return f"move it below {place_of(match.root)}"
     return f"change a clone of {called(written)}, if nothing else is to see the change"
-
-
-def _graph_inputs(match: Match) -> set[Any]:
-    return storages(n for n in match.view.nodes if n.op == "placeholder")
 
 
 def copies_stay_copies(match: Match) -> Fault | None:
@@ -155,15 +172,16 @@ def copies_stay_copies(match: Match) -> Fault | None:
         if any(view.value(node, n) in match.nodes - apart for n in inputs_of(node)):
             apart.discard(node)  # it reads z
     read = storages(view.value(n, i) for n in apart for i in inputs_of(n))
-    for node in view.nodes[view.order[match.root] + 1 :] if apart else ():
-        for written in writes_of(node):
-            if storages((written,)) & read:
-                return Fault(
-                    node,
-                    f"{statement(node)}, changes {called(written)}, from which a factor was "
-                    "computed before",
-                    f"change a clone of {called(written)} instead",
-                )
+    places = (i for memory in read for i in view.written_at.get(memory, ())[-1:])
+    place = max(places, default=0)
+    if place > view.order[match.root]:
+        node = view.nodes[place]
+        written = next(w for w in view.writers[node] if storages((w,)) & read)
+        return Fault(
+            node,
+            f"{statement(node)}, changes {called(written)}, from which a factor was computed before",
+            f"change a clone of {called(written)} instead",
+        )
     return None
 
 
@@ -176,9 +194,8 @@ def statistics_unseen(match: Match) -> Fault | None:
         return None
     names = ("running_mean", "running_var")
     statistics = storages(o for n in names if (o := match.site.operands[n]) is not None)
-    start = match.view.order[match.site.node]
-    for node in match.between():
-        if match.view.order[node] > start and storages(inputs_of(node)) & statistics:
+    for memory in statistics:
+        for node in match.between(match.view.read_at.get(memory, ()), match.site.node)[:1]:
             return Fault(
                 node,
                 f"{statement(node)}, uses the running statistics before the match ends",
@@ -201,15 +218,15 @@ def statistics_alone(match: Match) -> Fault | None:
     statistics = storages((mean, var))
     if len(statistics) < 2:
         return Fault(site.node, "running_mean and running_var share memory")
-    others = {**site.operands, **match.wildcards, "running_mean": None, "running_var": None}
-    for operand in others.values():
-        if isinstance(operand, Node) and storages((operand,)) & statistics:
+    own = (o for name, o in site.operands.items() if name not in ("running_mean", "running_var"))
+    for operand in (*own, *match.bound.tensors):
+        if operand is not None and storages((operand,)) & statistics:
             reason = f"the operand {called(operand)} shares memory with the running statistics"
             return Fault(operand, reason)
-    for node in match.view.nodes:
-        spelled = match.view.spell(node) if node not in match.nodes else None
-        norm = spelled is not None and spelled.op == "batch_norm"
-        if norm and storages(inputs_of(node)) & statistics:
+    view = match.view
+    for place in (i for memory in statistics for i in view.batch_norms_at.get(memory, ())):
+        node = view.nodes[place]
+        if node not in match.nodes:
             return Fault(site.node, f"{statement(node)}, updates the same running statistics")
     return None
 
@@ -267,7 +284,7 @@ def shape_kept(match: Match) -> Fault | None:
     same_rank = z.ndim == y.ndim
     if same_rank and all(statically_known_true(a == b) for a, b in zip(z.shape, y.shape)):
         return None
-    gate = same_rank and match.site.kind == "linear" and z.shape[-1:] == (1,)
+    gate = same_rank and ANCHORS[match.site.kind].may_be_gate and z.shape[-1:] == (1,)
     if gate and all(statically_known_true(a == b) for a, b in zip(z.shape[:-1], y.shape[:-1])):
         return None
     reason = f"the result has shape {tuple(y.shape)}, but {called(match.site.node)} has "
@@ -283,7 +300,7 @@ def layout_kept(match: Match) -> Fault | None:
     assert c is not None and y is not None
     if any(statically_known_true(size <= 0) for size in y.shape):
         return None
-    grown = statically_known_true(c.shape[-1] == 1) and match.site.kind == "linear"
+    grown = ANCHORS[match.site.kind].may_be_gate and statically_known_true(c.shape[-1] == 1)
     wanted = torch.empty(y.shape, device="meta").stride() if grown else c.stride()
     for size, mine, its in zip(y.shape, wanted, y.stride()):
         if not statically_known_true(size == 1) and not statically_known_true(mine == its):
@@ -299,60 +316,17 @@ def _made_contiguous(match: Match, product: torch.Tensor) -> str:
         plain = torch.empty(tensor.shape, device="meta").stride()
         return all(statically_known_true(a == b) for a, b in zip(plain, tensor.stride()))
 
-    for operand in match.wildcards.values():
-        tensor = meta_tensor(operand) if isinstance(operand, Node) else None
+    for operand in match.bound.tensors:
+        tensor = meta_tensor(operand)
         if tensor is not None and in_rows(product) and not in_rows(tensor):
-            return f"call `.contiguous()` on {called(operand)}"  # type: ignore[arg-type]
+            return f"call `.contiguous()` on {called(operand)}"
     return ""
 
 
 def anchor_form(match: Match) -> Fault | None:
     """Ranks and attributes that the anchor's op takes."""
-    site = match.site
-    x, weight = (meta_tensor(site.operands[n]) for n in ("x", "weight"))  # type: ignore[arg-type]
-    assert x is not None and weight is not None
-    if site.kind == "linear":
-        bias = site.operands["bias"]
-        if weight.ndim != 2 or x.ndim < 1:
-            reason = f"x has rank {x.ndim} and the weight {weight.ndim}; at least 1 and 2"
-            return Fault(site.node, reason)
-        if bias is not None and meta_tensor(bias).ndim != 1:  # type: ignore[union-attr]
-            return Fault(site.node, f"the bias {called(bias)} is no vector")
-        return None
-    if x.ndim != 4 or weight.ndim != 4:
-        return Fault(site.node, f"x has rank {x.ndim}, which is not 4: [N, C, H, W]")
-    if any(statically_known_true(size == 0) for size in x.shape):
-        # No statistics to take: PyTorch leaves the running ones alone, where ours became NaN.
-        return Fault(site.node, "x is empty")
-    for name in ("stride", "padding", "dilation", "groups"):
-        value = site.attrs[name]
-        parts = value if isinstance(value, (tuple, list)) else (value,)
-        fine = value in ("same", "valid") if isinstance(value, str) else all(map(is_number, parts))
-        if not fine:
-            return Fault(site.node, f"{name}={value} is not known when compiling")
-    return _batchnorm_form(match) if site.kind == "conv2d_batchnorm" else None
-
-
-def _batchnorm_form(match: Match) -> Fault | None:
-    site = match.site
-    if not isinstance(site.attrs["training"], bool) or not is_number(site.attrs["eps"]):
-        return Fault(site.node, "the batch_norm's mode or eps is not known when compiling")
-    for name in ("running_mean", "running_var", "gamma", "beta"):
-        node = site.operands[name]
-        vector = None if node is None else meta_tensor(node)
-        if vector is not None and vector.ndim != 1:
-            return Fault(
-                site.node, f"the batch_norm's {name} has {vector.ndim} dimensions, not one"
-            )
-    tracked = site.operands["running_mean"] is not None
-    if tracked != (site.operands["running_var"] is not None):
-        return Fault(site.node, "only one of running_mean and running_var is given")
-    if not site.attrs["training"] and not tracked:
-        return Fault(site.node, "the batch_norm has neither batch nor running statistics")
-    if site.attrs["training"] and tracked and not is_number(site.attrs["momentum"]):
-        momentum = site.attrs["momentum"]
-        return Fault(site.node, f"momentum={momentum} is not known when compiling")
-    return None
+    found = ANCHORS[match.site.kind].form_fault(match.site)
+    return Fault(match.site.node, found) if found else None
 
 
 def pattern_check(match: Match) -> Fault | None:
@@ -362,6 +336,7 @@ def pattern_check(match: Match) -> Fault | None:
 
 
 CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
+    fits_a_kernel,
     plain_tensors,
     one_region,
     inner_values_unused,

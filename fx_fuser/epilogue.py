@@ -1,71 +1,92 @@
-"""The pointwise tail of a pattern, as one expression with two readings: torch ops and CUDA text.
+"""The pointwise tail of a match: steps over the anchor's value z, tensors t0… and numbers s0….
 
-An epilogue is an `Expr` over `Arg` leaves: `Z`, the anchor's value, and the pattern's wildcards.
-Each op of the table below is written once, with its torch meaning (the CPU kernel, the reference
-of the tests, and by `torch.func.vjp` the pointwise backward) beside its CUDA meaning
+    v0 = sigmoid(z)
+    v1 = mul(v0, t0)
+    v2 = mul(v1, s0)
+
+One step a value; a value that is read twice is made once. The last step is the result, and without
+a step that is z itself. Steps are the user's own operations in the user's order: nothing is folded,
+opened or associated otherwise, since floating point has no such algebra (`fx_fuser.bind`).
+
+The text above, with "; " for line ends, is what ops are given, so below the matcher nothing knows a
+pattern. It has two readings, written side by side in the table `OPS`: torch ops (the CPU kernel,
+the reference of the tests and, by `torch.autograd.grad`, the pointwise backward) and CUDA text
 (`kernels_cu/epilogue_math.cuh`).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fx_fuser.spell import Arg, Expr, Operand, is_number
+from fx_fuser.kernel_spec import CUDA_TYPES, POINTWISE, Family, KernelSpec
+from fx_fuser.spell import Arg
 
 Z = Arg("z")
-
-CUDA_TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
-    torch.bool: "bool",
-    torch.uint8: "uint8_t",
-    torch.int8: "int8_t",
-    torch.int16: "int16_t",
-    torch.int32: "int32_t",
-    torch.int64: "int64_t",
-}
-
-
-class Kernel(NamedTuple):
-    """A kernel around the generated functor: its header in kernels_cu, and the header's macro."""
-
-    header: str
-    macro: str
-
-
-POINTWISE = Kernel("pointwise.cuh", "FX_FUSER_POINTWISE")
-
 ANCHOR_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+MAX_STEPS = 64  # of an epilogue: what a kernel's registers and a compile's time are meant for
+
+
+# ---- the ops --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op: `torch(*args, **attrs)` on tensors and numbers, `cuda(*texts, **attrs)` on text."""
+    """One op: `torch(*args, **attrs)` on tensors and numbers, `cuda(*texts, **attrs)` on text.
+
+    reads: of each argument that has a gradient, which arguments' values its derivative depends on.
+    """
 
     torch: Callable[..., Any]
     cuda: Callable[..., str]
+    reads: Callable[[int, int], Sequence[int]] = lambda place, count: range(count)
 
 
 def _call(name: str) -> Callable[..., str]:
     return lambda *args: f"math::{name}({', '.join(args)})"
 
 
-def _infix(sign: str) -> Callable[..., str]:
-    return lambda *args: "(" + f" {sign} ".join(args) + ")"
+def _none(place: int, count: int) -> Sequence[int]:
+    return ()
 
 
-def _clamp(x: Any, low: Any, high: Any) -> Any:
-    return torch.clamp(x, low, high)
+def _factor_of_the_sum(place: int, count: int) -> Sequence[int]:
+    """x ± factor · y: of y the factor is read."""
+    return (2,) if place == 1 and count == 3 else ()
+
+
+def _others(place: int, count: int) -> Sequence[int]:
+    return [i for i in range(count) if i != place]
+
+
+def _add(x: Any, y: Any, alpha: Any = None) -> Any:
+    return x + y if alpha is None else torch.add(x, y, alpha=alpha)
+
+
+def _sub(x: Any, y: Any, alpha: Any = None) -> Any:
+    if alpha is None:
+        return x - y
+    if isinstance(x, torch.Tensor):
+        return torch.sub(x, y, alpha=alpha)
+    return torch.rsub(y, x, alpha=alpha)
+
+
+def _is_number_text(text: str) -> bool:
+    return text.startswith("scalar[")
+
+
+def _div_text(x: str, y: str) -> str:
+    """As ATen has it: a number's reciprocal is multiplied, and so is a tensor's by a number."""
+    if _is_number_text(y):
+        return f"math::div_by_number({x}, {y})"
+    return f"math::mul(math::div(Acc(1), {y}), {x})" if _is_number_text(x) else f"math::div({x}, {y})"
 
 
 def _clamp_text(x: str, low: str | None, high: str | None) -> str:
@@ -74,22 +95,27 @@ def _clamp_text(x: str, low: str | None, high: str | None) -> str:
     return x if high is None else f"math::minimum({x}, {high})"
 
 
-def _cast_text(x: str, dtype: torch.dtype) -> str:
-    return f"math::round_to<{CUDA_TYPES[dtype]}>({x})"
+def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
+    def of(*args: Any) -> Any:
+        like = next(a for a in args if isinstance(a, torch.Tensor))  # these take no numbers
+        return function(*(a if isinstance(a, torch.Tensor) else like.new_tensor(a) for a in args))
 
-
-def _number(value: float) -> str:
-    value = float(value)
-    if math.isfinite(value):
-        return f"Acc({value!r})"
-    return "Acc(NAN)" if math.isnan(value) else f"Acc({'-' if value < 0 else ''}INFINITY)"
+    return of
 
 
 OPS: dict[str, Op] = {
-    "add": Op(lambda *xs: functools.reduce(operator.add, xs), _infix("+")),
-    "mul": Op(lambda *xs: functools.reduce(operator.mul, xs), _infix("*")),
-    "div": Op(operator.truediv, _infix("/")),
+    "add": Op(_add, _call("add"), _factor_of_the_sum),
+    "sub": Op(_sub, _call("sub"), _factor_of_the_sum),
+    "mul": Op(operator.mul, _call("mul"), _others),
+    "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,)),
+    "neg": Op(operator.neg, _call("neg"), _none),
+    "addcmul": Op(
+        lambda x, a, b, value=1: torch.addcmul(x, a, b, value=value),
+        lambda x, a, b, value="Acc(1)": f"math::addcmul({x}, {a}, {b}, {value})",
+        lambda place, count: [i for i in range(1, count) if place and i != place],
+    ),
     "sigmoid": Op(torch.sigmoid, _call("sigmoid")),
+    "silu": Op(F.silu, _call("silu")),
     "tanh": Op(torch.tanh, _call("tanh")),
     "relu": Op(torch.relu, _call("relu")),
     "exp": Op(torch.exp, _call("exp")),
@@ -98,69 +124,108 @@ OPS: dict[str, Op] = {
     "rsqrt": Op(torch.rsqrt, _call("rsqrt")),
     "abs": Op(torch.abs, _call("abs")),
     "erf": Op(torch.erf, _call("erf")),
-    "minimum": Op(torch.minimum, _call("minimum")),
-    "maximum": Op(torch.maximum, _call("maximum")),
-    "clamp": Op(_clamp, _clamp_text),
-    "where": Op(lambda c, x, y: torch.where(c != 0, x, y), _call("where")),
-    "cast": Op(lambda x, dtype: x.to(dtype).to(x.dtype), _cast_text),
-    "pow": Op(torch.pow, lambda x, exponent: f"math::pow({x}, {_number(exponent)})"),
+    "minimum": Op(_extreme(torch.minimum), _call("minimum")),
+    "maximum": Op(_extreme(torch.maximum), _call("maximum")),
+    "clamp": Op(torch.clamp, _clamp_text),
+    "hardtanh": Op(F.hardtanh, _clamp_text),
+    "where": Op(
+        lambda c, x, y: torch.where(c != 0, x, y), _call("where"), lambda place, count: (0,)
+    ),
+    "cast": Op(
+        lambda x, dtype: x.to(dtype).to(x.dtype),
+        lambda x, dtype: f"math::round_to<{CUDA_TYPES[dtype]}>({x})",
+        _none,
+    ),
+    "pow": Op(torch.pow, lambda x, exponent: f"math::pow({x}, Acc({exponent!r}))"),
     "gelu": Op(
         F.gelu,
         lambda x, approximate: f"math::{'gelu_tanh' if approximate == 'tanh' else 'gelu'}({x})",
     ),
     "softplus": Op(
         F.softplus,
-        lambda x, beta, threshold: f"math::softplus({x}, {_number(beta)}, {_number(threshold)})",
+        lambda x, beta, threshold: f"math::softplus({x}, Acc({beta!r}), Acc({threshold!r}))",
     ),
 }
+# Exchanging the two operands of one of these is all that a canonical form may do.
+COMMUTATIVE = ("add", "mul")
 
 
-def substitute(expr: Operand, values: Mapping[str, Operand]) -> Operand:
-    """`expr` with the named leaves replaced."""
-    if isinstance(expr, Arg):
-        return values.get(expr.name, expr)
-    if isinstance(expr, Expr):
-        return Expr(expr.op, tuple(substitute(a, values) for a in expr.args), expr.attrs)
-    return expr
+# ---- the steps ------------------------------------------------------------------------------
 
 
-def flatten(expr: Operand) -> Operand:
-    """Products of products and sums of sums as one n-ary op: their order has no meaning."""
-    if not isinstance(expr, Expr):
-        return expr
-    args: list[Operand] = []
-    for arg in map(flatten, expr.args):
-        if isinstance(arg, Expr) and arg.op == expr.op and expr.op in ("add", "mul"):
-            args += arg.args
-        else:
-            args.append(arg)
-    return Expr(expr.op, tuple(args), expr.attrs)
+@dataclass(frozen=True)
+class Step:
+    """One operation. args: names of values, None where an optional one is left out."""
+
+    op: str
+    args: tuple[str | None, ...]
+    attrs: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        said = [*(a or "none" for a in self.args), *(f"{k}={_said(v)}" for k, v in self.attrs)]
+        return f"{self.op}({', '.join(said)})"
 
 
-def linear_part(expr: Operand) -> Operand | None:
-    """`expr` without the terms that lack z; None where the rest is not linear in z."""
-    if isinstance(expr, Arg):
-        return expr if expr == Z else None
-    if not isinstance(expr, Expr):
-        return None
-    with_z = [i for i, arg in enumerate(expr.args) if Z.name in leaves(arg)]
-    parts = [linear_part(expr.args[i]) for i in with_z]
-    if not parts or None in parts:
-        return None
-    if expr.op == "add":
-        return parts[0] if len(parts) == 1 else Expr("add", tuple(parts))
-    if (with_z == [0] and expr.op == "div") or (len(parts) == 1 and expr.op == "mul"):
-        args = list(expr.args)
-        args[with_z[0]] = parts[0]
-        return Expr(expr.op, tuple(args), expr.attrs)
-    return None
+def _said(value: Any) -> str:
+    return str(value).removeprefix("torch.")
 
 
-def leaves(expr: Operand) -> set[str]:
-    """Names of the leaves that occur."""
-    if isinstance(expr, Arg):
-        return {expr.name}
-    return set().union(*map(leaves, expr.args)) if isinstance(expr, Expr) else set()
+def _attribute(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    if name == "dtype":
+        return name, getattr(torch, value)
+    return name, value if name == "approximate" else float(value)
+
+
+_STEP = re.compile(r"v(\d+) = (\w+)\((.*)\)")
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Steps, of which step i makes the value `v<i>`; start: the result where there are none."""
+
+    steps: tuple[Step, ...] = ()
+    start: str = "z"
+
+    @functools.cached_property
+    def text(self) -> str:
+        return "; ".join(f"v{i} = {step}" for i, step in enumerate(self.steps))
+
+    @property
+    def result(self) -> str:
+        return f"v{len(self.steps) - 1}" if self.steps else self.start
+
+    @functools.cached_property
+    def leaves(self) -> frozenset[str]:
+        """Names of what is read and made by no step."""
+        read = {a for step in self.steps for a in step.args if a is not None} | {self.result}
+        return frozenset(read - {f"v{i}" for i in range(len(self.steps))})
+
+    def after(self, z: Epilogue) -> Epilogue:
+        """With z made by other steps, from other leaves."""
+        made = {f"v{i}": f"v{i + len(z.steps)}" for i in range(len(self.steps))} | {"z": z.result}
+        moved = (
+            Step(s.op, tuple(a and made.get(a, a) for a in s.args), s.attrs) for s in self.steps
+        )
+        return Epilogue((*z.steps, *moved), z.start)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Epilogue:
+    """The epilogue whose `text` this is.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    steps: list[Step] = []
+    for i, line in enumerate(text.split("; ") if text else ()):
+        found = _STEP.fullmatch(line)
+        if found is None or int(found[1]) != i or found[2] not in OPS:
+            raise ValueError(f"{line!r} is no step of an epilogue, such as `v{i} = sigmoid(z)`")
+        parts = found[3].split(", ")
+        args = tuple(None if a == "none" else a for a in parts if "=" not in a)
+        steps.append(Step(found[2], args, tuple(_attribute(a) for a in parts if "=" in a)))
+    return Epilogue(tuple(steps))
 
 
 def accumulation_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -168,79 +233,149 @@ def accumulation_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def evaluate(expr: Operand, values: Mapping[str, Any]) -> Any:
+def casts_of(epilogue: Epilogue) -> list[torch.dtype]:
+    """The dtypes that its steps cast to: an intermediate float64 needs float64 to be one."""
+    return [v for step in epilogue.steps for k, v in step.attrs if k == "dtype"]
+
+
+def evaluate(epilogue: Epilogue, values: Mapping[str, Any]) -> Any:
     """The epilogue in torch ops; `values` gives each leaf a tensor or a number."""
-    known: dict[Operand, Any] = {}
-
-    def visit(e: Operand) -> Any:
-        if isinstance(e, Arg):
-            return values[e.name]
-        if not isinstance(e, Expr):
-            return e
-        if e not in known:
-            args = [visit(a) for a in e.args]
-            if e.op in ("minimum", "maximum"):  # these take no numbers
-                like = next(a for a in args if isinstance(a, torch.Tensor))
-                args = [a if isinstance(a, torch.Tensor) else like.new_tensor(a) for a in args]
-            known[e] = OPS[e.op].torch(*args, **dict(e.attrs))
-        return known[e]
-
-    return visit(expr)
+    known = dict(values)
+    for i, step in enumerate(epilogue.steps):
+        args = (None if a is None else known[a] for a in step.args)
+        known[f"v{i}"] = OPS[step.op].torch(*args, **dict(step.attrs))
+    return known[epilogue.result]
 
 
-def cuda_source(
-    expr: Operand,
+# ---- derivatives ----------------------------------------------------------------------------
+
+
+def read_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> frozenset[str]:
+    """The leaves on whose values the gradients of the wanted leaves depend."""
+    carries, read = set(wanted), set[str]()
+    made_of: dict[str, frozenset[str]] = {leaf: frozenset((leaf,)) for leaf in epilogue.leaves}
+    for i, step in enumerate(epilogue.steps):
+        values = [a for a in step.args if a is not None]
+        made_of[f"v{i}"] = frozenset().union(*(made_of[a] for a in values))
+        for place, name in enumerate(step.args):
+            if name in carries:
+                carries.add(f"v{i}")
+                for j in OPS[step.op].reads(place, len(step.args)):
+                    value = step.args[j]
+                    read |= made_of[value] if value is not None else frozenset()
+    return frozenset(read)
+
+
+def linear_backward(epilogue: Epilogue) -> Epilogue | None:
+    """dz from dy, which takes z's name: the steps of autograd, from the last to the first.
+
+    None where z does not go through one chain of factors and terms: the derivative then depends on
+    z, or is a sum.
+    """
+    chain: dict[str, tuple[Step, int]] = {}  # value that depends on z → its step, and where it does
+    made: list[Step] = []
+    moved = {leaf: leaf for leaf in epilogue.leaves}
+
+    def add(op: str, *args: str | None, attrs: tuple[tuple[str, Any], ...] = ()) -> str:
+        made.append(Step(op, args, attrs))
+        return f"v{len(made) - 1}"
+
+    holding = epilogue.start
+    for i, step in enumerate(epilogue.steps):
+        places = [place for place, a in enumerate(step.args) if a == holding]
+        if any(a in chain or a == epilogue.start for a in step.args if a != holding):
+            return None
+        if not places:
+            moved[f"v{i}"] = add(step.op, *(a and moved[a] for a in step.args), attrs=step.attrs)
+            continue
+        if len(places) > 1:
+            return None
+        holding = f"v{i}"
+        chain[holding] = (step, places[0])
+    slope: str | None = "z"
+    for step, place in reversed(chain.values()):
+        args = [a if a is None else moved.get(a, a) for a in step.args]
+        slope = _slope(slope, step, place, args, add)
+        if slope is None:
+            return None
+    return _live(made, slope)
+
+
+def _slope(
+    dy: str, step: Step, place: int, args: Sequence[str | None], add: Callable[..., str]
+) -> str | None:
+    """The gradient that goes on from one step of a chain."""
+    if step.op in ("add", "sub"):
+        if place == 1 and len(args) == 3:
+            dy = add("mul", dy, args[2])
+        return add("neg", dy) if place == 1 and step.op == "sub" else dy
+    if step.op == "mul":
+        return add("mul", dy, args[1 - place])
+    if step.op == "div" and place == 0:
+        return add("div", dy, args[1])
+    if step.op == "neg":
+        return add("neg", dy)
+    if step.op == "addcmul":
+        if place == 0:
+            return dy
+        other = args[3 - place]
+        return add("mul", dy, add("mul", other, args[3]) if len(args) == 4 else other)
+    return add("cast", dy, attrs=step.attrs) if step.op == "cast" else None
+
+
+def _live(steps: Sequence[Step], result: str) -> Epilogue:
+    """Of these steps those that the result needs."""
+    needed = {result}
+    for i in reversed(range(len(steps))):
+        if f"v{i}" in needed:
+            needed.update(a for a in steps[i].args if a is not None)
+    names: dict[str, str] = {}
+    kept: list[Step] = []
+    for i, step in enumerate(steps):
+        if f"v{i}" in needed:
+            args = tuple(a if a is None else names.get(a, a) for a in step.args)
+            names[f"v{i}"] = f"v{len(kept)}"
+            kept.append(Step(step.op, args, step.attrs))
+    return Epilogue(tuple(kept))
+
+
+# ---- the kernel -----------------------------------------------------------------------------
+
+
+def kernel_spec(
+    epilogue: Epilogue,
     tensors: Mapping[str, torch.dtype],
-    scalars: Sequence[str],
+    numbers: Sequence[str],
     out: torch.dtype,
-    title: str,
-    kernel: Kernel = POINTWISE,
-) -> str:
-    """The translation unit of the kernel for one epilogue.
+    family: Family = POINTWISE,
+) -> KernelSpec:
+    """The kernel of one epilogue.
 
-    tensors: leaf name → dtype, in the order the kernel takes its inputs, the anchor's value first.
-    scalars: leaf names that are numbers at call time, in the order they are passed.
+    tensors: leaf → dtype, in the order the kernel takes them, the anchor's value first.
+    numbers: leaves that are numbers at call time, in the order they are passed.
     The functor contract is that of `kernels_cu/pointwise.cuh`.
     """
-    acc = CUDA_TYPES[accumulation_dtype((*tensors.values(), out))]
     names = {name: f"in[{i}]" for i, name in enumerate(tensors)}
-    names |= {name: f"scalar[{i}]" for i, name in enumerate(scalars)}
-    lines: list[str] = []
-    known: dict[Operand, str] = {}
-
-    def visit(e: Operand) -> str | None:
-        if isinstance(e, Arg):
-            return names[e.name]
-        if e is None:
-            return None
-        if is_number(e):
-            return _number(e)  # type: ignore[arg-type]
-        assert isinstance(e, Expr)
-        if e not in known:
-            text = OPS[e.op].cuda(*(visit(a) for a in e.args), **dict(e.attrs))
-            known[e] = f"v{len(lines)}"
-            lines.append(f"    const Acc {known[e]} = {text};")
-        return known[e]
-
-    result = visit(expr)
-    inputs = ", ".join(CUDA_TYPES[d] for d in tensors.values())
-    body = "\n".join(lines)
-    return f"""\
-// Generated by fx_fuser.epilogue from {title}:
-//   {expr}
-// in: {", ".join(tensors)}{"; scalar: " + ", ".join(scalars) if scalars else ""}
-#include "{kernel.header}"
-
+    names |= {name: f"scalar[{i}]" for i, name in enumerate(numbers)}
+    lines = []
+    for i, step in enumerate(epilogue.steps):
+        args = (None if a is None else names[a] for a in step.args)
+        names[f"v{i}"] = f"v{i}"
+        text = OPS[step.op].cuda(*args, **dict(step.attrs))
+        lines.append(f"    const Acc v{i} = {text};\n")
+    definition = f"""\
+// {epilogue.text or "the product itself"}
+// in: {", ".join(tensors)}{"; scalar: " + ", ".join(numbers) if numbers else ""}
 namespace fx_fuser {{
 struct Epilogue {{
   template <class Acc>
   __device__ __forceinline__ Acc operator()(const Acc (&in)[{len(tensors)}],
-                                            const Acc (&scalar)[{max(len(scalars), 1)}]) const {{
-{body}
-    return {result};
+                                            const Acc (&scalar)[{max(len(numbers), 1)}]) const {{
+{"".join(lines)}    return {names[epilogue.result]};
   }}
 }};
 }}  // namespace fx_fuser
-
-{kernel.macro}(fx_fuser::Epilogue, {len(scalars)}, {acc}, {CUDA_TYPES[out]}, {inputs})
 """
+    acc = accumulation_dtype((*tensors.values(), out, *casts_of(epilogue)))
+    inputs = tuple(tensors.values())
+    return KernelSpec(family, "fx_fuser::Epilogue", definition, len(numbers), acc, out, inputs)

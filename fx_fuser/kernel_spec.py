@@ -25,6 +25,11 @@ CUDA_TYPES = {
     torch.int64: "int64_t",
 }
 
+# What a launch has room for (kernels_cu/pointwise_args.h; compared when the shim is loaded): the
+# anchor's value and all other tensors that a functor reads, and the numbers.
+MAX_TENSORS = 16
+MAX_NUMBERS = 8
+
 
 @dataclass(frozen=True)
 class Family:

@@ -2,11 +2,18 @@
 
 Products and sums are matched as multisets: the target's nested `mul` (or `add`) nodes are opened
 until as many factors are there as the pattern has, and factors are assigned with backtracking.
+Several numbers may stand for one of the pattern. That is a way to find nodes, not to compute: what
+runs is what the user wrote (`Match.bound`).
 A structural fit becomes a Match only if every check of `fx_fuser.checks` passes.
+
+The work at a site is bounded, whatever the graph: see `MAX_WORK`.
 """
 
 from __future__ import annotations
 
+import bisect
+import collections
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,15 +23,34 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from fx_fuser.bind import Bound, bind, scalar_behind
 from fx_fuser.epilogue import OPS, Z
+from fx_fuser.kernel_spec import MAX_NUMBERS
 from fx_fuser.pattern import Pattern
 from fx_fuser.sites import Site, site_at
 from fx_fuser.spell import Arg, Expr, Operand, View, is_number, meta_tensor
 from fx_fuser.words import at, called
 
-_MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": math.fsum, "mul": math.prod}
+_MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": sum, "mul": math.prod}
 _COMMUTATIVE = ("minimum", "maximum")
 _MAX_DESCENDANTS = 64
+MAX_WORK = 4000  # operands compared at one site; some 5 us each
+
+
+class TooMuchWorkError(Exception):
+    """The bound on the work at one site is reached."""
+
+
+class Work:
+    """What is left of the work at one site."""
+
+    def __init__(self, left: int = MAX_WORK) -> None:
+        self.left = left
+
+    def spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise TooMuchWorkError
 
 
 @dataclass(frozen=True)
@@ -32,8 +58,8 @@ class Match:
     """One place where a pattern fits.
 
     root: the last matched node, whose value the fused op replaces. nodes: all matched nodes.
-    wildcards: name → `Z`, a number, or the node of a tensor. view: the reading of its graph.
-    items: 0-d tensor → its `item()`, for wildcards that are a number which changes by the call.
+    wildcards: name → `Z`, a number, or the node of a tensor; several numbers that stand for one are
+    given as their sum or product. They tell the user what was found. view: the reading of its graph.
     """
 
     pattern: Pattern
@@ -42,23 +68,29 @@ class Match:
     nodes: frozenset[Node]
     wildcards: dict[str, Operand]
     view: View = field(repr=False)
-    items: dict[Node, Node] = field(default_factory=dict)
+
+    @functools.cached_property
+    def bound(self) -> Bound:
+        """What is computed after the anchor. Raises Unspellable: see `fx_fuser.bind`."""
+        return bind(self.view, self.site, self.nodes)
 
     @property
     def operands(self) -> tuple[Node, ...]:
         """Every tensor the fused op reads."""
         own = [o for o in self.site.operands.values() if o is not None]
-        free = [o for o in self.wildcards.values() if isinstance(o, Node)]
-        return tuple(dict.fromkeys([*own, *free]))
+        return tuple(dict.fromkeys([*own, *self.bound.tensors]))
 
     @property
     def first(self) -> Node:
         return min(self.nodes, key=self.view.order.__getitem__)
 
-    def between(self) -> list[Node]:
-        """Nodes that run between the first and the last matched one and are not matched."""
-        span = self.view.nodes[self.view.order[self.first] : self.view.order[self.root]]
-        return [n for n in span if n not in self.nodes]
+    def between(self, places: Sequence[int], start: Node | None = None) -> list[Node]:
+        """Of the nodes at these places of the order those that run after the first matched one (or
+        after `start`) and before the last, and are not matched."""
+        order, nodes = self.view.order, self.view.nodes
+        begin = bisect.bisect_right(places, order[start or self.first])
+        end = bisect.bisect_left(places, order[self.root])
+        return [n for n in map(nodes.__getitem__, places[begin:end]) if n not in self.nodes]
 
 
 class Fault(NamedTuple):
@@ -75,6 +107,7 @@ class Refusal:
 
     node: the one at fault. nodes: all that were found of the pattern, with the anchor. missing:
     operations to add, to change or to drop until it fits; none if something else is in the way.
+    failed: fx_fuser itself did, with that reason.
     """
 
     pattern: Pattern
@@ -84,6 +117,7 @@ class Refusal:
     help: str = ""
     nodes: frozenset[Node] = frozenset()
     missing: int = 0
+    failed: bool = False
 
     @classmethod
     def of(cls, match: Match, fault: Fault, missing: int = 0) -> Refusal:
@@ -113,11 +147,13 @@ class Binding:
 class Unifier:
     """Finds all ways in which an epilogue fits the graph after one site."""
 
-    def __init__(self, view: View, site: Site) -> None:
+    def __init__(self, view: View, site: Site, work: Work) -> None:
         self.view = view
         self.site = site
+        self.work = work
 
     def fit(self, pattern: Operand, target: Operand, b: Binding) -> Iterator[Binding]:
+        self.work.spend()
         if target is self.site.node:
             target = Z
         if isinstance(pattern, Arg):
@@ -136,7 +172,7 @@ class Unifier:
             if scaled is not None:
                 yield from self.fit(*scaled, b)
         else:
-            expr, nodes = self._open(target)
+            expr, nodes = self._open(target, pattern.op == "div")
             if expr is None or (expr.op, expr.attrs) != (pattern.op, pattern.attrs):
                 return
             b = Binding(b.wildcards, b.nodes | nodes)
@@ -147,9 +183,13 @@ class Unifier:
             elif len(pattern.args) == len(expr.args):
                 yield from self._positional(pattern.args, expr.args, b)
 
-    def _open(self, target: Operand) -> tuple[Expr | None, frozenset[Node]]:
+    def _open(
+        self, target: Operand, as_written: bool = False
+    ) -> tuple[Expr | None, frozenset[Node]]:
+        """as_written: a division by a number as that, not as the product that it means."""
         if isinstance(target, Node):
-            return self.view.spell(target), frozenset((target,))
+            expr = (self.view.written if as_written else self.view.spell)(target)
+            return expr, frozenset((target,))
         return (target, frozenset()) if isinstance(target, Expr) else (None, frozenset())
 
     def _positional(
@@ -183,22 +223,30 @@ class Unifier:
     def _cuts(
         self, expr: Expr, limit: int
     ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
-        """All ways to write a nested sum or product flat, opening some of its inner nodes."""
-        choices = [list(self._openings(expr.op, arg, limit)) for arg in expr.args]
-        for chosen in itertools.product(*choices):
-            terms = tuple(t for part, _ in chosen for t in part)
-            if len([t for t in terms if not is_number(t)]) <= limit:
-                yield terms, frozenset().union(*(nodes for _, nodes in chosen))
+        """The ways to write a nested sum or product flat, in `limit` terms beside numbers at most.
 
-    def _openings(
-        self, op: str, operand: Operand, limit: int
-    ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
-        expr, nodes = (None, frozenset()) if operand is self.site.node else self._open(operand)
-        same = expr is not None and expr.op == op and all(map(_is_inexact, nodes))
-        if expr is not None and same:
-            for terms, inner in self._cuts(expr, limit):
-                yield terms, inner | nodes
-        yield (operand,), frozenset()
+        Opening an inner node never makes terms fewer, so a way with too many goes no further.
+        """
+
+        def extend(
+            done: tuple[Operand, ...], pending: tuple[Operand, ...], nodes: frozenset[Node]
+        ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
+            self.work.spend()
+            numbers = sum(map(is_number, (*done, *pending)))
+            if len(done) + len(pending) - numbers > limit or numbers > MAX_NUMBERS:
+                return
+            if not pending:
+                yield done, nodes
+                return
+            operand, *rest = pending
+            inner, opened = (None, frozenset[Node]())
+            if operand is not self.site.node and not is_number(operand):
+                inner, opened = self._open(operand)
+            if inner is not None and inner.op == expr.op and all(map(_may_be_opened, opened)):
+                yield from extend(done, (*inner.args, *rest), nodes | opened)
+            yield from extend((*done, operand), tuple(rest), nodes)
+
+        yield from extend((), expr.args, frozenset())
 
 
 def _solved(pattern: Expr, number: float) -> tuple[Arg, float] | None:
@@ -211,10 +259,12 @@ def _solved(pattern: Expr, number: float) -> tuple[Arg, float] | None:
     return (free[0], number / factor) if factor else None
 
 
-def _is_inexact(node: Node) -> bool:
-    """Integer products wrap around; opening one would change its value."""
+def _may_be_opened(node: Node) -> bool:
+    """Integer products wrap around, and a 0-d float64 is computed in float64: both stay apart."""
     tensor = meta_tensor(node)
-    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return tensor.ndim > 0 or tensor.dtype != torch.float64
 
 
 def _specificity(pattern: Operand) -> int:
@@ -224,42 +274,38 @@ def _specificity(pattern: Operand) -> int:
 
 
 def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Operand, ...]:
-    """Several numbers as one, where there are more terms than the pattern has.
-
-    Not if a product leaves float32's range, which the steps of `tiny * 1e30 * 1e30` do not.
-    """
+    """Several numbers as one, where there are more terms than the pattern has."""
     numbers = [float(t) for t in terms if is_number(t)]  # type: ignore[arg-type]
     if len(terms) <= limit or len(numbers) < 2:
         return terms
-    folded = _MULTISET[op](numbers)
-    if op == "mul" and folded != 0 and not 1e-30 < abs(folded) < 1e30:
-        return terms
-    return (*(t for t in terms if not is_number(t)), folded)
+    return (*(t for t in terms if not is_number(t)), _MULTISET[op](numbers))
 
 
-def descendants_of(view: View, site: Site) -> list[Node]:
-    """Nodes an epilogue of this site may end at, the last first."""
-    found: dict[Node, None] = {}
-    queue = [site.node]
-    while queue and len(found) < _MAX_DESCENDANTS:
-        for reader in view.readers[queue.pop(0)]:
-            expr = view.spell(reader)
-            if expr is not None and expr.op in OPS and reader not in found:
-                found[reader] = None
+def descendants_of(view: View, site: Site, distance: int = _MAX_DESCENDANTS) -> list[Node]:
+    """Nodes an epilogue of this site may end at, the last first, and z itself.
+
+    distance: operations from z at most.
+    """
+    found: dict[Node, int] = {site.node: 0}
+    queue = collections.deque([site.node])
+    while queue and len(found) <= _MAX_DESCENDANTS:
+        node = queue.popleft()
+        for reader in view.readers[node][:_MAX_DESCENDANTS]:
+            expr = view.written(reader)
+            if expr is not None and expr.op in OPS and reader not in found and found[node] < distance:
+                found[reader] = found[node] + 1
                 queue.append(reader)
     return sorted(found, key=view.order.__getitem__, reverse=True)
 
 
-def fits(view: View, site: Site, pattern: Pattern, root: Node) -> Iterator[Match]:
-    for b in Unifier(view, site).fit(pattern.epilogue, root, Binding()):
-        nodes = b.nodes | set(site.nodes)
-        wildcards, items = dict(b.wildcards), {}
-        for name, operand in b.wildcards:
-            scalar = _scalar_behind(operand)
-            if scalar is not None:
-                wildcards[name] = scalar
-                items[scalar] = operand
-        yield Match(pattern, site, root, nodes, wildcards, view, items)  # type: ignore[arg-type]
+def fits(
+    view: View, site: Site, pattern: Pattern, root: Node, work: Work | None = None
+) -> Iterator[Match]:
+    """Raises TooMuchWorkError."""
+    unifier = Unifier(view, site, work or Work())
+    for b in unifier.fit(pattern.epilogue, root, Binding()):
+        wildcards = {name: scalar_behind(o) or o for name, o in b.wildcards}
+        yield Match(pattern, site, root, b.nodes | set(site.nodes), wildcards, view)
 
 
 def reads_itself(match: Match) -> Fault | None:
@@ -274,21 +320,6 @@ def reads_itself(match: Match) -> Fault | None:
     return None
 
 
-def _scalar_behind(operand: Operand) -> Node | None:
-    """The 0-d tensor behind a number that changes from call to call, or None.
-
-    Dynamo passes a Python float that has changed as a tensor and takes its `item()`. Giving a
-    SymFloat to a `float` argument would recompile for every value; a 0-d tensor does not.
-    """
-    if not isinstance(operand, Node) or (operand.op, operand.target) != ("call_method", "item"):
-        return None
-    scalar = operand.args[0]
-    tensor = meta_tensor(scalar) if isinstance(scalar, Node) else None
-    detached = tensor is not None and tensor.ndim == 0 and not tensor.requires_grad
-    is_float = isinstance(operand.meta.get("example_value"), torch.SymFloat)
-    return scalar if detached and is_float else None  # type: ignore[return-value]
-
-
 def find(
     view: View, patterns: Sequence[Pattern], check: CheckAll, node: Node
 ) -> Match | Refusal | None:
@@ -298,21 +329,34 @@ def find(
     Returns a Refusal if a pattern fitted all the same, and None if none did: see `fx_fuser.near`.
     """
     site = site_at(view, node)
-    if site is None:
+    own = [] if site is None else [p for p in patterns if p.kind == site.kind]
+    if site is None or not own:
         return None
-    own = [p for p in patterns if p.kind == site.kind]
     refusal: Refusal | None = None
     itself: Refusal | None = None
-    for root, pattern in itertools.product(descendants_of(view, site), own):
-        for match in fits(view, site, pattern, root):
-            fault = reads_itself(match)
-            if fault is not None:
-                if itself is None:  # a Refusal is falsy: `or` would lose it
-                    itself = Refusal.of(match, fault)
-                continue
-            fault = check(match)
-            if fault is None:
-                return match
-            if refusal is None:
-                refusal = Refusal.of(match, fault)
+    work = Work()
+    refused: set[tuple[Pattern, frozenset[Node]]] = set()
+    try:
+        # A match has as many nodes as the pattern has operations, and some more with numbers.
+        roots = descendants_of(view, site, own[0].size + MAX_NUMBERS)
+        for root, pattern in itertools.product(roots, own):
+            for match in fits(view, site, pattern, root, work):
+                # Other names for the same operands concern the pattern's own check alone.
+                if (pattern, match.nodes) in refused and pattern.check is None:
+                    continue
+                refused.add((pattern, match.nodes))
+                fault = reads_itself(match)
+                if fault is not None:
+                    if itself is None:  # a Refusal is falsy: `or` would lose it
+                        itself = Refusal.of(match, fault)
+                    continue
+                fault = check(match)
+                if fault is None:
+                    return match
+                if refusal is None:
+                    refusal = Refusal.of(match, fault)
+    except TooMuchWorkError:
+        reason = f"what follows it compares in more than {MAX_WORK} ways with the patterns"
+        if refusal is None and itself is None:
+            return Refusal(own[0], site, site.node, reason)
     return itself if refusal is None else refusal

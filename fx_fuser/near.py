@@ -7,7 +7,9 @@ begins after the anchor, and what would complete it does not follow.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,12 +18,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.epilogue import OPS, Z
 from fx_fuser.match import (
+    MAX_WORK,
     Binding,
     CheckAll,
     Fault,
     Match,
     Refusal,
+    TooMuchWorkError,
     Unifier,
+    Work,
     descendants_of,
     fits,
     reads_itself,
@@ -32,6 +37,7 @@ from fx_fuser.source import op_of
 from fx_fuser.spell import Expr, Operand, View, inputs_of, meta_tensor, writes_of
 from fx_fuser.words import at, called, infix, returned, without_break
 
+_WORK = 10 * MAX_WORK
 _REACH = 12  # nodes after the anchor, of which one may be off
 # Beside the epilogue's own ops: what stands where an activation would.
 _ACTIVATIONS = frozenset(
@@ -45,7 +51,11 @@ def near_miss(
 ) -> Refusal | None:
     """The pattern that lacks least at this site, if any of it is there beyond the anchor."""
     own = [p for p in patterns if p.kind == site.kind]
-    misses = [*_one_off(view, site, own, check), *_begun(view, site, own)]
+    work, misses = Work(_WORK), list[Refusal]()
+    with contextlib.suppress(TooMuchWorkError):  # the misses until then
+        misses += _begun(view, site, own, work)
+        for miss in _one_off(view, site, own, check, work):
+            misses.append(miss)
     return min(misses, key=lambda m: m.missing, default=None)
 
 
@@ -53,7 +63,7 @@ def near_miss(
 
 
 def _one_off(
-    view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll
+    view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll, work: Work
 ) -> Iterator[Refusal]:
     reached = _reach(view, site)
     # The pattern's own check sees graphs of the user's only.
@@ -66,14 +76,15 @@ def _one_off(
         without = _without(view, node, sources[0]) if _could_go(view, node, sources[0]) else None
         for pattern, supposed in unchecked:
             says = infix(pattern.epilogue)
-            found = _supposed(without, site, supposed, check, roots[:-1]) if without else None
+            found = _supposed(without, site, supposed, check, roots[:-1], work) if without else None
             if found is not None:
                 what = f"which stands in between: without it, this is {says}"
                 yield _off(view, node, found, pattern, what)
             for wanted, name in _wanted(pattern, view.spell(node), node, sources[0]):
                 if size_of(wanted) >= pattern.size:
                     continue  # nothing else of the pattern would be there
-                found = _supposed(_as_if(view, {node: wanted}), site, supposed, check, roots)
+                as_if = _as_if(view, {node: wanted})
+                found = _supposed(as_if, site, supposed, check, roots, work)
                 if found is not None and node in found.nodes:
                     yield _off(view, node, found, pattern, f"where {says} has {name}")
 
@@ -140,11 +151,16 @@ def _operations(epilogue: Operand) -> list[Expr]:
 
 
 def _supposed(
-    view: View, site: Site, pattern: Pattern, check: CheckAll, roots: Sequence[Node]
+    view: View,
+    site: Site,
+    pattern: Pattern,
+    check: CheckAll,
+    roots: Sequence[Node],
+    work: Work,
 ) -> Match | None:
     """The pattern in the supposed graph, if it would be fused there."""
     for root in roots:
-        for match in fits(view, site, pattern, root):
+        for match in fits(view, site, pattern, root, work):
             if reads_itself(match) is None and check(match) is None:
                 return match
     return None
@@ -153,6 +169,10 @@ def _supposed(
 def _as_if(view: View, said: Mapping[Node, Expr]) -> View:
     """The same graph, in which some nodes say something else."""
     supposed = copy.copy(view)
+    for name, attribute in vars(View).items():
+        if isinstance(attribute, functools.cached_property):
+            vars(supposed).pop(name, None)  # found out for the graph as it is
+    supposed._written = {**view._written, **said}
     supposed._spelled = {**view._spelled, **said}
     return supposed
 
@@ -179,9 +199,11 @@ def _without(view: View, node: Node, source: Node) -> View:
 # ---- the beginning of a pattern -------------------------------------------------------------
 
 
-def _begun(view: View, site: Site, patterns: Sequence[Pattern]) -> Iterator[Refusal]:
+def _begun(
+    view: View, site: Site, patterns: Sequence[Pattern], work: Work
+) -> Iterator[Refusal]:
     """For each pattern the largest part of its epilogue that is there."""
-    unifier = Unifier(view, site)
+    unifier = Unifier(view, site, work)
     descendants = descendants_of(view, site)
     for pattern in patterns:
         found = next(

@@ -1,24 +1,24 @@
-"""The torch.library side: one composite op a pattern, one kernel op an anchor, one autograd rule.
+"""The torch.library side: one composite op and one kernel op an anchor, and one autograd rule.
 
-The graph calls `torch.ops.fx_fuser.<pattern>`. It is CompositeImplicitAutograd: AOTAutograd looks
-through it and sees, on CUDA, the *kernel op* of the anchor (`fx_fuser::linear_kernel`), which has
-no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
+The graph calls `torch.ops.fx_fuser.<anchor>`, say `linear`. It is CompositeImplicitAutograd:
+AOTAutograd looks through it and sees, on CUDA, the *kernel op* (`fx_fuser::linear_kernel`), which
+has no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
 torch ops or, for convolutions of few channels, an op of its own (`fx_fuser::conv2d_backward`),
 which makes the convolution again instead of reading it. `fx_fuser::<anchor>_again` makes the
-product once more where option "save" is "memory". On CPU it sees the pattern's plain torch
-ops, for the inner compiler to fuse.
+product once more where option "save" is "memory". On CPU it sees plain torch ops, for the inner
+compiler to fuse.
 
-Arguments, after those of the anchor's own schema:
+All are defined when this is imported. What is computed after the anchor is among their arguments,
+so that nothing here knows a pattern, and no cache by name or number can be stale:
 
-    t, s, kinds   the wildcards. kinds has a letter for each: z the pre-activation itself (nothing
-                  is passed), t the tensor t[i], s the number s[i]; in a backward that is an op, -
-                  what it does not read.
+    epilogue      the text of `fx_fuser.epilogue`
+    t, s          the tensors and numbers that it calls t0… and s0…
     compute       dtype of the anchor's product (under autocast not that of x)
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
 
-and of the kernel op, pattern (its name), kernels (on CUDA the names of those of `Anchor.kernels`,
-which `fx_fuser.native` has loaded), and save: return c too, else an empty tensor in its place.
+and of the kernel op, kernels (on CUDA the names of those of `apply.forward_specs`, which
+`fx_fuser.native` has loaded), and save: return c too, else an empty tensor in its place.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ from torch import Tensor
 from fx_fuser import apply, native
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, Conv2d, library_convolution
-from fx_fuser.epilogue import Z, accumulation_dtype
-from fx_fuser.epilogue import leaves as leaf_names
-from fx_fuser.errors import PatternError
+from fx_fuser.epilogue import Epilogue, accumulation_dtype, casts_of, parse, read_by_derivative
+from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 from fx_fuser.match import Match
-from fx_fuser.pattern import Pattern
 from fx_fuser.rewrite import Call
-from fx_fuser.spell import Expr, Operand, is_number, meta_tensor
+from fx_fuser.spell import meta_tensor
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
-_PATTERNS: dict[str, Pattern] = {}
-_WILDCARD_SCHEMA = "Tensor?[] t, float[] s, str kinds"
+_EPILOGUE_SCHEMA = "str epilogue, Tensor[] t, float[] s"
 
 
 # ---- kernel ops: one an anchor, no autograd key ---------------------------------------------
@@ -66,18 +63,16 @@ def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
-    operands, config, (t, s, kinds, name, _, out_dtype, save) = _split(anchor, args)
-    pattern = _PATTERNS[name]
-    wildcards = apply.wildcard_values(pattern, t, s, kinds)
+    operands, config, (text, t, s, _, out_dtype, save) = _split(anchor, args)
     products = (anchor.product_like if fake else anchor.product)(operands, config)
     c = products[0]
     shape = c.shape
-    if anchor.kind == "linear" and shape[-1:] == (1,):  # a gate may be spread along its last dim
-        shape = torch.broadcast_shapes(shape, *(v.shape for v in t if v is not None))
+    if anchor.may_be_gate and shape[-1:] == (1,):
+        shape = torch.broadcast_shapes(shape, *(v.shape for v in t))
     in_place = not save and c.dtype == out_dtype and shape == c.shape
     out = c if in_place else anchor.empty_output(c, shape, out_dtype)
     if not fake:
-        apply.finish(pattern, kinds, anchor, operands, products, config, wildcards, out)
+        apply.finish(parse(text), anchor, operands, products, config, t, s, out)
     kept = c if save else c.new_empty(0)
     return (out, kept, *products[1:])
 
@@ -86,8 +81,8 @@ def _define_kernel(anchor: Anchor) -> None:
     name = f"{anchor.kind}_kernel"
     returns = ", ".join(f"Tensor {p}" for p in ("y", *anchor.products))
     _LIBRARY.define(
-        f"{name}({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str[] kernels, ScalarType out, "
-        f"bool save) -> ({returns})"
+        f"{name}({anchor.schema}, {_EPILOGUE_SCHEMA}, str[] kernels, ScalarType out, bool save) "
+        f"-> ({returns})"
     )
     # Those on CUDA are in kernels_cu/shim_linear.h and shim_conv.h: in Python a call took 100 us.
     _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
@@ -114,14 +109,12 @@ _LIBRARY.impl("exact_convolution", functools.partial(library_convolution, False)
 
 
 def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
-    operands, config, (t, s, kinds, name, _, dy, products, wanted) = _split(anchor, args)
+    operands, config, (slope, t, s, _, dy, products, wanted) = _split(anchor, args)
     like = {anchor.operands[i]: operands[anchor.operands[i]] for i in wanted}
     if fake:
         return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in like.values()]
-    pattern = _PATTERNS[name]
-    wildcards = apply.wildcard_values(pattern, t, s, kinds)
     c = anchor.product_again(operands, config)
-    dz = apply.derivative_in_torch(pattern, kinds, dy, wildcards)
+    dz = apply.derivative_in_torch(parse(slope), dy, t, s)
     needs = {n: n in like for n in anchor.operands}
     grads = anchor.backward(operands, (c, *products), config, dz, needs)
     return [grads[n].to(v.dtype).contiguous() for n, v in like.items()]
@@ -130,11 +123,13 @@ def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
 def _define_backward_from_dy(anchor: Conv2d) -> None:
     """Gradients of the operands at the places `wanted`, from dy and the products that follow c.
 
+    epilogue: dz from dy, which it calls z (`fx_fuser.epilogue.linear_backward`).
+
     On CUDA it is in kernels_cu/shim_conv_backward.h, and the one in torch for what that refuses.
     """
     name = f"{anchor.kind}_backward"
     schema = (
-        f"({anchor.schema}, {_WILDCARD_SCHEMA}, str pattern, str[] kernels, Tensor dy, "
+        f"({anchor.schema}, {_EPILOGUE_SCHEMA}, str[] kernels, Tensor dy, "
         "Tensor[] products, int[] wanted) -> Tensor[]"
     )
     in_torch = functools.partial(_backward_from_dy, anchor, False)
@@ -171,51 +166,56 @@ def _define_again(anchor: Anchor) -> None:
 class FusedCall:
     """What a fused call is, apart from its tensors."""
 
-    pattern: Pattern
+    anchor: Anchor
     config: dict[str, Any]
+    epilogue: Epilogue
     s: list[float]
-    kinds: str
     out: torch.dtype
 
-    @property
-    def anchor(self) -> Anchor:
-        return ANCHORS[self.pattern.kind]
-
     def run(
-        self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None], save: bool
+        self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
     ) -> tuple[Tensor, ...]:
         return self.bound(operands, t, save)()
 
     def bound(
-        self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None], save: bool
+        self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
     ) -> Callable[[], tuple[Tensor, ...]]:
         """The kernel op with all of its arguments, as a compiled graph calls it."""
-        op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_kernel").default
-        kernels = self._kernels(operands, t)
-        tail = (list(t), self.s, self.kinds, self.pattern.name, kernels, self.out)
+        op = getattr(torch.ops.fx_fuser, f"{self.anchor.kind}_kernel").default
+        tail = (self.epilogue.text, list(t), self.s, self._kernels(operands, t), self.out)
         return functools.partial(op, *operands, *self.config.values(), *tail, save)
 
-    def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor | None]) -> list[str]:
+    def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> list[str]:
         """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` then has."""
         named = dict(zip(self.anchor.operands, operands))
         x: Any = named["x"]
         if x.device.type != "cuda":
             return []
-        training = self.config.get("training", False)
-        wanted = (self.pattern, self.kinds, named, t, x.dtype, self.out, training)
-        sources = [apply.kernel_source(*wanted, k) for k in self.anchor.kernels(self.config)]
-        if training and _is_real(x):
+        if self.config.get("training", False) and _is_real(x):
             native.prepare_batch_stats(x.device)
-        return _prepared(sources, x)
+        wanted = (self.anchor, self.config, self.epilogue, named, t, self.s, x.dtype, self.out)
+        return _prepared(apply.forward_specs(*wanted), x)
 
-    def saves(self, own_backward: bool) -> bool:
+    def reads(self, needs: Mapping[str, bool], needs_t: Sequence[bool]) -> frozenset[str]:
+        """Operands and leaves of the epilogue, z among them, of whose values backward makes use."""
+        wanted = {f"t{i}" for i, need in enumerate(needs_t) if need}
+        wanted |= {"z"} if any(needs.values()) else set()
+        by_epilogue = read_by_derivative(self.epilogue, frozenset(wanted))
+        if self.anchor.reads_product(needs, self.config):
+            by_epilogue |= {"z"}
+        return by_epilogue | frozenset(self.anchor.read_by_backward(needs, self.config))
+
+    def saves(
+        self, own_backward: bool, needs: Mapping[str, bool], needs_t: Sequence[bool]
+    ) -> bool:
         """Is c saved for backward?"""
-        return not own_backward and not self.config["again"]
+        wanted = not own_backward and not self.config["again"]
+        return wanted and "z" in self.reads(needs, needs_t)
 
     def has_own_backward(
         self,
         operands: Sequence[Tensor | None],
-        t: Sequence[Tensor | None],
+        t: Sequence[Tensor],
         needs_t: Sequence[bool],
     ) -> bool:
         """Does a kernel of ours make the gradients from dy, without c?
@@ -231,30 +231,25 @@ class FusedCall:
         # A BatchNorm's vectors, which the kernels read in float32.
         if not {self.out, torch.float32}.issuperset(dtypes.values()):
             return False
-        return self._derivative_source(t) is not None
-
-    def _derivative_source(self, t: Sequence[Tensor | None]) -> str | None:
-        wildcards = apply.wildcard_values(self.pattern, t, self.s, self.kinds)
-        return apply.derivative_source(self.pattern, self.kinds, wildcards, self.out)
+        return apply.backward_spec(self.epilogue, t, self.s, self.out) is not None
 
     def bound_backward(
         self,
         operands: Mapping[str, Tensor | None],
-        t: Sequence[Tensor | None],
+        t: Sequence[Tensor],
         products: Sequence[Tensor],
         dy: Tensor,
         needs: Mapping[str, bool],
     ) -> tuple[list[str], Callable[[], list[Tensor]]]:
         """Whose gradients the backward's op makes, and it with all of its arguments."""
-        op = getattr(torch.ops.fx_fuser, f"{self.pattern.kind}_backward").default
-        source = self._derivative_source(t)
-        kernels = _prepared([source], dy) if source and dy.device.type == "cuda" else []
-        read = apply.read_by_derivative(self.pattern, self.kinds)
-        reads = [n in read for n in self.pattern.wildcards]
-        passed = [v if is_read else None for v, is_read in zip(t, reads)]
-        kinds = "".join(k if is_read or k == "z" else "-" for k, is_read in zip(self.kinds, reads))
+        op = getattr(torch.ops.fx_fuser, f"{self.anchor.kind}_backward").default
+        spec = apply.backward_spec(self.epilogue, t, self.s, self.out)
+        found = apply.backward_of(self.epilogue, t, self.s)
+        assert found is not None, "has_own_backward was not asked"
+        slope, factors, numbers = found
+        kernels = _prepared([spec], dy) if spec and dy.device.type == "cuda" else []
         places = {n: i for i, (n, v) in enumerate(operands.items()) if needs[n] and v is not None}
-        tail = (passed, self.s, kinds, self.pattern.name, kernels, dy, list(products))
+        tail = (slope.text, factors, numbers, kernels, dy, list(products))
         config, wanted = self.config.values(), list(places.values())
         return [*places], functools.partial(op, *operands.values(), *config, *tail, wanted)
 
@@ -263,35 +258,40 @@ def _is_real(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _prepared(sources: Sequence[str], like: Tensor) -> list[str]:
+def _prepared(specs: Sequence[KernelSpec], like: Tensor) -> list[str]:
     """The kernels' names; loads them, unless the tensor is fake: `plan` then has."""
     if _is_real(like):
-        native.prepare(sources, like.device)
-    return [native.kernel_name(source) for source in sources]
+        native.prepare(specs, like.device)
+    return [spec.name for spec in specs]
 
 
 def gradients(
     call: FusedCall,
     operands: Mapping[str, Tensor | None],
-    t: Sequence[Tensor | None],
+    t: Sequence[Tensor],
     products: Sequence[Tensor],
     dy: Tensor,
     needs: Mapping[str, bool],
     needs_t: Sequence[bool],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-    """Of the operands and of the tensor wildcards; products: as saved, without c as []."""
+    """Of the operands and of the epilogue's tensors; products: as saved, without c as []."""
     anchor = call.anchor
     dt: list[Tensor | None] = [None] * len(t)
     with torch.autocast(dy.device.type, enabled=False):
         if call.has_own_backward([*operands.values()], t, needs_t):
             names, backward = call.bound_backward(operands, t, products[1:], dy, needs)
             return dict(zip(names, backward())), dt
-        if call.config["again"]:
+        if "z" not in call.reads(needs, needs_t):
+            # Of c no more than the shape is read.
+            zero = dy.new_zeros((), dtype=products[0].dtype)
+            products = (zero.expand(anchor.shape_of_z(dy, operands)), *products[1:])
+        elif call.config["again"]:
             again = getattr(torch.ops.fx_fuser, f"{anchor.kind}_again").default
             after = dy[(slice(0, 1),) * dy.ndim]  # all of dy would be written for it
             c = again(*operands.values(), *call.config.values(), after)
             products = (c, *products[1:])
-        acc = accumulation_dtype([*apply.wide_dtypes((*products, *t)), call.out])
+        wide = apply.wide_dtypes((*products, *t))
+        acc = accumulation_dtype([*wide, call.out, *casts_of(call.epilogue)])
         z = apply.z_in_torch(anchor, operands, products, call.config, acc)
         wanted = [i for i, need in enumerate(needs_t) if need]
 
@@ -300,7 +300,7 @@ def gradients(
         if any(needs.values()):
             grads = anchor.backward(operands, products, call.config, dz, needs)
         for i, grad in zip(wanted, dfree):
-            dt[i] = grad.to(t[i].dtype).to(t[i].device)  # type: ignore[union-attr]
+            dt[i] = grad.to(t[i].dtype).to(t[i].device)
     return grads, dt
 
 
@@ -317,10 +317,9 @@ def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # no create_graph=True
             return found
-        name = ctx.call.pattern.name
         message = (
-            f"fx_fuser::{name} has no double backward; to differentiate twice, leave it unfused "
-            f"with options={{'patterns': ['-{name}']}}"
+            f"fx_fuser::{ctx.call.anchor.kind} has no double backward; to differentiate twice, "
+            "leave it unfused with options={'patterns': []}"
         )
         present = [g.detach().requires_grad_() for g in found if g is not None]
         guards = torch._C._functions.DelayedError(message.encode(), len(present))(*present)
@@ -331,21 +330,20 @@ def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pull_back(
-    call: FusedCall, z: Tensor, t: Sequence[Tensor | None], wanted: Sequence[int], dy: Tensor
+    call: FusedCall, z: Tensor, t: Sequence[Tensor], wanted: Sequence[int], dy: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of the epilogue: of z, and of the tensor wildcards whose indices are wanted.
+    """Gradients of the epilogue: of z, and of the tensors whose indices are wanted.
 
     By autograd and not `torch.func.vjp`, which raises where saved-tensor hooks are set, as in a
     model compiled inside `torch.utils.checkpoint` or `save_on_cpu`.
     """
     with torch.enable_grad():
         z = z.detach().requires_grad_()
-        free = [t[i].to(z.dtype).detach().requires_grad_() for i in wanted]  # type: ignore[union-attr]
+        free = [t[i].to(z.dtype).detach().requires_grad_() for i in wanted]
         tensors = list(t)
         for i, tensor in zip(wanted, free):
             tensors[i] = tensor
-        wildcards = apply.wildcard_values(call.pattern, tensors, call.s, call.kinds)
-        y = apply.in_torch(call.pattern, call.kinds, z, wildcards, z.dtype)
+        y = apply.in_torch(call.epilogue, z, tensors, call.s, z.dtype)
         return torch.autograd.grad(y, [z, *free], dy, materialize_grads=True)
 
 
@@ -357,28 +355,13 @@ def _kept(
     As in eager mode, they may be written to before backward runs; where c is made again, the
     operands it is made of may not.
     """
-    names = (*call.anchor.operands, *call.pattern.wildcards)
-    read = read_by_backward(call.pattern, call.kinds, call.config, dict(zip(names, needs)))
+    count = len(call.anchor.operands)
+    names = (*call.anchor.operands, *(f"t{i}" for i in range(len(tensors) - count)))
+    read = call.reads(dict(zip(names[:count], needs)), needs[count:])
     return [
         t if t is None or name in read else t.detach().new_zeros(()).expand(t.shape)
         for name, t in zip(names, tensors)
     ]
-
-
-def read_by_backward(
-    pattern: Pattern, kinds: str, config: Mapping[str, Any], needs: Mapping[str, bool]
-) -> set[str]:
-    """Operands and wildcards of whose values backward makes use."""
-    of_anchor = ANCHORS[pattern.kind].read_by_backward(needs, config)
-    return {*of_anchor, *_read_by_derivative(apply.epilogue_of(pattern, kinds))}
-
-
-def _read_by_derivative(epilogue: Operand) -> set[str]:
-    """The leaves on which a derivative depends: all but the plain terms of an outermost sum."""
-    terms: tuple[Operand, ...] = (epilogue,)
-    if isinstance(epilogue, Expr) and epilogue.op == "add":
-        terms = tuple(a for a in epilogue.args if isinstance(a, Expr))
-    return set().union(*map(leaf_names, terms))
 
 
 class _Fused(torch.autograd.Function):
@@ -388,10 +371,13 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, call: FusedCall, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         count = len(call.anchor.operands)
         operands, t = tensors[:count], tensors[count:]
-        own = call.has_own_backward(operands, t, ctx.needs_input_grad[1 + count :])
-        y, *products = call.run(operands, t, save=call.saves(own))
+        needs = ctx.needs_input_grad[1:]
+        own = call.has_own_backward(operands, t, needs[count:])  # type: ignore[arg-type]
+        of_name = dict(zip(call.anchor.operands, needs))
+        save = call.saves(own, of_name, needs[count:])
+        y, *products = call.run(operands, t, save=save)  # type: ignore[arg-type]
         ctx.call = call
-        ctx.save_for_backward(*_kept(call, tensors, ctx.needs_input_grad[1:]), *products)
+        ctx.save_for_backward(*_kept(call, tensors, needs), *products)
         statistics = products[1:]
         ctx.mark_non_differentiable(*statistics)
         return (y, *statistics)
@@ -412,21 +398,21 @@ class _Fused(torch.autograd.Function):
         return (None, *(grads.get(n) for n in anchor.operands), *dt)
 
 
-# ---- composite ops: one a pattern, what the graph calls -------------------------------------
+# ---- composite ops: what the graph calls ------------------------------------------------------
 
 
-def _composite(pattern: Pattern, *args: Any) -> list[Tensor]:
-    anchor = ANCHORS[pattern.kind]
-    operands, config, (t, s, kinds, compute, out, native) = _split(anchor, args)
+def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
+    operands, config, (text, t, s, compute, out, native) = _split(anchor, args)
+    epilogue = parse(text)
     with torch.autocast(operands["x"].device.type, enabled=False):
         for name in anchor.cast:
             if operands[name] is not None:
                 operands[name] = operands[name].to(compute)
-        call = FusedCall(pattern, config, list(s), kinds, out)
+        call = FusedCall(anchor, config, epilogue, list(s), out)
         tensors = [*anchor.kernel_operands(operands, config), *t]
         if not native:
             z, *statistics = anchor.reference(operands, config)
-            y = apply.in_torch(pattern, kinds, z, apply.wildcard_values(pattern, t, s, kinds), out)
+            y = apply.in_torch(epilogue, z, t, s, out)
         else:
             if torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
                 y, *statistics = _Fused.apply(call, *tensors)
@@ -436,31 +422,17 @@ def _composite(pattern: Pattern, *args: Any) -> list[Tensor]:
         return anchor.outputs(y, statistics, operands, config)
 
 
-def define(pattern: Pattern) -> None:
-    """Make `torch.ops.fx_fuser.<pattern.name>`. The same pattern twice is one; another raises."""
-    known = _PATTERNS.get(pattern.name)
-    if known is not None:
-        if (known.kind, known.epilogue, known.wildcards) == (
-            pattern.kind,
-            pattern.epilogue,
-            pattern.wildcards,
-        ):
-            _PATTERNS[pattern.name] = pattern
-            return
-        raise PatternError(
-            f"a pattern named {pattern.name!r} exists and computes {known.epilogue}; "
-            "give the new one another name"
-        )
-    schema = ANCHORS[pattern.kind].schema
+def _define_composite(anchor: Anchor) -> None:
     _LIBRARY.define(
-        f"{pattern.name}({schema}, {_WILDCARD_SCHEMA}, ScalarType compute, ScalarType out, "
+        f"{anchor.kind}({anchor.schema}, {_EPILOGUE_SCHEMA}, ScalarType compute, ScalarType out, "
         "bool native) -> Tensor[]"
     )
-    _LIBRARY.impl(pattern.name, functools.partial(_composite, pattern), "CompositeImplicitAutograd")
-    _PATTERNS[pattern.name] = pattern
+    run = functools.partial(_composite, anchor)
+    _LIBRARY.impl(anchor.kind, run, "CompositeImplicitAutograd")
 
 
 for _anchor in ANCHORS.values():
+    _define_composite(_anchor)
     _define_kernel(_anchor)
     _define_again(_anchor)
     if isinstance(_anchor, Conv2d):
@@ -472,64 +444,79 @@ for _anchor in ANCHORS.values():
 
 def graph_call(match: Match, native: bool, choices: Mapping[str, Any]) -> Call:
     """The composite op's arguments for this match; choices: the configuration that plan makes."""
-    pattern, site = match.pattern, match.site
-    anchor = ANCHORS[pattern.kind]
-    config = {**anchor.config(site), **choices}
-    order = argument_names(pattern.kind)
+    site, bound = match.site, match.bound
+    config = {**ANCHORS[site.kind].config(site), **choices}
     values = {**site.operands, **config}
-    t, s, kinds = wildcards_of(match)
+    anchored = (values[n] for n in argument_names(site.kind))
     compute = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
     out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
-    args = (*(values[n] for n in order), t, s, kinds, compute, out, native)
+    epilogue = (bound.epilogue.text, list(bound.tensors), list(bound.numbers))
     tracked = config.get("training") and site.operands["running_mean"] is not None
     results = (site.operands["running_mean"], site.operands["running_var"]) if tracked else ()
-    return Call(getattr(torch.ops.fx_fuser, pattern.name).default, args, results)
+    op = getattr(torch.ops.fx_fuser, site.kind).default
+    return Call(op, (*anchored, *epilogue, compute, out, native), results, bound.items)
 
 
-def wildcards_of(match: Match) -> tuple[list[Any], list[float], str]:
-    values = [match.wildcards[n] for n in match.pattern.wildcards]
-    kinds = "".join("z" if v == Z else "s" if is_number(v) else "t" for v in values)
-    t = [v if kind == "t" else None for v, kind in zip(values, kinds)]
-    s = [float(v) if kind == "s" else 0.0 for v, kind in zip(values, kinds)]  # type: ignore[arg-type]
-    return t, s, kinds
+def config_of(match: Match, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration arguments of the match's op, in the order of its schema."""
+    kind = match.site.kind
+    values = {**ANCHORS[kind].config(match.site), **choices}
+    return {name: values[name] for name in argument_names(kind) if name in values}
 
 
-def kernel_sources(match: Match, choices: Mapping[str, Any]) -> list[str]:
-    """The generated CUDA translation units that this match needs with these choices of plan."""
-    t, _, kinds = wildcards_of(match)
-    tensors = [None if node is None else meta_tensor(node) for node in t]
+def fused_call(match: Match, choices: Mapping[str, Any]) -> FusedCall:
+    """The call that the match becomes."""
+    bound, out = match.bound, meta_tensor(match.root).dtype  # type: ignore[union-attr]
+    anchor, config = ANCHORS[match.site.kind], config_of(match, choices)
+    return FusedCall(anchor, config, bound.epilogue, list(bound.numbers), out)
+
+
+def fake_tensors(match: Match) -> list[Tensor]:
+    """Of the epilogue's tensors."""
+    return [meta_tensor(node) for node in match.bound.tensors]  # type: ignore[misc]
+
+
+def kernel_specs(match: Match, choices: Mapping[str, Any]) -> list[KernelSpec]:
+    """The CUDA kernels that this match needs with these choices of plan."""
+    call, t = fused_call(match, choices), fake_tensors(match)
     operands = {n: o and meta_tensor(o) for n, o in match.site.operands.items()}
     c = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
-    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
-    training = match.site.attrs.get("training", False)
-    wanted = (match.pattern, kinds, operands, tensors, c, out, training)
-    anchor = ANCHORS[match.pattern.kind]
-    sources = [apply.kernel_source(*wanted, kernel) for kernel in anchor.kernels(choices)]
+    anchored = (call.anchor, call.config, call.epilogue, operands)
+    specs = apply.forward_specs(*anchored, t, call.s, c, call.out)
     if choices.get("backward") == DIRECT:
-        sources += filter(None, [derivative_source(match)])
-    return sources + anchor.backward_sources(choices)
-
-
-def derivative_source(match: Match) -> str | None:
-    """Of the kernels that make a convolution's gradients from dy; None: they cannot."""
-    t, s, kinds = wildcards_of(match)
-    tensors = [None if node is None else meta_tensor(node) for node in t]
-    wildcards = apply.wildcard_values(match.pattern, tensors, s, kinds)
-    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
-    return apply.derivative_source(match.pattern, kinds, wildcards, out)
+        specs += filter(None, [apply.backward_spec(call.epilogue, t, call.s, call.out)])
+    return specs + call.anchor.backward_specs(choices)
 
 
 def may_have_own_backward(match: Match) -> bool:
     """`FusedCall.has_own_backward` of the call that this match becomes."""
-    t, s, kinds = wildcards_of(match)
-    tensors = [None if node is None else meta_tensor(node) for node in t]
-    site, anchor = match.site, ANCHORS[match.site.kind]
-    c = meta_tensor(site.nodes[0])
-    nodes = {name: site.operands[name] for name in anchor.operands}
+    call, t = fused_call(match, {"backward": DIRECT}), fake_tensors(match)
+    c = meta_tensor(match.site.nodes[0])
+    nodes = {name: match.site.operands[name] for name in call.anchor.operands}
     operands = [
-        node and (c if name in anchor.cast else meta_tensor(node)) for name, node in nodes.items()
+        node and (c if name in call.anchor.cast else meta_tensor(node))
+        for name, node in nodes.items()
     ]
-    out = meta_tensor(match.root).dtype  # type: ignore[union-attr]
-    call = FusedCall(match.pattern, {"backward": DIRECT}, s, kinds, out)
-    needs_t = [v is not None and v.requires_grad for v in tensors]
-    return call.has_own_backward(operands, tensors, needs_t)  # type: ignore[arg-type]
+    return call.has_own_backward(operands, t, [v.requires_grad for v in t])  # type: ignore[arg-type]
+
+
+# ---- what the shim takes for granted ----------------------------------------------------------
+
+
+def contract() -> list[str]:
+    """What kernels_cu/shim.cpp assumes of this side, a fact a line; compared when it is loaded."""
+    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product"]
+    names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
+    schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
+    norm = ANCHORS["conv2d_batchnorm"]
+    like = dict.fromkeys(norm.operands, torch.empty(1, device="meta"))
+    products = [torch.empty(1, device="meta")] * len(norm.products)
+    _, *leaves = norm.leaves(like, products, {"training": False, "eps": 1e-5})
+    places = (f"{n} {norm.operands.index(n)}" for n in ("x", "weight", "bias", "gamma", "beta"))
+    return [
+        f"limit tensors {MAX_TENSORS}",
+        f"limit numbers {MAX_NUMBERS}",
+        *schemas,
+        f"leaves {' '.join(leaves)}",
+        f"places {' '.join(places)}",
+    ]

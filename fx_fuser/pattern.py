@@ -6,6 +6,8 @@
 
 It is traced once. The anchor is what `fx_fuser.sites` finds in the trace; whatever follows is the
 epilogue, an expression over z and the parameters that are no operand of the anchor (wildcards).
+Nothing needs to follow: then the pattern is the anchor alone. A pattern says what is looked for; what
+is computed where it fits is what the user wrote there (`fx_fuser.bind`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.fx
 from torch.fx import Node
 
-from fx_fuser.epilogue import OPS, Z, flatten, leaves
+from fx_fuser.epilogue import OPS, Z
 from fx_fuser.errors import PatternError
 from fx_fuser.sites import ANCHOR_NAMES, Site, outermost
 from fx_fuser.spell import Arg, Expr, Operand, View, is_number
@@ -31,18 +33,18 @@ Check = Callable[["Match"], "str | None"]
 
 @dataclass(frozen=True)
 class Pattern:
-    """What is searched for, and what is put in its place.
+    """What is searched for.
 
-    name: also the name of its op, `torch.ops.fx_fuser.<name>`.
+    name: under which sites are counted, selected and reported.
     kind: the anchor's kind, a name of `fx_fuser.sites`' table.
-    epilogue: expression over `Z` and the wildcards, products and sums flattened.
+    epilogue: expression over `Z` and the wildcards, products and sums flattened; for matching.
     wildcards: names in the order of the source's signature.
     check: further conditions on a match; returns why it must not be fused, or None.
     """
 
     name: str
     kind: str
-    epilogue: Expr
+    epilogue: Operand
     wildcards: tuple[str, ...]
     source: Callable[..., Any]
     check: Check | None = None
@@ -59,6 +61,26 @@ def size_of(epilogue: Operand) -> int:
         return 0
     own = len(epilogue.args) - 1 if epilogue.op in ("add", "mul") else 1
     return own + sum(map(size_of, epilogue.args))
+
+
+def flatten(expr: Operand) -> Operand:
+    """Products of products and sums of sums as one n-ary op: what matches in any order."""
+    if not isinstance(expr, Expr):
+        return expr
+    args: list[Operand] = []
+    for arg in map(flatten, expr.args):
+        if isinstance(arg, Expr) and arg.op == expr.op and expr.op in ("add", "mul"):
+            args += arg.args
+        else:
+            args.append(arg)
+    return Expr(expr.op, tuple(args), expr.attrs)
+
+
+def leaves(expr: Operand) -> set[str]:
+    """Names of the leaves that occur."""
+    if isinstance(expr, Arg):
+        return {expr.name}
+    return set().union(*map(leaves, expr.args)) if isinstance(expr, Expr) else set()
 
 
 def trace(
@@ -96,8 +118,11 @@ def trace(
             )
     names = _wildcard_names(free)
     epilogue = flatten(_epilogue(view, result, site, name, names))
-    if not isinstance(epilogue, Expr) or "z" not in leaves(epilogue):
-        raise PatternError(f"pattern {name}: nothing pointwise follows the {site.kind}")
+    if "z" not in leaves(epilogue):
+        raise PatternError(
+            f"pattern {name}: its result does not depend on the {site.kind}; return what is made "
+            "of it"
+        )
     wildcards = tuple(names.values())
     for node, wildcard in names.items():
         if wildcard not in leaves(epilogue):

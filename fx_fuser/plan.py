@@ -14,29 +14,37 @@ GPU counts as much as the host's time, and must still beat the GPU's time of wha
 Linear's training step that takes the GPU less than the host is left.
 
 With option "save" as "memory", what has a backward is fused in any case.
+
+Which choices are right at a site its anchor knows (`Anchor.candidates`); a fault of fx_fuser at one
+site costs that site alone.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
 import torch
 
 from fx_fuser import native, ops, rehearse, timing
+from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, conv_tf32_allowed
-from fx_fuser.anchors.linear import DENSE, SPLIT, matmul_tf32_requested
-from fx_fuser.epilogue import CUDA_TYPES
+from fx_fuser.anchors.conv2d import DIRECT, Conv2d, may_be_tf32
+from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.errors import BuildError, OptionError
+from fx_fuser.kernel_spec import KernelSpec
 from fx_fuser.match import Fault, Match, Refusal
 from fx_fuser.options import Options
-from fx_fuser.spell import hint_of, meta_tensor
+from fx_fuser.sites import Site
+from fx_fuser.spell import meta_tensor
 from fx_fuser.timing import Took
+
+log = logging.getLogger("fx_fuser.plan")
 
 # What a kernel of ours must stay below to be taken: this much of the library's time and, since
 # events are 0.5 us apart, this many ms less.
@@ -64,13 +72,6 @@ class Plan:
     note: str = ""
 
 
-def conv_tf32_requested() -> bool:
-    """cuDNN's convolutions allow TF32 by default, which nobody asked for: a fused one takes it only
-    if matmul precision says so too.
-    """
-    return matmul_tf32_requested() and conv_tf32_allowed()
-
-
 def unavailable(device: torch.device) -> str | None:
     """Why fused kernels cannot run on this device, or None; a missing toolchain warns once."""
     if device.type == "cpu":
@@ -89,162 +90,142 @@ def runs_native(match: Match, options: Options) -> bool:
     return _device(match).type == "cuda" or options.cpu_ops
 
 
+@dataclass(frozen=True)
+class MatchCase:
+    """A match as `Anchor.candidates` sees it: see `fx_fuser.anchors.base.Case`."""
+
+    match: Match
+    options: Options
+
+    @property
+    def site(self) -> Site:
+        return self.match.site
+
+    @property
+    def device(self) -> torch.device:
+        return _device(self.match)
+
+    @property
+    def out(self) -> torch.dtype:
+        return meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        nodes = (self.site.nodes[0], *self.match.operands)
+        return [meta_tensor(node) for node in nodes]  # type: ignore[misc]
+
+    def operand(self, name: str) -> torch.Tensor:
+        return meta_tensor(self.site.operands[name])  # type: ignore[arg-type, return-value]
+
+    def specs(self, choices: Mapping[str, Any]) -> list[KernelSpec]:
+        return ops.kernel_specs(self.match, choices)
+
+    def gradients(self) -> dict[str, bool]:
+        return rehearse.gradients_of(self.match)
+
+    def may_have_own_backward(self) -> bool:
+        return ops.may_have_own_backward(self.match)
+
+
 def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
     """For each match how it runs, with all its kernels built and loaded; a Refusal leaves it alone.
 
     Raises:
         OptionError: option "fp32" asks for what torch's own setting forbids.
-        BuildError: a kernel does not compile or load, and there is no other, or options.strict.
+        Exception: with options.strict, what fx_fuser raises at a site.
     """
-    candidates = [_candidates(match, options) for match in matches]
-    _build_kernels(matches, candidates, options)
-    return [_pick(m, c, options) for m, c in zip(matches, candidates)]
+    failed: dict[int, Refusal] = {}
+
+    def at_each(step: Callable[[int, Match], Any]) -> list[Any]:
+        """The step's value for each match that has not failed yet, else None."""
+        return [
+            None if i in failed else guarded(match, options, step, i, failed)
+            for i, match in enumerate(matches)
+        ]
+
+    candidates = at_each(lambda i, m: ANCHORS[m.site.kind].candidates(MatchCase(m, options)))
+    _build_kernels(matches, candidates, options, failed)
+    picked = at_each(lambda i, match: _pick(match, candidates[i], options))
+    return [failed.get(i, plan) for i, plan in enumerate(picked)]
+
+
+def guarded(
+    match: Match,
+    options: Options,
+    step: Callable[[int, Match], Any],
+    i: int,
+    failed: dict[int, Refusal],
+) -> Any:
+    """The step's value, or None and a Refusal with `failure` among those that failed."""
+    try:
+        return step(i, match)
+    except Exception as error:
+        if options.strict or isinstance(error, OptionError):
+            raise
+        log.info("a site is left to the model's own ops", exc_info=True)
+        failed[i] = Refusal.of(match, Fault(match.root, f"{type(error).__name__}: {error}"))
+        failed[i] = replace(failed[i], failed=True)
+        return None
 
 
 def _device(match: Match) -> torch.device:
     return meta_tensor(match.site.node).device  # type: ignore[union-attr]
 
 
-def _candidates(match: Match, options: Options) -> list[dict[str, Any]]:
-    """The choices that are right for this match, the library's product first."""
-    again = options.save == "memory"
-    if match.site.kind != "linear":
-        asked = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
-        tf32 = asked and _may_be_tf32(match)
-        ways = [(LIBRARY, LIBRARY)]
-        if _takes_direct(match, options):
-            ways.append((DIRECT, LIBRARY))
-            if _takes_direct_backward(match):
-                ways.append((DIRECT, DIRECT))
-        return [{"tf32": tf32, "product": p, "backward": b, "again": again} for p, b in ways]
-    found: list[dict[str, Any]] = [{"product": LIBRARY, "backward": LIBRARY, "again": again}]
-    product = _own_product(match, options)
-    if product is not None and _device(match).type == "cuda":
-        backward = SPLIT if product == SPLIT else LIBRARY
-        own = {"product": product, "backward": backward, "again": again}
-        sources = ops.kernel_sources(match, own)
-        if all(native.runs_on(source, _device(match)) for source in sources):
-            found.append(own)
-    return found
-
-
-def _own_product(match: Match, options: Options) -> str | None:
-    """The product that our kernels can make in the precision that is asked for, or None."""
-    tensors = [meta_tensor(node) for node in (match.site.nodes[0], *match.operands)]
-    c = tensors[0]
-    assert c is not None
-    if c.dtype == torch.float64 or not c.is_contiguous():
-        return None
-    # Computed in double, where the epilogue is; its kernels' accumulators are float.
-    if any(CUDA_TYPES[t.dtype] == "double" for t in tensors if t is not None):
-        return None
-    if c.dtype != torch.float32:
-        return DENSE
-    precision = options.fp32
-    if precision == "follow":
-        precision = "tf32" if matmul_tf32_requested() else "split"
-    elif precision == "ieee" and _device(match).type == "cuda" and matmul_tf32_requested():
-        raise OptionError(
-            "option 'fp32' is 'ieee', but torch.backends.cuda.matmul.fp32_precision is 'tf32', "
-            "which cuBLAS follows; set it to 'ieee', or give 'split' or 'follow'"
-        )
-    return {"split": SPLIT, "tf32": DENSE}.get(precision)
-
-
-def _takes_direct(match: Match, options: Options) -> bool:
-    """Is the match's convolution one of those that the direct kernel makes?"""
-    site = match.site
-    named = {name: site.operands[name] for name in ("x", "weight")}
-    c, x, weight = (meta_tensor(node) for node in (site.nodes[0], *named.values()))  # type: ignore[arg-type]
-    assert c is not None and x is not None and weight is not None
-    operands = [meta_tensor(node) for node in match.operands]
-    if any(CUDA_TYPES[t.dtype] == "double" for t in operands if t is not None):
-        return False
-    if c.dtype not in DIRECT_DTYPES or not all(t.is_contiguous() for t in (c, x, weight)):
-        return False
-    if c.dtype == torch.float32 and options.fp32 == "ieee":
-        return False
-    config = rehearse.config_of(match, {})
-    if {*config["stride"], *config["dilation"], config["groups"]} != {1}:
-        return False
-    x_size, weight_size = ([hint_of(n) for n in t.shape] for t in (x, weight))
-    if None in (*x_size, *weight_size) or _device(match).type != "cuda":
-        return False
-    source = ops.kernel_sources(match, {"tf32": False, "product": DIRECT})[-1]
-    if not native.runs_on(source, _device(match)):
-        return False
-    out = meta_tensor(match.root).dtype.itemsize  # type: ignore[union-attr]
-    count = native.operands_of(source)
-    cut = native.conv_direct_cut(
-        x_size,  # type: ignore[arg-type]
-        weight_size,  # type: ignore[arg-type]
-        config["padding"],
-        out,
-        operands=count,
-        x_bytes=c.dtype.itemsize,
-    )
-    return bool(cut)
-
-
-def _takes_direct_backward(match: Match) -> bool:
-    """Do the kernels beside the direct one make the gradients that are asked for?"""
-    needs = rehearse.gradients_of(match)
-    if not any(needs.values()) or not ops.may_have_own_backward(match):
-        return False
-    tensors = (meta_tensor(match.site.operands[name]) for name in ("x", "weight"))  # type: ignore[arg-type]
-    x, weight = ([hint_of(n) for n in tensor.shape] for tensor in tensors)  # type: ignore[union-attr]
-    padding = rehearse.config_of(match, {})["padding"]
-    x_bytes = meta_tensor(match.site.nodes[0]).dtype.itemsize  # type: ignore[union-attr]
-    cut = native.conv_direct_backward_cut(
-        x,  # type: ignore[arg-type]
-        weight,  # type: ignore[arg-type]
-        padding,
-        needs["x"],
-        x_bytes=x_bytes,
-    )
-    return bool(cut)
-
-
 def _build_kernels(
-    matches: Sequence[Match], candidates: Sequence[list[dict[str, Any]]], options: Options
+    matches: Sequence[Match],
+    candidates: Sequence[list[dict[str, Any]] | None],
+    options: Options,
+    failed: dict[int, Refusal],
 ) -> None:
     """Compile what may be launched. A product of ours that does not compile is no candidate."""
+    pairs = [(m, c) for m, c in zip(matches, candidates) if c is not None]
     try:
-        _prepare(matches, candidates)
+        _prepare(pairs)
+        return
     except BuildError as error:
         if options.strict:
             raise
-        failed = set()
-        for match, choices in zip(matches, candidates):
-            for choice in choices[1:]:
-                sources = tuple(ops.kernel_sources(match, choice))
-                if sources not in failed:
-                    try:
-                        _prepare([match], [[choice]])
-                        continue
-                    except BuildError:
-                        failed.add(sources)  # which takes a while to find out
-                choices.remove(choice)
-        _prepare(matches, candidates)
-        warnings.warn(
-            f"fx_fuser: the library's product is taken where ours does not compile: {error}; "
-            "please report it",
-            stacklevel=2,
-        )
+        cause = error
+    known: dict[tuple[KernelSpec, ...], BuildError] = {}  # which takes a while to find out
+
+    def prepare(match: Match, choice: dict[str, Any]) -> None:
+        specs = tuple(ops.kernel_specs(match, choice))
+        if specs in known:
+            raise known[specs]
+        try:
+            _prepare([(match, [choice])])
+        except BuildError as error:
+            known[specs] = error
+            raise
+
+    for i, (match, choices) in enumerate(zip(matches, candidates)):
+        for choice in list(choices or ())[1:]:
+            try:
+                prepare(match, choice)
+            except BuildError:
+                choices.remove(choice)  # type: ignore[union-attr]
+        if choices:
+            guarded(match, options, lambda i, m: prepare(m, choices[0]), i, failed)  # noqa: B023
+    warnings.warn(
+        f"fx_fuser: the library's product is taken where ours does not compile: {cause}; "
+        "please report it",
+        stacklevel=2,
+    )
 
 
-def _prepare(matches: Sequence[Match], candidates: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+def _prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:
     """All in one run of ninja."""
-    by_device: dict[torch.device, list[str]] = {}
-    for match, choices in zip(matches, candidates):
+    by_device: dict[torch.device, list[KernelSpec]] = {}
+    for match, choices in pairs:
         device = _device(match)
         if device.type == "cuda":
             for choice in choices:
-                by_device.setdefault(device, []).extend(ops.kernel_sources(match, choice))
+                by_device.setdefault(device, []).extend(ops.kernel_specs(match, choice))
             if match.site.attrs.get("training"):
                 native.prepare_batch_stats(device)
-    for device, sources in by_device.items():
-        native.prepare(sources, device)
+    for device, specs in by_device.items():
+        native.prepare(specs, device)
 
 
 def _pick(
@@ -256,10 +237,10 @@ def _pick(
         return Plan(on_kernels, preferred)
     if options.plan == "always":
         return Plan(on_kernels, preferred, preferred.get("product", ""))
-    if match.site.kind == "linear":
-        best, note = _compare(match, candidates, options)
-    else:
+    if isinstance(ANCHORS[match.site.kind], Conv2d):
         best, note = _compare_convolutions(match, candidates, options)
+    else:
+        best, note = _compare(match, candidates, options)
     if best is not None:
         return Plan(on_kernels, best, note)
     keeps_less = options.save == "memory" and rehearse.saves(match)
@@ -267,7 +248,7 @@ def _pick(
         return Plan(on_kernels, candidates[0], note)
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
     help = ""
-    if match.site.kind != "linear" and _may_be_tf32(match) and not candidates[0]["tf32"]:
+    if not candidates[0].get("tf32", True) and may_be_tf32(_product_of(match)):
         help = "give options={'fp32': 'split'}, with which its forward stays fp32-accurate"
     return Refusal.of(match, Fault(match.root, reason, help))
 
@@ -284,12 +265,12 @@ def _key(
     """All that the times depend on, beside the machine and what `timing` adds."""
     return (
         match.site.kind,
-        rehearse.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
+        ops.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
         [dict(choices) for choices in candidates],
-        [ops.kernel_sources(match, choices) for choices in candidates],
+        [[spec.name for spec in ops.kernel_specs(match, c)] for c in candidates],
         list(map(str, tensors)),
         rehearse.gradients_of(match),
-        rehearse.gradients_of_wildcards(match),
+        rehearse.gradients_of_tensors(match),
         matmul_tf32_requested(),  # which the library's product follows
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
         *(
@@ -312,7 +293,7 @@ def _compare_convolutions(
     # The inner compiler calls the library's convolution, too, turns whole graphs to the layout that
     # suits it, and needs as few passes over its result. Only its precision may not be what is asked
     # for.
-    asked = options.fp32 in ("split", "ieee") and _may_be_tf32(match)
+    asked = options.fp32 in ("split", "ieee") and may_be_tf32(_product_of(match))
     otherwise = library if asked else None
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
@@ -345,20 +326,15 @@ def _compare_convolutions(
     return (choices if gains else otherwise), note
 
 
-def _may_be_tf32(match: Match) -> bool:
-    """May the inner compiler's convolution take TF32?"""
-    c = meta_tensor(match.site.nodes[0])
-    assert c is not None
-    return c.dtype == torch.float32 and conv_tf32_allowed()
+def _product_of(match: Match) -> torch.Tensor:
+    return meta_tensor(match.site.nodes[0])  # type: ignore[return-value]
 
 
 def _rivals(
     match: Match, library: Mapping[str, Any], options: Options
 ) -> tuple[rehearse.Rival, ...]:
     """What the inner compiler may make of the match's convolution, if it is left alone."""
-    c = meta_tensor(match.site.nodes[0])
-    assert c is not None
-    if library["tf32"] or not _may_be_tf32(match):
+    if library["tf32"] or not may_be_tf32(_product_of(match)):
         return (rehearse.Rival("in channels_last", library, turned=True),)
     if options.fp32 != "follow":
         return ()

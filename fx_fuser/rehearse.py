@@ -16,7 +16,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.match import Match
-from fx_fuser.ops import FusedCall, argument_names, gradients, kernel_sources, wildcards_of
+from fx_fuser.ops import FusedCall, fake_tensors, fused_call, gradients, kernel_specs
 from fx_fuser.spell import hint_of, meta_tensor
 from fx_fuser.timing import Way
 
@@ -44,16 +44,16 @@ class TensorForm:
 
 
 def tensors_of(match: Match) -> list[TensorForm | None] | None:
-    """The kernel op's tensors, operands and wildcards, at the sizes of this trace.
+    """The kernel op's tensors, operands and the epilogue's, at the sizes of this trace.
 
     None if a size is not known when compiling.
     """
     site = match.site
     anchor = ANCHORS[site.kind]
     c = meta_tensor(site.nodes[0])
-    t, _, _ = wildcards_of(match)
     forms: list[TensorForm | None] = []
-    for name, node in (*((n, site.operands[n]) for n in anchor.operands), *(("", n) for n in t)):
+    free = (("", node) for node in match.bound.tensors)
+    for name, node in (*((n, site.operands[n]) for n in anchor.operands), *free):
         tensor = None if node is None else meta_tensor(node)
         if tensor is None:
             forms.append(None)
@@ -66,13 +66,6 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
     return forms
 
 
-def config_of(match: Match, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration arguments of the match's op, in the order of its schema."""
-    kind = match.site.kind
-    values = {**ANCHORS[kind].config(match.site), **choices}
-    return {name: values[name] for name in argument_names(kind) if name in values}
-
-
 def gradients_of(match: Match) -> dict[str, bool]:
     """Of which operands of the anchor a gradient is asked for; empty if nothing is to be saved."""
     z: Any = meta_tensor(match.site.node)
@@ -83,19 +76,15 @@ def gradients_of(match: Match) -> dict[str, bool]:
     return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
 
 
-def gradients_of_wildcards(match: Match) -> list[bool]:
-    """Of which wildcards a gradient is asked for."""
-    t, _, _ = wildcards_of(match)
+def gradients_of_tensors(match: Match) -> list[bool]:
+    """Of which of the epilogue's tensors a gradient is asked for."""
     result: Any = meta_tensor(match.root)  # parameters ask for theirs under no_grad, too
-    return [
-        result.requires_grad and getattr(node and meta_tensor(node), "requires_grad", False)
-        for node in t
-    ]
+    return [result.requires_grad and tensor.requires_grad for tensor in fake_tensors(match)]
 
 
 def saves(match: Match) -> bool:
     """Is there anything to keep for a backward?"""
-    return any(gradients_of(match).values()) or any(gradients_of_wildcards(match))
+    return any(gradients_of(match).values()) or any(gradients_of_tensors(match))
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ def rehearsals(
     run = _Rehearsal(match, tensors)
     if run.c.device.type == "cuda":
         # What other data did to a kernel is not what this rehearsal is about.
-        own = [source for choices in candidates for source in kernel_sources(match, choices)]
+        own = [spec for choices in candidates for spec in kernel_specs(match, choices)]
         native.wake(own, run.c.device)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
     _compare(ahead, candidates, run.c.dtype)
@@ -228,16 +217,14 @@ class _Rehearsal:
             values.append(value)
         self.operands, self.t = values[:count], values[count:]
         self.needs = gradients_of(match)
-        self.needs_t = gradients_of_wildcards(match)
+        self.needs_t = gradients_of_tensors(match)
         self.saves = saves(match)
 
     def call(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> tuple[FusedCall, dict[str, Tensor | None], bool]:
         """The call, the operands that its op reads, and whether its backward is ours."""
-        _, s, kinds = wildcards_of(self.match)
-        out = meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
-        call = FusedCall(self.match.pattern, config_of(self.match, choices), s, kinds, out)
+        call = fused_call(self.match, choices)
         named = dict(zip(self.anchor.operands, operands))
         read = dict(zip(named, self.anchor.kernel_operands(named, call.config)))
         own = self.saves and call.has_own_backward([*read.values()], self.t, self.needs_t)
@@ -248,12 +235,16 @@ class _Rehearsal:
     ) -> Callable[[], tuple[Tensor, ...]]:
         """The op with all of its arguments."""
         call, read, _ = self.call(choices, operands)
-        return call.bound([*read.values()], self.t, save=self.saves and call.saves(False))
+        return call.bound([*read.values()], self.t, save=self._saves(call, False))
+
+    def _saves(self, call: FusedCall, own_backward: bool) -> bool:
+        needs = {name: self.needs.get(name, False) for name in self.anchor.operands}
+        return self.saves and call.saves(own_backward, needs, self.needs_t)
 
     def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
         """The ops of ours that a compiled graph calls: the forward and, if it is ours, backward."""
         call, read, own = self.call(choices, self.operands)
-        ahead = call.bound([*read.values()], self.t, save=self.saves and call.saves(own))
+        ahead = call.bound([*read.values()], self.t, save=self._saves(call, own))
         if dy is None or not own:
             return ahead
         _, _, *statistics = ahead()
@@ -265,7 +256,7 @@ class _Rehearsal:
     ) -> list[Tensor]:
         """The result and the gradients that are asked for."""
         call, read, own = self.call(choices, operands)
-        y, *products = call.run([*read.values()], self.t, save=call.saves(own))
+        y, *products = call.run([*read.values()], self.t, save=self._saves(call, own))
         grads, dt = gradients(call, read, self.t, products, dy, self.needs, self.needs_t)
         if call.config.get("training"):
             grads.pop("bias", None)  # zero, but for what rounding leaves of it
@@ -280,7 +271,7 @@ class _Rehearsal:
         if own:
             return self.step(dy, choices, operands)
         assert isinstance(self.anchor, Conv2d)
-        y, *products = call.run([*read.values()], self.t, save=call.saves(own))
+        y, *products = call.run([*read.values()], self.t, save=self._saves(call, own))
         if call.config["again"]:
             products[0] = self.anchor.product_again(read, call.config)
         needs = {name: self.needs.get(name, False) for name in read}
@@ -296,5 +287,7 @@ class _Rehearsal:
     def backward(self, choices: Mapping[str, Any], dz: Tensor) -> list[Tensor]:
         named = dict(zip(self.anchor.operands, self.operands))
         return list(
-            self.anchor.backward(named, (), config_of(self.match, choices), dz, self.needs).values()
+            self.anchor.backward(
+                named, (), fused_call(self.match, choices).config, dz, self.needs
+            ).values()
         )

@@ -13,6 +13,7 @@ import torch
 from tabulate import tabulate
 from torch.fx import Node
 
+from fx_fuser.anchors import ANCHORS
 from fx_fuser.match import Match, Refusal
 from fx_fuser.report_html import html_of
 from fx_fuser.sites import Site
@@ -28,7 +29,7 @@ log = logging.getLogger("fx_fuser.report")
 class SiteReport:
     """One place in the user's model.
 
-    pattern, op: names of the pattern and its op. where: "file:line" of the user's source, code:
+    pattern, op: names of the pattern and of the op that runs it. where: "file:line" of the user's source, code:
     that line; of the last operation if fused, of what stands in the way if not. shapes, dtypes,
     operands: operand → sizes, dtype and what the source calls it, as text. dtype: of the result
     (of z, if refused). reason: why it is not fused; empty if it is. help: an edit after which it
@@ -138,10 +139,13 @@ class Report:
                 missing=refusal.missing,
             )
         )
+
+    def sort(self) -> None:
+        """The nearest misses first."""
         self.refused.sort(key=lambda site: site.missing)
 
     def add_other(self, site: Site) -> None:
-        kind = "Linear" if site.kind == "linear" else "Conv2d"
+        kind = ANCHORS[site.kind].title
         self.others[kind] = self.others.get(kind, 0) + 1
 
     def add_graph(self, view: View) -> None:
@@ -253,7 +257,7 @@ def _site(
     where, code = source_line(node)
     return SiteReport(
         pattern,
-        f"fx_fuser::{pattern}",
+        f"fx_fuser::{site.kind}",
         where,
         code,
         {n: shape_of(t) for n, t in tensors.items()},

@@ -1,14 +1,14 @@
-"""Match → one call node. Every other node stays as it was, to the letter."""
+"""Matches → one call node each. Every other node stays as it was, to the letter."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fx_fuser.match import Match
 from fx_fuser.spell import inputs_of
@@ -20,21 +20,38 @@ _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 class Call:
     """What to put in: a function of graph values that returns a list of tensors, the result first.
 
-    results: nodes whose tensors take the further outputs, in order, by `copy_`.
+    results: nodes whose tensors take the further outputs, in order, by `copy_`. items: see
+    `fx_fuser.bind.Bound`.
     """
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     results: tuple[Any, ...]
+    items: dict[Node, Node] = field(default_factory=dict)
 
 
-def replace(match: Match, call: Call, moved: Mapping[Node, Node]) -> Node:
-    """Put the call where the last matched node stood; return the node of its result.
+def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> None:
+    """Put each call where the last node of its match stood; the matched nodes go.
 
-    moved: last node → result, of the matches of this graph that were replaced before.
-    The result's `example_value` is that of the node it replaces; nothing else of the old nodes'
-    meta is kept but where in the user's source they came from.
+    A result's `example_value` is that of the node it replaces; nothing else of the old nodes' meta
+    is kept but where in the user's source they came from.
     """
+    # Whoever else names a matched node means the root's tensor: after an in-place operation under
+    # an older name, and if changed in place since, it is the result that was changed.
+    result_of: dict[Node, Node] = {}
+    for match, call in replacements:
+        result = _insert(match, call)
+        result_of |= dict.fromkeys(match.nodes, result)
+    for node in graph.nodes:
+        if node not in result_of and not result_of.keys().isdisjoint(inputs_of(node)):
+            node.args = torch.fx.node.map_arg(node.args, lambda n: result_of.get(n, n))
+            node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: result_of.get(n, n))
+    for match, _ in reversed(replacements):
+        _erase(match)
+
+
+def _insert(match: Match, call: Call) -> Node:
+    """The call before the last matched node; returns the node of its result."""
     graph, root = match.root.graph, match.root
     meta = {k: root.meta[k] for k in _KEPT_META if k in root.meta}
 
@@ -47,25 +64,21 @@ def replace(match: Match, call: Call, moved: Mapping[Node, Node]) -> Node:
 
     with graph.inserting_before(root):
         scalars: dict[Node, Node] = {}
-        for scalar, item in match.items.items():
+        for scalar, item in call.items.items():
             # Through a product with the number itself: AOTAutograd makes a constant, and a compile
             # for each value, of every changing number that no tensor op of the graph takes.
             one = add("call_method", "new_ones", (scalar, ()), scalar)
             scalars[scalar] = add("call_function", torch.mul, (one, item), scalar)
-        args = torch.fx.node.map_arg(call.args, lambda n: scalars.get(n, moved.get(n, n)))
-        fused = add("call_function", call.target, args)
+        fused = add(
+            "call_function",
+            call.target,
+            torch.fx.node.map_arg(call.args, lambda n: scalars.get(n, n)),
+        )
         fused.meta["example_value"] = [n.meta["example_value"] for n in (root, *call.results)]
         result = add("call_function", operator.getitem, (fused, 0), root)
         for i, destination in enumerate(call.results):
             value = add("call_function", operator.getitem, (fused, i + 1), destination)
             add("call_method", "copy_", (destination, value), destination)
-
-    # Whoever else names a matched node means the root's tensor: after an in-place operation under
-    # an older name, and if changed in place since, it is the result that was changed.
-    for node in match.nodes:
-        for reader in [user for user in node.users if user not in match.nodes]:
-            reader.replace_input_with(node, result)
-    _erase(match)
     return result
 
 

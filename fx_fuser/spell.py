@@ -1,9 +1,14 @@
 """What does this node say?  Node → canonical expression; the graph is read, never edited.
 
 Dynamo records what the user typed: `operator.mul`, `torch.multiply`, `Tensor.mul_`,
-`F.silu(inplace=True)`, `x @ w.t() + b`. Everything downstream wants one spelling per meaning, so
-`View.spell` gives each node an `Expr` whose leaves are nodes and numbers. One node may say several
-ops: `F.silu(z)` is `mul(z, sigmoid(z))`, `torch.add(x, y, alpha=2)` is `add(x, mul(y, 2))`.
+`F.silu(inplace=True)`, `x @ w.t() + b`. There are two readings, each an `Expr` whose leaves are
+nodes and numbers:
+
+`View.written`  what is computed: the user's own op under one name. `F.silu(z)` is `silu(z)`,
+                `torch.sub(x, y)` is `sub(x, y)`. A bound epilogue is made of these (`fx_fuser.bind`).
+`View.spell`    what it means as sums and products, for matching alone: `silu(z)` is
+                `mul(z, sigmoid(z))`, `sub(x, y)` is `add(x, mul(y, -1))`. Nothing is computed from
+                it: floating point has no such algebra.
 
 In-place operations are read as values. `z.mul_(2)` makes a new value of `z`, and whoever names `z`
 afterwards reads that value; `View` resolves every argument to the node that made the value read.
@@ -12,7 +17,9 @@ Whether an in-place operation may disappear is for the matcher's alias check.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -56,27 +63,19 @@ class Unspellable(Exception):
 
 
 def is_number(value: object) -> bool:
-    """A constant of the graph; SymInt and SymFloat change from call to call and are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, (torch.SymInt, torch.SymFloat))
+    """A constant of the graph that is a float; SymInt and SymFloat change from call to call, and
+    integers beyond 2^53 are no floats."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)
 
 
 # ---- rules: how a call becomes an expression ------------------------------------------------
 
 
-def _scaled(x: Any, factor: Any) -> Any:
-    """x · factor; numbers are multiplied here, and a factor of one needs no multiplication."""
-    if is_number(x) and is_number(factor):
-        return x * factor
-    return x if is_number(factor) and factor == 1 else Expr("mul", (x, factor))
-
-
 def _div(input: Any, other: Any, rounding_mode: Any = None) -> Expr:
     if rounding_mode is not None:
         raise Unspellable
-    # Division by a number is multiplication by its reciprocal, as ATen's CUDA kernel has it.
-    # 1/other must itself be an ordinary float32 number, else the two differ.
-    if is_number(other) and 1e-30 < abs(other) < 1e30 and isinstance(input, Node):
-        return Expr("mul", (input, 1.0 / other))
     return Expr("div", (input, other))
 
 
@@ -174,28 +173,30 @@ def _binary(op: str) -> Callable[..., Expr]:
     return rule
 
 
-def _silu(input: Any, inplace: Any = False) -> Expr:
-    return Expr("mul", (input, Expr("sigmoid", (input,))))
+def _scaled_by(op: str, x: Any, y: Any, factor: Any) -> Expr:
+    """x ± factor · y, where the factor is not one."""
+    return Expr(op, (x, y) if is_number(factor) and factor == 1 else (x, y, factor))
 
 
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
-    return Expr("add", (input, _scaled(other, alpha)))
+    return _scaled_by("add", input, other, alpha)
 
 
 def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
-    return Expr("add", (input, _scaled(_scaled(other, -1), alpha)))
+    return _scaled_by("sub", input, other, alpha)
 
 
 def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
     return _sub(other, input, alpha=alpha)
 
 
-def _neg(input: Any) -> Expr:
-    return Expr("mul", (input, -1))
-
-
 def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
-    return Expr("add", (input, _scaled(Expr("mul", (tensor1, tensor2)), value)))
+    scale = () if is_number(value) and value == 1 else (value,)
+    return Expr("addcmul", (input, tensor1, tensor2, *scale))
+
+
+def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: Any = False) -> Expr:
+    return Expr("hardtanh", (input, min_val, max_val))
 
 
 def _gelu(input: Any, approximate: Any = "none") -> Expr:
@@ -228,18 +229,15 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_rsub, [torch.rsub]),
     (_div, [operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide]),
     (_div, ["div", "divide", "true_divide"]),
-    (_neg, [operator.neg, torch.neg, torch.negative, "neg", "negative"]),
+    (_unary("neg"), [operator.neg, torch.neg, torch.negative, "neg", "negative"]),
     (_addcmul, [torch.addcmul, "addcmul"]),
     (_unary("sigmoid"), [torch.sigmoid, F.sigmoid, torch.special.expit, "sigmoid"]),
     (_unary("sigmoid"), [torch.sigmoid_]),
-    (_silu, [F.silu, torch._C._nn.silu, torch._C._nn.silu_]),
+    (_unary("silu"), [F.silu, torch._C._nn.silu, torch._C._nn.silu_]),
     (_unary("tanh"), [torch.tanh, torch.tanh_, F.tanh, "tanh"]),
     (_unary("relu"), [torch.relu, torch.relu_, F.relu, F.relu_, "relu"]),
-    (lambda input, inplace=False: _clamp(input, 0.0, 6.0), [F.relu6]),
-    (
-        lambda input, min_val=-1.0, max_val=1.0, inplace=False: _clamp(input, min_val, max_val),
-        [F.hardtanh, F.hardtanh_],
-    ),
+    (lambda input, inplace=False: _hardtanh(input, 0.0, 6.0), [F.relu6]),
+    (_hardtanh, [F.hardtanh, F.hardtanh_]),
     (_clamp, [torch.clamp, torch.clamp_, torch.clip, torch.clip_, "clamp", "clip"]),
     (lambda input, min: _clamp(input, min), [torch.clamp_min, torch.clamp_min_, "clamp_min"]),
     (
@@ -282,6 +280,40 @@ _RULE_OF: dict[Any, Callable[..., Expr]] = {t: rule for rule, ts in _RULES for t
 _IN_PLACE_OPERATORS = {
     f for n, f in vars(operator).items() if n.startswith("i") and hasattr(operator, f"__{n}__")
 }
+
+
+# ---- meanings: an op as sums and products, for matching ---------------------------------------
+
+
+def _scaled(x: Any, factor: Any) -> Any:
+    """x · factor; numbers are multiplied here, and a factor of one needs no multiplication."""
+    if is_number(x) and is_number(factor):
+        return x * factor
+    return x if is_number(factor) and factor == 1 else Expr("mul", (x, factor))
+
+
+def _divided(x: Any, divisor: Any) -> Expr:
+    if not is_number(divisor) or is_number(x):
+        return Expr("div", (x, divisor))
+    reciprocal = 1.0 / divisor if divisor else math.copysign(math.inf, divisor)
+    return Expr("mul", (x, reciprocal))
+
+
+_MEANINGS: dict[str, Callable[..., Expr]] = {
+    "add": lambda x, y, alpha=1: Expr("add", (x, _scaled(y, alpha))),
+    "sub": lambda x, y, alpha=1: Expr("add", (x, _scaled(_scaled(y, -1), alpha))),
+    "neg": lambda x: Expr("mul", (x, -1)),
+    "div": _divided,
+    "addcmul": lambda x, a, b, value=1: Expr("add", (x, _scaled(Expr("mul", (a, b)), value))),
+    "silu": lambda x: Expr("mul", (x, Expr("sigmoid", (x,)))),
+    "hardtanh": lambda x, low, high: _clamp(x, low, high),
+}
+
+
+def meaning(written: Expr) -> Expr:
+    """The op as sums and products of others, where it is one."""
+    rule = _MEANINGS.get(written.op)
+    return written if rule is None else rule(*written.args)
 
 
 def _in_place_name(name: str) -> bool:
@@ -430,7 +462,9 @@ class Region:
 
 
 class View:
-    """A reading of one graph: order, regions, who reads which value, and canonical spellings."""
+    """A reading of one graph: order, regions, who reads which value, canonical spellings, and who
+    reads and writes which memory. Each is found out once, so that a match costs no look at others.
+    """
 
     def __init__(self, graph: Graph, end: End | None = None) -> None:
         self.graph = graph
@@ -440,6 +474,7 @@ class View:
         self.region: dict[Node, Region] = {}
         self.readers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         self._reads: dict[Node, dict[Node, Node]] = {}
+        self._written: dict[Node, Expr | None] = {}
         self._spelled: dict[Node, Expr | None] = {}
         self._read_through()
 
@@ -469,13 +504,63 @@ class View:
         """`argument` with every node replaced by the node whose value `reader` sees."""
         return torch.fx.node.map_arg(argument, lambda n: self.value(reader, n))
 
+    def written(self, node: Node) -> Expr | None:
+        """The node's own op, or None for anything without a canonical name."""
+        if node not in self._written:
+            self._written[node] = self._read(node)
+        return self._written[node]
+
     def spell(self, node: Node) -> Expr | None:
-        """What the node says, or None for anything without a canonical spelling."""
+        """What the node means as sums and products, or None as above. For matching alone."""
         if node not in self._spelled:
-            self._spelled[node] = self._spell(node)
+            written = self.written(node)
+            self._spelled[node] = None if written is None else meaning(written)
         return self._spelled[node]
 
-    def _spell(self, node: Node) -> Expr | None:
+    @functools.cached_property
+    def writers(self) -> dict[Node, tuple[Node, ...]]:
+        """Node → what it may write, of those that may, in the graph's order."""
+        found = ((node, writes_of(node)) for node in self.nodes)
+        return {node: written for node, written in found if written}
+
+    @functools.cached_property
+    def writer_places(self) -> list[int]:
+        return [self.order[node] for node in self.writers]
+
+    @functools.cached_property
+    def written_at(self) -> dict[Any, list[int]]:
+        """Storage → places in the order of the nodes that may write it."""
+        return self._by_storage((n, storages(written)) for n, written in self.writers.items())
+
+    @functools.cached_property
+    def read_at(self) -> dict[Any, list[int]]:
+        """Storage → places in the order of the nodes that take a tensor in it."""
+        return self._by_storage((n, storages(inputs_of(n))) for n in self.nodes)
+
+    @functools.cached_property
+    def shown_at(self) -> dict[Any, list[int]]:
+        """Storage → places in the order of the nodes whose value lies in it."""
+        return self._by_storage((n, storages((n,))) for n in self.nodes)
+
+    @functools.cached_property
+    def batch_norms_at(self) -> dict[Any, list[int]]:
+        """Storage → places in the order of the batch_norms that take a tensor in it."""
+        norms = (n for n in self.nodes if (e := self.spell(n)) and e.op == "batch_norm")
+        return self._by_storage((n, storages(inputs_of(n))) for n in norms)
+
+    @functools.cached_property
+    def graph_inputs(self) -> set[Any]:
+        """Storages of the placeholders."""
+        return storages(n for n in self.nodes if n.op == "placeholder")
+
+    def _by_storage(self, found: Iterable[tuple[Node, set[Any]]]) -> dict[Any, list[int]]:
+        places: dict[Any, list[int]] = {}
+        for node, memory in found:
+            for storage in memory:
+                places.setdefault(storage, []).append(self.order[node])
+        return places
+
+    def _read(self, node: Node) -> Expr | None:
         if node.op == "call_method":
             name = str(node.target)
             rule = _RULE_OF.get(name[:-1] if _in_place_name(name) else name)

@@ -9,14 +9,13 @@ import torch
 from torch.fx import Node
 from torch.nn import Parameter
 
-from fx_fuser import ops
+from fx_fuser import apply, ops
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT
-from fx_fuser.epilogue import Z
 from fx_fuser.match import Match
 from fx_fuser.plan import Plan
-from fx_fuser.rehearse import gradients_of, gradients_of_wildcards, saves
+from fx_fuser.rehearse import gradients_of, gradients_of_tensors, saves
 from fx_fuser.spell import hint_of, inputs_of, meta_tensor
 
 
@@ -44,7 +43,7 @@ def saved(match: Match, plan: Plan) -> Saved:
     backward. Inductor fuses the pointwise operations among themselves, so against it less is saved.
     """
     view, site = match.view, match.site
-    free = {o for o in match.wildcards.values() if isinstance(o, Node)}
+    free = set(match.bound.tensors)
     read = [
         value
         for node in match.nodes
@@ -73,14 +72,16 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     if not plan.native or not saves(match):
         return {}
     needs = {**dict.fromkeys(site.operands, False), **gradients_of(match)}
-    read = ops.read_by_backward(match.pattern, ops.wildcards_of(match)[2], plan.choices, needs)
+    call = ops.fused_call(match, plan.choices)
     c = site.nodes[0]
     compute = meta_tensor(c).dtype  # type: ignore[union-attr]
-    config = {**plan.choices, "training": site.attrs.get("training", False)}
     named = {name: site.operands[name] for name in anchor.operands}
-    operands = dict(zip(named, anchor.kernel_operands(named, config)))
+    operands = dict(zip(named, anchor.kernel_operands(named, call.config)))
+    needs_t = gradients_of_tensors(match)
+    read = call.reads({name: needs[name] for name in named}, needs_t)
+    own = plan.choices["backward"] == DIRECT
     held: dict[str, int | None] = {}
-    for name, node in {**operands, **match.wildcards}.items():
+    for name, node in {**operands, **apply.named(match.bound.tensors, ())}.items():
         if name not in read or not isinstance(node, Node):
             continue
         tensor = meta_tensor(node)
@@ -88,9 +89,7 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
         dtype = compute if name in anchor.cast else tensor.dtype
         if dtype != tensor.dtype or not isinstance(tensor, Parameter):  # or autocast's copy
             held[node.name] = _bytes([node], dtype)
-    by_epilogue = Z.name in read or any(gradients_of_wildcards(match))
-    reads_c = by_epilogue or anchor.reads_product(needs, config)
-    if reads_c and not plan.choices["again"] and plan.choices["backward"] != DIRECT:
+    if call.saves(own, {name: needs[name] for name in named}, needs_t):
         held[c.name] = _bytes([c])
     return None if None in held.values() else held  # type: ignore[return-value]
 

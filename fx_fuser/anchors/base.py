@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fx_fuser.epilogue import POINTWISE, Kernel
+from fx_fuser.epilogue import Epilogue
+from fx_fuser.kernel_spec import POINTWISE, Family, KernelSpec
+from fx_fuser.options import Options
 from fx_fuser.sites import Site
-from fx_fuser.spell import Operand
 
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
@@ -20,15 +21,51 @@ Config = Mapping[str, Any]
 LIBRARY = "library"
 
 
+class Case(Protocol):
+    """One site and the options, as `Anchor.candidates` sees them."""
+
+    options: Options
+
+    @property
+    def site(self) -> Site: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def out(self) -> torch.dtype: ...
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """c's fake tensor, then those of all operands."""
+
+    def operand(self, name: str) -> Tensor:
+        """The fake tensor of an operand of the anchor."""
+
+    def specs(self, choices: Config) -> list[KernelSpec]:
+        """The kernels that the site needs with these choices."""
+
+    def gradients(self) -> dict[str, bool]:
+        """Of which operands of the anchor a gradient is asked for."""
+
+    def may_have_own_backward(self) -> bool:
+        """Can the epilogue be differentiated without c?"""
+
+
 class Anchor(ABC):
     """See the package's docstring for the vocabulary.
 
-    kind: name in `fx_fuser.sites`. operands: names, in schema order, of its tensors.
+    kind: name in `fx_fuser.sites`. title: for the user; the layer that makes such a site.
+    role_of_z: what z is to the user. may_be_gate: may a z of one column be spread along its last
+    dimension? operands: names, in schema order, of its tensors.
     schema: operand and configuration arguments of its ops. products: names, `c` first.
     cast: operands that autocast brings to the compute dtype.
     """
 
     kind: str
+    title: str
+    role_of_z: str = "inner value"
+    may_be_gate: bool = False
     operands: tuple[str, ...] = ("x", "weight", "bias")
     schema: str
     products: tuple[str, ...] = ("c",)
@@ -38,19 +75,39 @@ class Anchor(ABC):
     def config(self, site: Site) -> dict[str, Any]:
         """The configuration arguments of the op call for `site`, without plan's choices."""
 
+    @abstractmethod
+    def form_fault(self, site: Site) -> str:
+        """Why the op does not take the site's ranks and attributes, or nothing."""
+
+    def leaf_counts(self, site: Site) -> tuple[int, int]:
+        """How many tensors and numbers z is made of, at most."""
+        vectors = [n for n, o in site.operands.items() if o is not None and n != "x"]
+        return len(vectors), 0  # c in place of the weight
+
+    @abstractmethod
+    def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
+        """Of a result or its gradient."""
+
+    @abstractmethod
+    def candidates(self, case: Case) -> list[dict[str, Any]]:
+        """The choices of `plan` that are right for a site, the library's product first.
+
+        Raises OptionError where an option asks for what torch's own setting forbids.
+        """
+
     def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
         """The operands, in order, without those that the kernel op does not read."""
         return list(operands.values())
 
-    def kernels(self, config: Config) -> tuple[Kernel, ...]:
+    def kernels(self, config: Config) -> tuple[Family, ...]:
         """What the op runs on CUDA: the epilogue alone, then a kernel that makes its product too.
 
         The first is launched where there is no second, or the second does not take the tensors.
         """
         return (POINTWISE,)
 
-    def backward_sources(self, config: Config) -> list[str]:
-        """The generated sources of what `backward` and `product_again` launch on CUDA."""
+    def backward_specs(self, config: Config) -> list[KernelSpec]:
+        """The kernels that `backward` and `product_again` launch on CUDA."""
         return []
 
     @abstractmethod
@@ -73,8 +130,8 @@ class Anchor(ABC):
         """Memory for the result, in the memory format of c."""
 
     @abstractmethod
-    def z(self, operands: Operands, config: Config) -> Operand:
-        """z as an expression over the names of `leaves`."""
+    def z(self, operands: Operands, config: Config) -> Epilogue:
+        """z as steps over the names of `leaves`."""
 
     @abstractmethod
     def leaves(

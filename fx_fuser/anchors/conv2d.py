@@ -13,23 +13,39 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.anchors.base import LIBRARY, Anchor, Config, Operands
-from fx_fuser.epilogue import POINTWISE, Kernel
+from fx_fuser import native
+from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
+from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.epilogue import Epilogue, Step
+from fx_fuser.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINTWISE, Family
 from fx_fuser.sites import Site
-from fx_fuser.spell import Arg, Expr, Operand, meta_tensor
+from fx_fuser.spell import hint_of, is_number, meta_tensor
 
 # Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
 DIRECT = "direct"
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PRODUCTS = {DIRECT: Kernel("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT")}
-BACKWARD = Kernel("conv_direct_backward_sm90.cuh", "FX_FUSER_CONV_DIRECT_BACKWARD")
+PRODUCTS = {DIRECT: CONV_DIRECT}
+BACKWARD = CONV_DIRECT_BACKWARD
 
 
 def conv_tf32_allowed() -> bool:
     """May cuDNN's convolutions take TF32? By default they may."""
     setting: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
     return setting == "tf32"
+
+
+def conv_tf32_requested() -> bool:
+    """cuDNN's convolutions allow TF32 by default, which nobody asked for: a fused one takes it only
+    if matmul precision says so too.
+    """
+    return matmul_tf32_requested() and conv_tf32_allowed()
+
+
+def may_be_tf32(c: Tensor) -> bool:
+    """May the inner compiler's convolution with this result take TF32?"""
+    return c.dtype == torch.float32 and conv_tf32_allowed()
 
 
 def _pair(value: Any) -> list[int]:
@@ -87,11 +103,88 @@ def per_channel(vector: Tensor) -> Tensor:
 
 class Conv2d(Anchor):
     kind = "conv2d"
+    title = "Conv2d"
     schema = (
         "Tensor x, Tensor weight, Tensor? bias, "
         "int[] stride, int[] padding, int[] dilation, int groups, "
         "bool tf32, str product, str backward, bool again"
     )
+
+    def form_fault(self, site: Site) -> str:
+        x, weight = (meta_tensor(site.operands[n]) for n in ("x", "weight"))  # type: ignore[arg-type]
+        assert x is not None and weight is not None
+        if x.ndim != 4 or weight.ndim != 4:
+            return f"x has rank {x.ndim}, which is not 4: [N, C, H, W]"
+        if any(statically_known_true(size == 0) for size in x.shape):
+            # No statistics to take: PyTorch leaves the running ones alone, where ours became NaN.
+            return "x is empty"
+        for name in ("stride", "padding", "dilation", "groups"):
+            value = site.attrs[name]
+            parts = value if isinstance(value, (tuple, list)) else (value,)
+            words = value in ("same", "valid") if isinstance(value, str) else False
+            if not words and not all(map(is_number, parts)):
+                return f"{name}={value} is not known when compiling"
+        return ""
+
+    def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
+        return y.shape
+
+    def candidates(self, case: Case) -> list[dict[str, Any]]:
+        options, c = case.options, case.tensors[0]
+        asked = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
+        makers = [(LIBRARY, LIBRARY)]
+        if self._takes_direct(case):
+            makers.append((DIRECT, LIBRARY))
+            if self._takes_direct_backward(case):
+                makers.append((DIRECT, DIRECT))
+        fixed = {"tf32": asked and may_be_tf32(c), "again": options.save == "memory"}
+        names = ("tf32", "product", "backward", "again")  # in the order of the schema
+        return [
+            {n: {**fixed, "product": p, "backward": b}[n] for n in names} for p, b in makers
+        ]
+
+    def _takes_direct(self, case: Case) -> bool:
+        """Is the site's convolution one of those that the direct kernel makes?"""
+        c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
+        if any(t.dtype == torch.float64 for t in case.tensors) or c.dtype not in DIRECT_DTYPES:
+            return False
+        if not all(t.is_contiguous() for t in (c, x, weight)):
+            return False
+        if c.dtype == torch.float32 and case.options.fp32 == "ieee":
+            return False
+        config = self.config(case.site)
+        if {*config["stride"], *config["dilation"], config["groups"]} != {1}:
+            return False
+        sizes = [[hint_of(n) for n in t.shape] for t in (x, weight)]
+        if None in (*sizes[0], *sizes[1]) or case.device.type != "cuda":
+            return False
+        *_, spec = case.specs({"tf32": False, "product": DIRECT, "again": False})
+        if not native.runs_on(spec, case.device):
+            return False
+        cut = native.conv_direct_cut(
+            sizes[0],  # type: ignore[arg-type]
+            sizes[1],  # type: ignore[arg-type]
+            config["padding"],
+            case.out.itemsize,
+            operands=len(spec.inputs) - 1,
+            x_bytes=c.dtype.itemsize,
+        )
+        return bool(cut)
+
+    def _takes_direct_backward(self, case: Case) -> bool:
+        """Do the kernels beside the direct one make the gradients that are asked for?"""
+        needs = case.gradients()
+        if not any(needs.values()) or not case.may_have_own_backward():
+            return False
+        x, weight = ([hint_of(n) for n in case.operand(name).shape] for name in ("x", "weight"))
+        cut = native.conv_direct_backward_cut(
+            x,  # type: ignore[arg-type]
+            weight,  # type: ignore[arg-type]
+            self.config(case.site)["padding"],
+            needs["x"],
+            x_bytes=case.tensors[0].dtype.itemsize,
+        )
+        return bool(cut)
 
     def config(self, site: Site) -> dict[str, Any]:
         weight = meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
@@ -104,7 +197,7 @@ class Conv2d(Anchor):
             "groups": site.attrs["groups"],
         }
 
-    def kernels(self, config: Config) -> tuple[Kernel, ...]:
+    def kernels(self, config: Config) -> tuple[Family, ...]:
         product = config["product"]
         return (POINTWISE,) if product == LIBRARY else (POINTWISE, PRODUCTS[product])
 
@@ -123,8 +216,10 @@ class Conv2d(Anchor):
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_like(c, dtype=dtype)
 
-    def z(self, operands: Operands, config: Config) -> Operand:
-        return Arg("c") if operands["bias"] is None else Expr("add", (Arg("c"), Arg("bias")))
+    def z(self, operands: Operands, config: Config) -> Epilogue:
+        if operands["bias"] is None:
+            return Epilogue(start="c")
+        return Epilogue((Step("add", ("c", "bias")),), "c")
 
     def leaves(
         self, operands: Operands, products: Sequence[Tensor], config: Config

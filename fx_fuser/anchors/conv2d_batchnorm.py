@@ -19,9 +19,9 @@ from torch import Tensor
 from fx_fuser import native
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import Conv2d, convolve, per_channel
-from fx_fuser.epilogue import accumulation_dtype
+from fx_fuser.epilogue import Epilogue, Step, accumulation_dtype
 from fx_fuser.sites import Site
-from fx_fuser.spell import Arg, Expr, Operand
+from fx_fuser.spell import is_number, meta_tensor
 
 
 def batch_stats(c: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,6 +35,7 @@ def batch_stats(c: Tensor) -> tuple[Tensor, Tensor]:
 
 class Conv2dBatchNorm(Conv2d):
     kind = "conv2d_batchnorm"
+    role_of_z = "BatchNorm's result"
     operands = (*Conv2d.operands, "running_mean", "running_var", "gamma", "beta")
     schema = (
         "Tensor x, Tensor weight, Tensor? bias, "
@@ -43,6 +44,29 @@ class Conv2dBatchNorm(Conv2d):
         "bool tf32, str product, str backward, bool again, bool training, float momentum, float eps"
     )
     products = ("c", "mean", "var")
+
+    def form_fault(self, site: Site) -> str:
+        found = super().form_fault(site)
+        if found:
+            return found
+        training, tracked = site.attrs["training"], site.operands["running_mean"] is not None
+        if not isinstance(training, bool) or not is_number(site.attrs["eps"]):
+            return "the batch_norm's mode or eps is not known when compiling"
+        for name in ("running_mean", "running_var", "gamma", "beta"):
+            node = site.operands[name]
+            vector = None if node is None else meta_tensor(node)
+            if vector is not None and vector.ndim != 1:
+                return f"the batch_norm's {name} has {vector.ndim} dimensions, not one"
+        if tracked != (site.operands["running_var"] is not None):
+            return "only one of running_mean and running_var is given"
+        if not training and not tracked:
+            return "the batch_norm has neither batch nor running statistics"
+        if training and tracked and not is_number(site.attrs["momentum"]):
+            return f"momentum={site.attrs['momentum']} is not known when compiling"
+        return ""
+
+    def leaf_counts(self, site: Site) -> tuple[int, int]:
+        return 6, 1  # c, bias, mean, var, gamma, beta; eps
 
     def config(self, site: Site) -> dict[str, Any]:
         training = site.attrs["training"]
@@ -72,16 +96,24 @@ class Conv2dBatchNorm(Conv2d):
         vector = c.new_empty(c.shape[1], dtype=accumulation_dtype((c.dtype,)))
         return (c, vector, torch.empty_like(vector))
 
-    def z(self, operands: Operands, config: Config) -> Operand:
-        shifted: list[Operand] = [Arg("c"), Expr("mul", (Arg("mean"), -1.0))]
+    def z(self, operands: Operands, config: Config) -> Epilogue:
+        steps: list[Step] = []
+
+        def then(op: str, *args: str) -> str:
+            steps.append(Step(op, args))
+            return f"v{len(steps) - 1}"
+
+        c = "c"
         if operands["bias"] is not None and not config["training"]:
-            shifted.insert(1, Arg("bias"))
-        rstd = Expr("rsqrt", (Expr("add", (Arg("var"), Arg("eps"))),))
-        factors: list[Operand] = [Expr("add", tuple(shifted)), rstd]
+            c = then("add", "c", "bias")
+        centred = then("sub", c, "mean")
+        scale = then("rsqrt", then("add", "var", "eps"))
         if operands["gamma"] is not None:
-            factors[1] = Expr("mul", (rstd, Arg("gamma")))
-        scaled = Expr("mul", tuple(factors))
-        return scaled if operands["beta"] is None else Expr("add", (scaled, Arg("beta")))
+            scale = then("mul", scale, "gamma")
+        z = then("mul", centred, scale)
+        if operands["beta"] is not None:
+            then("add", z, "beta")
+        return Epilogue(tuple(steps), "c")
 
     def leaves(
         self, operands: Operands, products: Sequence[Tensor], config: Config

@@ -10,22 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser import native
-from fx_fuser.anchors.base import LIBRARY, Anchor, Config, Operands
-from fx_fuser.epilogue import POINTWISE, Kernel, Z, cuda_source
+from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
+from fx_fuser.epilogue import Epilogue, kernel_spec
+from fx_fuser.errors import OptionError
+from fx_fuser.kernel_spec import LINEAR_DENSE, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
 from fx_fuser.sites import Site
-from fx_fuser.spell import Arg, Operand
+from fx_fuser.spell import meta_tensor
 
 SPLIT = "split"
 DENSE = "dense"
 # Who multiplies on CUDA: the library, or a kernel of ours. "split": three products of fp16 halves,
 # which make an fp32 one; "dense": one product in the operands' own 16 bits, or of fp32 in TF32.
-PRODUCTS = {
-    SPLIT: Kernel("linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT"),
-    DENSE: Kernel("linear_dense_sm90.cuh", "FX_FUSER_LINEAR"),
-}
-PRODUCT_ALONE = cuda_source(
-    Z, {Z.name: torch.float32}, (), torch.float32, "the backward of linear", PRODUCTS[SPLIT]
-)
+PRODUCTS = {SPLIT: LINEAR_SPLIT, DENSE: LINEAR_DENSE}
+PRODUCT_ALONE = kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, LINEAR_SPLIT)
 
 
 def matmul_tf32_requested() -> bool:
@@ -39,16 +36,65 @@ def matmul_tf32_requested() -> bool:
 
 class Linear(Anchor):
     kind = "linear"
+    title = "Linear"
+    role_of_z = "pre-activation"
+    may_be_gate = True
     schema = "Tensor x, Tensor weight, Tensor? bias, str product, str backward, bool again"
 
     def config(self, site: Site) -> dict[str, Any]:
         return {}
 
-    def kernels(self, config: Config) -> tuple[Kernel, ...]:
+    def form_fault(self, site: Site) -> str:
+        x, weight = (meta_tensor(site.operands[n]) for n in ("x", "weight"))  # type: ignore[arg-type]
+        assert x is not None and weight is not None
+        if weight.ndim != 2 or x.ndim < 1:
+            return f"x has rank {x.ndim} and the weight {weight.ndim}; at least 1 and 2"
+        bias = site.operands["bias"]
+        if bias is not None and meta_tensor(bias).ndim != 1:  # type: ignore[union-attr]
+            return "the bias is no vector"
+        return ""
+
+    def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
+        return (*y.shape[:-1], operands["weight"].shape[0])
+
+    def candidates(self, case: Case) -> list[dict[str, Any]]:
+        again = case.options.save == "memory"
+        library = {"product": LIBRARY, "backward": LIBRARY, "again": again}
+        product = self._own_product(case)
+        if product is None or case.device.type != "cuda":
+            return [library]
+        backward = SPLIT if product == SPLIT else LIBRARY
+        own = {"product": product, "backward": backward, "again": again}
+        fits = all(native.runs_on(spec, case.device) for spec in case.specs(own))
+        return [library, own] if fits else [library]
+
+    def _own_product(self, case: Case) -> str | None:
+        """The product that our kernels can make in the precision that is asked for, or None."""
+        c = case.tensors[0]
+        # float64 is computed in double, where the epilogue is; our accumulators are float.
+        if not c.is_contiguous() or any(t.dtype == torch.float64 for t in case.tensors):
+            return None
+        if c.dtype != torch.float32:
+            return self._dense(case)
+        precision = case.options.fp32
+        if precision == "follow":
+            precision = "tf32" if matmul_tf32_requested() else "split"
+        elif precision == "ieee" and case.device.type == "cuda" and matmul_tf32_requested():
+            raise OptionError(
+                "option 'fp32' is 'ieee', but torch.backends.cuda.matmul.fp32_precision is 'tf32', "
+                "which cuBLAS follows; set it to 'ieee', or give 'split' or 'follow'"
+            )
+        return {"split": SPLIT, "tf32": self._dense(case)}.get(precision)
+
+    def _dense(self, case: Case) -> str | None:
+        """The product in 16 bits or TF32, if a kernel of ours takes these operands."""
+        return DENSE
+
+    def kernels(self, config: Config) -> tuple[Family, ...]:
         product = config["product"]
         return (POINTWISE,) if product == LIBRARY else (POINTWISE, PRODUCTS[product])
 
-    def backward_sources(self, config: Config) -> list[str]:
+    def backward_specs(self, config: Config) -> list[KernelSpec]:
         again = config["again"] and config["product"] == SPLIT
         return [PRODUCT_ALONE] if config["backward"] == SPLIT or again else []
 
@@ -62,14 +108,14 @@ class Linear(Anchor):
         x, weight, bias = (operands[n] for n in self.operands)
         if config["product"] != SPLIT:
             return F.linear(x, weight, bias)
-        c = _split_product(x, weight)
+        c = split_product(x, weight)
         return c if bias is None else c.add_(bias)
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return c.new_empty(shape, dtype=dtype)
 
-    def z(self, operands: Operands, config: Config) -> Operand:
-        return Arg("c")
+    def z(self, operands: Operands, config: Config) -> Epilogue:
+        return Epilogue(start="c")
 
     def leaves(
         self, operands: Operands, products: Sequence[Tensor], config: Config
@@ -92,28 +138,27 @@ class Linear(Anchor):
         x, weight, bias = (operands[n] for n in self.operands)
         grads: dict[str, Tensor] = {}
         if needs["bias"] and bias is not None:
-            grads["bias"] = _matrix(dz).sum(0).to(bias.dtype)
+            grads["bias"] = matrix(dz).sum(0).to(bias.dtype)
         dz = dz.to(x.dtype)
-        multiply = _split_product if config["backward"] == SPLIT else _library_product
+        multiply = split_product if config["backward"] == SPLIT else library_product
         if needs["x"]:
             grads["x"] = multiply(dz, weight.t())
         if needs["weight"]:
-            grads["weight"] = multiply(_matrix(dz).t(), _matrix(x).t())
+            grads["weight"] = multiply(matrix(dz).t(), matrix(x).t())
         return grads
 
 
-def _library_product(a: Tensor, b: Tensor) -> Tensor:
+def library_product(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ"""
     return a @ b.t()
 
 
-def _split_product(a: Tensor, b: Tensor) -> Tensor:
+def split_product(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ in fp32, on tensor cores."""
-    kernel = native.kernel_name(PRODUCT_ALONE)
-    product: Tensor = torch.ops.fx_fuser.split_product.default(a, b, kernel)
+    product: Tensor = torch.ops.fx_fuser.split_product.default(a, b, PRODUCT_ALONE.name)
     return product
 
 
-def _matrix(x: Tensor) -> Tensor:
+def matrix(x: Tensor) -> Tensor:
     """[*, K] as [M, K]. `reshape(-1, K)` cannot tell M where K is 0."""
     return x.unsqueeze(0).flatten(0, -2)
