@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from fx_fuser import spell
-from fx_fuser.epilogue import flatten
-from fx_fuser.spell import Expr, Operand, Unspellable, is_number
+from fx_fuser.pattern import flatten
+from fx_fuser.spell import Expr, Operand, Unspellable, is_number, meaning
 
 INFIX = {
     "mul": "*", "imul": "*", "add": "+", "iadd": "+", "sub": "-", "isub": "-", "truediv": "/",
@@ -111,7 +111,7 @@ def forms_of(op: str, numbers: frozenset[Any], attrs: tuple[tuple[str, Any], ...
 
 def _applied(rule: Any, parameters: Any, chosen: Sequence[Any]) -> Any:
     named = {p.name: v for p, v in zip(parameters, chosen) if p.kind is p.KEYWORD_ONLY}
-    return flatten(rule(*chosen[: len(chosen) - len(named)], **named))
+    return flatten(meaning(rule(*chosen[: len(chosen) - len(named)], **named)))
 
 
 def _called(form: Form) -> list[Form]:

@@ -9,8 +9,8 @@ from parts import Anchored, Made, Site, anchor, device_of, indented, tail_of
 from writer import NoSpelling, Text, Writer
 
 from fx_fuser.epilogue import Z
-from fx_fuser.epilogue import leaves as names_in
 from fx_fuser.pattern import Pattern
+from fx_fuser.pattern import leaves as names_in
 from fx_fuser.spell import Arg, Expr, Operand
 
 Spoil = Callable[[Made, Pattern, int], Site]

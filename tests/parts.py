@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from writer import Draw, Text, Writer
 
-from fx_fuser.epilogue import Z, substitute
+from fx_fuser.epilogue import Z
 from fx_fuser.pattern import Pattern
 from fx_fuser.spell import Arg, Expr, Operand, is_number
 
@@ -258,6 +258,15 @@ def tail_of(made: Made, pattern: Pattern, i: int, at: Anchored, plain: bool = Fa
             values[name] = value
     expr = _folded(substitute(pattern.epilogue, values))
     return Tail(expr, names, frozenset(integers), lines)
+
+
+def substitute(expr: Operand, values: Mapping[str, Operand]) -> Operand:
+    """`expr` with the named leaves replaced."""
+    if isinstance(expr, Arg):
+        return values.get(expr.name, expr)
+    if isinstance(expr, Expr):
+        return Expr(expr.op, tuple(substitute(a, values) for a in expr.args), expr.attrs)
+    return expr
 
 
 def _folded(e: Operand) -> Operand:
