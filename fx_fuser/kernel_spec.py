@@ -25,6 +25,11 @@ CUDA_TYPES = {
     torch.int64: "int64_t",
 }
 
+# What a kernel's argument block has room for: kMaxInputs, the anchor's value among them, and
+# kMaxScalars of kernels_cu/pointwise_args.h.
+MAX_TENSORS = 16
+MAX_NUMBERS = 8
+
 
 @dataclass(frozen=True)
 class Family:

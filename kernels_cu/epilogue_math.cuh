@@ -88,23 +88,23 @@ __device__ __forceinline__ Acc erf(Acc x) {
   return ::erf(x);
 }
 
-// 1 / (1 + exp(-x)), the division to one ulp (PTX ISA, rcp.approx): an IEEE division costs ten
+// 4 / (1 + exp(-x)), the division to one ulp (PTX ISA, rcp.approx): an IEEE division costs ten
 // times as much, and made epilogues with a sigmoid compute-bound. Of a quarter of the denominator,
-// which is exact: the reciprocal is then below 2^-126, where .ftz flushes it, only where it is
-// zero. So sigmoid(-88) is subnormal, as torch's, for one instruction; rcp.approx without .ftz
-// takes six.
-__device__ __forceinline__ float sigmoid(float x) {
+// which is exact: .ftz flushes results below 2^-126, and no other than zero is. rcp.approx without
+// .ftz takes six instructions more.
+__device__ __forceinline__ float four_sigmoids(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fma(::exp(-x), 0.25f, 0.25f)));
-  return mul(y, 0.25f);
+  return y;
 }
+
+// Subnormal where torch's is: sigmoid(-88).
+__device__ __forceinline__ float sigmoid(float x) { return mul(four_sigmoids(x), 0.25f); }
 __device__ __forceinline__ double sigmoid(double x) { return 1.0 / add(1.0, ::exp(-x)); }
 
-// torch's x / (1 + exp(-x)), of -inf NaN too.
-template <class Acc>
-__device__ __forceinline__ Acc silu(Acc x) {
-  return mul(x, sigmoid(x));
-}
+// torch's x / (1 + exp(-x)): NaN of -inf, and not rounded where sigmoid(x) is subnormal.
+__device__ __forceinline__ float silu(float x) { return mul(mul(x, 0.25f), four_sigmoids(x)); }
+__device__ __forceinline__ double silu(double x) { return x / add(1.0, ::exp(-x)); }
 
 // The comparison is false for NaN, which therefore passes through.
 template <class Acc>

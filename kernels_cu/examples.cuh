@@ -84,13 +84,13 @@ struct EveryFunction {
     const Acc bounded = math::add(math::add(math::silu(z), math::tanh(y)),
                                   math::addcmul(math::erf(y), math::relu(z), scalar[1], Acc(0.5)));
     const Acc roots = math::add(math::div_by_number(math::sqrt(positive), scalar[1]),
-                                math::div(math::rsqrt(positive), math::log(positive)));
+                                math::div(math::log(positive), math::rsqrt(positive)));
     const Acc smooth = math::add(math::add(math::gelu(z), math::gelu_tanh(y)),
                                  math::softplus(z, scalar[1], Acc(20)));
     const Acc selected = math::where(math::relu(z), math::minimum(z, y), math::maximum(z, y));
     const Acc powers =
-        math::sub(math::pow(positive, Acc(2)), math::pow(positive, scalar[0]), Acc(0.25));
-    const Acc limited = math::clamp(math::sub(bounded, roots), Acc(-8), Acc(8));
+        math::sub(math::pow(positive, Acc(2)), math::pow(positive, scalar[0]), Acc(-0.25));
+    const Acc limited = math::clamp(math::sub(bounded, math::neg(roots)), Acc(-8), Acc(8));
     const Acc rounded =
         math::add(math::round_to<__nv_bfloat16>(limited), math::round_to<__half>(smooth));
     return math::add(math::add(math::add(rounded, selected), powers), math::sigmoid(z), Acc(3));
