@@ -26,7 +26,7 @@ from benchmarks.conv_sm90 import CUDA, DTYPES, NONE, ROUNDED, Padding, convolve,
 from benchmarks.linear_sm90 import SENTINEL
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build, native
-from fx_fuser.epilogue import CUDA_TYPES
+from fx_fuser.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
 from fx_fuser.native import Normalisation
 
 EPS = 1e-5
@@ -34,18 +34,18 @@ MODES = ("training", "evaluation", "plain")
 NAMES = ("dx", "dweight", "dgamma", "dbeta")
 
 
-def _examples(name: str, scalars: int, *operands: str) -> dict[torch.dtype, str]:
+def _examples(name: str, scalars: int, *operands: torch.dtype) -> dict[torch.dtype, KernelSpec]:
     """Of each dtype of x."""
 
-    def source(of_x: str) -> str:
-        types = ("float", of_x, of_x, *operands)
-        return build.conv_direct_backward_example_source(name, scalars, *types)
+    def spec(of_x: torch.dtype) -> KernelSpec:
+        types = (torch.float32, of_x, of_x, *operands)
+        return build.example(CONV_DIRECT_BACKWARD, name, scalars, *types)
 
-    return {dtype: source(CUDA_TYPES[dtype]) for dtype in DTYPES}
+    return {dtype: spec(dtype) for dtype in DTYPES}
 
 
 IDENTITY = _examples("Identity", 0)
-SCALED = _examples("Scaled", 1, "float", "__nv_bfloat16")
+SCALED = _examples("Scaled", 1, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from benchmarks import harness
 from benchmarks.linear_sm90 import FLOOR, SENTINEL, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build, native
-from fx_fuser.epilogue import CUDA_TYPES
+from fx_fuser.kernel_spec import CONV_DIRECT, KernelSpec
 
 CUDA = torch.device("cuda")
 Padding = tuple[int, int, int, int]  # left, right, top, bottom
@@ -43,10 +43,9 @@ class Example:
     out: torch.dtype = torch.float32
 
     @functools.cached_property
-    def source(self) -> str:
+    def spec(self) -> KernelSpec:
         types = (torch.float32, self.out, self.x, *self.operands)
-        cuda = [CUDA_TYPES[dtype] for dtype in types]
-        return build.conv_direct_example_source(self.name, self.scalars, *cuda)
+        return build.example(CONV_DIRECT, self.name, self.scalars, *types)
 
 
 def _batch_norm_mul(c: Tensor, t: list[Tensor], s: list[float]) -> Tensor:
@@ -101,7 +100,7 @@ def run(
         width = x.shape[3] + left + right - weight.shape[3] + 1
         out = x.new_empty((len(x), len(weight), height, width), dtype=example.out)
     taken = native.conv_direct(
-        *(example.source, x, weight, padding, out, c),
+        *(example.spec, x, weight, padding, out, c),
         operands or [],
         scalars or [2.0] * example.scalars,
     )
@@ -111,8 +110,8 @@ def run(
 
 def statistics(x: Tensor, weight: Tensor, padding: Padding = NONE) -> tuple[Tensor, Tensor]:
     mean, variance = torch.full((2, len(weight)), float("nan"), device=CUDA)
-    source = of_dtype(IDENTITY, x.dtype).source
-    taken = native.conv_direct_statistics(source, x, weight, padding, mean, variance)
+    spec = of_dtype(IDENTITY, x.dtype).spec
+    taken = native.conv_direct_statistics(spec, x, weight, padding, mean, variance)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return mean, variance
 
@@ -303,7 +302,7 @@ def sweep(
         error_of_c = 0.0 if c is None else relative(c, exact_c)
         what = (
             f"case {case}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
-            f"{example.source.splitlines()[-1]}, operands {[tuple(t.shape) for t in operands]}"
+            f"{', '.join(example.spec.signature)}, operands {[tuple(t.shape) for t in operands]}"
         )
         if not bool((frame[:before] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
             failures.append(f"{what}: wrote outside the result")
@@ -439,7 +438,7 @@ def refusals(failures: list[str]) -> None:
         ("a weight in channels_last", x, weight.to(memory_format=last), out),
         ("out in channels_last", x, weight, out.to(memory_format=last)),
     ):
-        if native.conv_direct(IDENTITY.source, a, b, NONE, result, None, [], []):
+        if native.conv_direct(IDENTITY.spec, a, b, NONE, result, None, [], []):
             failures.append(f"{what} was not refused")
 
 
@@ -515,7 +514,7 @@ def timing(failures: list[str]) -> list[list[object]]:
 def main() -> int:
     chosen = harness.parser("conv_sm90", cases=150).parse_args()
     done = harness.progress()
-    native.prepare([e.source for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
+    native.prepare([e.spec for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
     native.prepare_batch_stats(CUDA)
     done("built")
     failures: list[str] = []

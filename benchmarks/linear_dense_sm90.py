@@ -24,14 +24,9 @@ from benchmarks import harness
 from benchmarks.linear_sm90 import SENTINEL, host_us, random_operand, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build, native
+from fx_fuser.kernel_spec import LINEAR_DENSE, POINTWISE, Family, KernelSpec
 
 CUDA = torch.device("cuda")
-NAMES = {
-    torch.float32: "float",
-    torch.bfloat16: "__nv_bfloat16",
-    torch.float16: "__half",
-    torch.bool: "bool",
-}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Errors that always pass: a rounding to the type or, of TF32, of the operands. cuBLAS takes some
 # small fp32 products without TF32.
@@ -48,14 +43,9 @@ class Example:
     operands: tuple[torch.dtype | None, ...] = ()  # None: the dtype of x
     out: torch.dtype | None = None
 
-    def types(self, dtype: torch.dtype) -> list[str]:
-        return ["float", *(NAMES[t or dtype] for t in (self.out, None, *self.operands))]
-
-    def source(self, dtype: torch.dtype) -> str:
-        return build.linear_dense_example_source(self.name, self.scalars, *self.types(dtype))
-
-    def pointwise(self, dtype: torch.dtype) -> str:
-        return build.example_source(self.name, self.scalars, *self.types(dtype))
+    def spec(self, dtype: torch.dtype, family: Family = LINEAR_DENSE) -> KernelSpec:
+        types = (t or dtype for t in (self.out, None, *self.operands))
+        return build.example(family, self.name, self.scalars, torch.float32, *types)
 
 
 IDENTITY = Example("Identity", lambda z, t, s: z)
@@ -85,8 +75,8 @@ def run(
     if out is None:
         out = x.new_empty((*x.shape[:-1], len(weight)), dtype=example.out)
     scalars = [2.0] * example.scalars if scalars is None else scalars
-    source = example.source(x.dtype)
-    taken = native.linear_dense(source, x, weight, bias, out, z, operands or [], scalars)
+    spec = example.spec(x.dtype)
+    taken = native.linear_dense(spec, x, weight, bias, out, z, operands or [], scalars)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
 
@@ -163,7 +153,7 @@ def sweep(
         outside = frame.clone()
         outside[1:-1, left : left + n] = SENTINEL
         sentinel = torch.tensor(SENTINEL, dtype=frame.dtype, device=CUDA)
-        what = f"case {case}: {m} x {n} x {k}, {example.source(dtype).splitlines()[-1]}"
+        what = f"case {case}: {m} x {n} x {k}, {', '.join(example.spec(dtype).signature)}"
         if not bool((outside == sentinel).all()):
             failures.append(f"{what}: wrote outside the result")
         for ours, exact, torchs, name in checked:
@@ -231,7 +221,7 @@ def refusals(failures: list[str]) -> None:
         ("x with one row for all", values(1, 64).expand(8, 64), values(16, 64)),
         ("K = 0", x[:, :0], weight[:, :0]),
     ):
-        if native.linear_dense(IDENTITY.source(x.dtype), a, b, None, out, None, [], []):
+        if native.linear_dense(IDENTITY.spec(x.dtype), a, b, None, out, None, [], []):
             failures.append(f"{what} was not refused")
 
 
@@ -273,7 +263,7 @@ def timing(only: str, compiled: bool, failures: list[str]) -> list[list[object]]
         ) -> Tensor:  # fmt: skip
             return e.reference(F.linear(x, weight, b), o, s)
 
-        pointwise = example.pointwise(dtype)
+        pointwise = example.spec(dtype, POINTWISE)
 
         def two() -> None:
             z = F.linear(x, weight, bias)  # noqa: B023
@@ -323,10 +313,10 @@ def main() -> int:
     chosen = parser.parse_args()
     done = harness.progress()
     timed = [(e, dtype) for name, e, _, _, _, dtype in TIMED if chosen.only in name]
-    sources = [kind(dtype) for e, dtype in timed for kind in (e.source, e.pointwise)]
+    specs = [e.spec(dtype, family) for e, dtype in timed for family in (LINEAR_DENSE, POINTWISE)]
     if not chosen.skip_checks:
-        sources += [e.source(dtype) for e in EXAMPLES for dtype in DTYPES]
-    native.prepare(sources, CUDA)
+        specs += [e.spec(dtype) for e in EXAMPLES for dtype in DTYPES]
+    native.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []
     times: list[list[object]] = []

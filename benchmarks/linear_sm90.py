@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks import harness, results
 from benchmarks.measure import float32_settings, machine, median_ms
 from fx_fuser import build, native
+from fx_fuser.kernel_spec import LINEAR_SPLIT, KernelSpec
 
 CUDA = torch.device("cuda")
 FLOOR = 4e-7  # of the accuracy contract
@@ -35,29 +36,30 @@ ROW_FLOOR = 1e-6
 class Example:
     """An epilogue of examples.cuh and the same in torch ops, as f(z, operands, scalars)."""
 
-    source: str
+    spec: KernelSpec
     reference: Callable[[Tensor, list[Tensor], list[float]], Tensor]
     operands: tuple[torch.dtype, ...] = ()
     scalars: int = 0
     out: torch.dtype = torch.float32
 
 
-def _example(name: str, scalars: int, out: str, *operands: str) -> str:
-    return build.linear_example_source(name, scalars, "float", out, "float", *operands)
+def _example(
+    name: str, scalars: int, *operands: torch.dtype, out: torch.dtype = torch.float32
+) -> KernelSpec:
+    f32 = torch.float32
+    return build.example(LINEAR_SPLIT, name, scalars, f32, out, f32, *operands)
 
 
-IDENTITY = Example(_example("Identity", 0, "float"), lambda z, t, s: z)
-SWISH = Example(_example("Swish", 1, "float"), lambda z, t, s: F.silu(z) * s[0], scalars=1)
-RESIDUAL = Example(
-    _example("Residual", 1, "float"), lambda z, t, s: torch.sigmoid(z) * s[0] + z, scalars=1
-)
+IDENTITY = Example(_example("Identity", 0), lambda z, t, s: z)
+SWISH = Example(_example("Swish", 1), lambda z, t, s: F.silu(z) * s[0], scalars=1)
+RESIDUAL = Example(_example("Residual", 1), lambda z, t, s: torch.sigmoid(z) * s[0] + z, scalars=1)
 OPERANDS = Example(
-    _example("ThreeOperands", 1, "float", "float", "__nv_bfloat16", "bool"),
+    _example("ThreeOperands", 1, torch.float32, torch.bfloat16, torch.bool),
     lambda z, t, s: F.silu(z) * t[0].to(z.dtype) + t[1].to(z.dtype) * t[2].to(z.dtype) - s[0],
     (torch.float32, torch.bfloat16, torch.bool),
     scalars=1,
 )
-HALF_OUT = Example(_example("Identity", 0, "__half"), lambda z, t, s: z, out=torch.float16)
+HALF_OUT = Example(_example("Identity", 0, out=torch.float16), lambda z, t, s: z, out=torch.float16)
 EXAMPLES = (IDENTITY, SWISH, RESIDUAL, OPERANDS, HALF_OUT)
 
 
@@ -74,7 +76,7 @@ def run(
     if out is None:
         out = x.new_empty((*x.shape[:-1], len(weight)), dtype=example.out)
     taken = native.linear_split(
-        example.source, x, weight, bias, out, z, operands or [], scalars or [2.0] * example.scalars
+        example.spec, x, weight, bias, out, z, operands or [], scalars or [2.0] * example.scalars
     )
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
@@ -226,7 +228,7 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         if z is not None:
             error = max(error, relative(z, exact_z))
         frame[1:-1, 3 : 3 + n] = SENTINEL
-        what = f"case {case}: {m} x {n} x {k}, {example.source.splitlines()[-1]}"
+        what = f"case {case}: {m} x {n} x {k}, {', '.join(example.spec.signature)}"
         if not bool((frame == SENTINEL).all()):
             failures.append(f"{what}: wrote outside the result")
         if not error <= bound:
@@ -369,7 +371,7 @@ def refusals(failures: list[str]) -> None:
         ("unaligned x", unaligned, weight[:, :32].contiguous()),
         ("K = 0", x[:, :0], weight[:, :0]),
     ):
-        if native.linear_split(IDENTITY.source, a, b, None, out, None, [], []):
+        if native.linear_split(IDENTITY.spec, a, b, None, out, None, [], []):
             failures.append(f"{what} was not refused")
 
 
@@ -482,7 +484,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what is measured, for the results")
     chosen = parser.parse_args()
     done = harness.progress()
-    native.prepare([e.source for e in EXAMPLES], CUDA)
+    native.prepare([e.spec for e in EXAMPLES], CUDA)
     done("built")
     failures: list[str] = []
     errors: list[Accuracy] = []

@@ -14,7 +14,8 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from fx_fuser import native
-from fx_fuser.build import example_source
+from fx_fuser.build import example
+from fx_fuser.kernel_spec import POINTWISE
 
 rows: list[list[object]] = []
 
@@ -28,29 +29,29 @@ def bytes_of(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def swish(dtype: torch.dtype, name: str) -> None:
+def swish(dtype: torch.dtype) -> None:
     z = torch.randn(1024, 8192, device="cuda", dtype=dtype)
     out = torch.empty_like(z)
-    source = example_source("Swish", 1, "float", name, name)
-    native.pointwise(source, out, [z], [2.0])
+    spec = example(POINTWISE, "Swish", 1, torch.float32, dtype, dtype)
+    native.pointwise(spec, out, [z], [2.0])
     expected = (z.double() * z.double().sigmoid() * 2).to(dtype)
     torch.testing.assert_close(out, expected)
-    measure(f"swish {name}", bytes_of(z, out), lambda: native.pointwise(source, out, [z], [2.0]))
-    measure(f"  torch copy of {name}", bytes_of(z, out), lambda: out.copy_(z))
+    measure(f"swish {dtype}", bytes_of(z, out), lambda: native.pointwise(spec, out, [z], [2.0]))
+    measure(f"  torch copy of {dtype}", bytes_of(z, out), lambda: out.copy_(z))
 
 
 def batch_norm_mul(memory_format: torch.memory_format, side: int) -> None:
     z = torch.randn(128, 64, side, side, device="cuda").to(memory_format=memory_format)
     mean, var, gamma, beta = (torch.rand(64, 1, 1, device="cuda") + 0.5 for _ in range(4))
     inputs = [z, mean, var, gamma, beta, torch.full([], 2.0, device="cuda")]
-    source = example_source("BatchNormMul", 1, "float", *["float"] * 7)
+    spec = example(POINTWISE, "BatchNormMul", 1, *[torch.float32] * 8)
     out = torch.empty_like(z)
-    native.pointwise(source, out, inputs, [1e-5])
+    native.pointwise(spec, out, inputs, [1e-5])
     expected = ((z - mean) * torch.rsqrt(var + 1e-5) * gamma + beta) * 2
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     inputs[0] = out
     label = f"batch_norm_mul in place, {side}x{side} {memory_format}"
-    measure(label, 2 * bytes_of(z), lambda: native.pointwise(source, out, inputs, [1e-5]))
+    measure(label, 2 * bytes_of(z), lambda: native.pointwise(spec, out, inputs, [1e-5]))
     measure("  torch copy", 2 * bytes_of(z), lambda: out.copy_(z))
 
 
@@ -66,8 +67,8 @@ def batch_stats(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory
 
 
 def main() -> None:
-    swish(torch.float32, "float")
-    swish(torch.bfloat16, "__nv_bfloat16")
+    swish(torch.float32)
+    swish(torch.bfloat16)
     for memory_format in (torch.contiguous_format, torch.channels_last):
         batch_norm_mul(memory_format, 126)
         batch_norm_mul(memory_format, 127)

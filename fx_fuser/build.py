@@ -32,6 +32,15 @@ from pathlib import Path
 import torch
 
 from fx_fuser.errors import BuildError
+from fx_fuser.kernel_spec import (
+    CONV_DIRECT,
+    CONV_DIRECT_BACKWARD,
+    LINEAR_DENSE,
+    LINEAR_SPLIT,
+    POINTWISE,
+    Family,
+    KernelSpec,
+)
 
 log = logging.getLogger("fx_fuser.build")
 
@@ -419,92 +428,58 @@ def batch_stats_source() -> str:
 # ---- python -m fx_fuser.build --------------------------------------------------------------------
 
 
-def example_source(epilogue: str, scalars: int, *types: str) -> str:
-    """A generated source as `fx_fuser.epilogue` makes them, with an epilogue of examples.cuh.
-
-    Args:
-        epilogue: its name.
-        scalars: how many scalars it takes.
-        types: Acc, Out and In... as C++ names.
-    """
-    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
-    return f'#include "examples.cuh"\n#include "pointwise.cuh"\nFX_FUSER_POINTWISE({arguments})\n'
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def linear_example_source(epilogue: str, scalars: int, *types: str) -> str:
-    """As `example_source`, of the linear kernel of sm_90a: Acc, Out, the type of z, operands..."""
-    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
-    return (
-        '#include "examples.cuh"\n#include "linear_split_sm90.cuh"\n'
-        f"FX_FUSER_LINEAR_SPLIT({arguments})\n"
-    )
+@functools.cache  # and with the spec its text and name
+def example(
+    family: Family,
+    functor: str,
+    scalars: int,
+    acc: torch.dtype,
+    out: torch.dtype,
+    *inputs: torch.dtype,
+) -> KernelSpec:
+    """A kernel with an epilogue of examples.cuh, of which `functor` is the name."""
+    include = '#include "examples.cuh"'
+    name = f"fx_fuser::examples::{functor}"
+    return KernelSpec(family, name, include, scalars, acc, out, inputs)
 
 
-def linear_dense_example_source(epilogue: str, scalars: int, *types: str) -> str:
-    """As `linear_example_source`, of 16-bit types or TF32: Acc, Out, the type of x, operands..."""
-    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
-    return (
-        f'#include "examples.cuh"\n#include "linear_dense_sm90.cuh"\nFX_FUSER_LINEAR({arguments})\n'
-    )
-
-
-def conv_direct_example_source(epilogue: str, scalars: int, *types: str) -> str:
-    """As `example_source`, of the direct convolution: Acc, Out, the type of c, operands..."""
-    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
-    return (
-        '#include "examples.cuh"\n#include "conv_direct_sm90.cuh"\n'
-        f"FX_FUSER_CONV_DIRECT({arguments})\n"
-    )
-
-
-def conv_direct_backward_example_source(epilogue: str, scalars: int, *types: str) -> str:
-    """As `conv_direct_example_source`, of its backward."""
-    arguments = ", ".join((f"fx_fuser::examples::{epilogue}", str(scalars), *types))
-    return (
-        '#include "examples.cuh"\n#include "conv_direct_backward_sm90.cuh"\n'
-        f"FX_FUSER_CONV_DIRECT_BACKWARD({arguments})\n"
-    )
-
-
-def _product_sources(arch: str) -> list[str]:
-    if arch != "sm_90a":
-        return []
-    return [
-        conv_direct_example_source("BatchNormMul", 1, "float", "float", "float", *["float"] * 5),
-        conv_direct_example_source("Identity", 0, "float", "__half", "float"),
-        *(
-            conv_direct_example_source("BatchNormMul", 1, "float", value, value, *["float"] * 5)
-            for value in ("__nv_bfloat16", "__half")
-        ),
-        conv_direct_backward_example_source("Identity", 0, *["float"] * 3),
-        *(
-            conv_direct_backward_example_source(
-                "Scaled", 1, "float", value, value, "float", "__nv_bfloat16"
-            )
-            for value in ("float", "__nv_bfloat16", "__half")
-        ),
-        linear_example_source("Swish", 1, "float", "float", "float"),
-        linear_example_source("BatchNormMul", 1, "float", "__half", "float", *["float"] * 5),
-        *(
-            linear_dense_example_source(*example, "float", value, value, *[value] * operands)
-            for value in ("__nv_bfloat16", "__half", "float")
-            for example, operands in ((("Swish", 1), 0), (("BatchNormMul", 1), 5))
-        ),
+def _product_examples() -> list[KernelSpec]:
+    """Of the kernels that only sm_90a has."""
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    of_norm = ("BatchNormMul", 1, f32)
+    specs = [
+        example(CONV_DIRECT, "Identity", 0, f32, f16, f32),
+        example(CONV_DIRECT_BACKWARD, "Identity", 0, f32, f32, f32),
+        example(LINEAR_SPLIT, "Swish", 1, f32, f32, f32),
+        example(LINEAR_SPLIT, *of_norm, f16, f32, *[f32] * 5),
     ]
-
-
-def _representative_sources() -> list[str]:
-    sources = [batch_stats_source()]
-    for value in ("float", "double", "__half", "__nv_bfloat16"):
-        acc = "double" if value == "double" else "float"
-        sources += [
-            example_source("Swish", 1, acc, value, value),
-            example_source("BatchNormMul", 1, acc, value, *[value] * 6),
-            example_source("EveryFunction", 2, acc, value, value, value),
+    for value in (f32, bf16, f16):
+        specs += [
+            example(CONV_DIRECT, *of_norm, value, value, *[f32] * 5),
+            example(CONV_DIRECT_BACKWARD, "Scaled", 1, f32, value, value, f32, bf16),
+            example(LINEAR_DENSE, "Swish", 1, f32, value, value),
+            example(LINEAR_DENSE, *of_norm, value, value, *[value] * 5),
         ]
-    for mask, y in (("bool", "uint8_t"), ("int8_t", "int16_t"), ("int32_t", "int64_t")):
-        sources.append(example_source("Gate", 0, "float", "__nv_bfloat16", "float", mask, y))
-    return sources
+    return specs
+
+
+def _pointwise_examples() -> list[KernelSpec]:
+    specs = []
+    for value in _FLOATS:
+        acc = torch.float64 if value is torch.float64 else torch.float32
+        specs += [
+            example(POINTWISE, "Swish", 1, acc, value, value),
+            example(POINTWISE, "BatchNormMul", 1, acc, value, *[value] * 6),
+            example(POINTWISE, "EveryFunction", 2, acc, value, value, value),
+        ]
+    integers = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    for mask, y in zip(integers[::2], integers[1::2], strict=True):
+        gate = (torch.float32, torch.bfloat16, torch.float32, mask, y)
+        specs.append(example(POINTWISE, "Gate", 0, *gate))
+    return specs
 
 
 def _attempt(label: str, action: Callable[[], object]) -> bool:
@@ -524,13 +499,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all-archs", action="store_true", help=f"for {', '.join(ARCHS)}")
     parser.add_argument("--arch", action="append", default=[], help="for this one, say sm_90a")
     chosen = parser.parse_args(arguments)
-    sources = _representative_sources()
 
     passed = [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
-        of_arch = sources + _product_sources(arch)
-        compile_all = functools.partial(cubins, of_arch, arch)
-        passed.append(_attempt(f"{arch}: {len(of_arch)} sources", compile_all))
+        specs = _pointwise_examples() + (_product_examples() if arch == "sm_90a" else [])
+        sources = [batch_stats_source(), *(spec.text for spec in specs)]
+        compile_all = functools.partial(cubins, sources, arch)
+        passed.append(_attempt(f"{arch}: {len(sources)} sources", compile_all))
     return 0 if all(passed) else 1
 
 

@@ -25,8 +25,8 @@ CUDA_TYPES = {
     torch.int64: "int64_t",
 }
 
-# What a launch has room for (kernels_cu/pointwise_args.h; compared when the shim is loaded): the
-# anchor's value and all other tensors that a functor reads, and the numbers.
+# What a kernel's argument block has room for: kMaxInputs, the anchor's value among them, and
+# kMaxScalars of kernels_cu/pointwise_args.h.
 MAX_TENSORS = 16
 MAX_NUMBERS = 8
 

@@ -1,14 +1,11 @@
 """The compiled kernels as Python functions. Nothing touches CUDA before the first call.
 
-Kernels are built and loaded once per source and device; after that a call is one dictionary lookup
+Kernels are built and loaded once per spec and device; after that a call is one dictionary lookup
 and one op.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from torch import Tensor
 
 from fx_fuser import build
 from fx_fuser.errors import BuildError
+from fx_fuser.kernel_spec import LINEAR_SPLIT, KernelSpec
 
 _lock = threading.RLock()
 _pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], None]
@@ -26,14 +24,10 @@ _linear_dense: Callable[..., bool]
 _conv_direct: Callable[..., bool]
 _conv_direct_statistics: Callable[..., bool]
 _conv_direct_backward: Callable[..., bool]
-_kernels: dict[tuple[str, int], int] = {}  # (source, device index) → handle
+_kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
 _batch_stats: dict[int, int] = {}  # device index → handle
 
-# The last line of a generated source: which kernel, and what it is instantiated with.
-_MACROS = ("POINTWISE", "LINEAR_SPLIT", "LINEAR", "CONV_DIRECT", "CONV_DIRECT_BACKWARD")
-_SIGNATURE = re.compile(rf"^FX_FUSER_({'|'.join(_MACROS)})\((.*)\)\s*;?\s*$", re.MULTILINE)
-# The others run everywhere.
-_ONLY_ON = dict.fromkeys(_MACROS[1:], "sm_90a")
+_expected: Callable[[], Sequence[str]] | None = None
 _NO_KERNEL = 0  # the handle where the device has no such kernel
 _MULTIPROCESSORS = 132  # of an H200
 
@@ -58,41 +52,37 @@ def available(device: torch.device | str | int) -> str | None:
     return None
 
 
-def pointwise(source: str, out: Tensor, inputs: Sequence[Tensor], scalars: Sequence[float]) -> None:
+def pointwise(
+    spec: KernelSpec, out: Tensor, inputs: Sequence[Tensor], scalars: Sequence[float]
+) -> None:
     """out = epilogue(inputs, scalars), elementwise; the inputs broadcast to out's shape.
 
     Args:
-        source: the generated text of one translation unit, see kernels_cu/pointwise.cuh.
-        out: a dense CUDA tensor of the dtype that `source` names. May be `inputs[0]` itself.
+        spec: a kernel of the family POINTWISE, see kernels_cu/pointwise.cuh.
+        out: a dense CUDA tensor of the dtype that `spec` names. May be `inputs[0]` itself.
         inputs: the anchor's value first, then the operands; on out's device, of the dtypes that
-            `source` names, with any strides.
-        scalars: as many as `source` names.
+            `spec` names, with any strides.
+        scalars: as many as `spec` names.
 
     Raises:
-        BuildError: the source does not compile or load.
-        RuntimeError: tensors do not fit the source or each other, or the launch fails.
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
-    handle = _handle_of(source, out)
+    handle = _handle_of(spec, out)
     _pointwise(handle, out, inputs, scalars)
 
 
-def _handle_of(source: str, tensor: Tensor) -> int:
-    """The kernel of this source on the tensor's device; built and loaded at its first use."""
-    handle = _kernels.get((source, tensor.get_device()))
+def _handle_of(spec: KernelSpec, tensor: Tensor) -> int:
+    """The kernel on the tensor's device; built and loaded at its first use."""
+    handle = _kernels.get((spec.name, tensor.get_device()))
     if handle is None:
-        prepare([source], tensor.device)
-        handle = _kernels[source, tensor.get_device()]
+        prepare([spec], tensor.device)
+        handle = _kernels[spec.name, tensor.get_device()]
     return handle
 
 
-@functools.cache
-def kernel_name(source: str) -> str:
-    """The name under which a graph finds the kernel of this source: its content, hashed."""
-    return hashlib.sha256(source.encode()).hexdigest()[:32]
-
-
 def linear_split(
-    source: str,
+    spec: KernelSpec,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -107,44 +97,44 @@ def linear_split(
     that splits hold badly the kernel remembers only that it met them: see `wake`.
 
     Args:
-        source: the generated text of one translation unit, see kernels_cu/linear_split_sm90.cuh.
+        spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear_split_sm90.cuh.
         x: [*, K], float32, rows 16-byte aligned and evenly spaced.
         weight: [N, K], float32, rows 16-byte aligned; or the transpose of such a tensor.
         bias: [N], float32.
-        out: [*, N] of the dtype that `source` names. Shares memory with no other tensor here.
+        out: [*, N] of the dtype that `spec` names. Shares memory with no other tensor here.
         z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
-        operands: of the dtypes that `source` names; each broadcasts to out's shape and has any
+        operands: of the dtypes that `spec` names; each broadcasts to out's shape and has any
             strides with which out's rows, counted through its leading dimensions, are evenly
             spaced in it.
-        scalars: as many as `source` names.
+        scalars: as many as `spec` names.
 
     Returns:
         False, with nothing done, where the kernel does not take this device, these strides, these
         addresses or K = 0; the caller then goes another way.
 
     Raises:
-        BuildError: the source does not compile or load.
-        RuntimeError: tensors do not fit the source or each other, or the launch fails.
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
-    handle = _handle_of(source, out)
+    handle = _handle_of(spec, out)
     if handle == _NO_KERNEL:
         return False
     return _linear_split(handle, x, weight, bias, out, z, operands, scalars)
 
 
-def wake(sources: Sequence[str], device: torch.device) -> None:
+def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """Let the ops take the split products among these loaded kernels again, at once.
 
     After data that they hold badly they take the library's for 1000 calls.
     """
-    for source in sources:
-        handle = _kernels[source, _index_of(device)]
-        if _macro_of(source)[0] == "LINEAR_SPLIT" and handle != _NO_KERNEL:
+    for spec in specs:
+        handle = _kernels[spec.name, _index_of(device)]
+        if spec.family == LINEAR_SPLIT and handle != _NO_KERNEL:
             torch.ops.fx_fuser_native.wake_linear_split.default(handle)
 
 
 def linear_dense(
-    source: str,
+    spec: KernelSpec,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -156,15 +146,15 @@ def linear_dense(
     """As `linear_split`, in bfloat16, float16 or, for float32 tensors, with TF32 products.
 
     Args:
-        source: the generated text of one translation unit, see kernels_cu/linear_dense_sm90.cuh. It
-            names the dtype of x, weight, bias and z. The epilogue sees z in float32, unrounded.
+        spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear_dense_sm90.cuh. Its first
+            input is the dtype of x, weight, bias and z. The epilogue sees z in float32, unrounded.
         x: [*, K], rows 16-byte aligned, evenly spaced and not overlapping.
         weight: [N, K], rows 16-byte aligned.
         bias, out, z, operands, scalars: as `linear_split`'s.
 
     Returns, raises: as `linear_split`.
     """
-    handle = _handle_of(source, out)
+    handle = _handle_of(spec, out)
     if handle == _NO_KERNEL:
         return False
     return _linear_dense(handle, x, weight, bias, out, z, operands, scalars)
@@ -202,7 +192,7 @@ def conv_direct_cut(
 
 
 def conv_direct(
-    source: str,
+    spec: KernelSpec,
     x: Tensor,
     weight: Tensor,
     padding: Sequence[int],
@@ -216,32 +206,32 @@ def conv_direct(
     In bfloat16 and float16 too, where the epilogue sees the convolution in float32, unrounded.
 
     Args:
-        source: the generated text of one translation unit, see kernels_cu/conv_direct_sm90.cuh. It
-            names the dtype of x, weight and c: float32, bfloat16 or float16.
+        spec: a kernel of the family CONV_DIRECT, see kernels_cu/conv_direct_sm90.cuh. Its first
+            input is the dtype of x, weight and c: float32, bfloat16 or float16.
         x: [N, C, H, W].
         weight: [O, C, kh, kw]. Stride and dilation are 1, there is one group.
         padding: [left, right, top, bottom], zeros.
-        out: contiguous, of the dtype that `source` names. Shares memory with no other tensor here.
+        out: contiguous, of the dtype that `spec` names. Shares memory with no other tensor here.
         c: contiguous, receives the convolution. Shares memory with no other tensor here.
-        operands: of the dtypes that `source` names; each broadcasts to out's shape.
-        scalars: as many as `source` names.
+        operands: of the dtypes that `spec` names; each broadcasts to out's shape.
+        scalars: as many as `spec` names.
 
     Returns:
         False, with nothing done, where the kernel does not take this device, these sizes
         (`conv_direct_cut`) or these strides; the caller then goes another way.
 
     Raises:
-        BuildError: the source does not compile or load.
-        RuntimeError: tensors do not fit the source or each other, or the launch fails.
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
-    handle = _handle_of(source, out)
+    handle = _handle_of(spec, out)
     if handle == _NO_KERNEL:
         return False
     return _conv_direct(handle, x, weight, padding, out, c, operands, scalars)
 
 
 def conv_direct_statistics(
-    source: str,
+    spec: KernelSpec,
     x: Tensor,
     weight: Tensor,
     padding: Sequence[int],
@@ -250,11 +240,11 @@ def conv_direct_statistics(
 ) -> bool:
     """Mean and biased variance [O] of conv2d(x, weight), which is not written. Deterministic.
 
-    Args: as `conv_direct`'s, with the source of any epilogue; the results are float32 always.
+    Args: as `conv_direct`'s, with any epilogue; the results are float32 always.
 
     Returns, raises: as `conv_direct`.
     """
-    handle = _handle_of(source, x)
+    handle = _handle_of(spec, x)
     if handle == _NO_KERNEL:
         return False
     batch_stats = _batch_stats.get(x.get_device())
@@ -308,7 +298,7 @@ class Normalisation:
 
 
 def conv_direct_backward(
-    source: str,
+    spec: KernelSpec,
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -326,19 +316,19 @@ def conv_direct_backward(
     The epilogue is linear in z; what it adds to that does not matter.
 
     Args:
-        source: the generated text of one translation unit, see
+        spec: a kernel of the family CONV_DIRECT_BACKWARD, see
             kernels_cu/conv_direct_backward_sm90.cuh, with that epilogue.
         dy: contiguous, of x's dtype.
         x, weight, padding: as `conv_direct`'s.
         norm: None: z is the convolution.
         dx, dweight: receive the gradients, contiguous, of x's dtype and float32; None: not wanted.
         dgamma, dbeta: [O], float32, receive the sums of dz times the normalised c, and of dz.
-        operands: of the dtypes that `source` names, each a number a channel: [O, 1, 1] or [].
-        scalars: as many as `source` names.
+        operands: of the dtypes that `spec` names, each a number a channel: [O, 1, 1] or [].
+        scalars: as many as `spec` names.
 
     Returns, raises: as `conv_direct`.
     """
-    handle = _handle_of(source, dy)
+    handle = _handle_of(spec, dy)
     if handle == _NO_KERNEL:
         return False
     of_norm = (
@@ -352,38 +342,43 @@ def conv_direct_backward(
     )
 
 
-def operands_of(source: str) -> int:
-    """How many tensors the kernel of this source reads besides the anchor's value."""
-    return len(_signature_of(source)) - 5
+def operands_of(spec: KernelSpec) -> int:
+    """How many tensors the kernel reads besides the anchor's value."""
+    return len(spec.inputs) - 1
 
 
-def runs_on(source: str, device: torch.device | str | int) -> bool:
-    """Is there a kernel of this source for the architecture of this device?"""
-    return _ONLY_ON.get(_macro_of(source)[0]) in (None, build.arch_of(torch.device(device)))
+def runs_on(spec: KernelSpec, device: torch.device | str | int) -> bool:
+    """Is there such a kernel for the architecture of this device?"""
+    return spec.family.arch in (None, build.arch_of(torch.device(device)))
 
 
-def prepare(sources: Sequence[str], device: torch.device | str | int) -> None:
-    """Builds (in parallel) and loads the kernels of `sources` ahead of their use.
+def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> None:
+    """Builds (in parallel) and loads the kernels ahead of their use.
 
     Raises:
-        BuildError: a source does not compile or load.
+        BuildError: a kernel does not compile or load, or the shim does not fit this Python code.
     """
     device = torch.device(device)
     index = _index_of(device)
     with _lock:
-        missing = [s for s in dict.fromkeys(sources) if (s, index) not in _kernels]
+        missing = [s for s in dict.fromkeys(specs) if (s.name, index) not in _kernels]
         if not missing:
             return
         _load_shim()
         arch = build.arch_of(device)
-        signatures = {source: _signature_of(source) for source in missing}
-        for source in [s for s in missing if not runs_on(s, device)]:
-            _kernels[source, index] = _NO_KERNEL
-            missing.remove(source)
-        for source, path in zip(missing, build.cubins(missing, arch), strict=True):
-            loader = _loader_of(source)
-            arguments = (kernel_name(source), str(path), signatures[source], index)
-            _kernels[source, index] = _load(loader, *arguments)
+        for spec in [s for s in missing if not runs_on(s, device)]:
+            _kernels[spec.name, index] = _NO_KERNEL
+            missing.remove(spec)
+        paths = build.cubins([spec.text for spec in missing], arch)
+        for spec, path in zip(missing, paths, strict=True):
+            arguments = (spec.name, str(path), spec.signature, index)
+            _kernels[spec.name, index] = _load(spec.family.loader, *arguments)
+
+
+def expect(contract: Callable[[], Sequence[str]]) -> None:
+    """What the shim's own `contract()` must say, line by line; it is compared when it is loaded."""
+    global _expected
+    _expected = contract
 
 
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -426,28 +421,6 @@ def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _macro_of(source: str) -> tuple[str, str]:
-    """Name and arguments of the source's last line, which instantiates a kernel."""
-    found = _SIGNATURE.findall(source)
-    if len(found) != 1:
-        raise BuildError(
-            f"a kernel source has {len(found)} lines "
-            f"{' or '.join(f'FX_FUSER_{name}(...)' for name in _MACROS)}, not one"
-        )
-    name, arguments = found[0]
-    return name, arguments
-
-
-def _loader_of(source: str) -> str:
-    """The op that loads the source's kernel."""
-    return f"load_{_macro_of(source)[0].lower()}"
-
-
-def _signature_of(source: str) -> list[str]:
-    parts = re.sub(r"/\*.*?\*/", "", _macro_of(source)[1]).split(",")
-    return [part.strip() for part in parts]
-
-
 def _load_shim() -> None:
     """Registers the ops, once per process: a second library with their namespace would abort it."""
     global _conv_direct, _conv_direct_backward, _conv_direct_statistics
@@ -458,12 +431,43 @@ def _load_shim() -> None:
             torch.ops.load_library(path)
         except OSError as error:
             raise BuildError(f"cannot load {path} ({error}); does it fit this torch?") from error
+    _check_contract()
     _pointwise = torch.ops.fx_fuser_native.pointwise.default
     _linear_split = torch.ops.fx_fuser_native.linear_split.default
     _linear_dense = torch.ops.fx_fuser_native.linear_dense.default
     _conv_direct = torch.ops.fx_fuser_native.conv_direct.default
     _conv_direct_statistics = torch.ops.fx_fuser_native.conv_direct_statistics.default
     _conv_direct_backward = torch.ops.fx_fuser_native.conv_direct_backward.default
+
+
+def _check_contract() -> None:
+    """Compares what C++ assumes of Python with what Python says.
+
+    The dispatcher does not: an op in C++ reads its arguments off a stack, by place.
+    """
+    if _expected is None:
+        return
+    found = torch.ops.fx_fuser_native.contract.default()
+    cpp, python = ({_subject(line): line for line in lines} for lines in (found, _expected()))
+    differences = [
+        f"  {subject}\n    C++:    {cpp.get(subject, '(nothing)')}\n"
+        f"    Python: {python.get(subject, '(nothing)')}"
+        for subject in (cpp | python)
+        if cpp.get(subject) != python.get(subject)
+    ]
+    if differences:
+        raise BuildError(
+            "the compiled shim and fx_fuser's Python code are of different versions:\n"
+            + "\n".join(differences)
+            + f"\nRemove the cache folder {build.cache_dir()} and start again; if they still "
+            "differ, reinstall fx_fuser"
+        )
+
+
+def _subject(line: str) -> str:
+    """What a line of a contract is about: `limit tensors`, `schema fx_fuser::conv2d_kernel`..."""
+    kind, _, rest = line.partition(" ")
+    return f"{kind} {rest.split('(')[0].split()[0]}" if kind in ("limit", "schema") else kind
 
 
 def _load(op: str, *arguments: object) -> int:

@@ -1,10 +1,57 @@
 // The functions an epilogue may call. Each has the meaning of the PyTorch operator of its name,
 // NaN included, in Acc = float or double, with the accurate (never the fast-math) library routines.
+//
+// Arithmetic goes through add, sub, mul and div, whose roundings nvcc leaves where they are: from
+// `z * 10 - inf` with + and * it makes one fma, which is -inf for a z whose product overflows,
+// where torch, with a kernel each, has NaN. Where one kernel of torch's is an fma, so is it here.
 #pragma once
 
 #include "convert.cuh"
 
 namespace fx_fuser::math {
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+
+__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, b); }
+
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
+
+__device__ __forceinline__ float div(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ double div(double a, double b) { return __ddiv_rn(a, b); }
+
+__device__ __forceinline__ float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ __forceinline__ double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
+
+template <class Acc>
+__device__ __forceinline__ Acc neg(Acc x) {
+  return -x;
+}
+
+// a + alpha * b, which nvcc made an fma of in torch's kernel.
+template <class Acc>
+__device__ __forceinline__ Acc add(Acc a, Acc b, Acc alpha) {
+  return fma(alpha, b, a);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc sub(Acc a, Acc b, Acc alpha) {
+  return fma(-alpha, b, a);
+}
+
+// As torch divides by what is a number on the host.
+template <class Acc>
+__device__ __forceinline__ Acc div_by_number(Acc a, Acc n) {
+  return mul(a, Acc(1) / n);
+}
+
+// a + value * b * c, as aten/src/ATen/native/cuda/DeviceAddCmulCdiv.cuh has it.
+template <class Acc>
+__device__ __forceinline__ Acc addcmul(Acc a, Acc b, Acc c, Acc value) {
+  return value == Acc(1) ? fma(b, c, a) : fma(value, mul(b, c), a);
+}
 
 template <class Acc>
 __device__ __forceinline__ Acc exp(Acc x) {
@@ -41,24 +88,23 @@ __device__ __forceinline__ Acc erf(Acc x) {
   return ::erf(x);
 }
 
-// 1/x to one ulp (PTX ISA, rcp); a result below 2^-126 is flushed to zero. An IEEE division costs
-// ten times as much, and made epilogues with a sigmoid compute-bound.
-__device__ __forceinline__ float reciprocal(float x) {
+// 4 / (1 + exp(-x)), the division to one ulp (PTX ISA, rcp.approx): an IEEE division costs ten
+// times as much, and made epilogues with a sigmoid compute-bound. Of a quarter of the denominator,
+// which is exact: .ftz flushes results below 2^-126, and no other than zero is. rcp.approx without
+// .ftz takes six instructions more.
+__device__ __forceinline__ float four_sigmoids(float x) {
   float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fma(::exp(-x), 0.25f, 0.25f)));
   return y;
 }
-__device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
-template <class Acc>
-__device__ __forceinline__ Acc sigmoid(Acc x) {
-  return reciprocal(Acc(1) + ::exp(-x));
-}
+// Subnormal where torch's is: sigmoid(-88).
+__device__ __forceinline__ float sigmoid(float x) { return mul(four_sigmoids(x), 0.25f); }
+__device__ __forceinline__ double sigmoid(double x) { return 1.0 / add(1.0, ::exp(-x)); }
 
-template <class Acc>
-__device__ __forceinline__ Acc silu(Acc x) {
-  return x * sigmoid(x);
-}
+// torch's x / (1 + exp(-x)): NaN of -inf, and not rounded where sigmoid(x) is subnormal.
+__device__ __forceinline__ float silu(float x) { return mul(mul(x, 0.25f), four_sigmoids(x)); }
+__device__ __forceinline__ double silu(double x) { return x / add(1.0, ::exp(-x)); }
 
 // The comparison is false for NaN, which therefore passes through.
 template <class Acc>
@@ -91,12 +137,12 @@ __device__ __forceinline__ Acc where(Acc condition, Acc a, Acc b) {
 // PyTorch computes these exponents without pow; the branches vanish where c is a literal.
 template <class Acc>
 __device__ __forceinline__ Acc pow(Acc x, Acc c) {
-  if (c == Acc(2)) return x * x;
-  if (c == Acc(3)) return x * x * x;
+  if (c == Acc(2)) return mul(x, x);
+  if (c == Acc(3)) return mul(mul(x, x), x);
   if (c == Acc(0.5)) return ::sqrt(x);
   if (c == Acc(-0.5)) return ::rsqrt(x);
-  if (c == Acc(-1)) return Acc(1) / x;
-  if (c == Acc(-2)) return Acc(1) / (x * x);
+  if (c == Acc(-1)) return div(Acc(1), x);
+  if (c == Acc(-2)) return div(Acc(1), mul(x, x));
   return ::pow(x, c);
 }
 
@@ -104,20 +150,22 @@ __device__ __forceinline__ Acc pow(Acc x, Acc c) {
 template <class Acc>
 __device__ __forceinline__ Acc gelu(Acc x) {
   constexpr Acc kSqrtHalf = Acc(0.70710678118654752440);
-  return x * Acc(0.5) * (Acc(1) + ::erf(x * kSqrtHalf));
+  return mul(mul(x, Acc(0.5)), add(Acc(1), ::erf(mul(x, kSqrtHalf))));
 }
 
 // F.gelu(x, approximate="tanh")
 template <class Acc>
 __device__ __forceinline__ Acc gelu_tanh(Acc x) {
   constexpr Acc kSqrtTwoOverPi = Acc(0.79788456080286535588);
-  const Acc inner = kSqrtTwoOverPi * (x + Acc(0.044715) * x * x * x);
-  return Acc(0.5) * x * (Acc(1) + ::tanh(inner));
+  const Acc cube = mul(mul(x, x), x);
+  const Acc inner = mul(kSqrtTwoOverPi, add(x, mul(Acc(0.044715), cube)));
+  return mul(mul(Acc(0.5), x), add(Acc(1), ::tanh(inner)));
 }
 
 template <class Acc>
 __device__ __forceinline__ Acc softplus(Acc x, Acc beta, Acc threshold) {
-  return x * beta > threshold ? x : ::log1p(::exp(x * beta)) / beta;
+  const Acc scaled = mul(x, beta);
+  return scaled > threshold ? x : div(::log1p(::exp(scaled)), beta);
 }
 
 // A cast inside an epilogue: the value takes T's precision or range, the type stays Acc.

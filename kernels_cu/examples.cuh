@@ -10,7 +10,7 @@ namespace fx_fuser::examples {
 struct Swish {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[1], const Acc (&scalar)[1]) const {
-    return in[0] * math::sigmoid(in[0]) * scalar[0];
+    return math::mul(math::mul(in[0], math::sigmoid(in[0])), scalar[0]);
   }
 };
 
@@ -18,7 +18,7 @@ struct Swish {
 struct Residual {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[1], const Acc (&scalar)[1]) const {
-    return math::sigmoid(in[0]) * scalar[0] + in[0];
+    return math::add(math::mul(math::sigmoid(in[0]), scalar[0]), in[0]);
   }
 };
 
@@ -34,7 +34,7 @@ struct Identity {
 struct Scaled {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[3], const Acc (&scalar)[1]) const {
-    return in[0] * in[1] * in[2] * scalar[0];
+    return math::mul(math::mul(math::mul(in[0], in[1]), in[2]), scalar[0]);
   }
 };
 
@@ -42,7 +42,7 @@ struct Scaled {
 struct SiluMul {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[2], const Acc (&)[1]) const {
-    return math::silu(in[0]) * in[1];
+    return math::mul(math::silu(in[0]), in[1]);
   }
 };
 
@@ -50,7 +50,8 @@ struct SiluMul {
 struct ThreeOperands {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[4], const Acc (&scalar)[1]) const {
-    return in[0] * math::sigmoid(in[0]) * in[1] + in[2] * in[3] - scalar[0];
+    const Acc gated = math::mul(math::mul(in[0], math::sigmoid(in[0])), in[1]);
+    return math::sub(math::add(gated, math::mul(in[2], in[3])), scalar[0]);
   }
 };
 
@@ -58,7 +59,7 @@ struct ThreeOperands {
 struct Gate {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[3], const Acc (&)[1]) const {
-    return in[1] * math::sigmoid(in[0]) * in[2];
+    return math::mul(math::mul(in[1], math::sigmoid(in[0])), in[2]);
   }
 };
 
@@ -66,8 +67,9 @@ struct Gate {
 struct BatchNormMul {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[6], const Acc (&scalar)[1]) const {
-    const Acc normalised = (in[0] - in[1]) * math::rsqrt(in[2] + scalar[0]);
-    return (normalised * in[3] + in[4]) * in[5];
+    const Acc inverse = math::rsqrt(math::add(in[2], scalar[0]));
+    const Acc normalised = math::mul(math::sub(in[0], in[1]), inverse);
+    return math::mul(math::add(math::mul(normalised, in[3]), in[4]), in[5]);
   }
 };
 
@@ -77,14 +79,21 @@ struct EveryFunction {
   __device__ Acc operator()(const Acc (&in)[2], const Acc (&scalar)[2]) const {
     const Acc z = in[0];
     const Acc y = in[1];
-    const Acc positive = math::abs(z) + math::exp(-math::abs(y)) + scalar[1];
-    const Acc bounded = math::silu(z) + math::tanh(y) + math::relu(z) + math::erf(y);
-    const Acc roots = math::sqrt(positive) + math::rsqrt(positive) + math::log(positive);
-    const Acc smooth = math::gelu(z) + math::gelu_tanh(y) + math::softplus(z, scalar[1], Acc(20));
+    const Acc decay = math::exp(math::neg(math::abs(y)));
+    const Acc positive = math::add(math::add(math::abs(z), decay), scalar[1]);
+    const Acc bounded = math::add(math::add(math::silu(z), math::tanh(y)),
+                                  math::addcmul(math::erf(y), math::relu(z), scalar[1], Acc(0.5)));
+    const Acc roots = math::add(math::div_by_number(math::sqrt(positive), scalar[1]),
+                                math::div(math::log(positive), math::rsqrt(positive)));
+    const Acc smooth = math::add(math::add(math::gelu(z), math::gelu_tanh(y)),
+                                 math::softplus(z, scalar[1], Acc(20)));
     const Acc selected = math::where(math::relu(z), math::minimum(z, y), math::maximum(z, y));
-    const Acc powers = math::pow(positive, Acc(2)) + math::pow(positive, scalar[0]);
-    return math::round_to<__nv_bfloat16>(math::clamp(bounded + roots, Acc(-8), Acc(8))) +
-           math::round_to<__half>(smooth) + selected + powers + math::sigmoid(z);
+    const Acc powers =
+        math::sub(math::pow(positive, Acc(2)), math::pow(positive, scalar[0]), Acc(-0.25));
+    const Acc limited = math::clamp(math::sub(bounded, math::neg(roots)), Acc(-8), Acc(8));
+    const Acc rounded =
+        math::add(math::round_to<__nv_bfloat16>(limited), math::round_to<__half>(smooth));
+    return math::add(math::add(math::add(rounded, selected), powers), math::sigmoid(z), Acc(3));
   }
 };
 

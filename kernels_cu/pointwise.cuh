@@ -11,7 +11,7 @@
 //   struct Epilogue {
 //     template <class Acc>
 //     __device__ Acc operator()(const Acc (&in)[2], const Acc (&scalar)[1]) const {
-//       return in[0] * fx_fuser::math::sigmoid(in[0]) * in[1] * scalar[0];
+//       return fx_fuser::math::mul(fx_fuser::math::silu(in[0]), in[1]);
 //     }
 //   };
 //   FX_FUSER_POINTWISE(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*In*/ float, float)

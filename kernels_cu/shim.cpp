@@ -4,6 +4,7 @@
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
 // shim_device.h) and into every CUDA torch from 2.11 on.
 #include "shim_batch_stats.h"
+#include "shim_contract.h"
 #include "shim_conv.h"
 #include "shim_conv_backward.h"
 #include "shim_conv_direct.h"
@@ -16,6 +17,7 @@
 namespace fx_fuser {
 
 STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
+  m.def("contract() -> str[]");
   m.def("load_pointwise(str name, str cubin, str[] signature, int device) -> int");
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("load_batch_stats(str cubin, int device) -> int");
@@ -52,6 +54,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
 
 // For every device, so that a CPU tensor meets our error and not the dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
+  m.impl("contract", TORCH_BOX(&contract));
   m.impl("load_pointwise", TORCH_BOX(&load_pointwise));
   m.impl("pointwise", TORCH_BOX(&pointwise));
   m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));
@@ -71,12 +74,9 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
-  m.impl("linear_kernel", TORCH_BOX(&linear_kernel));
-  m.impl("conv2d_kernel", TORCH_BOX(&conv2d_kernel));
-  m.impl("conv2d_backward", TORCH_BOX(&conv2d_backward));
-  m.impl("conv2d_batchnorm_kernel", TORCH_BOX(&conv2d_batchnorm_kernel));
-  m.impl("conv2d_batchnorm_backward", TORCH_BOX(&conv2d_batchnorm_backward));
-  m.impl("split_product", TORCH_BOX(&split_product));
+#define FX_FUSER_IMPL(function, ...) m.impl(#function, TORCH_BOX(&function));
+  FX_FUSER_OPS(FX_FUSER_IMPL)
+#undef FX_FUSER_IMPL
 }
 
 }  // namespace fx_fuser

@@ -5,6 +5,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -16,7 +17,14 @@
 namespace fx_fuser {
 namespace {
 
-// The arguments of both ops that say what is convolved; fx_fuser/ops.py has their schemas.
+// Names in Python of the arguments that say what is convolved, and how it is normalised.
+constexpr std::string_view kConvNames =
+    "x, weight, bias, stride, padding, dilation, groups, tf32, product, backward, again";
+constexpr std::string_view kConvBatchNormNames =
+    "x, weight, bias, running_mean, running_var, gamma, beta, stride, padding, dilation, groups, "
+    "tf32, product, backward, again, training, momentum, eps";
+
+// What both ops are called with; fx_fuser/ops.py has their schemas.
 struct Conv {
   const Tensor& x;
   const Tensor& weight;
@@ -68,11 +76,12 @@ Tensor per_channel(const Tensor& vector) {
   return Tensor(made);
 }
 
-// What the epilogue reads besides c, in the order of `leaves` in fx_fuser/anchors/.
+// What the epilogue reads besides c.
 Wildcards leaves_of(const Norm& norm, const Wildcards& wildcards) {
   Wildcards found;
-  for (const auto* vector : {&norm.bias, &norm.mean, &norm.variance, &norm.gamma, &norm.beta}) {
-    if (*vector) found.tensors.push_back(per_channel(**vector));
+  for (const NormLeaf& leaf : kNormLeaves) {
+    const auto& vector = norm.*leaf.vector;
+    if (vector) found.tensors.push_back(per_channel(*vector));
   }
   if (norm.eps) found.scalars.push_back(*norm.eps);
   found.tensors.insert(found.tensors.end(), wildcards.tensors.begin(), wildcards.tensors.end());
@@ -120,19 +129,22 @@ ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildc
   require_cuda(conv.x, "x");
   STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
                   to_string(conv.padding));
-  STD_TORCH_CHECK(!conv.kernels.empty(), "fx_fuser: the op needs the name of a kernel");
   if (conv.kernels.size() > 1) {
     auto done = conv_in_one_kernel(conv, norm, wildcards);
     if (done) return *std::move(done);
   }
   const int device = conv.x.get_device_index();
-  const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], device);
   const Tensor c = convolution(conv);
   if (norm.training) {
     std::tie(norm.mean, norm.variance) =
         run_batch_stats(registry<StatsLibrary>().at(kBatchStats, device), c);
   }
   Wildcards leaves = leaves_of(norm, wildcards);
+  if (conv.kernels.empty()) {
+    check_is_result(c, conv.out_type, leaves);
+    return result_of(c, std::nullopt, norm, c);
+  }
+  const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], device);
   leaves.tensors.insert(leaves.tensors.begin(), c);
   const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
   const Tensor y = in_place ? c : new_like(c, conv.out_type);
@@ -144,13 +156,13 @@ std::tuple<Tensor, Tensor> conv2d_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
-    const std::string& /*backward*/, bool /*again*/, const std::vector<std::optional<Tensor>>& t,
-    const std::vector<double>& s, const std::string& kinds, const std::string& /*pattern*/,
+    const std::string& /*backward*/, bool /*again*/, const std::string& /*epilogue*/,
+    const std::vector<Tensor>& t, const std::vector<double>& s,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
   Norm norm;
   norm.bias = bias;
-  auto [y, c, mean, variance] = fused_convolution(conv, norm, wildcards_of(t, s, kinds));
+  auto [y, c, mean, variance] = fused_convolution(conv, norm, wildcards_of(t, s));
   return {y, c};
 }
 
@@ -161,14 +173,13 @@ ConvResult conv2d_batchnorm_kernel(
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
     const std::string& /*backward*/, bool /*again*/, bool training, double /*momentum*/, double eps,
-    const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
-    const std::string& kinds, const std::string& /*pattern*/,
+    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
   Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
   // The bias only shifts the batch's mean; running statistics are not read.
   if (training) norm.bias = norm.mean = norm.variance = std::nullopt;
-  return fused_convolution(conv, norm, wildcards_of(t, s, kinds));
+  return fused_convolution(conv, norm, wildcards_of(t, s));
 }
 
 }  // namespace

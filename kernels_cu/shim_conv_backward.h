@@ -7,6 +7,7 @@
 #include <iterator>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shim_conv.h"
@@ -33,8 +34,30 @@ Tensor dense(const Tensor& tensor) {
   return is_contiguous(tensor) ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Places of the operands in the ops' arguments.
-enum : int64_t { kX = 0, kWeight = 1, kBias = 2, kGamma = 5, kBeta = 6 };
+constexpr int64_t place_of(std::string_view names, std::string_view name) {
+  int64_t place = 0;
+  while (names.substr(0, names.find(", ")) != name) {
+    names.remove_prefix(names.find(", ") + 2);  // no such name: no constant expression
+    ++place;
+  }
+  return place;
+}
+
+// Places of the operands in the ops' arguments, by which `wanted` names them.
+constexpr int64_t kX = place_of(kConvBatchNormNames, "x");
+constexpr int64_t kWeight = place_of(kConvBatchNormNames, "weight");
+constexpr int64_t kBias = place_of(kConvBatchNormNames, "bias");
+constexpr int64_t kGamma = place_of(kConvBatchNormNames, "gamma");
+constexpr int64_t kBeta = place_of(kConvBatchNormNames, "beta");
+static_assert(kX == place_of(kConvNames, "x") && kWeight == place_of(kConvNames, "weight") &&
+              kBias == place_of(kConvNames, "bias"));
+
+struct Place {
+  const char* name;
+  int64_t place;
+};
+constexpr Place kPlaces[] = {
+    {"x", kX}, {"weight", kWeight}, {"bias", kBias}, {"gamma", kGamma}, {"beta", kBeta}};
 
 // Of the operands at the places `wanted`, in that order; nothing where the kernels do not take
 // these tensors.
@@ -98,16 +121,16 @@ std::vector<Tensor> conv2d_backward(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
-    const std::string& backward, bool again, const std::vector<std::optional<Tensor>>& t,
-    const std::vector<double>& s, const std::string& kinds, const std::string& pattern,
+    const std::string& backward, bool again, const std::string& epilogue,
+    const std::vector<Tensor>& t, const std::vector<double>& s,
     const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
     const std::vector<int64_t>& wanted) {
   const ConvBackward call{x, weight, padding, kernels, dy};
-  auto found = backward_by_kernels(call, Norm{}, wildcards_of(t, s, kinds), wanted);
+  auto found = backward_by_kernels(call, Norm{}, wildcards_of(t, s), wanted);
   if (found) return *std::move(found);
   return call_in_torch("fx_fuser::conv2d_backward_in_torch", x, weight, bias, stride, padding,
-                       dilation, groups, tf32, product, backward, again, t, s, kinds, pattern,
-                       kernels, dy, products, wanted);
+                       dilation, groups, tf32, product, backward, again, epilogue, t, s, kernels,
+                       dy, products, wanted);
 }
 
 std::vector<Tensor> conv2d_batchnorm_backward(
@@ -117,9 +140,9 @@ std::vector<Tensor> conv2d_batchnorm_backward(
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
     const std::string& backward, bool again, bool training, double momentum, double eps,
-    const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
-    const std::string& kinds, const std::string& pattern, const std::vector<std::string>& kernels,
-    const Tensor& dy, const std::vector<Tensor>& products, const std::vector<int64_t>& wanted) {
+    const std::string& epilogue, const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
+    const std::vector<int64_t>& wanted) {
   const ConvBackward call{x, weight, padding, kernels, dy};
   Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
   if (training) {
@@ -127,12 +150,12 @@ std::vector<Tensor> conv2d_batchnorm_backward(
     norm.mean = products[0];
     norm.variance = products[1];
   }
-  auto found = backward_by_kernels(call, norm, wildcards_of(t, s, kinds), wanted);
+  auto found = backward_by_kernels(call, norm, wildcards_of(t, s), wanted);
   if (found) return *std::move(found);
   return call_in_torch("fx_fuser::conv2d_batchnorm_backward_in_torch", x, weight, bias,
                        running_mean, running_variance, gamma, beta, stride, padding, dilation,
-                       groups, tf32, product, backward, again, training, momentum, eps, t, s, kinds,
-                       pattern, kernels, dy, products, wanted);
+                       groups, tf32, product, backward, again, training, momentum, eps, epilogue, t,
+                       s, kernels, dy, products, wanted);
 }
 
 }  // namespace

@@ -29,6 +29,18 @@ struct Norm {
   bool training = false;
 };
 
+// Those that an epilogue reads, in its order; then it reads eps, as a number.
+struct NormLeaf {
+  const char* name;  // in Python
+  std::optional<Tensor> Norm::* vector;
+};
+constexpr NormLeaf kNormLeaves[] = {{"bias", &Norm::bias},
+                                    {"mean", &Norm::mean},
+                                    {"var", &Norm::variance},
+                                    {"gamma", &Norm::gamma},
+                                    {"beta", &Norm::beta}};
+constexpr const char* kNormNumber = "eps";
+
 struct ConvDirectKernels {
   cudaKernel_t convolution;
   cudaKernel_t applied;  // of 16-bit results, where operands are a channel's

@@ -1,10 +1,12 @@
-// fx_fuser::linear_kernel on CUDA: one kernel, or the library's product and then the epilogue.
+// fx_fuser::linear_kernel and matmul_kernel on CUDA: one kernel, or the library's product and then
+// the epilogue.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -14,6 +16,9 @@
 
 namespace fx_fuser {
 namespace {
+
+// Names in Python of the arguments that say what is multiplied.
+constexpr std::string_view kLinearNames = "x, weight, bias, product, backward, again";
 
 double cpu_scalar(const Tensor& tensor) {
   const void* data = tensor.data_ptr();
@@ -67,19 +72,26 @@ struct Wildcards {
   std::vector<double> scalars;
 };
 
-Wildcards wildcards_of(const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
-                       const std::string& kinds) {
+// A number that is still a tensor on the host, `torch.tensor(2.0)`, is passed as a number.
+Wildcards wildcards_of(const std::vector<Tensor>& t, const std::vector<double>& s) {
   Wildcards found;
-  for (size_t i = 0; i < kinds.size(); ++i) {
-    if (kinds[i] == 's') {
-      found.scalars.push_back(s[i]);
-    } else if (kinds[i] == 't' && t[i]->dim() == 0 && t[i]->is_cpu()) {
-      found.scalars.push_back(cpu_scalar(*t[i]));
-    } else if (kinds[i] == 't') {
-      found.tensors.push_back(*t[i]);
+  found.scalars = s;
+  for (const Tensor& tensor : t) {
+    if (tensor.dim() == 0 && tensor.is_cpu()) {
+      found.scalars.push_back(cpu_scalar(tensor));
+    } else {
+      found.tensors.push_back(tensor);
     }
   }
   return found;
+}
+
+// Without a kernel the result is the library's product itself, which no epilogue changes.
+void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wildcards) {
+  STD_TORCH_CHECK(
+      c.scalar_type() == out_type && wildcards.tensors.empty() && wildcards.scalars.empty(),
+      "fx_fuser: the op needs the name of a kernel: only where the epilogue is the "
+      "identity, and the result of the product's type, can it do without");
 }
 
 // Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
@@ -185,15 +197,13 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   return product;
 }
 
-// fx_fuser::linear_kernel on CUDA; fx_fuser/ops.py has the schema and what its arguments mean.
-std::tuple<Tensor, Tensor> linear_kernel(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::string& product, const std::string& /*backward*/, bool /*again*/,
-    const std::vector<std::optional<Tensor>>& t, const std::vector<double>& s,
-    const std::string& kinds, const std::string& /*pattern*/,
-    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+// What linear_kernel and matmul_kernel do with a weight [N, K].
+std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
+                                        const std::optional<Tensor>& bias,
+                                        const std::string& product, const Wildcards& wildcards,
+                                        const std::vector<std::string>& kernels,
+                                        ScalarType out_type, bool save) {
   require_cuda(x, "x");
-  const Wildcards wildcards = wildcards_of(t, s, kinds);
   const auto x_sizes = x.sizes();
   std::vector<int64_t> c_shape(x_sizes.begin(), x_sizes.end());
   c_shape.back() = weight.size(0);
@@ -211,14 +221,51 @@ std::tuple<Tensor, Tensor> linear_kernel(
     if (done) return *std::move(done);
   }
 
-  const auto& epilogue = registry<PointwiseKernels>().at(kernels[0], x.get_device_index());
   const Tensor c = linear(x, weight, bias);
+  const auto nothing = [&] { return new_dense(c, {0}, c.scalar_type()); };
+  if (kernels.empty()) {
+    check_is_result(c, out_type, wildcards);
+    return {c, nothing()};
+  }
+  const auto& epilogue = registry<PointwiseKernels>().at(kernels[0], x.get_device_index());
   std::vector<Tensor> inputs{c};
   inputs.insert(inputs.end(), wildcards.tensors.begin(), wildcards.tensors.end());
   const bool in_place = !save && c.scalar_type() == out_type && same_shape;
   const Tensor y = in_place ? c : new_dense(c, shape, out_type);
   run_pointwise(epilogue, y, inputs, wildcards.scalars);
-  return {y, save ? c : new_dense(c, {0}, c.scalar_type())};
+  return {y, save ? c : nothing()};
+}
+
+// fx_fuser/ops.py has the schemas of both, and what their arguments mean.
+std::tuple<Tensor, Tensor> linear_kernel(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::string& product, const std::string& /*backward*/, bool /*again*/,
+    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+  return fused_linear(x, weight, bias, product, wildcards_of(t, s), kernels, out_type, save);
+}
+
+// A view, without a call through the dispatcher: see new_strided.
+Tensor transposed(const Tensor& matrix) {
+  STD_TORCH_CHECK(matrix.dim() == 2, "fx_fuser: weight is a matrix, not of shape ",
+                  to_string(matrix.sizes()));
+  const std::array<int64_t, 2> sizes{matrix.size(1), matrix.size(0)};
+  const std::array<int64_t, 2> strides{matrix.stride(1), matrix.stride(0)};
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(matrix.get(), sizes.size(), sizes.data(),
+                                                        strides.data(), 0, &made));
+  return Tensor(made);
+}
+
+// Its weight is [K, N]. aten::linear turns the view around again, so the library's call and its
+// operands are those of `x @ weight` and of addmm.
+std::tuple<Tensor, Tensor> matmul_kernel(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::string& product, const std::string& /*backward*/, bool /*again*/,
+    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+  return fused_linear(x, transposed(weight), bias, product, wildcards_of(t, s), kernels, out_type,
+                      save);
 }
 
 }  // namespace

@@ -8,29 +8,27 @@ import torch
 from torch import Tensor
 
 from fx_fuser import native
-from fx_fuser.epilogue import ANCHOR_DTYPES, CUDA_TYPES
+from fx_fuser.kernel_spec import POINTWISE, KernelSpec
 
 DEVICE = "cuda"
 POISON = 97
 GUARD = 64  # elements before and after out that must survive
 
-FLOATS = ANCHOR_DTYPES
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def weighted_sum(out: torch.dtype, *inputs: torch.dtype) -> str:
-    """Source of sum((i + 1) * in[i]) + scalar: exact on small whole numbers in every dtype."""
-    acc = "double" if torch.float64 in (out, *inputs) else "float"
+def weighted_sum(out: torch.dtype, *inputs: torch.dtype) -> KernelSpec:
+    """sum((i + 1) * in[i]) + scalar: exact on small whole numbers in every dtype."""
+    acc = torch.float64 if torch.float64 in (out, *inputs) else torch.float32
     terms = " + ".join(f"Acc({i + 1}) * in[{i}]" for i in range(len(inputs)))
-    types = ", ".join((acc, *(CUDA_TYPES[dtype] for dtype in (out, *inputs))))
-    return f"""#include "pointwise.cuh"
+    definition = f"""
 struct WeightedSum {{
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[{len(inputs)}], const Acc (&scalar)[1]) const {{
     return {terms} + scalar[0];
   }}
-}};
-FX_FUSER_POINTWISE(WeightedSum, 1, {types})
-"""
+}};"""
+    return KernelSpec(POINTWISE, "WeightedSum", definition, 1, acc, out, inputs)
 
 
 def whole_numbers(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -55,9 +53,9 @@ def guarded_like(values: Tensor, offset: int = 0) -> tuple[Tensor, Callable[[], 
 
 def check_weighted_sum(out_like: Tensor, inputs: Sequence[Tensor], offset: int = 0) -> None:
     """Runs the kernel into a guarded buffer of out_like's layout and compares every element."""
-    source = weighted_sum(out_like.dtype, *(x.dtype for x in inputs))
+    spec = weighted_sum(out_like.dtype, *(x.dtype for x in inputs))
     out, check_guards = guarded_like(out_like, offset)
-    native.pointwise(source, out, inputs, [2.0])
+    native.pointwise(spec, out, inputs, [2.0])
     expected = sum((i + 1) * x.double() for i, x in enumerate(inputs)) + 2.0
     wrong = out.double() != expected.expand(out.shape)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"

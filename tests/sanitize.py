@@ -11,7 +11,6 @@ from native_cases import SMALL_CASES
 from benchmarks import conv_backward_sm90, conv_sm90, linear_dense_sm90, linear_sm90
 from benchmarks.measure import float32_settings
 from fx_fuser import build, native
-from fx_fuser.anchors.linear import PRODUCT_ALONE
 
 for case in SMALL_CASES:
     case()
@@ -26,22 +25,22 @@ if build.arch_of() == "sm_90a":
 
     sweep(linear_sm90, 8)
     dense = linear_dense_sm90
-    native.prepare([e.source(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
+    native.prepare([e.spec(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
     with float32_settings("tf32"):
         sweep(dense, 16, dense.small_sizes)
     for examples in (conv_sm90.EXAMPLES, conv_sm90.HALF_EXAMPLES):
-        native.prepare([e.source for e in examples], "cuda")
+        native.prepare([e.spec for e in examples], "cuda")
         sweep(conv_sm90, 12, conv_sm90.small_case, examples)
         sweep(conv_sm90, 2, conv_sm90.wide_case, examples)
     backward = conv_backward_sm90
     native.prepare([*backward.IDENTITY.values(), *backward.SCALED.values()], "cuda")
     for dtype in conv_sm90.DTYPES:
         sweep(backward, 8, conv_sm90.small_case, [dtype])
-    native.prepare([PRODUCT_ALONE], "cuda")
+    product_alone = linear_sm90.IDENTITY.spec
+    native.prepare([product_alone], "cuda")
     # The smallest for which the op takes its own kernel; both operands are turned around first.
     a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))
-    name = native.kernel_name(PRODUCT_ALONE)
-    product = torch.ops.fx_fuser.split_product.default(a, b, name)
+    product = torch.ops.fx_fuser.split_product.default(a, b, product_alone.name)
     exact = a.double() @ b.double().t()
     if not linear_sm90.relative(product, exact) <= 1e-6:
         failures.append("split_product")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fx_fuser import build
+from fx_fuser.kernel_spec import Family, KernelSpec
 
 needs_nvcc = pytest.mark.skipif(
     shutil.which("nvcc") is None and not (build.DEFAULT_CUDA_HOME / "bin" / "nvcc").exists(),
@@ -22,23 +23,27 @@ def gpu(test):
 
 
 def check_compiles(
-    header: str, macro: str, operands: int, value: str = "float", divides: bool = False
+    family: Family, operands: int, value: torch.dtype = torch.float32, divides: bool = False
 ) -> None:
     """`build.cubin` raises on spills and on serialised products; operands cost registers.
 
     value: the type of the result and of the product. divides: for which nvcc makes calls; what
     spills may then be compiled again for fewer registers.
     """
-    names = [f"in[{i}]" for i in range(operands + 1)]
-    source = f"""
-#include "{header}"
+    last = "in[0]"
+    for i in range(1, operands + 1):
+        last = f"math::{'div' if divides else 'mul'}({last}, in[{i}])"
+    definition = f"""
+namespace fx_fuser {{
 struct Epilogue {{
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[{operands + 1}], const Acc (&scalar)[1]) const {{
-    return fx_fuser::math::sigmoid(in[0]) * scalar[0] + {(" / " if divides else " * ").join(names)};
+    return math::add(math::mul(math::sigmoid(in[0]), scalar[0]), {last});
   }}
 }};
-{macro}(Epilogue, 1, float, {value}, {value}{", float" * operands})
-"""
+}}"""
+    f32 = torch.float32
+    inputs = (value, *[f32] * operands)
+    spec = KernelSpec(family, "fx_fuser::Epilogue", definition, 1, f32, value, inputs)
     with mock.patch.object(build, "FEW_REGISTERS", build.FEW_REGISTERS if divides else "-DNONE"):
-        assert build.cubin(source, "sm_90a").stat().st_size > 0
+        assert build.cubin(spec.text, "sm_90a").stat().st_size > 0

@@ -16,12 +16,14 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from fx_fuser import build, native
 from fx_fuser.errors import BuildError
+from fx_fuser.kernel_spec import LINEAR_SPLIT, MAX_NUMBERS, MAX_TENSORS, POINTWISE
 
 # Copies its source to its target, one line into `calls` for each time it is run.
 FAKE_NVCC = r"""#!/bin/sh
@@ -403,17 +405,39 @@ def test_arch_of(monkeypatch):
         assert build.arch_of(0) == name
 
 
-@pytest.mark.parametrize("source", ["", "FX_FUSER_POINTWISE(E, 0, float, float, float)\n" * 2])
-def test_a_pointwise_source_has_one_signature(source):
-    with pytest.raises(BuildError, match=r"has [02] lines FX_FUSER_POINTWISE.*, not one"):
-        native._signature_of(source)
-
-
-def test_the_signature_of_a_source():
-    source = build.example_source("Gate", 0, "float", "__nv_bfloat16", "__half", "bool", "int64_t")
-    assert native._signature_of(source)[1:] == [
-        *("0", "float", "__nv_bfloat16", "__half", "bool", "int64_t")
+def test_a_spec_is_its_text_and_its_name():
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64)
+    spec = build.example(POINTWISE, "Gate", 0, *types)
+    arguments = "fx_fuser::examples::Gate, 0, float, __nv_bfloat16, __half, bool, int64_t"
+    assert spec.text.splitlines()[-1] == f"FX_FUSER_POINTWISE({arguments})"
+    assert ", ".join(spec.signature) == arguments
+    assert native.operands_of(spec) == 2
+    others = [
+        build.example(POINTWISE, "Gate", 1, *types),
+        build.example(POINTWISE, "Gate", 0, *types[::-1]),
+        build.example(LINEAR_SPLIT, "Gate", 0, *types),
     ]
+    assert len({spec.name, *(other.name for other in others)}) == 4
+
+
+def test_a_family_says_where_it_runs(monkeypatch):
+    f32 = torch.float32
+    everywhere, hopper = (
+        build.example(f, "Swish", 1, f32, f32, f32) for f in (POINTWISE, LINEAR_SPLIT)
+    )
+    for capability, runs in (((9, 0), True), ((10, 0), False), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert native.runs_on(everywhere, "cuda:0")
+        assert native.runs_on(hopper, "cuda:0") == runs
+
+
+@pytest.mark.parametrize(
+    "constant, limit", [("kMaxInputs", MAX_TENSORS), ("kMaxScalars", MAX_NUMBERS)]
+)
+def test_the_limits_are_those_of_the_kernels(constant, limit):
+    assert (
+        f"constexpr int {constant} = {limit};" in (build.KERNELS / "pointwise_args.h").read_text()
+    )
 
 
 def test_available_says_why_not():
@@ -435,7 +459,7 @@ def test_missing_ninja_names_the_remedy(fake, monkeypatch):
 
 # ---- loading -------------------------------------------------------------------------------------
 
-SOURCE = "FX_FUSER_POINTWISE(Epilogue, 0, float, float, float)\n"
+SPEC = build.example(POINTWISE, "Swish", 1, torch.float32, torch.float32, torch.float32)
 
 
 @pytest.fixture
@@ -462,10 +486,21 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
     """And it is tried again: the next driver, or the next free memory, may take it."""
     loader.answers += [RuntimeError("no kernel image for the device"), 7]
     with pytest.raises(BuildError, match="no kernel image"):
-        native.prepare([SOURCE], "cuda:0")
+        native.prepare([SPEC], "cuda:0")
     assert native._kernels == {}
-    native.prepare([SOURCE], "cuda:0")
-    assert native._kernels == {(SOURCE, 0): 7}
+    native.prepare([SPEC], "cuda:0")
+    assert native._kernels == {(SPEC.name, 0): 7}
+    name, cubin, signature, index = loader.calls[-1]
+    assert (name, signature, index) == (SPEC.name, SPEC.signature, 0)
+    assert Path(cubin).read_text() == SPEC.text
+
+
+def test_a_kernel_of_another_architecture_is_not_built(loader, fake):
+    split = build.example(LINEAR_SPLIT, "Swish", 1, torch.float32, torch.float32, torch.float32)
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
+        native.prepare([split], "cuda:0")
+    assert native._kernels == {(split.name, 0): native._NO_KERNEL}
+    assert fake.calls == 0 and not loader.calls
 
 
 def test_two_threads_load_once(loader):
@@ -474,14 +509,14 @@ def test_two_threads_load_once(loader):
 
     def work():
         barrier.wait()
-        native.prepare([SOURCE], "cuda:0")
+        native.prepare([SPEC], "cuda:0")
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(loader.calls) == 1 and native._kernels == {(SOURCE, 0): 7}
+    assert len(loader.calls) == 1 and native._kernels == {(SPEC.name, 0): 7}
 
 
 def test_a_shim_that_does_not_load_says_which(tmp_path, monkeypatch):
@@ -518,8 +553,9 @@ else:
 @needs_nvcc
 def test_a_pointwise_source_compiles(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    source = build.example_source("EveryFunction", 2, "float", "__half", "__half", "float")
-    code = build.cubin(source, ARCH).read_bytes()
+    types = (torch.float32, torch.float16, torch.float16, torch.float32)
+    spec = build.example(POINTWISE, "EveryFunction", 2, *types)
+    code = build.cubin(spec.text, ARCH).read_bytes()
     assert b"fx_fuser_pointwise_u32" in code
     assert b"fx_fuser_pointwise_u64" in code
 

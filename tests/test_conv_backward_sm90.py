@@ -24,6 +24,7 @@ from benchmarks.measure import float32_settings
 from fx_fuser import backend, build, native, ops
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.epilogue import Z, linear_part
+from fx_fuser.kernel_spec import CONV_DIRECT_BACKWARD
 from fx_fuser.spell import Arg, Expr
 
 RING = 1024
@@ -81,14 +82,15 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("value", ["float", slow("__nv_bfloat16"), slow("__half")])
+@pytest.mark.parametrize(
+    "value", [torch.float32, slow(torch.bfloat16), slow(torch.float16)], ids=str
+)
 @pytest.mark.parametrize("operands", [0, slow(7)])
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, operands, value
 ) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    macro = "FX_FUSER_CONV_DIRECT_BACKWARD"
-    check_compiles("conv_direct_backward_sm90.cuh", macro, operands, value)
+    check_compiles(CONV_DIRECT_BACKWARD, operands, value)
 
 
 A, B = Arg("a"), Arg("b")
@@ -117,20 +119,13 @@ def test_the_linear_part_of_an_epilogue(epilogue, part) -> None:
 
 
 @needs_nvcc
-def test_the_signature_names_the_kernel() -> None:
-    source = conv_backward_sm90.SCALED[torch.float32]
-    assert native._loader_of(source) == "load_conv_direct_backward"
-    assert native._signature_of(source)[2:] == [*["float"] * 4, "__nv_bfloat16"]
-
-
-@needs_nvcc
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
     vector = torch.empty(1)
-    source = conv_backward_sm90.IDENTITY[torch.float32]
+    spec = conv_backward_sm90.IDENTITY[torch.float32]
     arguments = (x, x, x, NONE, None, None, None, vector, vector, [], [])
     with pytest.raises(build.BuildError, match="CUDA devices"):
-        native.conv_direct_backward(source, *arguments)
+        native.conv_direct_backward(spec, *arguments)
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

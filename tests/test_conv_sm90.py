@@ -15,6 +15,7 @@ from benchmarks import conv_sm90
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
 from fx_fuser import build, native
+from fx_fuser.kernel_spec import CONV_DIRECT
 
 CUTS = [
     # x, weight, [left, right, top, bottom]
@@ -237,7 +238,7 @@ def test_refused_for_its_operands() -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("value", ["float", "__nv_bfloat16"])
+@pytest.mark.parametrize("value", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 6)), 7]
 )
@@ -245,7 +246,7 @@ def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, operands, value
 ) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    check_compiles("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", operands, value)
+    check_compiles(CONV_DIRECT, operands, value)
 
 
 @needs_nvcc
@@ -253,24 +254,15 @@ def test_compiles_without_spills_or_serialised_products(
 @pytest.mark.parametrize("operands", [1, 5, 6, 7])
 def test_divisions_compile(tmp_path, monkeypatch, operands) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    check_compiles("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", operands, divides=True)
-
-
-@needs_nvcc
-def test_the_signature_names_the_kernel() -> None:
-    source = build.conv_direct_example_source("Swish", 1, "float", "__half", "float", "bool")
-    assert native._loader_of(source) == "load_conv_direct"
-    assert native._signature_of(source) == [
-        *("fx_fuser::examples::Swish", "1", "float", "__half", "float", "bool")
-    ]
+    check_compiles(CONV_DIRECT, operands, divides=True)
 
 
 @needs_nvcc
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
-    source = conv_sm90.IDENTITY.source
+    spec = conv_sm90.IDENTITY.spec
     with pytest.raises(build.BuildError, match="CUDA devices"):
-        native.conv_direct(source, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
+        native.conv_direct(spec, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

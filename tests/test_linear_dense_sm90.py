@@ -10,34 +10,27 @@ from sm90 import check_compiles, gpu, needs_nvcc
 from benchmarks import linear_dense_sm90
 from benchmarks.measure import float32_settings
 from fx_fuser import build, native
+from fx_fuser.kernel_spec import LINEAR_DENSE
 
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
 @needs_nvcc
-@pytest.mark.parametrize("value", ["__nv_bfloat16", "float"])
+@pytest.mark.parametrize("value", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("operands", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, value, operands
 ) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    check_compiles("linear_dense_sm90.cuh", "FX_FUSER_LINEAR", operands, value)
-
-
-def test_the_signature_names_the_kernel() -> None:
-    source = build.linear_dense_example_source("Swish", 1, "float", "float", "__half", "bool")
-    assert native._loader_of(source) == "load_linear"
-    assert native._signature_of(source) == [
-        *("fx_fuser::examples::Swish", "1", "float", "float", "__half", "bool")
-    ]
+    check_compiles(LINEAR_DENSE, operands, value)
 
 
 @needs_nvcc
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(4, 8)
-    source = linear_dense_sm90.IDENTITY.source(x.dtype)
+    spec = linear_dense_sm90.IDENTITY.spec(x.dtype)
     with pytest.raises(build.BuildError, match="CUDA devices"):
-        native.linear_dense(source, x, x, None, torch.empty(4, 4), None, [], [])
+        native.linear_dense(spec, x, x, None, torch.empty(4, 4), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -8,6 +8,7 @@ from sm90 import check_compiles, gpu, needs_nvcc
 
 from benchmarks import linear_sm90
 from fx_fuser import build, native
+from fx_fuser.kernel_spec import LINEAR_SPLIT
 
 # ---- without a GPU -------------------------------------------------------------------------------
 
@@ -18,24 +19,14 @@ from fx_fuser import build, native
 )
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    check_compiles("linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", operands)
-
-
-def test_the_signature_names_the_kernel() -> None:
-    source = build.linear_example_source("Swish", 1, "float", "__half", "float", "bool")
-    assert native._loader_of(source) == "load_linear_split"
-    assert native._signature_of(source) == [
-        *("fx_fuser::examples::Swish", "1", "float", "__half", "float", "bool")
-    ]
+    check_compiles(LINEAR_SPLIT, operands)
 
 
 @needs_nvcc
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(4, 8)
     with pytest.raises(build.BuildError, match="CUDA devices"):
-        native.linear_split(
-            linear_sm90.IDENTITY.source, x, x, None, torch.empty(4, 4), None, [], []
-        )
+        native.linear_split(linear_sm90.IDENTITY.spec, x, x, None, torch.empty(4, 4), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

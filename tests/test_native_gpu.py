@@ -20,7 +20,8 @@ from native_cases import (
 )
 
 from fx_fuser import native
-from fx_fuser.build import example_source
+from fx_fuser.build import example
+from fx_fuser.kernel_spec import POINTWISE, KernelSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,9 +36,9 @@ def prepared():
     """One parallel build of what the layout tests use."""
     pairs = {(dtype, operand) for dtype in FLOATS for operand in (dtype, torch.float32)}
     pairs |= {(torch.bfloat16, operand) for operand in INTEGERS}
-    sources = [weighted_sum(dtype, dtype, operand) for dtype, operand in pairs]
-    sources += [weighted_sum(dtype, operand, dtype) for dtype, operand in pairs]
-    native.prepare(sources, DEVICE)
+    specs = [weighted_sum(dtype, dtype, operand) for dtype, operand in pairs]
+    specs += [weighted_sum(dtype, operand, dtype) for dtype, operand in pairs]
+    native.prepare(specs, DEVICE)
 
 
 # ---- pointwise: which element meets which --------------------------------------------------------
@@ -97,7 +98,7 @@ def test_empty(shape):
 
 def test_side_stream():
     x = whole_numbers([1 << 20], torch.float32)
-    source = weighted_sum(torch.float32, torch.float32, torch.float32)
+    spec = weighted_sum(torch.float32, torch.float32, torch.float32)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -105,7 +106,7 @@ def test_side_stream():
         torch.cuda._sleep(20_000_000)
         late.add_(1)  # a launch on another stream would read late before this
         out = torch.empty_like(x)
-        native.pointwise(source, out, [late, late], [2.0])
+        native.pointwise(spec, out, [late, late], [2.0])
     stream.synchronize()
     assert torch.equal(out, 3 * (x + 1) + 2)
 
@@ -113,11 +114,11 @@ def test_side_stream():
 def test_cuda_graph():
     x = whole_numbers([4, 8, 7, 7], torch.float32)
     out = torch.empty_like(x)
-    source = weighted_sum(torch.float32, torch.float32, torch.float32)
+    spec = weighted_sum(torch.float32, torch.float32, torch.float32)
     native.batch_stats(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        native.pointwise(source, out, [x, x], [2.0])
+        native.pointwise(spec, out, [x, x], [2.0])
         mean, variance = native.batch_stats(out)
     x.copy_(whole_numbers(x.shape, torch.float32, 5))
     graph.replay()
@@ -150,8 +151,8 @@ def test_more_than_two_billion_elements(anchor):
         first = out
     else:
         first = pattern
-    source = weighted_sum(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    native.pointwise(source, out, [first, row], [2.0])
+    spec = weighted_sum(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    native.pointwise(spec, out, [first, row], [2.0])
     for start in range(0, rows, 65536):
         part = slice(start, start + 65536)
         assert torch.equal(out[part], pattern + 2 * row[part] + 2)
@@ -169,15 +170,15 @@ def examples():
 
     def every_function(z, y, exponent, beta):
         positive = z.abs() + torch.exp(-y.abs()) + beta
-        bounded = F.silu(z) + torch.tanh(y) + F.relu(z) + torch.erf(y)
-        roots = positive.sqrt() + positive.rsqrt() + positive.log()
+        bounded = F.silu(z) + torch.tanh(y) + (torch.erf(y) + 0.5 * F.relu(z) * beta)
+        roots = positive.sqrt() / beta + positive.log() / positive.rsqrt()
         smooth = F.gelu(z) + F.gelu(y, approximate="tanh") + F.softplus(z, beta, 20)
         selected = torch.where(F.relu(z) != 0, torch.minimum(z, y), torch.maximum(z, y))
-        powers = positive**2 + positive**exponent
+        powers = positive**2 + 0.25 * positive**exponent
         clamped = (bounded + roots).clamp(-8, 8)
         # The two casts of the example; their rounding is what the bound below has to allow for.
         rounded = clamped.to(torch.bfloat16).to(z.dtype) + smooth.half().to(z.dtype)
-        return rounded + selected + powers + torch.sigmoid(z)
+        return rounded + selected + powers + 3 * torch.sigmoid(z)
 
     return {
         "Swish": (swish, 1, [2.0]),
@@ -196,18 +197,15 @@ def values(shape, dtype, seed):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_values(name, dtype):
     function, count, scalars = examples()[name]
-    names = {torch.float32: "float", torch.float64: "double"}
-    names |= {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-    acc = "double" if dtype is torch.float64 else "float"
-    source = example_source(name, len(scalars), acc, *[names[dtype]] * (count + 1))
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    spec = example(POINTWISE, name, len(scalars), wide, *[dtype] * (count + 1))
     inputs = [values((64, 1000), dtype, 0), *(values((1000,), dtype, i) for i in range(1, count))]
     out, check_guards = guarded_like(inputs[0])
-    native.pointwise(source, out, inputs, scalars)
+    native.pointwise(spec, out, inputs, scalars)
     check_guards()
     # What the arithmetic and the one rounding at the end may do to a result.
-    acc_eps = torch.finfo(torch.float64 if acc == "double" else torch.float32).eps
+    acc_eps = torch.finfo(wide).eps
     if name == "EveryFunction":  # its casts jump: compare with torch in the accumulation dtype
-        wide = torch.float64 if acc == "double" else torch.float32
         reference = function(*(x.to(wide) for x in inputs), *scalars).double()
         error = (out.double() - reference).abs()
         bound = (torch.finfo(dtype).eps + 32 * acc_eps) * reference.abs()
@@ -222,29 +220,86 @@ def test_values(name, dtype):
     assert error <= 2 * (eager - reference).abs().max() + floor
 
 
+def of_two(body: str, dtype: torch.dtype = torch.float32) -> KernelSpec:
+    """A kernel of this expression of in[0] and in[1], with the number scalar[0] if it reads one."""
+    definition = f"""
+using namespace fx_fuser;
+struct Special {{
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[2], const Acc (&scalar)[1]) const {{ return {body}; }}
+}};"""
+    scalars = int("scalar" in body)
+    return KernelSpec(POINTWISE, "Special", definition, scalars, *[dtype] * 2, (dtype, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_arithmetic_is_torchs_bit_for_bit(dtype):
+    """Step by step: what nvcc would contract into one fma is two kernels, and two roundings."""
+    z = torch.randn(4096, device=DEVICE, dtype=dtype)
+    y = torch.randn(4096, device=DEVICE, dtype=dtype) * 3
+    z[:4] = torch.finfo(dtype).max * 0.9
+    y[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max])
+    number = torch.tensor(2.0, device=DEVICE, dtype=dtype)
+    bodies = (
+        ("sub(math::mul(in[0], Acc(10)), in[1])", lambda: z * 10 - y),
+        ("add(math::mul(in[0], in[1]), in[0])", lambda: z * y + z),
+        ("mul(math::add(in[0], in[1]), in[1])", lambda: (z + y) * y),
+        ("add(in[0], in[1], Acc(0.3))", lambda: torch.add(z, y, alpha=0.3)),
+        ("add(in[0], in[1], Acc(10))", lambda: torch.add(z, y, alpha=10)),
+        ("sub(in[0], in[1], Acc(0.3))", lambda: torch.sub(z, y, alpha=0.3)),
+        ("add(in[1], in[0], Acc(-1))", lambda: torch.add(y, z, alpha=-1)),
+        ("div(in[0], in[1])", lambda: z / y),
+        ("div_by_number(in[0], Acc(3))", lambda: z / 3),
+        ("div_by_number(in[0], scalar[0])", lambda: z / 2),
+        ("neg(math::div(in[0], Acc(7)))", lambda: -(z / torch.full_like(z, 7))),
+        ("addcmul(in[0], in[1], in[0], Acc(1))", lambda: torch.addcmul(z, y, z)),
+        ("addcmul(in[0], in[1], in[0], Acc(0.3))", lambda: torch.addcmul(z, y, z, value=0.3)),
+        ("add(math::pow(in[0], Acc(2)), in[1])", lambda: z**2 + y),
+        ("add(math::pow(in[0], Acc(3)), in[1])", lambda: z**3 + y),
+        ("pow(in[0], Acc(-2))", lambda: z**-2),
+        ("mul(in[0], scalar[0])", lambda: z * number),
+    )
+    specs = [of_two(f"math::{body}", dtype) for body, _ in bodies]
+    native.prepare(specs, DEVICE)
+    for spec, (body, expected) in zip(specs, bodies):
+        out = torch.empty_like(z)
+        native.pointwise(spec, out, [z, y], [2.0] * spec.scalars)
+        wrong = (out != expected()) & ~(out.isnan() & expected().isnan())
+        assert not wrong.any(), (body, out[wrong][:4], expected()[wrong][:4])
+
+
+def test_sigmoid_and_silu_of_every_magnitude():
+    """A few ulp from torch's, subnormal results as well."""
+    z = torch.cat([torch.linspace(-110, 110, 1 << 18), torch.linspace(-89, -87, 1 << 12)])
+    z = torch.cat([z, torch.tensor([torch.inf, -torch.inf, torch.nan, -1e30, 1e30, -0.0, 1e-40])])
+    z, scale = z.to(DEVICE), torch.full([], 1e38, device=DEVICE)
+    for body, function, bound in (("sigmoid", torch.sigmoid, 2), ("silu", F.silu, 3)):
+        out, expected = torch.empty_like(z), function(z)
+        native.pointwise(of_two(f"math::{body}(in[0])"), out, [z, scale], [])
+        assert torch.equal(out.isnan(), expected.isnan())
+        number = ~expected.isnan()
+        ulps = (out[number].view(torch.int32) - expected[number].view(torch.int32)).abs()
+        assert ulps.max() <= bound, (body, z[number][ulps.argmax()])  # of one sign, bits count ulps
+        native.pointwise(of_two(f"math::mul(math::{body}(in[0]), in[1])"), out, [z, scale], [])
+        torch.testing.assert_close(out, expected * scale, equal_nan=True, rtol=1e-6, atol=0)
+
+
 def test_nan_and_infinity():
     specials = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0])
     z, y = (x.reshape(-1).to(DEVICE) for x in torch.meshgrid(specials, specials, indexing="ij"))
     for body, function in (
-        ("math::relu(in[0]) + in[1] * Acc(0)", lambda z, y: F.relu(z) + y * 0),
+        ("math::add(math::relu(in[0]), math::mul(in[1], Acc(0)))", lambda z, y: F.relu(z) + y * 0),
         ("math::minimum(in[0], in[1])", torch.minimum),
         ("math::maximum(in[0], in[1])", torch.maximum),
         ("math::clamp(in[0], Acc(-0.5), Acc(0.5))", lambda z, y: z.clamp(-0.5, 0.5)),
-        ("math::sigmoid(in[0]) * in[1]", lambda z, y: torch.sigmoid(z) * y),
+        ("math::mul(math::sigmoid(in[0]), in[1])", lambda z, y: torch.sigmoid(z) * y),
+        ("math::mul(math::silu(in[0]), in[1])", lambda z, y: F.silu(z) * y),
         ("math::softplus(in[0], Acc(1), Acc(20))", lambda z, y: F.softplus(z)),
-        ("math::pow(in[0], Acc(3)) + math::pow(in[1], Acc(2))", lambda z, y: z**3 + y**2),
+        ("math::add(math::pow(in[0], Acc(3)), math::pow(in[1], Acc(2)))", lambda z, y: z**3 + y**2),
         ("math::where(in[0], in[1], in[0])", lambda z, y: torch.where(z != 0, y, z)),
     ):
-        source = f"""#include "pointwise.cuh"
-using namespace fx_fuser;
-struct Special {{
-  template <class Acc>
-  __device__ Acc operator()(const Acc (&in)[2], const Acc (&)[1]) const {{ return {body}; }}
-}};
-FX_FUSER_POINTWISE(Special, 0, float, float, float, float)
-"""
         out = torch.empty_like(z)
-        native.pointwise(source, out, [z, y], [])
+        native.pointwise(of_two(body), out, [z, y], [])
         torch.testing.assert_close(out, function(z, y), equal_nan=True, msg=lambda m, b=body: b + m)
 
 
@@ -268,9 +323,9 @@ FX_FUSER_POINTWISE(Special, 0, float, float, float, float)
 )
 def test_refusals(change, says):
     out, x, y = (whole_numbers([8, 8], torch.float32, i) for i in range(3))
-    source = weighted_sum(torch.float32, torch.float32, torch.float32)
+    spec = weighted_sum(torch.float32, torch.float32, torch.float32)
     with pytest.raises(RuntimeError, match=says):
-        native.pointwise(source, *change(out, x, y))
+        native.pointwise(spec, *change(out, x, y))
 
 
 # ---- batch statistics ----------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""What the compiled shim assumes of Python's op schemas is compared when it is loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sm90 import needs_nvcc
+
+from fx_fuser import build, native
+from fx_fuser.errors import BuildError
+from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS
+
+LINES = [
+    "limit tensors 16",
+    "limit numbers 8",
+    "schema fx_fuser::split_product(Tensor a, Tensor b, str kernel) -> Tensor",
+    "leaves bias mean var gamma beta eps",
+    "places x 0 weight 1 bias 2 gamma 5 beta 6",
+]
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """A loaded shim whose contract is LINES, and a Python whose is what the test says."""
+    named = ("pointwise", "linear_split", "linear_dense", "conv_direct")
+    names = (*named, "conv_direct_statistics", "conv_direct_backward")
+    ops = {name: SimpleNamespace(default=None) for name in names}
+    ops["contract"] = SimpleNamespace(default=lambda: LINES)
+    monkeypatch.setattr(torch.ops, "fx_fuser_native", SimpleNamespace(**ops), raising=False)
+    for name in names:
+        monkeypatch.setattr(native, f"_{name}", None, raising=False)
+    monkeypatch.setattr(native, "_expected", None)
+    return lambda lines: native.expect(lambda: lines)
+
+
+def test_without_an_expectation_nothing_is_compared(says):
+    native._load_shim()
+
+
+def test_the_order_of_lines_has_no_meaning(says):
+    says(LINES[::-1])
+    native._load_shim()
+
+
+@pytest.mark.parametrize("line", range(len(LINES)))
+def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line):
+    changed = (
+        LINES[line].replace("16", "12").replace("8", "4").replace("str kernel", "str[] kernel")
+    )
+    changed = changed.replace("mean var", "var mean").replace("gamma 5", "gamma 3")
+    assert changed != LINES[line]
+    says([*LINES[:line], changed, *LINES[line + 1 :]])
+    with pytest.raises(BuildError) as caught:
+        native._load_shim()
+    text = str(caught.value)
+    assert f"C++:    {LINES[line]}\n" in text and f"Python: {changed}\n" in text
+    assert text.count("C++:") == 1
+    assert f"Remove the cache folder {build.cache_dir()}" in text and "reinstall fx_fuser" in text
+
+
+def test_a_line_that_one_side_lacks_is_named(says):
+    more = "schema fx_fuser::one_more(Tensor x) -> Tensor"
+    says([*LINES[1:], more])
+    with pytest.raises(BuildError) as caught:
+        native._load_shim()
+    assert f"C++:    {LINES[0]}\n    Python: (nothing)" in str(caught.value)
+    assert f"C++:    (nothing)\n    Python: {more}" in str(caught.value)
+
+
+@needs_nvcc
+def test_the_real_shim_says_what_the_documented_schemas_are():
+    """As torch prints them, were they parsed: names, types and their order."""
+    build.toolchain()
+    native._load_shim()
+    lines = torch.ops.fx_fuser_native.contract.default()
+    assert f"limit tensors {MAX_TENSORS}" in lines and f"limit numbers {MAX_NUMBERS}" in lines
+    assert set(LINES) <= set(lines)
+    schemas = [line.removeprefix("schema ") for line in lines if line.startswith("schema ")]
+    assert [str(torch._C.parse_schema(schema)) for schema in schemas] == schemas
+    named = {schema.split("(")[0].removeprefix("fx_fuser::"): schema for schema in schemas}
+    assert list(named) == [
+        *("linear_kernel", "matmul_kernel", "conv2d_kernel", "conv2d_backward"),
+        *("conv2d_batchnorm_kernel", "conv2d_batchnorm_backward", "split_product"),
+    ]
+    assert named["matmul_kernel"] == (
+        "fx_fuser::matmul_kernel(Tensor x, Tensor weight, Tensor? bias, str product, "
+        "str backward, bool again, str epilogue, Tensor[] t, float[] s, str[] kernels, "
+        "ScalarType out, bool save) -> (Tensor y, Tensor c)"
+    )
