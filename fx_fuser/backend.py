@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import build, checks, ops, patterns, plan, rewrite, verify
+from fx_fuser import build, checks, ops, patterns, plan, rewrite, subclasses, verify
 from fx_fuser.errors import OptionError, VerifyError
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
@@ -164,10 +164,11 @@ def fuse(
     report = outcome.report
     active = [p for p in _registry if options.selects(p.name)]
     found: list[tuple[GraphModule, Graph, Reading]] = []
+    subclasses.mark(gm, inputs)
     for module in _bodies(gm):
         graph = _copy(module.graph)
         read = _read(View(graph, end_of(module)), active)
-        if explained is not None or report.is_read():
+        if active and (explained is not None or report.is_read()):
             _add_near_misses(read, active, options.strict)
         found.append((module, graph, read))
     # All at once: kernels compile side by side.
