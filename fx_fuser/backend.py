@@ -19,8 +19,13 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
+<<<<<<< HEAD
 from fx_fuser import build, checks, ops, patterns, plan, rewrite, verify
 from fx_fuser.errors import OptionError, PatternError, VerifyError
+=======
+from fx_fuser import build, checks, ops, patterns, plan, rewrite, subclasses, verify
+from fx_fuser.errors import OptionError, VerifyError
+>>>>>>> options
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
 from fx_fuser.options import Options
@@ -174,10 +179,16 @@ def fuse(
     report = outcome.report
     active = [p for p in _registry if options.selects(p.name)]
     found: list[tuple[GraphModule, Graph, Reading]] = []
+    subclasses.mark(gm, inputs)
     for module in _bodies(gm):
         graph = _copy(module.graph)
+<<<<<<< HEAD
         read = _read(View(graph, end_of(module)), active, options)
         if explained is not None or report.is_read():
+=======
+        read = _read(View(graph, end_of(module)), active)
+        if active and (explained is not None or report.is_read()):
+>>>>>>> options
             _add_near_misses(read, active, options.strict)
         found.append((module, graph, read))
     # All at once: kernels compile side by side.

@@ -22,6 +22,7 @@ from fx_fuser.kernel_spec import CUDA_TYPES, MAX_NUMBERS, MAX_TENSORS
 from fx_fuser.match import Fault, Match
 from fx_fuser.source import op_of
 from fx_fuser.spell import Unspellable, called_in_place, inputs_of, meta_tensor, storages
+from fx_fuser.subclasses import origin_of
 from fx_fuser.words import (
     at,
     called,
@@ -235,8 +236,18 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def plain_tensors(match: Match) -> Fault | None:
-    """A tensor of another class, layout or unknown kind: DTensor, sparse, quantized."""
+    """A tensor of another class, layout or unknown kind: DTensor, sparse, quantized.
+
+    A user's own class without `__torch_dispatch__` raised TypeError at the first call.
+    """
     for node in (*match.operands, *match.nodes):
+        origin = origin_of(node)
+        if origin is not None:
+            reason = f"{called(origin.node)} is of class {origin.kind}, not a plain tensor"
+            if node.name != origin.node.name:
+                reason = f"{called(node)} is computed from another class: {reason}"
+            help = "outside the compiled code, make it plain with `.as_subclass(torch.Tensor)`"
+            return Fault(node, reason, help)
         tensor = meta_tensor(node)
         if isinstance(node.meta.get("example_value"), (torch.SymFloat, torch.SymInt)):
             return Fault(node, f"{called(node)} is a number that changes from call to call")

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from fx_fuser.backend import fuse, registered_patterns
 from fx_fuser.options import Options
 from fx_fuser.report import Report
+from fx_fuser.subclasses import is_own_class
 
 
 def explain(
@@ -46,7 +47,11 @@ def explain(
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied = tensor.detach().clone()
+    if is_own_class(tensor) and type(copied) is not type(tensor):  # the class makes plain tensors
+        copied = copied.as_subclass(type(tensor))
+        vars(copied).update(vars(tensor))
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

@@ -520,3 +520,6 @@ def contract() -> list[str]:
         f"leaves {' '.join(leaves)}",
         f"places {' '.join(places)}",
     ]
+
+
+native.expect(contract)

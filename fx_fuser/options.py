@@ -29,7 +29,7 @@ class Options:
     inner: compiler of the rewritten graph: "inductor", "aot_eager" or "eager".
     strict: raise where fx_fuser itself fails, instead of a warning and the user's own graph.
     mode: a mode of Inductor ("reduce-overhead", "max-autotune", …), as `torch.compile(mode=)`.
-    patterns: names of the patterns to use, or with a leading "-" not to use; None: all.
+    patterns: names of the patterns to use, or with a leading "-" not to use; None: all; []: none.
     fp32: what computes a Linear's fp32 product on CUDA, and whether a convolution may take TF32.
         "follow" torch's settings (at `highest` the default, "split"); "split": three products of
         fp16 halves, as exact as fp32; "ieee": the library's fp32; "tf32".
@@ -102,10 +102,17 @@ class Options:
         if not self.inductor:
             return
         stock = torch._inductor.list_options()
+        of_inner = stock if self.inner == "inductor" else []
         for key in self.inductor:
-            if self.inner == "inductor" and key.replace("-", "_") in stock:
+            name = key.replace("-", "_") if isinstance(key, str) else ""
+            if name in of_inner:
                 continue
-            near = difflib.get_close_matches(key, [*own, *stock], n=1)
+            if name in stock:
+                raise OptionError(
+                    f"option {key!r} is Inductor's, but 'inner' is {self.inner!r}; leave one of "
+                    "the two out"
+                )
+            near = difflib.get_close_matches(name, [*own, *of_inner], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"fx_fuser's are {', '.join(own)}"
             raise OptionError(f"unknown option {key!r}; {hint}")
 
@@ -115,9 +122,9 @@ class Options:
                 raise OptionError(f"option 'patterns' names {name!r}; there are {', '.join(known)}")
 
     def selects(self, pattern: str) -> bool:
-        """Is the pattern to be used? Without a positive name, all are that are not disabled."""
-        if self.patterns is None:
-            return True
+        """Is the pattern to be used? With none but disabled names, all others are."""
+        if not self.patterns:
+            return self.patterns is None
         positive = [n for n in self.patterns if not n.startswith("-")]
         return f"-{pattern}" not in self.patterns and (not positive or pattern in positive)
 

@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import MUL, compiled, fused, leaf, linear_program
+from helpers import MUL, OPTIONS, compiled, fused, leaf, linear_program
 from torch import Tensor
 
+import fx_fuser
 from fx_fuser.errors import OptionError
 from fx_fuser.options import Options
+from fx_fuser.testing import assert_fused
 
 KNOWN = ["one", "two"]
 
@@ -21,7 +23,7 @@ def _gate(m: Any, x: Tensor) -> Tensor:
     return z * torch.sigmoid(z) * 2.0
 
 
-ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     "misspelt": ({"stric": True}, "unknown option 'stric'; did you mean 'strict'?"),
     "misspelt inner": ({"iner": "eager"}, "did you mean 'inner'?"),
     "misspelt plural": ({"pattern": ["one"]}, "did you mean 'patterns'?"),
@@ -47,16 +49,26 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "patterns name": ({"patterns": ["three"]}, "names 'three'; there are one, two"),
     "patterns disabled name": ({"patterns": ["-three"]}, "names '-three'; there are one, two"),
     "patterns entry": ({"patterns": [1]}, "names 1; there are one, two"),
-    "Inductor option without Inductor": (
+    "Inductor option with aot_eager": (
         {"inner": "aot_eager", "max_autotune": True},
-        "unknown option 'max_autotune'",
+        "option 'max_autotune' is Inductor's, but 'inner' is 'aot_eager'; leave one of the two out",
     ),
+    "Inductor option with eager": (
+        {"inner": "eager", "max-autotune": True},
+        "option 'max-autotune' is Inductor's, but 'inner' is 'eager'; leave one of the two out",
+    ),
+    "near one that is Inductor's": (
+        {"inner": "eager", "max_autotun": True},
+        "unknown option 'max_autotun'; fx_fuser's are cpu_ops,",
+    ),
+    "number": ({1: 2}, "unknown option 1; fx_fuser's are cpu_ops,"),
+    "number with eager": ({"inner": "eager", None: 2}, "unknown option None; fx_fuser's are"),
     "inductor is no option": ({"inductor": {}}, "unknown option 'inductor'"),
 }
 
 
 @pytest.mark.parametrize("options, message", ERRORS.values(), ids=ERRORS.keys())
-def test_errors(options: dict[str, Any], message: str) -> None:
+def test_errors(options: dict[Any, Any], message: str) -> None:
     with pytest.raises(OptionError) as failure:
         Options.parse(None, options, KNOWN)
     assert message in str(failure.value)
@@ -89,7 +101,8 @@ def test_options_are_frozen() -> None:
 
 SELECTIONS: dict[str, tuple[Any, list[str]]] = {
     "none given": (None, ["one", "two"]),
-    "empty": ([], ["one", "two"]),
+    "empty": ([], []),
+    "empty tuple": ((), []),
     "positive": (["one"], ["one"]),
     "negative": (["-one"], ["two"]),
     "both": (["one", "two", "-two"], ["one"]),
@@ -101,6 +114,19 @@ SELECTIONS: dict[str, tuple[Any, list[str]]] = {
 def test_selects(given: Any, selected: list[str]) -> None:
     options = Options.parse(None, {"patterns": given}, KNOWN)
     assert [n for n in KNOWN if options.selects(n)] == selected
+
+
+def test_no_patterns() -> None:
+    """`[]` is not `None`: nothing is fused, and nothing is explained as if it could be."""
+    model, x = linear_program(_gate), leaf(4, 8)
+    torch.testing.assert_close(compiled(model, patterns=[])(x), model(x))
+    assert fused() == {}
+    torch._dynamo.reset()
+    report = fx_fuser.explain(model, x, options={"patterns": []})
+    assert str(report) == "fx_fuser: no site of any pattern found"
+    assert_fused(model, (x,), {}, options={**OPTIONS, "patterns": []})
+    with pytest.raises(AssertionError, match=f"{MUL}: 0 fused, 1 expected"):
+        assert_fused(model, (x,), {MUL: 1}, options={**OPTIONS, "patterns": []})
 
 
 @pytest.mark.parametrize("name", ["default", "reduce-overhead", "max-autotune"])
