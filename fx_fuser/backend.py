@@ -19,13 +19,9 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-<<<<<<< HEAD
-from fx_fuser import build, checks, ops, patterns, plan, rewrite, verify
-from fx_fuser.errors import OptionError, PatternError, VerifyError
-=======
 from fx_fuser import build, checks, ops, patterns, plan, rewrite, subclasses, verify
-from fx_fuser.errors import OptionError, VerifyError
->>>>>>> options
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
 from fx_fuser.options import Options
@@ -182,13 +178,8 @@ def fuse(
     subclasses.mark(gm, inputs)
     for module in _bodies(gm):
         graph = _copy(module.graph)
-<<<<<<< HEAD
         read = _read(View(graph, end_of(module)), active, options)
-        if explained is not None or report.is_read():
-=======
-        read = _read(View(graph, end_of(module)), active)
         if active and (explained is not None or report.is_read()):
->>>>>>> options
             _add_near_misses(read, active, options.strict)
         found.append((module, graph, read))
     # All at once: kernels compile side by side.
@@ -356,8 +347,9 @@ def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> 
     taken = {node for match in read.matches for node in match.nodes}
     fault_of = functools.partial(_fault_of, taken=taken)
     told = taken | {refusal.site.node for refusal in read.refusals}
+    titles = {ANCHORS[pattern.kind].title for pattern in active}
     for site in outermost(view):
-        if site.node in told:
+        if site.node in told or ANCHORS[site.kind].title not in titles:
             continue
         try:
             miss = near_miss(view, site, active, fault_of)

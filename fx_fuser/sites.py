@@ -3,6 +3,7 @@
 | kind               | the value z of the site                                   |
 |--------------------|-----------------------------------------------------------|
 | `linear`           | x · weightᵀ + bias: F.linear, addmm, `x @ w.t() + b`       |
+| `matmul`           | x · weight + bias: `x @ w + b`, addmm, with a 2-D weight    |
 | `conv2d`           | F.conv2d(x, weight, bias)                                 |
 | `conv2d_batchnorm` | F.batch_norm(F.conv2d(x, weight, bias), …)                |
 
@@ -46,7 +47,7 @@ def site_at(view: View, node: Node) -> Site | None:
     if expr is None:
         return None
     if expr.op == "linear":
-        return _linear(node, (node,), expr.args)
+        return _linear("linear", node, (node,), expr.args)
     if expr.op == "conv2d":
         return _conv2d(node, expr)
     if expr.op == "batch_norm":
@@ -69,10 +70,12 @@ def _nodes_or_none(operands: tuple[Operand, ...]) -> bool:
     return all(o is None or isinstance(o, Node) for o in operands)
 
 
-def _linear(node: Node, nodes: tuple[Node, ...], operands: tuple[Operand, ...]) -> Site | None:
+def _linear(
+    kind: str, node: Node, nodes: tuple[Node, ...], operands: tuple[Operand, ...]
+) -> Site | None:
     if not _nodes_or_none(operands):
         return None
-    return Site("linear", node, nodes, dict(zip(("x", "weight", "bias"), operands)), {})  # type: ignore[arg-type]
+    return Site(kind, node, nodes, dict(zip(("x", "weight", "bias"), operands)), {})  # type: ignore[arg-type]
 
 
 def _conv2d(node: Node, expr: Expr) -> Site | None:
@@ -107,14 +110,20 @@ def _transposed(view: View, operand: Operand) -> Node | None:
 
 
 def _product(view: View, node: Node, expr: Expr) -> Site | None:
-    x, weight = expr.args[0], _transposed(view, expr.args[1])
-    if weight is None or not isinstance(x, Node):
+    x, right = expr.args
+    if not isinstance(x, Node) or not isinstance(right, Node):
         return None
-    return _linear(node, (node,), (x, weight, None))
+    weight = _transposed(view, right)
+    if weight is not None:
+        return _linear("linear", node, (node,), (x, weight, None))
+    tensor = meta_tensor(right)  # None in a pattern's trace
+    if tensor is not None and tensor.ndim != 2:
+        return None
+    return _linear("matmul", node, (node,), (x, right, None))
 
 
 def _product_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
-    """`x @ w.t() + b` in either order, and addmm, where b is a vector of weight's first size."""
+    """`x @ w.t() + b` in either order, and addmm, where b is a vector of N."""
     for product, bias in (expr.args, expr.args[::-1]):
         inner = view.spell(product) if isinstance(product, Node) else product
         if not isinstance(inner, Expr) or inner.op != "matmul" or not isinstance(bias, Node):
@@ -122,17 +131,26 @@ def _product_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
         if isinstance(product, Node) and view.readers[product] != [node]:
             continue
         site = _product(view, node, inner)
-        vector = meta_tensor(bias)
-        if site is None or vector is None or vector.ndim != 1:
-            continue
-        weight = meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
-        if weight is None or not _same_int(vector.shape[0], weight.shape[0]):
+        if site is None or not _is_bias(site, bias, isinstance(product, Node)):
             continue
         if isinstance(product, Node) and _dtype(product) != _dtype(node):
             continue  # under autocast the sum is wider than the product: b is an addend, no bias
         nodes = (product, node) if isinstance(product, Node) else (node,)
-        return _linear(node, nodes, (site.operands["x"], site.operands["weight"], bias))
+        operands = (site.operands["x"], site.operands["weight"], bias)
+        return _linear(site.kind, node, nodes, operands)
     return None
+
+
+def _is_bias(site: Site, bias: Node, added: bool) -> bool:
+    """Is it a vector of N?  In a pattern's trace, which has no shapes, an addmm's input is.
+
+    added: by another node than the product's.
+    """
+    vector, weight = meta_tensor(bias), meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
+    if vector is None or weight is None:
+        return not added and vector is weight
+    n = weight.shape[0 if site.kind == "linear" else 1]
+    return vector.ndim == 1 and _same_int(vector.shape[0], n)
 
 
 def _dtype(node: Node) -> Any:

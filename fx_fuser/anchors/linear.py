@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fx_fuser.kernel_spec import LINEAR_DENSE, LINEAR_SPLIT, POINTWISE, Family, 
 from fx_fuser.sites import Site
 from fx_fuser.spell import meta_tensor
 
+Multiply = Callable[[Tensor, Tensor], Tensor]  # a bᵀ
 SPLIT = "split"
 DENSE = "dense"
 # Who multiplies on CUDA: the library, or a kernel of ours. "split": three products of fp16 halves,
@@ -55,7 +56,11 @@ class Linear(Anchor):
         return ""
 
     def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
-        return (*y.shape[:-1], operands["weight"].shape[0])
+        return (*y.shape[:-1], self.rows(operands["weight"]).shape[0])
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """The weight as [N, K]; a view."""
+        return weight
 
     def candidates(self, case: Case) -> list[dict[str, Any]]:
         again = case.options.save == "memory"
@@ -99,7 +104,7 @@ class Linear(Anchor):
         return [PRODUCT_ALONE] if config["backward"] == SPLIT or again else []
 
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        return (F.linear(operands["x"], operands["weight"], operands["bias"]),)
+        return (F.linear(operands["x"], self.rows(operands["weight"]), operands["bias"]),)
 
     product_like = product
     reference = product
@@ -107,8 +112,8 @@ class Linear(Anchor):
     def product_again(self, operands: Operands, config: Config) -> Tensor:
         x, weight, bias = (operands[n] for n in self.operands)
         if config["product"] != SPLIT:
-            return F.linear(x, weight, bias)
-        c = split_product(x, weight)
+            return self.product(operands, config)[0]
+        c = split_product(x, self.rows(weight))
         return c if bias is None else c.add_(bias)
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -142,10 +147,14 @@ class Linear(Anchor):
         dz = dz.to(x.dtype)
         multiply = split_product if config["backward"] == SPLIT else library_product
         if needs["x"]:
-            grads["x"] = multiply(dz, weight.t())
+            grads["x"] = multiply(dz, self.rows(weight).t())
         if needs["weight"]:
-            grads["weight"] = multiply(matrix(dz).t(), matrix(x).t())
+            grads["weight"] = self.weight_gradient(multiply, matrix(dz), matrix(x))
         return grads
+
+    def weight_gradient(self, multiply: Multiply, dz: Tensor, x: Tensor) -> Tensor:
+        """dz: [M, N], x: [M, K]; in the layout of the weight."""
+        return multiply(dz.t(), x.t())
 
 
 def library_product(a: Tensor, b: Tensor) -> Tensor:

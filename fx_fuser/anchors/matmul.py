@@ -1,0 +1,26 @@
+"""z = x · weight + bias        x: [*, K], weight: [K, N], bias: [N] or None, z: [*, N].
+
+`x @ w`, addmm and transformers' Conv1D. All that is not the weight's layout is Linear's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fx_fuser.anchors.base import Case
+from fx_fuser.anchors.linear import Linear, Multiply
+
+
+class MatMul(Linear):
+    kind = "matmul"
+    title = "matmul"
+    role_of_z = "product"
+
+    def rows(self, weight: Tensor) -> Tensor:
+        return weight.t()
+
+    def weight_gradient(self, multiply: Multiply, dz: Tensor, x: Tensor) -> Tensor:
+        return multiply(x.t(), dz.t())
+
+    def _dense(self, case: Case) -> str | None:
+        return None  # it reads rows of K (kernels_cu/linear_dense_sm90.cuh)
