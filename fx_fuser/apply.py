@@ -1,4 +1,4 @@
-"""The epilogue, applied to an anchor's products: as the kernel of a CUDA main loop, or in torch ops.
+"""The epilogue, applied to an anchor's products: as the kernel of a main loop, or in torch ops.
 
 Values meet names here. The *leaves* of a fused computation are what the anchor's z is made of
 (`Anchor.leaves`), then the epilogue's tensors t0… and numbers s0….
@@ -159,9 +159,7 @@ def backward_of(
     values = {n: v for n, v in named(t, s).items() if n in slope.leaves}
     tensors, numbers = ([n for n in values if n[0] == letter] for letter in "ts")
     names = {n: f"{n[0]}{i}" for part in (tensors, numbers) for i, n in enumerate(part)}
-    steps = (
-        Step(p.op, tuple(a and names.get(a, a) for a in p.args), p.attrs) for p in slope.steps
-    )
+    steps = (Step(p.op, tuple(a and names.get(a, a) for a in p.args), p.attrs) for p in slope.steps)
     return Epilogue(tuple(steps)), [values[n] for n in tensors], [values[n] for n in numbers]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -32,7 +31,6 @@ from fx_fuser.words import (
     statement,
     without_break,
 )
-
 
 _MAX_WRITES = 256  # within one match
 
@@ -180,7 +178,8 @@ def copies_stay_copies(match: Match) -> Fault | None:
         written = next(w for w in view.writers[node] if storages((w,)) & read)
         return Fault(
             node,
-            f"{statement(node)}, changes {called(written)}, from which a factor was computed before",
+            f"{statement(node)}, changes {called(written)}, from which a factor was "
+            "computed before",
             f"change a clone of {called(written)} instead",
         )
     return None

@@ -86,7 +86,9 @@ def _div_text(x: str, y: str) -> str:
     """As ATen has it: a number's reciprocal is multiplied, and so is a tensor's by a number."""
     if _is_number_text(y):
         return f"math::div_by_number({x}, {y})"
-    return f"math::mul(math::div(Acc(1), {y}), {x})" if _is_number_text(x) else f"math::div({x}, {y})"
+    return (
+        f"math::mul(math::div(Acc(1), {y}), {x})" if _is_number_text(x) else f"math::div({x}, {y})"
+    )
 
 
 def _clamp_text(x: str, low: str | None, high: str | None) -> str:
@@ -292,13 +294,14 @@ def linear_backward(epilogue: Epilogue) -> Epilogue | None:
             return None
         holding = f"v{i}"
         chain[holding] = (step, places[0])
-    slope: str | None = "z"
+    dy = "z"
     for step, place in reversed(chain.values()):
         args = [a if a is None else moved.get(a, a) for a in step.args]
-        slope = _slope(slope, step, place, args, add)
-        if slope is None:
+        before = _slope(dy, step, place, args, add)
+        if before is None:
             return None
-    return _live(made, slope)
+        dy = before
+    return _live(made, dy)
 
 
 def _slope(

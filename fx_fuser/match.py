@@ -58,8 +58,9 @@ class Match:
     """One place where a pattern fits.
 
     root: the last matched node, whose value the fused op replaces. nodes: all matched nodes.
-    wildcards: name → `Z`, a number, or the node of a tensor; several numbers that stand for one are
-    given as their sum or product. They tell the user what was found. view: the reading of its graph.
+    wildcards: name → `Z`, a number, or the node of a tensor; several numbers that stand for one
+    are given as their sum or product. They tell the user what was found; what is computed is
+    `bound`. view: the reading of its graph.
     """
 
     pattern: Pattern
@@ -292,7 +293,12 @@ def descendants_of(view: View, site: Site, distance: int = _MAX_DESCENDANTS) -> 
         node = queue.popleft()
         for reader in view.readers[node][:_MAX_DESCENDANTS]:
             expr = view.written(reader)
-            if expr is not None and expr.op in OPS and reader not in found and found[node] < distance:
+            if (
+                expr is not None
+                and expr.op in OPS
+                and reader not in found
+                and found[node] < distance
+            ):
                 found[reader] = found[node] + 1
                 queue.append(reader)
     return sorted(found, key=view.order.__getitem__, reverse=True)

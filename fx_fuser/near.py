@@ -199,9 +199,7 @@ def _without(view: View, node: Node, source: Node) -> View:
 # ---- the beginning of a pattern -------------------------------------------------------------
 
 
-def _begun(
-    view: View, site: Site, patterns: Sequence[Pattern], work: Work
-) -> Iterator[Refusal]:
+def _begun(view: View, site: Site, patterns: Sequence[Pattern], work: Work) -> Iterator[Refusal]:
     """For each pattern the largest part of its epilogue that is there."""
     unifier = Unifier(view, site, work)
     descendants = descendants_of(view, site)

@@ -205,9 +205,7 @@ class FusedCall:
             by_epilogue |= {"z"}
         return by_epilogue | frozenset(self.anchor.read_by_backward(needs, self.config))
 
-    def saves(
-        self, own_backward: bool, needs: Mapping[str, bool], needs_t: Sequence[bool]
-    ) -> bool:
+    def saves(self, own_backward: bool, needs: Mapping[str, bool], needs_t: Sequence[bool]) -> bool:
         """Is c saved for backward?"""
         wanted = not own_backward and not self.config["again"]
         return wanted and "z" in self.reads(needs, needs_t)

@@ -6,8 +6,8 @@
 
 It is traced once. The anchor is what `fx_fuser.sites` finds in the trace; whatever follows is the
 epilogue, an expression over z and the parameters that are no operand of the anchor (wildcards).
-Nothing needs to follow: then the pattern is the anchor alone. A pattern says what is looked for; what
-is computed where it fits is what the user wrote there (`fx_fuser.bind`).
+Nothing needs to follow: then the pattern is the anchor alone. A pattern says what is looked for;
+what is computed where it fits is what the user wrote there (`fx_fuser.bind`).
 """
 
 from __future__ import annotations

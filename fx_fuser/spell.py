@@ -5,7 +5,7 @@ Dynamo records what the user typed: `operator.mul`, `torch.multiply`, `Tensor.mu
 nodes and numbers:
 
 `View.written`  what is computed: the user's own op under one name. `F.silu(z)` is `silu(z)`,
-                `torch.sub(x, y)` is `sub(x, y)`. A bound epilogue is made of these (`fx_fuser.bind`).
+                `torch.sub(x, y)` is `sub(x, y)`. `fx_fuser.bind` makes epilogues of these.
 `View.spell`    what it means as sums and products, for matching alone: `silu(z)` is
                 `mul(z, sigmoid(z))`, `sub(x, y)` is `add(x, mul(y, -1))`. Nothing is computed from
                 it: floating point has no such algebra.

@@ -16,8 +16,6 @@ from fx_fuser.anchors.conv2d_batchnorm import Conv2dBatchNorm
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.anchors.matmul import MatMul
 
-ANCHORS: dict[str, Anchor] = {
-    a.kind: a for a in (Linear(), MatMul(), Conv2d(), Conv2dBatchNorm())
-}
+ANCHORS: dict[str, Anchor] = {a.kind: a for a in (Linear(), MatMul(), Conv2d(), Conv2dBatchNorm())}
 
 __all__ = ["ANCHORS", "Anchor"]

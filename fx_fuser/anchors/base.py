@@ -24,7 +24,8 @@ LIBRARY = "library"
 class Case(Protocol):
     """One site and the options, as `Anchor.candidates` sees them."""
 
-    options: Options
+    @property
+    def options(self) -> Options: ...
 
     @property
     def site(self) -> Site: ...

@@ -139,9 +139,7 @@ class Conv2d(Anchor):
                 makers.append((DIRECT, DIRECT))
         fixed = {"tf32": asked and may_be_tf32(c), "again": options.save == "memory"}
         names = ("tf32", "product", "backward", "again")  # in the order of the schema
-        return [
-            {n: {**fixed, "product": p, "backward": b}[n] for n in names} for p, b in makers
-        ]
+        return [{n: {**fixed, "product": p, "backward": b}[n] for n in names} for p, b in makers]
 
     def _takes_direct(self, case: Case) -> bool:
         """Is the site's convolution one of those that the direct kernel makes?"""
