@@ -111,6 +111,8 @@ OPS: dict[str, Op] = {
     "mul": Op(operator.mul, _call("mul"), _others),
     "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,)),
     "neg": Op(operator.neg, _call("neg"), _none),
+    # Of an anchor's own z alone: torch's BatchNorm is one kernel, in which nvcc contracts, too.
+    "fma": Op(lambda x, a, b: x * a + b, _call("fma")),
     "addcmul": Op(
         lambda x, a, b, value=1: torch.addcmul(x, a, b, value=value),
         lambda x, a, b, value="Acc(1)": f"math::addcmul({x}, {a}, {b}, {value})",

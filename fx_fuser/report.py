@@ -31,9 +31,9 @@ class SiteReport:
 
     pattern, op: names of the pattern and of the op that runs it. where: "file:line" of the user's
     source, code: that line; of the last operation if fused, of what stands in the way if not.
-    shapes, dtypes, operands: operand → sizes, dtype and what the source calls it, as text. dtype: of the result
-    (of z, if refused). reason: why it is not fused; empty if it is. help: an edit after which it
-    would be, where one is known. kernel: what runs, with what was measured.
+    shapes, dtypes, operands: operand → sizes, dtype and what the source calls it, as text. dtype:
+    of the result (of z, if refused). reason: why it is not fused; empty if it is. help: an edit
+    after which it would be, where one is known. kernel: what runs, with what was measured.
     anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
     in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
     something else is in the way. bytes_saved, launches_saved, kept (for backward: node → bytes):

@@ -67,9 +67,8 @@ struct Gate {
 struct BatchNormMul {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[6], const Acc (&scalar)[1]) const {
-    const Acc inverse = math::rsqrt(math::add(in[2], scalar[0]));
-    const Acc normalised = math::mul(math::sub(in[0], in[1]), inverse);
-    return math::mul(math::add(math::mul(normalised, in[3]), in[4]), in[5]);
+    const Acc scale = math::mul(math::rsqrt(math::add(in[2], scalar[0])), in[3]);
+    return math::mul(math::fma(math::sub(in[0], in[1]), scale, in[4]), in[5]);
   }
 };
 

@@ -110,9 +110,10 @@ class Conv2dBatchNorm(Conv2d):
         scale = then("rsqrt", then("add", "var", "eps"))
         if operands["gamma"] is not None:
             scale = then("mul", scale, "gamma")
-        z = then("mul", centred, scale)
-        if operands["beta"] is not None:
-            then("add", z, "beta")
+        if operands["beta"] is None:
+            then("mul", centred, scale)
+        else:
+            then("fma", centred, scale, "beta")
         return Epilogue(tuple(steps), "c")
 
     def leaves(
