@@ -19,17 +19,18 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import build, checks, ops, patterns, plan, rewrite, subclasses, verify
+from fx_fuser import build, calls, checks, patterns, plan, rewrite, subclasses, verify
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
+from fx_fuser.nodes import TRANSPARENT, meta_tensor
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
 from fx_fuser.sites import Site, outermost, site_at
-from fx_fuser.spell import TRANSPARENT, View, meta_tensor
 from fx_fuser.traffic import Saved, kept, saved
+from fx_fuser.view import View
 from fx_fuser.words import at, end_of
 
 log = logging.getLogger("fx_fuser.backend")
@@ -236,7 +237,7 @@ def _planned(matches: Sequence[Match], options: Options) -> list[Planned | Refus
         chosen = plans[i]
         if isinstance(chosen, Refusal):
             return chosen
-        call = ops.graph_call(match, chosen.native, chosen.choices)
+        call = calls.graph_call(match, chosen.native, chosen.choices)
         return Planned(chosen, call, saved(match, chosen), kept(match, chosen))
 
     found = [plan.guarded(m, options, complete, i, failed) for i, m in enumerate(matches)]

@@ -15,8 +15,10 @@ import torch
 from torch.fx import Node
 
 from fx_fuser.epilogue import COMMUTATIVE, OPS, Epilogue, Step
+from fx_fuser.nodes import meta_tensor
 from fx_fuser.sites import Site
-from fx_fuser.spell import Expr, Operand, Unspellable, View, is_number, meta_tensor
+from fx_fuser.spell import Expr, Operand, Unspellable, is_number
+from fx_fuser.view import View
 
 
 @dataclass(frozen=True)

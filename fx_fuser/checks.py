@@ -19,8 +19,9 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.epilogue import ANCHOR_DTYPES, MAX_STEPS
 from fx_fuser.kernel_spec import CUDA_TYPES, MAX_NUMBERS, MAX_TENSORS
 from fx_fuser.match import Fault, Match
+from fx_fuser.nodes import called_in_place, inputs_of, meta_tensor, storages
 from fx_fuser.source import op_of
-from fx_fuser.spell import Unspellable, called_in_place, inputs_of, meta_tensor, storages
+from fx_fuser.spell import Unspellable
 from fx_fuser.subclasses import origin_of
 from fx_fuser.words import (
     at,

@@ -26,9 +26,11 @@ from torch.fx import Node
 from fx_fuser.bind import Bound, bind, scalar_behind
 from fx_fuser.epilogue import OPS, Z
 from fx_fuser.kernel_spec import MAX_NUMBERS
+from fx_fuser.nodes import meta_tensor
 from fx_fuser.pattern import Pattern
 from fx_fuser.sites import Site, site_at
-from fx_fuser.spell import Arg, Expr, Operand, View, is_number, meta_tensor
+from fx_fuser.spell import Arg, Expr, Operand, is_number
+from fx_fuser.view import View
 from fx_fuser.words import at, called
 
 _MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": sum, "mul": math.prod}

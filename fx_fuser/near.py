@@ -31,10 +31,12 @@ from fx_fuser.match import (
     fits,
     reads_itself,
 )
+from fx_fuser.nodes import inputs_of, meta_tensor, writes_of
 from fx_fuser.pattern import Pattern, size_of
 from fx_fuser.sites import Site
 from fx_fuser.source import op_of
-from fx_fuser.spell import Expr, Operand, View, inputs_of, meta_tensor, writes_of
+from fx_fuser.spell import Expr, Operand
+from fx_fuser.view import View
 from fx_fuser.words import at, called, infix, returned, without_break
 
 _WORK = 10 * MAX_WORK

@@ -23,7 +23,8 @@ from torch.fx import Node
 from fx_fuser.epilogue import OPS, Z
 from fx_fuser.errors import PatternError
 from fx_fuser.sites import ANCHOR_NAMES, Site, outermost
-from fx_fuser.spell import Arg, Expr, Operand, View, is_number
+from fx_fuser.spell import Arg, Expr, Operand, is_number
+from fx_fuser.view import View
 
 if TYPE_CHECKING:
     from fx_fuser.match import Match

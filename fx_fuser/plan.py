@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from fx_fuser import native, ops, rehearse, timing
+from fx_fuser import calls, native, rehearse, timing
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT, Conv2d, may_be_tf32
@@ -39,9 +39,9 @@ from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.kernel_spec import KernelSpec
 from fx_fuser.match import Fault, Match, Refusal
+from fx_fuser.nodes import meta_tensor
 from fx_fuser.options import Options
 from fx_fuser.sites import Site
-from fx_fuser.spell import meta_tensor
 from fx_fuser.timing import Took
 
 log = logging.getLogger("fx_fuser.plan")
@@ -61,7 +61,7 @@ _STEP_CALLS = 10
 class Plan:
     """How one match runs.
 
-    native: kernel op and our autograd rule, rather than the pattern's plain torch ops.
+    native: kernel op and our autograd rule, rather than plain torch ops.
     choices: the configuration of the anchor's op that is ours to choose: `product` and `backward`
         (who makes them), `again` (`fx_fuser.anchors.base`), a convolution's `tf32`.
     note: what runs, and what was measured.
@@ -83,7 +83,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def runs_native(match: Match, options: Options) -> bool:
-    """Kernel op and our autograd rule, rather than the pattern's plain torch ops.
+    """Kernel op and our autograd rule, rather than plain torch ops.
 
     On CPU the inner compiler fuses plain ops better than it can call an opaque reference op.
     """
@@ -118,13 +118,13 @@ class MatchCase:
         return meta_tensor(self.site.operands[name])  # type: ignore[arg-type, return-value]
 
     def specs(self, choices: Mapping[str, Any]) -> list[KernelSpec]:
-        return ops.kernel_specs(self.match, choices)
+        return calls.kernel_specs(self.match, choices)
 
     def gradients(self) -> dict[str, bool]:
         return rehearse.gradients_of(self.match)
 
     def may_have_own_backward(self) -> bool:
-        return ops.may_have_own_backward(self.match)
+        return calls.may_have_own_backward(self.match)
 
 
 def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
@@ -190,7 +190,7 @@ def _build_kernels(
     known: dict[tuple[KernelSpec, ...], BuildError] = {}  # which takes a while to find out
 
     def prepare(match: Match, choice: dict[str, Any]) -> None:
-        specs = tuple(ops.kernel_specs(match, choice))
+        specs = tuple(calls.kernel_specs(match, choice))
         if specs in known:
             raise known[specs]
         try:
@@ -221,7 +221,7 @@ def _prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None
         device = _device(match)
         if device.type == "cuda":
             for choice in choices:
-                by_device.setdefault(device, []).extend(ops.kernel_specs(match, choice))
+                by_device.setdefault(device, []).extend(calls.kernel_specs(match, choice))
             if match.site.attrs.get("training"):
                 native.prepare_batch_stats(device)
     for device, specs in by_device.items():
@@ -265,9 +265,9 @@ def _key(
     """All that the times depend on, beside the machine and what `timing` adds."""
     return (
         match.site.kind,
-        ops.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
+        calls.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
         [dict(choices) for choices in candidates],
-        [[spec.name for spec in ops.kernel_specs(match, c)] for c in candidates],
+        [[spec.name for spec in calls.kernel_specs(match, c)] for c in candidates],
         list(map(str, tensors)),
         rehearse.gradients_of(match),
         rehearse.gradients_of_tensors(match),

@@ -15,9 +15,10 @@ from fx_fuser import native
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
+from fx_fuser.calls import fake_tensors, fused_call, kernel_specs
 from fx_fuser.match import Match
-from fx_fuser.ops import FusedCall, fake_tensors, fused_call, gradients, kernel_specs
-from fx_fuser.spell import hint_of, meta_tensor
+from fx_fuser.nodes import hint_of, meta_tensor
+from fx_fuser.ops import FusedCall, gradients
 from fx_fuser.timing import Way
 
 

@@ -15,11 +15,13 @@ from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.match import Match, Refusal
+from fx_fuser.nodes import inputs_of, meta_tensor
 from fx_fuser.report_html import html_of
 from fx_fuser.sites import Site
 from fx_fuser.source import op_of, source_of
-from fx_fuser.spell import View, inputs_of, is_number, meta_tensor
+from fx_fuser.spell import is_number
 from fx_fuser.traffic import Saved, text_of
+from fx_fuser.view import View
 from fx_fuser.words import called, dtype_of, infix, shape_of
 
 log = logging.getLogger("fx_fuser.report")

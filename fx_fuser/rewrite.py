@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_fuser.match import Match
-from fx_fuser.spell import inputs_of
+from fx_fuser.nodes import inputs_of
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from fx_fuser.accuracy import PROMISED, Observed, compare
 from fx_fuser.match import Match
+from fx_fuser.nodes import meta_tensor
 from fx_fuser.rewrite import Call
-from fx_fuser.spell import meta_tensor
 
 # Where terms cancel, or a tensor has few elements, eager's own error may be small by luck, and then
 # bounds nothing. As good a bound is its error on operands that differ by a rounding: so many are

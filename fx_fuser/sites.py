@@ -17,7 +17,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from fx_fuser.spell import Expr, Operand, View, meta_tensor
+from fx_fuser.nodes import meta_tensor
+from fx_fuser.spell import Expr, Operand
+from fx_fuser.view import View
 
 # Names that anchors give to operands, to what z is made of, and to the result. Values are looked up
 # by name, so a pattern's wildcards have none of these (`fx_fuser.pattern` renames those that do).

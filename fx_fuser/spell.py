@@ -9,28 +9,24 @@ nodes and numbers:
 `View.spell`    what it means as sums and products, for matching alone: `silu(z)` is
                 `mul(z, sigmoid(z))`, `sub(x, y)` is `add(x, mul(y, -1))`. Nothing is computed from
                 it: floating point has no such algebra.
-
-In-place operations are read as values. `z.mul_(2)` makes a new value of `z`, and whoever names `z`
-afterwards reads that value; `View` resolves every argument to the node that made the value read.
-Whether an in-place operation may disappear is for the matcher's alias check.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
+
+from fx_fuser.nodes import in_place_name
 
 if TYPE_CHECKING:
-    from fx_fuser.words import End
+    pass
 
 Operand = Union["Expr", "Arg", Node, float, int, bool, None]
 
@@ -277,9 +273,6 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_torch_batch_norm, [torch.batch_norm]),
 ]
 _RULE_OF: dict[Any, Callable[..., Expr]] = {t: rule for rule, ts in _RULES for t in ts}
-_IN_PLACE_OPERATORS = {
-    f for n, f in vars(operator).items() if n.startswith("i") and hasattr(operator, f"__{n}__")
-}
 
 
 # ---- meanings: an op as sums and products, for matching ---------------------------------------
@@ -316,292 +309,9 @@ def meaning(written: Expr) -> Expr:
     return written if rule is None else rule(*written.args)
 
 
-def _in_place_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
-# ---- who writes what ------------------------------------------------------------------------
-
-
-def nodes_in(value: Any) -> Iterator[Node]:
-    """The nodes anywhere inside an argument."""
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from nodes_in(item)
-    elif isinstance(value, dict):
-        yield from nodes_in(tuple(value.values()))
-    elif isinstance(value, slice):
-        yield from nodes_in((value.start, value.stop, value.step))
-
-
-def inputs_of(node: Node) -> tuple[Node, ...]:
-    """Every node among the arguments, in order, each once."""
-    return tuple(dict.fromkeys(nodes_in((node.args, node.kwargs))))
-
-
-def _argument(node: Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
-
-
-def called_in_place(node: Node) -> bool:
-    """Is this a call that returns its first argument, changed?"""
-    target = node.target
-    if node.op == "call_method":
-        return _in_place_name(str(target))
-    if node.op != "call_function":
-        return False
-    if target in _IN_PLACE_OPERATORS:
-        return True
-    if not _is_torch_function(target):
-        return False
-    if _in_place_name(getattr(target, "__name__", "")):
-        return True
-    try:  # F.silu(z, True) as well as F.silu(z, inplace=True)
-        bound = inspect.signature(target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return node.kwargs.get("inplace") is True
-    return bound.arguments.get("inplace") is True
-
-
-def _is_torch_function(target: Any) -> bool:
-    module = getattr(target, "__module__", None) or ""
-    owner = getattr(target, "__self__", None)
-    return (
-        module.split(".")[0] == "torch"
-        or getattr(owner, "__module__", "").startswith("torch")
-        or getattr(owner, "__name__", "").startswith("torch")
-        or (isinstance(owner, type) and owner.__name__.startswith("_VariableFunctions"))
-    )
-
-
-# Higher-order operators whose body is ordinary model code, run as often as the call.
-TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
-
-
-def body_of(node: Node) -> GraphModule | None:
-    """What a transparent higher-order operator runs; None of any other node."""
-    if node.op != "call_function" or getattr(node.target, "__name__", "") not in TRANSPARENT:
-        return None
-    first = node.args[0] if node.args else None
-    if not isinstance(first, Node) or first.op != "get_attr":
-        return None
-    body = getattr(node.graph.owning_module, str(first.target), None)
-    return body if isinstance(body, GraphModule) else None
-
-
-def writes_of(node: Node) -> tuple[Node, ...]:
-    """The arguments whose memory this node may write; all of them when we cannot know."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return ()
+def rule_of(node: Node) -> Callable[..., Expr] | None:
+    """What makes the node's expression from its arguments, or None if it has no canonical name."""
     if node.op == "call_method":
         name = str(node.target)
-        changes = _in_place_name(name) or name in ("__setitem__", "__delitem__")
-        return tuple(nodes_in(node.args[:1])) if changes else ()
-    target = node.target
-    if node.op != "call_function":
-        return inputs_of(node)
-    if target is getattr or getattr(target, "__module__", None) in ("_operator", "math"):
-        changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)
-        return tuple(nodes_in(node.args[:1])) if changes else ()
-    if isinstance(target, torch._ops.OpOverload):
-        names = [a.name for a in target._schema.arguments if a.is_write]
-        positions = {a.name: i for i, a in enumerate(target._schema.arguments)}
-        return tuple(n for a in names for n in nodes_in(_argument(node, positions[a], a)))
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = (getattr(target, o) for o in target.overloads())
-        return inputs_of(node) if any(o._schema.is_mutable for o in overloads) else ()
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        body = body_of(node)
-        if body is not None and not any(map(writes_of, body.graph.nodes)):
-            return ()
-        return inputs_of(node)
-    if not _is_torch_function(target):
-        return inputs_of(node)
-    written = list(nodes_in(node.kwargs.get("out")))
-    if called_in_place(node):
-        written += nodes_in(node.args[:1] or (node.kwargs.get("input"),))
-    norms = (F.batch_norm, torch.batch_norm)
-    reads = target in norms and _argument(node, 5, "training") in (None, False)
-    if not reads and target in (*norms, F.instance_norm, torch.instance_norm):
-        first = 1 if target in (F.batch_norm, F.instance_norm) else 3
-        written += nodes_in(_argument(node, first, "running_mean"))
-        written += nodes_in(_argument(node, first + 1, "running_var"))
-    return tuple(written)
-
-
-# ---- the view -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Region:
-    """The modes a node runs under: grad mode, autocast, functorch levels and the like."""
-
-    settings: tuple[tuple[str, Any], ...] = ()
-    entered: tuple[Node, ...] = ()
-
-    def after(self, node: Node) -> Region:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if "_increment_nesting" in name or name.startswith(("_enter_", "_push_")):
-            return Region(self.settings, (*self.entered, node))
-        if "_decrement_nesting" in name or name.startswith(("_exit_", "_pop_")):
-            return Region(self.settings, self.entered[:-1])
-        if name.startswith(("_set_", "set_")) and not inputs_of(node):
-            kept = tuple(s for s in self.settings if s[0] != name)
-            return Region((*kept, (name, node.args)), self.entered)
-        return self
-
-    def functional_level(self) -> Node | None:
-        """The node that opened a functorch or forward-AD level around here, if one did."""
-        marks = ("_increment_nesting", "dual_level")
-        for node in self.entered:
-            if any(m in getattr(node.target, "__name__", "") for m in marks):
-                return node
-        return None
-
-
-class View:
-    """A reading of one graph: order, regions, who reads which value, canonical spellings, and who
-    reads and writes which memory. Each is found out once, so that a match costs no look at others.
-    """
-
-    def __init__(self, graph: Graph, end: End | None = None) -> None:
-        self.graph = graph
-        self.end = end  # how Dynamo came to end the graph, where it says
-        self.nodes = list(graph.nodes)
-        self.order = {node: i for i, node in enumerate(self.nodes)}
-        self.region: dict[Node, Region] = {}
-        self.readers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
-        self._reads: dict[Node, dict[Node, Node]] = {}
-        self._written: dict[Node, Expr | None] = {}
-        self._spelled: dict[Node, Expr | None] = {}
-        self._read_through()
-
-    def _read_through(self) -> None:
-        origin: dict[Node, Node] = {}  # in-place result → the node that first made the tensor
-        current: dict[Node, Node] = {}  # that node → whose value the tensor holds now
-        region = Region()
-        for node in self.nodes:
-            self.region[node] = region
-            region = region.after(node)
-            self._reads[node] = {
-                n: current.get(origin.get(n, n), origin.get(n, n)) for n in inputs_of(node)
-            }
-            for value in dict.fromkeys(self._reads[node].values()):
-                self.readers[value].append(node)
-            changed = _argument(node, 0, "input") if called_in_place(node) else None
-            if isinstance(changed, Node):
-                first = origin.get(changed, changed)
-                origin[node] = first
-                current[first] = node
-
-    def value(self, reader: Node, argument: Node) -> Node:
-        """The node whose value `reader` sees when it names `argument`."""
-        return self._reads[reader].get(argument, argument)
-
-    def resolve(self, reader: Node, argument: Any) -> Any:
-        """`argument` with every node replaced by the node whose value `reader` sees."""
-        return torch.fx.node.map_arg(argument, lambda n: self.value(reader, n))
-
-    def written(self, node: Node) -> Expr | None:
-        """The node's own op, or None for anything without a canonical name."""
-        if node not in self._written:
-            self._written[node] = self._read(node)
-        return self._written[node]
-
-    def spell(self, node: Node) -> Expr | None:
-        """What the node means as sums and products, or None as above. For matching alone."""
-        if node not in self._spelled:
-            written = self.written(node)
-            self._spelled[node] = None if written is None else meaning(written)
-        return self._spelled[node]
-
-    @functools.cached_property
-    def writers(self) -> dict[Node, tuple[Node, ...]]:
-        """Node → what it may write, of those that may, in the graph's order."""
-        found = ((node, writes_of(node)) for node in self.nodes)
-        return {node: written for node, written in found if written}
-
-    @functools.cached_property
-    def writer_places(self) -> list[int]:
-        return [self.order[node] for node in self.writers]
-
-    @functools.cached_property
-    def written_at(self) -> dict[Any, list[int]]:
-        """Storage → places in the order of the nodes that may write it."""
-        return self._by_storage((n, storages(written)) for n, written in self.writers.items())
-
-    @functools.cached_property
-    def read_at(self) -> dict[Any, list[int]]:
-        """Storage → places in the order of the nodes that take a tensor in it."""
-        return self._by_storage((n, storages(inputs_of(n))) for n in self.nodes)
-
-    @functools.cached_property
-    def shown_at(self) -> dict[Any, list[int]]:
-        """Storage → places in the order of the nodes whose value lies in it."""
-        return self._by_storage((n, storages((n,))) for n in self.nodes)
-
-    @functools.cached_property
-    def batch_norms_at(self) -> dict[Any, list[int]]:
-        """Storage → places in the order of the batch_norms that take a tensor in it."""
-        norms = (n for n in self.nodes if (e := self.spell(n)) and e.op == "batch_norm")
-        return self._by_storage((n, storages(inputs_of(n))) for n in norms)
-
-    @functools.cached_property
-    def graph_inputs(self) -> set[Any]:
-        """Storages of the placeholders."""
-        return storages(n for n in self.nodes if n.op == "placeholder")
-
-    def _by_storage(self, found: Iterable[tuple[Node, set[Any]]]) -> dict[Any, list[int]]:
-        places: dict[Any, list[int]] = {}
-        for node, memory in found:
-            for storage in memory:
-                places.setdefault(storage, []).append(self.order[node])
-        return places
-
-    def _read(self, node: Node) -> Expr | None:
-        if node.op == "call_method":
-            name = str(node.target)
-            rule = _RULE_OF.get(name[:-1] if _in_place_name(name) else name)
-        elif node.op == "call_function":
-            rule = _RULE_OF.get(node.target)
-        else:
-            rule = None
-        if rule is None:
-            return None
-        try:
-            args, kwargs = self.resolve(node, node.args), self.resolve(node, node.kwargs)
-            return rule(*args, **kwargs)
-        except (TypeError, Unspellable):  # a form we do not know: out=, dtype=, generator= …
-            return None
-
-
-def meta_tensor(node: Node) -> torch.Tensor | None:
-    """The fake tensor Dynamo computed for this node, or None."""
-    value = node.meta.get("example_value")
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def hint_of(size: int | torch.SymInt) -> int | None:
-    """A size as it is in this trace, or None where data decides."""
-    return size if isinstance(size, int) else size.node.hint
-
-
-def storages(nodes: Iterable[Node]) -> set[Any]:
-    """Identities of the memory behind the nodes' tensors; None stands for memory unknown.
-
-    Fake tensors keep aliasing: a base, its views and its in-place results share one storage.
-    """
-    found: set[Any] = set()
-    for node in nodes:
-        value = node.meta.get("example_value")
-        for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                try:
-                    found.add(tensor.untyped_storage()._cdata)
-                except (NotImplementedError, RuntimeError):  # wrapper subclasses, sparse tensors
-                    found.add(None)
-            elif tensor is None and node.op != "get_attr":
-                found.add(None)
-    return found
+        return _RULE_OF.get(name[:-1] if in_place_name(name) else name)
+    return _RULE_OF.get(node.target) if node.op == "call_function" else None

@@ -9,14 +9,14 @@ import torch
 from torch.fx import Node
 from torch.nn import Parameter
 
-from fx_fuser import apply, ops
+from fx_fuser import apply, calls
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT
 from fx_fuser.match import Match
+from fx_fuser.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.plan import Plan
 from fx_fuser.rehearse import gradients_of, gradients_of_tensors, saves
-from fx_fuser.spell import hint_of, inputs_of, meta_tensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     if not plan.native or not saves(match):
         return {}
     needs = {**dict.fromkeys(site.operands, False), **gradients_of(match)}
-    call = ops.fused_call(match, plan.choices)
+    call = calls.fused_call(match, plan.choices)
     c = site.nodes[0]
     compute = meta_tensor(c).dtype  # type: ignore[union-attr]
     named = {name: site.operands[name] for name in anchor.operands}

@@ -29,8 +29,8 @@ from fx_fuser import rivals
 from fx_fuser.accuracy import Copier, same_random_state
 from fx_fuser.errors import VerifyError
 from fx_fuser.match import Match
+from fx_fuser.nodes import hint_of
 from fx_fuser.rewrite import Call
-from fx_fuser.spell import hint_of
 
 
 @dataclass

@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from fx_fuser.source import op_of, source_of
-from fx_fuser.spell import Arg, Expr, Operand, View
+from fx_fuser.spell import Arg, Expr, Operand
+from fx_fuser.view import View
 
 _LONGEST = 48  # of what is quoted
 _ITEM = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]")

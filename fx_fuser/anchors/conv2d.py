@@ -20,8 +20,9 @@ from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
 from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.epilogue import Epilogue, Step
 from fx_fuser.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINTWISE, Family
+from fx_fuser.nodes import hint_of, meta_tensor
 from fx_fuser.sites import Site
-from fx_fuser.spell import hint_of, is_number, meta_tensor
+from fx_fuser.spell import is_number
 
 # Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
 DIRECT = "direct"

@@ -20,8 +20,9 @@ from fx_fuser import native
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import Conv2d, convolve, per_channel
 from fx_fuser.epilogue import Epilogue, Step, accumulation_dtype
+from fx_fuser.nodes import meta_tensor
 from fx_fuser.sites import Site
-from fx_fuser.spell import is_number, meta_tensor
+from fx_fuser.spell import is_number
 
 
 def batch_stats(c: Tensor) -> tuple[Tensor, Tensor]:

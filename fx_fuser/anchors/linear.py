@@ -14,8 +14,8 @@ from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
 from fx_fuser.epilogue import Epilogue, kernel_spec
 from fx_fuser.errors import OptionError
 from fx_fuser.kernel_spec import LINEAR_DENSE, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
+from fx_fuser.nodes import meta_tensor
 from fx_fuser.sites import Site
-from fx_fuser.spell import meta_tensor
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # a bᵀ
 SPLIT = "split"

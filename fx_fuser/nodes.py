@@ -1,0 +1,161 @@
+"""What a node of an FX graph reads, writes and holds."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+_IN_PLACE_OPERATORS = {
+    f for n, f in vars(operator).items() if n.startswith("i") and hasattr(operator, f"__{n}__")
+}
+
+
+def in_place_name(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def meta_tensor(node: Node) -> torch.Tensor | None:
+    """The fake tensor Dynamo computed for this node, or None."""
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def hint_of(size: int | torch.SymInt) -> int | None:
+    """A size as it is in this trace, or None where data decides."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def storages(nodes: Iterable[Node]) -> set[Any]:
+    """Identities of the memory behind the nodes' tensors; None stands for memory unknown.
+
+    Fake tensors keep aliasing: a base, its views and its in-place results share one storage.
+    """
+    found: set[Any] = set()
+    for node in nodes:
+        value = node.meta.get("example_value")
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                try:
+                    found.add(tensor.untyped_storage()._cdata)
+                except (NotImplementedError, RuntimeError):  # wrapper subclasses, sparse tensors
+                    found.add(None)
+            elif tensor is None and node.op != "get_attr":
+                found.add(None)
+    return found
+
+
+# ---- who writes what ------------------------------------------------------------------------
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """The nodes anywhere inside an argument."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from nodes_in(item)
+    elif isinstance(value, dict):
+        yield from nodes_in(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from nodes_in((value.start, value.stop, value.step))
+
+
+def inputs_of(node: Node) -> tuple[Node, ...]:
+    """Every node among the arguments, in order, each once."""
+    return tuple(dict.fromkeys(nodes_in((node.args, node.kwargs))))
+
+
+def argument_of(node: Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def called_in_place(node: Node) -> bool:
+    """Is this a call that returns its first argument, changed?"""
+    target = node.target
+    if node.op == "call_method":
+        return in_place_name(str(target))
+    if node.op != "call_function":
+        return False
+    if target in _IN_PLACE_OPERATORS:
+        return True
+    if not _is_torch_function(target):
+        return False
+    if in_place_name(getattr(target, "__name__", "")):
+        return True
+    try:  # F.silu(z, True) as well as F.silu(z, inplace=True)
+        bound = inspect.signature(target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return node.kwargs.get("inplace") is True
+    return bound.arguments.get("inplace") is True
+
+
+def _is_torch_function(target: Any) -> bool:
+    module = getattr(target, "__module__", None) or ""
+    owner = getattr(target, "__self__", None)
+    return (
+        module.split(".")[0] == "torch"
+        or getattr(owner, "__module__", "").startswith("torch")
+        or getattr(owner, "__name__", "").startswith("torch")
+        or (isinstance(owner, type) and owner.__name__.startswith("_VariableFunctions"))
+    )
+
+
+# Higher-order operators whose body is ordinary model code, run as often as the call.
+TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
+
+
+def body_of(node: Node) -> GraphModule | None:
+    """What a transparent higher-order operator runs; None of any other node."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") not in TRANSPARENT:
+        return None
+    first = node.args[0] if node.args else None
+    if not isinstance(first, Node) or first.op != "get_attr":
+        return None
+    body = getattr(node.graph.owning_module, str(first.target), None)
+    return body if isinstance(body, GraphModule) else None
+
+
+def writes_of(node: Node) -> tuple[Node, ...]:
+    """The arguments whose memory this node may write; all of them when we cannot know."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return ()
+    if node.op == "call_method":
+        name = str(node.target)
+        changes = in_place_name(name) or name in ("__setitem__", "__delitem__")
+        return tuple(nodes_in(node.args[:1])) if changes else ()
+    target = node.target
+    if node.op != "call_function":
+        return inputs_of(node)
+    if target is getattr or getattr(target, "__module__", None) in ("_operator", "math"):
+        changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)
+        return tuple(nodes_in(node.args[:1])) if changes else ()
+    if isinstance(target, torch._ops.OpOverload):
+        names = [a.name for a in target._schema.arguments if a.is_write]
+        positions = {a.name: i for i, a in enumerate(target._schema.arguments)}
+        return tuple(n for a in names for n in nodes_in(argument_of(node, positions[a], a)))
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = (getattr(target, o) for o in target.overloads())
+        return inputs_of(node) if any(o._schema.is_mutable for o in overloads) else ()
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        body = body_of(node)
+        if body is not None and not any(map(writes_of, body.graph.nodes)):
+            return ()
+        return inputs_of(node)
+    if not _is_torch_function(target):
+        return inputs_of(node)
+    written = list(nodes_in(node.kwargs.get("out")))
+    if called_in_place(node):
+        written += nodes_in(node.args[:1] or (node.kwargs.get("input"),))
+    norms = (F.batch_norm, torch.batch_norm)
+    reads = target in norms and argument_of(node, 5, "training") in (None, False)
+    if not reads and target in (*norms, F.instance_norm, torch.instance_norm):
+        first = 1 if target in (F.batch_norm, F.instance_norm) else 3
+        written += nodes_in(argument_of(node, first, "running_mean"))
+        written += nodes_in(argument_of(node, first + 1, "running_var"))
+    return tuple(written)
