@@ -335,9 +335,9 @@ def _failure_at(
         site = site_at(view, node)
     except Exception:
         return None
-    if site is None:
+    pattern = next((p for p in active if site and p.kind == site.kind), None)
+    if site is None or pattern is None:
         return None
-    pattern = next(p for p in active if p.kind == site.kind)
     return Refusal(pattern, site, node, f"{type(error).__name__}: {error}", failed=True)
 
 

@@ -53,12 +53,12 @@ def near_miss(
 ) -> Refusal | None:
     """The pattern that lacks least at this site, if any of it is there beyond the anchor."""
     own = [p for p in patterns if p.kind == site.kind]
-    work, misses = Work(_WORK), list[Refusal]()
+    work, begun, off = Work(_WORK), list[Refusal](), list[Refusal]()
     with contextlib.suppress(TooMuchWorkError):  # the misses until then
-        misses += _begun(view, site, own, work)
+        begun += _begun(view, site, own, work)
         for miss in _one_off(view, site, own, check, work):
-            misses.append(miss)
-    return min(misses, key=lambda m: m.missing, default=None)
+            off.append(miss)
+    return min((*off, *begun), key=lambda m: m.missing, default=None)
 
 
 # ---- one operation is off -------------------------------------------------------------------

@@ -58,13 +58,17 @@ def _after(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+# At each site: what fails at one alone leaves the others fused (tests/test_site_faults.py).
+AT_SITES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "matching": (backend, "find", _raises),
     "a check": (checks, "fault_of", _raises),
     "the plan": (plan, "runs_native", _raises),
     "the call": (ops, "graph_call", _raises),
-    "rewriting": (rewrite, "replace", _raises),
-    "the second rewrite": (rewrite, "replace", _after(1, rewrite.replace)),
+}
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    **AT_SITES,
+    "rewriting": (rewrite, "replace_all", _raises),
+    "the second rewrite": (rewrite, "_insert", _after(1, rewrite._insert)),
     "erasing after the call is in": (rewrite, "_erase", _raises),
     "kernels": (plan, "_build_kernels", _raises),
     "the cache tag": (build, "fingerprint", _raises),
@@ -75,8 +79,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 @pytest.fixture(params=FAULTS)
-def fault(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def fault(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(*FAULTS[request.param])
+    return str(request.param)
 
 
 @contextmanager
@@ -126,7 +131,7 @@ def _compile(model: nn.Module, strict: bool = False) -> Any:
 
 
 def test_one_warning_the_untouched_graph_and_the_right_result(
-    fault: None, recorder: Recorder
+    fault: str, recorder: Recorder
 ) -> None:
     model, x = ThreePatterns().eval(), images()
     plain = _plain_graph(model, x)
@@ -136,12 +141,17 @@ def test_one_warning_the_untouched_graph_and_the_right_result(
     assert recorder.graphs[-1] == plain
     assert sites() == {}
     (message,) = messages
-    assert "leaves a graph unfused" in message and "Boom: our own fault" in message
+    if fault in AT_SITES:
+        assert "leaves what it fails at to the model's own ops" in message
+        assert message.count("Boom: our own fault") == len(ALL_THREE)
+        assert message.count(", compare.py:") == len(ALL_THREE)
+    else:
+        assert "leaves a graph unfused" in message and "Boom: our own fault" in message
     value.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_strict_raises_the_cause(fault: None, recorder: Recorder) -> None:
+def test_strict_raises_the_cause(fault: str, recorder: Recorder) -> None:
     with pytest.raises(Exception, match="our own fault"):
         _compile(ThreePatterns().eval(), strict=True)(images())
 
@@ -149,7 +159,7 @@ def test_strict_raises_the_cause(fault: None, recorder: Recorder) -> None:
 def test_the_log_has_the_traceback(
     monkeypatch: pytest.MonkeyPatch, recorder: Recorder, caplog: Any
 ) -> None:
-    monkeypatch.setattr(rewrite, "replace", _raises)
+    monkeypatch.setattr(rewrite, "replace_all", _raises)
     with caplog.at_level(logging.INFO, logger="fx_fuser.backend"), _our_warnings():
         _compile(ThreePatterns().eval())(images())
     (record,) = [r for r in caplog.records if r.name == "fx_fuser.backend"]
@@ -167,7 +177,7 @@ def test_a_fault_in_a_checkpointed_body_restores_that_body(
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.body, self.body(x)[:, :3, None, None], use_reentrant=False)
 
-    monkeypatch.setattr(rewrite, "replace", _after(4, rewrite.replace))
+    monkeypatch.setattr(rewrite, "_insert", _after(4, rewrite._insert))
     model, x = Checkpointed(), images()
     with _our_warnings() as messages:
         value = torch.compile(
@@ -252,7 +262,7 @@ def test_an_exception_that_steers_dynamo_passes(
     def skip(*args: Any, **kwargs: Any) -> Any:
         raise torch._dynamo.exc.SkipFrame("skip this frame")
 
-    monkeypatch.setattr(rewrite, "replace", skip)
+    monkeypatch.setattr(rewrite, "replace_all", skip)
     model, x = ThreePatterns().eval(), images()
     with _our_warnings() as messages:
         value = _compile(model)(x)
@@ -468,7 +478,7 @@ def test_two_threads_compile_and_one_fails(
 ) -> None:
     """The other's model fuses; both give the right result. (Both right: tests/test_compile.py.)"""
     models, x = [ThreePatterns().eval() for _ in range(2)], images()
-    monkeypatch.setattr(rewrite, "replace", _after(3, rewrite.replace))
+    monkeypatch.setattr(rewrite, "_insert", _after(3, rewrite._insert))
     values: dict[int, Tensor] = {}
     barrier = threading.Barrier(2)
 

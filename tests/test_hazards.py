@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
+import operator
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,14 +33,17 @@ from helpers import (
     leaf,
     linear_program,
     recorded,
+    refused,
     run,
 )
+from kernel_text import specs_of
 from test_refused_regions import no_grad_sigmoid
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import backend, build, checks, ops, options
+from fx_fuser import backend, build, checks, kernel_spec, ops, options, spell
+from fx_fuser.pattern import trace
 
 
 @dataclass
@@ -231,7 +236,11 @@ TRAPS: dict[str, Trap] = {
 }  # fmt: skip
 
 # What no program on a CPU can show, and the test that stands in for it.
-ELSEWHERE = {"one_device": "test_other_device", "pattern_check": "test_pattern_check"}
+ELSEWHERE = {
+    "one_device": "test_other_device",
+    "pattern_check": "test_pattern_check",
+    "fits_a_kernel": "test_more_than_a_kernel_takes",
+}
 
 
 def attempt(trap: Trap) -> None:
@@ -292,9 +301,31 @@ def test_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     without = tuple(c for c in checks.CHECKS if c is not checks.one_device)
     monkeypatch.setattr(checks, "CHECKS", without)
-    with pytest.raises(Exception, match="linear_sigmoid_mul_mul"):
+    with pytest.raises(Exception, match=r"While executing .*fx_fuser\.linear"):
         compiled(model)(x)
     assert asked == [torch.device("meta")]
+
+
+def test_more_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU op computes it all the same; the CUDA kernels have no room for it."""
+
+    def hazard_test_many(x, weight, bias, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q):  # type: ignore[no-untyped-def]  # noqa: E501, E741
+        z = F.linear(x, weight, bias)
+        return z * a * b * c * d * e * f * g * h * i * j * k * l * m * n * o * p * q
+
+    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    fx_fuser.register_pattern(hazard_test_many)
+    model = linear_program(lambda m, x, *t: functools.reduce(operator.mul, t, m.lin(x)))
+    inputs = (torch.randn(4, 8), *(torch.rand(4, 6) + 0.5 for _ in range(17)))
+    refused(model, *inputs, reason="it has 18 tensors, of which a kernel takes 16", train=False)
+    torch._dynamo.reset()
+    without = tuple(c for c in checks.CHECKS if c is not checks.fits_a_kernel)
+    monkeypatch.setattr(checks, "CHECKS", without)
+    counters.clear()
+    compiled(model)(*inputs)
+    assert fused() == {"hazard_test_many": 1}
+    dtypes = dict.fromkeys(inspect.signature(hazard_test_many).parameters, torch.float32)
+    assert len(specs_of(hazard_test_many, dtypes)[0].inputs) > kernel_spec.MAX_TENSORS
 
 
 def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,16 +348,29 @@ def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- A: caches ------------------------------------------------------------------------------
 
 
-def test_a_pattern_changes_the_cache_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed_is_in_the_graph_and_not_in_the_tag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor's cache keys have the graph's constants: no two epilogues share an entry."""
     monkeypatch.setattr(backend, "_registry", list(backend._registry))
     before = backend._cache_tag()
-    assert backend._cache_tag() == before
+    said = []
+    for tail in (operator.add, operator.sub):
 
-    def hazard_test_another(x, weight, bias, a):  # type: ignore[no-untyped-def]
-        return torch.tanh(F.linear(x, weight, bias)) - a
+        def body(m: Any, x: Tensor, y: Tensor, tail: Any = tail) -> Tensor:
+            return tail(torch.tanh(m.lin(x)), y)
 
-    fx_fuser.register_pattern(hazard_test_another)
-    assert backend._cache_tag() != before
+        def source_of(tail: Any) -> Any:
+            return lambda x, weight, bias, a: tail(torch.tanh(F.linear(x, weight, bias)), a)
+
+        monkeypatch.setattr(backend, "_registry", [trace(source_of(tail), name="same_name")])
+        with recorded() as graphs:
+            compiled(linear_program(body))(leaf(4, 8), leaf(4, 6))
+        (node,) = [n for n in graphs[0].graph.nodes if "fx_fuser" in str(n.target)]
+        said.append([a for a in node.args if isinstance(a, str) and "tanh" in a])
+        assert backend._cache_tag() == before
+        torch._dynamo.reset()
+    assert said == [["v0 = tanh(z); v1 = add(v0, t0)"], ["v0 = tanh(z); v1 = sub(v0, t0)"]]
 
 
 @pytest.mark.parametrize("edited", ["ops.py", "patterns/conv2d_batchnorm_mul.py", "kernels_cu"])
@@ -366,7 +410,7 @@ def test_the_tag_is_set_while_the_inner_compiler_runs(monkeypatch: pytest.Monkey
 
 
 def test_without_the_product_a_changing_scale_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard of hazard B is `Match.items`: a 0-d tensor alone made the number a constant."""
+    """The guard of hazard B is `Bound.items`: a 0-d tensor alone made the number a constant."""
 
     def compiles() -> int:
         torch._dynamo.reset()
@@ -380,14 +424,18 @@ def test_without_the_product_a_changing_scale_recompiles(monkeypatch: pytest.Mon
         return counters["stats"]["unique_graphs"]
 
     assert compiles() == 2
-    replace = backend.rewrite.replace
+    replace_all = backend.rewrite.replace_all
 
-    def without_items(match: Any, *rest: Any) -> Any:
-        match.items.clear()
-        return replace(match, *rest)
+    removed = []
 
-    monkeypatch.setattr(backend.rewrite, "replace", without_items)
-    assert compiles() > 2
+    def without_items(graph: Any, replacements: Any) -> None:
+        for _, call in replacements:
+            removed.extend(call.items)
+            call.items.clear()
+        replace_all(graph, replacements)
+
+    monkeypatch.setattr(backend.rewrite, "replace_all", without_items)
+    assert compiles() > 2 and removed
 
 
 # ---- D: double backward ---------------------------------------------------------------------
@@ -437,7 +485,7 @@ def test_input_write_is_load_bearing_with_inner_eager(monkeypatch: pytest.Monkey
             return float((call(x, x[:2]) - model(same, same[:2])).abs().max())
 
     assert error() == 0.0
-    monkeypatch.setattr(checks, "_graph_inputs", lambda match: set())
+    monkeypatch.setattr(spell.View, "graph_inputs", frozenset())
     assert error() > 1e-3
 
 

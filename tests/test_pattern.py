@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ADD, CONV, MUL, Program, calls, check, compiled, fused, leaf
+from helpers import ADD, CONV, MUL, Program, calls, check, compiled, fused, leaf, linear_program
+from kernel_text import epilogue_of, steps_in, text_of
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import PatternError, apply, backend, build
+from fx_fuser import PatternError, backend, build
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.pattern import trace
 from fx_fuser.sites import ANCHOR_NAMES
@@ -23,7 +24,7 @@ train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Patterns registered by a test are gone after it; their ops stay, as ops do."""
+    """Patterns registered by a test are gone after it."""
     monkeypatch.setattr(backend, "_registry", list(backend._registry))
     yield
 
@@ -84,8 +85,7 @@ def keyword_only(x, w, *, a):  # type: ignore[no-untyped-def]
 ERRORS: dict[Callable[..., Any], str] = {
     no_anchor: "has 0 anchors",
     two_anchors: r"has 2 anchors \(linear, linear\)",
-    nothing_pointwise: "nothing pointwise follows the linear",
-    without_z: "nothing pointwise follows the linear",
+    without_z: "its result does not depend on the linear",
     unused_parameter: "its parameter 'b' is not used",
     named_z: "'z' names the anchor's value; rename the parameter",
     computed_operand: "the anchor's operand mul is computed",
@@ -103,6 +103,15 @@ def test_errors(source: Callable[..., Any]) -> None:
         fx_fuser.register_pattern(source)
     assert source.__name__ in str(failure.value)
     assert source.__name__ not in [p.name for p in fx_fuser.registered_patterns()]
+
+
+@train_eval
+def test_the_anchor_alone_is_a_pattern(train: bool) -> None:
+    fx_fuser.register_pattern(nothing_pointwise)
+    assert trace(nothing_pointwise).size == 0
+    model = linear_program(lambda m, x: F.linear(x, m.w))
+    graphs = check(model, leaf(4, 8), fuses={"nothing_pointwise": 1}, train=train)
+    assert "linear" not in calls(graphs)
 
 
 def test_name_must_be_an_identifier() -> None:
@@ -188,19 +197,17 @@ def _needs_nvcc() -> None:
         pytest.skip(str(error))
 
 
-SOURCES: dict[str, tuple[Any, str, dict[str, torch.dtype], dict[str, Any]]] = {
-    "tanh_mul": (tanh_mul, "t", dict.fromkeys(("x", "weight", "bias", "a"), torch.float32), {}),
+SOURCES: dict[str, tuple[Any, dict[str, torch.dtype], dict[str, Any]]] = {
+    "tanh_mul": (tanh_mul, dict.fromkeys(("x", "weight", "bias", "a"), torch.float32), {}),
     "gelu_add bf16": (
-        gelu_add, "t", dict.fromkeys(("x", "weight", "bias", "r"), torch.bfloat16), {}
+        gelu_add, dict.fromkeys(("x", "weight", "bias", "r"), torch.bfloat16), {}
     ),
     "norm_clamp training": (
-        norm_clamp, "", dict.fromkeys(("x", "weight", "bias", "gamma", "beta"), torch.float32),
+        norm_clamp, dict.fromkeys(("x", "weight", "bias", "gamma", "beta"), torch.float32),
         {"training": True},
     ),
     "norm_clamp eval": (
-        norm_clamp, "",
-        dict.fromkeys(("x", "weight", "running_mean", "running_var", "gamma"), torch.float16),
-        {},
+        norm_clamp, dict.fromkeys(("x", "weight", "mean", "var", "gamma"), torch.float16), {},
     ),
 }  # fmt: skip
 
@@ -208,25 +215,31 @@ SOURCES: dict[str, tuple[Any, str, dict[str, torch.dtype], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES.keys())
 def test_cuda_source_compiles(case: Any) -> None:
     _needs_nvcc()
-    source, kinds, dtypes, config = case
-    pattern = fx_fuser.register_pattern(source)
-    text = apply.cuda_text(pattern, kinds, dtypes, **config)
-    op = {"tanh_mul": "tanh", "gelu_add": "gelu", "norm_clamp": "minimum"}[pattern.name]
+    source, dtypes, config = case
+    text = text_of(source, dtypes, **config)
+    op = {"tanh_mul": "tanh", "gelu_add": "gelu", "norm_clamp": "minimum"}[source.__name__]
     assert f"math::{op}(" in text
     assert build.cubin(text, "sm_80").read_bytes()[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("kinds", ["zs", "ts", "tt", "st", "zt", "tz", "zz", "ss"])
 def test_cuda_source_reads_each_operand_once(kinds: str) -> None:
-    """The text names exactly the operands that these kinds bring."""
-    (pattern,) = [p for p in fx_fuser.registered_patterns() if p.name == ADD]
+    """The text names exactly the operands that these kinds bring, and its steps the values."""
+
+    def source(x, weight, bias, a, b):  # type: ignore[no-untyped-def]
+        z = F.linear(x, weight, bias)
+        first, second = (
+            {"z": z, "t": t, "s": s}[k] for k, t, s in zip(kinds, (a, b), (0.75, -2.0))
+        )
+        return torch.sigmoid(z) * first + second
+
     dtypes = dict.fromkeys(("x", "weight", "bias", "a", "b"), torch.float32)
-    text = apply.cuda_text(pattern, kinds, dtypes)
+    text = text_of(source, dtypes)
     tensors, scalars = 1 + kinds.count("t"), kinds.count("s")
-    assert set(re.findall(r"in\[(\d)\]", text)) >= {str(i) for i in range(tensors)}
     body = text.split("operator()", 1)[1].split("const {", 1)[1]
     assert set(re.findall(r"\bin\[(\d)\]", body)) == {str(i) for i in range(tensors)}
     assert set(re.findall(r"\bscalar\[(\d)\]", body)) == {str(i) for i in range(scalars)}
+    assert len(list(steps_in(text))) == 3  # sigmoid, product, sum: as it is written
 
 
 # ---- the registry ---------------------------------------------------------------------------
@@ -245,7 +258,7 @@ def test_same_pattern_twice_is_one() -> None:
 
 def test_name_taken_by_another_pattern() -> None:
     fx_fuser.register_pattern(tanh_mul)
-    with pytest.raises(PatternError, match="a pattern named 'tanh_mul' exists and computes"):
+    with pytest.raises(PatternError, match="a pattern named 'tanh_mul' exists and searches for"):
         fx_fuser.register_pattern(gelu_add, name="tanh_mul")
     with pytest.raises(PatternError, match=f"a pattern named '{MUL}' exists"):
         fx_fuser.register_pattern(gelu_add, name=MUL)
@@ -270,7 +283,9 @@ def test_check_sees_the_match() -> None:
 
 def test_another_name() -> None:
     pattern = fx_fuser.register_pattern(tanh_mul, name="my_own_name")
-    assert pattern.name == "my_own_name" and hasattr(torch.ops.fx_fuser, "my_own_name")
+    assert pattern.name == "my_own_name" and not hasattr(torch.ops.fx_fuser, "my_own_name")
+    model, inputs = program(tanh_mul)
+    check(model, *inputs, fuses={"my_own_name": 1})
 
 
 def test_disabled_by_name() -> None:
@@ -363,7 +378,10 @@ def test_every_epilogue_op(op: str, train: bool) -> None:
     model = Program(lambda m, x, a: tail(m.lin(x), a), lin=nn.Linear(8, 6))
     check(model, leaf(4, 8), a, fuses={pattern.name: 1}, train=train)
     dtypes = {**dict.fromkeys(("x", "weight", "bias"), torch.float32), "a": a.dtype}
-    assert "FX_FUSER_POINTWISE(" in apply.cuda_text(pattern, "t", dtypes)
+    steps = list(steps_in(text_of(source, dtypes)))
+    used = {step.op for step in epilogue_of(source).steps}
+    assert op.replace("relu6", "hardtanh") in used
+    assert len(steps) == len(epilogue_of(source).steps)
 
 
 def test_trace_is_the_public_reading() -> None:
@@ -380,9 +398,8 @@ def test_wildcards_named_like_operands() -> None:
 
     pattern = trace(named_like_operands)
     assert pattern.wildcards == ("weight_", "c_")
-    float32 = torch.float32
-    dtypes = {"x": float32, "weight": float32, "weight_": float32, "c_": float32}
-    assert "// in: c, weight_, c_\n" in apply.cuda_text(pattern, "tt", dtypes)
+    dtypes = dict.fromkeys(("x", "w", "weight", "c"), torch.float32)
+    assert "// in: c, t0, t1\n" in text_of(named_like_operands, dtypes)
 
     fx_fuser.register_pattern(named_like_operands)
     lin, x, s, r = nn.Linear(4, 5), torch.randn(3, 4), torch.randn(3, 5), torch.randn(3, 5)

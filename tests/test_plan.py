@@ -14,10 +14,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import native, ops, plan, rehearse, timing
+from fx_fuser import apply, native, ops, plan, rehearse, timing
 from fx_fuser.anchors.linear import Linear
-from fx_fuser.epilogue import CUDA_TYPES
 from fx_fuser.errors import BuildError, OptionError
+from fx_fuser.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, KernelSpec
 from fx_fuser.match import Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.plan import Plan
@@ -262,8 +262,8 @@ def test_option_fp32_on_a_convolution(
 def test_a_product_that_does_not_compile_is_no_choice(
     match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
-    def prepare(sources: Sequence[str], device: torch.device) -> None:
-        if any("FX_FUSER_LINEAR_SPLIT" in source for source in sources):
+    def prepare(specs: Sequence[KernelSpec], device: torch.device) -> None:
+        if any(spec.family is LINEAR_SPLIT for spec in specs):
             raise BuildError("it spills registers")
 
     match = match_of(swish, *linear_tensors())
@@ -279,12 +279,14 @@ def test_a_product_that_does_not_compile_is_no_choice(
     assert isinstance(decision, Refusal)
     assert "no kernel of ours makes this product" in decision.reason
 
-    def nothing_compiles(sources: Sequence[str], device: torch.device) -> None:
+    def nothing_compiles(specs: Sequence[KernelSpec], device: torch.device) -> None:
         raise BuildError("no compiler")
 
     monkeypatch.setattr(native, "prepare", nothing_compiles)
-    with pytest.raises(BuildError, match="no compiler"):
-        decide(match)
+    with pytest.warns(UserWarning, match="no compiler; please report"):
+        decision = decide(match)
+    assert isinstance(decision, Refusal) and decision.failed
+    assert decision.reason == "BuildError: no compiler"
 
 
 # ---- convolutions --------------------------------------------------------------------------------
@@ -502,7 +504,7 @@ def test_a_factor_alone_that_learns(match_of: Any, grads: bool) -> None:
     tensors = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4, 1, 1)
     with torch.set_grad_enabled(grads):
         match = match_of(norm, *tensors[:2], tensors[2].requires_grad_())
-    assert rehearse.gradients_of_wildcards(match) == [grads]
+    assert rehearse.gradients_of_tensors(match) == [grads]
     forms = rehearse.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
@@ -528,6 +530,11 @@ def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
     assert [v.shape for v in own] == shapes  # type: ignore[union-attr]
 
 
+def backward_spec(match: Match) -> KernelSpec | None:
+    bound, y = match.bound, match.root.meta["example_value"]
+    return apply.backward_spec(bound.epilogue, ops.fake_tensors(match), bound.numbers, y.dtype)
+
+
 @pytest.mark.parametrize("factor", [(4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (6, 6), "learned"])
 def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any) -> None:
     """Those of an epilogue that multiplies by one number a channel, of which none is asked for."""
@@ -540,7 +547,8 @@ def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any
     weight = torch.randn(4, 3, 3, 3, requires_grad=True)
     match = match_of(norm, torch.randn(2, 3, 8, 8), weight, scale)
     per_channel = factor in ((4, 1, 1), (1, 4, 1, 1))
-    assert (ops.derivative_source(match) is not None) == (per_channel or learned)
+    assert (backward_spec(match) is not None) == (per_channel or learned)
+    assert ops.may_have_own_backward(match) == per_channel
     on_gpu(1.0, 0.9, 0.8)
     decision = decide(match, fp32="split")
     assert ("in both directions" in decision.note) == per_channel  # type: ignore[union-attr]
@@ -561,10 +569,11 @@ def test_in_16_bits_the_gradients_need_no_library_either(
     weight = torch.randn(4, 3, 3, 3, dtype=dtype, requires_grad=True)
     gamma = torch.randn(4, requires_grad=True)
     match = match_of(norm, torch.randn(2, 3, 8, 8, dtype=dtype), weight, gamma, scale)
-    source = ops.derivative_source(match)
+    assert ops.may_have_own_backward(match) == (result == "narrow")
+    spec = backward_spec(match)
     if result == "narrow":
-        assert source is not None
-        assert f"float, {CUDA_TYPES[dtype]}, {CUDA_TYPES[dtype]}" in source
+        assert spec is not None
+        assert f"float, {CUDA_TYPES[dtype]}, {CUDA_TYPES[dtype]}" in spec.text
     on_gpu(1.0, 0.9, 0.8, 1.0)
     note = str(decide(match))
     assert ("in both directions" in note) == (result == "narrow")
@@ -640,8 +649,8 @@ def test_forms_have_the_sizes_strides_and_dtypes_of_the_trace(match_of: Any) -> 
     _, weight, bias = linear_tensors()
     wide = torch.randn(4, 32)[:, ::2]
     forms = rehearse.tensors_of(match_of(swish, wide, weight, bias))
-    assert forms is not None and forms[-2:] == [None, None]  # z itself, and a number
-    made = [form.random(torch.Generator().manual_seed(0)) for form in forms if form is not None]
+    assert forms is not None and None not in forms  # none of z itself, or of a number
+    made = [form.random(torch.Generator().manual_seed(0)) for form in forms]
     assert [(m.shape, m.stride()) for m in made] == [
         (t.shape, t.stride()) for t in (wide, weight, bias)
     ]

@@ -4,6 +4,7 @@ nothing else changes."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from compare import ALL_THREE, CONV, MUL_ADD, MUL_MUL, ThreePatterns, fused_compile, images, sites
 from helpers import linear_program
+from kernel_text import text_of
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
@@ -30,29 +32,44 @@ from torch.utils.checkpoint import checkpoint
 import fx_fuser
 from fx_fuser import Report, accuracy, apply, backend, build, ops, rivals, verify
 from fx_fuser.errors import VerifyError
+from fx_fuser.kernel_spec import KernelSpec
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 FIRST, ALWAYS = {"verify": "first_call"}, {"verify": "always"}
 
 
-def _break_values(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """The fused ops of these patterns are off by one part in ten thousand."""
-    right = apply.finish
+def _pattern_names(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], str]:
+    """(anchor, epilogue's text) → pattern, of all sites that are fused from now on."""
+    known: dict[tuple[str, str], str] = {}
+    right = ops.graph_call
 
-    def finish(pattern: Any, *args: Any) -> None:
-        right(pattern, *args)
-        if pattern.name in names:
+    def graph_call(match: Any, *args: Any) -> Any:
+        known[match.site.kind, match.bound.epilogue.text] = match.pattern.name
+        return right(match, *args)
+
+    monkeypatch.setattr(ops, "graph_call", graph_call)
+    return known
+
+
+def _break_values(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The fused ops at sites of these patterns are off by one part in ten thousand."""
+    right, known = apply.finish, _pattern_names(monkeypatch)
+
+    def finish(epilogue: Any, anchor: Any, *args: Any) -> None:
+        right(epilogue, anchor, *args)
+        if known[anchor.kind, epilogue.text] in names:
             args[-1].mul_(1.0001)
 
     monkeypatch.setattr(apply, "finish", finish)
 
 
 def _break_gradients(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    right = ops._pull_back
+    right, known = ops._pull_back, _pattern_names(monkeypatch)
 
     def pull_back(call: Any, *args: Any) -> Any:
         grads = right(call, *args)
-        return [g * 1.0001 for g in grads] if call.pattern.name in names else grads
+        wrong = known[call.anchor.kind, call.epilogue.text] in names
+        return [g * 1.0001 for g in grads] if wrong else grads
 
     monkeypatch.setattr(ops, "_pull_back", pull_back)
 
@@ -167,12 +184,12 @@ def test_strict_raises(verify_when: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_op_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = apply.finish
+    right, known = apply.finish, _pattern_names(monkeypatch)
 
-    def finish(pattern: Any, *args: Any) -> None:
-        if pattern.name == CONV:
+    def finish(epilogue: Any, anchor: Any, *args: Any) -> None:
+        if known[anchor.kind, epilogue.text] == CONV:
             raise torch.OutOfMemoryError("no memory left")
-        right(pattern, *args)
+        right(epilogue, anchor, *args)
 
     monkeypatch.setattr(apply, "finish", finish)
     model, x = ThreePatterns().eval(), images()
@@ -488,7 +505,7 @@ def test_float64_does_not_follow_a_cast(
         return narrow(F.linear(x, weight, bias)) * a
 
     monkeypatch.setattr(backend, "_registry", list(backend._registry))
-    fx_fuser.register_pattern(linear_narrowed_mul, name=f"narrowed_{len(ops._PATTERNS)}")
+    fx_fuser.register_pattern(linear_narrowed_mul, name="narrowed")
     seen: list[Tensor] = []
     right = rivals.compare
     monkeypatch.setattr(
@@ -679,13 +696,15 @@ def test_two_threads_make_the_first_call(verified: list[str]) -> None:
 
 def _break_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every generated CUDA kernel is off by one part in a thousand."""
-    right = apply.cuda_source
+    right = apply.kernel_spec
 
-    def source(*args: Any) -> str:
-        return right(*args).replace("    return ", "    return Acc(1.001) * ")
+    def wrong(*args: Any) -> KernelSpec:
+        spec = right(*args)
+        return dataclasses.replace(
+            spec, definition=spec.definition.replace("    return ", "    return Acc(1.001) * ")
+        )
 
-    monkeypatch.setattr(apply, "cuda_source", source)
-    monkeypatch.setattr(apply, "_derivatives", {})
+    monkeypatch.setattr(apply, "kernel_spec", wrong)
 
 
 @pytest.mark.gpu
@@ -713,7 +732,10 @@ def test_the_kernel_broken_on_purpose_compiles(
         pytest.skip("no CUDA toolkit here")
     _break_kernels(monkeypatch)
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    pattern = next(p for p in fx_fuser.registered_patterns() if p.name == MUL_MUL)
-    dtypes = {"x": torch.float32, "weight": torch.float32}
-    text = apply.cuda_text(pattern, "zs", dtypes)
+
+    def swish(x, weight):  # type: ignore[no-untyped-def]
+        z = F.linear(x, weight)
+        return torch.sigmoid(z) * z * 2.0
+
+    text = text_of(swish, {"x": torch.float32, "weight": torch.float32})
     assert "return Acc(1.001) * v" in text and build.cubin(text, "sm_90a").exists()

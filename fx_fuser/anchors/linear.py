@@ -55,6 +55,9 @@ class Linear(Anchor):
             return "the bias is no vector"
         return ""
 
+    def leaf_counts(self, site: Site) -> tuple[int, int]:
+        return 1, 0  # c, with its bias
+
     def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
         return (*y.shape[:-1], self.rows(operands["weight"]).shape[0])
 
