@@ -17,6 +17,7 @@ the reference of the tests and, by `torch.autograd.grad`, the pointwise backward
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +98,20 @@ def _clamp_text(x: str, low: str | None, high: str | None) -> str:
     return x if high is None else f"math::minimum({x}, {high})"
 
 
+def _clamp(x: Any, low: Any, high: Any) -> Any:
+    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):  # then both are to be
+        bounds = (b if b is None else torch.as_tensor(b, dtype=x.dtype) for b in (low, high))
+        return torch.clamp(x, *bounds)
+    return torch.clamp(x, low, high)
+
+
+def _literal(value: float) -> str:
+    """A number of the text; nvcc has no inf, and its nan is a function."""
+    if math.isfinite(value):
+        return f"Acc({value!r})"
+    return "Acc(NAN)" if math.isnan(value) else f"Acc({'-' if value < 0 else ''}INFINITY)"
+
+
 def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
     def of(*args: Any) -> Any:
         like = next(a for a in args if isinstance(a, torch.Tensor))  # these take no numbers
@@ -130,7 +145,7 @@ OPS: dict[str, Op] = {
     "erf": Op(torch.erf, _call("erf")),
     "minimum": Op(_extreme(torch.minimum), _call("minimum")),
     "maximum": Op(_extreme(torch.maximum), _call("maximum")),
-    "clamp": Op(torch.clamp, _clamp_text),
+    "clamp": Op(_clamp, _clamp_text),
     "hardtanh": Op(F.hardtanh, _clamp_text),
     "where": Op(
         lambda c, x, y: torch.where(c != 0, x, y), _call("where"), lambda place, count: (0,)
@@ -140,14 +155,14 @@ OPS: dict[str, Op] = {
         lambda x, dtype: f"math::round_to<{CUDA_TYPES[dtype]}>({x})",
         _none,
     ),
-    "pow": Op(torch.pow, lambda x, exponent: f"math::pow({x}, Acc({exponent!r}))"),
+    "pow": Op(torch.pow, lambda x, exponent: f"math::pow({x}, {_literal(exponent)})"),
     "gelu": Op(
         F.gelu,
         lambda x, approximate: f"math::{'gelu_tanh' if approximate == 'tanh' else 'gelu'}({x})",
     ),
     "softplus": Op(
         F.softplus,
-        lambda x, beta, threshold: f"math::softplus({x}, Acc({beta!r}), Acc({threshold!r}))",
+        lambda x, beta, threshold: f"math::softplus({x}, {_literal(beta)}, {_literal(threshold)})",
     ),
 }
 # Exchanging the two operands of one of these is all that a canonical form may do.

@@ -45,6 +45,7 @@ _REACH = 12  # nodes after the anchor, of which one may be off
 _ACTIVATIONS = frozenset(
     "celu elu hardsigmoid hardswish leaky_relu logsigmoid mish selu softsign tanhshrink".split()  # noqa: SIM905
 )
+_CACHED = [n for n, v in vars(View).items() if isinstance(v, functools.cached_property)]
 _EXCHANGED = {"div": "mul", "mul": "add", "add": "mul"}
 
 
@@ -170,10 +171,10 @@ def _supposed(
 
 def _as_if(view: View, said: Mapping[Node, Expr]) -> View:
     """The same graph, in which some nodes say something else."""
+    for name in _CACHED:
+        getattr(view, name)  # once for all that is supposed
     supposed = copy.copy(view)
-    for name, attribute in vars(View).items():
-        if isinstance(attribute, functools.cached_property):
-            vars(supposed).pop(name, None)  # found out for the graph as it is
+    vars(supposed).pop("batch_norms_at")  # which depends on what nodes say
     supposed._written = {**view._written, **said}
     supposed._spelled = {**view._spelled, **said}
     return supposed
@@ -195,6 +196,8 @@ def _without(view: View, node: Node, source: Node) -> View:
     if writes_of(node):
         supposed.nodes = [n for n in view.nodes if n is not node]
         supposed.order = {n: i for i, n in enumerate(supposed.nodes)}
+        for name in _CACHED:
+            vars(supposed).pop(name, None)
     return supposed
 
 

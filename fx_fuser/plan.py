@@ -199,19 +199,22 @@ def _build_kernels(
             known[specs] = error
             raise
 
+    removed = False
     for i, (match, choices) in enumerate(zip(matches, candidates)):
         for choice in list(choices or ())[1:]:
             try:
                 prepare(match, choice)
             except BuildError:
                 choices.remove(choice)  # type: ignore[union-attr]
+                removed = True
         if choices:
             guarded(match, options, lambda i, m: prepare(m, choices[0]), i, failed)  # noqa: B023
-    warnings.warn(
-        f"fx_fuser: the library's product is taken where ours does not compile: {cause}; "
-        "please report it",
-        stacklevel=2,
-    )
+    if removed:
+        warnings.warn(
+            f"fx_fuser: the library's product is taken where ours does not compile: {cause}; "
+            "please report it",
+            stacklevel=2,
+        )
 
 
 def _prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:

@@ -171,7 +171,20 @@ def _binary(op: str) -> Callable[..., Expr]:
 
 def _scaled_by(op: str, x: Any, y: Any, factor: Any) -> Expr:
     """x ± factor · y, where the factor is not one."""
-    return Expr(op, (x, y) if is_number(factor) and factor == 1 else (x, y, factor))
+    return Expr(op, (x, y, *_scale(factor)))
+
+
+def _scale(factor: Any) -> tuple[float, ...]:
+    if not is_number(factor):  # torch takes no tensor there
+        raise Unspellable
+    return () if factor == 1 else (factor,)
+
+
+def _numbers(**named: Any) -> tuple[tuple[str, float], ...]:
+    """Attributes that must be constants."""
+    if not all(map(is_number, named.values())):
+        raise Unspellable
+    return tuple((name, float(value)) for name, value in named.items())
 
 
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
@@ -187,26 +200,27 @@ def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
 
 
 def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
-    scale = () if is_number(value) and value == 1 else (value,)
-    return Expr("addcmul", (input, tensor1, tensor2, *scale))
+    return Expr("addcmul", (input, tensor1, tensor2, *_scale(value)))
 
 
 def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: Any = False) -> Expr:
+    if not is_number(min_val) or not is_number(max_val):
+        raise Unspellable
     return Expr("hardtanh", (input, min_val, max_val))
 
 
 def _gelu(input: Any, approximate: Any = "none") -> Expr:
+    if approximate not in ("none", "tanh"):
+        raise Unspellable
     return Expr("gelu", (input,), (("approximate", approximate),))
 
 
 def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
-    return Expr("softplus", (input,), (("beta", beta), ("threshold", threshold)))
+    return Expr("softplus", (input,), _numbers(beta=beta, threshold=threshold))
 
 
 def _pow(input: Any, exponent: Any) -> Expr:
-    if not is_number(exponent):
-        raise Unspellable
-    return Expr("pow", (input,), (("exponent", exponent),))
+    return Expr("pow", (input,), _numbers(exponent=exponent))
 
 
 def _where(condition: Any, input: Any, other: Any) -> Expr:

@@ -15,7 +15,7 @@ from fx_fuser.bind import Bound, bind
 from fx_fuser.epilogue import Epilogue
 from fx_fuser.kernel_spec import KernelSpec
 from fx_fuser.sites import Site, outermost
-from fx_fuser.spell import View
+from fx_fuser.view import View
 
 CHOICES = {"product": LIBRARY, "backward": LIBRARY, "again": False, "tf32": False}
 
@@ -57,9 +57,7 @@ def specs_of(
     return forward_specs(*anchored, t, bound.numbers, c, c)
 
 
-def text_of(
-    source: Callable[..., Any], dtypes: Mapping[str, torch.dtype], **config: Any
-) -> str:
+def text_of(source: Callable[..., Any], dtypes: Mapping[str, torch.dtype], **config: Any) -> str:
     """Of the first kernel, in which the library has made the product."""
     return specs_of(source, dtypes, **config)[0].text
 

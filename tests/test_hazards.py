@@ -309,7 +309,7 @@ def test_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU op computes it all the same; the CUDA kernels have no room for it."""
 
-    def hazard_test_many(x, weight, bias, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q):  # type: ignore[no-untyped-def]  # noqa: E501, E741
+    def hazard_test_many(x, weight, bias, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q):  # type: ignore[no-untyped-def]  # noqa: E741
         z = F.linear(x, weight, bias)
         return z * a * b * c * d * e * f * g * h * i * j * k * l * m * n * o * p * q
 
