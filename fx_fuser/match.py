@@ -46,8 +46,8 @@ class TooMuchWorkError(Exception):
 class Work:
     """What is left of the work at one site."""
 
-    def __init__(self, left: int = MAX_WORK) -> None:
-        self.left = left
+    def __init__(self, left: int | None = None) -> None:
+        self.left = MAX_WORK if left is None else left
 
     def spend(self) -> None:
         self.left -= 1

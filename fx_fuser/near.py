@@ -39,7 +39,7 @@ from fx_fuser.spell import Expr, Operand
 from fx_fuser.view import View
 from fx_fuser.words import at, called, infix, returned, without_break
 
-_WORK = 10 * MAX_WORK
+_WORK = 2 * MAX_WORK
 _REACH = 12  # nodes after the anchor, of which one may be off
 # Beside the epilogue's own ops: what stands where an activation would.
 _ACTIVATIONS = frozenset(

@@ -219,7 +219,10 @@ class Report:
 
     def is_read(self) -> bool:
         """Does the log or the trace want what `publish` gives them?"""
-        return log.isEnabledFor(logging.INFO) or bool(torch._logging._internal.trace_log.handlers)
+        # torch always has a handler, which without a folder (TORCH_TRACE) writes nothing.
+        handlers = torch._logging._internal.trace_log.handlers
+        traced = any(getattr(handler, "root_dir", "") is not None for handler in handlers)
+        return log.isEnabledFor(logging.INFO) or traced
 
     def publish(self) -> None:
         """Into the log (`TORCH_LOGS="+fx_fuser"`) and, as an artifact, into tlparse's trace."""
