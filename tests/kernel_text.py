@@ -1,4 +1,4 @@
-"""The text of the kernels of a pattern's source, as `apply.forward_specs` has it for a fused call."""
+"""The kernels of a pattern's source, as `apply.forward_specs` has them for a fused call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bound_of(source: Callable[..., Any]) -> tuple[Site, Bound]:
     view = View(torch.fx.symbolic_trace(source).graph)
     (site,) = outermost(view)
     wanted: set[torch.fx.Node] = set()
-    queue = [n for n in view.nodes if n.op == "output"][0].all_input_nodes
+    queue = next(n for n in view.nodes if n.op == "output").all_input_nodes
     while queue:
         node = queue.pop()
         if node not in wanted and node.op != "placeholder" and node not in site.nodes:
@@ -57,9 +57,7 @@ def specs_of(
     return forward_specs(*anchored, t, bound.numbers, c, c)
 
 
-def text_of(
-    source: Callable[..., Any], dtypes: Mapping[str, torch.dtype], **config: Any
-) -> str:
+def text_of(source: Callable[..., Any], dtypes: Mapping[str, torch.dtype], **config: Any) -> str:
     """Of the first kernel, in which the library has made the product."""
     return specs_of(source, dtypes, **config)[0].text
 
