@@ -191,12 +191,17 @@ def _said(value: Any) -> str:
 
 def _attribute(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    if name == "dtype":
+    if name == "dtype" and isinstance(getattr(torch, value, None), torch.dtype):
         return name, getattr(torch, value)
-    return name, value if name == "approximate" else float(value)
+    if name == "approximate":
+        return name, value
+    if name not in ("exponent", "beta", "threshold"):
+        raise ValueError(f"{text!r} is no attribute of an epilogue's operation")
+    return name, float(value)
 
 
 _STEP = re.compile(r"v(\d+) = (\w+)\((.*)\)")
+_VALUE = re.compile(r"none|z|[ts]\d+|v(\d+)")
 
 
 @dataclass(frozen=True)
@@ -242,6 +247,10 @@ def parse(text: str) -> Epilogue:
         if found is None or int(found[1]) != i or found[2] not in OPS:
             raise ValueError(f"{line!r} is no step of an epilogue, such as `v{i} = sigmoid(z)`")
         parts = found[3].split(", ")
+        for name in (a for a in parts if "=" not in a):
+            value = _VALUE.fullmatch(name)
+            if value is None or int(value[1] or -1) >= i:
+                raise ValueError(f"{name!r} in {line!r} is no value that is known there")
         args = tuple(None if a == "none" else a for a in parts if "=" not in a)
         steps.append(Step(found[2], args, tuple(_attribute(a) for a in parts if "=" in a)))
     return Epilogue(tuple(steps))

@@ -1,4 +1,4 @@
-"""The text of the kernels of a pattern's source, as `apply.forward_specs` has it for a fused call."""
+"""The kernels of a pattern's source, as `apply.forward_specs` has them for a fused call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bound_of(source: Callable[..., Any]) -> tuple[Site, Bound]:
     view = View(torch.fx.symbolic_trace(source).graph)
     (site,) = outermost(view)
     wanted: set[torch.fx.Node] = set()
-    queue = [n for n in view.nodes if n.op == "output"][0].all_input_nodes
+    queue = next(n for n in view.nodes if n.op == "output").all_input_nodes
     while queue:
         node = queue.pop()
         if node not in wanted and node.op != "placeholder" and node not in site.nodes:

@@ -23,9 +23,8 @@ from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
 from fx_fuser import backend, build, native, ops
 from fx_fuser.anchors.conv2d import Conv2d
-from fx_fuser.epilogue import Z, linear_part
+from fx_fuser.epilogue import linear_backward, parse
 from fx_fuser.kernel_spec import CONV_DIRECT_BACKWARD
-from fx_fuser.spell import Arg, Expr
 
 RING = 1024
 
@@ -93,29 +92,27 @@ def test_compiles_without_spills_or_serialised_products(
     check_compiles(CONV_DIRECT_BACKWARD, operands, value)
 
 
-A, B = Arg("a"), Arg("b")
-SUM = Expr("add", (Z, A))
-
-
 @pytest.mark.parametrize(
-    ("epilogue", "part"),
+    ("epilogue", "slope"),
     [
-        (Z, Z),
-        (SUM, Z),
-        (Expr("mul", (SUM, B, 2.0)), Expr("mul", (Z, B, 2.0))),
-        (Expr("add", (Expr("mul", (B, Z)), Z, A)), Expr("add", (Expr("mul", (B, Z)), Z))),
-        (Expr("div", (SUM, B)), Expr("div", (Z, B))),
-        (Expr("div", (B, SUM)), None),
-        (Expr("mul", (Z, SUM)), None),
-        (Expr("mul", (Expr("sigmoid", (Z,)), A)), None),
-        (Expr("add", (Expr("sigmoid", (Z,)), Z)), None),
-        (A, None),
-        (2.0, None),
+        ("", ""),
+        ("v0 = add(z, t0)", ""),
+        (
+            "v0 = add(z, t0); v1 = mul(v0, t1); v2 = mul(v1, s0)",
+            "v0 = mul(z, s0); v1 = mul(v0, t1)",
+        ),
+        ("v0 = add(z, t0); v1 = div(v0, t1)", "v0 = div(z, t1)"),
+        ("v0 = mul(t0, z); v1 = add(v0, z)", None),  # a sum, which no step of autograd is
+        ("v0 = add(z, t0); v1 = div(t1, v0)", None),
+        ("v0 = add(z, t0); v1 = mul(z, v0)", None),
+        ("v0 = sigmoid(z); v1 = mul(v0, t0)", None),
+        ("v0 = sigmoid(z); v1 = add(v0, z)", None),
     ],
-    ids=str,
 )
-def test_the_linear_part_of_an_epilogue(epilogue, part) -> None:
-    assert linear_part(epilogue) == part
+def test_dz_from_dy_alone(epilogue, slope) -> None:
+    """tests/test_bound.py shows that its steps are autograd's."""
+    found = linear_backward(parse(epilogue))
+    assert (None if found is None else found.text) == slope
 
 
 @needs_nvcc
@@ -335,10 +332,10 @@ def test_steps_agree_bit_for_bit_on_streams_and_in_graphs(dtype) -> None:
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_what_the_kernels_do_not_take_goes_to_torch(training) -> None:
     native.prepare([conv_backward_sm90.IDENTITY[torch.float32]], "cuda")  # registers the op, too
-    *front, t, s, kinds, _, _, _ = conv_args("s", torch.float32, training)
+    *front, _, _, _ = conv_args("s", torch.float32, training)
     vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
     dy = torch.randn(2, 4, 4, 6)
-    args = (*front, t, s, kinds, "conv2d_batchnorm_mul", [], dy, vectors, [0, 1, 2, 5, 6])
+    args = (*front, [], dy, vectors, [0, 1, 2, 5, 6])  # z · s0: dz is dy · s0
     found = []
     with float32_settings("fp32", cudnn_tf32=False):
         for to in (Tensor.cpu, Tensor.cuda):

@@ -143,8 +143,9 @@ def test_one_warning_the_untouched_graph_and_the_right_result(
     (message,) = messages
     if fault in AT_SITES:
         assert "leaves what it fails at to the model's own ops" in message
-        assert message.count("Boom: our own fault") == len(ALL_THREE)
-        assert message.count(", compare.py:") == len(ALL_THREE)
+        _, *lines, _ = message.splitlines()
+        assert len(lines) >= len(ALL_THREE)
+        assert all(", compare.py:" in s and s.endswith(": Boom: our own fault") for s in lines)
     else:
         assert "leaves a graph unfused" in message and "Boom: our own fault" in message
     value.sum().backward()

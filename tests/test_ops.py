@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 import shutil
 from typing import Any
 
@@ -12,11 +12,11 @@ from helpers import ADD, CONV, MUL
 from torch import Tensor
 from torch.library import opcheck
 
-from fx_fuser import build, native
+from fx_fuser import native, ops
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.ops import _PATTERNS
 
 F64, F32 = torch.float64, torch.float32
+NORM = "conv2d_batchnorm"
 
 
 def _operand(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -30,20 +30,45 @@ def _operand(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randn(sizes[kind], dtype=dtype, requires_grad=True)
 
 
-def _wildcards(
-    kinds: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[list[Tensor | None], list[float], str]:
-    """kinds: z, s, or the shape of a tensor (see `_operand`)."""
-    t = [None if k in "zs" else _operand(k, shape, dtype) for k in kinds]
-    s = [0.75 if k == "s" else 0.0 for k in kinds]
-    return t, s, "".join(k if k in "zs" else "t" for k in kinds)
+# An epilogue in which each of its letters stands for an operand: see `_epilogue`.
+TAILS = {
+    MUL: "v0 = sigmoid(z); v1 = mul(v0, a); v2 = mul(v1, b)",
+    ADD: "v0 = sigmoid(z); v1 = mul(v0, a); v2 = add(v1, b)",
+    CONV: "v0 = mul(z, a)",
+}
 
 
-def linear_args(kinds: str, dtype: torch.dtype, bias: bool = True, native: bool = True) -> tuple:
-    x, w = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in ((4, 3), (5, 3)))
+def _epilogue(
+    tail: str, kinds: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[str, list[Tensor], list[float]]:
+    """The op's arguments of that name, t and s. kinds: z, s, or the shape of a tensor (see
+    `_operand`), of each operand."""
+    text, t, s = tail, list[Tensor](), list[float]()
+    for letter, kind in zip("ab", kinds, strict=False):
+        name = "z"
+        if kind == "s":
+            name = f"s{len(s)}"
+            s.append(0.75)
+        elif kind != "z":
+            name = f"t{len(t)}"
+            t.append(_operand(kind, shape, dtype))
+        text = text.replace(f", {letter})", f", {name})")
+    return text, t, s
+
+
+def linear_args(
+    kinds: str,
+    dtype: torch.dtype,
+    bias: bool = True,
+    native: bool = True,
+    tail: str = MUL,
+    kind: str = "linear",
+) -> tuple:
+    shapes = ((4, 3), (5, 3) if kind == "linear" else (3, 5))
+    x, w = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in shapes)
     b = torch.randn(5, dtype=dtype, requires_grad=True) if bias else None
     makers = ("library", "library", False)
-    return (x, w, b, *makers, *_wildcards(kinds, (4, 5), dtype), dtype, dtype, native)
+    return (x, w, b, *makers, *_epilogue(TAILS[tail], kinds, (4, 5), dtype), dtype, dtype, native)
 
 
 def conv_args(
@@ -66,7 +91,7 @@ def conv_args(
         *(x, w, b, *((mean, var) if tracked else (None, None)), gamma, beta),
         *([1, 1], list(padding), [1, 1], 2, False, "library", "library", False),
         *(training, 0.1, 1e-5),
-        *_wildcards(kinds, shape, dtype),
+        *_epilogue(TAILS[CONV], kinds, shape, dtype),
         *(dtype, dtype, native),
     )
 
@@ -96,15 +121,16 @@ CONV_KINDS = ["z", "s", "0", "n", "m", "c", "f"]
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("kinds", LINEAR_KINDS)
-@pytest.mark.parametrize("pattern", [MUL, ADD])
-def test_gradcheck_linear(pattern: str, kinds: str, bias: bool) -> None:
-    _gradcheck(pattern, linear_args(kinds, F64, bias))
+@pytest.mark.parametrize("tail", [MUL, ADD])
+@pytest.mark.parametrize("kind", ["linear", "matmul"])
+def test_gradcheck_linear(kind: str, tail: str, kinds: str, bias: bool) -> None:
+    _gradcheck(kind, linear_args(kinds, F64, bias, tail=tail, kind=kind))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kinds", CONV_KINDS)
 def test_gradcheck_conv(kinds: str, training: bool) -> None:
-    _gradcheck(CONV, conv_args(kinds, F64, training))
+    _gradcheck(NORM, conv_args(kinds, F64, training))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -114,30 +140,33 @@ def test_gradcheck_conv(kinds: str, training: bool) -> None:
     ids=["no bias", "not affine", "one-sided padding", "uneven padding"],
 )
 def test_gradcheck_conv_forms(settings: dict[str, Any], training: bool) -> None:
-    _gradcheck(CONV, conv_args("n", F64, training, **settings))
+    _gradcheck(NORM, conv_args("n", F64, training, **settings))
 
 
-@pytest.mark.parametrize("pattern, args", [
-    (MUL, linear_args("z0", F64, native=False)),
-    (ADD, linear_args("fn", F64, native=False)),
-    (CONV, conv_args("n", F64, True, native=False)),
-    (CONV, conv_args("n", F64, False, native=False)),
+@pytest.mark.parametrize("kind, args", [
+    ("linear", linear_args("z0", F64, native=False)),
+    ("linear", linear_args("fn", F64, native=False, tail=ADD)),
+    ("matmul", linear_args("fn", F64, native=False, tail=ADD, kind="matmul")),
+    (NORM, conv_args("n", F64, True, native=False)),
+    (NORM, conv_args("n", F64, False, native=False)),
 ])  # fmt: skip
-def test_gradcheck_plain_ops(pattern: str, args: tuple) -> None:
-    _gradcheck(pattern, args)
+def test_gradcheck_plain_ops(kind: str, args: tuple) -> None:
+    _gradcheck(kind, args)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 @pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16], ids=["f64", "f32", "bf16"])
-@pytest.mark.parametrize("pattern", [MUL, ADD])
-def test_opcheck_linear(pattern: str, dtype: torch.dtype, native: bool) -> None:
-    opcheck(getattr(torch.ops.fx_fuser, pattern).default, linear_args("zn", dtype, native=native))
+@pytest.mark.parametrize("tail", [MUL, ADD])
+@pytest.mark.parametrize("kind", ["linear", "matmul"])
+def test_opcheck_linear(kind: str, tail: str, dtype: torch.dtype, native: bool) -> None:
+    args = linear_args("zn", dtype, native=native, tail=tail, kind=kind)
+    opcheck(getattr(torch.ops.fx_fuser, kind).default, args)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kinds", ["s", "f"])
 def test_opcheck_conv(kinds: str, training: bool) -> None:
-    opcheck(getattr(torch.ops.fx_fuser, CONV).default, conv_args(kinds, F32, training))
+    opcheck(torch.ops.fx_fuser.conv2d_batchnorm.default, conv_args(kinds, F32, training))
 
 
 def _detached(value: Any) -> Any:
@@ -148,11 +177,12 @@ def _detached(value: Any) -> Any:
 
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
 @pytest.mark.parametrize("kinds", ["zs", "nf"])
-@pytest.mark.parametrize("pattern", [MUL, ADD])
-def test_opcheck_linear_kernel(pattern: str, kinds: str, save: bool) -> None:
-    *front, t, s, letters, _, out, _ = _detached(list(linear_args(kinds, F32)))
-    op = torch.ops.fx_fuser.linear_kernel.default
-    opcheck(op, (*front, t, s, letters, pattern, [], out, save))
+@pytest.mark.parametrize("tail", [MUL, ADD])
+@pytest.mark.parametrize("kind", ["linear", "matmul"])
+def test_opcheck_linear_kernel(kind: str, tail: str, kinds: str, save: bool) -> None:
+    *front, _, out, _ = _detached(list(linear_args(kinds, F32, tail=tail, kind=kind)))
+    op = getattr(torch.ops.fx_fuser, f"{kind}_kernel").default
+    opcheck(op, (*front, [], out, save))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -160,15 +190,17 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     """As far as a CPU can tell: they are reached, and refuse its tensors."""
     native._load_shim()
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    *front, t, s, letters, _, out, _ = _detached(list(linear_args("nf", F32)))
+    *front, _, out, _ = _detached(list(linear_args("nf", F32)))
+    *turned, _, _, _ = _detached(list(linear_args("nf", F32, kind="matmul")))
     conv = _detached(list(conv_args("f", F32, True)))
     norm, ct = conv[:18], conv[18:21]
-    back = (*ct, CONV, ["a kernel"], conv[0], [conv[5], conv[5]], [0, 1, 2])
+    back = (*ct, ["a kernel"], conv[0], [conv[5], conv[5]], [0, 1, 2])
     calls = {
-        "linear_kernel": (*front, t, s, letters, MUL, ["a kernel"], out, False),
+        "linear_kernel": (*front, ["a kernel"], out, False),
+        "matmul_kernel": (*turned, ["a kernel"], out, False),
         "split_product": (*front[:2], "a kernel"),
-        "conv2d_kernel": (*norm[:3], *norm[7:15], *ct, CONV, ["a kernel"], out, False),
-        "conv2d_batchnorm_kernel": (*norm, *ct, CONV, ["a kernel"], out, False),
+        "conv2d_kernel": (*norm[:3], *norm[7:15], *ct, ["a kernel"], out, False),
+        "conv2d_batchnorm_kernel": (*norm, *ct, ["a kernel"], out, False),
         "conv2d_backward": (*norm[:3], *norm[7:15], *back),
         "conv2d_batchnorm_backward": (*norm, *back),
     }
@@ -179,24 +211,26 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_the_cuda_op_hands_over_the_leaves_in_their_order(training: bool) -> None:
-    """A kernel's text has them in that of `leaves`; it is given them in that of shim_conv.h."""
-    text = (build.KERNELS / "shim_conv.h").read_text()
-    listed = re.findall(r"&norm\.(\w+)", text)
+def test_the_shim_is_told_the_leaves_in_their_order(training: bool) -> None:
+    """A kernel's text has them in that of `leaves`; the shim compares its own with `contract` when
+    it is loaded, and leaves out the bias in training."""
+    (line,) = (line for line in ops.contract() if line.startswith("leaves "))
     anchor = ANCHORS["conv2d_batchnorm"]
     vectors = {n: torch.ones(4) for n in anchor.operands[2:]}
     products = (torch.ones(2, 4, 3, 3), torch.ones(4), torch.ones(4))
     leaves = anchor.leaves(vectors, products, {"training": training, "eps": 1e-5})
-    names = ["var" if name == "variance" else name for name in listed]
-    in_shim = [name for name in names if name != "bias" or not training]
-    assert ["c", *in_shim, "eps"] == [*leaves]  # the only number is eps
+    told = [name for name in line.split()[1:] if name != "bias" or not training]
+    assert ["c", *told] == [*leaves]
+    assert {n for n, v in leaves.items() if not isinstance(v, Tensor)} == {"eps"}
 
 
-def test_the_cuda_backward_knows_the_places_of_the_operands() -> None:
-    text = (build.KERNELS / "shim_conv_backward.h").read_text()
-    places = {name.lower(): int(place) for name, place in re.findall(r"\bk([A-Z]\w*) = (\d)", text)}
+def test_the_shim_is_told_the_places_of_the_operands() -> None:
+    (line,) = (line for line in ops.contract() if line.startswith("places "))
+    told = line.split()[1:]
     names = ANCHORS["conv2d_batchnorm"].operands
-    assert places == {n: names.index(n) for n in ("x", "weight", "bias", "gamma", "beta")}
+    assert dict(zip(told[::2], map(int, told[1::2]))) == {
+        n: names.index(n) for n in ("x", "weight", "bias", "gamma", "beta")
+    }
     assert names[:3] == ANCHORS["conv2d"].operands
 
 
@@ -209,7 +243,7 @@ def test_opcheck_conv_kernel(last: bool, training: bool, save: bool) -> None:
         args[0] = args[0].to(memory_format=torch.channels_last)
     *front, _, out, _ = args
     op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
-    opcheck(op, (*front, CONV, [], out, save))
+    opcheck(op, (*front, [], out, save))
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, "mixed"], ids=str)
@@ -229,7 +263,7 @@ def test_own_backward_gives_the_gradients_of_the_librarys(
     own = (*args[:place], "direct", *args[place + 1 :])
     found = []
     for arguments in (args, own):
-        y, *_ = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*arguments)
+        y, *_ = torch.ops.fx_fuser.conv2d_batchnorm.default(*arguments)
         weights = torch.linspace(-1, 1, y.numel()).view(y.shape)
         grads = torch.autograd.grad((y * weights).sum(), _tensors(args), retain_graph=True)
         found.append(grads)
@@ -246,13 +280,14 @@ def test_own_backward_gives_the_gradients_of_the_librarys(
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_opcheck_own_backward(training: bool, dtype: torch.dtype) -> None:
     args = _detached(list(conv_args("s", dtype, training)))
-    *front, t, s, kinds, _, _, _ = args
+    *front, _, _, _ = args
     front[front.index("library") + 1] = "direct"
-    y, *_ = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*args)
+    y, *_ = torch.ops.fx_fuser.conv2d_batchnorm.default(*args)
     vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
     wanted = [0, 1, 2, 5, 6]
     op = torch.ops.fx_fuser.conv2d_batchnorm_backward.default
-    opcheck(op, (*front, t, s, kinds, CONV, [], torch.randn_like(y), vectors, wanted))
+    front[-3:] = ["v0 = mul(z, s0)", [], [0.75]]
+    opcheck(op, (*front, [], torch.randn_like(y), vectors, wanted))
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
@@ -261,8 +296,10 @@ def test_opcheck_again(training: bool, last: bool) -> None:
     conv = _detached(list(conv_args("s", F32, training)))
     if last:
         conv[0] = conv[0].to(memory_format=torch.channels_last)
-    linear = _detached(list(linear_args("s", F32)))
-    for kind, args in (("conv2d_batchnorm", conv[:18]), ("linear", linear[:6])):
+    linear, matmul = (
+        _detached(list(linear_args("ss", F32, kind=k)))[:6] for k in ("linear", "matmul")
+    )
+    for kind, args in ((NORM, conv[:18]), ("linear", linear), ("matmul", matmul)):
         op = getattr(torch.ops.fx_fuser, f"{kind}_again").default
         opcheck(op, (*args, torch.randn(1)))
 
@@ -273,20 +310,26 @@ def test_fake_keeps_the_memory_format(training: bool) -> None:
     for memory_format in (torch.contiguous_format, torch.channels_last):
         args = _detached(list(conv_args("s", F32, training)))
         args[0] = args[0].to(memory_format=memory_format)
-        real = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*args)
+        real = torch.ops.fx_fuser.conv2d_batchnorm.default(*args)
         with torch._subclasses.FakeTensorMode() as mode:
             fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
-            fake = torch.ops.fx_fuser.conv2d_batchnorm_mul.default(*fakes)
+            fake = torch.ops.fx_fuser.conv2d_batchnorm.default(*fakes)
         assert [(r.shape, r.stride(), r.dtype) for r in real] == [
             (f.shape, f.stride(), f.dtype) for f in fake
         ]
 
 
-@pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
-def test_native_and_plain_agree(pattern: str) -> None:
+@pytest.mark.parametrize(
+    "kind, tail", [*itertools.product(["linear", "matmul"], [MUL, ADD]), (NORM, CONV)]
+)
+def test_native_and_plain_agree(kind: str, tail: str) -> None:
     for training in (False, True):
-        args = conv_args("f", F64, training) if pattern == CONV else linear_args("fz", F64)
-        op = getattr(torch.ops.fx_fuser, pattern).default
+        args = (
+            conv_args("f", F64, training)
+            if kind == NORM
+            else linear_args("fz", F64, tail=tail, kind=kind)
+        )
+        op = getattr(torch.ops.fx_fuser, kind).default
         native, plain = op(*args), op(*args[:-1], False)
         for a, b in zip(native, plain, strict=True):
             torch.testing.assert_close(a, b)
@@ -299,12 +342,7 @@ def test_native_and_plain_agree(pattern: str) -> None:
 
 
 def test_untracked_statistics_are_not_returned() -> None:
-    op = torch.ops.fx_fuser.conv2d_batchnorm_mul.default
+    op = torch.ops.fx_fuser.conv2d_batchnorm.default
     assert len(op(*conv_args("s", F32, True))) == 3
     assert len(op(*conv_args("s", F32, True, tracked=False))) == 1
     assert len(op(*conv_args("s", F32, False))) == 1
-
-
-def test_every_pattern_has_its_op() -> None:
-    assert {MUL, ADD, CONV} <= _PATTERNS.keys()
-    assert all(hasattr(torch.ops.fx_fuser, name) for name in _PATTERNS)

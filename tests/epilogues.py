@@ -1,0 +1,87 @@
+"""Random epilogues over all ops, and values for their leaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_fuser.epilogue import ANCHOR_DTYPES, OPS, Epilogue, Step
+
+# op → how many values it takes. A letter is what one may be: v any, s a number, none left out.
+FORMS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(OPS, ("v",)),
+    **dict.fromkeys(("add", "sub"), ("vv", "vvs")),
+    **dict.fromkeys(("mul", "div", "minimum", "maximum"), ("vv",)),
+    "addcmul": ("ttt", "ttts"),
+    "where": ("vvv",),
+    "clamp": ("vss", "v-s", "vs-"),
+    "hardtanh": ("vss",),
+}
+ATTRS: dict[str, dict[str, Sequence[Any]]] = {
+    "cast": {"dtype": ANCHOR_DTYPES},
+    "pow": {"exponent": (2.0, 0.5, -1.5, 3.0, 1e-3, 1e20, float("inf"))},
+    "gelu": {"approximate": ("none", "tanh")},
+    "softplus": {"beta": (1.0, 0.7), "threshold": (20.0, 1.5)},
+}
+assert FORMS.keys() == OPS.keys()
+
+
+class Maker:
+    """Makes epilogues of one seed. ops: that may occur."""
+
+    def __init__(self, seed: int, ops: Sequence[str] = tuple(OPS)) -> None:
+        self.draw = random.Random(seed)
+        self.ops = ops
+        self.tensors = self.numbers = 0
+
+    def leaf(self, letter: str) -> str:
+        if letter == "s":
+            self.numbers += 1
+            return f"s{self.numbers - 1}"
+        if self.tensors and self.draw.random() < 0.3:
+            return f"t{self.draw.randrange(self.tensors)}"
+        self.tensors += 1
+        return f"t{self.tensors - 1}"
+
+    def step(self, made: Sequence[str], op: str = "", holding: str = "") -> Step:
+        """A step over the values made, z among them; holding: one of them, that it must read."""
+        op = op or self.draw.choice(self.ops)
+        args: list[str | None] = []
+        for letter in self.draw.choice(FORMS[op]):
+            if letter == "-":
+                args.append(None)
+            elif letter == "s" or (letter == "v" and args and self.draw.random() < 0.2):
+                args.append(self.leaf("s"))
+            elif self.draw.random() < 0.5:
+                args.append(self.draw.choice(made))
+            else:
+                args.append(self.leaf("t"))
+        if holding and holding not in args:
+            args[0] = holding
+        attrs = tuple((n, self.draw.choice(v)) for n, v in ATTRS.get(op, {}).items())
+        return Step(op, tuple(args), attrs)
+
+    def epilogue(self, steps: int) -> Epilogue:
+        made, found = ["z"], list[Step]()
+        for i in range(steps):
+            last = i + 1 == steps
+            found.append(self.step(made, holding=made[-1] if last else ""))
+            made.append(f"v{i}")
+        return Epilogue(tuple(found))
+
+
+def values_of(
+    epilogue: Epilogue, generator: torch.Generator, shape: Sequence[int] = (3, 4)
+) -> dict[str, Tensor | float]:
+    """Of its leaves: tensors with a gradient, numbers."""
+    made: dict[str, Tensor | float] = {}
+    for name in sorted(epilogue.leaves | {"z"}):
+        if name[0] == "s":
+            made[name] = 0.37 * int(name[1:]) - 0.9  # increasing: bounds are in order
+        else:
+            made[name] = torch.randn(*shape, generator=generator).requires_grad_()
+    return made
