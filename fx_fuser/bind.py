@@ -66,9 +66,7 @@ class _Binder:
         made = [self.step(a) if isinstance(a, Expr) else a for a in expr.args]
         if expr.op in COMMUTATIVE and len(made) == 2:
             made.sort(key=self._rank)
-        # As `parse` reads them: a kernel has its name of the text.
-        attrs = tuple((n, float(v) if is_number(v) else v) for n, v in expr.attrs)
-        self.steps.append(Step(expr.op, tuple(map(self._name, made)), attrs))
+        self.steps.append(Step(expr.op, tuple(map(self._name, made)), expr.attrs))
         return f"v{len(self.steps) - 1}"
 
     def _rank(self, operand: Operand | str) -> tuple[int, int]:

@@ -181,7 +181,7 @@ def _scale(factor: Any) -> tuple[float, ...]:
 
 
 def _numbers(**named: Any) -> tuple[tuple[str, float], ...]:
-    """Attributes that must be constants."""
+    """Attributes that must be constants; floats, as an epilogue's text is read."""
     if not all(map(is_number, named.values())):
         raise Unspellable
     return tuple((name, float(value)) for name, value in named.items())

@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import apply, native, ops, plan, rehearse, timing
+from fx_fuser import apply, calls, native, ops, plan, rehearse, timing
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, KernelSpec
@@ -532,7 +532,7 @@ def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
 
 def backward_spec(match: Match) -> KernelSpec | None:
     bound, y = match.bound, match.root.meta["example_value"]
-    return apply.backward_spec(bound.epilogue, ops.fake_tensors(match), bound.numbers, y.dtype)
+    return apply.backward_spec(bound.epilogue, calls.fake_tensors(match), bound.numbers, y.dtype)
 
 
 @pytest.mark.parametrize("factor", [(4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (6, 6), "learned"])
@@ -548,7 +548,7 @@ def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any
     match = match_of(norm, torch.randn(2, 3, 8, 8), weight, scale)
     per_channel = factor in ((4, 1, 1), (1, 4, 1, 1))
     assert (backward_spec(match) is not None) == (per_channel or learned)
-    assert ops.may_have_own_backward(match) == per_channel
+    assert calls.may_have_own_backward(match) == per_channel
     on_gpu(1.0, 0.9, 0.8)
     decision = decide(match, fp32="split")
     assert ("in both directions" in decision.note) == per_channel  # type: ignore[union-attr]
@@ -569,7 +569,7 @@ def test_in_16_bits_the_gradients_need_no_library_either(
     weight = torch.randn(4, 3, 3, 3, dtype=dtype, requires_grad=True)
     gamma = torch.randn(4, requires_grad=True)
     match = match_of(norm, torch.randn(2, 3, 8, 8, dtype=dtype), weight, gamma, scale)
-    assert ops.may_have_own_backward(match) == (result == "narrow")
+    assert calls.may_have_own_backward(match) == (result == "narrow")
     spec = backward_spec(match)
     if result == "narrow":
         assert spec is not None

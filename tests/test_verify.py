@@ -30,7 +30,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import Report, accuracy, apply, backend, build, ops, rivals, verify
+from fx_fuser import Report, accuracy, apply, backend, build, calls, ops, rivals, verify
 from fx_fuser.errors import VerifyError
 from fx_fuser.kernel_spec import KernelSpec
 
@@ -41,7 +41,7 @@ FIRST, ALWAYS = {"verify": "first_call"}, {"verify": "always"}
 def _pattern_names(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], str]:
     """(anchor, epilogue's text) → pattern, of all sites that are fused from now on."""
     known: dict[tuple[str, str], str] = {}
-    right = ops.graph_call
+    right = calls.graph_call
 
     def graph_call(match: Any, *args: Any) -> Any:
         known[match.site.kind, match.bound.epilogue.text] = match.pattern.name
