@@ -34,7 +34,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import apply, backend, build, checks, ops, plan, rewrite
+from fx_fuser import apply, backend, build, calls, checks, ops, plan, rewrite
 from fx_fuser.options import Options
 
 
@@ -63,7 +63,7 @@ AT_SITES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "matching": (backend, "find", _raises),
     "a check": (checks, "fault_of", _raises),
     "the plan": (plan, "runs_native", _raises),
-    "the call": (ops, "graph_call", _raises),
+    "the call": (calls, "graph_call", _raises),
 }
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     **AT_SITES,
