@@ -31,8 +31,8 @@ _F32 = torch.finfo(torch.float32)
 ORDINARY = (2.0, 0.5, 3, -1, -0.75, 1.7, -2, 0.1, 1, 10.0)
 CORNERS = (
     0.0, -0.0, 1e-45, -1e-45, 1e-40, -3e-39, _F32.tiny, 1e-30, -1e-30, 1e30, -1e30, 1e38, -1e38,
-    3e38, _F32.max, _F32.min, 2.0**23, 1.5 * 2.0**23, 2.0**24 - 1, 2.0**24 + 1, 16777217, 255, True, 1e10,
-    1e-10, 1e-20, 1e20, 88.0, -104.0, 65504.0, 1e-7, 1e308, 5e-324,
+    3e38, _F32.max, _F32.min, 2.0**23, 1.5 * 2.0**23, 2.0**24 - 1, 2.0**24 + 1, 16777217, 255, True,
+    1e10, 1e-10, 1e-20, 1e20, 88.0, -104.0, 65504.0, 1e-7, 1e308, 5e-324,
 )  # fmt: skip
 ODD = (inf, -inf, nan)
 # Several that stand for one.
@@ -85,8 +85,8 @@ class Program:
 
     pattern: the one that is active. expected: how many sites of it must fuse, None for any number.
     operands: names of what the tail takes, beside z. compiled: Dynamo must read it. save: the
-    option. z_exact: any order of the anchor's sum gives the same z. stays: inputs that are on the CPU
-    beside CUDA ones. geometry: stride and padding of the convolution.
+    option. z_exact: any order of the anchor's sum gives the same z. stays: inputs that are on the
+    CPU beside CUDA ones. geometry: stride and padding of the convolution.
     """
 
     source: str
