@@ -1,0 +1,245 @@
+"""A bounded run of the value fuzz, and that it finds faults; `python tests/value_fuzz.py` is the
+longer one."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from value_fuzz import Run, fuzz, runnable
+from value_oracle import _ROUNDINGS
+from value_patterns import registered
+from value_programs import Program, generate
+from value_writer import NothingToWrite
+
+from fx_fuser import bind, match
+from fx_fuser.epilogue import OPS, Epilogue, Step
+
+SECONDS = 3  # a test of the run
+FOUND_WITHIN = 800  # seeds, of a fault
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_programs(train: bool) -> None:
+    run = Run(train=train, seconds=SECONDS, compiled=0.01)
+
+    def report(seed: int, program: Program, message: str) -> None:
+        pytest.fail(runnable(program, seed, "cpu", message))
+
+    tally = fuzz(run, range(100_000, 110_000), report)
+    assert tally.programs > 20 and tally.sites > 0.8 * tally.programs
+
+
+def test_within_the_bound_of_a_gpu() -> None:
+    """On a CPU to the bit means within that bound, too."""
+    tally = fuzz(Run(train=True, seconds=SECONDS, bounded=True), range(120_000, 130_000))
+    assert tally.programs > 20 and not tally.failures
+
+
+def test_few_structures_with_many_values() -> None:
+    """As on a GPU, where each takes a kernel; only numbers, values and layouts are new."""
+    with registered() as patterns:
+        for structure in range(40):
+            try:
+                made = [generate(structure, seed, patterns, True) for seed in range(4)]
+            except NothingToWrite:
+                continue
+            shapes = {_without_numbers(p.source) for p in made}
+            dtypes = {tuple(v.dtype for v in p.inputs.values()) for p in made}
+            assert len(dtypes) == 1
+            assert len(shapes) <= 2, "an alpha of 1, or a bound of NaN, is another structure"
+
+
+def _without_numbers(source: str) -> str:
+    class Blank(ast.NodeTransformer):
+        def visit_Constant(self, node: ast.Constant) -> Any:
+            return ast.Name("number")
+
+        def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+            inner = self.visit(node.operand)
+            return inner if isinstance(inner, ast.Name) and inner.id == "number" else node
+
+        def visit_Name(self, node: ast.Name) -> Any:
+            return ast.Name("number") if node.id in ("inf", "nan") else node
+
+    tail = source.partition("def tail")[2].partition("\n\n\n")[0]
+    return ast.dump(Blank().visit(ast.parse(f"def tail{tail}")))
+
+
+def test_a_failure_is_a_script() -> None:
+    with registered() as patterns:
+        program = generate(3, 3, patterns, True)
+    space: dict[str, Any] = {"__name__": "script"}
+    exec(compile(runnable(program, 3, "cpu", "why"), "<script>", "exec"), space)
+    assert space["inputs"].keys() == program.inputs.keys()
+    for name, value in program.inputs.items():
+        again = space["inputs"][name]
+        assert again.stride() == value.stride() and again.requires_grad == value.requires_grad
+        assert torch.equal(again.nan_to_num(7.0), value.nan_to_num(7.0))
+
+
+def test_every_op_is_fused() -> None:
+    ops: set[str] = set()
+    original = bind._Binder.step
+
+    def step(self: Any, expr: Any) -> str:
+        ops.add(expr.op)
+        return original(self, expr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bind._Binder, "step", step)
+        tally = fuzz(Run(), range(500))
+    assert ops == OPS.keys()
+    with registered() as patterns:
+        assert {name for name, sites in tally.reached.items() if sites} == {
+            p.name for p in patterns
+        }
+    assert {"sigmoid", "gelu", "pow"} <= _ROUNDINGS.keys()
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+Rewrite = Callable[[list[Step], list[float]], None]
+
+
+def _rewritten(patch: pytest.MonkeyPatch, change: Rewrite) -> None:
+    """With the steps of what is bound changed, in place."""
+
+    def bound(*args: Any) -> bind.Bound:
+        found = bind.bind(*args)
+        steps, numbers = list(found.epilogue.steps), list(found.numbers)
+        change(steps, numbers)
+        return dataclasses.replace(found, epilogue=Epilogue(tuple(steps)), numbers=tuple(numbers))
+
+    patch.setattr(match, "bind", bound)
+
+
+def _inner(steps: list[Step], i: int, op: str) -> tuple[int, Step] | None:
+    """A step of the same two-operand op whose value this one alone reads, as its first."""
+    step = steps[i]
+    if step.op != op or len(step.args) != 2 or not str(step.args[0]).startswith("v"):
+        return None
+    at = int(str(step.args[0])[1:])
+    readers = sum(s.args.count(f"v{at}") for s in steps)
+    return (at, steps[at]) if readers == 1 and steps[at].op == op else None
+
+
+def _fold(steps: list[Step], numbers: list[float]) -> None:
+    """z * 2 * 3 → z * 6"""
+    for op, of in (("mul", operator.mul), ("add", operator.add)):
+        for i, step in enumerate(steps):
+            found = _inner(steps, i, op)
+            if found is None or step.args[1] is None or len(found[1].args) != 2:
+                continue
+            first, second = found[1].args[1], step.args[1]
+            if first and first[0] == second[0] == "s":
+                place = int(second[1:])
+                numbers[place] = of(numbers[int(first[1:])], numbers[place])
+                steps[i] = Step(op, (found[1].args[0], second))
+
+
+def _associate(steps: list[Step], numbers: list[float]) -> None:
+    """(z * a) * b → (z * b) * a"""
+    for op in ("mul", "add"):
+        for i, step in enumerate(steps):
+            found = _inner(steps, i, op)
+            made = [f"v{j}" for j in range(len(steps))]
+            if found is None or step.args[1] in made or len(found[1].args) != 2:
+                continue
+            at, inner = found
+            steps[at] = Step(op, (inner.args[0], step.args[1]))
+            steps[i] = Step(op, (f"v{at}", inner.args[1]))
+
+
+def _reversed_numbers(steps: list[Step], numbers: list[float]) -> None:
+    numbers.reverse()
+
+
+def _op(name: str, **changed: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    def inject(patch: pytest.MonkeyPatch) -> None:
+        patch.setitem(OPS, name, dataclasses.replace(OPS[name], **changed))
+
+    return inject
+
+
+def _steps(change: Rewrite) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: _rewritten(patch, change)
+
+
+def _flushed(x: Any, y: Any) -> Any:
+    made = x * y
+    return torch.where(made.abs() < torch.finfo(made.dtype).tiny, 0 * made, made)
+
+
+def _silu_apart(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(z)
+
+
+class _OtherSlope(torch.autograd.Function):
+    """silu, whose gradient is that of z · σ(z)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return nn.functional.silu(z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            z = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(_silu_apart(z), z, grads[0])
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
+    "numbers folded": (_steps(_fold), False),
+    "associated otherwise": (_steps(_associate), False),
+    "silu as a product": (_op("silu", torch=_silu_apart), False),
+    "silu differentiated as a product": (_op("silu", torch=_OtherSlope.apply), True),
+    "a clamp dropped": (_op("clamp", torch=lambda x, low=None, high=None: x * 1), False),
+    "a cast dropped": (_op("cast", torch=lambda x, dtype: x * 1), False),
+    "operands of sub swapped": (_op("sub", torch=lambda x, y, *a: torch.sub(y, x) if isinstance(
+        y, Tensor) else y - x), False),
+    "operands of div swapped": (_op("div", torch=lambda x, y: y / x), False),
+    "subnormals flushed": (_op("mul", torch=_flushed), False),
+    "numbers in another order": (_steps(_reversed_numbers), False),
+}  # fmt: skip
+# These are a matter of roundings, which a GPU is allowed.
+ONLY_TO_THE_BIT = {"silu differentiated as a product"}
+
+
+@pytest.mark.parametrize("bounded", [False, True], ids=["to the bit", "bounded"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject, train = FAULTS[name]
+    if bounded and name in ONLY_TO_THE_BIT:
+        pytest.skip("it is within the bound")
+    inject(monkeypatch)
+    found: list[str] = []
+
+    class Enough(Exception):
+        pass
+
+    def report(seed: int, program: Program, message: str) -> None:
+        found.append(message)
+        raise Enough
+
+    only = ("linear_sigmoid_mul_mul", "value_silu") if "silu" in name else ()
+    run = Run(train=train, bounded=bounded, only=only)
+    with pytest.raises(Enough):
+        fuzz(run, range(FOUND_WITHIN), report)
+    assert "differs" in found[0], found
+
+
+def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fx_fuser import checks
+
+    never = (lambda m: match.Fault(m.root, "never"),)
+    monkeypatch.setattr(checks, "CHECKS", never)
+    tally = fuzz(Run(), range(3))
+    assert all("expected 1" in message for message in tally.failures.values()) and tally.failures

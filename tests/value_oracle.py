@@ -1,0 +1,543 @@
+"""What a fused program must compute, and by how much it may be off.
+
+The oracle is the tail's own source, run by torch on z and the operands in the accumulation dtype,
+with its autograd; what it casts explicitly is rounded there, and its result once at the end. z is
+the anchor's own, run as the user wrote it; a fused BatchNorm has another formula with other
+roundings, so there z is taken from that formula, which is held to F.batch_norm loosely.
+
+On a CPU what is fused runs the same torch ops in the same order: then the result and the gradients
+of the tail's operands are the oracle's to the bit, but for the signs of zeros. Elsewhere each
+operation may be off by some roundings. By how much that shows is found by trying: the tail is run
+again with one operation's result, and the gradient through it, moved by that much. Where that makes
+an infinity or NaN of a number, or the other way round, either is right.
+
+Gradients of the anchor's operands are sums of products with dz, taken in any order: they are
+compared with those sums in float64, within the roundings of all partial sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from value_programs import Program
+
+from fx_fuser import apply
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.epilogue import accumulation_dtype
+
+_ROUNDINGS = {  # of a CUDA function, at most; arithmetic is exact but for a contraction
+    **dict.fromkeys(("sigmoid", "silu", "tanh", "exp", "log", "erf", "rsqrt", "expit"), 6),
+    **dict.fromkeys(("gelu", "softplus", "pow", "__pow__", "__rpow__", "square"), 10),
+}
+# Functions whose derivative is a difference: off by roundings of 1, not of its own size.
+_SATURATING = ("sigmoid", "silu", "tanh", "erf", "expit", "gelu", "softplus")
+_SUMS = ("add", "sub", "rsub", "addcmul", "add_", "subtract")
+
+
+@dataclass
+class Seen:
+    """What one run left behind. y: the tail's result; after: what the program makes of it."""
+
+    y: Tensor
+    after: Tensor
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Oracle:
+    """y, dz and the operands' gradients in the accumulation dtype, each with what it may be off by
+    beside its last rounding; infinite where it may be anything."""
+
+    y: Tensor
+    dz: Tensor | None
+    grads: dict[str, Tensor]
+    slack: dict[str, Tensor] = field(default_factory=dict)
+
+
+# ---- the tail in the accumulation dtype ----------------------------------------------------------
+
+
+class _Nudged(torch.autograd.Function):
+    """A result and the gradient through it, moved; x is what it was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, x: Tensor, delta: float, saturating: bool) -> Tensor:
+        ctx.delta, ctx.saturating, ctx.shape = delta, saturating, x.shape
+        ends = torch.finfo(made.dtype)
+        absolute = delta * ends.tiny
+        if saturating:  # gelu's 1 + erf; the others' absolute error in the result is smaller
+            absolute = absolute + 0.0
+        return made + made * delta + absolute
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (g,) = grads
+        extra = (g * ctx.delta).sum_to_size(ctx.shape) if ctx.saturating else None
+        return g + g * ctx.delta, extra, None, None
+
+
+class _Wide(TorchFunctionMode):
+    """Every floating result in the accumulation dtype; the result of operation `at` moved."""
+
+    def __init__(self, acc: torch.dtype, at: int = -1, sign: int = 0) -> None:
+        super().__init__()
+        self.acc, self.at, self.sign, self.count = acc, at, sign, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not isinstance(made, Tensor) or not made.is_floating_point():
+            return made
+        made = made.to(self.acc)
+        if self.count == self.at:
+            made = self._moved(made, func.__name__, args)
+        self.count += 1
+        return made
+
+    def _moved(self, made: Tensor, name: str, args: Sequence[Any]) -> Tensor:
+        delta = self.sign * _ROUNDINGS.get(name, 1) * torch.finfo(self.acc).eps
+        x = next(a for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        moved: Tensor = _Nudged.apply(made, x, delta, name in _SATURATING)
+        if name == "gelu":
+            moved = moved + (delta * x).detach()
+        if name in _SUMS and len(args) > 1:  # with a factor it may be an fma
+            other = (made - x).detach()
+            moved = moved + torch.where(other.isfinite(), delta * other, 0.0)
+        return moved
+
+
+def _evaluated(
+    tail: Callable[..., Tensor],
+    z: Tensor,
+    operands: dict[str, Tensor],
+    dy: Tensor | None,
+    mode: _Wide,
+) -> Oracle:
+    z = z.detach().to(mode.acc).requires_grad_(dy is not None)
+    own = {n: v.detach().to(mode.acc) if v.is_floating_point() else v for n, v in operands.items()}
+    wanted = [n for n, v in operands.items() if v.requires_grad and dy is not None]
+    for name in wanted:
+        own[name].requires_grad_()
+    with torch.set_grad_enabled(dy is not None), mode:
+        y = tail(z, *own.values())
+    if dy is None:
+        return Oracle(y, None, {})
+    leaves = [z, *(own[n] for n in wanted)]
+    dz, *grads = torch.autograd.grad(y, leaves, dy.to(mode.acc), materialize_grads=True)
+    return Oracle(y.detach(), dz, dict(zip(wanted, grads)))
+
+
+def _moves(exact: Tensor, moved: Tensor) -> Tensor:
+    """How far; infinite where one is an infinity or NaN and the other is not, or another."""
+    same = _same(exact, moved)
+    far = (moved.double() - exact.double()).abs()
+    far = torch.where(exact.isfinite() & moved.isfinite(), far, torch.inf)
+    return torch.where(same, 0.0, far)
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _bounded(
+    tail: Callable[..., Tensor],
+    z: Tensor,
+    noise: Tensor | None,
+    operands: dict[str, Tensor],
+    dy: Tensor | None,
+    acc: torch.dtype,
+    shape: torch.Size,
+) -> Oracle:
+    """With slack; operands are spread over the result first, so that what is summed is seen."""
+    z = z.to(acc).expand(shape)
+    spread = {}
+    for name, v in operands.items():
+        wide = v.detach().to(z.device).expand(shape)
+        spread[name] = wide.requires_grad_(v.requires_grad) if v.requires_grad else wide
+    mode = _Wide(acc)
+    found = _evaluated(tail, z, spread, dy, mode)
+    parts = {"y": found.y, "dz": found.dz, **found.grads}
+    slack = {n: torch.zeros_like(v, dtype=torch.float64) for n, v in parts.items() if v is not None}
+    moved = [
+        _evaluated(tail, z, spread, dy, _Wide(acc, at, sign))
+        for at in range(mode.count)
+        for sign in (1, -1)
+    ]
+    pairs = list(zip(moved[::2], moved[1::2]))
+    if noise is not None:
+        pairs.append(
+            tuple(  # type: ignore[arg-type]
+                _evaluated(tail, z.to(acc) + s * noise, spread, dy, _Wide(acc)) for s in (1, -1)
+            )
+        )
+    for up, down in pairs:
+        for name in slack:
+            values = [{"y": o.y, "dz": o.dz, **o.grads}[name] for o in (up, down)]
+            slack[name] += torch.maximum(*(_moves(parts[name], v) for v in values))  # type: ignore[arg-type]
+    found.slack = slack
+    return found
+
+
+# ---- comparisons -------------------------------------------------------------------------------
+
+
+def _told(what: str, bad: Tensor, found: Tensor, oracle: Tensor, eager: Tensor | None) -> str:
+    """The first element that differs."""
+    at = tuple(int(i) for i in bad.nonzero()[0])
+    said = [f"oracle {float(oracle[at])!r}", f"fused {float(found[at])!r}"]
+    if eager is not None and eager.shape == found.shape:
+        said.insert(1, f"eager {float(eager[at])!r}")
+    return f"{what} differs at {int(bad.sum())} of {bad.numel()} elements, first {list(at)}: " + (
+        ", ".join(said)
+    )
+
+
+def _rounded_bad(found: Tensor, wide: Tensor, slack: Tensor) -> Tensor:
+    """Where a value is off by more than the slack and one rounding of its dtype."""
+    lower, upper = (wide.double() + s * slack for s in (-1, 1))
+    ends = torch.finfo(found.dtype)
+    room = 0.51 * ends.eps * wide.double().abs() + ends.tiny * ends.eps
+    right = _same(found, wide.to(found.dtype)) | slack.isinf()
+    for bound in (lower, upper):  # also where it rounds to an infinity
+        right |= _same(found, bound.to(wide.dtype).to(found.dtype))
+    near = (found.double() - wide.double()).abs() <= slack + room
+    return ~(right | (near & found.isfinite()))
+
+
+@dataclass
+class Total:
+    """A sum in float64. size: of the magnitudes; terms: how many; slack: what the terms are off by.
+
+    open: where infinities or NaN are among what is summed, and nothing is asked. flushed: subnormal
+    terms may be taken for zero.
+    """
+
+    value: Tensor
+    size: Tensor
+    slack: Tensor
+    terms: int
+    open: Tensor | None = None
+    flushed: bool = False
+
+    def bad(self, found: Tensor, acc: torch.dtype, roundings: float = 1.0) -> Tensor:
+        ends, own = torch.finfo(acc), torch.finfo(found.dtype)
+        limit = min(ends.max, own.max) * 0.99
+        allowed = self.slack + roundings * max(self.terms - 1, 0) * ends.eps * self.size
+        allowed = allowed + 0.51 * own.eps * self.value.abs()
+        allowed = allowed + (self.terms + 1) * own.tiny * own.eps
+        if self.flushed:  # by oneDNN's convolutions
+            allowed = allowed + 8 * self.terms * torch.finfo(torch.float32).tiny
+        near = (found.double() - self.value).abs() <= allowed
+        right = torch.where(self.value.isfinite(), near, _same(found.double(), self.value))
+        loose = (self.size > limit) & self.size.isfinite()  # a partial sum may overflow
+        loose |= ~self.slack.isfinite()
+        if self.open is not None:
+            loose |= self.open
+        return ~(right | loose)
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _spread_sum(grad: Tensor, slack: Tensor, shape: Sequence[int]) -> Total:
+    """Of an operand's gradient over what it was spread over."""
+    count = max(grad.numel() // max(int(torch.Size(shape).numel()), 1), 1)
+    parts = (grad.double(), _finite(grad).abs().double(), slack)
+    value, size, off = (p.sum_to_size(tuple(shape)) for p in parts)
+    return Total(value, size, off, count)
+
+
+def _product_totals(p: Program, inputs: dict[str, Tensor], dz: Tensor, slack: Tensor) -> Any:
+    """Of a linear or matmul: name → Total."""
+    x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
+    rows = weight if p.pattern.kind == "linear" else weight.t()
+    n, k = rows.shape
+    flat, off = dz.double().reshape(-1, n), slack.reshape(-1, n)
+    x = x.reshape(-1, k)
+    narrow = dz.to(inputs["x"].dtype).double().reshape(-1, n)
+    # A rounding more, if it is not of the same value; that of a large gradient may be infinite.
+    off_narrow = off + torch.where(off > 0, torch.finfo(inputs["x"].dtype).eps * flat.abs(), 0.0)
+    known = functools.partial(_finite)
+    totals = {}
+    if "bias" in inputs:
+        totals["bias"] = Total(flat.sum(0), known(flat).abs().sum(0), off.sum(0), len(flat))
+    size_dx = known(narrow).abs() @ known(rows).abs()
+    dx = Total(narrow @ rows, size_dx, off_narrow @ known(rows).abs(), n)
+    totals["x"] = _shaped(dx, inputs["x"].shape)
+    size_dw = known(narrow).abs().t() @ known(x).abs()
+    dw = Total(narrow.t() @ x, size_dw, off_narrow.t() @ known(x).abs(), len(flat))
+    totals["weight"] = dw if p.pattern.kind == "linear" else _shaped(dw, None)
+    return totals
+
+
+def _shaped(total: Total, shape: torch.Size | None) -> Total:
+    """In another shape, or transposed."""
+    parts = (total.value, total.size, total.slack)
+    turned = [p.t() if shape is None else p.reshape(shape) for p in parts]
+    return Total(*turned, total.terms)
+
+
+def _convolution_totals(
+    p: Program, inputs: dict[str, Tensor], dz: Tensor, size: Tensor, slack: Tensor
+) -> dict[str, Total]:
+    """size: of the terms that dz is the sum of."""
+    x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
+    stride, padding = p.geometry
+    narrow = dz.to(inputs["x"].dtype)
+    wild = not bool(narrow.isfinite().all())
+    eps = torch.finfo(inputs["x"].dtype).eps
+    off = slack + torch.where(slack > 0, eps * size, 0.0)
+    wild |= not bool(off.isfinite().all())
+    over_x = functools.partial(_input_gradient, x.shape, stride, padding)
+    over_w = functools.partial(_weight_gradient, weight.shape, stride, padding)
+    totals = {}
+    if "bias" in inputs:
+        flat, room = dz.double(), _finite(size).double()
+        sums = [v.sum((0, 2, 3)) for v in (flat, room, slack)]
+        totals["bias"] = Total(*sums, dz.numel() // dz.shape[1])
+    known, magnitude, off = _finite(narrow).double(), _finite(size).double(), _finite(off)
+    totals["x"] = Total(
+        over_x(weight, known),
+        over_x(weight.abs(), magnitude),
+        over_x(weight.abs(), off),
+        weight[:, 0].numel(),
+    )
+    totals["weight"] = Total(
+        over_w(x, known), over_w(x.abs(), magnitude), over_w(x.abs(), off), dz[:, 0].numel()
+    )
+    for name in ("x", "weight"):
+        totals[name].flushed = True
+        if wild:
+            totals[name].open = torch.ones_like(totals[name].value, dtype=torch.bool)
+    return totals
+
+
+def _input_gradient(shape: Any, stride: int, padding: int, weight: Tensor, dz: Tensor) -> Tensor:
+    made: Tensor = torch.nn.grad.conv2d_input(shape, weight, dz, stride, padding)
+    return made
+
+
+def _weight_gradient(shape: Any, stride: int, padding: int, x: Tensor, dz: Tensor) -> Tensor:
+    made: Tensor = torch.nn.grad.conv2d_weight(x, shape, dz, stride, padding)
+    return made
+
+
+def _norm_totals(
+    p: Program, inputs: dict[str, Tensor], dz: Tensor, slack: Tensor
+) -> dict[str, Total]:
+    """Through a BatchNorm and its convolution; loosely, by 64 roundings of all that takes part."""
+    wide = {n: v.detach().double().view(-1, 1, 1) for n, v in inputs.items() if v.ndim == 1}
+    x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
+    c = F.conv2d(x, weight, None, *p.geometry)
+    c = c + wide.get("bias", 0.0)
+    mean, var = wide["running_mean"], wide["running_var"]
+    if p.training_norm:
+        mean, var = c.mean((0, 2, 3), True), c.var((0, 2, 3), correction=0, keepdim=True)
+    rstd = (var + 1e-5).rsqrt()
+    normal = (c - mean) * rstd
+    reach = (c.abs() + mean.abs()) * rstd
+    g, over = dz.double(), (0, 2, 3)
+    count = g.numel() // g.shape[1]
+    scale = rstd * wide["gamma"]
+    dc, size = g * scale, g.abs() * scale.abs()
+    if p.training_norm:
+        both = (g * normal).sum(over, True)
+        dc = (g - (g.sum(over, True) + normal * both) / count) * scale
+        pull = g.abs().sum(over, True) + reach * (g.abs() * reach).sum(over, True)
+        size = (g.abs() + pull / count) * scale.abs()
+    eps = 64 * torch.finfo(torch.float32).eps
+    totals = {
+        "gamma": Total((g * normal).sum(over), (g.abs() * reach).sum(over), slack.sum(over), count),
+        "beta": Total(g.sum(over), _finite(g).abs().sum(over), slack.sum(over), count),
+        **_convolution_totals(p, inputs, dc, size, slack + eps * size),
+    }
+    totals["gamma"].slack = totals["gamma"].size * eps
+    wild = bool((g.abs() > 1e25).any()) or not bool(g.isfinite().all()) or bool(slack.any())
+    for name, total in totals.items():
+        if wild and name != "beta":
+            total.open = torch.ones_like(total.value, dtype=torch.bool)
+    return totals
+
+
+# ---- z -----------------------------------------------------------------------------------------
+
+
+def _norm_z(p: Program, inputs: dict[str, Tensor], acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    """z by the anchor's formula, and what other roundings of it may change."""
+    anchor = ANCHORS["conv2d_batchnorm"]
+    operands = {n: inputs[n].detach() if n in inputs else None for n in anchor.operands}
+    stride, padding = p.geometry
+    config = {"stride": [stride] * 2, "padding": [padding] * 4, "dilation": [1, 1], "groups": 1,
+              "tf32": False, "training": p.training_norm, "eps": 1e-5}  # fmt: skip
+    products = anchor.product(operands, config)
+    z = apply.z_in_torch(anchor, operands, products, config, acc)
+    leaves = {n: v for n, v in anchor.leaves(operands, products, config).items() if n != "eps"}
+    wide = {n: v.to(acc) for n, v in leaves.items() if isinstance(v, Tensor)}
+    rstd = (wide["var"] + 1e-5).rsqrt()
+    reach = (wide["c"].abs() + wide["mean"].abs() + wide.get("bias", rstd * 0).abs()) * rstd
+    if p.training_norm:  # c's mean may be zero, and off by roundings of c
+        reach = reach + wide["c"].abs().mean((0, 2, 3), True) * rstd
+    size = reach * wide["gamma"].abs() + z.abs()
+    return z, 8 * torch.finfo(torch.float32).eps * size
+
+
+def _z(p: Program, space: dict[str, Any], inputs: dict[str, Tensor]) -> Tensor:
+    of_anchor = [v for n, v in inputs.items() if n not in p.operands]
+    with torch.no_grad():
+        if p.autocast:
+            with torch.autocast(inputs["x"].device.type, torch.bfloat16):
+                return space["anchor"](*of_anchor)
+        if p.pattern.kind == "conv2d":  # oneDNN makes zeros of subnormal biases in 16 bits
+            c = F.conv2d(inputs["x"], inputs["weight"], None, *p.geometry)
+            acc = accumulation_dtype((c.dtype,))
+            return c.to(acc) + inputs["bias"].to(acc).view(-1, 1, 1)
+        return space["anchor"](*(v.clone() for v in of_anchor))
+
+
+# ---- all of it -----------------------------------------------------------------------------------
+
+
+def accumulation_of(p: Program, z: Tensor, operands: dict[str, Tensor], out: torch.dtype) -> Any:
+    dtypes = [z.dtype, out, *(v.dtype for v in operands.values() if v.ndim > 0)]
+    if re.search(r"double|float64", p.source.partition("def tail")[2].partition("\n\n\n")[0]):
+        dtypes.append(torch.float64)
+    return accumulation_dtype(dtypes)
+
+
+def faults_of(
+    p: Program,
+    space: dict[str, Any],
+    inputs: dict[str, Tensor],
+    dy: Tensor | None,
+    eager: Seen,
+    fused: Seen,
+    exact: bool,
+    is_fused: bool,
+) -> str:
+    """What is wrong with the values of a run, or nothing. exact: they are to agree to the bit."""
+    if (fused.y.dtype, fused.y.shape) != (eager.y.dtype, eager.y.shape):
+        return f"{fused.y.dtype} {tuple(fused.y.shape)}, eager {eager.y.dtype} {eager.y.shape}"
+    if fused.grads.keys() != eager.grads.keys():
+        return f"gradients of {sorted(fused.grads)}, eager of {sorted(eager.grads)}"
+    if not is_fused:
+        return _unfused_faults(eager, fused, exact)
+    operands = {n: inputs[n] for n in p.operands}
+    dy = dy if p.train and eager.grads else None
+    z = _z(p, space, inputs)
+    acc = accumulation_of(p, z, operands, eager.y.dtype)
+    norm, noise = p.pattern.kind == "conv2d_batchnorm", None
+    if norm:
+        theirs = z
+        z, noise = _norm_z(p, inputs, acc)
+        # In 16 bits torch's own has more roundings.
+        room = noise.double() * max(1.0, torch.finfo(theirs.dtype).eps / torch.finfo(acc).eps / 4)
+        off = ~((theirs.double() - z.double()).abs() <= room + 1e-45)
+        if (bad := off & ~_same(theirs, z.to(theirs.dtype)) & (noise.abs() < 1e30)).any():
+            return _told("z of the BatchNorm", bad, z, theirs, theirs)
+    faults = _exact_faults if exact else _bounded_faults
+    fault, dz, slack = faults(p, space, z, noise, operands, dy, acc, eager, fused)
+    if not fault and dz is not None:
+        fault = _anchor_faults(p, inputs, dz, slack, acc, eager, fused)
+    if not fault and exact and not norm and _is_plain(p, z, operands):
+        bad = ~_same(fused.y, eager.y)
+        fault = (
+            _told("the result, from eager,", bad, fused.y, eager.y, eager.y) if bad.any() else ""
+        )
+    if not fault and exact:
+        with torch.no_grad():
+            later = space["after"](fused.y)
+        bad = ~_same(fused.after, later)
+        fault = (
+            _told("what is made of the result", bad, fused.after, later, None) if bad.any() else ""
+        )
+    return fault
+
+
+def _is_plain(p: Program, z: Tensor, operands: dict[str, Tensor]) -> bool:
+    """Is all computed in float32, in eager mode too?"""
+    floats = [v.dtype for v in (z, *operands.values()) if v.is_floating_point() and v.ndim > 0]
+    casts = re.search(r"half|double|bfloat16|float\(|to\(|type\(", p.source)
+    return set(floats) == {p.dtype} == {torch.float32} and not casts
+
+
+def _unfused_faults(eager: Seen, fused: Seen, exact: bool) -> str:
+    for name in ("y", "after"):
+        theirs, mine = getattr(eager, name), getattr(fused, name)
+        bad = ~_same(theirs, mine)
+        if bad.any() and exact:
+            return _told(f"{name}, which is not fused,", bad, mine, theirs, theirs)
+    return ""
+
+
+def _exact_faults(
+    p: Program, space: Any, z: Tensor, noise: Any, operands: dict[str, Tensor], dy: Tensor | None,
+    acc: torch.dtype, eager: Seen, fused: Seen
+) -> tuple[str, Tensor | None, Tensor | None]:  # fmt: skip
+    oracle = _evaluated(space["tail"], z, operands, dy, _Wide(acc))
+    y = oracle.y.to(eager.y.dtype).expand(eager.y.shape)
+    if (bad := ~_same(fused.y, y)).any():
+        return _told("the result", bad, fused.y, y, eager.y), None, None
+    for name, grad in oracle.grads.items():
+        if name not in fused.grads:
+            continue
+        wanted = grad.to(operands[name].dtype)
+        if (bad := ~_same(fused.grads[name], wanted)).any():
+            what = f"the gradient of {name}"
+            return _told(what, bad, fused.grads[name], wanted, eager.grads[name]), None, None
+    if oracle.dz is None:
+        return "", None, None
+    return "", oracle.dz, torch.zeros_like(oracle.dz, dtype=torch.float64)
+
+
+def _bounded_faults(
+    p: Program, space: Any, z: Tensor, noise: Any, operands: dict[str, Tensor], dy: Tensor | None,
+    acc: torch.dtype, eager: Seen, fused: Seen
+) -> tuple[str, Tensor | None, Tensor | None]:  # fmt: skip
+    shape = eager.y.shape
+    oracle = _bounded(space["tail"], z, noise, operands, dy, acc, shape)
+    if (bad := _rounded_bad(fused.y, oracle.y, oracle.slack["y"])).any():
+        return _told("the result", bad, fused.y, oracle.y, eager.y), None, None
+    for name, grad in oracle.grads.items():
+        if name not in fused.grads:
+            continue
+        total = _spread_sum(grad, oracle.slack[name], operands[name].shape)
+        if (bad := total.bad(fused.grads[name], acc)).any():
+            told = _told(f"the gradient of {name}", bad, fused.grads[name], total.value,
+                         eager.grads[name])  # fmt: skip
+            return told, None, None
+    if oracle.dz is None:
+        return "", None, None
+    total = _spread_sum(oracle.dz, oracle.slack["dz"], z.shape)
+    return "", total.value.to(acc), total.slack
+
+
+def _anchor_faults(
+    p: Program, inputs: dict[str, Tensor], dz: Tensor, slack: Any, acc: torch.dtype, eager: Seen,
+    fused: Seen
+) -> str:  # fmt: skip
+    if p.pattern.kind in ("linear", "matmul"):
+        totals = _product_totals(p, inputs, dz, slack)
+    elif p.pattern.kind == "conv2d":
+        totals = _convolution_totals(p, inputs, dz, dz.double().abs(), slack)
+    else:
+        totals = _norm_totals(p, inputs, dz, slack)
+    # Sums over x's dtype are taken in float32 at least, whatever the epilogue is computed in.
+    sums = torch.float64 if inputs["x"].dtype == torch.float64 else torch.float32
+    for name, total in totals.items():
+        if name not in fused.grads:
+            continue
+        found = fused.grads[name]
+        if (bad := total.bad(found, sums)).any():
+            return _told(f"the gradient of {name}", bad, found, total.value, eager.grads[name])
+    return ""
