@@ -35,10 +35,10 @@ from value_patterns import registered
 from value_programs import Program, generate, values
 from value_writer import NothingToWrite
 
-import fx_fuser
 from fx_fuser import backend, plan
 from fx_fuser.options import Options
 from fx_fuser.pattern import Pattern
+from fx_fuser.view import View
 
 SLOW_S = 5.0  # reading a program of some forty operations
 SPACE = {"torch": torch, "F": F, "inf": math.inf, "nan": math.nan}
@@ -322,7 +322,7 @@ def _compile_kernels(run: Run, patterns: Sequence[Pattern]) -> None:
             gm, *_ = _recorded(loaded)
         except Exception:  # no program: the run will tell
             continue
-        view = fx_fuser.spell.View(gm.graph, None)  # type: ignore[attr-defined]
+        view = View(gm.graph)
         chosen = _options(loaded.program, "eager")
         options = Options.parse(None, chosen, [loaded.program.pattern.name])
         matches += backend._read(view, [loaded.program.pattern], options).matches
