@@ -10,7 +10,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -309,7 +309,7 @@ def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
     read = Reading(view)
     taken: set[Node] = set()
     fault_of = functools.partial(_fault_of, taken=taken)
-    for node in view.nodes:
+    for node in _outer_anchors_first(view):
         if node in taken:
             continue
         try:
@@ -324,6 +324,17 @@ def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
         elif isinstance(found, Refusal):
             read.refusals.append(found)
     return read
+
+
+def _outer_anchors_first(view: View) -> list[Node]:
+    """A pattern that is an anchor alone would else take the product of `x @ w + b`, or the
+    convolution under a BatchNorm, and nothing be left of the larger site."""
+    inner: set[Node] = set()
+    for node in view.nodes:
+        with suppress(Exception):  # as it will again, where that costs the site
+            site = site_at(view, node)
+            inner.update(() if site is None else (n for n in site.nodes if n is not node))
+    return sorted(view.nodes, key=inner.__contains__)
 
 
 def _failure_at(

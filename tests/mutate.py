@@ -27,6 +27,9 @@ COPIED = ("fx_fuser", "patterns", "kernels_cu", "tests", "benchmarks", "pyprojec
 HAZARDS, REFUSALS = "tests/test_hazards.py", "tests/test_refusals.py"
 WRITES, REGIONS = "tests/test_refused_writes.py", "tests/test_refused_regions.py"
 BETWEEN = f"{WRITES}::test_x_written_in_between"
+BOUND, TEXT, KEPT = "tests/test_bound.py", "tests/test_epilogue_text.py", "tests/test_kept.py"
+APART = f"{BOUND}::test_a_product_that_float32_cannot_make_is_not_opened"
+FAULTS, MATMUL = "tests/test_site_faults.py", "tests/test_matmul.py"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ CONDITIONS = (
     ),
     Mutant(
         "aliases: an input that only the caller knows to be another", "checks.py",
-        "if not own and memory & _graph_inputs(match):", "if False:",
+        "if not own and memory & match.view.graph_inputs:", "if False:",
         (f"{HAZARDS}::test_input_write_is_load_bearing_with_inner_eager",),
     ),
     Mutant(
@@ -153,6 +156,231 @@ CONDITIONS = (
         "if isinstance(product, Node) and _dtype(product) != _dtype(node):", "if False:",
         ("tests/test_operands.py::test_autocast_linear_spelled_as_product",),
     ),
+    Mutant(
+        "subclasses: tensors of the user's own classes", "backend.py",
+        "    subclasses.mark(gm, inputs)\n", "",
+        ("tests/test_subclasses.py::test_other_sites_of_the_graph",
+         "tests/test_subclasses.py::test_body_of_a_checkpoint"),
+    ),
+)  # fmt: skip
+
+# What runs is the user's own expression, within bounds; a fault costs one site.
+REDESIGN = (
+    Mutant(
+        "fits: tensors", "checks.py",
+        '        ("tensors", tensors + len(bound.tensors), MAX_TENSORS),\n', "",
+        (f"{BOUND}::test_tensors_that_a_kernel_takes[16-bias]",
+         f"{BOUND}::test_what_z_is_made_of_takes_places_too[norm]"),
+    ),
+    Mutant(
+        "fits: what z is made of", "checks.py",
+        "tensors + len(bound.tensors), MAX_TENSORS", "1 + len(bound.tensors), MAX_TENSORS",
+        (f"{BOUND}::test_what_z_is_made_of_takes_places_too[conv]",
+         f"{BOUND}::test_what_z_is_made_of_takes_places_too[norm]"),
+    ),
+    Mutant(
+        "fits: a Linear's bias takes no place", "anchors/linear.py",
+        "return 1, 0  # c, with its bias", "return 2, 0",
+        (f"{BOUND}::test_tensors_that_a_kernel_takes[15-bias]",),
+    ),
+    Mutant(
+        "fits: numbers", "checks.py",
+        '        ("numbers", numbers + len(bound.numbers) + len(bound.items), MAX_NUMBERS),\n', "",
+        (f"{BOUND}::test_numbers_that_a_kernel_takes[9]",),
+    ),
+    Mutant(
+        "fits: numbers that change", "checks.py",
+        "len(bound.numbers) + len(bound.items), MAX", "len(bound.numbers), MAX",
+        (f"{BOUND}::test_a_number_that_changes_takes_a_place",),
+    ),
+    Mutant(
+        "fits: operations", "checks.py",
+        '        ("operations", len(bound.epilogue.steps), MAX_STEPS),\n', "",
+        (f"{BOUND}::test_operations_that_a_kernel_takes[65]",),
+    ),
+    Mutant(
+        "fits: exactly the limit", "checks.py",
+        "        if count > limit:", "        if count >= limit:",
+        (f"{BOUND}::test_tensors_that_a_kernel_takes[15-bare]",
+         f"{BOUND}::test_numbers_that_a_kernel_takes[8]",
+         f"{BOUND}::test_operations_that_a_kernel_takes[64]"),
+    ),
+    Mutant(
+        "work: its bound", "match.py", "        if self.left < 0:", "        if False:",
+        (f"{BOUND}::test_a_graph_that_compares_in_many_ways_is_refused_soon",),
+    ),
+    Mutant(
+        "opened: integers", "match.py",
+        "if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):",
+        "if tensor is None:",
+        (f"{APART}[integers that wrap around]",),
+    ),
+    Mutant(
+        "opened: 0-d float64", "match.py",
+        "return tensor.ndim > 0 or tensor.dtype != torch.float64", "return True",
+        (f"{APART}[numbers of float64]",),
+    ),
+    Mutant(
+        "opened: all others", "match.py",
+        "return tensor.ndim > 0 or tensor.dtype != torch.float64", "return False",
+        (f"{BOUND}::test_other_products_are_opened",),
+    ),
+    Mutant(
+        "numbers: integers that are no floats", "spell.py",
+        "(isinstance(value, int) and abs(value) <= 2**53)", "isinstance(value, int)",
+        (f"{BOUND}::test_an_integer_that_is_no_float_is_refused",),
+    ),
+    Mutant(
+        "bind: a difference is not turned", "epilogue.py",
+        'COMMUTATIVE = ("add", "mul")', 'COMMUTATIVE = ("add", "mul", "sub")',
+        (f"{TEXT}::test_only_sums_and_products_are_turned[sub]",
+         f"{TEXT}::test_the_text_is_what_is_written[a difference]"),
+    ),
+    Mutant(
+        "bind: a quotient is not turned", "epilogue.py",
+        'COMMUTATIVE = ("add", "mul")', 'COMMUTATIVE = ("add", "mul", "div")',
+        (f"{TEXT}::test_only_sums_and_products_are_turned[truediv]",),
+    ),
+    Mutant(
+        "bind: a product is turned", "epilogue.py",
+        'COMMUTATIVE = ("add", "mul")', 'COMMUTATIVE = ("add",)',
+        (f"{TEXT}::test_the_text_is_what_is_written[turned]",
+         f"{TEXT}::test_the_text_is_what_is_written[renamed]"),
+    ),
+    Mutant(
+        "bind: a scaled sum is not turned", "bind.py",
+        "if expr.op in COMMUTATIVE and len(made) == 2:", "if expr.op in COMMUTATIVE:",
+        (f"{TEXT}::test_a_sum_with_a_factor_is_not_turned",),
+    ),
+    Mutant(
+        "bind: as written, not as it means", "bind.py",
+        "        written = view.written(node)\n", "        written = view.spell(node)\n",
+        (f"{TEXT}::test_the_text_is_what_is_written[product]",
+         f"{TEXT}::test_the_text_is_what_is_written[a quotient]",
+         f"{BOUND}::test_what_is_finite_stays_so[lowest-torch.float32-cpu_ops]"),
+    ),
+    Mutant(
+        "bind: attributes are floats", "bind.py",
+        "attrs = tuple((n, float(v) if is_number(v) else v) for n, v in expr.attrs)",
+        "attrs = expr.attrs",
+        (f"{TEXT}::test_an_integer_attribute_is_a_float",),
+    ),
+    Mutant(
+        "match: a divisor that is a number", "match.py",
+        "self._open(target, pattern.op == \"div\")", "self._open(target)",
+        (f"{BOUND}::test_a_divisor_is_a_number_or_a_tensor[2-cpu_ops]",
+         f"{BOUND}::test_a_quotient_in_the_epilogue_is_one"),
+    ),
+    Mutant(
+        "text: values that no step before has made", "epilogue.py",
+        "int(value[1] or -1) >= i", "False",
+        (f"{TEXT}::test_what_is_no_epilogue_is_an_error[v0 = tanh(v0)]",
+         f"{TEXT}::test_what_is_no_epilogue_is_an_error[v0 = mul(z, v1); v1 = tanh(z)]"),
+    ),
+    Mutant(
+        "derivative: a product reads its other factor", "epilogue.py",
+        '"mul": Op(operator.mul, _call("mul"), _others)',
+        '"mul": Op(operator.mul, _call("mul"), _none)',
+        (f"{TEXT}::test_gradients_need_no_more_than_is_said_of_an_op[mul]",
+         f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = mul(z, t0)]"),
+    ),
+    Mutant(
+        "derivative: a sum reads nothing", "epilogue.py",
+        '"add": Op(_add, _call("add"), _factor_of_the_sum)', '"add": Op(_add, _call("add"))',
+        (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = add(z, t0)]",
+         f"{KEPT}::test_what_is_kept[z + r]", f"{KEPT}::test_what_is_not_kept_may_be_written_to"),
+    ),
+    Mutant(
+        "derivative: a scaled sum reads the factor", "epilogue.py",
+        "    return (2,) if place == 1 and count == 3 else ()", "    return ()",
+        (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = add(t0, z, s0)]",),
+    ),
+    Mutant(
+        "derivative: of a value read on the way", "epilogue.py",
+        "read |= made_of[value] if value is not None else frozenset()",
+        "read |= {value} if value in epilogue.leaves else frozenset()",
+        (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = sigmoid(t0); v1 = mul(v0, z)]",),
+    ),
+    Mutant(
+        "derivative: c is saved if it is read", "ops.py",
+        'return wanted and "z" in self.reads(needs, needs_t)', "return wanted",
+        (f"{KEPT}::test_what_is_kept[z + r]", f"{KEPT}::test_what_is_kept[z * 2]"),
+    ),
+    Mutant(
+        "derivative: dz where z is read twice", "epilogue.py",
+        "if any(a in chain or a == epilogue.start for a in step.args if a != holding):",
+        "if False:",
+        (f"{TEXT}::test_dz_of_no_chain_is_not_told[twice-1]",),
+    ),
+    Mutant(
+        "derivative: dz below a fraction", "epilogue.py",
+        'if step.op == "div" and place == 0:', 'if step.op == "div":',
+        (f"{TEXT}::test_dz_of_no_chain_is_not_told[below a fraction-1]",),
+    ),
+    Mutant(
+        "derivative: dz of a subtrahend", "epilogue.py",
+        'return add("neg", dy) if place == 1 and step.op == "sub" else dy', "return dy",
+        (f"{TEXT}::test_dz_of_a_chain_is_autograds_bit_for_bit[28]",
+         f"{TEXT}::test_dz_of_a_chain_is_autograds_bit_for_bit[35]"),
+    ),
+    Mutant(
+        "faults: matching fails at one site", "backend.py",
+        "    except Exception as error:\n            if options.strict:\n",
+        "    except ZeroDivisionError as error:\n            if options.strict:\n",
+        (f"{FAULTS}::test_the_other_site_fuses[eval-matching]",
+         f"{FAULTS}::test_the_other_site_fuses[train-a check]"),
+    ),
+    Mutant(
+        "faults: strict raises where matching fails", "backend.py",
+        "            if options.strict:\n                raise\n            found = ",
+        "            found = ",
+        (f"{FAULTS}::test_strict_raises[matching]",),
+    ),
+    Mutant(
+        "faults: planning fails at one site", "plan.py",
+        "        if options.strict or isinstance(error, OptionError):\n            raise\n",
+        "        raise\n",
+        (f"{FAULTS}::test_the_other_site_fuses[eval-the candidates]",
+         f"{FAULTS}::test_the_other_site_fuses[eval-the call]"),
+    ),
+    Mutant(
+        "faults: strict raises where planning fails", "plan.py",
+        "if options.strict or isinstance(error, OptionError):",
+        "if isinstance(error, OptionError):",
+        (f"{FAULTS}::test_strict_raises[the candidates]",
+         f"{FAULTS}::test_strict_raises[the call]"),
+    ),
+    Mutant(
+        "faults: a bad option is the user's", "plan.py",
+        "if options.strict or isinstance(error, OptionError):", "if options.strict:",
+        (f"{FAULTS}::test_a_bad_option_is_no_fault_of_a_site",),
+    ),
+    Mutant(
+        "faults: an anchor without a pattern", "backend.py",
+        "if site is None or pattern is None:", "if site is None:",
+        (f"{FAULTS}::test_a_node_that_no_pattern_is_for_costs_nothing",),
+    ),
+    Mutant(
+        "anchors: the outer comes first", "backend.py",
+        "return sorted(view.nodes, key=inner.__contains__)", "return view.nodes",
+        (f"{MATMUL}::test_the_outer_anchor_comes_first[x @ w + b]",
+         f"{MATMUL}::test_the_outer_anchor_comes_first[batch_norm]"),
+    ),
+    Mutant(
+        "matmul: the weight's gradient has its layout", "anchors/matmul.py",
+        "return multiply(x.t(), dz.t())", "return multiply(dz.t(), x.t()).t()",
+        (f"{MATMUL}::test_gradients_have_the_layout_of_their_tensors",),
+    ),
+    Mutant(
+        "matmul: a weight of two dimensions", "sites.py",
+        "if tensor is not None and tensor.ndim != 2:", "if False:",
+        (f"{MATMUL}::test_other_products_are_none[a batch of weights]",),
+    ),
+    Mutant(
+        "near: one operation off goes before a beginning", "near.py",
+        "min((*off, *begun),", "min((*begun, *off),",
+        ("tests/test_near.py::test_one_operation_off[division]",),
+    ),
 )  # fmt: skip
 
 
@@ -181,7 +409,7 @@ def survives(mutant: Mutant) -> bool:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    mutants = [m for m in (*check_mutants(), *CONDITIONS) if wanted in m.name]
+    mutants = [m for m in (*check_mutants(), *CONDITIONS, *REDESIGN) if wanted in m.name]
     surviving = []
     for mutant in mutants:
         start = time.monotonic()

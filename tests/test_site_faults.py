@@ -1,0 +1,147 @@
+"""A fault of fx_fuser at one site costs that site: the other fuses, and one warning says why."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ADD, MUL, Program, compiled, fused
+from torch import Tensor, nn
+
+import fx_fuser
+from fx_fuser import backend, checks, ops, plan
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.bind import Bound, bind
+from fx_fuser.errors import OptionError
+from fx_fuser.match import Match
+from fx_fuser.sites import site_at
+
+
+class Boom(Exception):
+    pass
+
+
+def _of_first(match: Any) -> bool:
+    return "first" in match.site.operands["weight"].name
+
+
+def _raising_at(owner: Any, name: str, is_first: Callable[..., bool]) -> Callable[..., Any]:
+    right = getattr(owner, name)
+
+    @functools.wraps(right)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if is_first(*args):
+            raise Boom("our own fault")
+        return right(*args, **kwargs)
+
+    return wrapped
+
+
+def _find_first(view: Any, patterns: Any, check: Any, node: Any) -> bool:
+    site = site_at(view, node)
+    return site is not None and "first" in site.operands["weight"].name
+
+
+# Where → owner, name, and of its arguments whether they are of the first site.
+PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "matching": (backend, "find", _find_first),
+    "a check": (checks, "fault_of", _of_first),
+    "the candidates": (ANCHORS["linear"], "candidates", lambda case: _of_first(case)),
+    "the choice": (plan, "_pick", lambda match, *_: _of_first(match)),
+    "the call": (ops, "graph_call", lambda match, *_: _of_first(match)),
+    "what it saves": (backend, "saved", lambda match, *_: _of_first(match)),
+    "what it keeps": (backend, "kept", lambda match, *_: _of_first(match)),
+    "binding": (Match, "bound", _of_first),
+}
+
+
+def _model() -> Program:
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = m.other(F.silu(m.first(x)) * 2.0)
+        return z + torch.sigmoid(z) * 3.0
+
+    return Program(body, first=nn.Linear(8, 6), other=nn.Linear(6, 5))
+
+
+@pytest.fixture(params=PLACES)
+def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    owner, name, is_first = PLACES[request.param]
+    if name == "bound":
+        monkeypatch.setattr(Match, name, property(_bound_or_raise))  # instead of a cached one
+    else:
+        monkeypatch.setattr(owner, name, _raising_at(owner, name, is_first))
+    return str(request.param)
+
+
+def _bound_or_raise(match: Match) -> Bound:
+    if _of_first(match):
+        raise Boom("our own fault")
+    return bind(match.view, match.site, match.nodes)
+
+
+def _told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = run()
+    return value, [str(w.message) for w in caught if "fx_fuser" in str(w.message)]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_the_other_site_fuses(place: str, train: bool) -> None:
+    model, x = _model().train(train), torch.randn(4, 8)
+    with torch.set_grad_enabled(train):
+        value, told = _told(lambda: compiled(model, strict=False)(x))
+        torch.testing.assert_close(value, model(x))
+    assert fused() == {ADD: 1}
+    (message,) = told
+    head, line, last = message.splitlines()
+    assert head == "fx_fuser leaves what it fails at to the model's own ops:"
+    assert ", test_site_faults.py:" in line and line.endswith(": Boom: our own fault")
+    assert last == "Please report it."
+    if train:
+        value.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_strict_raises(place: str) -> None:
+    with pytest.raises(Exception, match="our own fault"):
+        compiled(_model(), strict=True)(torch.randn(4, 8))
+
+
+def test_the_report_says_so(place: str) -> None:
+    report = fx_fuser.explain(_model(), torch.randn(4, 8))
+    assert [site.pattern for site in report.fused] == [ADD]
+    assert [site.reason for site in report.refused] == ["Boom: our own fault"]
+
+
+def test_a_node_that_no_pattern_is_for_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no pattern for a convolution alone, whose failure cost the whole graph."""
+    right = backend.find
+
+    def find(view: Any, patterns: Any, check: Any, node: Any) -> Any:
+        if site_at(view, node) is not None and "conv" in str(node.name):
+            raise Boom("our own fault")
+        return right(view, patterns, check, node)
+
+    monkeypatch.setattr(backend, "find", find)
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return F.silu(m.lin(m.conv(x).mean((2, 3)))) * 2.0
+
+    model = Program(body, conv=nn.Conv2d(3, 8, 3), lin=nn.Linear(8, 6))
+    value, told = _told(lambda: compiled(model, strict=False)(torch.randn(2, 3, 5, 5)))
+    assert value.shape == (2, 6) and fused() == {MUL: 1} and told == []
+
+
+def test_a_bad_option_is_no_fault_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    def candidates(case: Any) -> Sequence[Any]:
+        raise OptionError("give another")
+
+    monkeypatch.setattr(ANCHORS["linear"], "candidates", candidates)
+    with pytest.raises(Exception, match="give another"):
+        compiled(_model(), strict=False)(torch.randn(4, 8))
