@@ -86,7 +86,8 @@ class Program:
     pattern: the one that is active. expected: how many sites of it must fuse, None for any number.
     operands: names of what the tail takes, beside z. compiled: Dynamo must read it. save: the
     option. z_exact: any order of the anchor's sum gives the same z. stays: inputs that are on the
-    CPU beside CUDA ones. geometry: stride and padding of the convolution.
+    CPU beside CUDA ones. geometry: stride and padding of the convolution. crowd: all patterns are
+    active, and any of them may fuse any part of it.
     """
 
     source: str
@@ -104,6 +105,7 @@ class Program:
     autocast: bool = False
     stays: list[str] = field(default_factory=list)
     geometry: tuple[int, int] = (1, 0)
+    crowd: bool = False
     fused: int = 0  # sites, when it was checked
 
 
@@ -329,9 +331,8 @@ class Generator:
         for name in self.operands:
             tensor = self.inputs[name]
             names[name] = Text(name, wide=tensor.is_floating_point() and tensor.ndim > 0)
-        plain = self.plain and self.device == "cpu"
         in_place = self.shape.randrange(4) == 0
-        writer = TailWriter(self.shape, self.number, names, plain, in_place)
+        writer = TailWriter(self.shape, self.number, names, self.plain, in_place)
         if itself is not None:
             names["self"] = Text("s", wide=True)
             writer.lines.append(f"s = {writer._render(itself).code}")
@@ -361,8 +362,12 @@ class Generator:
             self.stays,
             self.geometry,
         )
+        if "bias" in self.inputs and lines[-1].endswith("+ bias") and not self.pattern.size:
+            program.expected = None  # the product alone may be taken, and then there is no bias
         if self.value.randrange(150) == 0:
             self._subclass(program)
+        elif self.dtype == torch.float32 and self.value.randrange(8) == 0:
+            program.crowd = self.pattern.kind != "conv2d_batchnorm" and not autocast
         return program
 
     def _reads_itself(self, found: dict[str, Operand]) -> Expr | None:
@@ -382,7 +387,8 @@ class Generator:
         name = self.value.choice([n for n in self.inputs if "running" not in n])
         own = self.inputs[name].detach().as_subclass(Named)
         self.inputs[name] = own.requires_grad_(self.inputs[name].requires_grad)
-        program.expected, program.label = 0, f"{program.label}, {name} of a class of its own"
+        program.expected = 0 if program.expected is not None else None
+        program.label += f", {name} of a class of its own"
 
     def _source(
         self, anchor: Sequence[str], tail: Sequence[str], after: str, autocast: bool

@@ -263,7 +263,10 @@ class TailWriter:
                 ("torch.add({x}, {y}, ", "{a}.add({y}, ", "torch.sub({x}, {y}, ")
             )
             return f"{self._binary(form, total, rest[0])}alpha={free})"
-        return self._binary(self.shape.choice((*_SUB, "torch.rsub({y}, {x})")), total, rest[0])
+        forms = (*_SUB, "torch.rsub({y}, {x})")
+        if total.code == rest[0].code:  # of z - z, rsub adds up the gradients in another order
+            forms = _SUB
+        return self._binary(self.shape.choice(forms), total, rest[0])
 
     def _from_narrow(self, terms: list[Text], special: list[Expr]) -> Text:
         """a - z where a is a number or has no dimensions: z comes first."""
@@ -272,7 +275,7 @@ class TailWriter:
             raise NothingToWrite("a number and a product")
         first = special.pop(at)
         (y,) = (self._render(r) for r in first.args if r != -1)
-        form = self.shape.choice(("{a} - {b}", "torch.rsub({y}, {x})"))
+        form = self.shape.choice((_SUB[0], "torch.rsub({y}, {x})"))
         total = self._made(self._binary(form, terms.pop(), y))
         for term in terms:
             total = self._made(self._plus(total, term))
