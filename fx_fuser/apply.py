@@ -36,11 +36,18 @@ def wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
     return [v.dtype for v in values if isinstance(v, Tensor) and v.ndim > 0]
 
 
+def accumulator_of(
+    epilogue: Epilogue, tensors: Iterable[Any], out: torch.dtype, *more: torch.dtype
+) -> torch.dtype:
+    """The dtype in which an epilogue of these tensors is computed, with this result."""
+    return accumulation_dtype([*wide_dtypes(tensors), out, *casts_of(epilogue), *more])
+
+
 def _evaluated(
     epilogue: Epilogue, z: Tensor, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
     """In the accumulation dtype of all that takes part."""
-    acc = accumulation_dtype([*wide_dtypes((z, *t)), dtype, *casts_of(epilogue)])
+    acc = accumulator_of(epilogue, (z, *t), dtype)
     wide: Tensor = evaluate(epilogue, {"z": z.to(acc), **named([v.to(acc) for v in t], s)})
     return wide
 
@@ -84,8 +91,7 @@ def finish(
     out: Tensor,
 ) -> None:
     """out ← epilogue(z(products)), on a CPU; on CUDA it is kernels_cu/shim_pointwise.h."""
-    wide = wide_dtypes((*products, *t))
-    acc = accumulation_dtype([*wide, out.dtype, *casts_of(epilogue)])
+    acc = accumulator_of(epilogue, (*products, *t), out.dtype)
     z = z_in_torch(anchor, operands, products, config, acc)
     out.copy_(in_torch(epilogue, z, t, s, out.dtype))
 
@@ -119,7 +125,8 @@ def spec_of(
             numbers.append(f"t{i}")
         else:
             tensors[f"t{i}"] = value.dtype
-    return kernel_spec(epilogue, tensors, numbers, out, family)
+    acc = accumulator_of(epilogue, (*leaves.values(), *t), out)
+    return kernel_spec(epilogue, tensors, numbers, out, family, acc)
 
 
 def forward_specs(

@@ -377,12 +377,13 @@ def kernel_spec(
     numbers: Sequence[str],
     out: torch.dtype,
     family: Family = POINTWISE,
+    acc: torch.dtype = torch.float32,
 ) -> KernelSpec:
     """The kernel of one epilogue.
 
     tensors: leaf → dtype, in the order the kernel takes them, the anchor's value first.
-    numbers: leaves that are numbers at call time, in the order they are passed.
-    The functor contract is that of `kernels_cu/pointwise.cuh`.
+    numbers: leaves that are numbers at call time, in the order they are passed. acc: dtype of the
+    arithmetic. The functor contract is that of `kernels_cu/pointwise.cuh`.
     """
     names = {name: f"in[{i}]" for i, name in enumerate(tensors)}
     names |= {name: f"scalar[{i}]" for i, name in enumerate(numbers)}
@@ -405,6 +406,5 @@ struct Epilogue {{
 }};
 }}  // namespace fx_fuser
 """
-    acc = accumulation_dtype((*tensors.values(), out, *casts_of(epilogue)))
     inputs = tuple(tensors.values())
     return KernelSpec(family, "fx_fuser::Epilogue", definition, len(numbers), acc, out, inputs)

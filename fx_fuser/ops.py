@@ -35,7 +35,7 @@ from torch import Tensor
 from fx_fuser import apply, native
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, Conv2d, library_convolution
-from fx_fuser.epilogue import Epilogue, accumulation_dtype, casts_of, parse, read_by_derivative
+from fx_fuser.epilogue import Epilogue, parse, read_by_derivative
 from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
@@ -285,8 +285,7 @@ def gradients(
             after = dy[(slice(0, 1),) * dy.ndim]  # all of dy would be written for it
             c = again(*operands.values(), *call.config.values(), after)
             products = (c, *products[1:])
-        wide = apply.wide_dtypes((*products, *t))
-        acc = accumulation_dtype([*wide, call.out, *casts_of(call.epilogue)])
+        acc = apply.accumulator_of(call.epilogue, (*products, *t), call.out)
         z = apply.z_in_torch(anchor, operands, products, call.config, acc)
         wanted = [i for i, need in enumerate(needs_t) if need]
 

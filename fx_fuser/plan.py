@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from fx_fuser import calls, native, rehearse, timing
+from fx_fuser import apply, calls, native, rehearse, timing
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT, Conv2d, may_be_tf32
@@ -108,6 +108,10 @@ class MatchCase:
     @property
     def out(self) -> torch.dtype:
         return meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
+
+    @property
+    def acc(self) -> torch.dtype:
+        return apply.accumulator_of(self.match.bound.epilogue, self.tensors, self.out)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

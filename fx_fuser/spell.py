@@ -76,6 +76,8 @@ def _div(input: Any, other: Any, rounding_mode: Any = None) -> Expr:
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expr:
+    if any(bound != bound for bound in (min, max)):
+        raise Unspellable  # NaN: with one bound torch ignores it on CUDA, with two it does not
     return Expr("clamp", (input, min, max))
 
 
@@ -204,7 +206,7 @@ def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
 
 
 def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: Any = False) -> Expr:
-    if not is_number(min_val) or not is_number(max_val):
+    if not is_number(min_val) or not is_number(max_val) or min_val != min_val or max_val != max_val:
         raise Unspellable
     return Expr("hardtanh", (input, min_val, max_val))
 

@@ -37,6 +37,10 @@ class Case(Protocol):
     def out(self) -> torch.dtype: ...
 
     @property
+    def acc(self) -> torch.dtype:
+        """Of the epilogue's arithmetic."""
+
+    @property
     def tensors(self) -> list[Tensor]:
         """c's fake tensor, then those of all operands."""
 

@@ -145,7 +145,8 @@ class Conv2d(Anchor):
     def _takes_direct(self, case: Case) -> bool:
         """Is the site's convolution one of those that the direct kernel makes?"""
         c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
-        if any(t.dtype == torch.float64 for t in case.tensors) or c.dtype not in DIRECT_DTYPES:
+        wide = torch.float64 in (case.acc, *(t.dtype for t in case.tensors))
+        if wide or c.dtype not in DIRECT_DTYPES:
             return False
         if not all(t.is_contiguous() for t in (c, x, weight)):
             return False

@@ -79,8 +79,8 @@ class Linear(Anchor):
     def _own_product(self, case: Case) -> str | None:
         """The product that our kernels can make in the precision that is asked for, or None."""
         c = case.tensors[0]
-        # float64 is computed in double, where the epilogue is; our accumulators are float.
-        if not c.is_contiguous() or any(t.dtype == torch.float64 for t in case.tensors):
+        # Our accumulators are float, and so is what the epilogue reads beside them.
+        if not c.is_contiguous() or torch.float64 in (case.acc, *(t.dtype for t in case.tensors)):
             return None
         if c.dtype != torch.float32:
             return self._dense(case)
