@@ -16,6 +16,7 @@ the reference of the tests and, by `torch.autograd.grad`, the pointwise backward
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import operator
@@ -126,8 +127,6 @@ OPS: dict[str, Op] = {
     "mul": Op(operator.mul, _call("mul"), _others),
     "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,)),
     "neg": Op(operator.neg, _call("neg"), _none),
-    # Of an anchor's own z alone: torch's BatchNorm is one kernel, in which nvcc contracts, too.
-    "fma": Op(lambda x, a, b: x * a + b, _call("fma")),
     "addcmul": Op(
         lambda x, a, b, value=1: torch.addcmul(x, a, b, value=value),
         lambda x, a, b, value="Acc(1)": f"math::addcmul({x}, {a}, {b}, {value})",
@@ -165,6 +164,8 @@ OPS: dict[str, Op] = {
         lambda x, beta, threshold: f"math::softplus({x}, {_literal(beta)}, {_literal(threshold)})",
     ),
 }
+# Those of an anchor's own z, too: torch's BatchNorm is one kernel, in which nvcc contracts.
+_ALL_OPS = collections.ChainMap(OPS, {"fma": Op(lambda x, a, b: x * a + b, _call("fma"))})
 # Exchanging the two operands of one of these is all that a canonical form may do.
 COMMUTATIVE = ("add", "mul")
 
@@ -271,7 +272,7 @@ def evaluate(epilogue: Epilogue, values: Mapping[str, Any]) -> Any:
     known = dict(values)
     for i, step in enumerate(epilogue.steps):
         args = (None if a is None else known[a] for a in step.args)
-        known[f"v{i}"] = OPS[step.op].torch(*args, **dict(step.attrs))
+        known[f"v{i}"] = _ALL_OPS[step.op].torch(*args, **dict(step.attrs))
     return known[epilogue.result]
 
 
@@ -391,7 +392,7 @@ def kernel_spec(
     for i, step in enumerate(epilogue.steps):
         args = (None if a is None else names[a] for a in step.args)
         names[f"v{i}"] = f"v{i}"
-        text = OPS[step.op].cuda(*args, **dict(step.attrs))
+        text = _ALL_OPS[step.op].cuda(*args, **dict(step.attrs))
         lines.append(f"    const Acc v{i} = {text};\n")
     definition = f"""\
 // {epilogue.text or "the product itself"}

@@ -17,7 +17,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("add", "sub"), ("vv", "vvs")),
     **dict.fromkeys(("mul", "div", "minimum", "maximum"), ("vv",)),
     "addcmul": ("ttt", "ttts"),
-    **dict.fromkeys(("where", "fma"), ("vvv",)),
+    "where": ("vvv",),
     "clamp": ("vss", "v-s", "vs-"),
     "hardtanh": ("vss",),
 }

@@ -14,7 +14,7 @@ from helpers import ADD, MUL, Program, compiled, fused
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend, checks, ops, plan
+from fx_fuser import backend, calls, checks, plan
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.bind import Bound, bind
 from fx_fuser.errors import OptionError
@@ -53,7 +53,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "a check": (checks, "fault_of", _of_first),
     "the candidates": (ANCHORS["linear"], "candidates", lambda case: _of_first(case)),
     "the choice": (plan, "_pick", lambda match, *_: _of_first(match)),
-    "the call": (ops, "graph_call", lambda match, *_: _of_first(match)),
+    "the call": (calls, "graph_call", lambda match, *_: _of_first(match)),
     "what it saves": (backend, "saved", lambda match, *_: _of_first(match)),
     "what it keeps": (backend, "kept", lambda match, *_: _of_first(match)),
     "binding": (Match, "bound", _of_first),

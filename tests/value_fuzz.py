@@ -35,6 +35,7 @@ from value_patterns import registered
 from value_programs import Named, Program, generate, values
 from value_writer import NothingToWrite
 
+import fx_fuser
 from fx_fuser import backend, plan
 from fx_fuser.options import Options
 from fx_fuser.pattern import Pattern
