@@ -159,7 +159,7 @@ CONDITIONS = (
     Mutant(
         "subclasses: tensors of the user's own classes", "backend.py",
         "    subclasses.mark(gm, inputs)\n", "",
-        ("tests/test_subclasses.py::test_other_sites_of_the_graph",
+        ("tests/test_subclasses.py::test_input[x, 2-D-Named-train]",
          "tests/test_subclasses.py::test_body_of_a_checkpoint"),
     ),
 )  # fmt: skip
@@ -263,7 +263,9 @@ REDESIGN = (
         "bind: attributes are floats", "bind.py",
         "attrs = tuple((n, float(v) if is_number(v) else v) for n, v in expr.attrs)",
         "attrs = expr.attrs",
-        (f"{TEXT}::test_an_integer_attribute_is_a_float",),
+        (f"{TEXT}::test_an_integer_attribute_is_a_float[power]",
+         f"{TEXT}::test_an_integer_attribute_is_a_float[square]",
+         f"{TEXT}::test_an_integer_attribute_is_a_float[softplus]"),
     ),
     Mutant(
         "match: a divisor that is a number", "match.py",
@@ -327,8 +329,8 @@ REDESIGN = (
         "faults: matching fails at one site", "backend.py",
         "    except Exception as error:\n            if options.strict:\n",
         "    except ZeroDivisionError as error:\n            if options.strict:\n",
-        (f"{FAULTS}::test_the_other_site_fuses[eval-matching]",
-         f"{FAULTS}::test_the_other_site_fuses[train-a check]"),
+        (f"{FAULTS}::test_the_other_site_fuses[matching-eval]",
+         f"{FAULTS}::test_the_other_site_fuses[a check-train]"),
     ),
     Mutant(
         "faults: strict raises where matching fails", "backend.py",
@@ -340,8 +342,8 @@ REDESIGN = (
         "faults: planning fails at one site", "plan.py",
         "        if options.strict or isinstance(error, OptionError):\n            raise\n",
         "        raise\n",
-        (f"{FAULTS}::test_the_other_site_fuses[eval-the candidates]",
-         f"{FAULTS}::test_the_other_site_fuses[eval-the call]"),
+        (f"{FAULTS}::test_the_other_site_fuses[the candidates-eval]",
+         f"{FAULTS}::test_the_other_site_fuses[the call-eval]"),
     ),
     Mutant(
         "faults: strict raises where planning fails", "plan.py",

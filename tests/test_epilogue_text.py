@@ -163,6 +163,7 @@ def test_only_sums_and_products_are_turned(text_in: Any, op: Any) -> None:
     "tail, said",
     [(lambda z: z**2, "pow(z, exponent=2.0)"), (torch.square, "pow(z, exponent=2.0)"),
      (F.softplus, "softplus(z, beta=1.0, threshold=20.0)")],
+    ids=["power", "square", "softplus"],
 )  # fmt: skip
 def test_an_integer_attribute_is_a_float(tail: Any, said: str) -> None:
     """A kernel has its name of the text. The op read it back as `2.0` and asked for a kernel that
