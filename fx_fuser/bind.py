@@ -39,7 +39,7 @@ def bind(view: View, site: Site, nodes: Iterable[Node]) -> Bound:
     """The matched nodes after the anchor, as written.
 
     Raises:
-        Unspellable: one of them is no epilogue operation, or has a number that is no float.
+        Unspellable: one of them is no epilogue operation.
     """
     binder = _Binder(view, site)
     for node in sorted(set(nodes) - set(site.nodes), key=view.order.__getitem__):
@@ -84,8 +84,6 @@ class _Binder:
         if operand is None or isinstance(operand, str):
             return operand
         if is_number(operand):
-            if isinstance(operand, int) and int(float(operand)) != operand:
-                raise Unspellable(f"the number {operand} is no float")
             self.numbers.append(float(operand))  # type: ignore[arg-type]
             return f"s{len(self.numbers) - 1}"
         if not isinstance(operand, Node):
