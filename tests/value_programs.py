@@ -367,7 +367,8 @@ class Generator:
         if self.value.randrange(150) == 0:
             self._subclass(program)
         elif self.dtype == torch.float32 and self.value.randrange(8) == 0:
-            program.crowd = self.pattern.kind != "conv2d_batchnorm" and not autocast
+            fits = program.expected == 1 and self.pattern.kind != "conv2d_batchnorm"
+            program.crowd = fits and not autocast
         return program
 
     def _reads_itself(self, found: dict[str, Operand]) -> Expr | None:
