@@ -389,6 +389,8 @@ class Generator:
         own = self.inputs[name].detach().as_subclass(Named)
         self.inputs[name] = own.requires_grad_(self.inputs[name].requires_grad)
         program.expected = 0 if program.expected is not None else None
+        if name in self.operands:  # what comes before it may fuse all the same
+            program.expected, program.crowd = None, True
         program.label += f", {name} of a class of its own"
 
     def _source(

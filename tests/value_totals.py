@@ -172,6 +172,7 @@ def norm_totals(
     }
     totals["gamma"].slack = totals["gamma"].size * eps
     wild = bool((g.abs() > 1e25).any()) or not bool(g.isfinite().all()) or bool(slack.any())
+    wild |= bool((wide["gamma"].abs() > 1e25).any())  # times subnormals
     for name, total in totals.items():
         if wild and name != "beta":
             total.open = torch.ones_like(total.value, dtype=torch.bool)
