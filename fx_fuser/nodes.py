@@ -132,7 +132,7 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     target = node.target
     if node.op != "call_function":
         return inputs_of(node)
-    if target is getattr or getattr(target, "__module__", None) in ("_operator", "math"):
+    if target in (getattr, abs) or getattr(target, "__module__", None) in ("_operator", "math"):
         changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)
         return tuple(nodes_in(node.args[:1])) if changes else ()
     if isinstance(target, torch._ops.OpOverload):

@@ -260,7 +260,7 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_unary("log"), [torch.log, torch.log_, "log"]),
     (_unary("sqrt"), [torch.sqrt, torch.sqrt_, "sqrt"]),
     (_unary("rsqrt"), [torch.rsqrt, torch.rsqrt_, "rsqrt"]),
-    (_unary("abs"), [operator.abs, torch.abs, torch.abs_, torch.absolute, "abs", "absolute"]),
+    (_unary("abs"), [operator.abs, abs, torch.abs, torch.abs_, torch.absolute, "abs", "absolute"]),
     (_unary("erf"), [torch.erf, torch.erf_, torch.special.erf, "erf"]),
     (_gelu, [F.gelu]),
     (_softplus, [F.softplus]),

@@ -17,7 +17,6 @@ compared with those sums in float64, within the roundings of all partial sums.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from value_programs import Program
+from value_totals import convolution_totals, norm_totals, product_totals, same, spread_sum
 
 from fx_fuser import apply
 from fx_fuser.anchors import ANCHORS
@@ -135,14 +135,9 @@ def _evaluated(
 
 def _moves(exact: Tensor, moved: Tensor) -> Tensor:
     """How far; infinite where one is an infinity or NaN and the other is not, or another."""
-    same = _same(exact, moved)
     far = (moved.double() - exact.double()).abs()
     far = torch.where(exact.isfinite() & moved.isfinite(), far, torch.inf)
-    return torch.where(same, 0.0, far)
-
-
-def _same(a: Tensor, b: Tensor) -> Tensor:
-    return (a == b) | (a.isnan() & b.isnan())
+    return torch.where(same(exact, moved), 0.0, far)
 
 
 def _bounded(
@@ -154,10 +149,12 @@ def _bounded(
     acc: torch.dtype,
     shape: torch.Size,
 ) -> Oracle:
-    """With slack; operands are spread over the result first, so that what is summed is seen."""
-    z = z.to(acc).expand(shape)
-    spread = {}
-    for name, v in operands.items():
+    """With slack; operands are spread over the result first, so that what is summed is seen.
+
+    Not where a column is spread to a larger result: some operations then come before that.
+    """
+    z, spread = z.to(acc), dict(operands)
+    for name, v in operands.items() if z.shape == shape else ():
         wide = v.detach().to(z.device).expand(shape)
         spread[name] = wide.requires_grad_(v.requires_grad) if v.requires_grad else wide
     mode = _Wide(acc)
@@ -205,169 +202,11 @@ def _rounded_bad(found: Tensor, wide: Tensor, slack: Tensor) -> Tensor:
     lower, upper = (wide.double() + s * slack for s in (-1, 1))
     ends = torch.finfo(found.dtype)
     room = 0.51 * ends.eps * wide.double().abs() + ends.tiny * ends.eps
-    right = _same(found, wide.to(found.dtype)) | slack.isinf()
+    right = same(found, wide.to(found.dtype)) | slack.isinf()
     for bound in (lower, upper):  # also where it rounds to an infinity
-        right |= _same(found, bound.to(wide.dtype).to(found.dtype))
+        right |= same(found, bound.to(wide.dtype).to(found.dtype))
     near = (found.double() - wide.double()).abs() <= slack + room
     return ~(right | (near & found.isfinite()))
-
-
-@dataclass
-class Total:
-    """A sum in float64. size: of the magnitudes; terms: how many; slack: what the terms are off by.
-
-    open: where infinities or NaN are among what is summed, and nothing is asked. flushed: subnormal
-    terms may be taken for zero.
-    """
-
-    value: Tensor
-    size: Tensor
-    slack: Tensor
-    terms: int
-    open: Tensor | None = None
-    flushed: bool = False
-
-    def bad(self, found: Tensor, acc: torch.dtype) -> Tensor:
-        ends, own = torch.finfo(acc), torch.finfo(found.dtype)
-        limit = min(ends.max, own.max) * 0.99
-        # A product of fp16 halves drops the smallest of four, and is off where nothing is summed.
-        roundings = self.terms + 8 if found.is_cuda else self.terms - 1
-        allowed = self.slack + roundings * ends.eps * self.size
-        allowed = allowed + 0.51 * own.eps * self.value.abs()
-        allowed = allowed + (self.terms + 1) * own.tiny * own.eps
-        if self.flushed:  # by oneDNN's convolutions
-            allowed = allowed + 8 * self.terms * torch.finfo(torch.float32).tiny
-        near = (found.double() - self.value).abs() <= allowed
-        right = torch.where(self.value.isfinite(), near, _same(found.double(), self.value))
-        loose = (self.size > limit) & self.size.isfinite()  # a partial sum may overflow
-        loose |= ~self.slack.isfinite()
-        if self.open is not None:
-            loose |= self.open
-        return ~(right | loose)
-
-
-def _finite(t: Tensor) -> Tensor:
-    return t.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _spread_sum(grad: Tensor, slack: Tensor, shape: Sequence[int]) -> Total:
-    """Of an operand's gradient over what it was spread over."""
-    count = max(grad.numel() // max(int(torch.Size(shape).numel()), 1), 1)
-    parts = (grad.double(), _finite(grad).abs().double(), slack)
-    value, size, off = (p.sum_to_size(tuple(shape)) for p in parts)
-    return Total(value, size, off, count)
-
-
-def _product_totals(p: Program, inputs: dict[str, Tensor], dz: Tensor, slack: Tensor) -> Any:
-    """Of a linear or matmul: name → Total."""
-    x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
-    rows = weight if p.pattern.kind == "linear" else weight.t()
-    n, k = rows.shape
-    flat, off = dz.double().reshape(-1, n), slack.reshape(-1, n)
-    x = x.reshape(-1, k)
-    narrow = dz.to(inputs["x"].dtype).double().reshape(-1, n)
-    # A rounding more, if it is not of the same value; that of a large gradient may be infinite.
-    off_narrow = off + torch.where(off > 0, torch.finfo(inputs["x"].dtype).eps * flat.abs(), 0.0)
-    known = functools.partial(_finite)
-    totals = {}
-    if "bias" in inputs:
-        totals["bias"] = Total(flat.sum(0), known(flat).abs().sum(0), off.sum(0), len(flat))
-    size_dx = known(narrow).abs() @ known(rows).abs()
-    dx = Total(narrow @ rows, size_dx, off_narrow @ known(rows).abs(), n)
-    totals["x"] = _shaped(dx, inputs["x"].shape)
-    size_dw = known(narrow).abs().t() @ known(x).abs()
-    dw = Total(narrow.t() @ x, size_dw, off_narrow.t() @ known(x).abs(), len(flat))
-    totals["weight"] = dw if p.pattern.kind == "linear" else _shaped(dw, None)
-    return totals
-
-
-def _shaped(total: Total, shape: torch.Size | None) -> Total:
-    """In another shape, or transposed."""
-    parts = (total.value, total.size, total.slack)
-    turned = [p.t() if shape is None else p.reshape(shape) for p in parts]
-    return Total(*turned, total.terms)
-
-
-def _convolution_totals(
-    p: Program, inputs: dict[str, Tensor], dz: Tensor, size: Tensor, slack: Tensor
-) -> dict[str, Total]:
-    """size: of the terms that dz is the sum of."""
-    x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
-    stride, padding = p.geometry
-    narrow = dz.to(inputs["x"].dtype)
-    wild = not bool(narrow.isfinite().all())
-    eps = torch.finfo(inputs["x"].dtype).eps
-    off = slack + torch.where(slack > 0, eps * size, 0.0)
-    wild |= not bool(off.isfinite().all())
-    over_x = functools.partial(_input_gradient, x.shape, stride, padding)
-    over_w = functools.partial(_weight_gradient, weight.shape, stride, padding)
-    totals = {}
-    if "bias" in inputs:
-        flat, room = dz.double(), _finite(size).double()
-        sums = [v.sum((0, 2, 3)) for v in (flat, room, slack)]
-        totals["bias"] = Total(*sums, dz.numel() // dz.shape[1])
-    known, magnitude, off = _finite(narrow).double(), _finite(size).double(), _finite(off)
-    totals["x"] = Total(
-        over_x(weight, known),
-        over_x(weight.abs(), magnitude),
-        over_x(weight.abs(), off),
-        weight[:, 0].numel(),
-    )
-    totals["weight"] = Total(
-        over_w(x, known), over_w(x.abs(), magnitude), over_w(x.abs(), off), dz[:, 0].numel()
-    )
-    for name in ("x", "weight"):
-        totals[name].flushed = True
-        if wild:
-            totals[name].open = torch.ones_like(totals[name].value, dtype=torch.bool)
-    return totals
-
-
-def _input_gradient(shape: Any, stride: int, padding: int, weight: Tensor, dz: Tensor) -> Tensor:
-    made: Tensor = torch.nn.grad.conv2d_input(shape, weight, dz, stride, padding)
-    return made
-
-
-def _weight_gradient(shape: Any, stride: int, padding: int, x: Tensor, dz: Tensor) -> Tensor:
-    made: Tensor = torch.nn.grad.conv2d_weight(x, shape, dz, stride, padding)
-    return made
-
-
-def _norm_totals(
-    p: Program, inputs: dict[str, Tensor], dz: Tensor, slack: Tensor
-) -> dict[str, Total]:
-    """Through a BatchNorm and its convolution; loosely, by 64 roundings of all that takes part."""
-    wide = {n: v.detach().double().view(-1, 1, 1) for n, v in inputs.items() if v.ndim == 1}
-    x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
-    c = F.conv2d(x, weight, None, *p.geometry)
-    c = c + wide.get("bias", 0.0)
-    mean, var = wide["running_mean"], wide["running_var"]
-    if p.training_norm:
-        mean, var = c.mean((0, 2, 3), True), c.var((0, 2, 3), correction=0, keepdim=True)
-    rstd = (var + 1e-5).rsqrt()
-    normal = (c - mean) * rstd
-    reach = (c.abs() + mean.abs()) * rstd
-    g, over = dz.double(), (0, 2, 3)
-    count = g.numel() // g.shape[1]
-    scale = rstd * wide["gamma"]
-    dc, size = g * scale, g.abs() * scale.abs()
-    if p.training_norm:
-        both = (g * normal).sum(over, True)
-        dc = (g - (g.sum(over, True) + normal * both) / count) * scale
-        pull = g.abs().sum(over, True) + reach * (g.abs() * reach).sum(over, True)
-        size = (g.abs() + pull / count) * scale.abs()
-    eps = 64 * torch.finfo(torch.float32).eps
-    totals = {
-        "gamma": Total((g * normal).sum(over), (g.abs() * reach).sum(over), slack.sum(over), count),
-        "beta": Total(g.sum(over), _finite(g).abs().sum(over), slack.sum(over), count),
-        **_convolution_totals(p, inputs, dc, size, slack + eps * size),
-    }
-    totals["gamma"].slack = totals["gamma"].size * eps
-    wild = bool((g.abs() > 1e25).any()) or not bool(g.isfinite().all()) or bool(slack.any())
-    for name, total in totals.items():
-        if wild and name != "beta":
-            total.open = torch.ones_like(total.value, dtype=torch.bool)
-    return totals
 
 
 # ---- z -----------------------------------------------------------------------------------------
@@ -440,7 +279,7 @@ def faults_of(
         # In 16 bits torch's own has more roundings.
         room = noise.double() * max(1.0, torch.finfo(theirs.dtype).eps / torch.finfo(acc).eps / 4)
         off = ~((theirs.double() - z.double()).abs() <= room + 1e-45)
-        if (bad := off & ~_same(theirs, z.to(theirs.dtype)) & (noise.abs() < 1e30)).any():
+        if (bad := off & ~same(theirs, z.to(theirs.dtype)) & (noise.abs() < 1e30)).any():
             return _told("z of the BatchNorm", bad, z, theirs, theirs)
     faults = _exact_faults if exact else _bounded_faults
     fault, dz, slack = faults(p, space, z, noise, operands, dy, acc, eager, fused)
@@ -451,7 +290,7 @@ def faults_of(
     if not fault and exact:
         with torch.no_grad():
             later = space["after"](fused.y)
-        bad = ~_same(fused.after, later)
+        bad = ~same(fused.after, later)
         fault = (
             _told("what is made of the result", bad, fused.after, later, None) if bad.any() else ""
         )
@@ -470,7 +309,7 @@ def state_faults(eager: Seen, fused: Seen) -> str:
     for name, theirs in eager.state.items():
         mine = fused.state[name]
         room = 8 * torch.finfo(theirs.dtype).eps * (theirs.double().abs() + 1)
-        bad = ~(_same(mine, theirs) | ((mine.double() - theirs.double()).abs() <= room))
+        bad = ~(same(mine, theirs) | ((mine.double() - theirs.double()).abs() <= room))
         if bad.any():
             return _told(name, bad, mine, theirs, theirs)
     return ""
@@ -480,11 +319,13 @@ def unfused_faults(eager: Seen, fused: Seen) -> str:
     """What is not as in eager mode, to the bit."""
     for name in ("y", "after"):
         theirs, mine = getattr(eager, name), getattr(fused, name)
-        bad = ~_same(theirs, mine)
+        bad = ~same(theirs, mine)
         if bad.any():
             return _told(f"{name}, in all as in eager mode,", bad, mine, theirs, theirs)
     for name, theirs in eager.grads.items():
-        if name.startswith("t") and (bad := ~_same(theirs, fused.grads[name])).any():
+        if not name.startswith("t") or theirs.shape != eager.y.shape:
+            continue  # summed, and in another order where another operand's layout wins
+        if (bad := ~same(theirs, fused.grads[name])).any():
             what = f"the gradient of {name}, from eager,"
             return _told(what, bad, fused.grads[name], theirs, theirs)
     return ""
@@ -496,13 +337,13 @@ def _exact_faults(
 ) -> tuple[str, Tensor | None, Tensor | None]:  # fmt: skip
     oracle = _evaluated(space["tail"], z, operands, dy, _Wide(acc))
     y = oracle.y.to(eager.y.dtype).expand(eager.y.shape)
-    if (bad := ~_same(fused.y, y)).any():
+    if (bad := ~same(fused.y, y)).any():
         return _told("the result", bad, fused.y, y, eager.y), None, None
     for name, grad in oracle.grads.items():
         if name not in fused.grads:
             continue
         wanted = grad.to(operands[name].dtype)
-        if (bad := ~_same(fused.grads[name], wanted)).any():
+        if (bad := ~same(fused.grads[name], wanted)).any():
             what = f"the gradient of {name}"
             return _told(what, bad, fused.grads[name], wanted, eager.grads[name]), None, None
     if oracle.dz is None:
@@ -516,20 +357,27 @@ def _bounded_faults(
 ) -> tuple[str, Tensor | None, Tensor | None]:  # fmt: skip
     shape = eager.y.shape
     oracle = _bounded(space["tail"], z, noise, operands, dy, acc, shape)
+    # Where an operand is spread by an operation, torch sums before it goes on: a sum that overflows
+    # there is none of the finite terms that come of spreading first.
+    plain = _evaluated(space["tail"], z, operands, dy, _Wide(acc))
     if (bad := _rounded_bad(fused.y, oracle.y, oracle.slack["y"])).any():
         return _told("the result", bad, fused.y, oracle.y, eager.y), None, None
     for name, grad in oracle.grads.items():
         if name not in fused.grads:
             continue
-        total = _spread_sum(grad, oracle.slack[name], operands[name].shape)
-        if (bad := total.bad(fused.grads[name], acc)).any():
+        total = spread_sum(grad, oracle.slack[name], operands[name].shape)
+        bad = total.bad(fused.grads[name], acc)
+        bad &= ~same(fused.grads[name], plain.grads[name].to(fused.grads[name].dtype))
+        if bad.any():
             told = _told(f"the gradient of {name}", bad, fused.grads[name], total.value,
                          eager.grads[name])  # fmt: skip
             return told, None, None
     if oracle.dz is None:
         return "", None, None
-    total = _spread_sum(oracle.dz, oracle.slack["dz"], z.shape)
-    return "", total.value.to(acc), total.slack
+    total = spread_sum(oracle.dz, oracle.slack["dz"], z.shape)
+    dz = total.value.to(acc)
+    other = dz.isfinite() != plain.dz.isfinite()  # type: ignore[union-attr]
+    return "", dz, torch.where(other, torch.inf, total.slack)
 
 
 def _anchor_faults(
@@ -537,11 +385,11 @@ def _anchor_faults(
     fused: Seen
 ) -> str:  # fmt: skip
     if p.pattern.kind in ("linear", "matmul"):
-        totals = _product_totals(p, inputs, dz, slack)
+        totals = product_totals(p, inputs, dz, slack)
     elif p.pattern.kind == "conv2d":
-        totals = _convolution_totals(p, inputs, dz, dz.double().abs(), slack)
+        totals = convolution_totals(p, inputs, dz, dz.double().abs(), slack)
     else:
-        totals = _norm_totals(p, inputs, dz, slack)
+        totals = norm_totals(p, inputs, dz, slack)
     # Sums over x's dtype are taken in float32 at least, whatever the epilogue is computed in.
     sums = torch.float64 if inputs["x"].dtype == torch.float64 else torch.float32
     for name, total in totals.items():

@@ -368,7 +368,8 @@ class Generator:
         if self.value.randrange(150) == 0:
             self._subclass(program)
         elif self.dtype == torch.float32 and self.value.randrange(8) == 0:
-            program.crowd = self.pattern.kind != "conv2d_batchnorm" and not autocast
+            fits = program.expected == 1 and self.pattern.kind != "conv2d_batchnorm"
+            program.crowd = fits and not autocast
         return program
 
     def _reads_itself(self, found: dict[str, Operand]) -> Expr | None:
@@ -389,6 +390,8 @@ class Generator:
         own = self.inputs[name].detach().as_subclass(Named)
         self.inputs[name] = own.requires_grad_(self.inputs[name].requires_grad)
         program.expected = 0 if program.expected is not None else None
+        if name in self.operands:  # what comes before it may fuse all the same
+            program.expected, program.crowd = None, True
         program.label += f", {name} of a class of its own"
 
     def _source(

@@ -120,8 +120,7 @@ class TailWriter:
         if e.op in _UNARY:
             return pick(_UNARY[e.op]).format(codes[0], atoms[0])
         if e.op == "div":
-            forms = _DIV[:1] if args[0].number else _DIV
-            return self._binary(pick(forms), args[0], args[1])
+            return self._binary(pick(_DIV[:1] if args[0].number else _DIV), *args)
         if e.op in ("minimum", "maximum"):
             first, second = self.shape.sample(args, 2)
             form = pick((f"torch.{e.op}({{x}}, {{y}})", f"{{a}}.{e.op}({{y}})"))
@@ -263,7 +262,7 @@ class TailWriter:
                 ("torch.add({x}, {y}, ", "{a}.add({y}, ", "torch.sub({x}, {y}, ")
             )
             return f"{self._binary(form, total, rest[0])}alpha={free})"
-        forms = (*_SUB, "torch.rsub({y}, {x})")
+        forms: tuple[str, ...] = (*_SUB, "torch.rsub({y}, {x})")
         if total.code == rest[0].code:  # of z - z, rsub adds up the gradients in another order
             forms = _SUB
         return self._binary(self.shape.choice(forms), total, rest[0])
