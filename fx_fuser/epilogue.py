@@ -59,9 +59,9 @@ def _none(place: int, count: int) -> Sequence[int]:
     return ()
 
 
-def _factor_of_the_sum(place: int, count: int) -> Sequence[int]:
-    """x ± factor · y: of y the factor is read."""
-    return (2,) if place == 1 and count == 3 else ()
+def _factor_of(scaled: int) -> Callable[[int, int], Sequence[int]]:
+    """x ± factor · y: of y, which is at that place, the factor is read."""
+    return lambda place, count: (2,) if place == scaled and count == 3 else ()
 
 
 def _others(place: int, count: int) -> Sequence[int]:
@@ -78,6 +78,10 @@ def _sub(x: Any, y: Any, alpha: Any = None) -> Any:
     if isinstance(x, torch.Tensor):
         return torch.sub(x, y, alpha=alpha)
     return torch.rsub(y, x, alpha=alpha)
+
+
+def _rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return torch.rsub(x, y, alpha=alpha)
 
 
 def _is_number_text(text: str) -> bool:
@@ -122,8 +126,10 @@ def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 OPS: dict[str, Op] = {
-    "add": Op(_add, _call("add"), _factor_of_the_sum),
-    "sub": Op(_sub, _call("sub"), _factor_of_the_sum),
+    "add": Op(_add, _call("add"), _factor_of(1)),
+    "sub": Op(_sub, _call("sub"), _factor_of(1)),
+    # Not sub the other way around: gradients would add up in another order.
+    "rsub": Op(_rsub, lambda x, y, *alpha: _call("sub")(y, x, *alpha), _factor_of(0)),
     "mul": Op(operator.mul, _call("mul"), _others),
     "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,)),
     "neg": Op(operator.neg, _call("neg"), _none),
@@ -335,10 +341,12 @@ def _slope(
     dy: str, step: Step, place: int, args: Sequence[str | None], add: Callable[..., str]
 ) -> str | None:
     """The gradient that goes on from one step of a chain."""
-    if step.op in ("add", "sub"):
-        if place == 1 and len(args) == 3:
+    if step.op in ("add", "sub", "rsub"):
+        if place != (0 if step.op == "rsub" else 1):
+            return dy
+        if len(args) == 3:
             dy = add("mul", dy, args[2])
-        return add("neg", dy) if place == 1 and step.op == "sub" else dy
+        return dy if step.op == "add" else add("neg", dy)
     if step.op == "mul":
         return add("mul", dy, args[1 - place])
     if step.op == "div" and place == 0:

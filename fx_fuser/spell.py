@@ -198,7 +198,7 @@ def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
 
 
 def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
-    return _sub(other, input, alpha=alpha)
+    return _scaled_by("rsub", input, other, alpha)
 
 
 def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
@@ -311,6 +311,7 @@ def _divided(x: Any, divisor: Any) -> Expr:
 _MEANINGS: dict[str, Callable[..., Expr]] = {
     "add": lambda x, y, alpha=1: Expr("add", (x, _scaled(y, alpha))),
     "sub": lambda x, y, alpha=1: Expr("add", (x, _scaled(_scaled(y, -1), alpha))),
+    "rsub": lambda x, y, alpha=1: Expr("add", (y, _scaled(_scaled(x, -1), alpha))),
     "neg": lambda x: Expr("mul", (x, -1)),
     "div": _divided,
     "addcmul": lambda x, a, b, value=1: Expr("add", (x, _scaled(Expr("mul", (a, b)), value))),

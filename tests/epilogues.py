@@ -14,7 +14,7 @@ from fx_fuser.epilogue import ANCHOR_DTYPES, OPS, Epilogue, Step
 # op → how many values it takes. A letter is what one may be: v any, s a number, none left out.
 FORMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OPS, ("v",)),
-    **dict.fromkeys(("add", "sub"), ("vv", "vvs")),
+    **dict.fromkeys(("add", "sub", "rsub"), ("vv", "vvs")),
     **dict.fromkeys(("mul", "div", "minimum", "maximum"), ("vv",)),
     "addcmul": ("ttt", "ttts"),
     "where": ("vvv",),

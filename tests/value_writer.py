@@ -262,9 +262,7 @@ class TailWriter:
                 ("torch.add({x}, {y}, ", "{a}.add({y}, ", "torch.sub({x}, {y}, ")
             )
             return f"{self._binary(form, total, rest[0])}alpha={free})"
-        forms: tuple[str, ...] = (*_SUB, "torch.rsub({y}, {x})")
-        if total.code == rest[0].code:  # of z - z, rsub adds up the gradients in another order
-            forms = _SUB
+        forms = (*_SUB, "torch.rsub({y}, {x})")
         return self._binary(self.shape.choice(forms), total, rest[0])
 
     def _from_narrow(self, terms: list[Text], special: list[Expr]) -> Text:
