@@ -260,9 +260,8 @@ REDESIGN = (
          f"{BOUND}::test_what_is_finite_stays_so[lowest-torch.float32-cpu_ops]"),
     ),
     Mutant(
-        "bind: attributes are floats", "bind.py",
-        "attrs = tuple((n, float(v) if is_number(v) else v) for n, v in expr.attrs)",
-        "attrs = expr.attrs",
+        "spell: attributes are floats", "spell.py",
+        "tuple((name, float(value)) for name", "tuple((name, value) for name",
         (f"{TEXT}::test_an_integer_attribute_is_a_float[power]",
          f"{TEXT}::test_an_integer_attribute_is_a_float[square]",
          f"{TEXT}::test_an_integer_attribute_is_a_float[softplus]"),
@@ -288,13 +287,13 @@ REDESIGN = (
     ),
     Mutant(
         "derivative: a sum reads nothing", "epilogue.py",
-        '"add": Op(_add, _call("add"), _factor_of_the_sum)', '"add": Op(_add, _call("add"))',
+        '"add": Op(_add, _call("add"), _factor_of(1))', '"add": Op(_add, _call("add"))',
         (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = add(z, t0)]",
          f"{KEPT}::test_what_is_kept[z + r]", f"{KEPT}::test_what_is_not_kept_may_be_written_to"),
     ),
     Mutant(
         "derivative: a scaled sum reads the factor", "epilogue.py",
-        "    return (2,) if place == 1 and count == 3 else ()", "    return ()",
+        "(2,) if place == scaled and count == 3 else ()", "()",
         (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = add(t0, z, s0)]",),
     ),
     Mutant(

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import backend, build, checks, kernel_spec, ops, options, spell
+from fx_fuser import backend, build, calls, checks, kernel_spec, options, view
 
 
 @dataclass
@@ -459,7 +459,7 @@ def test_input_write_is_load_bearing_with_inner_eager(monkeypatch: pytest.Monkey
             return float((call(x, x[:2]) - model(same, same[:2])).abs().max())
 
     assert error() == 0.0
-    monkeypatch.setattr(spell.View, "graph_inputs", frozenset())
+    monkeypatch.setattr(view.View, "graph_inputs", frozenset())
     assert error() > 1e-3
 
 
@@ -468,7 +468,7 @@ def test_input_write_is_load_bearing_with_inner_eager(monkeypatch: pytest.Monkey
 
 def test_failure_of_ours_leaves_the_users_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = linear_program(gate), leaf(4, 8)
-    monkeypatch.setattr(ops, "graph_call", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(calls, "graph_call", lambda *a, **k: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         got = compiled(model, strict=False)(x)
     torch.testing.assert_close(got, model(x))

@@ -12,7 +12,7 @@ from helpers import CONV, MUL, OPTIONS, conv_program, leaf, linear_program
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fx_fuser import apply, backend
+from fx_fuser import apply, backend, ops
 from fx_fuser.match import Refusal
 from fx_fuser.testing import assert_equivalent, assert_fused
 
@@ -86,7 +86,7 @@ def test_a_site_left_alone_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_failure_of_ours_is_no_missing_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend.ops, "graph_call", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(backend.calls, "graph_call", lambda *a, **k: 1 / 0)
     with pytest.raises(Exception, match="division by zero"):
         assert_fused(linear_program(_gate), (leaf(4, 8),), {MUL: 1}, options={"inner": "eager"})
 
@@ -126,10 +126,8 @@ def test_a_wrong_kernel_is_caught(only: str, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(apply, "finish", finish)
     else:
-        pull_back = backend.ops._pull_back
-        monkeypatch.setattr(
-            backend.ops, "_pull_back", lambda *a: [g * 1.0001 for g in pull_back(*a)]
-        )
+        pull_back = ops._pull_back
+        monkeypatch.setattr(ops, "_pull_back", lambda *a: [g * 1.0001 for g in pull_back(*a)])
     part = {"values": "output 0", "gradients": "gradient of lin.weight"}[only]
     with pytest.raises(AssertionError, match=f"{part}: error(.|\n)*allowed(.|\n)*fused"):
         assert_equivalent(linear_program(_gate), (leaf(4, 8),), train=True, options=OPTIONS)

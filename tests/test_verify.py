@@ -47,7 +47,7 @@ def _pattern_names(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], str
         known[match.site.kind, match.bound.epilogue.text] = match.pattern.name
         return right(match, *args)
 
-    monkeypatch.setattr(ops, "graph_call", graph_call)
+    monkeypatch.setattr(calls, "graph_call", graph_call)
     return known
 
 
