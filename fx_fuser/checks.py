@@ -261,11 +261,17 @@ def plain_tensors(match: Match) -> Fault | None:
 
 
 def known_dtypes(match: Match) -> Fault | None:
-    """A dtype the kernels do not take."""
+    """A dtype the kernels do not take, or that they would compute in a narrower one.
+
+    A 0-d float64 does not widen an epilogue: log(exp(100.0)) of one would be infinite in float32.
+    """
     for node in match.nodes:
-        dtype = meta_tensor(node).dtype  # type: ignore[union-attr]
-        if dtype not in ANCHOR_DTYPES:
-            return Fault(node, f"{called(node)} has dtype {dtype}")
+        tensor = meta_tensor(node)
+        assert tensor is not None
+        if tensor.dtype not in ANCHOR_DTYPES:
+            return Fault(node, f"{called(node)} has dtype {tensor.dtype}")
+        if tensor.ndim == 0 and tensor.dtype == torch.float64 and node not in match.site.nodes:
+            return Fault(node, f"{called(node)} is a 0-d float64, made within the match")
     for node in match.operands:
         dtype = meta_tensor(node).dtype  # type: ignore[union-attr]
         if dtype not in CUDA_TYPES:

@@ -44,6 +44,23 @@ ROWS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
 }
 
 
+def test_a_number_in_float64_is_made_in_float64() -> None:
+    """Inside, it would be computed in float32, where exp(100) is infinite."""
+
+    def scaled(x, weight, bias, a):  # type: ignore[no-untyped-def]
+        return torch.tanh(F.linear(x, weight, bias)) * torch.log(torch.exp(a))
+
+    fx_fuser.register_pattern(scaled)
+
+    def body(m: Any, x: Tensor, a: Tensor) -> Tensor:
+        return torch.tanh(m.lin(x)) * torch.log(torch.exp(a))
+
+    model, x = Program(body, lin=nn.Linear(8, 6)), leaf(4, 8)
+    check(model, x, torch.tensor(100.0, dtype=torch.float64), fuses={})
+    torch._dynamo.reset()
+    check(model, x, torch.tensor(1.5), fuses={"scaled": 1})
+
+
 @paths
 @pytest.mark.parametrize("name", ROWS)
 def test_steps_are_in_the_users_order(name: str, path: str) -> None:
