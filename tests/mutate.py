@@ -260,6 +260,11 @@ REDESIGN = (
          f"{BOUND}::test_what_is_finite_stays_so[lowest-torch.float32-cpu_ops]"),
     ),
     Mutant(
+        "dtypes: a number made in float64", "checks.py",
+        "if tensor.ndim == 0 and tensor.dtype == torch.float64 and", "if False and",
+        ("tests/test_bound.py::test_a_number_in_float64_is_made_in_float64",),
+    ),
+    Mutant(
         "spell: attributes are floats", "spell.py",
         "tuple((name, float(value)) for name", "tuple((name, value) for name",
         (f"{TEXT}::test_an_integer_attribute_is_a_float[power]",
