@@ -63,8 +63,10 @@ class _Binder:
     def step(self, expr: Expr) -> str:
         if expr.op not in OPS:
             raise Unspellable(f"{expr.op} is no operation of an epilogue")
-        if expr.op == "clamp" and any(scalar_behind(a) is not None for a in expr.args):
-            raise Unspellable("a bound of clamp is a number that changes from call to call")
+        numbers = {"clamp": expr.args[1:], "div": expr.args[:1]}.get(expr.op, ())
+        if any(scalar_behind(a) is not None for a in numbers):
+            # torch treats a number there otherwise than the tensor that stands for it.
+            raise Unspellable(f"{expr.op} takes a number that changes from call to call")
         made = [self.step(a) if isinstance(a, Expr) else a for a in expr.args]
         if expr.op in COMMUTATIVE and len(made) == 2:
             made.sort(key=self._rank)

@@ -132,7 +132,7 @@ def operands_unchanged(match: Match) -> Fault | None:
     What is written before an operand is made is no change of it: `noise.bernoulli_(p).div_(p)`.
     """
     order, matched = match.view.order, storages(match.nodes)
-    writers = match.between(match.view.writer_places)
+    writers = match.between(match.view.writer_places, most=_MAX_WRITES + 1)
     if len(writers) > _MAX_WRITES:
         return Fault(match.root, f"more than {_MAX_WRITES} operations within it write to memory")
     for node in writers:
@@ -196,7 +196,8 @@ def statistics_unseen(match: Match) -> Fault | None:
     names = ("running_mean", "running_var")
     statistics = storages(o for n in names if (o := match.site.operands[n]) is not None)
     for memory in statistics:
-        for node in match.between(match.view.read_at.get(memory, ()), match.site.node)[:1]:
+        places = match.view.read_at.get(memory, ())
+        for node in match.between(places, match.site.node, most=len(match.nodes) + 1):
             return Fault(
                 node,
                 f"{statement(node)}, uses the running statistics before the match ends",

@@ -84,17 +84,9 @@ def _rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
     return torch.rsub(x, y, alpha=alpha)
 
 
-def _is_number_text(text: str) -> bool:
-    return text.startswith("scalar[")
-
-
 def _div_text(x: str, y: str) -> str:
-    """As ATen has it: a number's reciprocal is multiplied, and so is a tensor's by a number."""
-    if _is_number_text(y):
-        return f"math::div_by_number({x}, {y})"
-    return (
-        f"math::mul(math::div(Acc(1), {y}), {x})" if _is_number_text(x) else f"math::div({x}, {y})"
-    )
+    """As ATen has it: what is a number on the host is multiplied by its reciprocal."""
+    return f"math::{'div_by_number' if y.startswith('scalar[') else 'div'}({x}, {y})"
 
 
 def _clamp_text(x: str, low: str | None, high: str | None) -> str:
@@ -132,6 +124,11 @@ OPS: dict[str, Op] = {
     "rsub": Op(_rsub, lambda x, y, *alpha: _call("sub")(y, x, *alpha), _factor_of(0)),
     "mul": Op(operator.mul, _call("mul"), _others),
     "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,)),
+    # A number over a tensor: torch multiplies it by the tensor's reciprocal.
+    "rdiv": Op(
+        lambda y, number: number / y,
+        lambda y, number: f"math::mul(math::div(Acc(1), {y}), {number})",
+    ),
     "neg": Op(operator.neg, _call("neg"), _none),
     "addcmul": Op(
         lambda x, a, b, value=1: torch.addcmul(x, a, b, value=value),

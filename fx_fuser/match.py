@@ -87,12 +87,17 @@ class Match:
     def first(self) -> Node:
         return min(self.nodes, key=self.view.order.__getitem__)
 
-    def between(self, places: Sequence[int], start: Node | None = None) -> list[Node]:
+    def between(
+        self, places: Sequence[int], start: Node | None = None, most: int | None = None
+    ) -> list[Node]:
         """Of the nodes at these places of the order those that run after the first matched one (or
-        after `start`) and before the last, and are not matched."""
+        after `start`) and before the last, and are not matched. most: how many are looked at, and
+        besides as many as are matched."""
         order, nodes = self.view.order, self.view.nodes
         begin = bisect.bisect_right(places, order[start or self.first])
         end = bisect.bisect_left(places, order[self.root])
+        if most is not None:
+            end = min(end, begin + most + len(self.nodes))
         return [n for n in map(nodes.__getitem__, places[begin:end]) if n not in self.nodes]
 
 
@@ -191,8 +196,9 @@ class Unifier:
     ) -> tuple[Expr | None, frozenset[Node]]:
         """as_written: a division by a number as that, not as the product that it means."""
         if isinstance(target, Node):
-            expr = (self.view.written if as_written else self.view.spell)(target)
-            return expr, frozenset((target,))
+            written = self.view.written(target) if as_written else None
+            is_division = written is not None and written.op == "div"
+            return written if is_division else self.view.spell(target), frozenset((target,))
         return (target, frozenset()) if isinstance(target, Expr) else (None, frozenset())
 
     def _positional(

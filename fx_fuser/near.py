@@ -7,6 +7,7 @@ begins after the anchor, and what would complete it does not follow.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -175,8 +176,9 @@ def _as_if(view: View, said: Mapping[Node, Expr]) -> View:
         getattr(view, name)  # once for all that is supposed
     supposed = copy.copy(view)
     vars(supposed).pop("batch_norms_at")  # which depends on what nodes say
-    supposed._written = {**view._written, **said}
-    supposed._spelled = {**view._spelled, **said}
+    # What is read anew is kept in the supposed one.
+    supposed._written = collections.ChainMap(dict(said), view._written)
+    supposed._spelled = collections.ChainMap(dict(said), view._spelled)
     return supposed
 
 

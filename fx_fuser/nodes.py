@@ -11,12 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+# `iadd` of `add`, `iand` of `and_`; no `invert` or `index`.
 _IN_PLACE_OPERATORS = {
-    f for n, f in vars(operator).items() if n.startswith("i") and hasattr(operator, f"__{n}__")
+    f
+    for n, f in vars(operator).items()
+    if n.startswith("i") and (hasattr(operator, n[1:]) or hasattr(operator, f"{n[1:]}_"))
 }
+# Functions that write what neither their name nor an argument of their own says.
+_STATISTICS: dict[Any, int] = {
+    F.batch_norm: 1,
+    F.instance_norm: 1,
+    torch.batch_norm: 3,
+    torch.instance_norm: 3,
+    torch.native_batch_norm: 3,
+    torch.batch_norm_gather_stats: 3,
+    torch.batch_norm_gather_stats_with_counts: 3,
+    torch.batch_norm_update_stats: 1,
+}  # function → place of the running mean, which the running variance follows
 
 
 def in_place_name(name: str) -> bool:
+    if name.startswith("__i") and name.endswith("__"):  # x.__iadd__(1)
+        return name not in ("__invert__", "__index__", "__int__", "__init__", "__iter__")
     return name.endswith("_") and not name.endswith("__")
 
 
@@ -121,6 +137,11 @@ def body_of(node: Node) -> GraphModule | None:
     return body if isinstance(body, GraphModule) else None
 
 
+def _renormalises(node: Node) -> bool:
+    """An embedding with `max_norm` scales the rows of its weight."""
+    return argument_of(node, 3, "max_norm") is not None
+
+
 def writes_of(node: Node) -> tuple[Node, ...]:
     """The arguments whose memory this node may write; all of them when we cannot know."""
     if node.op in ("placeholder", "get_attr", "output"):
@@ -154,8 +175,10 @@ def writes_of(node: Node) -> tuple[Node, ...]:
         written += nodes_in(node.args[:1] or (node.kwargs.get("input"),))
     norms = (F.batch_norm, torch.batch_norm)
     reads = target in norms and argument_of(node, 5, "training") in (None, False)
-    if not reads and target in (*norms, F.instance_norm, torch.instance_norm):
-        first = 1 if target in (F.batch_norm, F.instance_norm) else 3
+    first = _STATISTICS.get(target)
+    if target in (F.embedding, F.embedding_bag) and _renormalises(node):
+        written += nodes_in(argument_of(node, 1, "weight"))
+    if not reads and first is not None:
         written += nodes_in(argument_of(node, first, "running_mean"))
         written += nodes_in(argument_of(node, first + 1, "running_var"))
     return tuple(written)

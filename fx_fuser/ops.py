@@ -358,20 +358,29 @@ def _kept(
     ]
 
 
+def _operands_first(call: FusedCall, of_tensors: Sequence[Any]) -> Sequence[Any]:
+    count = len(call.anchor.operands)
+    return (*of_tensors[-count:], *of_tensors[:-count])
+
+
 class _Fused(torch.autograd.Function):
-    """The fused op with gradients: saves its products, derives the epilogue by autograd."""
+    """The fused op with gradients: saves its products, derives the epilogue by autograd.
+
+    Of its tensors the epilogue's come first, since autograd adds up what a tensor receives in this
+    order, and the operations after the anchor are the first in an eager backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: FusedCall, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         count = len(call.anchor.operands)
-        operands, t = tensors[:count], tensors[count:]
-        needs = ctx.needs_input_grad[1:]
+        t, operands = tensors[:-count], tensors[-count:]
+        needs = _operands_first(call, ctx.needs_input_grad[1:])
         own = call.has_own_backward(operands, t, needs[count:])  # type: ignore[arg-type]
         of_name = dict(zip(call.anchor.operands, needs))
         save = call.saves(own, of_name, needs[count:])
         y, *products = call.run(operands, t, save=save)  # type: ignore[arg-type]
         ctx.call = call
-        ctx.save_for_backward(*_kept(call, tensors, needs), *products)
+        ctx.save_for_backward(*_kept(call, (*operands, *t), needs), *products)
         statistics = products[1:]
         ctx.mark_non_differentiable(*statistics)
         return (y, *statistics)
@@ -386,10 +395,10 @@ class _Fused(torch.autograd.Function):
         count = len(anchor.operands)
         operands = dict(zip(anchor.operands, saved[:count]))
         t = saved[count:]
-        needs = ctx.needs_input_grad[1:]
+        needs = _operands_first(call, ctx.needs_input_grad[1:])
         of_name = dict(zip(anchor.operands, needs))
         grads, dt = gradients(call, operands, t, products, dy, of_name, needs[count:])
-        return (None, *(grads.get(n) for n in anchor.operands), *dt)
+        return (None, *dt, *(grads.get(n) for n in anchor.operands))
 
 
 # ---- composite ops: what the graph calls ------------------------------------------------------
@@ -409,7 +418,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
             y = apply.in_torch(epilogue, z, t, s, out)
         else:
             if torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
-                y, *statistics = _Fused.apply(call, *tensors)
+                y, *statistics = _Fused.apply(call, *t, *tensors[: len(operands)])
             else:
                 y, _, *statistics = call.run(tensors[: len(operands)], t, save=False)
             statistics = list(anchor.statistics_of_z(statistics, operands, config))

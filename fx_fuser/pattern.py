@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.fx
 from torch.fx import Node
 
-from fx_fuser.epilogue import OPS, Z
+from fx_fuser.epilogue import MAX_STEPS, OPS, Z
 from fx_fuser.errors import PatternError
 from fx_fuser.sites import ANCHOR_NAMES, Site, outermost
 from fx_fuser.spell import Arg, Expr, Operand, is_number
@@ -29,6 +29,7 @@ from fx_fuser.view import View
 if TYPE_CHECKING:
     from fx_fuser.match import Match
 
+_MAX_NODES = 2 * MAX_STEPS
 Check = Callable[["Match"], "str | None"]
 
 
@@ -107,6 +108,11 @@ def trace(
             f"pattern {name}: torch.fx could not trace its source ({type(e).__name__}: {e}); "
             "use torch functions on the parameters, without control flow on their values"
         ) from e
+    if len(view.nodes) > _MAX_NODES:
+        raise PatternError(
+            f"pattern {name}: it has {len(view.nodes)} operations and parameters, more than "
+            f"{_MAX_NODES}; a kernel takes {MAX_STEPS} operations"
+        )
     result = next(n for n in view.nodes if n.op == "output").args[0]
     site = _only_site(view, name)
     operands = {o for o in site.operands.values() if o is not None}
@@ -123,6 +129,10 @@ def trace(
         raise PatternError(
             f"pattern {name}: its result does not depend on the {site.kind}; return what is made "
             "of it"
+        )
+    if size_of(epilogue) > MAX_STEPS:
+        raise PatternError(
+            f"pattern {name}: it has {size_of(epilogue)} operations; a kernel takes {MAX_STEPS}"
         )
     wildcards = tuple(names.values())
     for node, wildcard in names.items():
@@ -145,7 +155,7 @@ def _only_site(view: View, name: str) -> Site:
     if len(outer) != 1:
         raise PatternError(
             f"pattern {name}: it has {len(outer)} anchors ({', '.join(s.kind for s in outer)}); "
-            "a pattern has one F.linear, F.conv2d or F.batch_norm(F.conv2d(...))"
+            "a pattern has one F.linear, x @ weight, F.conv2d or F.batch_norm(F.conv2d(...))"
         )
     return outer[0]
 

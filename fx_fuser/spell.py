@@ -17,16 +17,13 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
 from fx_fuser.nodes import in_place_name
-
-if TYPE_CHECKING:
-    pass
 
 Operand = Union["Expr", "Arg", Node, float, int, bool, None]
 
@@ -72,7 +69,8 @@ def is_number(value: object) -> bool:
 def _div(input: Any, other: Any, rounding_mode: Any = None) -> Expr:
     if rounding_mode is not None:
         raise Unspellable
-    return Expr("div", (input, other))
+    # Tensor.__rtruediv__ multiplies a number by the reciprocal.
+    return Expr("rdiv", (other, input)) if is_number(input) else Expr("div", (input, other))
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expr:
@@ -314,6 +312,7 @@ _MEANINGS: dict[str, Callable[..., Expr]] = {
     "rsub": lambda x, y, alpha=1: Expr("add", (y, _scaled(_scaled(x, -1), alpha))),
     "neg": lambda x: Expr("mul", (x, -1)),
     "div": _divided,
+    "rdiv": lambda x, number: Expr("div", (number, x)),
     "addcmul": lambda x, a, b, value=1: Expr("add", (x, _scaled(Expr("mul", (a, b)), value))),
     "silu": lambda x: Expr("mul", (x, Expr("sigmoid", (x,)))),
     "hardtanh": lambda x, low, high: _clamp(x, low, high),

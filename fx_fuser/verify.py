@@ -115,7 +115,7 @@ class _Interpreter(Interpreter):
             self.held.setdefault(root, {})[n] = value
         if n in self.what.calls and n not in self.what.faults:
             match, call = self.what.calls[n]
-            fault = rivals.fault_of(match, call, self.held.pop(n), self.what.tf32)
+            fault = rivals.fault_of(match, call, self.held.pop(n), value, self.what.tf32)
             if fault:
                 self.what.faults[n] = fault
         return value

@@ -8,7 +8,7 @@ disappear is for the matcher's alias check.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,8 @@ class View:
         self.region: dict[Node, Region] = {}
         self.readers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         self._reads: dict[Node, dict[Node, Node]] = {}
-        self._written: dict[Node, Expr | None] = {}
-        self._spelled: dict[Node, Expr | None] = {}
+        self._written: MutableMapping[Node, Expr | None] = {}
+        self._spelled: MutableMapping[Node, Expr | None] = {}
         self._read_through()
 
     def _read_through(self) -> None:

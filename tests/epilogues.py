@@ -16,6 +16,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OPS, ("v",)),
     **dict.fromkeys(("add", "sub", "rsub"), ("vv", "vvs")),
     **dict.fromkeys(("mul", "div", "minimum", "maximum"), ("vv",)),
+    "rdiv": ("vs",),
     "addcmul": ("ttt", "ttts"),
     "where": ("vvv",),
     "clamp": ("vss", "v-s", "vs-"),

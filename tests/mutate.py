@@ -24,6 +24,7 @@ from fx_fuser import checks
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("fx_fuser", "patterns", "kernels_cu", "tests", "benchmarks", "pyproject.toml")
+EFFECTS = "tests/test_order_of_effects.py"
 HAZARDS, REFUSALS = "tests/test_hazards.py", "tests/test_refusals.py"
 WRITES, REGIONS = "tests/test_refused_writes.py", "tests/test_refused_regions.py"
 BETWEEN = f"{WRITES}::test_x_written_in_between"
@@ -263,6 +264,24 @@ REDESIGN = (
         "dtypes: a number made in float64", "checks.py",
         "if tensor.ndim == 0 and tensor.dtype == torch.float64 and", "if False and",
         ("tests/test_bound.py::test_a_number_in_float64_is_made_in_float64",),
+    ),
+    Mutant(
+        "writes: names between underscores", "nodes.py",
+        'if name.startswith("__i") and name.endswith("__"):', "if False:",
+        (f"{EFFECTS}::test_a_write_that_no_name_tells[by_a_dunder_method]",
+         f"{EFFECTS}::test_a_write_that_no_name_tells[by_an_unbound_method]"),
+    ),
+    Mutant(
+        "writes: an embedding that scales its weight", "nodes.py",
+        "target in (F.embedding, F.embedding_bag) and _renormalises(node)", "False",
+        (f"{EFFECTS}::test_a_write_that_no_name_tells[by_an_embedding]",
+         f"{EFFECTS}::test_a_write_that_no_name_tells[by_an_embedding_bag]"),
+    ),
+    Mutant(
+        "writes: invert is none", "nodes.py",
+        '(hasattr(operator, n[1:]) or hasattr(operator, f"{n[1:]}_"))',
+        'hasattr(operator, f"__{n}__")',
+        (f"{EFFECTS}::test_an_inverted_mask_is_another_mask",),
     ),
     Mutant(
         "spell: attributes are floats", "spell.py",

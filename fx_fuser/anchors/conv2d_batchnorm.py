@@ -185,7 +185,8 @@ class Conv2dBatchNorm(Conv2d):
         dc = dz
         if config["training"]:  # mean and variance depend on c
             count = dz.shape[0] * dz.shape[2] * dz.shape[3]
-            dc = dz - (dbeta + normalised * dgamma) / count
+            # Sums are divided first: their product may be beyond the range.
+            dc = dz - (dbeta / count + normalised * (dgamma / count))
         dc = dc * rstd * wide.get("gamma", 1.0)
         grads = super().backward(operands, products, config, dc, needs)
         if needs["gamma"]:
