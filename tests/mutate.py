@@ -281,7 +281,8 @@ REDESIGN = (
         "writes: invert is none", "nodes.py",
         '(hasattr(operator, n[1:]) or hasattr(operator, f"{n[1:]}_"))',
         'hasattr(operator, f"__{n}__")',
-        (f"{EFFECTS}::test_an_inverted_mask_is_another_mask",),
+        (f"{EFFECTS}::test_an_inverted_mask_is_another_mask[eval]",
+         f"{EFFECTS}::test_an_inverted_mask_is_another_mask[train]"),
     ),
     Mutant(
         "spell: attributes are floats", "spell.py",
