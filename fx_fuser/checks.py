@@ -262,22 +262,27 @@ def plain_tensors(match: Match) -> Fault | None:
 
 
 def known_dtypes(match: Match) -> Fault | None:
-    """A dtype the kernels do not take, or that they would compute in a narrower one.
-
-    A 0-d float64 does not widen an epilogue: log(exp(100.0)) of one would be infinite in float32.
-    """
+    """A dtype the kernels do not take, or that they would compute in a narrower one."""
     for node in match.nodes:
         tensor = meta_tensor(node)
         assert tensor is not None
         if tensor.dtype not in ANCHOR_DTYPES:
             return Fault(node, f"{called(node)} has dtype {tensor.dtype}")
-        if tensor.ndim == 0 and tensor.dtype == torch.float64 and node not in match.site.nodes:
+        if node not in match.site.nodes and _is_wider_number(tensor, match):
             return Fault(node, f"{called(node)} is a 0-d float64, made within the match")
     for node in match.operands:
         dtype = meta_tensor(node).dtype  # type: ignore[union-attr]
         if dtype not in CUDA_TYPES:
             return Fault(node, f"the operand {called(node)} has dtype {dtype}")
     return None
+
+
+def _is_wider_number(tensor: torch.Tensor, match: Match) -> bool:
+    """Is it a 0-d float64 beside a product in fewer bits?  It does not widen an epilogue, and
+    log(exp(100.0)) would be infinite there."""
+    z = meta_tensor(match.site.node)
+    wide = tensor.ndim == 0 and tensor.dtype == torch.float64
+    return wide and (z is None or z.dtype != torch.float64)
 
 
 def one_device(match: Match) -> Fault | None:

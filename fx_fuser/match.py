@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
 from fx_fuser.bind import Bound, bind, scalar_behind
@@ -251,7 +250,7 @@ class Unifier:
             inner, opened = (None, frozenset[Node]())
             if operand is not self.site.node and not is_number(operand):
                 inner, opened = self._open(operand)
-            if inner is not None and inner.op == expr.op and all(map(_may_be_opened, opened)):
+            if inner is not None and inner.op == expr.op and all(map(_is_inexact, opened)):
                 yield from extend(done, (*inner.args, *rest), nodes | opened)
             yield from extend((*done, operand), tuple(rest), nodes)
 
@@ -268,12 +267,10 @@ def _solved(pattern: Expr, number: float) -> tuple[Arg, float] | None:
     return (free[0], number / factor) if factor else None
 
 
-def _may_be_opened(node: Node) -> bool:
-    """Integer products wrap around, and a 0-d float64 is computed in float64: both stay apart."""
+def _is_inexact(node: Node) -> bool:
+    """Integer products wrap around; opening one would change its value."""
     tensor = meta_tensor(node)
-    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    return tensor.ndim > 0 or tensor.dtype != torch.float64
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _specificity(pattern: Operand) -> int:
