@@ -36,11 +36,9 @@ def wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
     return [v.dtype for v in values if isinstance(v, Tensor) and v.ndim > 0]
 
 
-def accumulator_of(
-    epilogue: Epilogue, tensors: Iterable[Any], out: torch.dtype, *more: torch.dtype
-) -> torch.dtype:
+def accumulator_of(epilogue: Epilogue, tensors: Iterable[Any], out: torch.dtype) -> torch.dtype:
     """The dtype in which an epilogue of these tensors is computed, with this result."""
-    return accumulation_dtype([*wide_dtypes(tensors), out, *casts_of(epilogue), *more])
+    return accumulation_dtype([*wide_dtypes(tensors), out, *casts_of(epilogue)])
 
 
 def _evaluated(

@@ -95,26 +95,11 @@ def _clamp_text(x: str, low: str | None, high: str | None) -> str:
     return x if high is None else f"math::minimum({x}, {high})"
 
 
-def _clamp(x: Any, low: Any, high: Any) -> Any:
-    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):  # then both are to be
-        bounds = (b if b is None else torch.as_tensor(b, dtype=x.dtype) for b in (low, high))
-        return torch.clamp(x, *bounds)
-    return torch.clamp(x, low, high)
-
-
 def _literal(value: float) -> str:
     """A number of the text; nvcc has no inf, and its nan is a function."""
     if math.isfinite(value):
         return f"Acc({value!r})"
     return "Acc(NAN)" if math.isnan(value) else f"Acc({'-' if value < 0 else ''}INFINITY)"
-
-
-def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of(*args: Any) -> Any:
-        like = next(a for a in args if isinstance(a, torch.Tensor))  # these take no numbers
-        return function(*(a if isinstance(a, torch.Tensor) else like.new_tensor(a) for a in args))
-
-    return of
 
 
 OPS: dict[str, Op] = {
@@ -145,9 +130,9 @@ OPS: dict[str, Op] = {
     "rsqrt": Op(torch.rsqrt, _call("rsqrt")),
     "abs": Op(torch.abs, _call("abs")),
     "erf": Op(torch.erf, _call("erf")),
-    "minimum": Op(_extreme(torch.minimum), _call("minimum")),
-    "maximum": Op(_extreme(torch.maximum), _call("maximum")),
-    "clamp": Op(_clamp, _clamp_text),
+    "minimum": Op(torch.minimum, _call("minimum")),
+    "maximum": Op(torch.maximum, _call("maximum")),
+    "clamp": Op(torch.clamp, _clamp_text),
     "hardtanh": Op(F.hardtanh, _clamp_text),
     "where": Op(
         lambda c, x, y: torch.where(c != 0, x, y), _call("where"), lambda place, count: (0,)

@@ -15,7 +15,8 @@ from fx_fuser.epilogue import ANCHOR_DTYPES, OPS, Epilogue, Step
 FORMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OPS, ("v",)),
     **dict.fromkeys(("add", "sub", "rsub"), ("vv", "vvs")),
-    **dict.fromkeys(("mul", "div", "minimum", "maximum"), ("vv",)),
+    **dict.fromkeys(("mul", "div"), ("vv",)),
+    **dict.fromkeys(("minimum", "maximum"), ("tt",)),  # torch's take no numbers
     "rdiv": ("vs",),
     "addcmul": ("ttt", "ttts"),
     "where": ("vvv",),
