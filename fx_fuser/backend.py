@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,10 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import build, calls, checks, patterns, plan, rewrite, subclasses, verify
+from fx_fuser import build, calls, checks, gate, patterns, plan, rewrite, subclasses, verify
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError, PatternError, VerifyError
+from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
 from fx_fuser.nodes import TRANSPARENT, meta_tensor
@@ -49,6 +51,11 @@ def register_pattern(
     Raises PatternError if the source is no pattern, or the name taken by another one.
     """
     pattern = trace(source, check, name)
+    if pattern.name.startswith(AUTO):
+        raise PatternError(
+            f"pattern {pattern.name}: names that begin with {AUTO!r} are those of grown tails; "
+            "pass another `name=`"
+        )
     for known in _registry:
         same = (known.kind, known.epilogue, known.wildcards)
         if known.name == pattern.name and same != (
@@ -197,19 +204,22 @@ def fuse(
         if explained is not None:
             report.add_graph(read.view)
         replacements: list[tuple[Match, rewrite.Call]] = []
-        for match, chosen in zip(read.matches, decided):
+        for chosen in itertools.islice(decided, len(read.matches)):
             if isinstance(chosen, Refusal):
                 report.add_refusal(chosen, read.view, index)
                 (outcome.failed if chosen.failed else outcome.left).append(chosen)
                 continue
-            if match.root in faults:
-                fault = f"what is fused is wrong on these inputs: {faults[match.root]}"
-                outcome.wrong.append(Refusal.of(match, Fault(match.root, fault)))
+            if chosen.match.root in faults:
+                root = chosen.match.root
+                fault = f"what is fused is wrong on these inputs: {faults[root]}"
+                outcome.wrong.append(Refusal.of(chosen.match, Fault(root, fault)))
                 report.add_refusal(outcome.wrong[-1], read.view, index)
                 continue
-            report.add_match(match, chosen.saved, chosen.kept, index, chosen.how.note)
-            outcome.matches.append(match)
-            replacements.append((match, chosen.call))
+            fused = chosen.match
+            stop = fused.stop if isinstance(fused, Grown) else ""
+            report.add_match(fused, chosen.saved, chosen.kept, index, chosen.how.note, stop)
+            outcome.matches.append(fused)
+            replacements.append((fused, chosen.call))
         if replacements and explained is None:
             rewrite.replace_all(graph, replacements)
             graph.lint()
@@ -220,8 +230,12 @@ def fuse(
 
 @dataclass(frozen=True)
 class Planned:
-    """All that is known of a site before the graph is touched."""
+    """All that is known of a site before the graph is touched.
 
+    match: what is fused: of a match that was grown perhaps z alone.
+    """
+
+    match: Match
     how: plan.Plan
     call: rewrite.Call
     saved: Saved
@@ -230,15 +244,16 @@ class Planned:
 
 def _planned(matches: Sequence[Match], options: Options) -> list[Planned | Refusal]:
     """For each match its call, or why there is none. What fails, fails at its site alone."""
-    plans = plan.decide(matches, options)
+    plans = gate.decide(matches, options)
     failed: dict[int, Refusal] = {}
 
     def complete(i: int, match: Match) -> Planned | Refusal:
         chosen = plans[i]
         if isinstance(chosen, Refusal):
             return chosen
-        call = calls.graph_call(match, chosen.native, chosen.choices)
-        return Planned(chosen, call, saved(match, chosen), kept(match, chosen))
+        fused = chosen.match or match
+        call = calls.graph_call(fused, chosen.native, chosen.choices)
+        return Planned(fused, chosen, call, saved(fused, chosen), kept(fused, chosen))
 
     found = [plan.guarded(m, options, complete, i, failed) for i, m in enumerate(matches)]
     return [failed.get(i, site) for i, site in enumerate(found)]
@@ -254,11 +269,8 @@ def _faults(
     """Last node of a match → what is wrong on these inputs, if that is asked and can be told."""
     if options.verify == "never" or not verify.is_verifiable(inputs):
         return {}
-    matches = (match for *_, read in found for match in read.matches)
     calls = {
-        match.root: (match, site.call)
-        for match, site in zip(matches, planned)
-        if isinstance(site, Planned)
+        site.match.root: (site.match, site.call) for site in planned if isinstance(site, Planned)
     }
     if not calls:
         return {}
@@ -323,7 +335,45 @@ def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
             taken |= found.nodes
         elif isinstance(found, Refusal):
             read.refusals.append(found)
+    if options.grows:
+        _add_grown(read, taken, options)
     return read
+
+
+def _add_grown(read: Reading, taken: set[Node], options: Options) -> None:
+    """A grown match at each anchor that no named pattern takes and a kernel of ours may gain at.
+
+    taken: the nodes of all matches, which it adds to.
+    """
+    told = {refusal.site.node for refusal in read.refusals}
+    for site in outermost(read.view):
+        if site.node in taken:
+            continue
+        try:
+            fault_of = functools.partial(_fault_of, taken=taken)
+            found = _grown_at(read.view, site, fault_of, options)
+        except Exception as error:
+            if options.strict:
+                raise
+            log.info("a site is left to the model's own ops", exc_info=error)
+            reason = f"{type(error).__name__}: {error}"
+            found = Refusal(auto_pattern(site.kind), site, site.node, reason, failed=True)
+        if isinstance(found, Match):
+            read.matches.append(found)
+            taken |= found.nodes
+        elif found is not None and (found.failed or site.node not in told):
+            read.refusals.append(found)
+
+
+def _grown_at(
+    view: View, site: Site, fault_of: Callable[[Match], Fault | None], options: Options
+) -> Grown | Refusal | None:
+    """None where no kernel of ours makes the product: then there is nothing to tell."""
+    product = alone(view, site)
+    fault = fault_of(product)
+    if fault is not None:
+        return Refusal.of(product, fault)
+    return grow(view, site, fault_of) if plan.has_own_product(product, options) else None
 
 
 def _outer_anchors_first(view: View) -> list[Node]:

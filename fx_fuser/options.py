@@ -30,6 +30,12 @@ class Options:
     strict: raise where fx_fuser itself fails, instead of a warning and the user's own graph.
     mode: a mode of Inductor ("reduce-overhead", "max-autotune", …), as `torch.compile(mode=)`.
     patterns: names of the patterns to use, or with a leading "-" not to use; None: all; []: none.
+    auto: fuse whatever pointwise tail follows an anchor at which no named pattern fits, or the
+        anchor alone, where that gains. None: yes, unless `patterns` says what to use, or "inner" is
+        "eager", where a user may differentiate twice.
+    max_structures: how many different tails that were grown a process compiles kernels for; from
+        then on a product is fused alone.
+    cache_size: of the folder of compiled kernels, in MB; what was used least recently goes.
     fp32: what computes a Linear's fp32 product on CUDA, and whether a convolution may take TF32.
         "follow" torch's settings (at `highest` the default, "split"); "split": three products of
         fp16 halves, as exact as fp32; "ieee": the library's fp32; "tf32".
@@ -48,6 +54,9 @@ class Options:
     strict: bool = False
     mode: str | None = None
     patterns: tuple[str, ...] | None = None
+    auto: bool | None = None
+    max_structures: int = 64
+    cache_size: int = 1024
     fp32: str = "follow"
     plan: str = "measure"
     save: str = "auto"
@@ -79,12 +88,18 @@ class Options:
             "strict": (bool, "True or False"),
             "mode": ((str, type(None)), "the name of an Inductor mode"),
             "patterns": ((tuple, type(None)), "a list of pattern names"),
+            "auto": ((bool, type(None)), "True or False"),
+            "max_structures": (int, "a number"),
+            "cache_size": (int, "a number of megabytes"),
             "cpu_ops": (bool, "True or False"),
         }
         for name, (types, remedy) in expected.items():
             value = getattr(self, name)
-            if not isinstance(value, types):
+            if not isinstance(value, types) or (types is int and isinstance(value, bool)):
                 raise OptionError(f"option {name!r} is {value!r}; give {remedy}")
+        for name in ("max_structures", "cache_size"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"option {name!r} is {getattr(self, name)}; give 0 or more")
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -127,6 +142,15 @@ class Options:
             return self.patterns is None
         positive = [n for n in self.patterns if not n.startswith("-")]
         return f"-{pattern}" not in self.patterns and (not positive or pattern in positive)
+
+    @property
+    def grows(self) -> bool:
+        """Are tails grown where no named pattern fits?"""
+        if self.auto is not None:
+            return self.auto
+        names = self.patterns
+        all_patterns = names is None or (names and all(n.startswith("-") for n in names))
+        return bool(all_patterns) and self.inner != "eager"
 
     @property
     def replays_cuda_graphs(self) -> bool:

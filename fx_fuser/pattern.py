@@ -41,6 +41,7 @@ class Pattern:
     kind: the anchor's kind, a name of `fx_fuser.sites`' table.
     epilogue: expression over `Z` and the wildcards, products and sums flattened; for matching.
     wildcards: names in the order of the source's signature.
+    source: the function it was traced from; None of what is grown (`fx_fuser.grow`).
     check: further conditions on a match; returns why it must not be fused, or None.
     """
 
@@ -48,8 +49,12 @@ class Pattern:
     kind: str
     epilogue: Operand
     wildcards: tuple[str, ...]
-    source: Callable[..., Any]
+    source: Callable[..., Any] | None
     check: Check | None = None
+
+    @property
+    def is_grown(self) -> bool:
+        return self.source is None
 
     @property
     def size(self) -> int:

@@ -35,7 +35,7 @@ from fx_fuser import apply, calls, native, rehearse, timing
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT, Conv2d, may_be_tf32
-from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.anchors.linear import SPLIT, matmul_tf32_requested
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.kernel_spec import KernelSpec
 from fx_fuser.match import Fault, Match, Refusal
@@ -64,12 +64,14 @@ class Plan:
     native: kernel op and our autograd rule, rather than plain torch ops.
     choices: the configuration of the anchor's op that is ours to choose: `product` and `backward`
         (who makes them), `again` (`fx_fuser.anchors.base`), a convolution's `tf32`.
-    note: what runs, and what was measured.
+    note: what runs, and what was measured. match: what is fused, where that is not the whole match:
+    of one that was grown perhaps z alone (`fx_fuser.gate`).
     """
 
     native: bool
     choices: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    match: Match | None = None
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -87,7 +89,19 @@ def runs_native(match: Match, options: Options) -> bool:
 
     On CPU the inner compiler fuses plain ops better than it can call an opaque reference op.
     """
-    return _device(match).type == "cuda" or options.cpu_ops
+    return device_of(match).type == "cuda" or options.cpu_ops
+
+
+def has_own_product(match: Match, options: Options) -> bool:
+    """May a product of ours gain at a match that was grown?
+
+    One in fp32, or a convolution of few channels. In 16 bits and in TF32 the library's product of
+    many rows is as fast as ours (kernels_cu/NOTES.md), and no time is spent to find that out.
+    """
+    if device_of(match).type != "cuda":
+        return options.cpu_ops
+    *_, best = ANCHORS[match.site.kind].candidates(MatchCase(match, options))
+    return best["product"] in (SPLIT, DIRECT)
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class MatchCase:
 
     @property
     def device(self) -> torch.device:
-        return _device(self.match)
+        return device_of(self.match)
 
     @property
     def out(self) -> torch.dtype:
@@ -172,7 +186,7 @@ def guarded(
         return None
 
 
-def _device(match: Match) -> torch.device:
+def device_of(match: Match) -> torch.device:
     return meta_tensor(match.site.node).device  # type: ignore[union-attr]
 
 
@@ -185,7 +199,7 @@ def _build_kernels(
     """Compile what may be launched. A product of ours that does not compile is no candidate."""
     pairs = [(m, c) for m, c in zip(matches, candidates) if c is not None]
     try:
-        _prepare(pairs)
+        prepare(pairs)
         return
     except BuildError as error:
         if options.strict:
@@ -193,12 +207,12 @@ def _build_kernels(
         cause = error
     known: dict[tuple[KernelSpec, ...], BuildError] = {}  # which takes a while to find out
 
-    def prepare(match: Match, choice: dict[str, Any]) -> None:
+    def prepare_one(match: Match, choice: dict[str, Any]) -> None:
         specs = tuple(calls.kernel_specs(match, choice))
         if specs in known:
             raise known[specs]
         try:
-            _prepare([(match, [choice])])
+            prepare([(match, [choice])])
         except BuildError as error:
             known[specs] = error
             raise
@@ -207,12 +221,12 @@ def _build_kernels(
     for i, (match, choices) in enumerate(zip(matches, candidates)):
         for choice in list(choices or ())[1:]:
             try:
-                prepare(match, choice)
+                prepare_one(match, choice)
             except BuildError:
                 choices.remove(choice)  # type: ignore[union-attr]
                 removed = True
         if choices:
-            guarded(match, options, lambda i, m: prepare(m, choices[0]), i, failed)  # noqa: B023
+            guarded(match, options, lambda i, m: prepare_one(m, choices[0]), i, failed)  # noqa: B023
     if removed:
         warnings.warn(
             f"fx_fuser: the library's product is taken where ours does not compile: {cause}; "
@@ -221,11 +235,11 @@ def _build_kernels(
         )
 
 
-def _prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:
+def prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:
     """All in one run of ninja."""
     by_device: dict[torch.device, list[KernelSpec]] = {}
     for match, choices in pairs:
-        device = _device(match)
+        device = device_of(match)
         if device.type == "cuda":
             for choice in choices:
                 by_device.setdefault(device, []).extend(calls.kernel_specs(match, choice))
@@ -240,7 +254,7 @@ def _pick(
 ) -> Plan | Refusal:
     on_kernels = runs_native(match, options)
     *_, preferred = candidates
-    if _device(match).type != "cuda":
+    if device_of(match).type != "cuda":
         return Plan(on_kernels, preferred)
     if options.plan == "always":
         return Plan(on_kernels, preferred, preferred.get("product", ""))
@@ -248,23 +262,26 @@ def _pick(
         best, note = _compare_convolutions(match, candidates, options)
     else:
         best, note = _compare(match, candidates, options)
-    if best is not None:
+    if best is not None and (best["product"] != LIBRARY or not match.pattern.is_grown):
         return Plan(on_kernels, best, note)
+    reason = f"nothing is gained ({note}): it is left to the inner compiler"
+    if match.pattern.is_grown:
+        return Refusal.of(match, Fault(match.root, reason))
     keeps_less = options.save == "memory" and rehearse.saves(match)
     if keeps_less or options.inner != "inductor":  # which would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
-    reason = f"nothing is gained ({note}): it is left to the inner compiler"
     help = ""
     if not candidates[0].get("tf32", True) and may_be_tf32(_product_of(match)):
         help = "give options={'fp32': 'split'}, with which its forward stays fp32-accurate"
     return Refusal.of(match, Fault(match.root, reason, help))
 
 
-def _gains(own: float, library: float) -> bool:
+def gains(own: float, library: float) -> bool:
+    """Milliseconds. Is ours plainly less?"""
     return own <= min(_GAIN * library, library - _SAVED)
 
 
-def _key(
+def timing_key(
     match: Match,
     candidates: Sequence[Mapping[str, Any]],
     tensors: Sequence[rehearse.TensorForm | None],
@@ -308,10 +325,10 @@ def _compare_convolutions(
     if tensors is None:
         return otherwise, "sizes unknown, so not timed"
     rivals = _rivals(match, {**library, "again": False}, options)
-    key = (*_key(match, candidates, tensors), rivals)
+    key = (*timing_key(match, candidates, tensors), rivals)
     rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
     try:
-        found = timing.medians(key, rehearsals, _device(match))
+        found = timing.medians(key, rehearsals, device_of(match))
     except rehearse.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return otherwise, str(error)
@@ -327,10 +344,10 @@ def _compare_convolutions(
     *_, least_kept = direct
     if least_kept["backward"] == DIRECT and options.save == "memory":
         return least_kept, note
-    gains = _gains(fastest, min(took.gpu for took in times.values()))
-    if gains and options.save == "auto" and _GAIN * of_ours[-1] <= fastest:
+    gained = gains(fastest, min(took.gpu for took in times.values()))
+    if gained and options.save == "auto" and _GAIN * of_ours[-1] <= fastest:
         choices = least_kept
-    return (choices if gains else otherwise), note
+    return (choices if gained else otherwise), note
 
 
 def _product_of(match: Match) -> torch.Tensor:
@@ -365,10 +382,10 @@ def _compare(
     tensors = rehearse.tensors_of(match)
     if tensors is None:
         return None, "sizes unknown, so not timed"
-    key = _key(match, candidates, tensors)
+    key = timing_key(match, candidates, tensors)
     rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
     try:
-        times = timing.medians(key, rehearsals, _device(match))
+        times = timing.medians(key, rehearsals, device_of(match))
     except rehearse.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return None, str(error)
@@ -381,10 +398,10 @@ def _compare(
     backward = LIBRARY
     if back:
         note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
-        if _gains(back[1], back[0]):
+        if gains(back[1], back[0]):
             backward = own["backward"]
         needed = 0 if options.replays_cuda_graphs else _STEP_CALLS * ahead[1].host
         if ahead[0].gpu + back[0] < needed:
             return None, f"{note}; a training step takes the host some {needed:.2g} ms"
-    gained = _gains(ahead[1].ms + min(back, default=0), ahead[0].gpu + sum(back[:1]))
+    gained = gains(ahead[1].ms + min(back, default=0), ahead[0].gpu + sum(back[:1]))
     return ({**own, "backward": backward} if gained else None), note

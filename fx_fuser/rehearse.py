@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fx_fuser import native
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
+from fx_fuser.apply import travels_as_number
 from fx_fuser.calls import fake_tensors, fused_call, kernel_specs
+from fx_fuser.grow import Grown
 from fx_fuser.match import Match
 from fx_fuser.nodes import hint_of, meta_tensor
 from fx_fuser.ops import FusedCall, gradients
@@ -44,6 +47,15 @@ class TensorForm:
         return memory.as_strided(self.size, self.stride)
 
 
+def form_of(node: Node, dtype: torch.dtype | None = None) -> TensorForm | None:
+    """At the sizes of this trace, or None if one is not known when compiling; dtype: its own."""
+    tensor: Any = meta_tensor(node)
+    size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
+    if None in size or None in stride:
+        return None
+    return TensorForm(size, stride, dtype or tensor.dtype, tensor.device)  # type: ignore[arg-type]
+
+
 def tensors_of(match: Match) -> list[TensorForm | None] | None:
     """The kernel op's tensors, operands and the epilogue's, at the sizes of this trace.
 
@@ -55,15 +67,13 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
     forms: list[TensorForm | None] = []
     free = (("", node) for node in match.bound.tensors)
     for name, node in (*((n, site.operands[n]) for n in anchor.operands), *free):
-        tensor = None if node is None else meta_tensor(node)
-        if tensor is None:
+        if node is None or meta_tensor(node) is None:
             forms.append(None)
             continue
-        size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
-        if None in size or None in stride:
+        form = form_of(node, c.dtype if name in anchor.cast else None)  # type: ignore[union-attr]
+        if form is None:
             return None
-        dtype = c.dtype if name in anchor.cast else tensor.dtype  # type: ignore[union-attr]
-        forms.append(TensorForm(size, stride, dtype, tensor.device))  # type: ignore[arg-type]
+        forms.append(form)
     return forms
 
 
@@ -159,6 +169,31 @@ def rehearsals(
     back = [functools.partial(run.backward, choices, dz) for choices in candidates]
     _compare(back, candidates, run.c.dtype)
     return [*ways, *map(Way, back)]
+
+
+def tail(
+    match: Grown, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
+) -> list[Way]:
+    """Of a grown match with a product of ours: z alone, the tail alone, and both in one kernel."""
+    assert match.alone is not None
+    whole = _Rehearsal(match, tensors)
+    product = _Rehearsal(match.alone, tensors[: len(whole.operands)])
+    native.wake(kernel_specs(match, choices)[1:], whole.c.device)
+    native.wake(kernel_specs(match.alone, choices)[1:], whole.c.device)
+    alone = product.forward(choices, product.operands)
+    fused = whole.forward(choices, whole.operands)
+    z = alone()[0]
+    pointwise = kernel_specs(match, choices)[0]
+    held = [t for t in whole.t if not travels_as_number(t)]
+    numbers = [*match.bound.numbers, *(float(t) for t in whole.t if travels_as_number(t))]
+    y = torch.empty_like(fused()[0])
+
+    def apart() -> tuple[Tensor]:
+        native.pointwise(pointwise, y, [z, *held], numbers)
+        return (y,)
+
+    _compare([apart, lambda: fused()[:1]], [choices], whole.c.dtype)
+    return [Way(alone), Way(apart), Way(fused)]
 
 
 class DisagreementError(RuntimeError):

@@ -35,7 +35,8 @@ class SiteReport:
     source, code: that line; of the last operation if fused, of what stands in the way if not.
     shapes, dtypes, operands: operand → sizes, dtype and what the source calls it, as text. dtype:
     of the result (of z, if refused). reason: why it is not fused; empty if it is. help: an edit
-    after which it would be, where one is known. kernel: what runs, with what was measured.
+    after which it would be, where one is known. kernel: what runs, with what was measured. stop:
+    where a tail that was grown ends, and why; empty where nothing follows it.
     anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
     in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
     something else is in the way. bytes_saved, launches_saved, kept (for backward: node → bytes):
@@ -60,6 +61,7 @@ class SiteReport:
     bytes_saved: int | None = None
     launches_saved: int | None = None
     kept: dict[str, int] | None = None
+    stop: str = ""
 
     @property
     def bytes_kept(self) -> int | None:
@@ -110,6 +112,7 @@ class Report:
         kept: dict[str, int] | None,
         graph: int = 0,
         kernel: str = "",
+        stop: str = "",
     ) -> None:
         self.fused.append(
             _site(
@@ -118,6 +121,7 @@ class Report:
                 match.root,
                 {**match.site.operands, **match.wildcards},
                 kernel=kernel,
+                stop=stop,
                 graph=graph,
                 nodes=_names(match.nodes, match.view),
                 bytes_saved=saved.bytes,
@@ -228,7 +232,8 @@ class Report:
         """Into the log (`TORCH_LOGS="+fx_fuser"`) and, as an artifact, into tlparse's trace."""
         for site in self.fused:
             kernel = f" ({site.kernel})" if site.kernel else ""
-            log.info("fused %s at %s%s", site.pattern, site.where, kernel)
+            stop = f", ends {site.stop}" if site.stop else ""
+            log.info("fused %s at %s%s%s", site.pattern, site.where, kernel, stop)
         for site in self.refused:
             log.info("refused %s at %s: %s", site.pattern, site.where, _said(site))
         if self.summary:
@@ -242,7 +247,7 @@ class Report:
 
 def _said(site: SiteReport) -> str:
     if not site.reason:
-        return site.code
+        return f"{site.code} (ends {site.stop})" if site.stop else site.code
     return f"{site.reason}; to fuse it, {site.help}" if site.help else site.reason
 
 

@@ -51,7 +51,7 @@ def saved(match: Match, plan: Plan) -> Saved:
         if value in free or value in match.nodes
     ]
     kept = [match.root, *free]
-    if plan.choices.get("product", LIBRARY) == LIBRARY:
+    if plan.choices.get("product", LIBRARY) == LIBRARY and len(match.nodes) > 1:
         kept += [site.nodes[0], site.nodes[0]]
     apart, fused = _bytes([*match.nodes, *read]), _bytes(kept)
     launches = 3 if site.attrs.get("training") else 2
