@@ -46,8 +46,7 @@ def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> Non
         if node not in result_of and not result_of.keys().isdisjoint(inputs_of(node)):
             node.args = torch.fx.node.map_arg(node.args, lambda n: result_of.get(n, n))
             node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: result_of.get(n, n))
-    for match, _ in reversed(replacements):
-        _erase(match)
+    _erase(graph, [match for match, _ in replacements])
 
 
 def _insert(match: Match, call: Call) -> Node:
@@ -82,14 +81,16 @@ def _insert(match: Match, call: Call) -> Node:
     return result
 
 
-def _erase(match: Match) -> None:
-    """Drop the matched nodes, and the transposes of weights that only they used."""
-    order = match.view.order
-    dead = sorted(match.nodes, key=order.__getitem__, reverse=True)
-    for node in dead:
-        producers = [n for n in inputs_of(node) if n not in match.nodes]
-        match.root.graph.erase_node(node)
+def _erase(graph: Graph, matches: Sequence[Match]) -> None:
+    """Drop the matched nodes, and the transposes of weights that only they used.
+
+    The last first, whosever they are: one match may read what another one makes, in either order.
+    """
+    matched = {node: match.view for match in matches for node in match.nodes}
+    for node in sorted(matched, key=lambda n: matched[n].order[n], reverse=True):
+        producers = [n for n in inputs_of(node) if n not in matched]
+        graph.erase_node(node)
         for producer in producers:
-            spelled = match.view.spell(producer)
+            spelled = matched[node].spell(producer)
             if spelled is not None and spelled.op == "t" and not producer.users:
-                match.root.graph.erase_node(producer)
+                graph.erase_node(producer)
