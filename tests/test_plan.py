@@ -66,7 +66,7 @@ def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """As if the matches were on a Hopper GPU whose times are given."""
     times: list[list[Took] | None] = [[Took(1.0), Took(0.5)]]
-    monkeypatch.setattr(plan, "_device", lambda match: GPU)
+    monkeypatch.setattr(plan, "device_of", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
     monkeypatch.setattr(native, "runs_on", lambda *_: True)
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])
