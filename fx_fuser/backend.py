@@ -20,8 +20,20 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import build, calls, checks, gate, patterns, plan, rewrite, subclasses, verify
+from fx_fuser import (
+    build,
+    calls,
+    checks,
+    gate,
+    patterns,
+    plan,
+    products,
+    rewrite,
+    subclasses,
+    verify,
+)
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
 from fx_fuser.match import Fault, Match, Refusal, find
@@ -94,6 +106,7 @@ def fx_fuser(
     """
     chosen = Options.parse(mode, options, [p.name for p in _registry])
     compile_inner = chosen.inner_compiler()
+    compiled = None
     at_calls = chosen.verify == "always" or not verify.is_verifiable(example_inputs)
     matches: list[Match] = []
     with restorable(gm) as restore:
@@ -101,9 +114,10 @@ def fx_fuser(
             as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
             outcome = fuse(gm, chosen, inputs=example_inputs)
             outcome.tell(chosen.strict)
-            if outcome.matches:
+            graph_pass = _products(chosen, example_inputs)
+            if outcome.matches or graph_pass is not None:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = compile_inner(gm, example_inputs)
+                    compiled = chosen.inner_compiler(graph_pass)(gm, example_inputs)
                 matches = outcome.matches
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
@@ -115,14 +129,30 @@ def fx_fuser(
                 f"fx_fuser leaves a graph unfused: {type(error).__name__}: {error}", stacklevel=2
             )
             log.info("the graph is compiled as the user wrote it", exc_info=True)
-    if not matches:
+    if compiled is None:
         return compile_inner(gm, example_inputs)
     for match in matches:
         counters["fx_fuser"][match.pattern.name] += 1
-    if as_written is None:
+    if as_written is None or not matches:
         return compiled
     is_wrong = functools.partial(_is_wrong, chosen)
     return verify.watched(compiled, as_written, is_wrong, chosen.verify == "always")
+
+
+def _products(options: Options, inputs: Sequence[Any]) -> products.Products | None:
+    """The pass that gives Inductor our product, where a kernel and the options allow it."""
+    devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
+    exact = options.fp32 == "split" or (options.fp32 == "follow" and not matmul_tf32_requested())
+    if options.inner != "inductor" or not options.grows or not exact:
+        return None
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    for device in on_cuda:
+        if plan.unavailable(device) is not None:
+            return None
+        products.prepare(device)
+    if not on_cuda and not options.cpu_ops:
+        return None
+    return products.Products(options.strict, not on_cuda, options.users_pass)
 
 
 def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:

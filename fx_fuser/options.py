@@ -13,6 +13,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
+_LAST_PASS = "post_grad_custom_post_pass"
 CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
     "fp32": ("follow", "split", "ieee", "tf32"),
@@ -160,8 +161,17 @@ class Options:
         chosen = self.inductor.get("triton.cudagraphs", by_mode or by_default)
         return self.inner == "inductor" and bool(chosen)
 
-    def inner_compiler(self) -> Callable[..., Any]:
-        """(graph module, example inputs) → compiled function."""
-        if self.inner == "inductor":
-            return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
-        return lookup_backend(self.inner)
+    def inner_compiler(self, graph_pass: Any = None) -> Callable[..., Any]:
+        """(graph module, example inputs) → compiled function.
+
+        graph_pass: Inductor runs it last over each graph of ATen operations.
+        """
+        if self.inner != "inductor":
+            return lookup_backend(self.inner)
+        own = {} if graph_pass is None else {_LAST_PASS: graph_pass}
+        return torch._TorchCompileInductorWrapper(self.mode, {**self.inductor, **own}, None)
+
+    @property
+    def users_pass(self) -> Any:
+        """What the user has Inductor run last over each graph, or None."""
+        return self.inductor.get(_LAST_PASS, getattr(torch._inductor.config, _LAST_PASS))

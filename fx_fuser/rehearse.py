@@ -49,7 +49,11 @@ class TensorForm:
 
 def form_of(node: Node, dtype: torch.dtype | None = None) -> TensorForm | None:
     """At the sizes of this trace, or None if one is not known when compiling; dtype: its own."""
-    tensor: Any = meta_tensor(node)
+    return form_of_value(meta_tensor(node), dtype)
+
+
+def form_of_value(tensor: Any, dtype: torch.dtype | None = None) -> TensorForm | None:
+    """As `form_of`, of a fake tensor."""
     size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
     if None in size or None in stride:
         return None
@@ -125,12 +129,12 @@ def convolutions(
     run = _Rehearsal(match, tensors)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
     if len(candidates) > 1:
-        _compare(ahead, candidates, run.c.dtype)
+        compare(ahead, candidates, run.c.dtype)
     dy = run.gradient_of_z() if run.saves else None
     if dy is not None and len(candidates) > 1:
         whole = [functools.partial(run.step, dy, c, run.operands) for c in candidates]
         in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
-        _compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+        compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
     x, weight, *others = run.operands
 
     def step_of(choices: Mapping[str, Any], turned: bool = False) -> Callable[[], object]:
@@ -160,14 +164,14 @@ def rehearsals(
         own = [spec for choices in candidates for spec in kernel_specs(match, choices)]
         native.wake(own, run.c.device)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
-    _compare(ahead, candidates, run.c.dtype)
+    compare(ahead, candidates, run.c.dtype)
     # The library's stands for the inner compiler's code, of which the host's time is not known.
     ways = [Way(call, None if i == 0 else call) for i, call in enumerate(ahead)]
     if not run.needs:
         return ways
     dz = run.gradient_of_z()
     back = [functools.partial(run.backward, choices, dz) for choices in candidates]
-    _compare(back, candidates, run.c.dtype)
+    compare(back, candidates, run.c.dtype)
     return [*ways, *map(Way, back)]
 
 
@@ -192,7 +196,7 @@ def tail(
         native.pointwise(pointwise, y, [z, *held], numbers)
         return (y,)
 
-    _compare([apart, lambda: fused()[:1]], [choices], whole.c.dtype)
+    compare([apart, lambda: fused()[:1]], [choices], whole.c.dtype)
     return [Way(alone), Way(apart), Way(fused)]
 
 
@@ -207,7 +211,7 @@ _FAR_IN_TF32 = 1e-2
 _COMPARED = 2**22  # elements at most, in evenly spaced rows
 
 
-def _compare(
+def compare(
     ways: Sequence[Callable[[], Sequence[Tensor]]],
     candidates: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
