@@ -24,6 +24,7 @@ from fx_fuser import (
     build,
     calls,
     checks,
+    eviction,
     gate,
     patterns,
     plan,
@@ -119,6 +120,7 @@ def fx_fuser(
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
                     compiled = chosen.inner_compiler(graph_pass)(gm, example_inputs)
                 matches = outcome.matches
+            eviction.keep_below(chosen.cache_size)
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
             # is the user's: no failures of ours.

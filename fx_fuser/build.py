@@ -189,6 +189,11 @@ class Job:
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
+    def note_use(self, folder: Path) -> None:
+        """For `fx_fuser.eviction`."""
+        with contextlib.suppress(OSError):
+            os.utime(folder / f"{self.key}.json")
+
 
 @contextlib.contextmanager
 def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
@@ -215,6 +220,14 @@ def _ensure(jobs: Sequence[Job]) -> list[Path]:
         return _ensure_in(_fallback_dir(), jobs)
 
 
+_builds = 0
+
+
+def builds() -> int:
+    """How often this process has added to the cache folder."""
+    return _builds
+
+
 def _ensure_in(folder: Path, jobs: Sequence[Job]) -> list[Path]:
     if not all(job.is_cached(folder) for job in jobs):
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,6 +236,8 @@ def _ensure_in(folder: Path, jobs: Sequence[Job]) -> list[Path]:
             missing = {job.key: job for job in jobs if not job.is_cached(folder)}
             if missing:
                 _build(folder, list(missing.values()))
+    for job in jobs:
+        job.note_use(folder)
     return [job.entry(folder) for job in jobs]
 
 
@@ -230,6 +245,7 @@ def _ensure_in(folder: Path, jobs: Sequence[Job]) -> list[Path]:
 
 
 def _build(folder: Path, jobs: Sequence[Job]) -> None:
+    global _builds
     shards = sorted({job.shard for job in jobs})
     _remove_leftovers(folder, shards)
     work = Path(tempfile.mkdtemp(prefix=f"tmp-{shards[0]}-", dir=folder))
@@ -253,6 +269,7 @@ def _build(folder: Path, jobs: Sequence[Job]) -> None:
             os.replace(manifest, folder / manifest.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    _builds += 1
     log.info("built %d binaries in %.1f s", len(jobs), time.perf_counter() - started)
 
 

@@ -194,7 +194,9 @@ def _folder() -> Path:
 
 def _recall(name: str) -> list[Took] | None:
     try:
-        found = json.loads((_folder() / f"{name}.json").read_text())
+        path = _folder() / f"{name}.json"
+        found = json.loads(path.read_text())
+        os.utime(path)  # for `fx_fuser.eviction`
         return [Took(float(gpu), float(host)) for gpu, host in found]
     except (OSError, ValueError, TypeError):
         return None
