@@ -88,7 +88,7 @@ def _define_kernel(anchor: Anchor) -> None:
 
 
 def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
-    return F.linear(a, b)
+    return F.linear(a, b) if b.ndim == 2 else a @ b.mT
 
 
 # a bᵀ in fp32; kernel: the name of that of `anchors.linear.PRODUCT_ALONE`.

@@ -1,0 +1,208 @@
+"""Products that only Inductor's graph shows: which are replaced, and that values stay right.
+
+On a CPU every one is (`cpu_ops`); what is timed is for tests/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from fx_fuser import products
+from tests.helpers import assert_close, leaf, run
+
+OPTIONS = {"cpu_ops": True, "strict": True}
+
+
+def found() -> dict[str, int]:
+    return dict(counters[products.COUNTERS])
+
+
+def through_inductor(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="fx_fuser", options={**OPTIONS, **options})
+
+
+class Attention(nn.Module):
+    """As written in many a model: nothing of it but its projections is an anchor with a tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
+
+
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bil,kl,bi->bk", x, self.w, x[..., 0])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[0], 6)
+        for i in range(3):
+            h = self.cell(x[:, i], h)
+        return h
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(
+    "model, x", [(Attention(), (2, 5, 16)), (Einsum(), (2, 5, 8)), (Recurrent(), (2, 5, 8))]
+)
+def test_values_and_gradients(model: nn.Module, x: tuple[int, ...], train: bool) -> None:
+    counters.clear()
+    torch.manual_seed(0)
+    inputs = (leaf(*x),)
+    eager, outputs = run(model, inputs, train)
+    exact, _ = run(model, inputs, train, dtype=torch.float64, narrow=outputs)
+    ours, _ = run(model, inputs, train, through_inductor, narrow=outputs)
+    assert sum(found().values()) > 0
+    assert_close(ours, eager, exact)
+
+
+def test_backward_products_are_found() -> None:
+    """Of a product whose forward has two, backward has twice as many."""
+
+    class Left(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return torch.mm(x, w).exp()
+
+    counters.clear()
+    x, w = leaf(4, 8), leaf(8, 6)
+    through_inductor(Left(), auto=True, patterns=[])(x, w)
+    forward = sum(found().values()) + sum(counters["fx_fuser"].values())
+    assert forward == 1
+    torch._dynamo.reset()
+    counters.clear()
+    run(Left(), (x, w), True, lambda m: through_inductor(m, auto=True, patterns=[]))
+    assert counters["fx_fuser"] == {"auto_matmul": 1}
+    assert sum(found().values()) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"auto": False}, {"patterns": []}, {"fp32": "ieee"}, {"inner": "aot_eager"}],
+    ids=str,
+)
+def test_options_that_leave_products_alone(options: dict[str, Any]) -> None:
+    counters.clear()
+    with torch.no_grad():
+        through_inductor(Attention(), **options)(torch.randn(2, 5, 16))
+    assert found() == {}
+
+
+def test_other_dtypes_are_left() -> None:
+    counters.clear()
+    with torch.no_grad():
+        for dtype in (torch.float64, torch.bfloat16):
+            through_inductor(Attention().to(dtype))(torch.randn(2, 5, 16, dtype=dtype))
+    assert found() == {}
+
+
+def test_on_a_cpu_without_its_ops_the_graph_is_stock() -> None:
+    counters.clear()
+    with torch.no_grad():
+        through_inductor(Attention(), cpu_ops=False)(torch.randn(2, 5, 16))
+    assert found() == {}
+
+
+class Noted(CustomGraphPass):
+    """A pass of the user's own."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Any]] = []
+
+    def __call__(self, graph: Graph) -> None:
+        self.seen.append([node.target for node in graph.nodes])
+
+    def uuid(self) -> Any:
+        return "noted", id(self)
+
+
+@pytest.mark.parametrize("how", ["an option", "Inductor's config"])
+def test_the_users_pass_runs_first(how: str) -> None:
+    noted = Noted()
+    counters.clear()
+    key = "post_grad_custom_post_pass"
+    options = {key: noted} if how == "an option" else {}
+    config = {} if options else {key: noted}
+    with torch.no_grad(), torch._inductor.config.patch(config):
+        through_inductor(Attention(), **options)(torch.randn(2, 5, 16))
+    assert noted.seen and sum(found().values()) > 0
+    ours = torch.ops.fx_fuser.split_product.default
+    assert not any(ours in targets for targets in noted.seen)
+
+
+def test_the_tag_of_caches() -> None:
+    noted = Noted()
+    plain = products.Products()
+    assert plain.uuid() == products.Products().uuid()
+    assert products.Products(before=noted).uuid() != plain.uuid()
+    assert products.Products(before=noted).uuid() == products.Products(before=noted).uuid()
+    assert products.Products(before=lambda graph: None).uuid() is None
+
+
+def test_what_fails_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("our own fault")
+
+    monkeypatch.setattr(products, "_replace", fail)
+    model, x = Attention(), torch.randn(2, 5, 16)
+    with torch.no_grad(), torch.compiler.config.patch(cache_key_tag="a test's own"):
+        expected = model(x)
+        with pytest.warns(UserWarning, match="leaves a product to the library: RuntimeError"):
+            y = through_inductor(model, strict=False)(x)
+        torch.testing.assert_close(y, expected)
+        with pytest.raises(Exception, match="our own fault"):
+            through_inductor(model)(x)
+
+
+def test_a_graph_out_of_inductors_cache_is_right() -> None:
+    """Then the pass does not run, and the kernel must be there all the same."""
+    model, x = Attention(), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        first = through_inductor(model)(x)
+        counters.clear()
+        torch.testing.assert_close(through_inductor(model)(x), first, rtol=0, atol=0)
+
+
+def test_dynamic_sizes_are_compiled_once() -> None:
+    counters.clear()
+    model = Attention()
+    compiled = torch.compile(model, backend="fx_fuser", dynamic=True, options=OPTIONS)
+    with torch.no_grad():
+        for n in (3, 5, 9):
+            x = torch.randn(2, n, 16)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(found().values()) > 0
+
+
+def test_an_addmm_keeps_its_sum() -> None:
+    def body(b: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return F.relu(torch.addmm(b, x, w, beta=0.5))
+
+    torch.manual_seed(0)
+    args = torch.randn(4, 6), torch.randn(4, 8), torch.randn(8, 6)
+    torch._dynamo.reset()
+    compiled = torch.compile(body, backend="fx_fuser", options=OPTIONS)
+    torch.testing.assert_close(compiled(*args), body(*args))
