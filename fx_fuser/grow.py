@@ -100,8 +100,9 @@ def _regions(view: View, site: Site) -> tuple[list[tuple[Node, frozenset[Node]]]
         node = view.nodes[place]
         written = view.written(node)
         if written is None or written.op not in OPS:
-            ended = node.op == "output" and not closed and len(nodes) == len(site.nodes)
-            return closed, "" if ended else f"before {statement(node)}"
+            whole = closed[-1][1] if closed else frozenset(site.nodes)
+            is_result = node.op == "output" and not waiting and len(whole) == len(nodes)
+            return closed, "" if is_result else f"before {statement(node)}"
         if len(nodes) - len(site.nodes) >= MAX_STEPS:
             return closed, f"after {MAX_STEPS} operations"
         nodes.add(node)
