@@ -216,6 +216,38 @@ def gpu_ms(
     return {name: took.gpu for name, took in zip(steps, timing.times_of(ways, device))}
 
 
+def wall_ms(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
+    """One step on the host's clock, from an idle GPU with a cleared L2 cache until it is idle."""
+    for leaf in leaves:
+        leaf.grad = None
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        size = torch.cuda.get_device_properties(device).L2_cache_size
+        torch.empty(2 * size, dtype=torch.int8, device=device).zero_()
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def wall_medians(
+    steps: Mapping[str, Callable[[], object]],
+    leaves: list[Tensor],
+    device: torch.device,
+    budget_s: float,
+    least: int = 3,
+) -> dict[str, float]:
+    """Medians of `wall_ms` over interleaved rounds: as many as fit, from `least` to 100."""
+    timers = {name: partial(wall_ms, step, leaves, device) for name, step in steps.items()}
+    if not timers:
+        return {}
+    one_round = sum(timer() for timer in timers.values())
+    rounds = max(least, min(100, int(1e3 * budget_s / one_round)))
+    return interleaved(timers, rounds)
+
+
 class Machine(TypedDict, total=False):
     gpu: str
     driver: str | None
