@@ -80,6 +80,10 @@ class Budget:
         return None if left < self.least else min(left, max(self.least, 3 * left / parts))
 
 
+def summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
 def report(tables: Iterable[str], failures: Sequence[str]) -> int:
     """Prints what was found; the exit status."""
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")

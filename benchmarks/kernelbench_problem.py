@@ -8,19 +8,15 @@ import math
 import re
 import sys
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import harness, measure
@@ -35,7 +31,7 @@ _SLOWDOWN = 50  # of float64 beside TF32, at a guess, where it decides how many 
 _CHUNK = 2**26  # elements compared at a time
 
 
-class Result(TypedDict, total=False):
+class Result(measure.Sites, total=False):
     """What one mode did with one problem; what is not there was not reached."""
 
     gpu_ms: float  # median, L2 cleared, all of a call queued before the GPU comes to it
@@ -45,9 +41,6 @@ class Result(TypedDict, total=False):
     err_fro: float  # relative Frobenius error against float64, the largest over trials
     err_max: float  # the largest error over the largest magnitude, likewise
     matches: bool  # torch.allclose with eager's result, by KernelBench's tolerance
-    fused: dict[str, int]  # sites by counter
-    left: dict[str, int]  # those left to Inductor
-    warnings: list[str]
     error: str  # what was raised
 
 
@@ -214,32 +207,10 @@ def reference(
             return None, f"not compared with float64, which takes {needed / 2**30:.0f} GiB"
         return found, f"compared with float64 in {rows} rows"
     except Exception as error:
-        return None, f"not compared with float64: {summary(error)}"
-
-
-def summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        return None, f"not compared with float64: {harness.summary(error)}"
 
 
 # ---- measuring --------------------------------------------------------------------------------
-
-
-@contextmanager
-def observed(result: Result) -> Iterator[None]:
-    """Counts what is fused meanwhile, and keeps what fx_fuser warns of."""
-    names = (("fused", "fx_fuser"), ("left", "fx_fuser_left"))
-    before = {name: Counter(counters[name]) for _, name in names}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        finally:
-            result["fused"], result["left"] = (
-                dict(Counter(counters[name]) - before[name]) for _, name in names
-            )
-            said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
-            if said:
-                result["warnings"] = said
 
 
 class Bench:
@@ -324,7 +295,7 @@ class Bench:
                 torch.manual_seed(SEED)
                 found = tensors(self.calls[system.name](*inputs))
             else:
-                with observed(result):
+                with measure.counted(result):
                     begin = time.perf_counter()
                     call = system.compile(model)
                     torch.manual_seed(SEED)
@@ -342,7 +313,7 @@ class Bench:
                 else:
                     self.note(f"{system.name}'s result is not finite where float64's is")
         except Exception as error:
-            result["error"] = summary(error)
+            result["error"] = harness.summary(error)
 
     def time(self, calls: Mapping[str, Callable[[], object]], end: float) -> None:
         """Both times in rounds that take all modes in turn, then each mode's memory by itself."""
@@ -352,7 +323,7 @@ class Bench:
                 try:
                     modes[name]["peak_mib"] = measure.peak_mib(step, [], self.device)
                 except Exception as error:
-                    modes[name]["error"] = summary(error)
+                    modes[name]["error"] = harness.summary(error)
                     del ready[name]
             for name, ms in measure.gpu_ms(ready, [], self.device).items():
                 modes[name]["gpu_ms"] = round(ms, 5)
@@ -378,7 +349,7 @@ def measure_problem(
         with harness.limit(seconds), torch.no_grad(), measure.float32_settings("fp32"):
             bench.run(systems, seconds)
     except (Exception, harness.Overtime) as error:
-        bench.row["error"] = summary(error)
+        bench.row["error"] = harness.summary(error)
     finally:
         sys.modules.pop(f"kernelbench_{problem.level}_{problem.number}", None)
     return bench.row

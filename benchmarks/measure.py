@@ -10,6 +10,8 @@ import random
 import statistics
 import subprocess
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from benchmarks.problems import Problem, Size
 from fx_fuser import timing
@@ -246,6 +249,30 @@ def wall_medians(
     one_round = sum(timer() for timer in timers.values())
     rounds = max(least, min(100, int(1e3 * budget_s / one_round)))
     return interleaved(timers, rounds)
+
+
+class Sites(TypedDict, total=False):
+    """What became of a model's sites while it was compiled, by counter."""
+
+    fused: dict[str, int]
+    left: dict[str, int]  # to the inner compiler
+    warnings: list[str]  # that name fx_fuser
+
+
+@contextmanager
+def counted(sites: Sites) -> Iterator[None]:
+    """Fills them in with what is counted, and warned of, meanwhile."""
+    before = {name: Counter(counters[name]) for name in ("fx_fuser", "fx_fuser_left")}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            fused, left = (dict(Counter(counters[name]) - was) for name, was in before.items())
+            sites["fused"], sites["left"] = fused, left
+            said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
+            if said:
+                sites["warnings"] = said
 
 
 class Machine(TypedDict, total=False):
