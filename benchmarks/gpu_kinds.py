@@ -16,10 +16,10 @@ from torch import Tensor
 from benchmarks.tables import KINDS
 
 _NAMES = (  # the first that is found in a kernel's name; attention comes in cuDNN and CUTLASS, too
-    ("ours", r"fx_fuser"),
     ("Triton", r"^triton_"),
-    ("attention", r"fmha|flash|sdpa|attention|softmax_warp"),
-    ("convolution", r"conv|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw|implicit"),
+    ("ours", r"fx_fuser"),
+    ("attention", r"fmha|flash|sdpa|attention"),
+    ("convolution", r"conv(?!ert)|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw|implicit"),
     ("GEMM", r"gemm|gemv|nvjet|splitKreduce|cublas|cutlass"),
 )
 _OF_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}

@@ -34,7 +34,7 @@ from benchmarks.kernelbench_problem import Problem, Row, find, measure_problem
 from benchmarks.run import SYSTEMS, commit_here
 
 MODES = ("eager", "inductor", "fx_fuser", "max-autotune")  # in the order in which they are run
-_ANCHOR = re.compile(r"\bnn\.(Linear|Conv2d)\(|\b(matmul|bmm|mm|einsum)\(|\w @ \w")
+_ANCHOR = re.compile(r"\bnn\.(Linear|Conv2d)\(|\b(matmul|bmm|mm|einsum)\(|\S @ \w")
 
 SETS: dict[str, Callable[[Problem], bool]] = {
     "all": lambda problem: True,

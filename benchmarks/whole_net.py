@@ -79,7 +79,7 @@ class Case:
     def make(
         cls, net: BigNet, phase: str, device: torch.device, small: bool, dropout: bool
     ) -> Case:
-        model = net.model(small, dropout).to(device).train(phase == "train")
+        model = net.model(device, small, dropout).train(phase == "train")
         return cls(net, phase, model, net.batch(phase, device, small))
 
     def leaves(self) -> list[Tensor]:
@@ -152,7 +152,7 @@ class Bench:
                 case.step(call)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
-                result["first_s"] = round(time.perf_counter() - begin, 2)
+                result["first_s"] = round(time.perf_counter() - begin, 4)
             self.calls[system.name] = call
             return call
         except Exception as error:
@@ -217,7 +217,7 @@ def measure_case(
     device: torch.device,
     small: bool = False,
     values: bool = True,
-    seconds: float = 8.0,
+    seconds: float = 4.0,
 ) -> Row:
     """One row. A mode that raises leaves its error there; the others go on.
 

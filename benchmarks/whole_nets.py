@@ -27,7 +27,7 @@ import torch
 from benchmarks import harness, measure, results, tables
 from benchmarks.big_nets import NETS, PHASES
 from benchmarks.run import SYSTEMS, commit_here
-from benchmarks.whole_net import PRECISIONS, Row, first_step, measure_case
+from benchmarks.whole_net import PRECISIONS, Result, Row, first_step, measure_case
 
 MODES = ("eager", "inductor", "fx_fuser", "max-autotune")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "FX_FUSER_CACHE_DIR": "fx_fuser"}
@@ -82,16 +82,16 @@ def spawn(job: Job, caches: Path, seconds: float) -> Any:
         return json.loads(out.read_text())
 
 
-def compile_times(job: Job, caches: Path, budget: harness.Budget) -> dict[str, dict[str, float]]:
+def compile_times(job: Job, caches: Path, budget: harness.Budget) -> dict[str, Result]:
     """cold_s and warm_s by mode. What the processes leave in their caches goes to `caches`."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, Result] = {}
     for mode in job.modes:
         if mode == "eager":
             continue
         own = caches / f"{job.name()} {mode}".replace(" ", "-")
-        for state in ("cold_s", "warm_s"):
-            seconds = spawn(replace(job, compile=mode), own, budget.left())
-            found.setdefault(mode, {})[state] = seconds
+        one = replace(job, compile=mode)
+        cold = spawn(one, own, budget.left())
+        found[mode] = {"cold_s": cold, "warm_s": spawn(one, own, budget.left())}
         shutil.copytree(own, caches, dirs_exist_ok=True)
         shutil.rmtree(own)
     return found
@@ -105,7 +105,7 @@ def measured(job: Job, caches: Path, budget: harness.Budget, parts: int, timed: 
     if seconds is None:
         row["error"] = "no time was left"
         return row
-    times: dict[str, dict[str, float]] = {}
+    times: dict[str, Result] = {}
     try:
         if timed:
             times = compile_times(job, caches, harness.Budget(seconds))

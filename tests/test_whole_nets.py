@@ -46,17 +46,15 @@ def test_a_step_leaves_gradients_that_are_not_zero(name: str) -> None:
     assert all(m.p == 0 for m in drops)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_reference_is_float64_throughout(name: str) -> None:
-    """Two float32 casts inside the nets would leave errors of 1e-8 against a true reference."""
-    case = Case.make(net(name), "train", CPU, small=True, dropout=False)
+def test_the_reference_is_float64_throughout() -> None:
+    """Llama's norms ask for float32 by name, which would round the change away."""
+    case = Case.make(net("llama"), "train", CPU, small=True, dropout=False)
     exact = case.exact()
     assert all(value.dtype == torch.float64 for value in exact.everything().values())
-    # A weight that is moved by so little moves the result by as little, not by nothing.
     moved = copy.deepcopy(case)
-    name, parameter = next(iter(moved.model.double().named_parameters()))
     with torch.no_grad():
-        parameter *= 1 + 1e-11
+        factors = 1 + 1e-12 * torch.arange(32, dtype=torch.float64)
+        next(moved.model.double().parameters()).mul_(factors)
     change = moved.exact().outputs["logits"] - exact.outputs["logits"]
     assert 0 < float(change.norm() / exact.outputs["logits"].norm()) < 1e-10
 
@@ -157,7 +155,7 @@ def test_no_job_begins_without_time(tmp_path: Path) -> None:
         ("fx_fuser_linear_split", "ours"),
         ("fx_fuser_conv_direct", "ours"),
         ("triton_poi_fused_convolution_gelu_0", "Triton"),
-        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)", "attention"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::P)", "attention"),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>(Params)", "GEMM"),
         ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n", "GEMM"),
         ("nvjet_tst_128x256_64x4", "GEMM"),
