@@ -52,8 +52,7 @@ class BigNet:
 
     def batch(self, phase: str, device: torch.device, small: bool = False) -> Batch:
         generator = torch.Generator().manual_seed(SEED)
-        count = 2 if small else self.counts[phase]
-        shape = (count, *(self.small_shape if small else self.shape))
+        shape = self.sizes(phase, small)
         classes = self.small_classes if small else self.classes
         images = len(shape) > 2
         x = (
@@ -63,12 +62,15 @@ class BigNet:
         )
         found = {"x" if images else "input_ids": x}
         if phase == "train":
-            labels = torch.randint(2 if not images else classes, (count,), generator=generator)
+            labels = torch.randint(classes if images else 2, shape[:1], generator=generator)
             found["labels"] = x if self.causal else labels
         return {name: tensor.to(device) for name, tensor in found.items()}
 
-    def describe(self, phase: str) -> str:
-        return " × ".join(map(str, (self.counts[phase], *self.shape)))
+    def sizes(self, phase: str, small: bool) -> tuple[int, ...]:
+        return (2, *self.small_shape) if small else (self.counts[phase], *self.shape)
+
+    def describe(self, phase: str, small: bool) -> str:
+        return " × ".join(map(str, self.sizes(phase, small)))
 
     def forward(self, call: Callable[..., Any], batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits, and the loss where there are labels. transformers' models make their own."""

@@ -203,12 +203,6 @@ def kernelbench_section(rows: Sequence[Row]) -> str:
 # ---- whole nets -------------------------------------------------------------------------------
 
 
-def more(row: Row, field: str) -> float | None:
-    """How much more fx_fuser takes than Inductor, as a difference."""
-    pair = [row["modes"].get(mode, {}).get(field) for mode in ("fx_fuser", "inductor")]
-    return None if None in pair else pair[0] - pair[1]
-
-
 def peak(row: Row) -> str:
     inverse = ratio(row, "peak_mib")
     return "" if inverse is None else f"{100 * (1 / inverse - 1):+.1f} %"
@@ -222,7 +216,8 @@ def whole_nets_table(rows: Sequence[Row]) -> str:
     for row in rows:
         line = [row["net"], row["batch"], row["phase"], row["precision"]]
         line += [cell(row, mode, "gpu_ms", ".2f") for mode in modes]
-        line += [f"**{factor(ratio(row, 'gpu_ms'))}**", factor(ratio(row, "wall_ms")), peak(row)]
+        gain = factor(ratio(row, "gpu_ms"))
+        line += [f"**{gain}**" if gain else "", factor(ratio(row, "wall_ms")), peak(row)]
         line += [cell(row, mode, "err", ".1e") for mode in ("eager", "inductor", "fx_fuser")]
         ours = row["modes"].get("fx_fuser", {})
         line.append({None: "", True: "yes", False: "no"}[ours.get("accurate")])

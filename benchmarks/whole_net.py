@@ -139,7 +139,11 @@ class Bench:
         self.net, self.phase, self.device, self.small = net, phase, device, small
         self.calls: dict[str, Callable[..., Any]] = {}
         self.row = Row(
-            net=net.name, phase=phase, precision=precision, batch=net.describe(phase), modes={}
+            net=net.name,
+            phase=phase,
+            precision=precision,
+            batch=net.describe(phase, small),
+            modes={},
         )
 
     def start(self, case: Case, system: System) -> Callable[..., Any] | None:

@@ -101,14 +101,14 @@ def measured(job: Job, caches: Path, budget: harness.Budget, parts: int, timed: 
     """One row, whatever happens. timed: compile times, too."""
     seconds = budget.share(parts)
     row = Row(net=job.net, phase=job.phase, precision=job.precision, modes={})
-    row["batch"] = NETS[job.net].describe(job.phase)
+    row["batch"] = NETS[job.net].describe(job.phase, job.small)
     if seconds is None:
         row["error"] = "no time was left"
         return row
     times: dict[str, Result] = {}
     try:
         if timed:
-            times = compile_times(job, caches, harness.Budget(seconds))
+            times = compile_times(job, caches, harness.Budget(seconds / 2))
     except (RuntimeError, OSError) as error:
         print(f"no compile times of {job.name()}: {error}", file=sys.stderr)
     try:
