@@ -1,10 +1,14 @@
-"""What the harnesses of the sm_90a kernels have in common: arguments, progress and the end."""
+"""What harnesses have in common: arguments, progress, a limit of time, and the end."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -30,6 +34,54 @@ def progress() -> Callable[[str], None]:
         print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
 
     return done
+
+
+class Overtime(BaseException):
+    """No Exception, which a compiler may take for a failure of its own and go on from."""
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raises Overtime in what takes longer, at the next step of the interpreter; main thread only.
+
+    What does not come back to the interpreter, such as a kernel that hangs, is not ended.
+    """
+
+    def over(_signal: int, _frame: FrameType | None) -> None:
+        raise Overtime(f"not finished in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass
+class Budget:
+    """Seconds from its making on, shared among parts of unknown length."""
+
+    seconds: float
+    least: float = 5.0  # with less no part begins
+
+    def __post_init__(self) -> None:
+        self.end = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def share(self, parts: int) -> float | None:
+        """What the first of so many parts may take: three times an even share, since what a part
+        leaves goes to the others. None where there is no time for any.
+        """
+        left = self.left()
+        return None if left < self.least else min(left, max(self.least, 3 * left / parts))
+
+
+def summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def report(tables: Iterable[str], failures: Sequence[str]) -> int:

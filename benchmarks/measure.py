@@ -10,6 +10,8 @@ import random
 import statistics
 import subprocess
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from benchmarks.problems import Problem, Size
 from fx_fuser import timing
@@ -214,6 +217,62 @@ def gpu_ms(
     if not ways:
         return {}
     return {name: took.gpu for name, took in zip(steps, timing.times_of(ways, device))}
+
+
+def wall_ms(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
+    """One step on the host's clock, from an idle GPU with a cleared L2 cache until it is idle."""
+    for leaf in leaves:
+        leaf.grad = None
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        size = torch.cuda.get_device_properties(device).L2_cache_size
+        torch.empty(2 * size, dtype=torch.int8, device=device).zero_()
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def wall_medians(
+    steps: Mapping[str, Callable[[], object]],
+    leaves: list[Tensor],
+    device: torch.device,
+    budget_s: float,
+    least: int = 3,
+) -> dict[str, float]:
+    """Medians of `wall_ms` over interleaved rounds: as many as fit, from `least` to 100."""
+    timers = {name: partial(wall_ms, step, leaves, device) for name, step in steps.items()}
+    if not timers:
+        return {}
+    one_round = sum(timer() for timer in timers.values())
+    rounds = max(least, min(100, int(1e3 * budget_s / one_round)))
+    return interleaved(timers, rounds)
+
+
+class Sites(TypedDict, total=False):
+    """What became of a model's sites while it was compiled, by counter."""
+
+    fused: dict[str, int]
+    left: dict[str, int]  # to the inner compiler
+    warnings: list[str]  # that name fx_fuser
+
+
+@contextmanager
+def counted(sites: Sites) -> Iterator[None]:
+    """Fills them in with what is counted, and warned of, meanwhile."""
+    before = {name: Counter(counters[name]) for name in ("fx_fuser", "fx_fuser_left")}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            fused, left = (dict(Counter(counters[name]) - was) for name, was in before.items())
+            sites["fused"], sites["left"] = fused, left
+            said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
+            if said:
+                sites["warnings"] = said
 
 
 class Machine(TypedDict, total=False):

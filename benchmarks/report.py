@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import results
+from benchmarks import results, tables
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
@@ -180,8 +180,12 @@ def between_marks(readme: str, mark: str, body: str) -> str:
     )
 
 
-def render(readme: str, files: dict[Path, list[Row]], linear: list[Figures]) -> str:
-    """README's text with everything between the marks written anew."""
+def render(readme: str, files: dict[Path, list[Row]], linear: list[Figures], nets: str = "") -> str:
+    """README's text with everything between the marks written anew.
+
+    nets: what `tables.sections` makes of whole nets and KernelBench.
+    """
+    readme = between_marks(readme, "nets", nets)
     sections = [section(path, rows) for path, rows in files.items()]
     readme = between_marks(readme, "benchmark", "\n\n".join([*sections, LEGEND] if files else []))
     return between_marks(readme, "linear-fp32", "\n\n".join(map(linear_section, linear)))
@@ -234,9 +238,11 @@ def draw(path: Path, rows: list[Row]) -> None:
     pyplot.close(figure)
 
 
-def stale(readme: Path, files: dict[Path, list[Row]], linear: list[Figures]) -> list[str]:
+def stale(
+    readme: Path, files: dict[Path, list[Row]], linear: list[Figures], nets: str = ""
+) -> list[str]:
     found = []
-    if readme.read_text() != render(readme.read_text(), files, linear):
+    if readme.read_text() != render(readme.read_text(), files, linear, nets):
         found.append(f"{readme.name} does not show what the results say")
     for path, rows in files.items():
         picture = path.with_suffix(".svg")
@@ -253,12 +259,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     files = {path: results.read(path) for path in sorted(args.results.glob("*.json"))}
-    linear = results.read_linear(args.results)
+    linear, nets = results.read_linear(args.results), tables.sections(args.results)
     if not args.check:
         for path, rows in files.items():
             draw(path.with_suffix(".svg"), rows)
-        args.readme.write_text(render(args.readme.read_text(), files, linear))
-    problems = stale(args.readme, files, linear)
+        args.readme.write_text(render(args.readme.read_text(), files, linear, nets))
+    problems = stale(args.readme, files, linear, nets)
     for problem in problems:
         print(f"{problem}: run python -m benchmarks.report", file=sys.stderr)
     return 1 if problems else 0

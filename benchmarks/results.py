@@ -6,15 +6,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.measure import MODES, Machine
 from benchmarks.problems import PROBLEMS
 
 FOLDER = Path(__file__).parent / "results"
+
+R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class Row(Machine, total=False):
@@ -98,12 +100,26 @@ def verdict(failures: Sequence[str]) -> int:
 def replace_group(path: Path, group: list[Row]) -> None:
     """Put the rows of one group in the place of those that the file has of it.
 
-    All go: the times of a group are of one process. A reader never sees half a file.
+    All go: the times of a group are of one process.
     """
-    groups = {key(row)[:3] for row in group}
-    rows = [other for other in read(path) if key(other)[:3] not in groups] + group
+    replace_rows(path, group, lambda row: key(row)[:3], place)
+
+
+def replace_rows(
+    path: Path,
+    rows: Sequence[R],
+    same: Callable[[R], object],
+    place: Callable[[R], Any],
+) -> None:
+    """Put rows in the place of those that are the `same`; the file is in the order of `place`.
+
+    A reader never sees half a file.
+    """
+    replaced = {same(row) for row in rows}
+    found: list[R] = json.loads(path.read_text()) if path.exists() else []
+    kept = [other for other in found if same(other) not in replaced]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    lines = (json.dumps(other, allow_nan=False) for other in sorted(rows, key=place))
+    lines = (json.dumps(row, allow_nan=False) for row in sorted([*kept, *rows], key=place))
     partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     os.replace(partial, path)

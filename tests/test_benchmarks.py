@@ -206,7 +206,7 @@ def marked(body: str) -> str:
     """A README with this between each pair of marks."""
     marks = (
         f"{report.BEGIN.format(mark)}\n{body}{report.END.format(mark)}"
-        for mark in ("benchmark", "linear-fp32")
+        for mark in ("nets", "benchmark", "linear-fp32")
     )
     return "before\n" + "\nbetween\n".join(marks) + "\nafter\n"
 
@@ -293,7 +293,7 @@ def test_check_needs_no_matplotlib_to_see_a_stale_picture(tmp_path: Path) -> Non
 
 
 def test_a_readme_without_marks_is_refused() -> None:
-    with pytest.raises(SystemExit, match="benchmark:begin"):
+    with pytest.raises(SystemExit, match="nets:begin"):
         report.render("no marks", {}, [])
 
 

@@ -1,0 +1,142 @@
+"""Published nets at their published sizes, unmodified, with random weights.
+
+ViT-B/16 is torchvision's; Llama (four layers), BERT-base and GPT-2 small are transformers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SEED = 0
+PHASES = ("eval", "train")
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BigNet:
+    """make(small, dropout): small for a CPU; dropout as published, or none.
+
+    counts: items of a batch in each phase. shape: of an item. classes: for labels and tokens.
+    phases: those that are measured if nothing else is asked for.
+    """
+
+    name: str
+    make: Callable[[bool, bool], nn.Module]
+    counts: dict[str, int]
+    shape: tuple[int, ...]
+    classes: int
+    has_dropout: bool = False
+    phases: tuple[str, ...] = ("train",)
+    small_shape: tuple[int, ...] = (8,)
+    small_classes: int = 10
+    causal: bool = False  # the tokens are the labels
+
+    def model(self, device: torch.device, small: bool, dropout: bool) -> nn.Module:
+        """The same weights for the same arguments; drawn on the device, which is quicker."""
+        torch.manual_seed(SEED)
+        with device:
+            model = self.make(small, dropout)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # torchvision's head begins as zeros: its results would be, and all gradients.
+                if parameter.ndim > 1 and not parameter.any():
+                    parameter.normal_(std=0.02)
+        return model
+
+    def batch(self, phase: str, device: torch.device, small: bool = False) -> Batch:
+        generator = torch.Generator().manual_seed(SEED)
+        shape = self.sizes(phase, small)
+        classes = self.small_classes if small else self.classes
+        images = len(shape) > 2
+        x = (
+            torch.randn(shape, generator=generator)
+            if images
+            else torch.randint(classes, shape, generator=generator)
+        )
+        found = {"x" if images else "input_ids": x}
+        if phase == "train":
+            labels = torch.randint(classes if images else 2, shape[:1], generator=generator)
+            found["labels"] = x if self.causal else labels
+        return {name: tensor.to(device) for name, tensor in found.items()}
+
+    def sizes(self, phase: str, small: bool) -> tuple[int, ...]:
+        return (2, *self.small_shape) if small else (self.counts[phase], *self.shape)
+
+    def describe(self, phase: str, small: bool) -> str:
+        return " × ".join(map(str, self.sizes(phase, small)))
+
+    def forward(self, call: Callable[..., Any], batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the loss where there are labels. transformers' models make their own."""
+        if "x" not in batch:
+            output = call(**batch)
+            return output.logits, output.loss if "labels" in batch else None
+        logits = call(batch["x"])
+        return logits, F.cross_entropy(logits, batch["labels"]) if "labels" in batch else None
+
+
+def _vit(small: bool, dropout: bool) -> nn.Module:
+    from torchvision.models import VisionTransformer, vit_b_16
+
+    if small:
+        return VisionTransformer(32, 16, 1, 2, hidden_dim=32, mlp_dim=64, num_classes=10)
+    return vit_b_16()
+
+
+def _llama(small: bool, dropout: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 4}
+    if small:
+        sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 10}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+
+
+def _bert(small: bool, dropout: bool) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes: dict[str, Any] = {}
+    if small:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 10}
+        sizes |= {"num_attention_heads": 2, "num_hidden_layers": 1}
+    if not dropout:
+        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**sizes))
+
+
+def _gpt2(small: bool, dropout: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"use_cache": False}
+    if small:
+        sizes |= {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 10, "n_positions": 8}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    if not dropout:
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+NETS = {
+    net.name: net
+    for net in (
+        BigNet(
+            "vit_b", _vit, {"eval": 64, "train": 32}, (3, 224, 224), 1000,
+            phases=PHASES, small_shape=(3, 32, 32),
+        ),
+        BigNet(
+            "llama", _llama, {"eval": 4, "train": 4}, (1024,), 32000, phases=PHASES, causal=True
+        ),
+        BigNet("bert", _bert, {"eval": 16, "train": 16}, (512,), 30522, has_dropout=True),
+        BigNet(
+            "gpt2", _gpt2, {"eval": 4, "train": 4}, (1024,), 50257, has_dropout=True, causal=True
+        ),
+    )
+}  # fmt: skip

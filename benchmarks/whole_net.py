@@ -1,0 +1,248 @@
+"""One net in one phase and precision: compared with float64, timed and profiled, in every mode."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from benchmarks import gpu_kinds, harness, measure
+from benchmarks.big_nets import Batch, BigNet
+from benchmarks.measure import Machine
+from benchmarks.run import System
+from fx_fuser.accuracy import Observed, compare
+
+PRECISIONS = {"highest": "fp32", "high": "tf32"}  # of `set_float32_matmul_precision`
+
+
+class Result(measure.Sites, total=False):
+    """What one mode did; what is not there was not reached or not asked for."""
+
+    wall_ms: float  # median, from an idle GPU until it is idle
+    gpu_ms: float  # median of the sum over kernels
+    kinds: dict[str, float]
+    first_s: float  # the first step of the measuring process, caches as they were
+    cold_s: float  # the first step in a process of its own, with empty caches
+    warm_s: float  # the same once more, with what the first left in them
+    peak_mib: float
+    err: float  # relative Frobenius error of the logits against float64
+    worst_grad: float  # the largest of all parameters' gradients, likewise
+    worst_name: str
+    median_grad: float
+    accurate: bool  # by fx_fuser.accuracy
+    faults: list[str]  # what is not, the first few
+    error: str  # what was raised
+
+
+class Row(Machine, total=False):
+    net: str
+    phase: str
+    precision: str
+    batch: str
+    modes: dict[str, Result]
+    error: str
+    date: str
+    commit: str
+
+
+class Float64(TorchFunctionMode):
+    """float64 where a model asks for float32 by name, as norms and losses do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = {k: _wide(v) for k, v in (kwargs or {}).items()}
+        return func(*map(_wide, args), **wide)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@dataclass
+class Case:
+    net: BigNet
+    phase: str
+    model: nn.Module
+    batch: Batch
+
+    @classmethod
+    def make(
+        cls, net: BigNet, phase: str, device: torch.device, small: bool, dropout: bool
+    ) -> Case:
+        model = net.model(device, small, dropout).train(phase == "train")
+        return cls(net, phase, model, net.batch(phase, device, small))
+
+    def leaves(self) -> list[Tensor]:
+        return list(self.model.parameters()) if self.phase == "train" else []
+
+    def step(self, call: Callable[..., Any]) -> Tensor:
+        """What is timed: forward, and in training loss and backward."""
+        with torch.set_grad_enabled(self.phase == "train"):
+            logits, loss = self.net.forward(call, self.batch)
+        if loss is not None:
+            loss.backward()
+        return logits.detach()
+
+    def observe(self, call: Callable[..., Any]) -> Observed:
+        for leaf in self.leaves():
+            leaf.grad = None
+        seen = Observed({"logits": self.step(call).clone()})
+        if self.phase == "train":
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    seen.grads[name], parameter.grad = parameter.grad, None
+        return seen
+
+    def exact(self) -> Observed:
+        """In float64, from the same weights and inputs."""
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in self.batch.items()}
+        twin = Case(self.net, self.phase, copy.deepcopy(self.model).double(), batch)
+        with Float64():
+            return twin.observe(twin.model)
+
+
+def judge(result: Result, found: Observed, exact: Observed, peers: Sequence[Observed]) -> None:
+    """peers: eager's values, then any whose errors are as good a bound."""
+
+    def named(seen: Observed) -> dict[str, Tensor]:
+        return {"output": seen.outputs["logits"]} | {f"grad {n}": g for n, g in seen.grads.items()}
+
+    reference = named(exact)
+    errors = measure.errors(named(found), reference, measure.scales(reference))
+    result["err"] = errors.pop("output")
+    if errors:
+        result["worst_name"] = max(errors, key=lambda name: errors[name])
+        result["worst_grad"] = errors[result["worst_name"]]
+        result["median_grad"] = statistics.median(errors.values())
+    faults = compare(found, peers[0], exact, peers=peers[1:])
+    result["accurate"] = not faults
+    if faults:
+        result["faults"] = [f"{len(faults)} in all", *faults[:5]]
+
+
+class Bench:
+    """A case under way; `row` holds what is known of it."""
+
+    def __init__(
+        self, net: BigNet, phase: str, precision: str, device: torch.device, small: bool
+    ) -> None:
+        self.net, self.phase, self.device, self.small = net, phase, device, small
+        self.calls: dict[str, Callable[..., Any]] = {}
+        self.row = Row(
+            net=net.name,
+            phase=phase,
+            precision=precision,
+            batch=net.describe(phase, small),
+            modes={},
+        )
+
+    def start(self, case: Case, system: System) -> Callable[..., Any] | None:
+        """Compile and take the first step, which is timed; None where that raised."""
+        result = self.row["modes"][system.name]
+        try:
+            with measure.counted(result):
+                begin = time.perf_counter()
+                call = system.compile(case.model)
+                case.step(call)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                result["first_s"] = round(time.perf_counter() - begin, 4)
+            self.calls[system.name] = call
+            return call
+        except Exception as error:
+            result["error"] = harness.summary(error)
+            return None
+
+    def run(self, systems: Sequence[System], values: bool, seconds: float) -> None:
+        for system in systems:
+            self.row["modes"][system.name] = {}
+        if values:
+            case = Case.make(self.net, self.phase, self.device, self.small, dropout=False)
+            self.check(case, systems)
+        if not values or (self.net.has_dropout and self.phase == "train"):
+            self.calls.clear()
+            measure.free_memory()
+            case = Case.make(self.net, self.phase, self.device, self.small, dropout=True)
+            for system in systems:
+                self.start(case, system)
+        self.time(case, seconds)
+
+    def check(self, case: Case, systems: Sequence[System]) -> None:
+        """Values and gradients without dropout, which no two systems draw alike."""
+        exact, eager = case.exact(), case.observe(case.model)
+        peers = [eager]
+        for system in systems:
+            call = self.start(case, system)
+            if call is None:
+                continue
+            result = self.row["modes"][system.name]
+            try:
+                seen = eager if system.name == "eager" else case.observe(call)
+                judge(result, seen, exact, peers)
+                # On a CPU fused sites are left to Inductor, whose sums are less exact than eager's.
+                if self.device.type == "cpu" and system.name == "inductor":
+                    peers.append(seen)
+            except Exception as error:
+                result["error"] = harness.summary(error)
+
+    def time(self, case: Case, seconds: float) -> None:
+        """seconds: for the rounds of wall time."""
+        leaves, modes = case.leaves(), self.row["modes"]
+        steps: dict[str, Callable[[], object]] = {
+            name: partial(case.step, call)
+            for name, call in self.calls.items()
+            if "error" not in modes[name]
+        }
+        for name, ms in measure.wall_medians(steps, leaves, self.device, seconds).items():
+            modes[name]["wall_ms"] = round(ms, 4)
+        if self.device.type == "cuda":
+            for name, step in steps.items():
+                modes[name]["peak_mib"] = measure.peak_mib(step, leaves, self.device)
+            for name, kinds in gpu_kinds.medians(steps, leaves, self.device).items():
+                modes[name]["gpu_ms"] = round(kinds.pop("all"), 4)
+                modes[name]["kinds"] = {kind: round(ms, 4) for kind, ms in kinds.items()}
+
+
+def measure_case(
+    net: BigNet,
+    phase: str,
+    precision: str,
+    systems: Sequence[System],
+    device: torch.device,
+    small: bool = False,
+    values: bool = True,
+    seconds: float = 4.0,
+) -> Row:
+    """One row. A mode that raises leaves its error there; the others go on.
+
+    values: whether to compare with float64. seconds: for the rounds of wall time.
+    """
+    bench = Bench(net, phase, precision, device, small)
+    with measure.float32_settings(PRECISIONS[precision]):
+        bench.run(systems, values, seconds)
+    return bench.row
+
+
+def first_step(
+    net: BigNet, phase: str, precision: str, system: System, device: torch.device, small: bool
+) -> float:
+    """Seconds from `torch.compile` to the end of the first step, in a process that did nothing
+    else: cold or warm, as its caches are.
+    """
+    bench = Bench(net, phase, precision, device, small)
+    result = bench.row["modes"][system.name] = {}
+    with measure.float32_settings(PRECISIONS[precision]):
+        bench.start(Case.make(net, phase, device, small, dropout=True), system)
+    if "error" in result:
+        raise RuntimeError(result["error"])
+    return result["first_s"]
