@@ -1,6 +1,7 @@
 """Published nets at their published sizes, unmodified, with random weights.
 
-ViT-B/16 is torchvision's; Llama (four layers), BERT-base and GPT-2 small are transformers'.
+ViT-B/16, Llama (four layers), BERT-base and GPT-2 small are transformers'; torchvision's ViT-B/16
+is another: its attention is `F.multi_head_attention_forward`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class BigNet:
     small_shape: tuple[int, ...] = (8,)
     small_classes: int = 10
     causal: bool = False  # the tokens are the labels
+    input_name: str = "input_ids"
 
     def model(self, device: torch.device, small: bool, dropout: bool) -> nn.Module:
         """The same weights for the same arguments; drawn on the device, which is quicker."""
@@ -60,7 +62,7 @@ class BigNet:
             if images
             else torch.randint(classes, shape, generator=generator)
         )
-        found = {"x" if images else "input_ids": x}
+        found = {self.input_name: x}
         if phase == "train":
             labels = torch.randint(classes if images else 2, shape[:1], generator=generator)
             found["labels"] = x if self.causal else labels
@@ -82,6 +84,16 @@ class BigNet:
 
 
 def _vit(small: bool, dropout: bool) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes: dict[str, Any] = {"num_labels": 1000}
+    if small:
+        sizes = {"num_labels": 10, "hidden_size": 32, "intermediate_size": 64, "image_size": 32}
+        sizes |= {"num_attention_heads": 2, "num_hidden_layers": 1}
+    return ViTForImageClassification(ViTConfig(**sizes))
+
+
+def _torchvision_vit(small: bool, dropout: bool) -> nn.Module:
     from torchvision.models import VisionTransformer, vit_b_16
 
     if small:
@@ -129,7 +141,11 @@ NETS = {
     for net in (
         BigNet(
             "vit_b", _vit, {"eval": 64, "train": 32}, (3, 224, 224), 1000,
-            phases=PHASES, small_shape=(3, 32, 32),
+            phases=PHASES, small_shape=(3, 32, 32), input_name="pixel_values",
+        ),
+        BigNet(
+            "torchvision_vit_b", _torchvision_vit, {"eval": 64, "train": 32}, (3, 224, 224), 1000,
+            phases=PHASES, small_shape=(3, 32, 32), input_name="x",
         ),
         BigNet(
             "llama", _llama, {"eval": 4, "train": 4}, (1024,), 32000, phases=PHASES, causal=True

@@ -29,7 +29,7 @@ OURS = System(
 
 
 def net(name: str) -> Any:
-    pytest.importorskip("torchvision" if name == "vit_b" else "transformers")
+    pytest.importorskip("torchvision" if name.startswith("torchvision") else "transformers")
     return NETS[name]
 
 
