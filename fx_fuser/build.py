@@ -220,6 +220,7 @@ def _ensure(jobs: Sequence[Job]) -> list[Path]:
         return _ensure_in(_fallback_dir(), jobs)
 
 
+_PROGRESS_S = 5.0  # between two lines of the log
 _builds = 0
 
 
@@ -303,12 +304,24 @@ def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:
         lines += [f"build {target}: run {source}", f"  cmd = {command}", ""]
     (work / "build.ninja").write_text("\n".join(lines))
     # -k 0: one broken source should not hide what is wrong with the others.
-    subprocess.run(
-        [os.path.join(BIN_DIR, "ninja"), "-k", "0", "-C", str(work)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
+    ninja = [os.path.join(BIN_DIR, "ninja"), "-k", "0", "-C", str(work)]
+    with subprocess.Popen(ninja, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        try:
+            _wait_for(running, [work / f"{job.key}{job.suffix}" for job in jobs])
+        except BaseException:  # as subprocess.run: no compiler outlives an interrupt
+            running.kill()
+            raise
+
+
+def _wait_for(running: subprocess.Popen[bytes], targets: Sequence[Path]) -> None:
+    """What takes long says in the log how far it is."""
+    while True:
+        try:
+            running.wait(_PROGRESS_S)
+            return
+        except subprocess.TimeoutExpired:
+            done = sum(target.exists() for target in targets)
+            log.info("compiled %d of %d kernels", done, len(targets))
 
 
 def _quote(part: str) -> str:

@@ -90,6 +90,15 @@ def test_cold_then_warm(fake):
     assert not leftovers(cold.parent)
 
 
+def test_what_takes_long_says_how_far_it_is(fake, monkeypatch, caplog):
+    monkeypatch.setattr(build, "_PROGRESS_S", 0.1)
+    target, slow = Path("done"), ["sleep", "0.5"]
+    with caplog.at_level(logging.INFO, "fx_fuser.build"), subprocess.Popen(slow) as running:
+        build._wait_for(running, [target, Path(__file__)])
+    assert "compiled 1 of 2 kernels" in caplog.text
+    assert running.returncode == 0
+
+
 def test_several_sources_and_duplicates_in_one_run(fake):
     texts = ["// a", "// b", "// a"]
     paths = build.cubins(texts, ARCH)
