@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import build, calls, checks, patterns, plan, rewrite, subclasses, verify
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.decompose import decompose, recompose
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
@@ -179,6 +180,7 @@ def fuse(
     subclasses.mark(gm, inputs)
     for module in _bodies(gm):
         graph = _copy(module.graph)
+        decompose(graph)
         read = _read(View(graph, end_of(module)), active, options)
         if active and (explained is not None or report.is_read()):
             _add_near_misses(read, active, options.strict)
@@ -212,6 +214,7 @@ def fuse(
             replacements.append((match, chosen.call))
         if replacements and explained is None:
             rewrite.replace_all(graph, replacements)
+            recompose(graph)
             graph.lint()
             module.graph = graph
     report.sort()

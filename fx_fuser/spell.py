@@ -276,6 +276,7 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_linear, [F.linear]),
     (_binary("matmul"), [operator.matmul, torch.matmul, "matmul"]),
     (lambda input, mat2: Expr("matmul", (input, mat2)), [torch.mm, "mm"]),
+    (lambda input, mat2: Expr("bmm", (input, mat2)), [torch.bmm, "bmm"]),
     (_addmm, [torch.addmm, "addmm"]),
     (_unary("t"), [torch.t, "t"]),
     (_transpose, [torch.transpose, torch.swapdims, "transpose", "swapdims"]),
