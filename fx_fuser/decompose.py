@@ -68,7 +68,7 @@ def _baddbmm(node: Node) -> tuple[Node, ...] | None:
     if node.target not in (torch.baddbmm, "baddbmm") or not node.op.startswith("call_"):
         return None
     try:
-        return _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        return _operands(*node.args, **node.kwargs)
     except TypeError:  # out=, a dtype, or the order of before torch 1.0
         return None
 

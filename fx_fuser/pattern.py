@@ -158,7 +158,8 @@ def _only_site(view: View, name: str) -> Site:
     if len(outer) != 1:
         raise PatternError(
             f"pattern {name}: it has {len(outer)} anchors ({', '.join(s.kind for s in outer)}); "
-            "a pattern has one F.linear, x @ weight, torch.bmm, F.conv2d or F.batch_norm(F.conv2d(...))"
+            "a pattern has one F.linear, x @ weight, torch.bmm, F.conv2d or "
+            "F.batch_norm(F.conv2d(...))"
         )
     return outer[0]
 

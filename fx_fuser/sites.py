@@ -147,11 +147,7 @@ def _product_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
         if isinstance(product, Node) and view.readers[product] != [node]:
             continue
         site = _product(view, node, inner)
-        if (
-            site is None
-            or site.kind == "bmm"
-            or not _is_bias(site, bias, isinstance(product, Node))
-        ):
+        if site is None or not _is_bias(site, bias, isinstance(product, Node)):
             continue
         if isinstance(product, Node) and _dtype(product) != _dtype(node):
             continue  # under autocast the sum is wider than the product: b is an addend, no bias
@@ -166,6 +162,8 @@ def _is_bias(site: Site, bias: Node, added: bool) -> bool:
 
     added: by another node than the product's.
     """
+    if site.kind == "bmm":
+        return False  # it has none
     vector, weight = meta_tensor(bias), meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
     if vector is None or weight is None:
         return not added and vector is weight
