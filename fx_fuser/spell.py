@@ -22,8 +22,10 @@ from typing import Any, Union
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.nodes import in_place_name
+from fx_fuser import einsum
+from fx_fuser.nodes import in_place_name, meta_tensor
 
 Operand = Union["Expr", "Arg", Node, float, int, bool, None]
 
@@ -93,6 +95,28 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
     if beta != 1 or alpha != 1:
         raise Unspellable
     return Expr("add", (Expr("matmul", (mat1, mat2)), input))
+
+
+def _einsum(equation: Any, *operands: Any) -> Expr:
+    flat = (
+        operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    )
+    if (
+        not isinstance(equation, str)
+        or len(flat) != 2
+        or not all(isinstance(o, Node) for o in flat)
+    ):
+        raise Unspellable
+    left, right = map(meta_tensor, flat)  # None in a pattern's trace
+    known = left is not None and right is not None
+    found = einsum.classify(equation, *((left.ndim, right.ndim) if known else ()))  # type: ignore[union-attr]
+    if found is None or found.op not in ("matmul", "linear"):
+        raise Unspellable
+    if known:
+        i, j = found.contracted
+        if not statically_known_true(left.shape[i] == right.shape[j]):  # type: ignore[union-attr]
+            raise Unspellable  # a size of 1 is spread over the other
+    return Expr(found.op, (*flat, None) if found.op == "linear" else tuple(flat))
 
 
 def _transpose(input: Any, dim0: Any, dim1: Any) -> Expr:
@@ -278,6 +302,7 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (lambda input, mat2: Expr("matmul", (input, mat2)), [torch.mm, "mm"]),
     (lambda input, mat2: Expr("bmm", (input, mat2)), [torch.bmm, "bmm"]),
     (_addmm, [torch.addmm, "addmm"]),
+    (_einsum, [torch.einsum]),
     (_unary("t"), [torch.t, "t"]),
     (_transpose, [torch.transpose, torch.swapdims, "transpose", "swapdims"]),
     (lambda input, axis0, axis1: _transpose(input, axis0, axis1), [torch.swapaxes, "swapaxes"]),
