@@ -9,7 +9,8 @@
 | `conv2d_batchnorm` | F.batch_norm(F.conv2d(x, weight, bias), …)                |
 
 Without shapes, as in a pattern's trace, `x @ w` is a `matmul`: a pattern that is to reach batches
-of products says torch.bmm. A baddbmm is taken apart first (`fx_fuser.decompose`).
+of products says torch.bmm. What has a baddbmm or an einsum in it was taken apart before, so that
+the product is a node (`fx_fuser.decompose`).
 
 The names of a site's operands are those of the anchor's op schema in `fx_fuser.anchors`.
 """
