@@ -109,10 +109,9 @@ def _into_sum(node: Node, addend: Node, x: Node, weight: Node) -> None:
     if len(dtypes) > 1 or not dtypes <= {None, *_DTYPES}:
         return
     product = _made(node, torch.bmm, (x, weight))
-    y, _, *factors = tensors
+    y = tensors[0]
     if y is not None:
-        learns = y.requires_grad and any(f.requires_grad for f in factors)  # type: ignore[union-attr]
-        product.meta["example_value"] = y.new_empty(y.shape).requires_grad_(learns)
+        product.meta["example_value"] = y.new_empty(y.shape).requires_grad_(y.requires_grad)
     _note(node, product, [product], [(addend, node, 1), (x, product, 0), (weight, product, 1)])
     _become(node, "call_function", torch.add, (product, addend), {})
 

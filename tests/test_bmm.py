@@ -130,10 +130,11 @@ def test_autocast(train: bool) -> None:
 
 
 def test_a_vector_after_it_is_no_bias() -> None:
+    """Nor where the weight's second size is the vector's."""
     model = Program(lambda m, x, w, b: x @ w + b)
-    (site,) = fx_fuser.explain(model, torch.randn(*A), torch.randn(*B), torch.randn(6)).fused
+    (site,) = fx_fuser.explain(model, torch.randn(*A), torch.randn(3, 8, 8), torch.randn(8)).fused
     assert site.pattern == "summed_batch"
-    assert site.shapes == {"x": "[3, 4, 8]", "weight": "[3, 8, 6]", "a": "[6]"}
+    assert site.shapes == {"x": "[3, 4, 8]", "weight": "[3, 8, 8]", "a": "[8]"}
 
 
 # ---- patterns ------------------------------------------------------------------------------------
