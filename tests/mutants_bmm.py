@@ -53,7 +53,6 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "bmm: what is not fused is put together", "backend.py",
         "            recompose(graph)\n", "",
         (f"{BMM}::test_what_is_not_fused_stays_as_it_was_written",
-         f"{AS_WRITTEN}[a batch of one beside three]",
          f"{EINSUM}::test_beside_a_site_an_einsum_reads_its_result[bqhd,bkhd->bhqk]",
          f"{EINSUM}::test_beside_a_site_an_einsum_reads_its_result[bhqd,bkhd->bqhk]"),
     ),

@@ -135,6 +135,10 @@ def test_a_vector_after_it_is_no_bias() -> None:
     (site,) = fx_fuser.explain(model, torch.randn(*A), torch.randn(3, 8, 8), torch.randn(8)).fused
     assert site.pattern == "summed_batch"
     assert site.shapes == {"x": "[3, 4, 8]", "weight": "[3, 8, 8]", "a": "[8]"}
+    fx_fuser.register_pattern(batch)
+    torch._dynamo.reset()
+    inputs = leaf(*A), leaf(3, 8, 8), leaf(8)
+    assert calls(check(model, *inputs, fuses={"batch": 1}, patterns=["batch"]))["add"] == 1
 
 
 # ---- patterns ------------------------------------------------------------------------------------
