@@ -87,6 +87,74 @@ def _cast(x: Any, dtype: Any) -> Expr:
     return Expr("cast", (x,), (("dtype", dtype),))
 
 
+def _to(
+    input: Any,
+    target: Any = None,
+    second: Any = None,
+    third: Any = False,
+    fourth: Any = False,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    other: Any = None,
+    non_blocking: Any = False,
+    copy: Any = False,
+    memory_format: Any = None,
+) -> Expr:
+    """`to(dtype)`, `to(device, dtype)` and `to(other)` of a tensor that is on that device."""
+    if copy or fourth or memory_format is not None:
+        raise Unspellable
+    if isinstance(target, (str, torch.device)):
+        device, dtype = target, second if dtype is None else dtype
+    elif third or isinstance(second, (str, torch.device, torch.dtype)):
+        raise Unspellable  # to(dtype, non_blocking, copy)
+    elif isinstance(target, torch.dtype):
+        dtype = target
+    elif target is not None:
+        other = target
+    if isinstance(other, Node):
+        return _type_as(input, other)
+    if device is not None:
+        tensor = meta_tensor(input)
+        if tensor is None or torch.device(device) != tensor.device:
+            raise Unspellable
+    return Expr("identity", (input,)) if dtype is None else _cast(input, dtype)
+
+
+def _type_as(input: Any, other: Any) -> Expr:
+    x, like = meta_tensor(input), meta_tensor(other)
+    if x is None or like is None or x.device != like.device:
+        raise Unspellable
+    return _cast(input, like.dtype)
+
+
+def _contiguous(input: Any, memory_format: Any = torch.contiguous_format) -> Expr:
+    """Of what is contiguous, whatever its sizes are."""
+    tensor = meta_tensor(input) if memory_format == torch.contiguous_format else None
+    if tensor is None:
+        raise Unspellable
+    rows = torch.empty(tensor.shape, device="meta").stride()
+    for size, a, b in zip(tensor.shape, tensor.stride(), rows):
+        if not statically_known_true(size == 1) and not statically_known_true(a == b):
+            raise Unspellable
+    return Expr("identity", (input,))
+
+
+def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Expr:
+    """Where nothing is dropped, torch returns the input itself."""
+    if training is not False and not (is_number(p) and p == 0):
+        raise Unspellable
+    return Expr("identity", (input,))
+
+
+def _alpha_dropout(input: Any, p: Any = 0.5, training: Any = False, inplace: Any = False) -> Expr:
+    return _dropout(input, p, training)
+
+
+def _torch_dropout(input: Any, p: Any, train: Any) -> Expr:
+    return _dropout(input, p, train)
+
+
 def _linear(input: Any, weight: Any, bias: Any = None) -> Expr:
     return Expr("linear", (input, weight, bias))
 
@@ -243,6 +311,77 @@ def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
     return Expr("softplus", (input,), _numbers(beta=beta, threshold=threshold))
 
 
+def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: Any = False) -> Expr:
+    return Expr("leaky_relu", (input,), _numbers(negative_slope=negative_slope))
+
+
+def _rrelu(
+    input: Any,
+    lower: Any = 1 / 8,
+    upper: Any = 1 / 3,
+    training: Any = False,
+    inplace: Any = False,
+) -> Expr:
+    """In eval mode; in training mode the slope is random."""
+    if training is not False or not is_number(lower) or not is_number(upper):
+        raise Unspellable
+    return _leaky_relu(input, (lower + upper) / 2)
+
+
+def _elu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
+    return _aten_elu(input, alpha)
+
+
+def _aten_elu(input: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Expr:
+    return Expr("elu", (input,), _numbers(alpha=alpha, scale=scale, input_scale=input_scale))
+
+
+def _selu(input: Any, inplace: Any = False) -> Expr:
+    """As ATen calls elu."""
+    return _aten_elu(input, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+
+
+def _celu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
+    """As ATen calls elu."""
+    if not is_number(alpha) or not alpha:
+        raise Unspellable
+    return _aten_elu(input, alpha, 1.0, 1.0 / alpha)
+
+
+def _threshold(input: Any, threshold: Any, value: Any, inplace: Any = False) -> Expr:
+    return Expr("threshold", (input,), _numbers(threshold=threshold, value=value))
+
+
+def _shrink(op: str) -> Callable[..., Expr]:
+    def rule(input: Any, lambd: Any = 0.5) -> Expr:
+        return Expr(op, (input,), _numbers(lambd=lambd))
+
+    return rule
+
+
+def _softsign(input: Any) -> Expr:
+    """As torch writes it in Python; tanhshrink too."""
+    return Expr("div", (input, Expr("add", (Expr("abs", (input,)), 1))))
+
+
+def _tanhshrink(input: Any) -> Expr:
+    return Expr("sub", (input, Expr("tanh", (input,))))
+
+
+def _addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
+    return Expr("addcdiv", (input, tensor1, tensor2, *_scale(value)))
+
+
+def _lerp(input: Any, end: Any, weight: Any) -> Expr:
+    return Expr("lerp", (input, end, weight))
+
+
+def _masked_fill(input: Any, mask: Any, value: Any) -> Expr:
+    if not is_number(value):  # a tensor's value is cast to the input's dtype
+        raise Unspellable
+    return Expr("where", (mask, value, input))
+
+
 def _pow(input: Any, exponent: Any) -> Expr:
     return Expr("pow", (input,), _numbers(exponent=exponent))
 
@@ -284,6 +423,38 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_unary("rsqrt"), [torch.rsqrt, torch.rsqrt_, "rsqrt"]),
     (_unary("abs"), [operator.abs, abs, torch.abs, torch.abs_, torch.absolute, "abs", "absolute"]),
     (_unary("erf"), [torch.erf, torch.erf_, torch.special.erf, "erf"]),
+    (_unary("erfc"), [torch.erfc, torch.erfc_, torch.special.erfc, "erfc"]),
+    (_unary("exp2"), [torch.exp2, torch.exp2_, torch.special.exp2, "exp2"]),
+    (_unary("expm1"), [torch.expm1, torch.expm1_, torch.special.expm1, "expm1"]),
+    (_unary("log1p"), [torch.log1p, torch.log1p_, torch.special.log1p, "log1p"]),
+    (_unary("log2"), [torch.log2, torch.log2_, "log2"]),
+    (_unary("sin"), [torch.sin, torch.sin_, "sin"]),
+    (_unary("cos"), [torch.cos, torch.cos_, "cos"]),
+    (_unary("sign"), [torch.sign, "sign"]),
+    (_unary("reciprocal"), [torch.reciprocal, torch.reciprocal_, "reciprocal"]),
+    (_unary("hardswish"), [F.hardswish, torch._C._nn.hardswish, torch._C._nn.hardswish_]),
+    (_unary("hardsigmoid"), [F.hardsigmoid, torch._C._nn.hardsigmoid, torch._C._nn.hardsigmoid_]),
+    (_unary("mish"), [F.mish, torch._C._nn.mish, torch._C._nn.mish_]),
+    (_unary("logsigmoid"), [F.logsigmoid]),
+    (_leaky_relu, [F.leaky_relu, F.leaky_relu_, torch._C._nn.leaky_relu]),
+    (_rrelu, [F.rrelu, torch.rrelu, torch.rrelu_]),
+    (_elu, [F.elu]),
+    (_aten_elu, [torch._C._nn.elu, torch._C._nn.elu_]),
+    (_selu, [F.selu, torch.selu, torch.selu_]),
+    (_celu, [F.celu, torch.celu, torch.celu_]),
+    (_threshold, [F.threshold, torch.threshold, torch.threshold_]),
+    (_shrink("hardshrink"), [torch.hardshrink, "hardshrink"]),
+    (_shrink("softshrink"), [F.softshrink]),
+    (_softsign, [F.softsign]),
+    (_tanhshrink, [F.tanhshrink]),
+    (_addcdiv, [torch.addcdiv, "addcdiv"]),
+    (_lerp, [torch.lerp, "lerp"]),
+    (_masked_fill, [torch.masked_fill, "masked_fill"]),
+    (_dropout, [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d]),
+    (_alpha_dropout, [F.alpha_dropout, F.feature_alpha_dropout]),
+    (_torch_dropout, [torch.dropout, torch.dropout_, torch.feature_dropout]),
+    (_torch_dropout, [torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_]),
+    (_torch_dropout, [torch.feature_alpha_dropout, torch.feature_alpha_dropout_]),
     (_gelu, [F.gelu]),
     (_softplus, [F.softplus]),
     (_pow, [operator.pow, operator.ipow, torch.pow, "pow"]),
@@ -292,7 +463,10 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_binary("maximum"), [torch.maximum, "maximum"]),
     (_where, [torch.where]),
     (_method_where, ["where"]),
-    (_cast, ["to", "type"]),
+    (_to, ["to"]),
+    (_cast, ["type"]),
+    (_type_as, ["type_as"]),
+    (_contiguous, ["contiguous"]),
     (lambda input: _cast(input, torch.float32), ["float"]),
     (lambda input: _cast(input, torch.float16), ["half"]),
     (lambda input: _cast(input, torch.bfloat16), ["bfloat16"]),

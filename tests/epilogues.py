@@ -18,7 +18,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mul", "div"), ("vv",)),
     **dict.fromkeys(("minimum", "maximum"), ("tt",)),  # torch's take no numbers
     "rdiv": ("vs",),
-    "addcmul": ("ttt", "ttts"),
+    **dict.fromkeys(("addcmul", "addcdiv"), ("ttt", "ttts")),
+    "lerp": ("ttt", "tts"),
     "where": ("vvv",),
     "clamp": ("vss", "v-s", "vs-"),
     "hardtanh": ("vss",),
@@ -28,8 +29,14 @@ ATTRS: dict[str, dict[str, Sequence[Any]]] = {
     "pow": {"exponent": (2.0, 0.5, -1.5, 3.0, 1e-3, 1e20, float("inf"))},
     "gelu": {"approximate": ("none", "tanh")},
     "softplus": {"beta": (1.0, 0.7), "threshold": (20.0, 1.5)},
+    "leaky_relu": {"negative_slope": (0.01, 0.2, -0.5, 0.0)},
+    "elu": {"alpha": (1.0, 1.67, -0.5), "scale": (1.0, 1.05), "input_scale": (1.0, 2.0)},
+    "threshold": {"threshold": (0.1, -1.0), "value": (20.0, float("-inf"))},
+    "hardshrink": {"lambd": (0.5, 0.0, -1.0)},
+    "softshrink": {"lambd": (0.5, 0.0)},
 }
-assert FORMS.keys() == OPS.keys()
+assert all({*map(len, FORMS[name])} == {*op.takes} for name, op in OPS.items())
+assert all((*ATTRS.get(name, ()),) == op.attrs for name, op in OPS.items())
 
 
 class Maker:
