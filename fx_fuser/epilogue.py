@@ -142,7 +142,9 @@ OPS: dict[str, Op] = {
         lambda place, count: ((), range(2, count), range(1, count))[place],
         (3, 4),
     ),
-    "lerp": Op(torch.lerp, _call("lerp"), lambda place, count: (0, 1) if place == 2 else (2,), (3,)),
+    "lerp": Op(
+        torch.lerp, _call("lerp"), lambda place, count: (0, 1) if place == 2 else (2,), (3,)
+    ),
     **{
         name: _unary(name)
         for name in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,21 @@ ATTRS: dict[str, dict[str, Sequence[Any]]] = {
 }
 assert all({*map(len, FORMS[name])} == {*op.takes} for name, op in OPS.items())
 assert all((*ATTRS.get(name, ()),) == op.attrs for name, op in OPS.items())
+
+
+def every_step(op: str) -> Iterator[Step]:
+    """One step over z and other leaves for each form of an op and each value of an attribute."""
+    options = ATTRS.get(op, {})
+    longest = max(map(len, options.values()), default=1)
+    for form in FORMS[op]:
+        args: list[str | None] = []
+        for letter in form:
+            numbers = sum(a is not None and a[0] == "s" for a in args)
+            tensors = sum(a is not None and a[0] == "t" for a in args)
+            leaf = f"s{numbers}" if letter == "s" else f"t{tensors}" if args else "z"
+            args.append(None if letter == "-" else leaf)
+        for i in range(longest):
+            yield Step(op, tuple(args), tuple((n, v[i % len(v)]) for n, v in options.items()))
 
 
 class Maker:
