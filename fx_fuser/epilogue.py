@@ -114,6 +114,11 @@ def _literal(value: float) -> str:
     return "Acc(NAN)" if math.isnan(value) else f"Acc({'-' if value < 0 else ''}INFINITY)"
 
 
+_UNARY = (
+    "sigmoid", "silu", "tanh", "relu", "exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt",
+    "rsqrt", "abs", "erf", "erfc", "sin", "cos", "reciprocal", "hardswish", "hardsigmoid", "mish",
+    "logsigmoid",
+)  # fmt: skip
 OPS: dict[str, Op] = {
     # What returns its input, such as dropout in eval mode.
     "identity": Op(lambda x: x, lambda x: x, _none),
@@ -145,13 +150,7 @@ OPS: dict[str, Op] = {
     "lerp": Op(
         torch.lerp, _call("lerp"), lambda place, count: (0, 1) if place == 2 else (2,), (3,)
     ),
-    **{
-        name: _unary(name)
-        for name in (
-            "sigmoid silu tanh relu exp exp2 expm1 log log1p log2 sqrt rsqrt abs erf erfc sin cos "
-            "reciprocal hardswish hardsigmoid mish logsigmoid"
-        ).split()
-    },
+    **{name: _unary(name) for name in _UNARY},
     "sign": Op(torch.sign, _call("sign"), _none),
     "leaky_relu": _unary("leaky_relu", "negative_slope"),
     "elu": Op(torch.ops.aten.elu, _call("elu"), attrs=("alpha", "scale", "input_scale")),

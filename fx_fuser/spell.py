@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,45 +24,11 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser import einsum
+from fx_fuser.expr import Arg, Expr, Operand, Unspellable, is_number
+from fx_fuser.functions import FUNCTIONS, numbers, unary
 from fx_fuser.nodes import in_place_name, meta_tensor
 
-Operand = Union["Expr", "Arg", Node, float, int, bool, None]
-
-
-@dataclass(frozen=True)
-class Arg:
-    """A leaf of an epilogue: a value known by name, not yet by node."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True)
-class Expr:
-    """A canonical operation: `args` are values (expressions, nodes, numbers), `attrs` constants."""
-
-    op: str
-    args: tuple[Operand, ...]
-    attrs: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        parts = [str(a) for a in self.args] + [f"{k}={v}" for k, v in self.attrs]
-        return f"{self.op}({', '.join(parts)})"
-
-
-class Unspellable(Exception):
-    """The call has a form that has no canonical spelling; the node stays opaque."""
-
-
-def is_number(value: object) -> bool:
-    """A constant of the graph that is a float; SymInt and SymFloat change from call to call, and
-    integers beyond 2^53 are no floats."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return False
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)
-
+__all__ = ["Arg", "Expr", "Operand", "Unspellable", "is_number", "meaning", "rule_of"]
 
 # ---- rules: how a call becomes an expression ------------------------------------------------
 
@@ -138,21 +103,6 @@ def _contiguous(input: Any, memory_format: Any = torch.contiguous_format) -> Exp
         if not statically_known_true(size == 1) and not statically_known_true(a == b):
             raise Unspellable
     return Expr("identity", (input,))
-
-
-def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Expr:
-    """Where nothing is dropped, torch returns the input itself."""
-    if training is not False and not (is_number(p) and p == 0):
-        raise Unspellable
-    return Expr("identity", (input,))
-
-
-def _alpha_dropout(input: Any, p: Any = 0.5, training: Any = False, inplace: Any = False) -> Expr:
-    return _dropout(input, p, training)
-
-
-def _torch_dropout(input: Any, p: Any, train: Any) -> Expr:
-    return _dropout(input, p, train)
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Expr:
@@ -247,13 +197,6 @@ def _torch_batch_norm(
     return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def _unary(op: str) -> Callable[..., Expr]:
-    def rule(input: Any, inplace: Any = False) -> Expr:
-        return Expr(op, (input,))
-
-    return rule
-
-
 def _binary(op: str) -> Callable[..., Expr]:
     def rule(input: Any, other: Any) -> Expr:
         return Expr(op, (input, other))
@@ -272,13 +215,6 @@ def _scale(factor: Any) -> tuple[float, ...]:
     return () if factor == 1 else (factor,)
 
 
-def _numbers(**named: Any) -> tuple[tuple[str, float], ...]:
-    """Attributes that must be constants; floats, as an epilogue's text is read."""
-    if not all(map(is_number, named.values())):
-        raise Unspellable
-    return tuple((name, float(value)) for name, value in named.items())
-
-
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
     return _scaled_by("add", input, other, alpha)
 
@@ -293,79 +229,6 @@ def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
 
 def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
     return Expr("addcmul", (input, tensor1, tensor2, *_scale(value)))
-
-
-def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: Any = False) -> Expr:
-    if not is_number(min_val) or not is_number(max_val) or min_val != min_val or max_val != max_val:
-        raise Unspellable
-    return Expr("hardtanh", (input, min_val, max_val))
-
-
-def _gelu(input: Any, approximate: Any = "none") -> Expr:
-    if approximate not in ("none", "tanh"):
-        raise Unspellable
-    return Expr("gelu", (input,), (("approximate", approximate),))
-
-
-def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
-    return Expr("softplus", (input,), _numbers(beta=beta, threshold=threshold))
-
-
-def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: Any = False) -> Expr:
-    return Expr("leaky_relu", (input,), _numbers(negative_slope=negative_slope))
-
-
-def _rrelu(
-    input: Any,
-    lower: Any = 1 / 8,
-    upper: Any = 1 / 3,
-    training: Any = False,
-    inplace: Any = False,
-) -> Expr:
-    """In eval mode; in training mode the slope is random."""
-    if training is not False or not is_number(lower) or not is_number(upper):
-        raise Unspellable
-    return _leaky_relu(input, (lower + upper) / 2)
-
-
-def _elu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
-    return _aten_elu(input, alpha)
-
-
-def _aten_elu(input: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Expr:
-    return Expr("elu", (input,), _numbers(alpha=alpha, scale=scale, input_scale=input_scale))
-
-
-def _selu(input: Any, inplace: Any = False) -> Expr:
-    """As ATen calls elu."""
-    return _aten_elu(input, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
-
-
-def _celu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
-    """As ATen calls elu."""
-    if not is_number(alpha) or not alpha:
-        raise Unspellable
-    return _aten_elu(input, alpha, 1.0, 1.0 / alpha)
-
-
-def _threshold(input: Any, threshold: Any, value: Any, inplace: Any = False) -> Expr:
-    return Expr("threshold", (input,), _numbers(threshold=threshold, value=value))
-
-
-def _shrink(op: str) -> Callable[..., Expr]:
-    def rule(input: Any, lambd: Any = 0.5) -> Expr:
-        return Expr(op, (input,), _numbers(lambd=lambd))
-
-    return rule
-
-
-def _softsign(input: Any) -> Expr:
-    """As torch writes it in Python; tanhshrink too."""
-    return Expr("div", (input, Expr("add", (Expr("abs", (input,)), 1))))
-
-
-def _tanhshrink(input: Any) -> Expr:
-    return Expr("sub", (input, Expr("tanh", (input,))))
 
 
 def _addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
@@ -383,7 +246,7 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Expr:
 
 
 def _pow(input: Any, exponent: Any) -> Expr:
-    return Expr("pow", (input,), _numbers(exponent=exponent))
+    return Expr("pow", (input,), numbers(exponent=exponent))
 
 
 def _where(condition: Any, input: Any, other: Any) -> Expr:
@@ -402,61 +265,17 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_rsub, [torch.rsub]),
     (_div, [operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide]),
     (_div, ["div", "divide", "true_divide"]),
-    (_unary("neg"), [operator.neg, torch.neg, torch.negative, "neg", "negative"]),
+    (unary("neg"), [operator.neg, torch.neg, torch.negative, "neg", "negative"]),
     (_addcmul, [torch.addcmul, "addcmul"]),
-    (_unary("sigmoid"), [torch.sigmoid, F.sigmoid, torch.special.expit, "sigmoid"]),
-    (_unary("sigmoid"), [torch.sigmoid_]),
-    (_unary("silu"), [F.silu, torch._C._nn.silu, torch._C._nn.silu_]),
-    (_unary("tanh"), [torch.tanh, torch.tanh_, F.tanh, "tanh"]),
-    (_unary("relu"), [torch.relu, torch.relu_, F.relu, F.relu_, "relu"]),
-    (lambda input, inplace=False: _hardtanh(input, 0.0, 6.0), [F.relu6]),
-    (_hardtanh, [F.hardtanh, F.hardtanh_]),
     (_clamp, [torch.clamp, torch.clamp_, torch.clip, torch.clip_, "clamp", "clip"]),
     (lambda input, min: _clamp(input, min), [torch.clamp_min, torch.clamp_min_, "clamp_min"]),
     (
         lambda input, max: _clamp(input, None, max),
         [torch.clamp_max, torch.clamp_max_, "clamp_max"],
     ),
-    (_unary("exp"), [torch.exp, torch.exp_, "exp"]),
-    (_unary("log"), [torch.log, torch.log_, "log"]),
-    (_unary("sqrt"), [torch.sqrt, torch.sqrt_, "sqrt"]),
-    (_unary("rsqrt"), [torch.rsqrt, torch.rsqrt_, "rsqrt"]),
-    (_unary("abs"), [operator.abs, abs, torch.abs, torch.abs_, torch.absolute, "abs", "absolute"]),
-    (_unary("erf"), [torch.erf, torch.erf_, torch.special.erf, "erf"]),
-    (_unary("erfc"), [torch.erfc, torch.erfc_, torch.special.erfc, "erfc"]),
-    (_unary("exp2"), [torch.exp2, torch.exp2_, torch.special.exp2, "exp2"]),
-    (_unary("expm1"), [torch.expm1, torch.expm1_, torch.special.expm1, "expm1"]),
-    (_unary("log1p"), [torch.log1p, torch.log1p_, torch.special.log1p, "log1p"]),
-    (_unary("log2"), [torch.log2, torch.log2_, "log2"]),
-    (_unary("sin"), [torch.sin, torch.sin_, "sin"]),
-    (_unary("cos"), [torch.cos, torch.cos_, "cos"]),
-    (_unary("sign"), [torch.sign, "sign"]),
-    (_unary("reciprocal"), [torch.reciprocal, torch.reciprocal_, "reciprocal"]),
-    (_unary("hardswish"), [F.hardswish, torch._C._nn.hardswish, torch._C._nn.hardswish_]),
-    (_unary("hardsigmoid"), [F.hardsigmoid, torch._C._nn.hardsigmoid, torch._C._nn.hardsigmoid_]),
-    (_unary("mish"), [F.mish, torch._C._nn.mish, torch._C._nn.mish_]),
-    (_unary("logsigmoid"), [F.logsigmoid]),
-    (_leaky_relu, [F.leaky_relu, F.leaky_relu_, torch._C._nn.leaky_relu]),
-    (_rrelu, [F.rrelu, torch.rrelu, torch.rrelu_]),
-    (_elu, [F.elu]),
-    (_aten_elu, [torch._C._nn.elu, torch._C._nn.elu_]),
-    (_selu, [F.selu, torch.selu, torch.selu_]),
-    (_celu, [F.celu, torch.celu, torch.celu_]),
-    (_threshold, [F.threshold, torch.threshold, torch.threshold_]),
-    (_shrink("hardshrink"), [torch.hardshrink, "hardshrink"]),
-    (_shrink("softshrink"), [F.softshrink]),
-    (_softsign, [F.softsign]),
-    (_tanhshrink, [F.tanhshrink]),
     (_addcdiv, [torch.addcdiv, "addcdiv"]),
     (_lerp, [torch.lerp, "lerp"]),
     (_masked_fill, [torch.masked_fill, "masked_fill"]),
-    (_dropout, [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d]),
-    (_alpha_dropout, [F.alpha_dropout, F.feature_alpha_dropout]),
-    (_torch_dropout, [torch.dropout, torch.dropout_, torch.feature_dropout]),
-    (_torch_dropout, [torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_]),
-    (_torch_dropout, [torch.feature_alpha_dropout, torch.feature_alpha_dropout_]),
-    (_gelu, [F.gelu]),
-    (_softplus, [F.softplus]),
     (_pow, [operator.pow, operator.ipow, torch.pow, "pow"]),
     (lambda input: _pow(input, 2), [torch.square, torch.square_, "square"]),
     (_binary("minimum"), [torch.minimum, "minimum"]),
@@ -476,7 +295,7 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (lambda input, mat2: Expr("matmul", (input, mat2)), [torch.mm, "mm"]),
     (_addmm, [torch.addmm, "addmm"]),
     (_einsum, [torch.einsum]),
-    (_unary("t"), [torch.t, "t"]),
+    (unary("t"), [torch.t, "t"]),
     (_transpose, [torch.transpose, torch.swapdims, "transpose", "swapdims"]),
     (lambda input, axis0, axis1: _transpose(input, axis0, axis1), [torch.swapaxes, "swapaxes"]),
     (_permute, [torch.permute, "permute"]),
@@ -484,6 +303,7 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_conv2d, [torch.conv2d]),
     (_batch_norm, [F.batch_norm]),
     (_torch_batch_norm, [torch.batch_norm]),
+    *FUNCTIONS,
 ]
 _RULE_OF: dict[Any, Callable[..., Expr]] = {t: rule for rule, ts in _RULES for t in ts}
 

@@ -80,8 +80,7 @@ SPELLINGS: dict[str, list[Tail]] = {
     "v0 = erfc(z)": [torch.erfc, torch.erfc_, torch.special.erfc, lambda z: z.erfc()],
     "v0 = sign(z); v1 = mul(v0, z)": [lambda z: torch.sign(z) * z, lambda z: z.sign() * z],
     "v0 = exp(z); v1 = reciprocal(v0)": [
-        lambda z: torch.reciprocal(z.exp()), lambda z: torch.reciprocal_(z.exp()),
-        lambda z: z.exp().reciprocal(),
+        lambda z: torch.reciprocal(z.exp()), lambda z: z.exp().reciprocal(),
     ],
     "v0 = exp(z); v1 = addcdiv(z, z, v0)": [
         lambda z: torch.addcdiv(z, z, z.exp()), lambda z: z.addcdiv(z, z.exp(), value=1),
