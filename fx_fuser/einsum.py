@@ -19,10 +19,10 @@ _EQUATION = re.compile(rf"{_OPERAND},{_OPERAND}(?:->{_OPERAND})?")
 class Product:
     """What an equation says, but for sizes of 1, which einsum spreads and a product does not.
 
-    op: `matmul` (left [*M, K], right [K, N]), `linear` (right [N, K]), `bmm` (left [*B, M, K], right
-    [*B, K, N]) or `bmm_nt` (right [*B, N, K]). left, right: the permutations of the operands that
-    give these orders; those of `matmul` and `linear` change nothing. contracted: where K is in the
-    operands as they are.
+    op: `matmul` (left [*M, K], right [K, N]), `linear` (right [N, K]), `bmm` (left [*B, M, K],
+    right [*B, K, N]) or `bmm_nt` (right [*B, N, K]).
+    left, right: the permutations of the operands that give these orders; those of `matmul` and
+    `linear` change nothing. contracted: where K is in the operands as they are.
     """
 
     op: str

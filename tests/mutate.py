@@ -224,7 +224,7 @@ REDESIGN = (
         (f"{BOUND}::test_other_products_are_opened",),
     ),
     Mutant(
-        "numbers: integers that are no floats", "spell.py",
+        "numbers: integers that are no floats", "expr.py",
         "(isinstance(value, int) and abs(value) <= 2**53)", "isinstance(value, int)",
         (f"{BOUND}::test_an_integer_that_is_no_float_is_refused",),
     ),
@@ -282,7 +282,7 @@ REDESIGN = (
          f"{EFFECTS}::test_an_inverted_mask_is_another_mask[train]"),
     ),
     Mutant(
-        "spell: attributes are floats", "spell.py",
+        "spell: attributes are floats", "functions.py",
         "tuple((name, float(value)) for name", "tuple((name, value) for name",
         (f"{TEXT}::test_an_integer_attribute_is_a_float[power]",
          f"{TEXT}::test_an_integer_attribute_is_a_float[square]",
