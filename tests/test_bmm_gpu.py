@@ -12,7 +12,8 @@ from test_gpu import DTYPES, FLOOR, assert_as_exact_as_eager, relative_error
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import backend, native
+from fx_fuser.anchors.linear import PRODUCT_ALONE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,19 +99,20 @@ def test_the_split_product_of_any_strides(
     """Forward, c and both gradients, by the op itself: within the accuracy contract."""
     m, k, n = sizes
     torch.manual_seed(0)
+    native.prepare([PRODUCT_ALONE], torch.device("cuda", torch.cuda.current_device()))
     x = _laid(torch.randn(*lead, m, k, device="cuda"), of_x).requires_grad_()
     w = _laid(torch.randn(*lead, k, n, device="cuda") * k**-0.5, of_weight).requires_grad_()
     r = torch.randn(*lead[:-1], 1, m, n, device="cuda").requires_grad_()
     dy = torch.randn(*lead, m, n, device="cuda")
     found: dict[str, list[Tensor]] = {}
-    for name, native, dtype in (
+    for name, on_kernels, dtype in (
         ("ours", True, torch.float32), ("eager", False, torch.float32),
         ("exact", False, torch.float64),
     ):  # fmt: skip
         tensors = [t.detach().to(dtype).requires_grad_() for t in (x, w, r)]
-        config = ("split", "split", False) if native else ("library", "library", False)
+        config = ("split", "split", False) if on_kernels else ("library", "library", False)
         op = torch.ops.fx_fuser.bmm.default
-        (y,) = op(*tensors[:2], *config, TEXT, tensors[2:], [0.75], dtype, dtype, native)
+        (y,) = op(*tensors[:2], *config, TEXT, tensors[2:], [0.75], dtype, dtype, on_kernels)
         found[name] = [y, *torch.autograd.grad(y, tensors, dy.to(dtype))]
     for ours, eager, exact in zip(found["ours"], found["eager"], found["exact"], strict=True):
         assert ours.shape == eager.shape and ours.is_contiguous()
