@@ -27,19 +27,12 @@ constexpr std::string_view kBackwardNames = "epilogue, t, s, kernels, dy, produc
 #define FX_FUSER_OPS(OP)                                                             \
   OP(linear_kernel, kLinearNames, kForwardNames, "y, c")                             \
   OP(matmul_kernel, kLinearNames, kForwardNames, "y, c")                             \
+  OP(bmm_kernel, kBmmNames, kForwardNames, "y, c")                                   \
   OP(conv2d_kernel, kConvNames, kForwardNames, "y, c")                               \
   OP(conv2d_backward, kConvNames, kBackwardNames, "")                                \
   OP(conv2d_batchnorm_kernel, kConvBatchNormNames, kForwardNames, "y, c, mean, var") \
   OP(conv2d_batchnorm_backward, kConvBatchNormNames, kBackwardNames, "")             \
   OP(split_product, std::string_view("a, b, kernel"), std::string_view(), "")
-
-// fx_fuser::bmm_kernel, which has no implementation here: Python's op of that name is of this type.
-constexpr std::string_view kBmmNames = "x, weight, product, backward, again";
-using BmmKernel = std::tuple<Tensor, Tensor>(
-    const Tensor& x, const Tensor& weight, const std::string& product, const std::string& backward,
-    bool again, const std::string& epilogue, const std::vector<Tensor>& t,
-    const std::vector<double>& s, const std::vector<std::string>& kernels, ScalarType out_type,
-    bool save);
 
 // What a schema calls an argument of this type.
 template <class T>
@@ -121,8 +114,6 @@ std::vector<std::string> contract() {
   lines.push_back(schema_line(&function, #function, anchor_names, names, result_names));
   FX_FUSER_OPS(FX_FUSER_SCHEMA_LINE)
 #undef FX_FUSER_SCHEMA_LINE
-  lines.push_back(schema_line(static_cast<BmmKernel*>(nullptr), "bmm_kernel", kBmmNames,
-                              kForwardNames, "y, c"));
 
   std::string leaves = "leaves";
   for (const NormLeaf& leaf : kNormLeaves) leaves += std::string(" ") + leaf.name;
