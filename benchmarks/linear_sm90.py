@@ -72,11 +72,13 @@ def run(
     scalars: list[float] | None = None,
     out: Tensor | None = None,
     z: Tensor | None = None,
+    chunks: int = 0,
 ) -> Tensor:
     if out is None:
-        out = x.new_empty((*x.shape[:-1], len(weight)), dtype=example.out)
+        out = x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=example.out)
+    numbers = scalars or [2.0] * example.scalars
     taken = native.linear_split(
-        example.spec, x, weight, bias, out, z, operands or [], scalars or [2.0] * example.scalars
+        example.spec, x, weight, bias, out, z, operands or [], numbers, chunks
     )
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
@@ -154,7 +156,7 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
     return rows
 
 
-def strained_neighbours(failures: list[str]) -> None:
+def strained_neighbours(failures: list[str], chunks: int = 0) -> None:
     """Rows of both operands that the split holds badly beside ones that it holds, and tails."""
     for m, n, k in ((200, 300, 500), (130, 140, 65536 + 36)):
         for x_rows, weight_rows in ((slice(7, 8), slice(n)), (slice(m), slice(16, 32))):
@@ -163,12 +165,12 @@ def strained_neighbours(failures: list[str]) -> None:
             x[x_rows] *= columns
             weight[weight_rows] /= columns
             exact = x.double() @ weight.double().T
-            ours, sgemm = run(IDENTITY, x, weight), F.linear(x, weight)
+            ours, sgemm = run(IDENTITY, x, weight, chunks=chunks), F.linear(x, weight)
             compare(f"{m} x {n} x {k}, strained rows", ours, sgemm, exact, failures)
             part = (slice(m), weight_rows) if x_rows == slice(m) else (x_rows, weight_rows)
             what = f"{m} x {n} x {k}, just these"
             compare(what, ours[part], sgemm[part], exact[part], failures)
-            ours = run(IDENTITY, x, turned(weight))
+            ours = run(IDENTITY, x, turned(weight), chunks=chunks)
             compare(f"{what}, turned", ours[part], sgemm[part], exact[part], failures)
 
 
@@ -184,9 +186,9 @@ def strided(rows: int, columns: int, choose: random.Random) -> Tensor:
     return torch.randn(rows, padded, device=CUDA)[:, :columns]
 
 
-def turned(weight: Tensor) -> Tensor:
-    """The same values with adjacent n."""
-    return weight.t().contiguous().t()
+def turned(matrix: Tensor) -> Tensor:
+    """The same values with adjacent columns."""
+    return matrix.mT.contiguous().mT
 
 
 def random_operand(m: int, n: int, dtype: torch.dtype, choose: random.Random) -> Tensor:
@@ -238,14 +240,19 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
     return largest
 
 
-def special_values(failures: list[str]) -> None:
+def special_values(failures: list[str], chunks: int = 0) -> None:
     """Infinities, NaN, zeros, denormals and extremes, as an fp32 product gives them."""
     m, n, k = 200, 300, 500
 
     def same(what: str, x: Tensor, weight: Tensor) -> None:
         exact = F.linear(x.double(), weight.double()).float()
-        for form, weight_form in (("", weight), (", turned", turned(weight))):
-            check(what + form, run(IDENTITY, x, weight_form), exact)
+        forms = (
+            ("", x, weight),
+            (", turned", x, turned(weight)),
+            (", turned x", turned(x), weight),
+        )
+        for form, a, b in forms:
+            check(what + form, run(IDENTITY, a, b, chunks=chunks), exact)
 
     def check(what: str, ours: Tensor, exact: Tensor) -> None:
         finite = exact.isfinite()
@@ -303,7 +310,7 @@ def misleading(n: int, k: int) -> Iterator[tuple[str, Tensor]]:
         yield what, weight
 
 
-def wrong_guesses(failures: list[str]) -> None:
+def wrong_guesses(failures: list[str], chunks: int = 0) -> None:
     """Tiles that are done again: one, some and all of a block's, with tails and chunks of K."""
     for m, n, k in ((200, 300, 500), (1000, 4100, 576), (256, 384, 8192), (130, 140, 65536 + 36)):
         x = torch.randn(m, k, device=CUDA)
@@ -311,8 +318,9 @@ def wrong_guesses(failures: list[str]) -> None:
             exact = x.double() @ weight.double().T
             what = f"{m} x {n} x {k}, {what}"
             sgemm = F.linear(x, weight)
-            compare(what, run(IDENTITY, x, weight), sgemm, exact, failures)
-            compare(f"{what}, turned", run(IDENTITY, x, turned(weight)), sgemm, exact, failures)
+            for form, values in (("", weight), (", turned", turned(weight))):
+                ours = run(IDENTITY, x, values, chunks=chunks)
+                compare(what + form, ours, sgemm, exact, failures)
     x, weight = torch.randn(200, 500, device=CUDA), torch.randn(300, 500, device=CUDA)
     weight[:, :GUESSED] = 0
     weight[5, 400], weight[290, 499], x[3, 300] = float("inf"), float("nan"), float("-inf")
@@ -364,14 +372,14 @@ def long_soak(failures: list[str]) -> None:
 
 def refusals(failures: list[str]) -> None:
     x, weight = torch.randn(8, 33, device=CUDA), torch.randn(16, 33, device=CUDA)
-    unaligned = torch.randn(8 * 32 + 1, device=CUDA)[1:].view(8, 32)
     out = torch.empty(8, 16, device=CUDA)
-    for what, a, b in (
-        ("K = 33", x, weight),
-        ("unaligned x", unaligned, weight[:, :32].contiguous()),
-        ("K = 0", x[:, :0], weight[:, :0]),
+    # Rows in four dimensions none of which merges with the next.
+    scattered = torch.randn(2, 2, 2, 2, 33, device=CUDA)[:, :, :, :, :32].permute(3, 2, 1, 0, 4)
+    for what, a, b, o in (
+        ("K = 0", x[:, :0], weight[:, :0], out),
+        ("scattered rows", scattered, weight[:, :32], out.new_empty(2, 2, 2, 2, 16)),
     ):
-        if native.linear_split(IDENTITY.spec, a, b, None, out, None, [], []):
+        if native.linear_split(IDENTITY.spec, a, b, None, o, None, [], []):
             failures.append(f"{what} was not refused")
 
 

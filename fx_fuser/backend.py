@@ -35,6 +35,7 @@ from fx_fuser import (
 )
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.decompose import decompose, recompose
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
 from fx_fuser.match import Fault, Match, Refusal, find
@@ -218,6 +219,7 @@ def fuse(
     subclasses.mark(gm, inputs)
     for module in _bodies(gm):
         graph = _copy(module.graph)
+        decompose(graph)
         read = _read(View(graph, end_of(module)), active, options)
         if active and (explained is not None or report.is_read()):
             _add_near_misses(read, active, options.strict)
@@ -254,6 +256,7 @@ def fuse(
             replacements.append((fused, chosen.call))
         if replacements and explained is None:
             rewrite.replace_all(graph, replacements)
+            recompose(graph)
             graph.lint()
             module.graph = graph
     report.sort()

@@ -63,8 +63,8 @@ class _Binder:
     def step(self, expr: Expr) -> str:
         if expr.op not in OPS:
             raise Unspellable(f"{expr.op} is no operation of an epilogue")
-        numbers = {"clamp": expr.args[1:], "div": expr.args[:1]}.get(expr.op, ())
-        if any(scalar_behind(a) is not None for a in numbers):
+        numbers = {"clamp": expr.args[1:], "div": expr.args[:1], "lerp": expr.args[2:]}
+        if any(scalar_behind(a) is not None for a in numbers.get(expr.op, ())):
             # torch treats a number there otherwise than the tensor that stands for it.
             raise Unspellable(f"{expr.op} takes a number that changes from call to call")
         made = [self.step(a) if isinstance(a, Expr) else a for a in expr.args]

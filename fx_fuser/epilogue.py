@@ -44,15 +44,27 @@ class Op:
     """One op: `torch(*args, **attrs)` on tensors and numbers, `cuda(*texts, **attrs)` on text.
 
     reads: of each argument that has a gradient, which arguments' values its derivative depends on.
+    takes: how many arguments there may be. attrs: names of its attributes.
     """
 
     torch: Callable[..., Any]
     cuda: Callable[..., str]
     reads: Callable[[int, int], Sequence[int]] = lambda place, count: range(count)
+    takes: tuple[int, ...] = (1,)
+    attrs: tuple[str, ...] = ()
 
 
 def _call(name: str) -> Callable[..., str]:
-    return lambda *args: f"math::{name}({', '.join(args)})"
+    return lambda *args, **attrs: _called(name, *args, *map(_literal, attrs.values()))
+
+
+def _called(name: str, *args: str) -> str:
+    return f"math::{name}({', '.join(args)})"
+
+
+def _unary(name: str, *attrs: str) -> Op:
+    """torch's and CUDA's function of this name; attributes are numbers of the kernel's text."""
+    return Op(getattr(torch if hasattr(torch, name) else F, name), _call(name), attrs=attrs)
 
 
 def _none(place: int, count: int) -> Sequence[int]:
@@ -102,54 +114,70 @@ def _literal(value: float) -> str:
     return "Acc(NAN)" if math.isnan(value) else f"Acc({'-' if value < 0 else ''}INFINITY)"
 
 
+_UNARY = (
+    "sigmoid", "silu", "tanh", "relu", "exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt",
+    "rsqrt", "abs", "erf", "erfc", "sin", "cos", "reciprocal", "hardswish", "hardsigmoid", "mish",
+    "logsigmoid",
+)  # fmt: skip
 OPS: dict[str, Op] = {
-    "add": Op(_add, _call("add"), _factor_of(1)),
-    "sub": Op(_sub, _call("sub"), _factor_of(1)),
+    # What returns its input, such as dropout in eval mode.
+    "identity": Op(lambda x: x, lambda x: x, _none),
+    "add": Op(_add, _call("add"), _factor_of(1), (2, 3)),
+    "sub": Op(_sub, _call("sub"), _factor_of(1), (2, 3)),
     # Not sub the other way around: gradients would add up in another order.
-    "rsub": Op(_rsub, lambda x, y, *alpha: _call("sub")(y, x, *alpha), _factor_of(0)),
-    "mul": Op(operator.mul, _call("mul"), _others),
-    "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,)),
+    "rsub": Op(_rsub, lambda x, y, *alpha: _called("sub", y, x, *alpha), _factor_of(0), (2, 3)),
+    "mul": Op(operator.mul, _call("mul"), _others, (2,)),
+    "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,), (2,)),
     # A number over a tensor: torch multiplies it by the tensor's reciprocal.
     "rdiv": Op(
         lambda y, number: number / y,
         lambda y, number: f"math::mul(math::div(Acc(1), {y}), {number})",
+        takes=(2,),
     ),
     "neg": Op(operator.neg, _call("neg"), _none),
     "addcmul": Op(
         lambda x, a, b, value=1: torch.addcmul(x, a, b, value=value),
         lambda x, a, b, value="Acc(1)": f"math::addcmul({x}, {a}, {b}, {value})",
         lambda place, count: [i for i in range(1, count) if place and i != place],
+        (3, 4),
     ),
-    "sigmoid": Op(torch.sigmoid, _call("sigmoid")),
-    "silu": Op(F.silu, _call("silu")),
-    "tanh": Op(torch.tanh, _call("tanh")),
-    "relu": Op(torch.relu, _call("relu")),
-    "exp": Op(torch.exp, _call("exp")),
-    "log": Op(torch.log, _call("log")),
-    "sqrt": Op(torch.sqrt, _call("sqrt")),
-    "rsqrt": Op(torch.rsqrt, _call("rsqrt")),
-    "abs": Op(torch.abs, _call("abs")),
-    "erf": Op(torch.erf, _call("erf")),
-    "minimum": Op(torch.minimum, _call("minimum")),
-    "maximum": Op(torch.maximum, _call("maximum")),
-    "clamp": Op(torch.clamp, _clamp_text),
-    "hardtanh": Op(F.hardtanh, _clamp_text),
+    "addcdiv": Op(
+        lambda x, a, b, value=1: torch.addcdiv(x, a, b, value=value),
+        lambda x, a, b, value="Acc(1)": f"math::addcdiv({x}, {a}, {b}, {value})",
+        lambda place, count: ((), range(2, count), range(1, count))[place],
+        (3, 4),
+    ),
+    "lerp": Op(
+        torch.lerp, _call("lerp"), lambda place, count: (0, 1) if place == 2 else (2,), (3,)
+    ),
+    **{name: _unary(name) for name in _UNARY},
+    "sign": Op(torch.sign, _call("sign"), _none),
+    "leaky_relu": _unary("leaky_relu", "negative_slope"),
+    "elu": Op(torch.ops.aten.elu, _call("elu"), attrs=("alpha", "scale", "input_scale")),
+    "threshold": _unary("threshold", "threshold", "value"),
+    "hardshrink": _unary("hardshrink", "lambd"),
+    "softshrink": _unary("softshrink", "lambd"),
+    "softplus": _unary("softplus", "beta", "threshold"),
+    "minimum": Op(torch.minimum, _call("minimum"), takes=(2,)),
+    "maximum": Op(torch.maximum, _call("maximum"), takes=(2,)),
+    "clamp": Op(torch.clamp, _clamp_text, takes=(3,)),
+    "hardtanh": Op(F.hardtanh, _clamp_text, takes=(3,)),
     "where": Op(
-        lambda c, x, y: torch.where(c != 0, x, y), _call("where"), lambda place, count: (0,)
+        lambda c, x, y: torch.where(c != 0, x, y), _call("where"), lambda place, count: (0,), (3,)
     ),
     "cast": Op(
         lambda x, dtype: x.to(dtype).to(x.dtype),
         lambda x, dtype: f"math::round_to<{CUDA_TYPES[dtype]}>({x})",
         _none,
+        attrs=("dtype",),
     ),
-    "pow": Op(torch.pow, lambda x, exponent: f"math::pow({x}, {_literal(exponent)})"),
+    "pow": Op(
+        torch.pow, lambda x, exponent: _called("pow", x, _literal(exponent)), attrs=("exponent",)
+    ),
     "gelu": Op(
         F.gelu,
         lambda x, approximate: f"math::{'gelu_tanh' if approximate == 'tanh' else 'gelu'}({x})",
-    ),
-    "softplus": Op(
-        F.softplus,
-        lambda x, beta, threshold: f"math::softplus({x}, {_literal(beta)}, {_literal(threshold)})",
+        attrs=("approximate",),
     ),
 }
 # Those of an anchor's own z, too: torch's BatchNorm is one kernel, in which nvcc contracts.
@@ -180,13 +208,22 @@ def _said(value: Any) -> str:
 
 def _attribute(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    if name == "dtype" and isinstance(getattr(torch, value, None), torch.dtype):
+    if name == "dtype":
+        if not isinstance(getattr(torch, value, None), torch.dtype):
+            raise ValueError(f"{value!r} is no dtype of torch")
         return name, getattr(torch, value)
-    if name == "approximate":
-        return name, value
-    if name not in ("exponent", "beta", "threshold"):
-        raise ValueError(f"{text!r} is no attribute of an epilogue's operation")
-    return name, float(value)
+    return name, value if name == "approximate" else float(value)
+
+
+def _check_arity(step: Step) -> None:
+    op, found = OPS[step.op], len(step.args)
+    if found not in op.takes:
+        expected = " or ".join(map(str, op.takes))
+        raise ValueError(f"{step.op} takes {expected} values, but {str(step)!r} gives it {found}")
+    names = tuple(name for name, _ in step.attrs)
+    if names != op.attrs:
+        expected, given = (", ".join(n) or "none" for n in (op.attrs, names))
+        raise ValueError(f"{step.op} has the attributes {expected}, but {str(step)!r} {given}")
 
 
 _STEP = re.compile(r"v(\d+) = (\w+)\((.*)\)")
@@ -242,6 +279,7 @@ def parse(text: str) -> Epilogue:
                 raise ValueError(f"{name!r} in {line!r} is no value that is known there")
         args = tuple(None if a == "none" else a for a in parts if "=" not in a)
         steps.append(Step(found[2], args, tuple(_attribute(a) for a in parts if "=" in a)))
+        _check_arity(steps[-1])
     return Epilogue(tuple(steps))
 
 
@@ -323,6 +361,8 @@ def _slope(
     dy: str, step: Step, place: int, args: Sequence[str | None], add: Callable[..., str]
 ) -> str | None:
     """The gradient that goes on from one step of a chain."""
+    if step.op == "identity":
+        return dy
     if step.op in ("add", "sub", "rsub"):
         if place != (0 if step.op == "rsub" else 1):
             return dy

@@ -90,6 +90,7 @@ def linear_split(
     z: Tensor | None,
     operands: Sequence[Tensor],
     scalars: Sequence[float],
+    chunks: int = 0,
 ) -> bool:
     """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
 
@@ -98,19 +99,22 @@ def linear_split(
 
     Args:
         spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear_split_sm90.cuh.
-        x: [*, K], float32, rows 16-byte aligned and evenly spaced.
-        weight: [N, K], float32, rows 16-byte aligned; or the transpose of such a tensor.
+        x: [*, K] or, with batches, [*, M, K]; float32.
+        weight: [N, K] or, with batches, [*, N, K] of x's leading sizes; float32. One that the copy
+            engine does not take (it takes rows or columns that are 16-byte aligned) is copied.
         bias: [N], float32.
         out: [*, N] of the dtype that `spec` names. Shares memory with no other tensor here.
         z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
-        operands: of the dtypes that `spec` names; each broadcasts to out's shape and has any
-            strides with which out's rows, counted through its leading dimensions, are evenly
-            spaced in it.
+        operands: of the dtypes that `spec` names; each broadcasts to out's shape.
         scalars: as many as `spec` names.
+        chunks: into which K is divided, or a few less; 0: as many as pay.
+
+    Strides are any with which the tensors' leading dimensions merge into three, the last of which
+    are rows.
 
     Returns:
-        False, with nothing done, where the kernel does not take this device, these strides, these
-        addresses or K = 0; the caller then goes another way.
+        False, with nothing done, where the kernel does not take this device, these strides or
+        K = 0; the caller then goes another way.
 
     Raises:
         BuildError: the kernel does not compile or load.
@@ -119,7 +123,7 @@ def linear_split(
     handle = _handle_of(spec, out)
     if handle == _NO_KERNEL:
         return False
-    return _linear_split(handle, x, weight, bias, out, z, operands, scalars)
+    return _linear_split(handle, x, weight, bias, out, z, operands, scalars, chunks)
 
 
 def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:

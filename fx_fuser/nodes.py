@@ -28,6 +28,16 @@ _STATISTICS: dict[Any, int] = {
     torch.batch_norm_gather_stats_with_counts: 3,
     torch.batch_norm_update_stats: 1,
 }  # function → place of the running mean, which the running variance follows
+# Functions that return their input itself in eval mode, though a fake tensor of it is a copy.
+DROPOUTS = frozenset(
+    getattr(module, f"{name}dropout{suffix}")
+    for module, name, suffixes in (
+        (F, "", ("", "1d", "2d", "3d")),
+        *((F, name, ("",)) for name in ("alpha_", "feature_alpha_")),
+        *((torch, name, ("", "_")) for name in ("", "feature_", "alpha_", "feature_alpha_")),
+    )
+    for suffix in suffixes
+)
 
 
 def in_place_name(name: str) -> bool:
@@ -53,7 +63,7 @@ def storages(nodes: Iterable[Node]) -> set[Any]:
     Fake tensors keep aliasing: a base, its views and its in-place results share one storage.
     """
     found: set[Any] = set()
-    for node in nodes:
+    for node in _with_undropped(nodes):
         value = node.meta.get("example_value")
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, torch.Tensor):
@@ -64,6 +74,20 @@ def storages(nodes: Iterable[Node]) -> set[Any]:
             elif tensor is None and node.op != "get_attr":
                 found.add(None)
     return found
+
+
+def _with_undropped(nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes, and what a dropout among them may return as it is."""
+    for node in nodes:
+        yield node
+        while node.op == "call_function" and node.target in DROPOUTS:
+            trains = (argument_of(node, 2, "training"), node.kwargs.get("train"))
+            argument = argument_of(node, 0, "input")
+            random = True in trains and argument_of(node, 1, "p") != 0
+            if random or not isinstance(argument, Node):
+                break
+            node = argument
+            yield node
 
 
 # ---- who writes what ------------------------------------------------------------------------

@@ -91,7 +91,8 @@ def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
     return F.linear(a, b) if b.ndim == 2 else a @ b.mT
 
 
-# a bᵀ in fp32; kernel: the name of that of `anchors.linear.PRODUCT_ALONE`.
+# a bᵀ in fp32, b being a matrix or of a's leading sizes; kernel: the name of that of
+# `anchors.linear.PRODUCT_ALONE`.
 _LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)

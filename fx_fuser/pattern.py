@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.fx
 from torch.fx import Node
 
+from fx_fuser.decompose import decompose
 from fx_fuser.epilogue import MAX_STEPS, OPS, Z
 from fx_fuser.errors import PatternError
 from fx_fuser.sites import ANCHOR_NAMES, Site, outermost
@@ -107,12 +108,14 @@ def trace(
                 "give every operand its own name"
             )
     try:
-        view = View(torch.fx.symbolic_trace(source).graph)
+        graph = torch.fx.symbolic_trace(source).graph
     except Exception as e:
         raise PatternError(
             f"pattern {name}: torch.fx could not trace its source ({type(e).__name__}: {e}); "
             "use torch functions on the parameters, without control flow on their values"
         ) from e
+    decompose(graph)
+    view = View(graph)
     if len(view.nodes) > _MAX_NODES:
         raise PatternError(
             f"pattern {name}: it has {len(view.nodes)} operations and parameters, more than "
@@ -160,7 +163,8 @@ def _only_site(view: View, name: str) -> Site:
     if len(outer) != 1:
         raise PatternError(
             f"pattern {name}: it has {len(outer)} anchors ({', '.join(s.kind for s in outer)}); "
-            "a pattern has one F.linear, x @ weight, F.conv2d or F.batch_norm(F.conv2d(...))"
+            "a pattern has one F.linear, x @ weight, torch.bmm, F.conv2d or "
+            "F.batch_norm(F.conv2d(...))"
         )
     return outer[0]
 

@@ -4,8 +4,13 @@
 |--------------------|-----------------------------------------------------------|
 | `linear`           | x · weightᵀ + bias: F.linear, addmm, `x @ w.t() + b`       |
 | `matmul`           | x · weight + bias: `x @ w + b`, addmm, with a 2-D weight    |
+| `bmm`              | x · weight of batches: torch.bmm, `x @ y` of rank 3 or more |
 | `conv2d`           | F.conv2d(x, weight, bias)                                 |
 | `conv2d_batchnorm` | F.batch_norm(F.conv2d(x, weight, bias), …)                |
+
+Without shapes, as in a pattern's trace, `x @ w` is a `matmul`: a pattern that is to reach batches
+of products says torch.bmm. What has a baddbmm or an einsum in it was taken apart before, so that
+the product is a node (`fx_fuser.decompose`).
 
 The names of a site's operands are those of the anchor's op schema in `fx_fuser.anchors`.
 """
@@ -56,6 +61,8 @@ def site_at(view: View, node: Node) -> Site | None:
         return _conv2d_batchnorm(view, node, expr)
     if expr.op == "matmul":
         return _product(view, node, expr)
+    if expr.op == "bmm":
+        return _batched(node, expr)
     if expr.op == "add":
         return _product_with_bias(view, node, expr)
     return None
@@ -119,9 +126,17 @@ def _product(view: View, node: Node, expr: Expr) -> Site | None:
     if weight is not None:
         return _linear("linear", node, (node,), (x, weight, None))
     tensor = meta_tensor(right)  # None in a pattern's trace
+    if tensor is not None and tensor.ndim > 2:
+        return _batched(node, expr)
     if tensor is not None and tensor.ndim != 2:
         return None
     return _linear("matmul", node, (node,), (x, right, None))
+
+
+def _batched(node: Node, expr: Expr) -> Site | None:
+    if not all(isinstance(operand, Node) for operand in expr.args):
+        return None
+    return Site("bmm", node, (node,), dict(zip(("x", "weight"), expr.args)), {})  # type: ignore[arg-type]
 
 
 def _product_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
@@ -148,6 +163,8 @@ def _is_bias(site: Site, bias: Node, added: bool) -> bool:
 
     added: by another node than the product's.
     """
+    if site.kind == "bmm":
+        return False  # it has none
     vector, weight = meta_tensor(bias), meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
     if vector is None or weight is None:
         return not added and vector is weight

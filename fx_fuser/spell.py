@@ -16,52 +16,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.nodes import in_place_name
+from fx_fuser import einsum
+from fx_fuser.expr import Arg, Expr, Operand, Unspellable, is_number
+from fx_fuser.functions import FUNCTIONS, numbers, unary
+from fx_fuser.nodes import in_place_name, meta_tensor
 
-Operand = Union["Expr", "Arg", Node, float, int, bool, None]
-
-
-@dataclass(frozen=True)
-class Arg:
-    """A leaf of an epilogue: a value known by name, not yet by node."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True)
-class Expr:
-    """A canonical operation: `args` are values (expressions, nodes, numbers), `attrs` constants."""
-
-    op: str
-    args: tuple[Operand, ...]
-    attrs: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        parts = [str(a) for a in self.args] + [f"{k}={v}" for k, v in self.attrs]
-        return f"{self.op}({', '.join(parts)})"
-
-
-class Unspellable(Exception):
-    """The call has a form that has no canonical spelling; the node stays opaque."""
-
-
-def is_number(value: object) -> bool:
-    """A constant of the graph that is a float; SymInt and SymFloat change from call to call, and
-    integers beyond 2^53 are no floats."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return False
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)
-
+__all__ = ["Arg", "Expr", "Operand", "Unspellable", "is_number", "meaning", "rule_of"]
 
 # ---- rules: how a call becomes an expression ------------------------------------------------
 
@@ -85,6 +52,59 @@ def _cast(x: Any, dtype: Any) -> Expr:
     return Expr("cast", (x,), (("dtype", dtype),))
 
 
+def _to(
+    input: Any,
+    target: Any = None,
+    second: Any = None,
+    third: Any = False,
+    fourth: Any = False,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    other: Any = None,
+    non_blocking: Any = False,
+    copy: Any = False,
+    memory_format: Any = None,
+) -> Expr:
+    """`to(dtype)`, `to(device, dtype)` and `to(other)` of a tensor that is on that device."""
+    if copy or fourth or memory_format is not None:
+        raise Unspellable
+    if isinstance(target, (str, torch.device)):
+        device, dtype = target, second if dtype is None else dtype
+    elif third or isinstance(second, (str, torch.device, torch.dtype)):
+        raise Unspellable  # to(dtype, non_blocking, copy)
+    elif isinstance(target, torch.dtype):
+        dtype = target
+    elif target is not None:
+        other = target
+    if isinstance(other, Node):
+        return _type_as(input, other)
+    if device is not None:
+        tensor = meta_tensor(input)
+        if tensor is None or torch.device(device) != tensor.device:
+            raise Unspellable
+    return Expr("identity", (input,)) if dtype is None else _cast(input, dtype)
+
+
+def _type_as(input: Any, other: Any) -> Expr:
+    x, like = meta_tensor(input), meta_tensor(other)
+    if x is None or like is None or x.device != like.device:
+        raise Unspellable
+    return _cast(input, like.dtype)
+
+
+def _contiguous(input: Any, memory_format: Any = torch.contiguous_format) -> Expr:
+    """Of what is contiguous, whatever its sizes are."""
+    tensor = meta_tensor(input) if memory_format == torch.contiguous_format else None
+    if tensor is None:
+        raise Unspellable
+    rows = torch.empty(tensor.shape, device="meta").stride()
+    for size, a, b in zip(tensor.shape, tensor.stride(), rows):
+        if not statically_known_true(size == 1) and not statically_known_true(a == b):
+            raise Unspellable
+    return Expr("identity", (input,))
+
+
 def _linear(input: Any, weight: Any, bias: Any = None) -> Expr:
     return Expr("linear", (input, weight, bias))
 
@@ -93,6 +113,28 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
     if beta != 1 or alpha != 1:
         raise Unspellable
     return Expr("add", (Expr("matmul", (mat1, mat2)), input))
+
+
+def _einsum(equation: Any, *operands: Any) -> Expr:
+    flat = (
+        operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    )
+    if (
+        not isinstance(equation, str)
+        or len(flat) != 2
+        or not all(isinstance(o, Node) for o in flat)
+    ):
+        raise Unspellable
+    left, right = map(meta_tensor, flat)  # None in a pattern's trace
+    known = left is not None and right is not None
+    found = einsum.classify(equation, *((left.ndim, right.ndim) if known else ()))  # type: ignore[union-attr]
+    if found is None or found.op not in ("matmul", "linear"):
+        raise Unspellable
+    if known:
+        i, j = found.contracted
+        if not statically_known_true(left.shape[i] == right.shape[j]):  # type: ignore[union-attr]
+            raise Unspellable  # a size of 1 is spread over the other
+    return Expr(found.op, (*flat, None) if found.op == "linear" else tuple(flat))
 
 
 def _transpose(input: Any, dim0: Any, dim1: Any) -> Expr:
@@ -155,13 +197,6 @@ def _torch_batch_norm(
     return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def _unary(op: str) -> Callable[..., Expr]:
-    def rule(input: Any, inplace: Any = False) -> Expr:
-        return Expr(op, (input,))
-
-    return rule
-
-
 def _binary(op: str) -> Callable[..., Expr]:
     def rule(input: Any, other: Any) -> Expr:
         return Expr(op, (input, other))
@@ -180,13 +215,6 @@ def _scale(factor: Any) -> tuple[float, ...]:
     return () if factor == 1 else (factor,)
 
 
-def _numbers(**named: Any) -> tuple[tuple[str, float], ...]:
-    """Attributes that must be constants; floats, as an epilogue's text is read."""
-    if not all(map(is_number, named.values())):
-        raise Unspellable
-    return tuple((name, float(value)) for name, value in named.items())
-
-
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Expr:
     return _scaled_by("add", input, other, alpha)
 
@@ -203,24 +231,22 @@ def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
     return Expr("addcmul", (input, tensor1, tensor2, *_scale(value)))
 
 
-def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: Any = False) -> Expr:
-    if not is_number(min_val) or not is_number(max_val) or min_val != min_val or max_val != max_val:
+def _addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Expr:
+    return Expr("addcdiv", (input, tensor1, tensor2, *_scale(value)))
+
+
+def _lerp(input: Any, end: Any, weight: Any) -> Expr:
+    return Expr("lerp", (input, end, weight))
+
+
+def _masked_fill(input: Any, mask: Any, value: Any) -> Expr:
+    if not is_number(value):  # a tensor's value is cast to the input's dtype
         raise Unspellable
-    return Expr("hardtanh", (input, min_val, max_val))
-
-
-def _gelu(input: Any, approximate: Any = "none") -> Expr:
-    if approximate not in ("none", "tanh"):
-        raise Unspellable
-    return Expr("gelu", (input,), (("approximate", approximate),))
-
-
-def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
-    return Expr("softplus", (input,), _numbers(beta=beta, threshold=threshold))
+    return Expr("where", (mask, value, input))
 
 
 def _pow(input: Any, exponent: Any) -> Expr:
-    return Expr("pow", (input,), _numbers(exponent=exponent))
+    return Expr("pow", (input,), numbers(exponent=exponent))
 
 
 def _where(condition: Any, input: Any, other: Any) -> Expr:
@@ -239,36 +265,27 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_rsub, [torch.rsub]),
     (_div, [operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide]),
     (_div, ["div", "divide", "true_divide"]),
-    (_unary("neg"), [operator.neg, torch.neg, torch.negative, "neg", "negative"]),
+    (unary("neg"), [operator.neg, torch.neg, torch.negative, "neg", "negative"]),
     (_addcmul, [torch.addcmul, "addcmul"]),
-    (_unary("sigmoid"), [torch.sigmoid, F.sigmoid, torch.special.expit, "sigmoid"]),
-    (_unary("sigmoid"), [torch.sigmoid_]),
-    (_unary("silu"), [F.silu, torch._C._nn.silu, torch._C._nn.silu_]),
-    (_unary("tanh"), [torch.tanh, torch.tanh_, F.tanh, "tanh"]),
-    (_unary("relu"), [torch.relu, torch.relu_, F.relu, F.relu_, "relu"]),
-    (lambda input, inplace=False: _hardtanh(input, 0.0, 6.0), [F.relu6]),
-    (_hardtanh, [F.hardtanh, F.hardtanh_]),
     (_clamp, [torch.clamp, torch.clamp_, torch.clip, torch.clip_, "clamp", "clip"]),
     (lambda input, min: _clamp(input, min), [torch.clamp_min, torch.clamp_min_, "clamp_min"]),
     (
         lambda input, max: _clamp(input, None, max),
         [torch.clamp_max, torch.clamp_max_, "clamp_max"],
     ),
-    (_unary("exp"), [torch.exp, torch.exp_, "exp"]),
-    (_unary("log"), [torch.log, torch.log_, "log"]),
-    (_unary("sqrt"), [torch.sqrt, torch.sqrt_, "sqrt"]),
-    (_unary("rsqrt"), [torch.rsqrt, torch.rsqrt_, "rsqrt"]),
-    (_unary("abs"), [operator.abs, abs, torch.abs, torch.abs_, torch.absolute, "abs", "absolute"]),
-    (_unary("erf"), [torch.erf, torch.erf_, torch.special.erf, "erf"]),
-    (_gelu, [F.gelu]),
-    (_softplus, [F.softplus]),
+    (_addcdiv, [torch.addcdiv, "addcdiv"]),
+    (_lerp, [torch.lerp, "lerp"]),
+    (_masked_fill, [torch.masked_fill, "masked_fill"]),
     (_pow, [operator.pow, operator.ipow, torch.pow, "pow"]),
     (lambda input: _pow(input, 2), [torch.square, torch.square_, "square"]),
     (_binary("minimum"), [torch.minimum, "minimum"]),
     (_binary("maximum"), [torch.maximum, "maximum"]),
     (_where, [torch.where]),
     (_method_where, ["where"]),
-    (_cast, ["to", "type"]),
+    (_to, ["to"]),
+    (_cast, ["type"]),
+    (_type_as, ["type_as"]),
+    (_contiguous, ["contiguous"]),
     (lambda input: _cast(input, torch.float32), ["float"]),
     (lambda input: _cast(input, torch.float16), ["half"]),
     (lambda input: _cast(input, torch.bfloat16), ["bfloat16"]),
@@ -276,8 +293,10 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_linear, [F.linear]),
     (_binary("matmul"), [operator.matmul, torch.matmul, "matmul"]),
     (lambda input, mat2: Expr("matmul", (input, mat2)), [torch.mm, "mm"]),
+    (lambda input, mat2: Expr("bmm", (input, mat2)), [torch.bmm, "bmm"]),
     (_addmm, [torch.addmm, "addmm"]),
-    (_unary("t"), [torch.t, "t"]),
+    (_einsum, [torch.einsum]),
+    (unary("t"), [torch.t, "t"]),
     (_transpose, [torch.transpose, torch.swapdims, "transpose", "swapdims"]),
     (lambda input, axis0, axis1: _transpose(input, axis0, axis1), [torch.swapaxes, "swapaxes"]),
     (_permute, [torch.permute, "permute"]),
@@ -285,6 +304,7 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_conv2d, [torch.conv2d]),
     (_batch_norm, [F.batch_norm]),
     (_torch_batch_norm, [torch.batch_norm]),
+    *FUNCTIONS,
 ]
 _RULE_OF: dict[Any, Callable[..., Expr]] = {t: rule for rule, ts in _RULES for t in ts}
 

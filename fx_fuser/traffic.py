@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.nn import Parameter
 
-from fx_fuser import apply, calls
+from fx_fuser import apply, calls, decompose
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT
@@ -44,21 +44,22 @@ def saved(match: Match, plan: Plan) -> Saved:
     """
     view, site = match.view, match.site
     free = set(match.bound.tensors)
+    nodes = match.nodes - decompose.inner_of(match.nodes)
     read = [
         value
         for node in match.nodes
         for value in {view.value(node, n) for n in inputs_of(node)}
-        if value in free or value in match.nodes
+        if value in free or value in nodes
     ]
     kept = [match.root, *free]
     if plan.choices.get("product", LIBRARY) == LIBRARY and len(match.nodes) > 1:
         kept += [site.nodes[0], site.nodes[0]]
-    apart, fused = _bytes([*match.nodes, *read]), _bytes(kept)
+    apart, fused = _bytes([*nodes, *read]), _bytes(kept)
     launches = 3 if site.attrs.get("training") else 2
     known = apart is not None and fused is not None
     return Saved(
         apart - fused if known else None,  # type: ignore[operator]
-        max(len(match.nodes) - launches, 0),
+        max(len(nodes) - launches, 0),
     )
 
 

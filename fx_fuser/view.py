@@ -67,22 +67,43 @@ class View:
         self._read_through()
 
     def _read_through(self) -> None:
-        origin: dict[Node, Node] = {}  # in-place result → the node that first made the tensor
+        origin: dict[Node, Node] = {}  # another name of a tensor → the node that first made it
         current: dict[Node, Node] = {}  # that node → whose value the tensor holds now
+        writes: dict[Node, int] = {}  # that node → how often its tensor was changed
+        written: dict[Node, int] = {}  # a name → how often it was when the name was given
+
+        def value_of(name: Node) -> Node:
+            first = origin.get(name, name)
+            changed = written.get(name, 0) != writes.get(first, 0)
+            return current[first] if changed else name
+
         region = Region()
         for node in self.nodes:
             self.region[node] = region
             region = region.after(node)
-            self._reads[node] = {
-                n: current.get(origin.get(n, n), origin.get(n, n)) for n in inputs_of(node)
-            }
+            self._reads[node] = {n: value_of(n) for n in inputs_of(node)}
             for value in dict.fromkeys(self._reads[node].values()):
                 self.readers[value].append(node)
             changed = argument_of(node, 0, "input") if called_in_place(node) else None
-            if isinstance(changed, Node):
-                first = origin.get(changed, changed)
-                origin[node] = first
+            named = changed if isinstance(changed, Node) else self._renamed_by(node)
+            if named is None:
+                continue
+            origin[node] = first = origin.get(named, named)
+            if changed is not None:
+                writes[first] = writes.get(first, 0) + 1
                 current[first] = node
+            written[node] = writes.get(first, 0)
+
+    def _renamed_by(self, node: Node) -> Node | None:
+        """The argument that the node returns as it is: `x.float()` of a float32, or dropout in eval
+        mode. What is written to the one is seen in the other."""
+        expr = self.written(node) if rule_of(node) is not None else None
+        if expr is None or expr.op not in ("identity", "cast"):
+            return None
+        argument = argument_of(node, 0, "input")
+        if not isinstance(argument, Node) or not storages((node,)) & storages((argument,)) - {None}:
+            return None
+        return argument
 
     def value(self, reader: Node, argument: Node) -> Node:
         """The node whose value `reader` sees when it names `argument`."""

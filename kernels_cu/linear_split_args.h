@@ -7,11 +7,12 @@
 
 #include <cstdint>
 
+#include "divisor.h"
 #include "pointwise_args.h"
 
 namespace fx_fuser {
 
-// ---- the rows of x, split -----------------------------------------------------------------------
+// ---- how the rows of x are split ----------------------------------------------------------------
 
 constexpr int kSplitThreads = 256;  // at most
 constexpr int kSplitWidth = 8;      // elements a thread has at once
@@ -34,16 +35,69 @@ constexpr int split_threads(int64_t k) {
   return threads;
 }
 
-struct SplitRowsArgs {
-  const float* x;  // [rows, k], 16-byte aligned rows
-  int64_t x_stride;
-  void* split;     // [2, rows, padded_k] fp16: hi, lo
-  float* unscale;  // [rows]
+// ---- planes -------------------------------------------------------------------------------------
+
+// A plane is one chunk of k of one batch: a product by itself, with scales of its own. Planes are
+// numbered [chunk, outer, inner], batches having two dimensions that need not merge into one.
+struct Plane {
+  int chunk;
+  int outer;
+  int inner;
+};
+
+struct PlaneStride {
+  int64_t chunk;
+  int64_t outer;
+  int64_t inner;
+};
+
+struct Planes {
+  Divisor<uint32_t> batches;  // of a chunk
+  Divisor<uint32_t> inner;    // of an outer batch
+  int32_t chunks;
+  int32_t k;       // of a chunk
+  int32_t last_k;  // of the last chunk
+};
+
+#ifdef __CUDACC__
+__device__ __forceinline__ Plane plane_at(const Planes& planes, uint32_t index) {
+  const uint32_t chunk = divide(index, planes.batches);
+  const uint32_t batch = index - chunk * planes.batches.size;
+  const uint32_t outer = divide(batch, planes.inner);
+  return {static_cast<int>(chunk), static_cast<int>(outer),
+          static_cast<int>(batch - outer * planes.inner.size)};
+}
+
+__device__ __forceinline__ int64_t offset_of(const Plane& plane, const PlaneStride& stride) {
+  return plane.chunk * stride.chunk + plane.outer * stride.outer + plane.inner * stride.inner;
+}
+
+__device__ __forceinline__ int k_of(const Planes& planes, const Plane& plane) {
+  return plane.chunk + 1 < planes.chunks ? planes.k : planes.last_k;
+}
+#endif
+
+// ---- x, split -----------------------------------------------------------------------------------
+
+struct SplitArgs {
+  const float* x;  // [plane, rows, k] of any strides
+  PlaneStride x_plane;
+  int64_t x_stride_m;
+  int64_t x_stride_k;
+  void* split;     // [plane, 2, rows, padded_k] fp16: hi, lo
+  float* unscale;  // [plane, rows]
+  Planes planes;
+  Divisor<uint32_t> units;  // of a plane: rows, or strips of columns
   int32_t rows;
-  int32_t k;
   int32_t padded_k;
   bool natural;  // k in order, for a turned weight; else in that of a weight's 16-byte chunks
+  bool vectors;  // k is adjacent, and rows are 16-byte aligned
 };
+
+// Where the rows of x are columns in memory: a block has a strip of them, and takes so many of k
+// through shared memory at once.
+constexpr int kSplitStrip = 32;
+constexpr int kSplitDepth = 64;
 
 // ---- the product --------------------------------------------------------------------------------
 
@@ -60,7 +114,8 @@ constexpr int kLinearUnsureWords =
     kLinearConsumerThreads / 32 * (kLinearTileM / 32);  // of a tile: a bit a warp and row of x
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
-constexpr int kLinearEpilogueBytes = 8 * (32 * 20 + 128) * 4;  // an Exchange a warp
+constexpr int kLinearEpilogueBytes =
+    8 * ((32 * 20 + 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
 constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
                                    kLinearEpilogueBytes + 16 /*when to do what again*/;
 
@@ -71,31 +126,72 @@ struct LinearOperand {
   int64_t stride_n;
 };
 
+// Where planes of a result or an operand lie; strides in bytes.
+struct LinearPlace {
+  void* data;
+  PlaneStride plane;
+};
+
+// Element [m, n] of a plane is [m * stride_m + n * stride_n] from its beginning.
+struct OperandStride {
+  int64_t m;
+  int64_t n;
+};
+
+// What the sums become.
+struct LinearResult {
+  static constexpr int kOut = 0;
+  static constexpr int kZ = 1;
+  static constexpr int kFirstOperand = 2;
+
+  LinearPlace place[kFirstOperand + kMaxInputs];  // z's is null where it is not kept
+  int64_t out_stride;                             // of rows, whose elements are adjacent
+  int64_t z_stride;
+  OperandStride operand[kMaxInputs];
+  const float* bias;  // [n], or null
+  float scalar[kMaxScalars];
+};
+
 struct LinearSplitArgs {
-  CUtensorMap weight_map;  // [n, k] fp32; a turned one [k, n]
-  CUtensorMap x_map;       // [2, m, padded k] fp16, as the split wrote it
-  const float* x_unscale;  // [m]
+  CUtensorMap weight_map;  // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
+  CUtensorMap x_map;       // [plane, 2, m, padded k] fp16, as the split wrote it
+  const float* x_unscale;  // [plane, m]
   float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint32_t* unsure;        // [tiles, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;         // [tiles], a byte a consuming warp: is it to be done again
   uint32_t* was_strained;  // in the host's memory: set to 1 where any row is
-  const float* x;          // [m, k], row stride x_stride: only read to repair
-  const float* weight;     // [n, k], likewise of any strides
-  const float* bias;       // [n], or null
-  void* out;               // [m, n], row stride out_stride
-  float* z;                // [m, n], row stride z_stride, or null: x weightᵀ + bias
-  int64_t x_stride;
+  const float* x;          // [plane, m, k] of any strides: only read to repair
+  const float* weight;     // [plane, n, k], likewise
+  PlaneStride x_plane;
+  PlaneStride weight_plane;
+  int64_t x_stride_m;
+  int64_t x_stride_k;
   int64_t weight_stride_n;
   int64_t weight_stride_k;
-  int64_t out_stride;
-  int64_t z_stride;
-  LinearOperand operand[kMaxInputs];
-  float scalar[kMaxScalars];
+  LinearResult result;
+  Planes planes;
+  Divisor<uint32_t> plane_tiles;  // of a plane
   float least_sum;
   int32_t m;
   int32_t n;
-  int32_t k;
-  int32_t tiles;  // of the output
+  int32_t tiles;         // of all planes
+  int32_t weight_outer;  // 1 where each outer batch has a weight of its own, 0 where they share it
+  int32_t weight_inner;
+};
+
+// ---- the sum of chunks --------------------------------------------------------------------------
+
+constexpr int kSumThreads = 256;
+constexpr int kSumInFlight = 8;
+
+struct LinearSumArgs {
+  const float* partial;  // [chunk, outer, inner, m, n]
+  LinearResult result;
+  Divisor<uint32_t> n;
+  Divisor<uint32_t> m;
+  Divisor<uint32_t> inner;
+  uint32_t count;  // elements of the result
+  int32_t chunks;
 };
 
 }  // namespace fx_fuser

@@ -3,24 +3,28 @@
 
 #include <utility>
 
-#include "convert.cuh"
-#include "epilogue_math.cuh"
+#include "linear_split_result.cuh"
 #include "linear_split_tiles_sm90.cuh"
 
 namespace fx_fuser::linear_split {
 
-// A warp computes x[m, :] weight[n, :]ᵀ in fp32, as IEEE has it.
-__device__ __forceinline__ float plain_product(const LinearSplitArgs& args, int m, int n) {
+// A warp computes x[m, :] weight[n, :]ᵀ of a plane in fp32, as IEEE has it.
+__device__ __forceinline__ float plain_product(const LinearSplitArgs& args, const Plane& plane,
+                                               int m, int n) {
   constexpr int kInFlight = 8;
-  const float* x = args.x + m * args.x_stride;
-  const float* weight = args.weight + n * args.weight_stride_n;
+  const float* x = args.x + offset_of(plane, args.x_plane) + m * args.x_stride_m;
+  const float* weight =
+      args.weight + offset_of(plane, args.weight_plane) + n * args.weight_stride_n;
+  const int end = k_of(args.planes, plane);
   float sum = 0;
-  for (int k0 = threadIdx.x % 32; k0 - static_cast<int>(threadIdx.x % 32) < args.k;
+  for (int k0 = threadIdx.x % 32; k0 - static_cast<int>(threadIdx.x % 32) < end;
        k0 += 32 * kInFlight) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int k = k0 + 32 * i;
-      if (k < args.k) sum = fmaf(x[k], weight[k * args.weight_stride_k], sum);
+      if (k < end) {
+        sum = fmaf(x[k * args.x_stride_k], weight[k * args.weight_stride_k], sum);
+      }
     }
     // A NaN stays one: a tensor full of them is soon done.
     if (__any_sync(0xFFFFFFFF, isnan(sum))) return NAN;
@@ -32,13 +36,10 @@ __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, int 
   return sum;
 }
 
-template <class Epilogue, int kScalars, class Out, class Operands, class... In>
-struct Finish;
-
-template <class Epilogue, int kScalars, class Out, size_t... kOperand, class... In>
-struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
+template <class Epilogue, int kScalars, class Out, class... In>
+struct Finish {
+  using Values = Inputs<std::index_sequence_for<In...>, In...>;
   static constexpr int kOperands = sizeof...(In);
-  static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   // A product alone, as backward passes need it over few k, is stored from the accumulators'
   // layout, in whole sectors. (With a longer epilogue ptxas then finds a worse order for the loop.)
   static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
@@ -46,7 +47,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
   // Of those, whose operands are loaded together: as many as leave no register to spill.
   static constexpr int kInFlight = kOperands < 2 ? 8 : kOperands < 4 ? 4 : kOperands < 8 ? 2 : 1;
-  static_assert(kOperands <= kMaxInputs && kScalars <= kMaxScalars);
+  static constexpr int kPlaces = LinearResult::kFirstOperand + kOperands;
   static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
 
   const LinearSplitArgs& args;
@@ -57,31 +58,24 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   float bias[kDirect ? 2 : 1];  // of the tile's rows that the lane stores
   float fetched[kTileM / 32];   // on its way to exchange.x_unscale
 
-  struct Inputs {
-    float value[1 + kOperands];  // z first
-
-    __device__ __forceinline__ void load(const LinearSplitArgs& args, int64_t m, int64_t n) {
-      ((value[1 + kOperand] = convert<float>(static_cast<const In*>(
-            args.operand[kOperand]
-                .data)[m * args.operand[kOperand].stride_m + n * args.operand[kOperand].stride_n])),
-       ...);
-    }
-  };
-
   __device__ __forceinline__ float bias_of(int n) const {
-    return args.bias != nullptr && n < args.n ? args.bias[n] : 0.0f;
+    const float* from = args.result.bias;
+    return from != nullptr && n < args.n ? from[n] : 0.0f;
   }
 
-  __device__ __forceinline__ Out result_of(const Inputs& in) const {
-    float scalar[kScalarSlots];
-#pragma unroll
-    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
-    return convert<Out>(static_cast<float>(Epilogue{}(in.value, scalar)));
+  // The warp's lanes find a place each, for all.
+  __device__ __forceinline__ void find_places(const Plane& plane) const {
+    const int i = min(static_cast<int>(threadIdx.x % 32), kPlaces - 1);
+    exchange.place[i] = start_of(args.result.place[i], plane);
   }
 
-  __device__ __forceinline__ void store(const Inputs& in, int64_t m, int64_t n) const {
-    if (args.z != nullptr) args.z[m * args.z_stride + n] = in.value[0];
-    static_cast<Out*>(args.out)[m * args.out_stride + n] = result_of(in);
+  __device__ __forceinline__ void load(Values& in, int64_t m, int64_t n) const {
+    in.load(args.result, [&](int i) { return exchange.place[i]; }, m, n);
+  }
+
+  __device__ __forceinline__ void store(const Values& in, int64_t m, int64_t n) const {
+    linear_split::store<Epilogue, kScalars, Out>(
+        args.result, in, [&](int i) { return exchange.place[i]; }, m, n);
   }
 
   // Element e of a lane's batch: for each e the warp has two rows of x and all 16 of its n.
@@ -100,12 +94,14 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   __device__ __forceinline__ void begin(int index) {
     const Tile tile = tile_at(args, index);
     const int lane = threadIdx.x % 32;
+    if constexpr (!kDirect) find_places(tile.at);
+    const float* x_unscale = args.x_unscale + int64_t{tile.plane} * args.m;
     bias[0] = bias_of(tile.n + n_of(0, lane));
     if constexpr (kDirect) bias[1] = bias_of(tile.n + n_of(2, lane));
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i) {
       const int m = tile.m + i * 32 + lane;
-      fetched[i] = m < args.m ? args.x_unscale[m] : 0.0f;
+      fetched[i] = m < args.m ? x_unscale[m] : 0.0f;
     }
   }
 
@@ -120,7 +116,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
     uint32_t rows;
     if constexpr (kDirect) {
-      if (args.z != nullptr) {
+      if (args.result.place[LinearResult::kZ].data != nullptr) {
         rows = store_as_it_lies<true>(tile_at(args, index), sum);
       } else {
         rows = store_as_it_lies<false>(tile_at(args, index), sum);
@@ -171,8 +167,14 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
     const int rows = args.m - (tile.m + m0);
     const int n = tile.n + n_of(0, lane);
     const bool has_column[2] = {n < args.n, n + 8 < args.n};
-    Out* out = static_cast<Out*>(args.out) + (tile.m + m0) * args.out_stride + n;
-    float* z = kKeepsZ ? args.z + (tile.m + m0) * args.z_stride + n : nullptr;
+    const LinearResult& to = args.result;
+    Out* out = static_cast<Out*>(start_of(to.place[LinearResult::kOut], tile.at)) +
+               (tile.m + m0) * to.out_stride + n;
+    float* z = nullptr;
+    if constexpr (kKeepsZ) {
+      z = static_cast<float*>(start_of(to.place[LinearResult::kZ], tile.at)) +
+          (tile.m + m0) * to.z_stride + n;
+    }
     constexpr int kAtOnce = 4;
 #pragma unroll
     for (int i0 = 0; i0 < 16; i0 += kAtOnce) {
@@ -188,17 +190,17 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const int element = 4 * (i0 + i) + 2 * r + t;
-            Inputs in;
+            Values in;
             in.value[0] = fmaf(sum[element], t ? unscale[i].y : unscale[i].x, bias[r]);
             const bool inside = 8 * (i0 + i) + t < rows && has_column[r];
-            const Out result = result_of(in);
-            if (inside) out[t * args.out_stride + 8 * r] = result;
-            if (kKeepsZ && inside) z[t * args.z_stride + 8 * r] = in.value[0];
+            const Out result = result_of<Epilogue, kScalars, Out>(to, in);
+            if (inside) out[t * to.out_stride + 8 * r] = result;
+            if (kKeepsZ && inside) z[t * to.z_stride + 8 * r] = in.value[0];
             broken |= static_cast<uint32_t>(inside && !isfinite(in.value[0])) << (2 * (i0 + i) + t);
           }
         }
-        out += 8 * args.out_stride;
-        if (kKeepsZ) z += 8 * args.z_stride;
+        out += 8 * to.out_stride;
+        if (kKeepsZ) z += 8 * to.z_stride;
       }
     }
     return broken;
@@ -220,7 +222,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
       __syncwarp();
 #pragma unroll 1
       for (int e0 = 0; e0 < kElements; e0 += kInFlight) {
-        Inputs in[kInFlight];
+        Values in[kInFlight];
 #pragma unroll
         for (int e = 0; e < kInFlight; ++e) {
           const int m = first_m + row_of(e0 + e, lane);
@@ -228,7 +230,7 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
             in[e].value[0] =
                 fmaf(exchange.z[row_of(e0 + e, lane)][lane % kWarpN],
                      exchange.x_unscale[batch * kBatchM + row_of(e0 + e, lane)], bias[0]);
-            in[e].load(args, m, n);
+            load(in[e], m, n);
           }
         }
 #pragma unroll
@@ -282,16 +284,19 @@ struct Finish<Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> 
   // The warp goes through its lanes' elements one by one.
   __device__ __forceinline__ void repair(Tile tile, uint64_t elements) const {
     const int lane = threadIdx.x % 32;
+    __syncwarp();  // the last tile's places have been read
+    find_places(tile.at);
+    __syncwarp();
     while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, elements != 0)) {
       const int owner = __ffs(lanes) - 1;
       const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, elements, owner)) - 1;
       const int m = tile.m + m_of(bit, owner);
       const int n = tile.n + n_of(bit, owner);
-      const float product = plain_product(args, m, n);
+      const float product = plain_product(args, tile.at, m, n);
       if (lane == owner) {
-        Inputs in;
+        Values in;
         in.value[0] = product + bias_of(n);
-        in.load(args, m, n);
+        load(in, m, n);
         store(in, m, n);
         elements &= elements - 1;
       }

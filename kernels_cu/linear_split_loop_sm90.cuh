@@ -17,7 +17,7 @@ __device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared&
   while (walk.next([](bool value) { return value; })) {
     const Tile tile = tile_at(args, walk.index);
     for (int pass = walk.again ? 0 : 1; pass < 2; ++pass) {
-      for (int k = 0; k < args.k; k += kTileK) feed(tile, k);
+      for (int k = 0; k < args.planes.k; k += kTileK) feed(tile, k);
     }
   }
 }
@@ -30,19 +30,22 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
   feed_stages(args, shared, [&](Tile tile, int k) {
     WeightSlot& slot = shared.weight[cursor.slot];
     const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
+    const int in_weight = tile.at.chunk * args.planes.k + k;
+    const int inner = tile.at.inner * args.weight_inner;
+    const int outer = tile.at.outer * args.weight_outer;
     cursor.wait_until_empty(shared.of_weight);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
     if constexpr (kTurned) {
 #pragma unroll
       for (int box = 0; box < kTileN / kLinearBox; ++box) {
         ptx::tensor_load(ptx::shared_address(slot.turned[box]), args.weight_map, full, policy,
-                         tile.n + box * kLinearBox, k);
+                         tile.n + box * kLinearBox, in_weight, inner, outer);
       }
     } else {
 #pragma unroll
       for (int box = 0; box < kTileK / kLinearBox; ++box) {
         ptx::tensor_load(ptx::shared_address(slot.box[box]), args.weight_map, full, policy,
-                         k + box * kLinearBox, tile.n);
+                         in_weight + box * kLinearBox, tile.n, inner, outer);
       }
     }
     cursor.advance();
@@ -56,7 +59,7 @@ __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shar
     cursor.wait_until_empty(shared.of_x);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(XSlot));
     ptx::tensor_load(ptx::shared_address(shared.x[cursor.slot].part), args.x_map, full,
-                     ptx::kEvictLast, k, tile.m, 0);
+                     ptx::kEvictLast, k, tile.m, 0, tile.plane);
     cursor.advance();
   });
 }
@@ -288,7 +291,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   const int c = lane % 4;
   const int row = consumer * 64 + thread / 32 * 16 + g;
   const uint32_t place = RawWeight<kTurned>::place_of(row, g, c);
-  const int k_tiles = (args.k + kTileK - 1) / kTileK;
+  const int k_tiles = (args.planes.k + kTileK - 1) / kTileK;
 
   Cursor stage;  // that is read next, or whose products are issued next
   RawWeight<kTurned> raw;

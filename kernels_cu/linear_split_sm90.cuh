@@ -28,12 +28,18 @@
 // - A turned weight is one whose n are adjacent in memory (in a backward pass, or written as x w):
 //   a kernel of its own, which loads columns from shared memory and is else the same.
 //
+// - Tiles are those of all planes (`Planes`): one for each batch and chunk of k. A batch is a
+// product
+//   by itself; so is a chunk, with scales of its own. Where k is in one chunk the product's kernel
+//   applies the epilogue; else each chunk's sums go to memory (`run_chunk`), and `sum_chunks` adds
+//   them up in a fixed order and applies it. So few tiles with a long k fill the GPU.
+//
 // Blocks are persistent: one warpgroup feeds shared memory, two of 64 rows of the weight each
 // compute. They take turns at the tensor core: while one's products run the other promotes and
 // splits.
 //
 // Beside this file: linear_split_tiles_sm90.cuh, the main loop in linear_split_loop_sm90.cuh, and
-// linear_split_epilogue_sm90.cuh.
+// linear_split_epilogue_sm90.cuh. What the sums become, and sum_chunks: linear_split_result.cuh.
 //
 // The generated translation unit is that of pointwise.cuh with another last line, where in[0] is z:
 //
@@ -41,9 +47,9 @@
 //                         /*operands*/ float...)
 #pragma once
 
+#include "copy_rows.cuh"
 #include "linear_split_epilogue_sm90.cuh"
 #include "linear_split_loop_sm90.cuh"
-#include "transpose.cuh"
 
 namespace fx_fuser::linear_split {
 
@@ -83,29 +89,63 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    Finish<Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> finish{
-        args, shared.exchange[warp], warp * kWarpN};
+    Finish<Epilogue, kScalars, Out, In...> finish{args, shared.exchange[warp], warp * kWarpN};
     consume<kTurned>(args, shared, warpgroup, finish);
   }
+}
+
+// What a chunk of k contributes, for sum_chunks.
+struct Partial {
+  template <class Acc>
+  __device__ __forceinline__ Acc operator()(const Acc (&in)[1], const Acc (&)[1]) const {
+    return in[0];
+  }
+};
+
+template <bool kTurned>
+__device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
+  ptx::launch_dependents();
+  run<kTurned, Partial, 0, float, float, float>(args);
+}
+
+template <class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
+__device__ __forceinline__ void run_sum(const LinearSumArgs& args) {
+  sum_chunks<Epilogue, kScalars, Out, In...>(args);
 }
 
 }  // namespace fx_fuser::linear_split
 
 // FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, Z, Operands...)
-#define FX_FUSER_LINEAR_SPLIT(...)                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                  \
-      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {        \
-    fx_fuser::linear_split::run<false, __VA_ARGS__>(args);                                   \
-  }                                                                                          \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                  \
-      fx_fuser_linear_split_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
-    fx_fuser::linear_split::run<true, __VA_ARGS__>(args);                                    \
-  }                                                                                          \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                      \
-      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitRowsArgs args) {     \
-    fx_fuser::split_rows(args);                                                              \
-  }                                                                                          \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kTransposeThreads)                  \
-      fx_fuser_transpose(const __grid_constant__ fx_fuser::TransposeArgs args) {             \
-    fx_fuser::transpose(args);                                                               \
+#define FX_FUSER_LINEAR_SPLIT(...)                                                                 \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
+      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {              \
+    fx_fuser::linear_split::run<false, __VA_ARGS__>(args);                                         \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
+      fx_fuser_linear_split_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) {       \
+    fx_fuser::linear_split::run<true, __VA_ARGS__>(args);                                          \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
+      fx_fuser_linear_split_chunk(const __grid_constant__ fx_fuser::LinearSplitArgs args) {        \
+    fx_fuser::linear_split::run_chunk<false>(args);                                                \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
+      fx_fuser_linear_split_chunk_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
+    fx_fuser::linear_split::run_chunk<true>(args);                                                 \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSumThreads)                              \
+      fx_fuser_linear_split_sum(const __grid_constant__ fx_fuser::LinearSumArgs args) {            \
+    fx_fuser::linear_split::run_sum<__VA_ARGS__>(args);                                            \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                            \
+      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitArgs args) {               \
+    fx_fuser::split_rows(args);                                                                    \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                            \
+      fx_fuser_linear_split_columns(const __grid_constant__ fx_fuser::SplitArgs args) {            \
+    fx_fuser::split_columns(args);                                                                 \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kCopyThreads)                             \
+      fx_fuser_copy_rows(const __grid_constant__ fx_fuser::CopyRowsArgs args) {                    \
+    fx_fuser::copy_rows(args);                                                                     \
   }

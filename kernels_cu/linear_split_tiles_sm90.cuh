@@ -49,6 +49,8 @@ struct Barriers {
 struct Exchange {
   float z[kBatchM][kExchangePitch];
   float x_unscale[kTileM];
+  // Where the tile's plane begins, in the order of LinearResult::place.
+  void* place[LinearResult::kFirstOperand + kMaxInputs];
 };
 
 struct Shared {
@@ -84,18 +86,23 @@ struct Cursor {
 // ---- which tile ---------------------------------------------------------------------------------
 
 struct Tile {
-  int m;  // first row of x
-  int n;  // first row of the weight
+  int m;      // first row of x
+  int n;      // first row of the weight
+  int plane;  // of x's split and scales
+  Plane at;
 };
 
-// Columns of kGroupM tiles of x; in a group the weight is walked once.
+// Plane by plane. In one: columns of kGroupM tiles of x; in a group the weight is walked once.
 __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) {
+  const int plane = static_cast<int>(divide(static_cast<uint32_t>(index), args.plane_tiles));
+  const int in_plane = index - plane * static_cast<int>(args.plane_tiles.size);
   const int m_tiles = (args.m + kTileM - 1) / kTileM;
-  const int n_tiles = args.tiles / m_tiles;
-  const int group = index / (kGroupM * n_tiles);
-  const int inside = index - group * kGroupM * n_tiles;
+  const int n_tiles = static_cast<int>(args.plane_tiles.size) / m_tiles;
+  const int group = in_plane / (kGroupM * n_tiles);
+  const int inside = in_plane - group * kGroupM * n_tiles;
   const int width = min(kGroupM, m_tiles - group * kGroupM);
-  return {(group * kGroupM + inside % width) * kTileM, inside / width * kTileN};
+  return {(group * kGroupM + inside % width) * kTileM, inside / width * kTileN, plane,
+          plane_at(args.planes, plane)};
 }
 
 // A block's tiles, in the order in which all of its warps walk them: every one, then once more

@@ -191,11 +191,11 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t to, const CUtenso
 }
 
 __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from, uint32_t barrier,
-                                            uint64_t policy, int x, int y, int z) {
+                                            uint64_t policy, int x, int y, int z, int w) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
-      "l"(&from), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(to),
+      "l"(&from), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 

@@ -1,5 +1,5 @@
-// fx_fuser::linear_kernel and matmul_kernel on CUDA: one kernel, or the library's product and then
-// the epilogue.
+// fx_fuser::linear_kernel, matmul_kernel and bmm_kernel on CUDA: one kernel, or the library's
+// product and then the epilogue.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "shim_linear_dense.h"
@@ -19,6 +20,7 @@ namespace {
 
 // Names in Python of the arguments that say what is multiplied.
 constexpr std::string_view kLinearNames = "x, weight, bias, product, backward, again";
+constexpr std::string_view kBmmNames = "x, weight, product, backward, again";
 
 double cpu_scalar(const Tensor& tensor) {
   const void* data = tensor.data_ptr();
@@ -48,22 +50,34 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Is the split product faster than cuBLAS's fp32 product, which also divides few tiles along k?
-// Figures of the H200 (kernels_cu/NOTES.md); a tile's 64 of k take 1.2 us. `before`: seconds that
-// only the split product needs.
-bool split_pays(int64_t m, int64_t n, int64_t k, int64_t multiprocessors, double before = 0) {
-  constexpr double kStage = 1.2e-6;      // s
-  constexpr double kStart = 8e-6;        // s: the pre-pass, filling the ring, the epilogue
-  constexpr double kLibrary = 48e12;     // flop/s, where the product is large
-  constexpr double kBandwidth = 4.0e12;  // byte/s
-  const auto elements = [](int64_t rows, int64_t columns) {
-    return static_cast<double>(rows) * static_cast<double>(columns);
-  };
-  const int64_t tiles = ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN);
-  const double stages = elements(ceil_div(tiles, multiprocessors), ceil_div(k, kLinearTileK));
-  const double operations = 2 * elements(m, n) * static_cast<double>(k);
-  const double bytes = 4 * (elements(n, k) + elements(m, k) + elements(m, n));
-  return before + kStart + stages * kStage < std::max(operations / kLibrary, bytes / kBandwidth);
+// The last two dimensions changed over: a view, without a call through the dispatcher (see
+// new_strided).
+Tensor transposed(const Tensor& matrix) {
+  STD_TORCH_CHECK(matrix.dim() >= 2,
+                  "fx_fuser: weight is a matrix or a batch of them, not of shape ",
+                  to_string(matrix.sizes()));
+  const auto sizes = matrix.sizes();
+  const auto strides = matrix.strides();
+  std::vector<int64_t> size(sizes.begin(), sizes.end());
+  std::vector<int64_t> stride(strides.begin(), strides.end());
+  std::swap(size[size.size() - 1], size[size.size() - 2]);
+  std::swap(stride[stride.size() - 1], stride[stride.size() - 2]);
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(matrix.get(), matrix.dim(), size.data(),
+                                                        stride.data(), 0, &made));
+  return Tensor(made);
+}
+
+// x weightᵀ + bias, by the library.
+Tensor library_product(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return weight.dim() == 2 ? linear(x, weight, bias) : torch::stable::matmul(x, transposed(weight));
+}
+
+// Of x [*, K] and a weight [N, K], or x [*, M, K] and as many weights; K > 0.
+SplitSizes sizes_of(const Tensor& x, const Tensor& weight) {
+  const int64_t k = weight.size(-1);
+  const int64_t batches = weight.numel() / std::max<int64_t>(weight.size(-2) * k, 1);
+  return {batches, x.numel() / k / std::max<int64_t>(batches, 1), weight.size(-2), k};
 }
 
 // What an epilogue reads besides z, in the order of its functor.
@@ -96,10 +110,12 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
 
 // Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
 // may be called with others. The dense product has tiles for all of them.
-bool pays(const LinearSplitKernels& kernels, int64_t m, int64_t n, int64_t k) {
-  return split_pays(m, n, k, kernels.multiprocessors) && !kernels.strain->rests();
+bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
+  const SplitSizes sizes = sizes_of(x, weight);
+  return split_pays(sizes, kernels.multiprocessors, seconds_to_copy(weight)) &&
+         !kernels.strain->rests();
 }
-bool pays(const LinearDenseKernels& /*kernels*/, int64_t /*m*/, int64_t /*n*/, int64_t /*k*/) {
+bool pays(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/, const Tensor& /*weight*/) {
   return true;
 }
 
@@ -122,8 +138,7 @@ std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
     const std::optional<Tensor>& bias, const std::vector<int64_t>& shape,
     const Wildcards& wildcards, ScalarType out_type, bool save) {
   const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
-  const int64_t k = weight.size(1);
-  if (k == 0 || !pays(kernels, x.numel() / k, weight.size(0), k)) return {};
+  if (weight.size(-1) == 0 || !pays(kernels, x, weight)) return {};
   const Tensor y = new_dense(x, shape, out_type);
   std::optional<Tensor> c;
   if (save) c = new_dense(x, shape, x.scalar_type());
@@ -131,73 +146,44 @@ std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
   return std::tuple{y, save ? *c : new_dense(x, {0}, x.scalar_type())};
 }
 
-// Reading and writing at what `transpose` reaches.
-double seconds_to_turn(const Tensor& matrix) {
-  constexpr double kBandwidth = 3e12;  // byte/s
-  return is_turned(matrix) ? 8 * static_cast<double>(matrix.numel()) / kBandwidth : 0;
-}
-
-// The same values, with rows that are dense in memory.
-Tensor with_dense_rows(const LinearSplitKernels& kernels, const Tensor& matrix) {
-  if (!is_turned(matrix)) return matrix;
-  const Tensor turned = new_dense(matrix, {matrix.size(0), matrix.size(1)}, ScalarType::Float);
-  const int device = matrix.get_device_index();
-  const OnDevice on_device(device);
-  const TransposeArgs args{static_cast<const float*>(matrix.data_ptr()),
-                           static_cast<float*>(turned.data_ptr()), matrix.stride(1), matrix.size(1),
-                           matrix.size(0)};
-  const int64_t tiles =
-      ceil_div(args.rows, kTransposeTile) * ceil_div(args.columns, kTransposeTile);
-  if (tiles > 0) {
-    launch(kernels.transpose, tiles, kTransposeThreads, current_stream(device), args);
-  }
-  return turned;
-}
-
-// How many rows of a turned matrix are copied, and the copies split, at once: that memory is needed
+// How many rows of a matrix that is a transposed view are split at once: that memory is needed
 // where a training step has least of it. As many as fill all multiprocessors some times over with
 // tiles, or as fit in little memory.
 int64_t rows_at_once(int64_t n, int64_t k, int64_t multiprocessors) {
   constexpr int64_t kRounds = 8;
-  constexpr int64_t kBytes = 16 << 20;  // of copies and splits
+  constexpr int64_t kBytes = 8 << 20;  // of splits
   const int64_t of_rounds = kRounds * multiprocessors / ceil_div(n, kLinearTileN) * kLinearTileM;
-  const int64_t of_bytes = kBytes / (8 * k) / kLinearTileM * kLinearTileM;
+  const int64_t of_bytes = kBytes / (4 * k) / kLinearTileM * kLinearTileM;
   return std::max({of_rounds, of_bytes, int64_t{kLinearTileM}});
 }
 
-// fx_fuser::split_product on CUDA: a bᵀ in fp32, of matrices that may be transposed views.
+// fx_fuser::split_product on CUDA: a bᵀ in fp32, of tensors with any strides. b is a matrix or has
+// a's leading sizes.
 Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
   require_cuda(a, "a");
   const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
-  const int64_t k = b.size(1);
-  const bool as_it_lies = is_turned(b) && has_aligned_columns(b);
-  const double turning = seconds_to_turn(a) + (as_it_lies ? 0 : seconds_to_turn(b));
-  if (k == 0 || b.size(0) == 0 ||
-      !split_pays(a.numel() / k, b.size(0), k, kernels.multiprocessors, turning) ||
-      kernels.strain->rests()) {
-    return linear(a, b, std::nullopt);
-  }
+  const auto by_library = [&] { return library_product(a, b, std::nullopt); };
+  if (a.numel() == 0 || b.numel() == 0 || !pays(kernels, a, b)) return by_library();
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
-  shape.back() = b.size(0);
+  shape.back() = b.size(-2);
   const Tensor product = new_dense(a, shape, ScalarType::Float);
-  const Tensor weight = as_it_lies ? b : with_dense_rows(kernels, b);
   const auto multiply = [&](const Tensor& rows, const Tensor& out) {
-    return run_linear_split(kernels, rows, weight, std::nullopt, out, std::nullopt, {}, {});
+    return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, {});
   };
-  if (!is_turned(a)) return multiply(a, product) ? product : linear(a, b, std::nullopt);
-  const int64_t at_once = rows_at_once(b.size(0), k, kernels.multiprocessors);
+  const bool in_parts = a.dim() == 2 && b.dim() == 2 && is_transposed(a);
+  if (!in_parts) return multiply(a, product) ? product : by_library();
+  const int64_t at_once = rows_at_once(b.size(0), b.size(1), kernels.multiprocessors);
   for (int64_t first = 0; first < a.size(0); first += at_once) {
     const int64_t count = std::min(at_once, a.size(0) - first);
     const auto part = [&](Tensor matrix) { return torch::stable::narrow(matrix, 0, first, count); };
-    if (!multiply(with_dense_rows(kernels, part(a)), part(product))) {
-      return linear(a, b, std::nullopt);
-    }
+    if (!multiply(part(a), part(product))) return by_library();
   }
   return product;
 }
 
-// What linear_kernel and matmul_kernel do with a weight [N, K].
+// What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading
+// sizes.
 std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
                                         const std::optional<Tensor>& bias,
                                         const std::string& product, const Wildcards& wildcards,
@@ -206,7 +192,7 @@ std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
   require_cuda(x, "x");
   const auto x_sizes = x.sizes();
   std::vector<int64_t> c_shape(x_sizes.begin(), x_sizes.end());
-  c_shape.back() = weight.size(0);
+  c_shape.back() = weight.size(-2);
   std::vector<int64_t> shape = c_shape;
   for (const Tensor& tensor : wildcards.tensors) {
     // A gate, one column wide, may be spread along that dimension.
@@ -221,7 +207,7 @@ std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
     if (done) return *std::move(done);
   }
 
-  const Tensor c = linear(x, weight, bias);
+  const Tensor c = library_product(x, weight, bias);
   const auto nothing = [&] { return new_dense(c, {0}, c.scalar_type()); };
   if (kernels.empty()) {
     check_is_result(c, out_type, wildcards);
@@ -236,25 +222,13 @@ std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
   return {y, save ? c : nothing()};
 }
 
-// fx_fuser/ops.py has the schemas of both, and what their arguments mean.
+// fx_fuser/ops.py has the schemas of all three, and what their arguments mean.
 std::tuple<Tensor, Tensor> linear_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::string& product, const std::string& /*backward*/, bool /*again*/,
     const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   return fused_linear(x, weight, bias, product, wildcards_of(t, s), kernels, out_type, save);
-}
-
-// A view, without a call through the dispatcher: see new_strided.
-Tensor transposed(const Tensor& matrix) {
-  STD_TORCH_CHECK(matrix.dim() == 2, "fx_fuser: weight is a matrix, not of shape ",
-                  to_string(matrix.sizes()));
-  const std::array<int64_t, 2> sizes{matrix.size(1), matrix.size(0)};
-  const std::array<int64_t, 2> strides{matrix.stride(1), matrix.stride(0)};
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(matrix.get(), sizes.size(), sizes.data(),
-                                                        strides.data(), 0, &made));
-  return Tensor(made);
 }
 
 // Its weight is [K, N]. aten::linear turns the view around again, so the library's call and its
@@ -266,6 +240,17 @@ std::tuple<Tensor, Tensor> matmul_kernel(
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   return fused_linear(x, transposed(weight), bias, product, wildcards_of(t, s), kernels, out_type,
                       save);
+}
+
+// x [*, M, K] by as many weights [*, K, N].
+std::tuple<Tensor, Tensor> bmm_kernel(const Tensor& x, const Tensor& weight,
+                                      const std::string& product, const std::string& /*backward*/,
+                                      bool /*again*/, const std::string& /*epilogue*/,
+                                      const std::vector<Tensor>& t, const std::vector<double>& s,
+                                      const std::vector<std::string>& kernels, ScalarType out_type,
+                                      bool save) {
+  return fused_linear(x, transposed(weight), std::nullopt, product, wildcards_of(t, s), kernels,
+                      out_type, save);
 }
 
 }  // namespace

@@ -118,7 +118,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   check_linear(kernels, kernels.in, x, weight, bias, out, z, operands, scalars);
   const int64_t n = weight.size(0);
   const int64_t k = weight.size(1);
-  if (k == 0) return false;
+  if (k == 0 || weight.dim() != 2) return false;
   if (out.numel() == 0) return true;
   const int64_t m = x.numel() / k;
 

@@ -8,8 +8,8 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -17,7 +17,8 @@
 
 #include "linear_split_args.h"
 #include "shim_pointwise.h"
-#include "transpose.cuh"
+#include "shim_split_operands.h"
+#include "shim_split_plan.h"
 
 namespace fx_fuser {
 namespace {
@@ -61,49 +62,17 @@ class Strain {
 
 struct LinearSplitKernels {
   cudaKernel_t split_rows;
-  cudaKernel_t product;
-  cudaKernel_t product_turned;
-  cudaKernel_t transpose;
+  cudaKernel_t split_columns;
+  std::array<cudaKernel_t, 2> product;  // of a weight as it is, of a turned one
+  std::array<cudaKernel_t, 2> chunk;
+  cudaKernel_t sum;
+  cudaKernel_t copy_rows;
   int multiprocessors;
   int scalars;
   ScalarType out;
   std::vector<ScalarType> operands;
   std::unique_ptr<Strain> strain;
 };
-
-// cuTensorMapEncodeTiled of the driver, which nothing here is linked with.
-auto tensor_map_encoder() {
-  static const auto encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                           cudaEnableDefault, &result),
-          "cudaGetDriverEntryPointByVersion");
-    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess && found != nullptr,
-                    "fx_fuser: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  }();
-  return encode;
-}
-
-// Sizes and box innermost first; strides in bytes, of all dimensions but the innermost.
-template <int kRank>
-CUtensorMap tensor_map(CUtensorMapDataType type, const void* data,
-                       const std::array<cuuint64_t, kRank>& sizes,
-                       const std::array<cuuint64_t, kRank - 1>& strides,
-                       const std::array<cuuint32_t, kRank>& box) {
-  std::array<cuuint32_t, kRank> steps;
-  steps.fill(1);
-  CUtensorMap map;
-  const CUresult status = tensor_map_encoder()(
-      &map, type, kRank, const_cast<void*>(data), sizes.data(), strides.data(), box.data(),
-      steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(status == CUDA_SUCCESS, "fx_fuser: cuTensorMapEncodeTiled failed with ",
-                  static_cast<int>(status), " for sizes ", to_string(sizes), " and strides ",
-                  to_string(strides));
-  return map;
-}
 
 // `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
 int64_t load_linear_split(const std::string& name, const std::string& cubin,
@@ -115,14 +84,19 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   cudaLibrary_t library = load_library(cubin);
   auto kernels = std::make_unique<LinearSplitKernels>();
   kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
-  kernels->product = get_kernel(library, "fx_fuser_linear_split");
-  kernels->transpose = get_kernel(library, "fx_fuser_transpose");
-  kernels->product_turned = get_kernel(library, "fx_fuser_linear_split_turned");
-  for (const cudaKernel_t product : {kernels->product, kernels->product_turned}) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(product),
+  kernels->split_columns = get_kernel(library, "fx_fuser_linear_split_columns");
+  kernels->sum = get_kernel(library, "fx_fuser_linear_split_sum");
+  kernels->copy_rows = get_kernel(library, "fx_fuser_copy_rows");
+  const auto product = [&](const char* name) {
+    const cudaKernel_t kernel = get_kernel(library, name);
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
           "cudaFuncSetAttribute");
-  }
+    return kernel;
+  };
+  kernels->product = {product("fx_fuser_linear_split"), product("fx_fuser_linear_split_turned")};
+  kernels->chunk = {product("fx_fuser_linear_split_chunk"),
+                    product("fx_fuser_linear_split_chunk_turned")};
   check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
                                static_cast<int>(device)),
         "cudaDeviceGetAttribute");
@@ -170,22 +144,6 @@ bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
          (rows == 1 || stride * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
 }
 
-// Rows of the transpose are those in memory, and no other view of it is a plain one.
-bool is_turned(const Tensor& matrix) {
-  return matrix.dim() == 2 && matrix.stride(1) != 1 && matrix.stride(0) == 1;
-}
-
-// As has_aligned_rows, of the transpose of a turned matrix.
-bool has_aligned_columns(const Tensor& matrix) {
-  return reinterpret_cast<uintptr_t>(matrix.data_ptr()) % 16 == 0 &&
-         (matrix.size(1) == 1 || (matrix.stride(1) != 0 && matrix.stride(1) % 4 == 0));
-}
-
-// As few blocks as finish in the same number of rounds: the others would only draw power.
-int64_t persistent_blocks(int64_t tiles, int64_t multiprocessors) {
-  return ceil_div(tiles, ceil_div(tiles, multiprocessors));
-}
-
 // Are these the operands and scalars that the kernels' epilogue takes, for a result like `out`?
 template <class Kernels>
 void check_epilogue(const Kernels& kernels, const Tensor& out, const std::vector<Tensor>& operands,
@@ -223,11 +181,15 @@ void check_linear(const Kernels& kernels, ScalarType in, const Tensor& x, const 
   check_one(out, "out", kernels.out);
   check_one(x, "x", in);
   check_one(weight, "weight", in);
-  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
-                  "fx_fuser: x of shape ", to_string(x.sizes()), " has no product with weight ",
-                  to_string(weight.sizes()));
+  bool multiply = x.dim() >= 1 && weight.dim() >= 2 && x.size(-1) == weight.size(-1) &&
+                  (weight.dim() == 2 || weight.dim() == x.dim());
+  for (int64_t d = 0; multiply && d + 2 < weight.dim(); ++d) {
+    multiply = weight.size(d) == x.size(d);
+  }
+  STD_TORCH_CHECK(multiply, "fx_fuser: x of shape ", to_string(x.sizes()),
+                  " has no product with weight ", to_string(weight.sizes()));
   const auto check_result = [&](const Tensor& result, const char* name) {
-    bool fits = result.dim() == x.dim() && result.size(-1) == weight.size(0);
+    bool fits = result.dim() == x.dim() && result.size(-1) == weight.size(-2);
     for (int64_t d = 0; fits && d + 1 < x.dim(); ++d) fits = result.size(d) == x.size(d);
     STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(result.sizes()),
                     " does not hold the product of x ", to_string(x.sizes()), " and weight ",
@@ -240,122 +202,189 @@ void check_linear(const Kernels& kernels, ScalarType in, const Tensor& x, const 
   }
   if (bias) {
     check_one(*bias, "bias", in);
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), "fx_fuser: bias of shape ",
-                    to_string(bias->sizes()), " does not fit weight ", to_string(weight.sizes()));
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(-2),
+                    "fx_fuser: bias of shape ", to_string(bias->sizes()), " does not fit weight ",
+                    to_string(weight.sizes()));
   }
   check_epilogue(kernels, out, operands, scalars);
 }
 
+// ---- the launch ---------------------------------------------------------------------------------
+
+// What a call's kernels write for each other.
+struct SplitWorkspace {
+  Tensor memory;
+  void* split;
+  float4* parked;
+  uint32_t* unsure;
+  uint64_t* again;
+  float* unscale;
+  float* partial;
+
+  // tiles: of all planes. partials: elements.
+  SplitWorkspace(const Tensor& like, int64_t rows, int64_t padded_k, int64_t parked_blocks,
+                 int64_t tiles, int64_t partials)
+      : memory(like) {
+    // What is aligned on most bytes comes first.
+    const int64_t at_parked = 2 * rows * padded_k * 2;
+    const int64_t at_unsure = at_parked + parked_blocks * kLinearTileM * kLinearTileN * 4;
+    const int64_t at_again = at_unsure + tiles * kLinearUnsureWords * 4;
+    const int64_t at_unscale = at_again + tiles * 8;
+    const int64_t at_partial = at_unscale + rows * 4;
+    memory = new_dense(like, {at_partial + partials * 4}, ScalarType::Byte);
+    auto* start = static_cast<uint8_t*>(memory.data_ptr());
+    split = start;
+    parked = reinterpret_cast<float4*>(start + at_parked);
+    unsure = reinterpret_cast<uint32_t*>(start + at_unsure);
+    again = reinterpret_cast<uint64_t*>(start + at_again);
+    unscale = reinterpret_cast<float*>(start + at_unscale);
+    partial = reinterpret_cast<float*>(start + at_partial);
+  }
+};
+
+// Where the result and the operands lie, those tensors from the third of the merged rows on.
+std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& out,
+                                          const std::optional<Tensor>& z,
+                                          const std::optional<Tensor>& bias,
+                                          const std::vector<Tensor>& operands,
+                                          const std::vector<double>& scalars) {
+  LinearResult result{};
+  int next = 2;
+  const auto place = [&](const Tensor& tensor, int i) {
+    const MergedRows::Strides& stride = rows.of[next++];
+    const auto bytes = static_cast<int64_t>(tensor.element_size());
+    result.place[i] = {tensor.data_ptr(), {0, stride.outer * bytes, stride.inner * bytes}};
+    return stride.row;
+  };
+  const auto is_dense = [](const Tensor& tensor) { return stride_along(tensor, -1) == 1; };
+  if (!is_dense(out) || (z && !is_dense(*z)) || (bias && !is_dense(*bias))) return std::nullopt;
+  result.out_stride = place(out, LinearResult::kOut);
+  if (z) result.z_stride = place(*z, LinearResult::kZ);
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Tensor& operand = operands[i];
+    result.operand[i].m = place(operand, LinearResult::kFirstOperand + static_cast<int>(i));
+    const bool vector = operand.dim() > 0 && operand.size(-1) != 1;
+    result.operand[i].n = vector ? operand.stride(-1) : 0;
+  }
+  result.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
+  std::copy(scalars.begin(), scalars.end(), result.scalar);
+  return result;
+}
+
+// The sums of chunks, [chunk, outer, inner, m, n].
+LinearResult partial_result(float* partial, const MergedRows& rows, int64_t n) {
+  LinearResult result{};
+  const int64_t bytes = rows.rows * n * 4;
+  result.place[LinearResult::kOut] = {partial, {rows.batches() * bytes, rows.inner * bytes, bytes}};
+  result.out_stride = n;
+  return result;
+}
+
+// Sizes that indices of 32 bits reach, with all that is counted of them.
+bool is_in_reach(const SplitSizes& sizes, const SplitPlan& plan) {
+  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
+  const int64_t planes = sizes.batches * plan.chunks;
+  return sizes.n <= kHighest && sizes.k <= kHighest &&
+         planes * sizes.m <= kHighest / kSplitMaxCluster &&
+         plan.chunks * sizes.tiles() <= kHighest &&
+         (plan.chunks == 1 || sizes.batches * sizes.m * sizes.n <= kHighest);
+}
+
 // out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
-// False, and nothing is launched, where the copy engine or the kernel's indices do not take these
-// shapes, strides or addresses.
+// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes.
+// chunks: of k; 0: as many as pay. False, and nothing is launched, where the kernels' indices do
+// not take these shapes or strides.
 bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                      const std::vector<double>& scalars) {
+                      const std::vector<double>& scalars, int64_t chunks = 0) {
   check_linear(kernels, ScalarType::Float, x, weight, bias, out, z, operands, scalars);
-  const int64_t n = weight.size(0);
-  const int64_t k = weight.size(1);
+  const int64_t n = weight.size(-2);
+  const int64_t k = weight.size(-1);
   if (k == 0) return false;
   if (out.numel() == 0) return true;
-  const int64_t m = x.numel() / k;
 
-  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
-  const int64_t tiles = ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN);
-  if (m > kHighest / kSplitMaxCluster || n > kHighest || k > kHighest || tiles > kHighest) {
-    return false;
-  }
-  const auto x_stride = row_stride(x, out);
-  const auto out_stride = row_stride(out, out);
-  const auto z_stride = z ? row_stride(*z, out) : 0;
-  if (!x_stride || !out_stride || !z_stride) return false;
-  const bool turned = is_turned(weight);
-  const int64_t weight_rows = turned ? k : n;  // as they lie in memory
-  const int64_t weight_stride = weight.stride(turned ? 1 : 0);
-  if (!has_aligned_rows(x, m, *x_stride) ||
-      !(turned ? has_aligned_columns(weight)
-               : has_aligned_rows(weight, n, weight_stride) && (n == 1 || weight_stride != 0))) {
-    return false;
-  }
-  const auto dense_rows = [&](const Tensor& tensor) { return n == 1 || tensor.stride(-1) == 1; };
-  if (!dense_rows(out) || (z && !dense_rows(*z)) || (bias && !dense_rows(*bias))) return false;
+  std::vector<const Tensor*> tensors{&weight, &x, &out};
+  if (z) tensors.push_back(&*z);
+  for (const Tensor& operand : operands) tensors.push_back(&operand);
+  const auto rows = merge_rows(out, tensors);
+  if (!rows) return false;
+  const int multiprocessors = kernels.multiprocessors;
+  const SplitSizes sizes{rows->batches(), rows->rows, n, k};
+  // A matrix has batches where strides alone make them, and they cost tiles.
+  if (weight.dim() == 2 && sizes.batches > 1 && !split_pays(sizes, multiprocessors)) return false;
+  const SplitPlan plan =
+      chunks > 0
+          ? split_in_chunks(sizes, std::min(chunks, ceil_div(k, kLinearTileK)), multiprocessors)
+          : split_plan(sizes, multiprocessors);
+  const auto result = linear_result(*rows, out, z, bias, operands, scalars);
+  if (!result || !is_in_reach(sizes, plan)) return false;
 
+  const OnDevice on_device(out.get_device_index());
+  const cudaStream_t stream = current_stream(out.get_device_index());
+  SplitWeight held = SplitWeight::of(weight, *rows);
+  std::optional<Tensor> copy;
+  if (!is_copied_as_it_lies(weight)) {
+    copy = held.move_to_aligned_rows(kernels.copy_rows, x, stream);
+  }
+
+  const int64_t planes = plan.chunks * sizes.batches;
+  const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
+  const int64_t tiles = plan.chunks * sizes.tiles();
+  const int64_t blocks = persistent_blocks(tiles, multiprocessors);
+  const int64_t count = sizes.batches * sizes.m * n;
+  const bool whole = plan.chunks == 1;
+  const SplitWorkspace work(x, planes * sizes.m, padded_k, plan.k > kLinearChunkK ? blocks : 0,
+                            tiles, whole ? 0 : plan.chunks * count);
+
+  const auto divisor = [](int64_t size) { return make_divisor(static_cast<uint32_t>(size)); };
   LinearSplitArgs args{};
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const auto stride = row_stride(operands[i], out);
-    if (!stride) return false;
-    const bool vector = operands[i].dim() > 0 && operands[i].size(-1) != 1;
-    args.operand[i] = {operands[i].data_ptr(), *stride, vector ? operands[i].stride(-1) : 0};
-  }
+  args.planes = {divisor(sizes.batches), divisor(rows->inner), static_cast<int32_t>(plan.chunks),
+                 static_cast<int32_t>(plan.k),
+                 static_cast<int32_t>(k - (plan.chunks - 1) * plan.k)};
+  const SplitArgs split =
+      split_args(x, *rows, args.planes, padded_k, held.transposed, work.split, work.unscale);
+  launch_split(kernels.split_rows, kernels.split_columns, split, planes, multiprocessors, stream);
 
-  const int device = out.get_device_index();
-  const OnDevice on_device(device);
-  const cudaStream_t stream = current_stream(device);
-
-  const int64_t padded_k = ceil_div(k, kLinearTileK) * kLinearTileK;
-  const int64_t blocks = persistent_blocks(tiles, kernels.multiprocessors);
-  const int64_t split_bytes = 2 * m * padded_k * 2;
-  const int64_t parked_bytes = k > kLinearChunkK ? blocks * kLinearTileM * kLinearTileN * 4 : 0;
-  const int64_t unsure_bytes = tiles * kLinearUnsureWords * 4;
-  const int64_t again_bytes = tiles * 8;
-  const Tensor workspace = new_dense(
-      x, {split_bytes + parked_bytes + unsure_bytes + again_bytes + m * 4}, ScalarType::Byte);
-  auto* split = static_cast<uint8_t*>(workspace.data_ptr());
-  uint8_t* parked = split + split_bytes;
-  uint8_t* unsure = parked + parked_bytes;
-  uint8_t* again = unsure + unsure_bytes;
-  auto* unscale = reinterpret_cast<float*>(again + again_bytes);
-
-  const SplitRowsArgs rows{static_cast<const float*>(x.data_ptr()),
-                           *x_stride,
-                           split,
-                           unscale,
-                           static_cast<int32_t>(m),
-                           static_cast<int32_t>(k),
-                           static_cast<int32_t>(padded_k),
-                           turned};
-  const int cluster = split_cluster(k);
-  LaunchOptions in_cluster;
-  in_cluster.cluster = cluster;
-  launch(kernels.split_rows, m * cluster, split_threads(k), stream, rows, in_cluster);
-
-  const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
-  // The stride of a single row is never used, but must be one that the copy engine takes.
-  const int64_t weight_columns = turned ? n : k;
-  const int64_t map_stride = weight_rows == 1 ? ceil_div(weight_columns, 4) * 4 : weight_stride;
-  args.weight_stride_n = turned ? 1 : map_stride;
-  args.weight_stride_k = turned ? map_stride : 1;
-  args.weight_map = tensor_map<2>(
-      CU_TENSOR_MAP_DATA_TYPE_FLOAT32, weight.data_ptr(),
-      {unsigned64(weight_columns), unsigned64(weight_rows)}, {unsigned64(map_stride * 4)},
-      {kLinearBox, static_cast<cuuint32_t>(turned ? kLinearTileK : kLinearTileN)});
-  args.x_map = tensor_map<3>(
-      CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split, {unsigned64(padded_k), unsigned64(m), 2},
-      {unsigned64(padded_k * 2), unsigned64(m * padded_k * 2)}, {kLinearTileK, kLinearTileM, 2});
-  args.x_unscale = unscale;
-  args.parked = reinterpret_cast<float4*>(parked);
-  args.unsure = reinterpret_cast<uint32_t*>(unsure);
-  args.again = reinterpret_cast<uint64_t*>(again);
+  args.weight_map = held.map();
+  args.x_map = split_map(work.split, padded_k, sizes.m, planes);
+  args.x_unscale = work.unscale;
+  args.parked = work.parked;
+  args.unsure = work.unsure;
+  args.again = work.again;
   args.was_strained = kernels.strain->flag();
-  args.least_sum = kLeastSum * std::sqrt(static_cast<float>(k));
-  args.x = rows.x;
-  args.weight = static_cast<const float*>(weight.data_ptr());
-  args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
-  args.out = out.data_ptr();
-  args.z = z ? static_cast<float*>(z->data_ptr()) : nullptr;
-  args.x_stride = *x_stride;
-  args.out_stride = *out_stride;
-  args.z_stride = *z_stride;
-  std::copy(scalars.begin(), scalars.end(), args.scalar);
-  args.m = rows.rows;
+  args.least_sum = kLeastSum * std::sqrt(static_cast<float>(plan.k));
+  args.x = split.x;
+  args.weight = held.data;
+  args.x_plane = split.x_plane;
+  args.weight_plane = {plan.k * held.stride_k, held.outer, held.inner};
+  args.x_stride_m = split.x_stride_m;
+  args.x_stride_k = split.x_stride_k;
+  args.weight_stride_n = held.stride_n;
+  args.weight_stride_k = held.stride_k;
+  args.result = whole ? *result : partial_result(work.partial, *rows, n);
+  args.plane_tiles = divisor(sizes.tiles() / sizes.batches);
+  args.m = split.rows;
   args.n = static_cast<int32_t>(n);
-  args.k = rows.k;
   args.tiles = static_cast<int32_t>(tiles);
+  args.weight_outer = held.outer != 0;
+  args.weight_inner = held.inner != 0;
   LaunchOptions overlapped;
   overlapped.shared_bytes = kLinearSharedBytes;
   overlapped.dependent = true;
-  launch(turned ? kernels.product_turned : kernels.product, blocks, kLinearThreads, stream, args,
-         overlapped);
+  launch((whole ? kernels.product : kernels.chunk)[held.transposed], blocks, kLinearThreads, stream,
+         args, overlapped);
+  if (whole) return true;
+
+  const LinearSumArgs sum{work.partial,
+                          *result,
+                          divisor(n),
+                          divisor(sizes.m),
+                          divisor(rows->inner),
+                          static_cast<uint32_t>(count),
+                          static_cast<int32_t>(plan.chunks)};
+  overlapped.shared_bytes = 0;
+  launch(kernels.sum, ceil_div(count, kSumThreads), kSumThreads, stream, sum, overlapped);
   return true;
 }
 
@@ -366,9 +395,9 @@ void wake_linear_split(int64_t handle) {
 bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars) {
+                  const std::vector<double>& scalars, int64_t chunks) {
   return run_linear_split(*reinterpret_cast<const LinearSplitKernels*>(handle), x, weight, bias,
-                          out, z, operands, scalars);
+                          out, z, operands, scalars, chunks);
 }
 
 }  // namespace

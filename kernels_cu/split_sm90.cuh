@@ -2,10 +2,11 @@
 // the group sharing it to [2^14, 2^15). What is lost is at most 2^-22 of v, or 2^-39 of the
 // largest.
 //
-// And the pre-pass: rows of x to hi, lo and one factor a row, in the order of k in which
+// And the pre-pass: rows of x to hi, lo and one factor a row of a plane, in the order of k in which
 // linear_split_sm90.cuh finds the weights in its registers: of turned weights in order; else, in
 // each 32 of k,
 //   position 16j + 8b + 2c + t holds k = 8c + 4j + 2b + t        c < 4; j, b, t < 2
+// One kernel for rows, and one for rows that are columns in memory. Both give the same bits.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -51,12 +52,13 @@ struct Octet {
   float4 half[2];
 };
 
-__device__ __forceinline__ Octet load_octet(const float* row, int k, int columns) {
-  if (k + kSplitWidth <= columns) {
+__device__ __forceinline__ Octet load_octet(const SplitArgs& args, const float* row, int k,
+                                            int columns) {
+  if (args.vectors && k + kSplitWidth <= columns) {
     const auto* from = reinterpret_cast<const float4*>(row + k);
     return {from[0], from[1]};
   }
-  const auto at = [&](int i) { return k + i < columns ? row[k + i] : 0.0f; };
+  const auto at = [&](int i) { return k + i < columns ? row[(k + i) * args.x_stride_k] : 0.0f; };
   return {make_float4(at(0), at(1), at(2), at(3)), make_float4(at(4), at(5), at(6), at(7))};
 }
 
@@ -82,8 +84,26 @@ __device__ __forceinline__ void transpose_quads(uint32_t (&word)[4]) {
   exchange(1, 3, second_pair, 2);
 }
 
+// Where a row of a plane goes.
+struct SplitRow {
+  __half* hi;
+  __half* lo;
+
+  static __device__ __forceinline__ SplitRow of(const SplitArgs& args, int64_t plane, int row) {
+    const int64_t part = int64_t{args.rows} * args.padded_k;
+    __half* hi = static_cast<__half*>(args.split) + 2 * plane * part + int64_t{row} * args.padded_k;
+    return {hi, hi + part};
+  }
+
+  __device__ __forceinline__ void store(int k, const uint32_t (&hi_word)[4],
+                                        const uint32_t (&lo_word)[4]) const {
+    *reinterpret_cast<uint4*>(hi + k) = make_uint4(hi_word[0], hi_word[1], hi_word[2], hi_word[3]);
+    *reinterpret_cast<uint4*>(lo + k) = make_uint4(lo_word[0], lo_word[1], lo_word[2], lo_word[3]);
+  }
+};
+
 // A cluster of blocks = a row of x.
-__device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
+__device__ __forceinline__ void split_rows(const SplitArgs& args) {
   __shared__ float warp_largest[kSplitThreads / 32];
   __shared__ float block_largest[kSplitMaxCluster];
 
@@ -92,8 +112,12 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   const int rank = static_cast<int>(ptx::cluster_rank());
   const int cluster = static_cast<int>(ptx::cluster_size());
   const int threads = static_cast<int>(blockDim.x);
-  const int64_t r = blockIdx.x / cluster;
-  const float* row = args.x + r * args.x_stride;
+  const uint32_t unit = blockIdx.x / cluster;
+  const uint32_t plane = divide(unit, args.units);
+  const int r = static_cast<int>(unit - plane * args.units.size);
+  const Plane at = plane_at(args.planes, plane);
+  const int columns = k_of(args.planes, at);
+  const float* row = args.x + offset_of(at, args.x_plane) + r * args.x_stride_m;
   const int thread_k = threadIdx.x * kSplitWidth;
   const int first = rank * threads * kSplitWidth;
   const int step = cluster * threads * kSplitWidth;
@@ -102,14 +126,14 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   float largest = 0;
 #pragma unroll
   for (int i = 0; i < kSplitKept; ++i) {
-    kept[i] = load_octet(row, first + thread_k + i * step, args.k);
+    kept[i] = load_octet(args, row, first + thread_k + i * step, columns);
   }
 #pragma unroll
   for (int i = 0; i < kSplitKept; ++i) {
     largest = fmaxf(largest, fmaxf(largest_of(kept[i].half[0]), largest_of(kept[i].half[1])));
   }
-  for (int k = first + thread_k + kSplitKept * step; k < args.k; k += step) {
-    const Octet octet = load_octet(row, k, args.k);
+  for (int k = first + thread_k + kSplitKept * step; k < columns; k += step) {
+    const Octet octet = load_octet(args, row, k, columns);
     largest = fmaxf(largest, fmaxf(largest_of(octet.half[0]), largest_of(octet.half[1])));
   }
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -128,9 +152,8 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
   for (int block = 0; block < cluster; ++block) largest = fmaxf(largest, block_largest[block]);
 
   const Scale scale = Scale::of(largest);
-  if (rank == 0 && threadIdx.x == 0) args.unscale[r] = scale.unscale;
-  auto* hi = static_cast<__half*>(args.split) + r * args.padded_k;
-  __half* lo = hi + int64_t{args.rows} * args.padded_k;
+  if (rank == 0 && threadIdx.x == 0) args.unscale[unit] = scale.unscale;
+  const SplitRow to = SplitRow::of(args, plane, r);
   const auto store = [&](const Octet& octet, int k) {
     uint32_t hi_word[4];  // word 2j + b
     uint32_t lo_word[4];
@@ -148,17 +171,122 @@ __device__ __forceinline__ void split_rows(const SplitRowsArgs& args) {
       transpose_quads(hi_word);
       transpose_quads(lo_word);
     }
-    if (k < args.padded_k) {
-      *reinterpret_cast<uint4*>(hi + k) =
-          make_uint4(hi_word[0], hi_word[1], hi_word[2], hi_word[3]);
-      *reinterpret_cast<uint4*>(lo + k) =
-          make_uint4(lo_word[0], lo_word[1], lo_word[2], lo_word[3]);
-    }
+    if (k < args.padded_k) to.store(k, hi_word, lo_word);
   };
 #pragma unroll
   for (int i = 0; i < kSplitKept; ++i) store(kept[i], first + thread_k + i * step);
   for (int base = first + kSplitKept * step; base < args.padded_k; base += step) {
-    store(load_octet(row, base + thread_k, args.k), base + thread_k);  // again, from the cache
+    store(load_octet(args, row, base + thread_k, columns), base + thread_k);  // from the cache
+  }
+}
+
+// Of a tile of k by columns, as the blocks of split_columns hold it in shared memory.
+struct SplitTile {
+  float value[kSplitDepth][kSplitStrip];
+
+  // Element i of the eight that go to positions 8q...8q + 7: their k.
+  static __device__ __forceinline__ int k_at(bool natural, int q, int i) {
+    const int in_chunks = q / 4 * 32 + i / 2 * 8 + q / 2 % 2 * 4 + q % 2 * 2 + i % 2;
+    return natural ? 8 * q + i : in_chunks;
+  }
+  // The q whose element k is.
+  static __device__ __forceinline__ int octet_of(bool natural, int k) {
+    return natural ? k / 8 : k / 32 * 4 + k / 2 % 4;
+  }
+  // Shifted by q, such that four columns by eight q lie in 32 banks.
+  __device__ __forceinline__ float& at(int k, int column, int q) {
+    return value[k][column ^ q * 4];
+  }
+};
+static_assert(kSplitDepth == 64 && kSplitStrip == 32);
+
+// A cluster of blocks = a strip of columns, which are the rows of x; a block has a part of k.
+__device__ __forceinline__ void split_columns(const SplitArgs& args) {
+  constexpr int kWarps = kSplitThreads / 32;
+  constexpr int kInFlight = kSplitDepth / kWarps;
+  static_assert(kWarps * 4 == kSplitStrip && kWarps >= kSplitMaxCluster);
+  __shared__ SplitTile tile;
+  __shared__ float warp_largest[kWarps][kSplitStrip];
+  __shared__ float block_largest[kSplitMaxCluster][kSplitStrip];
+
+  ptx::cluster_arrive();  // has started
+  ptx::launch_dependents();
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const int cluster = static_cast<int>(ptx::cluster_size());
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const uint32_t unit = blockIdx.x / cluster;
+  const uint32_t plane = divide(unit, args.units);
+  const int first_row = static_cast<int>(unit - plane * args.units.size) * kSplitStrip;
+  const Plane at = plane_at(args.planes, plane);
+  const int tiles = args.padded_k / kSplitDepth;
+  const int tiles_of_block = (tiles + cluster - 1) / cluster;
+  const int begin = min(rank * tiles_of_block, tiles) * kSplitDepth;
+  const int end = min((rank + 1) * tiles_of_block, tiles) * kSplitDepth;
+  // Columns beyond the last have no elements at all.
+  const int columns = first_row + lane < args.rows ? k_of(args.planes, at) : 0;
+  const float* x = args.x + offset_of(at, args.x_plane) + (first_row + lane) * args.x_stride_m;
+
+  float value[kInFlight];
+  const auto load = [&](int k0) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int k = k0 + warp + i * kWarps;
+      value[i] = k < columns ? x[k * args.x_stride_k] : 0.0f;
+    }
+  };
+
+  float largest = 0;
+  for (int k0 = begin; k0 < end; k0 += kSplitDepth) {
+    load(k0);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) largest = fmaxf(largest, fabsf(value[i]));
+  }
+  warp_largest[warp][lane] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, warp_largest[i][lane]);
+  ptx::cluster_wait();
+  if (warp < cluster) {
+    ptx::store_to_block(ptx::shared_address(&block_largest[rank][lane]), warp, largest);
+  }
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (int block = 0; block < cluster; ++block) {
+    largest = fmaxf(largest, block_largest[block][lane]);
+  }
+  const Scale of_lane = Scale::of(largest);
+  if (rank == 0 && warp == 0 && first_row + lane < args.rows) {
+    args.unscale[int64_t{plane} * args.rows + first_row + lane] = of_lane.unscale;
+  }
+
+  // Eight lanes write the 128 bytes of a row, four rows a warp.
+  const int column = warp * 4 + lane / 8;
+  const int q = lane % 8;
+  const float scale = __shfl_sync(0xFFFFFFFF, of_lane.scale, column);
+  const SplitRow to = SplitRow::of(args, plane, first_row + column);
+  if (begin < end) load(begin);
+  for (int k0 = begin; k0 < end; k0 += kSplitDepth) {
+    __syncthreads();  // the last tile has been read
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int k = warp + i * kWarps;
+      tile.at(k, lane, SplitTile::octet_of(args.natural, k)) = value[i];
+    }
+    __syncthreads();
+    if (k0 + kSplitDepth < end) load(k0 + kSplitDepth);
+    uint32_t hi_word[4];
+    uint32_t lo_word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float even = tile.at(SplitTile::k_at(args.natural, q, 2 * i), column, q);
+      const float odd = tile.at(SplitTile::k_at(args.natural, q, 2 * i + 1), column, q);
+      const SplitPair pair = split(even * scale, odd * scale);
+      hi_word[i] = pair.hi;
+      lo_word[i] = pair.lo;
+    }
+    if (first_row + column < args.rows) to.store(k0 + 8 * q, hi_word, lo_word);
   }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mul", "div"), ("vv",)),
     **dict.fromkeys(("minimum", "maximum"), ("tt",)),  # torch's take no numbers
     "rdiv": ("vs",),
-    "addcmul": ("ttt", "ttts"),
+    **dict.fromkeys(("addcmul", "addcdiv"), ("ttt", "ttts")),
+    "lerp": ("ttt", "tts"),
     "where": ("vvv",),
     "clamp": ("vss", "v-s", "vs-"),
     "hardtanh": ("vss",),
@@ -28,8 +29,29 @@ ATTRS: dict[str, dict[str, Sequence[Any]]] = {
     "pow": {"exponent": (2.0, 0.5, -1.5, 3.0, 1e-3, 1e20, float("inf"))},
     "gelu": {"approximate": ("none", "tanh")},
     "softplus": {"beta": (1.0, 0.7), "threshold": (20.0, 1.5)},
+    "leaky_relu": {"negative_slope": (0.01, 0.2, -0.5, 0.0)},
+    "elu": {"alpha": (1.0, 1.67, -0.5), "scale": (1.0, 1.05), "input_scale": (1.0, 2.0)},
+    "threshold": {"threshold": (0.1, -1.0), "value": (20.0, float("-inf"))},
+    "hardshrink": {"lambd": (0.5, 0.0, -1.0)},
+    "softshrink": {"lambd": (0.5, 0.0)},
 }
-assert FORMS.keys() == OPS.keys()
+assert all({*map(len, FORMS[name])} == {*op.takes} for name, op in OPS.items())
+assert all((*ATTRS.get(name, ()),) == op.attrs for name, op in OPS.items())
+
+
+def every_step(op: str) -> Iterator[Step]:
+    """One step over z and other leaves for each form of an op and each value of an attribute."""
+    options = ATTRS.get(op, {})
+    longest = max(map(len, options.values()), default=1)
+    for form in FORMS[op]:
+        args: list[str | None] = []
+        for letter in form:
+            numbers = sum(a is not None and a[0] == "s" for a in args)
+            tensors = sum(a is not None and a[0] == "t" for a in args)
+            leaf = f"s{numbers}" if letter == "s" else f"t{tensors}" if args else "z"
+            args.append(None if letter == "-" else leaf)
+        for i in range(longest):
+            yield Step(op, tuple(args), tuple((n, v[i % len(v)]) for n, v in options.items()))
 
 
 class Maker:

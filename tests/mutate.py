@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import mutants_bmm
 from test_hazards import ELSEWHERE, TRAPS
 
 from fx_fuser import checks
@@ -223,7 +224,7 @@ REDESIGN = (
         (f"{BOUND}::test_other_products_are_opened",),
     ),
     Mutant(
-        "numbers: integers that are no floats", "spell.py",
+        "numbers: integers that are no floats", "expr.py",
         "(isinstance(value, int) and abs(value) <= 2**53)", "isinstance(value, int)",
         (f"{BOUND}::test_an_integer_that_is_no_float_is_refused",),
     ),
@@ -281,7 +282,7 @@ REDESIGN = (
          f"{EFFECTS}::test_an_inverted_mask_is_another_mask[train]"),
     ),
     Mutant(
-        "spell: attributes are floats", "spell.py",
+        "spell: attributes are floats", "functions.py",
         "tuple((name, float(value)) for name", "tuple((name, value) for name",
         (f"{TEXT}::test_an_integer_attribute_is_a_float[power]",
          f"{TEXT}::test_an_integer_attribute_is_a_float[square]",
@@ -390,13 +391,14 @@ REDESIGN = (
     ),
     Mutant(
         "matmul: the weight's gradient has its layout", "anchors/matmul.py",
-        "return multiply(x.t(), dz.t())", "return multiply(dz.t(), x.t()).t()",
+        "return multiply(matrix(x).t(), matrix(dz).t())",
+        "return multiply(matrix(dz).t(), matrix(x).t()).t()",
         (f"{MATMUL}::test_gradients_have_the_layout_of_their_tensors",),
     ),
     Mutant(
         "matmul: a weight of two dimensions", "sites.py",
         "if tensor is not None and tensor.ndim != 2:", "if False:",
-        (f"{MATMUL}::test_other_products_are_none[a batch of weights]",),
+        (f"{MATMUL}::test_other_products_are_none[a vector]",),
     ),
     Mutant(
         "near: one operation off goes before a beginning", "near.py",
@@ -431,7 +433,8 @@ def survives(mutant: Mutant) -> bool:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    mutants = [m for m in (*check_mutants(), *CONDITIONS, *REDESIGN) if wanted in m.name]
+    batches = (Mutant(*parts) for parts in mutants_bmm.MUTANTS)
+    mutants = [m for m in (*check_mutants(), *CONDITIONS, *REDESIGN, *batches) if wanted in m.name]
     surviving = []
     for mutant in mutants:
         start = time.monotonic()

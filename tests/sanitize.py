@@ -8,7 +8,13 @@ from types import ModuleType
 import torch
 from native_cases import SMALL_CASES
 
-from benchmarks import conv_backward_sm90, conv_sm90, linear_dense_sm90, linear_sm90
+from benchmarks import (
+    conv_backward_sm90,
+    conv_sm90,
+    linear_dense_sm90,
+    linear_sm90,
+    split_planes_sm90,
+)
 from benchmarks.measure import float32_settings
 from fx_fuser import build, native
 
@@ -24,6 +30,7 @@ if build.arch_of() == "sm_90a":
         ran += cases
 
     sweep(linear_sm90, 8)
+    sweep(split_planes_sm90, 16)
     dense = linear_dense_sm90
     native.prepare([e.spec(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
     with float32_settings("tf32"):
@@ -38,8 +45,8 @@ if build.arch_of() == "sm_90a":
         sweep(backward, 8, conv_sm90.small_case, [dtype])
     product_alone = linear_sm90.IDENTITY.spec
     native.prepare([product_alone], "cuda")
-    # The smallest for which the op takes its own kernel; both operands are turned around first.
-    a, b = (torch.randn(68, 2048, device="cuda").t() for _ in range(2))
+    # Small, but large enough for the op to take its own kernel. Both operands are transposed views.
+    a, b = (torch.randn(200, 2048, device="cuda").t() for _ in range(2))
     product = torch.ops.fx_fuser.split_product.default(a, b, product_alone.name)
     exact = a.double() @ b.double().t()
     if not linear_sm90.relative(product, exact) <= 1e-6:

@@ -81,9 +81,14 @@ def test_the_real_shim_says_what_the_documented_schemas_are():
     assert [str(torch._C.parse_schema(schema)) for schema in schemas] == schemas
     named = {schema.split("(")[0].removeprefix("fx_fuser::"): schema for schema in schemas}
     assert list(named) == [
-        *("linear_kernel", "matmul_kernel", "conv2d_kernel", "conv2d_backward"),
+        *("linear_kernel", "matmul_kernel", "bmm_kernel", "conv2d_kernel", "conv2d_backward"),
         *("conv2d_batchnorm_kernel", "conv2d_batchnorm_backward", "split_product"),
     ]
+    assert named["bmm_kernel"] == (
+        "fx_fuser::bmm_kernel(Tensor x, Tensor weight, str product, str backward, bool again, "
+        "str epilogue, Tensor[] t, float[] s, str[] kernels, ScalarType out, bool save) "
+        "-> (Tensor y, Tensor c)"
+    )
     assert named["matmul_kernel"] == (
         "fx_fuser::matmul_kernel(Tensor x, Tensor weight, Tensor? bias, str product, "
         "str backward, bool again, str epilogue, Tensor[] t, float[] s, str[] kernels, "

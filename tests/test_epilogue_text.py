@@ -69,6 +69,25 @@ def test_what_is_no_epilogue_is_an_error(text: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("v0 = mul(z)", "mul takes 2 values, but 'mul(z)' gives it 1"),
+        ("v0 = sigmoid(z, t0)", "sigmoid takes 1 values, but 'sigmoid(z, t0)' gives it 2"),
+        ("v0 = add(z, t0, s0, s1)", "add takes 2 or 3 values"),
+        ("v0 = clamp(z, s0)", "clamp takes 3 values"),
+        ("v0 = leaky_relu(z)", "leaky_relu has the attributes negative_slope, but"),
+        ("v0 = relu(z, beta=1.0)", "relu has the attributes none, but"),
+        ("v0 = softplus(z, threshold=1.0, beta=1.0)", "the attributes beta, threshold, but"),
+        ("v0 = cast(z, dtype=nothing)", "'nothing' is no dtype of torch"),
+    ],
+)
+def test_the_arguments_of_a_step_are_those_of_its_op(text: str, says: str) -> None:
+    """A step of too few would fail when a kernel is compiled, or be a sum of other things."""
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse(text)
+
+
 # ---- what the user computes --------------------------------------------------------------------
 
 
@@ -254,6 +273,14 @@ READ = {
     "v0 = cast(z, dtype=bfloat16)": "",
     "v0 = addcmul(z, t0, t1)": "",
     "v0 = addcmul(t0, z, t1, s0)": "s0 t1",
+    "v0 = identity(z); v1 = add(v0, t0)": "",
+    "v0 = identity(t0); v1 = mul(z, v0)": "t0",
+    "v0 = addcdiv(z, t0, t1, s0)": "",
+    "v0 = addcdiv(t0, z, t1)": "t1",
+    "v0 = addcdiv(t0, t1, z)": "t1 z",
+    "v0 = lerp(z, t0, t1)": "t1",
+    "v0 = lerp(t0, t1, z)": "t0 t1",
+    "v0 = sign(z); v1 = mul(v0, t0)": "t0",
 }
 
 
@@ -263,7 +290,7 @@ def test_no_more_is_kept_than_is_needed_of_z(text: str) -> None:
     assert read_by_derivative(parse(text), frozenset({"z"})) == {*READ[text].split()}
 
 
-LINEAR = ("mul", "div", "neg", "add", "sub", "addcmul", "cast")
+LINEAR = ("mul", "div", "neg", "add", "sub", "addcmul", "cast", "identity")
 
 
 def _chain(seed: int) -> Epilogue:

@@ -317,7 +317,7 @@ def test_split_product(form: str, train: bool, inner: str) -> None:
     with torch.set_grad_enabled(train):
         kernels = launched(lambda: compiled(x).sum().backward() if train else compiled(x))
     assert "fx_fuser_linear_split" in kernels
-    assert ("fx_fuser_transpose" in kernels) == train
+    assert ("fx_fuser_linear_split_columns" in kernels) == train
 
 
 @hopper
@@ -371,7 +371,7 @@ def test_a_host_that_slows_down_is_no_time_of_the_gpus() -> None:
 
 @hopper
 def test_a_turned_product_is_made_in_parts() -> None:
-    """Of rows that are copied and split in little memory, the last part smaller than the others."""
+    """Of rows that are split in little memory, the last part smaller than the others."""
     torch.manual_seed(7)
     dz, x = torch.randn(1024, 5000, device="cuda"), torch.randn(1024, 8192, device="cuda")
     native.prepare([PRODUCT_ALONE], "cuda")
@@ -381,7 +381,7 @@ def test_a_turned_product_is_made_in_parts() -> None:
     before = torch.cuda.memory_allocated()
     found = torch.ops.fx_fuser.split_product.default(dz.t(), x.t(), kernel)
     extra = torch.cuda.max_memory_allocated() - before - found.nbytes
-    assert 10 << 20 < extra < 20 << 20  # 41 for all rows at once, nothing by the library
+    assert 6 << 20 < extra < 12 << 20  # 20 for all rows at once, nothing by the library
     exact = dz.double().t() @ x.double()
     assert relative_error(found, exact) <= 4e-7
     assert relative_error(found[4500:], exact[4500:]) <= 4e-7

@@ -192,12 +192,14 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     *front, _, out, _ = _detached(list(linear_args("nf", F32)))
     *turned, _, _, _ = _detached(list(linear_args("nf", F32, kind="matmul")))
+    batched = [turned[0][None], turned[1][None], *turned[3:]]
     conv = _detached(list(conv_args("f", F32, True)))
     norm, ct = conv[:18], conv[18:21]
     back = (*ct, ["a kernel"], conv[0], [conv[5], conv[5]], [0, 1, 2])
     calls = {
         "linear_kernel": (*front, ["a kernel"], out, False),
         "matmul_kernel": (*turned, ["a kernel"], out, False),
+        "bmm_kernel": (*batched, ["a kernel"], out, False),
         "split_product": (*front[:2], "a kernel"),
         "conv2d_kernel": (*norm[:3], *norm[7:15], *ct, ["a kernel"], out, False),
         "conv2d_batchnorm_kernel": (*norm, *ct, ["a kernel"], out, False),

@@ -35,11 +35,14 @@ from fx_fuser.epilogue import accumulation_dtype
 
 _ROUNDINGS = {  # of a CUDA function, at most; arithmetic is exact but for a contraction
     **dict.fromkeys(("sigmoid", "silu", "tanh", "exp", "log", "erf", "rsqrt", "expit"), 6),
+    **dict.fromkeys(("exp2", "expm1", "log1p", "log2", "sin", "cos", "erfc"), 6),
     **dict.fromkeys(("gelu", "softplus", "pow", "__pow__", "__rpow__", "square"), 10),
+    **dict.fromkeys(("mish", "elu", "log_sigmoid", "hardswish", "hardsigmoid"), 10),
 }
 # Functions whose derivative is a difference: off by roundings of 1, not of its own size.
-_SATURATING = ("sigmoid", "silu", "tanh", "erf", "expit", "gelu", "softplus")
-_SUMS = ("add", "sub", "rsub", "addcmul", "add_", "subtract")
+_SATURATING = ("sigmoid", "silu", "tanh", "erf", "expit", "gelu", "softplus",
+               "mish", "log_sigmoid", "hardswish")  # fmt: skip
+_SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "add_", "subtract")
 
 
 @dataclass

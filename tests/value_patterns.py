@@ -147,6 +147,44 @@ def _softplus_sharp(x, weight, bias, a):
     return F.softplus(F.conv2d(x, weight, bias), 2.0, 5.0) + a
 
 
+_linear("hardswish", lambda z, a: F.hardswish(z) + a)
+_linear("hardsigmoid", lambda z, a: F.hardsigmoid(z) * a)
+_linear("leaky_relu", lambda z, a: F.leaky_relu(z, 0.2) + a)
+_linear("elu", lambda z, a: F.elu(z) + a)
+_linear("selu", lambda z, a: F.selu(z) * a)
+_linear("celu", lambda z, a: F.celu(z, 0.5) + a)
+_linear("own_mish", lambda z, a: F.mish(z) + a)
+_linear("logsigmoid", lambda z, a: F.logsigmoid(z) * a)
+_linear("threshold", lambda z, a: F.threshold(z, 0.5, 20.0) + a)
+_linear("hardshrink", lambda z, a: F.hardshrink(z) * a)
+_linear("softshrink", lambda z, a: F.softshrink(z) + a)
+_linear("exp2", lambda z, a: torch.exp2(z) * a)
+_linear("expm1", lambda z, a: torch.expm1(z) * a)
+_linear("log1p", lambda z, a: torch.log1p(torch.abs(z)) * a)
+_linear("log2", lambda z, a: torch.log2(torch.abs(z) + a))
+_linear("sin", lambda z, a: torch.sin(z) + a)
+_linear("cos", lambda z, a: torch.cos(z * a))
+_linear("erfc", lambda z, a: torch.erfc(z) * a)
+_linear("sign", lambda z, a: torch.sign(z) * a)
+_linear("inverse", lambda z, a: torch.reciprocal(z) + a)
+_linear("identity", lambda z, a: F.dropout(z, 0.1, False) * a)
+
+
+@_pattern
+def _lerp(x, weight, bias, t, a):
+    return torch.lerp(F.linear(x, weight, bias), t, 0.3) + a
+
+
+@_pattern
+def _lerp_by(x, weight, t, t2):
+    return torch.lerp(t, x @ weight, t2)
+
+
+@_pattern
+def _addcdiv(x, weight, bias, t, t2):
+    return torch.addcdiv(F.linear(x, weight, bias), t, t2)
+
+
 # Limits and choices.
 _linear("relu6", lambda z, a: torch.clamp(z + a, 0, 6))
 

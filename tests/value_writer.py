@@ -47,6 +47,11 @@ _UNARY: dict[str, tuple[str, ...]] = {
     "rsqrt": ("torch.rsqrt({0})", "{1}.rsqrt()"),
     "abs": ("torch.abs({0})", "{1}.abs()", "abs({0})"),
     "erf": ("torch.erf({0})", "{1}.erf()", "torch.special.erf({0})"),
+    **{
+        name: (f"torch.{name}({{0}})", f"{{1}}.{name}()")
+        for name in ("exp2", "expm1", "log1p", "log2", "sin", "cos", "erfc", "sign", "reciprocal")
+    },
+    "identity": ("F.dropout({0}, 0.1, False)", "torch.dropout({0}, 0.0, True)"),
     "neg": ("-{1}", "torch.neg({0})", "{1}.neg()", "{1} * -1", "-1.0 * {1}"),
 }  # fmt: skip
 _MUL = ("{a} * {b}", "torch.mul({x}, {y})", "{a}.mul({y})", "torch.multiply({x}, {y})")
@@ -141,6 +146,12 @@ class TailWriter:
             return f"{atoms[0]}.{pick((f'to({name})', f'type({name})', f'{method}()'))}"
         if e.op == "clamp":
             return self._clamp(e, codes, atoms)
+        if e.op in ("lerp", "addcdiv"):
+            forms = ("torch.{op}({0}, {1}, {2})", "{a}.{op}({1}, {2})")
+            return pick(forms).format(*codes, a=atoms[0], op=e.op)
+        if e.op == "elu":
+            scales = attrs["alpha"], attrs["scale"], attrs["input_scale"]
+            return f"torch._C._nn.elu({codes[0]}, {', '.join(map(repr, scales))})"
         said = ", ".join([codes[0], *(f"{k}={v!r}" for k, v in e.attrs)])
         return f"F.{e.op}({said})"
 

@@ -11,11 +11,13 @@ the epilogue also applies bias and BatchNorm.
 """
 
 from fx_fuser.anchors.base import Anchor
+from fx_fuser.anchors.bmm import BatchMatMul
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.anchors.conv2d_batchnorm import Conv2dBatchNorm
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.anchors.matmul import MatMul
 
-ANCHORS: dict[str, Anchor] = {a.kind: a for a in (Linear(), MatMul(), Conv2d(), Conv2dBatchNorm())}
+_ALL = (Linear(), MatMul(), BatchMatMul(), Conv2d(), Conv2dBatchNorm())
+ANCHORS: dict[str, Anchor] = {a.kind: a for a in _ALL}
 
 __all__ = ["ANCHORS", "Anchor"]

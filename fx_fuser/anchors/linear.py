@@ -59,10 +59,10 @@ class Linear(Anchor):
         return 1, 0  # c, with its bias
 
     def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
-        return (*y.shape[:-1], self.rows(operands["weight"]).shape[0])
+        return (*y.shape[:-1], self.rows(operands["weight"]).shape[-2])
 
     def rows(self, weight: Tensor) -> Tensor:
-        """The weight as [N, K]; a view."""
+        """The weight as [N, K], in a batch as [*, N, K]; a view."""
         return weight
 
     def candidates(self, case: Case) -> list[dict[str, Any]]:
@@ -113,10 +113,10 @@ class Linear(Anchor):
     reference = product
 
     def product_again(self, operands: Operands, config: Config) -> Tensor:
-        x, weight, bias = (operands[n] for n in self.operands)
+        bias = operands.get("bias")
         if config["product"] != SPLIT:
             return self.product(operands, config)[0]
-        c = split_product(x, self.rows(weight))
+        c = split_product(operands["x"], self.rows(operands["weight"]))
         return c if bias is None else c.add_(bias)
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -143,30 +143,30 @@ class Linear(Anchor):
         dz: Tensor,
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor]:
-        x, weight, bias = (operands[n] for n in self.operands)
+        x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
         grads: dict[str, Tensor] = {}
-        if needs["bias"] and bias is not None:
+        if bias is not None and needs["bias"]:
             grads["bias"] = matrix(dz).sum(0).to(bias.dtype)
         dz = dz.to(x.dtype)
         multiply = split_product if config["backward"] == SPLIT else library_product
         if needs["x"]:
-            grads["x"] = multiply(dz, self.rows(weight).t())
+            grads["x"] = multiply(dz, self.rows(weight).mT)
         if needs["weight"]:
-            grads["weight"] = self.weight_gradient(multiply, matrix(dz), matrix(x))
+            grads["weight"] = self.weight_gradient(multiply, dz, x)
         return grads
 
     def weight_gradient(self, multiply: Multiply, dz: Tensor, x: Tensor) -> Tensor:
-        """dz: [M, N], x: [M, K]; in the layout of the weight."""
-        return multiply(dz.t(), x.t())
+        """In the layout of the weight."""
+        return multiply(matrix(dz).t(), matrix(x).t())
 
 
 def library_product(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ"""
-    return a @ b.t()
+    return a @ b.mT
 
 
 def split_product(a: Tensor, b: Tensor) -> Tensor:
-    """a bᵀ in fp32, on tensor cores."""
+    """a bᵀ in fp32, on tensor cores: b is a matrix, or both are batches of as many."""
     product: Tensor = torch.ops.fx_fuser.split_product.default(a, b, PRODUCT_ALONE.name)
     return product
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fx_fuser.anchors.base import Case
-from fx_fuser.anchors.linear import Linear, Multiply
+from fx_fuser.anchors.linear import Linear, Multiply, matrix
 
 
 class MatMul(Linear):
@@ -17,10 +17,10 @@ class MatMul(Linear):
     role_of_z = "product"
 
     def rows(self, weight: Tensor) -> Tensor:
-        return weight.t()
+        return weight.mT
 
     def weight_gradient(self, multiply: Multiply, dz: Tensor, x: Tensor) -> Tensor:
-        return multiply(x.t(), dz.t())
+        return multiply(matrix(x).t(), matrix(dz).t())
 
     def _dense(self, case: Case) -> str | None:
         return None  # it reads rows of K (kernels_cu/linear_dense_sm90.cuh)

@@ -1,0 +1,319 @@
+"""The fp32 linear kernel of sm_90a on batches, chunks of K and any strides: checks and times.
+
+    python -m benchmarks.split_planes_sm90 [--skip-checks] [--skip-timing] [--cases 200] [--seed 0]
+
+Exits with 1 where a check failed. What it is on one dense matrix is in benchmarks/linear_sm90.py;
+timings are taken as there. `library` is cuBLAS, whatever layouts it is given.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from benchmarks import harness
+from benchmarks.linear_sm90 import (
+    CUDA,
+    EXAMPLES,
+    IDENTITY,
+    SENTINEL,
+    SWISH,
+    compare,
+    families,
+    relative,
+    run,
+    special_values,
+    strained_neighbours,
+    turned,
+    wrong_guesses,
+)
+from benchmarks.measure import float32_settings, median_ms
+from fx_fuser import native
+from fx_fuser.anchors.linear import PRODUCT_ALONE
+
+NAN = float("nan")
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ, by the op."""
+    made: Tensor = torch.ops.fx_fuser.split_product.default(a, b, PRODUCT_ALONE.name)
+    return made
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+def scattered(shape: tuple[int, ...], choose: random.Random) -> Tensor:
+    """Random values in some order of memory, with gaps, and some not 16-byte aligned."""
+    order = list(range(len(shape)))
+    if choose.random() < 0.4:
+        order[-2:] = order[:-3:-1]
+    if len(shape) > 2 and choose.random() < 0.5:  # as attention has them: [B, S, H, D]
+        place = choose.randrange(len(shape) - 2)
+        order.insert(len(shape) - 2, order.pop(place))
+    step = choose.choice((1, 1, 1, 1, 2))
+    in_memory = [shape[d] for d in order]
+    in_memory[-1] = (in_memory[-1] + choose.choice((0, 0, 1, 3, 4))) * step
+    if choose.random() < 0.5:
+        in_memory[-1] = -(-in_memory[-1] // 4) * 4
+    count = torch.Size(in_memory).numel()
+    offset = choose.choice((0, 0, 0, 1, 4))
+    values = torch.randn(count + offset, device=CUDA)[offset:].view(in_memory)
+    values = values[..., : shape[order[-1]] * step : step]
+    return values.permute([order.index(d) for d in range(len(shape))])
+
+
+def framed(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Poison where a result goes, in a frame of sentinels."""
+    *lead, m, n = shape
+    frame = torch.full((*lead, m + 2, n + 5), SENTINEL, device=CUDA, dtype=dtype)
+    return frame, frame[..., 1:-1, 3 : 3 + n].fill_(NAN)
+
+
+def random_operand(shape: tuple[int, ...], dtype: torch.dtype, choose: random.Random) -> Tensor:
+    kept = [size if choose.random() < 0.6 else 1 for size in shape]
+    kept = kept[choose.choice((0, 0, choose.randrange(len(shape) + 1))) :]
+    values = scattered(tuple(kept), choose) if len(kept) > 1 else torch.randn(kept, device=CUDA)
+    return values > 0 if dtype == torch.bool else values.to(dtype)
+
+
+def sweep(cases: int, seed: int, failures: list[str]) -> float:
+    """Random batches, chunks, strides, operands and outputs; returns the largest error seen."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    largest = 0.0
+    for case in range(cases):
+        example = choose.choice(EXAMPLES)
+        lead = tuple(choose.choice((1, 2, 3)) for _ in range(choose.choice((0, 0, 1, 2))))
+        m, n = choose.choice((1, choose.randint(1, 300))), choose.randint(1, 300)
+        k = choose.choice((choose.randint(1, 64), choose.randint(1, 1500)))
+        x, weight = scattered((*lead, m, k), choose), scattered((*lead, n, k), choose)
+        if lead and choose.random() < 0.2:
+            weight = weight[:1].expand(*lead, n, k)
+        bias = torch.randn(n, device=CUDA) if choose.random() < 0.5 else None
+        operands = [random_operand((*lead, m, n), dtype, choose) for dtype in example.operands]
+        scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
+        frame, out = framed((*lead, m, n), example.out)
+        z_frame, z = framed((*lead, m, n), torch.float32)
+        chunks = choose.choice((0, 1, 2, 3, 7))
+        keeps_z = choose.random() < 0.5
+        run(example, x, weight, bias, operands, scalars, out, z if keeps_z else None, chunks)
+
+        exact_z = x.double() @ weight.double().mT
+        exact_z = exact_z if bias is None else exact_z + bias.double()
+        exact = example.reference(exact_z, operands, scalars)
+        bound = 1e-3 if example.out == torch.float16 else 2e-6
+        error = float((out.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
+        if keeps_z:
+            error = max(error, relative(z, exact_z))
+        out.fill_(SENTINEL)
+        z.fill_(SENTINEL)
+        what = f"case {case}: {lead} {m} x {n} x {k} in {chunks}, x {x.stride()}, weight "
+        what += f"{weight.stride()}, {', '.join(example.spec.signature)}"
+        if not all(bool((f == SENTINEL).all()) for f in (frame, z_frame)):
+            failures.append(f"{what}: wrote outside the result")
+        if not error <= bound:
+            failures.append(f"{what}: error {error:.2e}")
+        if example.out == torch.float32:
+            largest = max(largest, error)
+    return largest
+
+
+# ---- other checks --------------------------------------------------------------------------------
+
+
+def chunked_values(failures: list[str]) -> None:
+    """Infinities, NaN and extremes; data that is repaired or done again; in chunks of K."""
+    for chunks in (2, 3):
+        special_values(failures, chunks)
+        wrong_guesses(failures, chunks)
+        strained_neighbours(failures, chunks)
+
+
+def same_bits(failures: list[str]) -> None:
+    """What must not depend on the layout of x, on the batch or on the launch."""
+
+    def same(what: str, ours: Tensor, other: Tensor) -> None:
+        if not torch.equal(ours, other):
+            failures.append(f"{what}: {int((ours != other).sum())} bits differ")
+
+    for m, n, k in ((300, 200, 1000), (129, 130, 65), (7, 500, 4100)):
+        x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+        unaligned = torch.empty(m * k + 1, device=CUDA)[1:].view(m, k).copy_(x)
+        for chunks in (1, 3):
+            for weight_in_order in (torch.Tensor.contiguous, turned):
+                b = weight_in_order(weight)
+                once = run(SWISH, x, b, chunks=chunks)
+                what = f"{m} x {n} x {k} in {chunks}"
+                for form, values in (("turned", turned(x)), ("unaligned", unaligned)):
+                    same(f"{what}, {form} x", run(SWISH, values, b, chunks=chunks), once)
+                for _ in range(20):
+                    same(f"{what}, again", run(SWISH, x, b, chunks=chunks), once)
+                weights = weight_in_order(weight.expand(3, n, k))
+                for one in run(SWISH, x.expand(3, m, k), weights, chunks=chunks):
+                    same(f"{what}, of a batch", one, once)
+
+
+def by_the_op(failures: list[str]) -> None:
+    """Layouts of both operands through `split_product`, large enough for its own kernel."""
+    for m, n, k in ((768, 3072, 6304), (1021, 1027, 1023)):
+        a, b = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+        exact = a.double() @ b.double().t()
+        for form, x, weight in (
+            ("as they lie", a, b),
+            ("a turned", turned(a), b),
+            ("b turned", a, turned(b)),
+            ("both turned", turned(a), turned(b)),
+        ):
+            compare(f"op, {m} x {n} x {k}, {form}", product(x, weight), a @ b.t(), exact, failures)
+    heads = torch.randn(4, 700, 12, 256, device=CUDA).transpose(1, 2)
+    keys = torch.randn(4, 650, 12, 256, device=CUDA).transpose(1, 2)
+    exact = heads.double() @ keys.double().mT
+    error = relative(product(heads, keys), exact)
+    if not error <= max(1.5 * relative(heads @ keys.mT, exact), 4e-7):
+        failures.append(f"op, heads: {error:.2e}")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Relative Frobenius errors against float64, over all and of the worst row by itself."""
+
+    problem: str
+    data: str
+    error: float
+    sgemm: float
+    worst_row: float
+    sgemm_worst_row: float
+
+
+LAYOUTS: tuple[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...] = (
+    ("rows", lambda x: x, lambda w: w),
+    ("x turned", turned, lambda w: w),
+    ("both turned", turned, turned),
+)
+# m, n, K, chunks. 524,288: as many as fill the GPU.
+PROBLEMS = (
+    (256, 384, 1024, 4),
+    (250, 381, 8191, 5),
+    (256, 256, 65536, 16),
+    (256, 256, 524288, 0),
+)
+
+
+def accuracy(failures: list[str]) -> list[Accuracy]:
+    rows: list[Accuracy] = []
+    for m, n, k, chunks in PROBLEMS:
+        for i, (name, x, weight) in enumerate(families(m, n, k)):
+            exact = x.double() @ weight.double().T
+            sgemm = x @ weight.T
+            layout, of_x, of_weight = LAYOUTS[i % len(LAYOUTS)]
+            ours = run(IDENTITY, of_x(x), of_weight(weight), chunks=chunks)
+            what = f"{m} x {n} x {k} in {chunks or 'some'}"
+            errors = compare(f"{what}, {name}, {layout}", ours, sgemm, exact, failures)
+            rows.append(Accuracy(what, f"{name}, {layout}", *errors))
+    return rows
+
+
+CHECKS = (chunked_values, same_bits, by_the_op)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    problem: str
+    ms: float
+    library: float
+    tflops: float
+    error: float
+
+
+Step = Callable[[], Tensor]
+
+
+def problems() -> list[tuple[str, Tensor, Tensor]]:
+    """Names, and a and b of a bᵀ."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=CUDA)
+
+    found = [
+        (f"M = {m}, {n} x {k}", normal(m, k), normal(n, k))
+        for m, n, k in ((16, 8192, 8192), (64, 4096, 4096), (128, 4096, 14336), (64, 768, 3072))
+    ]
+    found += [
+        (f"dW of {n} x {k}, M = 6304", normal(6304, n).t(), normal(6304, k).t())
+        for n, k in ((768, 768), (3072, 768), (768, 3072))
+    ]
+    found += [
+        ("256 x 256, K = 524288", normal(256, 524288), normal(256, 524288)),
+        ("8205 x 2949 x 5921", normal(8205, 2949), normal(2949, 5921).t()),
+        ("dW of #70", normal(1024, 8192).t(), normal(1024, 8192).t()),
+        ("dW of #59", normal(128, 32768).t(), normal(128, 32768).t()),
+        ("128 batches, 512 x 2048 x 1024", normal(128, 512, 1024), normal(128, 1024, 2048).mT),
+    ]
+    for length in (512, 2048):
+        q, k, v = (normal(8, length, 12, 64).transpose(1, 2) for _ in range(3))
+        found.append((f"q kᵀ, 96 heads, {length}", q, k))
+        found.append((f"p v, 96 heads, {length}", normal(8, 12, length, length), v.mT))
+    found += [(f"32768 x 32768, K = {k}", normal(32768, k), normal(32768, k)) for k in (16, 64)]
+    return found
+
+
+def timing(failures: list[str]) -> list[Timing]:
+    rows: list[Timing] = []
+    for name, a, b in problems():
+        out = a.new_full((*a.shape[:-1], b.shape[-2]), NAN)
+
+        def ours(a: Tensor = a, b: Tensor = b, out: Tensor = out) -> Tensor:
+            return run(IDENTITY, a, b, out=out)
+
+        def library(a: Tensor = a, b: Tensor = b, out: Tensor = out) -> Tensor:
+            return torch.matmul(a, b.mT, out=out)
+
+        part = ours()[..., :128, :].double()
+        exact = a[..., :128, :].double() @ b.double().mT
+        error = relative(part, exact)
+        if not error <= 1e-6:
+            failures.append(f"{name}: error {error:.2e}")
+        operations = 2 * out.numel() * a.shape[-1]
+        del part, exact
+        ms, library_ms = (median_ms(step, [], CUDA, 30, 120) for step in (ours, library))
+        rows.append(Timing(name, ms, library_ms, operations / ms * 1e-9, error))
+    return rows
+
+
+def main() -> int:
+    chosen = harness.parser("split_planes_sm90", cases=200).parse_args()
+    done = harness.progress()
+    native.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
+    done("built")
+    failures: list[str] = []
+    tables = []
+    with float32_settings("fp32"):
+        if not chosen.skip_checks:
+            largest = sweep(chosen.cases, chosen.seed, failures)
+            done(f"{chosen.cases} random cases, largest error {largest:.1e}")
+            for check in CHECKS:
+                check(failures)
+                done(check.__name__)
+            heads = ["problem", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
+            tables.append(tabulate(map(astuple, accuracy(failures)), heads, floatfmt=".1e"))
+            done("accuracy")
+        if not chosen.skip_timing:
+            heads = ["", "ms", "library", "TFLOP/s", "error"]
+            formats = ["", ".4f", ".4f", ".0f", ".1e"]
+            tables.append(tabulate(map(astuple, timing(failures)), heads, floatfmt=formats))
+            done("timing")
+    return harness.report(tables, failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Which product is an einsum?  An equation of two operands → `matmul`, `linear`, `bmm`, `bmm_nt`.
+
+classify("...k,nk->...n")            linear: the second operand is a weight [N, K]
+classify("bik,kn->bin")              matmul: it is [K, N]
+classify("bhqd,bhkd->bhqk", 4, 4)    bmm_nt: both have the batch; the second is [..., N, K]
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+_OPERAND = r"([a-zA-Z]*(?:\.\.\.)?[a-zA-Z]*)"
+_EQUATION = re.compile(rf"{_OPERAND},{_OPERAND}(?:->{_OPERAND})?")
+
+
+@dataclass(frozen=True)
+class Product:
+    """What an equation says, but for sizes of 1, which einsum spreads and a product does not.
+
+    op: `matmul` (left [*M, K], right [K, N]), `linear` (right [N, K]), `bmm` (left [*B, M, K],
+    right [*B, K, N]) or `bmm_nt` (right [*B, N, K]).
+    left, right: the permutations of the operands that give these orders; those of `matmul` and
+    `linear` change nothing. contracted: where K is in the operands as they are.
+    """
+
+    op: str
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    contracted: tuple[int, int]
+
+
+def classify(
+    equation: str, left_rank: int | None = None, right_rank: int | None = None
+) -> Product | None:
+    """The product of two operands that the equation is, its result in the order it is made in.
+
+    The ranks are needed where an ellipsis is. None: it is another sum, or takes other operands.
+    """
+    found = _EQUATION.fullmatch(equation.replace(" ", ""))
+    if found is None:
+        return None
+    a, b = _labels(found[1], left_rank), _labels(found[2], right_rank)
+    if a is None or b is None or len({*a}) < len(a) or len({*b}) < len(b):  # a diagonal
+        return None
+    out = _implicit(a, b) if found[3] is None else _result(found[3], a, b)
+    batch = [label for label in a if label in b and label in out]
+    summed = [label for label in a if label in b and label not in out]
+    rows = [label for label in a if label not in b]
+    columns = [label for label in b if label not in a]
+    if len(summed) != 1 or len(columns) != 1 or out != batch + rows + columns:
+        return None
+    contracted = a.index(summed[0]), b.index(summed[0])
+    if not batch:
+        if a[-1:] != summed or "..." in b:
+            return None
+        op = "matmul" if b == summed + columns else "linear"
+        return Product(op, tuple(range(len(a))), (0, 1), contracted)
+    if len(rows) != 1 or "..." in batch:
+        return None
+    transposed = contracted[1] > b.index(columns[0])
+    right = batch + (columns + summed if transposed else summed + columns)
+    return Product(
+        "bmm_nt" if transposed else "bmm",
+        tuple(map(a.index, batch + rows + summed)),
+        tuple(map(b.index, right)),
+        contracted,
+    )
+
+
+def _labels(text: str, rank: int | None) -> list[str] | None:
+    """One a dimension; those of an ellipsis are counted from its end, as they are broadcast.
+
+    One for all of them where the rank is not known.
+    """
+    before, dots, after = text.partition("...")
+    if rank is None:
+        return [*before, dots, *after] if dots else [*before]
+    spread = rank - len(before) - len(after)
+    if spread < 0 or (spread and not dots):
+        return None
+    return [*before, *(f".{i}" for i in range(spread, 0, -1)), *after]
+
+
+def _implicit(a: list[str], b: list[str]) -> list[str]:
+    """An ellipsis, then in the alphabet's order what occurs once."""
+    counts = Counter(a + b)
+    return _spread(a, b) + sorted(c for c, n in counts.items() if n == 1 and c.isalpha())
+
+
+def _result(text: str, a: list[str], b: list[str]) -> list[str]:
+    before, dots, after = text.partition("...")
+    return [*before, *(_spread(a, b) if dots else ()), *after]
+
+
+def _spread(a: list[str], b: list[str]) -> list[str]:
+    return max(([c for c in labels if not c.isalpha()] for labels in (a, b)), key=len)

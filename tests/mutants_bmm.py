@@ -1,0 +1,89 @@
+"""The mutants of the anchor bmm and of what is taken apart for it, for tests/mutate.py."""
+
+from __future__ import annotations
+
+BMM, EINSUM = "tests/test_bmm.py", "tests/test_bmm_einsum.py"
+AS_WRITTEN = f"{EINSUM}::test_what_is_not_fused_stays_as_it_was_written"
+
+# name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
+MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    (
+        "bmm: the ranks are equal", "anchors/bmm.py",
+        "if x.ndim != weight.ndim or x.ndim < 3:", "if False:",
+        (f"{BMM}::test_refused[rank 4 by 3]", f"{BMM}::test_refused[rank 2 by 3]",
+         f"{BMM}::test_refused[a vector by rank 3]"),
+    ),
+    (
+        "bmm: the leading sizes are equal", "anchors/bmm.py",
+        "if not all(statically_known_true(a == b) for a, b in leading):", "if False:",
+        (f"{BMM}::test_refused[broadcast]", f"{BMM}::test_refused[broadcast within]"),
+    ),
+    (
+        "bmm: one column is no gate", "anchors/bmm.py",
+        "may_be_gate = False", "may_be_gate = True",
+        (f"{BMM}::test_a_result_larger_than_the_product",),
+    ),
+    (
+        "bmm: a gradient is dense", "anchors/bmm.py",
+        "return multiply(x.mT, dz.mT)", "return multiply(dz.mT, x.mT).mT",
+        (f"{BMM}::test_gradients_have_the_layout_of_a_dense_tensor",),
+    ),
+    (
+        "bmm: by matmul", "sites.py",
+        "if tensor is not None and tensor.ndim > 2:", "if False:",
+        (f"{BMM}::test_forms[@-eval-cpu_ops]", f"{BMM}::test_refused[broadcast]"),
+    ),
+    (
+        "bmm: it has no bias", "sites.py",
+        'if site.kind == "bmm":', "if False:",
+        (f"{BMM}::test_a_vector_after_it_is_no_bias",),
+    ),
+    (
+        "bmm: a baddbmm with factors", "decompose.py",
+        "return found if plain and all(", "return found if all(",
+        (f"{BMM}::test_a_baddbmm_that_is_no_sum_of_a_product[beta]",
+         f"{BMM}::test_a_baddbmm_that_is_no_sum_of_a_product[alpha]"),
+    ),
+    (
+        "bmm: a baddbmm in 16 bits", "decompose.py",
+        "if len(dtypes) > 1 or not dtypes <= {None, *_DTYPES}:", "if len(dtypes) > 1:",
+        (f"{BMM}::test_a_baddbmm_that_is_no_sum_of_a_product[in bfloat16]",),
+    ),
+    (
+        "bmm: what is not fused is put together", "backend.py",
+        "            recompose(graph)\n", "",
+        (f"{BMM}::test_what_is_not_fused_stays_as_it_was_written",
+         f"{EINSUM}::test_beside_a_site_an_einsum_reads_its_result[bqhd,bkhd->bhqk]",
+         f"{EINSUM}::test_beside_a_site_an_einsum_reads_its_result[bhqd,bkhd->bqhk]"),
+    ),
+    (
+        "bmm: put together with the operands of now", "decompose.py",
+        "lambda n: now.get(n, n)", "lambda n: n",
+        (f"{BMM}::test_what_is_not_fused_stays_as_it_was_written",
+         f"{EINSUM}::test_beside_a_site_an_einsum_reads_its_result[bqhd,bkhd->bhqk]"),
+    ),
+    (
+        "bmm: put together only with its own product", "decompose.py",
+        "if call is None or (call.product is not node and node.args[0] is not call.product):",
+        "if call is None:",
+        (f"{BMM}::test_a_product_may_be_fused_without_its_sum",
+         f"{EINSUM}::test_a_permuted_result[bik,bkj->ibj-eval-cpu_ops]"),
+    ),
+    (
+        "bmm: an einsum that spreads a size of one", "decompose.py",
+        "if not statically_known_true(left.shape[i] == right.shape[j]) or not all(",
+        "if not all(",
+        (f"{AS_WRITTEN}[an inner size of one]",),
+    ),
+    (
+        "bmm: an einsum's result in another layout", "decompose.py",
+        "statically_known_true(a == b) or statically_known_true(size == 1) for a, b, size in lies",
+        "True for a, b, size in lies",
+        (f"{AS_WRITTEN}[a result in another layout]",),
+    ),
+    (
+        "bmm: a baddbmm's product is no traffic", "traffic.py",
+        "nodes = match.nodes - decompose.inner_of(match.nodes)", "nodes = match.nodes",
+        (f"{BMM}::test_its_product_saves_no_traffic",),
+    ),
+)  # fmt: skip

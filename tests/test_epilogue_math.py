@@ -1,0 +1,245 @@
+"""The CUDA text of every op, beside torch: its formulas compiled for the host, and on a GPU.
+
+The host has other library functions than the device, so what it shows is the formula: what becomes
+of infinities, NaN, zeros and values near a threshold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from epilogues import ATTRS, FORMS, every_step
+from sm90 import needs_nvcc
+from torch import Tensor
+
+from fx_fuser import build, native
+from fx_fuser.epilogue import OPS, Epilogue, Step, evaluate, kernel_spec
+from fx_fuser.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
+
+CUDA_HEADERS = build.DEFAULT_CUDA_HOME / "include"
+needs_host = pytest.mark.skipif(
+    shutil.which("g++") is None or not (CUDA_HEADERS / "cuda_fp16.h").exists(),
+    reason="needs g++ and CUDA's headers",
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+# In float32 the first two are PTX instructions; torch's gelu on a CPU is oneDNN's.
+ONLY_ON_GPU = ("sigmoid", "silu", "gelu")
+# For which a CPU's vectors and its scalars differ in the sign of a zero.
+EITHER_ZERO = ("softshrink", "hardshrink", "addcmul")
+FLOOR = {torch.float32: 4e-7, torch.float64: 1e-15}  # of the accuracy contract
+STEPS = {str(step): step for op in OPS for step in every_step(op)}
+
+
+def _specials(dtype: torch.dtype) -> Tensor:
+    ends, inf = torch.finfo(dtype), float("inf")
+    near = [0.5, 0.1, 1.0, 3.0, 6.0, 20.0, 88.0, 89.0, 104.0, 710.0, 745.0, 1.5, 2.0, 1e-3, 1e-8]
+    large = [1e4, 1e10, 1e20, ends.max, ends.max / 6, ends.max / 4, ends.tiny, ends.smallest_normal]
+    some = [*near, *large, 2 * ends.tiny, 1e38, 0.0, inf]
+    return torch.tensor([*some, *(-v for v in some), float("nan")], dtype=dtype)
+
+
+def _values(step: Step, dtype: torch.dtype) -> dict[str, Any]:
+    """Of the leaves: tensors in which specials meet specials, then ordinary numbers; numbers."""
+    generator = torch.Generator().manual_seed(5)
+    specials, found = _specials(dtype), dict[str, Any]()
+    for place, name in enumerate(a for a in step.args if a is not None):
+        if name[0] == "s":
+            found[name] = 0.37 * int(name[1:]) - 0.3
+            continue
+        mixed = specials
+        if place:  # z's stay where they are
+            mixed = specials[torch.randint(len(specials), specials.shape, generator=generator)]
+        plain = torch.randn(1000, generator=generator, dtype=torch.float64) * 3
+        found[name] = torch.cat([mixed, plain.to(dtype)])
+    return found
+
+
+def _spec(step: Step, dtype: torch.dtype, family: Family = POINTWISE) -> KernelSpec:
+    tensors = {a: dtype for a in dict.fromkeys(step.args) if a is not None and a[0] != "s"}
+    numbers = [a for a in step.args if a is not None and a[0] == "s"]
+    return kernel_spec(Epilogue((step,)), tensors, numbers, dtype, family, dtype)
+
+
+def _check(step: Step, found: Tensor, values: dict[str, Any], count: int) -> None:
+    """Specials as eager has them, and all else by the accuracy contract. count: of specials.
+
+    Where eager flushes subnormals or overflows on the way, the exact value is right too.
+    """
+    epilogue = Epilogue((step,))
+    eager = evaluate(epilogue, values)
+    exact = evaluate(epilogue, {n: v.double() if n[0] != "s" else v for n, v in values.items()})
+    odd = ~eager.isfinite() | ~exact.to(found.dtype).isfinite() | (eager == 0)
+    same = (found == eager) | (found.isnan() & eager.isnan())
+    if found.is_cuda or step.op not in EITHER_ZERO:
+        same &= (found != 0) | (found.signbit() == eager.signbit())
+    tiny = torch.finfo(found.dtype).smallest_normal
+    near = (found.double() - exact).abs() <= torch.maximum(
+        1e-6 * exact.abs(), exact.new_tensor(tiny)
+    )
+    bad = (odd & ~same & ~(near & exact.isfinite())).nonzero().flatten().tolist()
+    shown = {n: v[bad[:3]] if n[0] != "s" else v for n, v in values.items()} if bad else {}
+    assert not bad, f"{step} of {shown}: {found[bad[:3]]}, eager {eager[bad[:3]]}"
+    for part in (slice(None, count), slice(count, None)):
+        kept = ~odd[part] & found[part].isfinite()
+        truth = exact[part][kept]
+        # Each for itself among the specials, of which one would outweigh the rest.
+        size = truth.abs() if part.stop else truth.norm()
+        mine, theirs = ((v[part][kept].double() - truth) for v in (found, eager))
+        off, of_eager = (v.abs() if part.stop else v.norm() for v in (mine, theirs))
+        floor = FLOOR[found.dtype] * size + tiny * 1e-6
+        assert (off <= torch.maximum(1.5 * of_eager, floor)).all(), f"{step}: {off}, {of_eager}"
+
+
+# ---- compiled for the host -----------------------------------------------------------------------
+
+_PRELUDE = """
+#include <math.h>
+#define FUNCTION(name, type, args, value) static inline type name args { return value; }
+FUNCTION(__fadd_rn, float, (float a, float b), a + b)
+FUNCTION(__dadd_rn, double, (double a, double b), a + b)
+FUNCTION(__fsub_rn, float, (float a, float b), a - b)
+FUNCTION(__dsub_rn, double, (double a, double b), a - b)
+FUNCTION(__fmul_rn, float, (float a, float b), a * b)
+FUNCTION(__dmul_rn, double, (double a, double b), a * b)
+FUNCTION(__fdiv_rn, float, (float a, float b), a / b)
+FUNCTION(__ddiv_rn, double, (double a, double b), a / b)
+FUNCTION(__fmaf_rn, float, (float a, float b, float c), fmaf(a, b, c))
+FUNCTION(__fma_rn, double, (double a, double b, double c), fma(a, b, c))
+FUNCTION(rsqrt, float, (float a), 1 / sqrtf(a))
+FUNCTION(rsqrt, double, (double a), 1 / sqrt(a))
+#include "epilogue_math.cuh"
+"""
+_FUNCTION = """
+extern "C" void {name}(const {acc}* const* in, const {acc}* scalar, {acc}* out, long count) {{
+  for (long i = 0; i < count; ++i) {{
+    {acc} values[{inputs}];
+    for (int j = 0; j < {inputs}; ++j) values[j] = in[j][i];
+    out[i] = fx_fuser::{functor}()(values, *reinterpret_cast<const {acc}(*)[{scalars}]>(scalar));
+  }}
+}}
+"""
+DTYPES = (torch.float32, torch.float64)
+CASES = [(text, d) for text, s in STEPS.items() for d in DTYPES]
+
+
+def _on_host(dtype: torch.dtype) -> list[str]:
+    return [t for t, s in STEPS.items() if s.op not in ONLY_ON_GPU or dtype == torch.float64]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """All functors in one library."""
+    folder: Path = tmp_path_factory.mktemp("epilogue_math")
+    names: dict[tuple[str, torch.dtype], str] = {}
+    lines = [_PRELUDE]
+    for dtype in DTYPES:
+        for text in _on_host(dtype):
+            spec, name = _spec(STEPS[text], dtype), f"op_{len(names)}"
+            names[text, dtype] = name
+            lines.append(spec.definition.replace("struct Epilogue", f"struct Functor_{name}"))
+            lines.append(
+                _FUNCTION.format(
+                    name=name, acc=CUDA_TYPES[dtype], functor=f"Functor_{name}",
+                    inputs=len(spec.inputs), scalars=max(spec.scalars, 1),
+                )
+            )  # fmt: skip
+    (folder / "ops.cpp").write_text("\n".join(lines))
+    include = [f"-I{build.KERNELS}", f"-I{CUDA_HEADERS}"]
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *include]
+    subprocess.run([*command, "ops.cpp", "-o", "ops.so"], cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "ops.so"))
+
+    def call(text: str, dtype: torch.dtype, out: Tensor, inputs: list[Tensor], s: Tensor) -> None:
+        pointers = (ctypes.c_void_p * len(inputs))(*(t.data_ptr() for t in inputs))
+        function = getattr(library, names[text, dtype])
+        function(pointers, ctypes.c_void_p(s.data_ptr()), ctypes.c_void_p(out.data_ptr()),
+                 ctypes.c_long(out.numel()))  # fmt: skip
+
+    yield call
+
+
+@needs_host
+@pytest.mark.parametrize("text, dtype", [(t, d) for d in DTYPES for t in _on_host(d)], ids=str)
+def test_a_formula_is_torchs(text: str, dtype: torch.dtype, host: Callable[..., None]) -> None:
+    step, spec = STEPS[text], _spec(STEPS[text], dtype)
+    values = _values(step, dtype)
+    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+    numbers = torch.tensor([v for n, v in values.items() if n[0] == "s"] or [0.0], dtype=dtype)
+    assert len(tensors) == len(spec.inputs)
+    out = torch.full_like(tensors[0], 7.0)
+    host(text, dtype, out, tensors, numbers)
+    _check(step, out, values, len(_specials(dtype)))
+
+
+def test_every_form_of_every_op_is_among_them() -> None:
+    assert {s.op for s in STEPS.values()} == OPS.keys()
+    for op in OPS:
+        lengths = {len(s.args) for s in STEPS.values() if s.op == op}
+        assert lengths == {len(form) for form in FORMS[op]}
+        for name, options in ATTRS.get(op, {}).items():
+            assert {dict(s.attrs)[name] for s in STEPS.values() if s.op == op} == {*options}
+
+
+# ---- compiled by nvcc ----------------------------------------------------------------------------
+
+
+def _all_at_once(dtype: torch.dtype) -> KernelSpec:
+    """One kernel with all ops: of each a step, and their sum."""
+    steps: list[Step] = []
+    for op in OPS:
+        step = next(every_step(op))
+        args = tuple(a if a is None or a[0] == "s" else "z" for a in step.args)
+        steps.append(Step(op, args, step.attrs))
+    text = "; ".join(f"v{i} = {step}" for i, step in enumerate(steps))
+    made = kernel_spec(Epilogue(tuple(steps)), {"z": dtype}, ["s0", "s1"], dtype, acc=dtype)
+    assert text in made.definition
+    total = " + ".join(f"v{i}" for i in range(len(steps)))
+    definition = made.definition.replace(f"return v{len(steps) - 1};", f"return {total};")
+    assert total in definition
+    return KernelSpec(made.family, made.functor, definition, 2, dtype, dtype, (dtype,))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_ops_compile_in_one_kernel(arch: str, dtype: torch.dtype) -> None:
+    """Without a spill: `build.cubin` raises on one."""
+    assert build.cubin(_all_at_once(dtype).text, arch).stat().st_size > 0
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["sin", "erfc", "mish", "elu", "lerp", "addcdiv", "logsigmoid"])
+def test_the_costliest_ops_fit_the_split_products_epilogue(op: str) -> None:
+    spec = _spec(next(every_step(op)), torch.float32, LINEAR_SPLIT)
+    assert build.cubin(spec.text, "sm_90a").stat().st_size > 0
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared() -> None:
+    """All kernels, built side by side."""
+    native.prepare([_spec(STEPS[text], dtype) for text, dtype in CASES], torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("text, dtype", CASES, ids=str)
+def test_an_op_on_the_gpu_is_torchs(text: str, dtype: torch.dtype) -> None:
+    step = STEPS[text]
+    values = {n: v.cuda() if n[0] != "s" else v for n, v in _values(step, dtype).items()}
+    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+    out = torch.full_like(tensors[0], 7.0)
+    numbers = [v for n, v in values.items() if n[0] == "s"]
+    native.pointwise(_spec(step, dtype), out, tensors, numbers)
+    _check(step, out, values, len(_specials(dtype)))
