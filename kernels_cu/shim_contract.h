@@ -27,6 +27,7 @@ constexpr std::string_view kBackwardNames = "epilogue, t, s, kernels, dy, produc
 #define FX_FUSER_OPS(OP)                                                             \
   OP(linear_kernel, kLinearNames, kForwardNames, "y, c")                             \
   OP(matmul_kernel, kLinearNames, kForwardNames, "y, c")                             \
+  OP(bmm_kernel, kBmmNames, kForwardNames, "y, c")                                   \
   OP(conv2d_kernel, kConvNames, kForwardNames, "y, c")                               \
   OP(conv2d_backward, kConvNames, kBackwardNames, "")                                \
   OP(conv2d_batchnorm_kernel, kConvBatchNormNames, kForwardNames, "y, c, mean, var") \

@@ -1,5 +1,5 @@
-// fx_fuser::linear_kernel and matmul_kernel on CUDA: one kernel, or the library's product and then
-// the epilogue.
+// fx_fuser::linear_kernel, matmul_kernel and bmm_kernel on CUDA: one kernel, or the library's
+// product and then the epilogue.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +20,7 @@ namespace {
 
 // Names in Python of the arguments that say what is multiplied.
 constexpr std::string_view kLinearNames = "x, weight, bias, product, backward, again";
+constexpr std::string_view kBmmNames = "x, weight, product, backward, again";
 
 double cpu_scalar(const Tensor& tensor) {
   const void* data = tensor.data_ptr();
@@ -221,7 +222,7 @@ std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
   return {y, save ? c : nothing()};
 }
 
-// fx_fuser/ops.py has the schemas of both, and what their arguments mean.
+// fx_fuser/ops.py has the schemas of all three, and what their arguments mean.
 std::tuple<Tensor, Tensor> linear_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::string& product, const std::string& /*backward*/, bool /*again*/,
@@ -239,6 +240,17 @@ std::tuple<Tensor, Tensor> matmul_kernel(
     const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   return fused_linear(x, transposed(weight), bias, product, wildcards_of(t, s), kernels, out_type,
                       save);
+}
+
+// x [*, M, K] by as many weights [*, K, N].
+std::tuple<Tensor, Tensor> bmm_kernel(const Tensor& x, const Tensor& weight,
+                                      const std::string& product, const std::string& /*backward*/,
+                                      bool /*again*/, const std::string& /*epilogue*/,
+                                      const std::vector<Tensor>& t, const std::vector<double>& s,
+                                      const std::vector<std::string>& kernels, ScalarType out_type,
+                                      bool save) {
+  return fused_linear(x, transposed(weight), std::nullopt, product, wildcards_of(t, s), kernels,
+                      out_type, save);
 }
 
 }  // namespace
