@@ -126,6 +126,23 @@ def linear_split(
     return _linear_split(handle, x, weight, bias, out, z, operands, scalars, chunks)
 
 
+def linear_split_chunks(
+    batches: int, m: int, n: int, k: int, multiprocessors: int = _MULTIPROCESSORS
+) -> int:
+    """Into how many chunks of K `linear_split` divides x [batches, M, K] by a weight [..., N, K].
+
+    Needs no GPU.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    with _lock:
+        _load_shim()
+    op = torch.ops.fx_fuser_native.linear_split_chunks.default
+    chunks: int = op([batches, m, n, k], multiprocessors)
+    return chunks
+
+
 def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """Let the ops take the split products among these loaded kernels again, at once.
 

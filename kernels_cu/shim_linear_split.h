@@ -388,6 +388,15 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   return true;
 }
 
+// sizes: batches, m, n, k. Needs no GPU.
+int64_t linear_split_chunks(const std::vector<int64_t>& sizes, int64_t multiprocessors) {
+  STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
+  for (const int64_t size : sizes) {
+    STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
+  }
+  return split_plan({sizes[0], sizes[1], sizes[2], sizes[3]}, multiprocessors).chunks;
+}
+
 void wake_linear_split(int64_t handle) {
   reinterpret_cast<const LinearSplitKernels*>(handle)->strain->wake();
 }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 import torch
-from sm90 import gpu
+from sm90 import gpu, needs_nvcc
 
 from benchmarks import split_planes_sm90
+from fx_fuser import native
 from fx_fuser.anchors.linear import split_product
 
 # ---- without a GPU -------------------------------------------------------------------------------
@@ -17,6 +20,52 @@ from fx_fuser.anchors.linear import split_product
 def test_the_op_takes_batches_or_one_matrix_for_all(lead, shared) -> None:
     a, b = torch.randn(*lead, 5, 7), torch.randn(*(() if shared else lead), 4, 7)
     torch.testing.assert_close(split_product(a, b), a @ b.mT)
+
+
+TILE = 128
+STAGE = 64  # of K
+SMS = 132
+
+
+def stages(batches: int, m: int, n: int, k: int, chunks: int) -> int:
+    """That the busiest of the multiprocessors goes through."""
+    tiles = batches * ceil(m / TILE) * ceil(n / TILE) * chunks
+    return ceil(tiles / SMS) * ceil(ceil(k / STAGE) / chunks)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 768, 768, 6304),  # the gradient of a weight: 36 and 144 tiles
+        (1, 3072, 768, 6304),
+        (1, 16, 8192, 8192),  # few rows, a large weight
+        (1, 128, 4096, 14336),
+        (1, 256, 256, 524288),
+        (12, 256, 256, 16384),
+    ],
+)
+def test_few_tiles_of_a_long_k_fill_the_gpu(sizes) -> None:
+    *_, k = sizes
+    chunks = native.linear_split_chunks(*sizes)
+    ideal = sizes[0] * ceil(sizes[1] / TILE) * ceil(sizes[2] / TILE) * (k / STAGE) / SMS
+    assert chunks > 1 and k / STAGE / chunks >= 3
+    assert stages(*sizes, chunks) <= 1.3 * ideal < stages(*sizes, 1)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1024, 8192, 8192),  # tiles for four rounds
+        (1, 128, 32768, 32768),
+        (96, 512, 512, 64),
+        (1, 32768, 32768, 128),
+        (1, 128, 128, 448),  # too short to be divided
+    ],
+)
+def test_one_chunk_where_more_gain_nothing(sizes) -> None:
+    assert native.linear_split_chunks(*sizes) == 1
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------
