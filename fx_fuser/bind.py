@@ -67,6 +67,9 @@ class _Binder:
         if any(scalar_behind(a) is not None for a in numbers.get(expr.op, ())):
             # torch treats a number there otherwise than the tensor that stands for it.
             raise Unspellable(f"{expr.op} takes a number that changes from call to call")
+        if expr.op == "lerp" and _has_no_dimensions(expr.args[2]):
+            # Its backward takes 1 - weight in the weight's own dtype.
+            raise Unspellable("the weight of lerp is a tensor without dimensions")
         made = [self.step(a) if isinstance(a, Expr) else a for a in expr.args]
         if expr.op in COMMUTATIVE and len(made) == 2:
             made.sort(key=self._rank)
@@ -97,6 +100,11 @@ class _Binder:
             self.items[scalar] = operand
             operand = scalar
         return self.tensors.setdefault(operand, f"t{len(self.tensors)}")
+
+
+def _has_no_dimensions(operand: object) -> bool:
+    tensor = meta_tensor(operand) if isinstance(operand, Node) else None
+    return tensor is not None and tensor.ndim == 0
 
 
 def scalar_behind(operand: object) -> Node | None:

@@ -77,7 +77,7 @@ def _to(
         dtype = target
     elif target is not None:
         other = target
-    if isinstance(other, Node):
+    if other is not None:
         return _type_as(input, other)
     if device is not None:
         tensor = meta_tensor(input)
@@ -87,6 +87,8 @@ def _to(
 
 
 def _type_as(input: Any, other: Any) -> Expr:
+    if not isinstance(other, Node):
+        raise Unspellable
     x, like = meta_tensor(input), meta_tensor(other)
     if x is None or like is None or x.device != like.device:
         raise Unspellable

@@ -53,9 +53,69 @@ __device__ __forceinline__ Acc addcmul(Acc a, Acc b, Acc c, Acc value) {
   return value == Acc(1) ? fma(b, c, a) : fma(value, mul(b, c), a);
 }
 
+// a + value * b / c, of which torch makes an fma unless the value is one.
+template <class Acc>
+__device__ __forceinline__ Acc addcdiv(Acc a, Acc b, Acc c, Acc value) {
+  return value == Acc(1) ? add(a, div(b, c)) : fma(value, div(b, c), a);
+}
+
+// From the nearer end; nvcc made an fma of each in torch's kernel.
+template <class Acc>
+__device__ __forceinline__ Acc lerp(Acc start, Acc end, Acc weight) {
+  const Acc distance = sub(end, start);
+  return ::fabs(weight) < Acc(0.5) ? fma(weight, distance, start)
+                                   : fma(-distance, sub(Acc(1), weight), end);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc reciprocal(Acc x) {
+  return div(Acc(1), x);
+}
+
+// Zero of NaN and of both zeros.
+template <class Acc>
+__device__ __forceinline__ Acc sign(Acc x) {
+  return Acc((x > Acc(0)) - (x < Acc(0)));
+}
+
 template <class Acc>
 __device__ __forceinline__ Acc exp(Acc x) {
   return ::exp(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc exp2(Acc x) {
+  return ::exp2(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc expm1(Acc x) {
+  return ::expm1(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc log1p(Acc x) {
+  return ::log1p(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc log2(Acc x) {
+  return ::log2(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc sin(Acc x) {
+  return ::sin(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc cos(Acc x) {
+  return ::cos(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc erfc(Acc x) {
+  return ::erfc(x);
 }
 
 template <class Acc>
@@ -166,6 +226,63 @@ template <class Acc>
 __device__ __forceinline__ Acc softplus(Acc x, Acc beta, Acc threshold) {
   const Acc scaled = mul(x, beta);
   return scaled > threshold ? x : div(::log1p(::exp(scaled)), beta);
+}
+
+// 6 times relu6(x + 3) / 6: NaN of NaN, since `maximum` and `minimum` keep it.
+template <class Acc>
+__device__ __forceinline__ Acc six_hardsigmoids(Acc x) {
+  return clamp(add(x, Acc(3)), Acc(0), Acc(6));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc hardsigmoid(Acc x) {
+  return mul(six_hardsigmoids(x), Acc(1.0 / 6.0));
+}
+
+// In torch's order: infinite from a sixth of the largest number on, NaN of -inf.
+template <class Acc>
+__device__ __forceinline__ Acc hardswish(Acc x) {
+  return mul(mul(x, six_hardsigmoids(x)), Acc(1.0 / 6.0));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc leaky_relu(Acc x, Acc negative_slope) {
+  return x > Acc(0) ? x : mul(x, negative_slope);
+}
+
+// With scale and input_scale it is selu and celu too.
+template <class Acc>
+__device__ __forceinline__ Acc elu(Acc x, Acc alpha, Acc scale, Acc input_scale) {
+  return x > Acc(0) ? mul(x, scale) : mul(::expm1(mul(x, input_scale)), mul(alpha, scale));
+}
+
+// exp may be infinite, of which tanh is one.
+template <class Acc>
+__device__ __forceinline__ Acc mish(Acc x) {
+  return mul(x, ::tanh(::log1p(::exp(x))));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc logsigmoid(Acc x) {
+  return sub(x < Acc(0) ? x : Acc(0), ::log1p(::exp(-::fabs(x))));
+}
+
+// The comparisons of these three are false for NaN, which therefore passes through.
+template <class Acc>
+__device__ __forceinline__ Acc threshold(Acc x, Acc bound, Acc value) {
+  return x <= bound ? value : x;
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc hardshrink(Acc x, Acc lambda) {
+  return x >= -lambda && x <= lambda ? Acc(0) : x;
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc softshrink(Acc x, Acc lambda) {
+  if (x > lambda) return sub(x, lambda);
+  if (x < -lambda) return add(x, lambda);
+  return x != x ? x : Acc(0);
 }
 
 // A cast inside an epilogue: the value takes T's precision or range, the type stays Acc.

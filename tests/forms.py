@@ -73,7 +73,7 @@ def _options_for(parameter: inspect.Parameter, numbers: frozenset[Any], attrs: A
         return [default, *numbers]
     if name in ("min", "max", "exponent"):
         return [*([] if default is parameter.empty else [default]), *numbers]
-    if name == "other":
+    if name == "other" and default is parameter.empty:
         return [hole, *(-n for n in numbers), *(1 / n for n in numbers if n)]
     if default is parameter.empty or name in ("bias", "weight"):
         return [hole] if default is parameter.empty else [hole, default]

@@ -215,6 +215,20 @@ def test_dropout_in_training_is_left() -> None:
     check(model.eval(), leaf(4, 8), fuses={"dropped": 1}, train=False)
 
 
+def test_a_weight_of_lerp_without_dimensions_is_refused() -> None:
+    """In float64 torch takes 1 - weight in float64 for the gradient; fused it was in float32."""
+
+    def between(x, weight, bias, t, w):  # type: ignore[no-untyped-def]
+        return torch.lerp(t, F.linear(x, weight, bias), w)
+
+    fx_fuser.register_pattern(between)
+    model = linear_program(lambda m, x, t, w: torch.lerp(t, m.lin(x), w))
+    x, t = leaf(4, 8), leaf(4, 6)
+    check(model, x, t, torch.tensor(0.7, dtype=torch.float64), fuses={})
+    torch._dynamo.reset()
+    check(model, x, t, torch.rand(6), fuses={"between": 1})
+
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 

