@@ -29,7 +29,7 @@ ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     "misspelt plural": ({"pattern": ["one"]}, "did you mean 'patterns'?"),
     "misspelt cpu_ops": ({"cpu_op": True}, "did you mean 'cpu_ops'?"),
     "misspelt Inductor": ({"max_autotun": True}, "did you mean 'max_autotune'?"),
-    "like nothing": ({"qqqqqqqq": 1}, "fx_fuser's are cpu_ops, fp32, inner,"),
+    "like nothing": ({"qqqqqqqq": 1}, "fx_fuser's are auto, cache_size, cpu_ops, fp32, inner,"),
     "inner": ({"inner": "tvm"}, "option 'inner' is 'tvm'; give one of inductor, aot_eager, eager"),
     "fp32": ({"fp32": "fp64"}, "'fp64'; give one of follow, split, ieee, tf32"),
     "plan": ({"plan": "never"}, "option 'plan' is 'never'; give one of measure, always"),
@@ -59,9 +59,9 @@ ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "near one that is Inductor's": (
         {"inner": "eager", "max_autotun": True},
-        "unknown option 'max_autotun'; fx_fuser's are cpu_ops,",
+        "unknown option 'max_autotun'; fx_fuser's are auto, cache_size, cpu_ops,",
     ),
-    "number": ({1: 2}, "unknown option 1; fx_fuser's are cpu_ops,"),
+    "number": ({1: 2}, "unknown option 1; fx_fuser's are auto, cache_size, cpu_ops,"),
     "number with eager": ({"inner": "eager", None: 2}, "unknown option None; fx_fuser's are"),
     "inductor is no option": ({"inductor": {}}, "unknown option 'inductor'"),
 }
