@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from fx_fuser import backend, checks, match, nodes, view
 from fx_fuser.options import Options
 
-OPTIONS = Options(cpu_ops=True, strict=True)
+OPTIONS = Options(cpu_ops=True, strict=True, auto=False)
 
 
 class Builder:

@@ -68,6 +68,10 @@ def _model() -> Program:
     return Program(body, first=nn.Linear(8, 6), other=nn.Linear(6, 5))
 
 
+# A site at which a named pattern fails is not grown either.
+grown = pytest.mark.parametrize("auto", [False, True], ids=["named", "grown"])
+
+
 @pytest.fixture(params=PLACES)
 def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     owner, name, is_first = PLACES[request.param]
@@ -92,10 +96,11 @@ def _told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-def test_the_other_site_fuses(place: str, train: bool) -> None:
+@grown
+def test_the_other_site_fuses(auto: bool, place: str, train: bool) -> None:
     model, x = _model().train(train), torch.randn(4, 8)
     with torch.set_grad_enabled(train):
-        value, told = _told(lambda: compiled(model, strict=False)(x))
+        value, told = _told(lambda: compiled(model, strict=False, auto=auto)(x))
         torch.testing.assert_close(value, model(x))
     assert fused() == {ADD: 1}
     (message,) = told
@@ -108,13 +113,16 @@ def test_the_other_site_fuses(place: str, train: bool) -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
-def test_strict_raises(place: str) -> None:
+@grown
+def test_strict_raises(auto: bool, place: str) -> None:
     with pytest.raises(Exception, match="our own fault"):
-        compiled(_model(), strict=True)(torch.randn(4, 8))
+        compiled(_model(), strict=True, auto=auto)(torch.randn(4, 8))
 
 
-def test_the_report_says_so(place: str) -> None:
-    report = fx_fuser.explain(_model(), torch.randn(4, 8))
+@grown
+def test_the_report_says_so(auto: bool, place: str) -> None:
+    options = {"cpu_ops": True, "auto": auto}
+    report = fx_fuser.explain(_model(), torch.randn(4, 8), options=options)
     assert [site.pattern for site in report.fused] == [ADD]
     assert [site.reason for site in report.refused] == ["Boom: our own fault"]
 
