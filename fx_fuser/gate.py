@@ -36,7 +36,7 @@ from fx_fuser.rehearse import TensorForm
 log = logging.getLogger("fx_fuser.gate")
 
 _BANDWIDTH = 3e9  # bytes a ms of the GPU's memory: for what is counted and not timed
-_structures: set[str] = set()  # names of the kernels of tails that this process compiled
+_structures: set[frozenset[str]] = set()  # of the tails that this process compiled the kernels
 
 
 def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
@@ -98,15 +98,15 @@ def _built(
     def is_taken(i: int, match: Match) -> bool:
         if rehearse.tensors_of(match) is None:
             return False
-        names = {spec.name for spec in calls.kernel_specs(match, grown[i][1])}
-        if len(_structures | names) > 2 * options.max_structures:  # each has two kernels
+        structure = frozenset(spec.name for spec in calls.kernel_specs(match, grown[i][1]))
+        if structure not in _structures and len(_structures) >= options.max_structures:
             log.info(
                 "no kernel for %s: %d structures are compiled",
                 match.bound.epilogue.text,
                 options.max_structures,
             )
             return False
-        _structures.update(names)
+        _structures.add(structure)
         return True
 
     taken = {i: m for i, (m, _) in grown.items() if plan.guarded(m, options, is_taken, i, failed)}
