@@ -26,11 +26,11 @@ class Boom(Exception):
     pass
 
 
-def _of_first(match: Any) -> bool:
+def of_first(match: Any) -> bool:
     return "first" in match.site.operands["weight"].name
 
 
-def _raising_at(owner: Any, name: str, is_first: Callable[..., bool]) -> Callable[..., Any]:
+def raising_at(owner: Any, name: str, is_first: Callable[..., bool]) -> Callable[..., Any]:
     right = getattr(owner, name)
 
     @functools.wraps(right)
@@ -50,13 +50,13 @@ def _find_first(view: Any, patterns: Any, check: Any, node: Any) -> bool:
 # Where → owner, name, and of its arguments whether they are of the first site.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "matching": (backend, "find", _find_first),
-    "a check": (checks, "fault_of", _of_first),
-    "the candidates": (ANCHORS["linear"], "candidates", lambda case: _of_first(case)),
-    "the choice": (plan, "_pick", lambda match, *_: _of_first(match)),
-    "the call": (calls, "graph_call", lambda match, *_: _of_first(match)),
-    "what it saves": (backend, "saved", lambda match, *_: _of_first(match)),
-    "what it keeps": (backend, "kept", lambda match, *_: _of_first(match)),
-    "binding": (Match, "bound", _of_first),
+    "a check": (checks, "fault_of", of_first),
+    "the candidates": (ANCHORS["linear"], "candidates", lambda case: of_first(case)),
+    "the choice": (plan, "_pick", lambda match, *_: of_first(match)),
+    "the call": (calls, "graph_call", lambda match, *_: of_first(match)),
+    "what it saves": (backend, "saved", lambda match, *_: of_first(match)),
+    "what it keeps": (backend, "kept", lambda match, *_: of_first(match)),
+    "binding": (Match, "bound", of_first),
 }
 
 
@@ -78,17 +78,17 @@ def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     if name == "bound":
         monkeypatch.setattr(Match, name, property(_bound_or_raise))  # instead of a cached one
     else:
-        monkeypatch.setattr(owner, name, _raising_at(owner, name, is_first))
+        monkeypatch.setattr(owner, name, raising_at(owner, name, is_first))
     return str(request.param)
 
 
 def _bound_or_raise(match: Match) -> Bound:
-    if _of_first(match):
+    if of_first(match):
         raise Boom("our own fault")
     return bind(match.view, match.site, match.nodes)
 
 
-def _told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+def told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = run()
@@ -100,10 +100,10 @@ def _told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 def test_the_other_site_fuses(auto: bool, place: str, train: bool) -> None:
     model, x = _model().train(train), torch.randn(4, 8)
     with torch.set_grad_enabled(train):
-        value, told = _told(lambda: compiled(model, strict=False, auto=auto)(x))
+        value, said = told(lambda: compiled(model, strict=False, auto=auto)(x))
         torch.testing.assert_close(value, model(x))
     assert fused() == {ADD: 1}
-    (message,) = told
+    (message,) = said
     head, line, last = message.splitlines()
     assert head == "fx_fuser leaves what it fails at to the model's own ops:"
     assert ", test_site_faults.py:" in line and line.endswith(": Boom: our own fault")
@@ -142,8 +142,8 @@ def test_a_node_that_no_pattern_is_for_costs_nothing(monkeypatch: pytest.MonkeyP
         return F.silu(m.lin(m.conv(x).mean((2, 3)))) * 2.0
 
     model = Program(body, conv=nn.Conv2d(3, 8, 3), lin=nn.Linear(8, 6))
-    value, told = _told(lambda: compiled(model, strict=False)(torch.randn(2, 3, 5, 5)))
-    assert value.shape == (2, 6) and fused() == {MUL: 1} and told == []
+    value, said = told(lambda: compiled(model, strict=False)(torch.randn(2, 3, 5, 5)))
+    assert value.shape == (2, 6) and fused() == {MUL: 1} and said == []
 
 
 def test_a_bad_option_is_no_fault_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
