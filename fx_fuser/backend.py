@@ -356,7 +356,11 @@ def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
     read = Reading(view)
     taken: set[Node] = set()
     fault_of = functools.partial(_fault_of, taken=taken)
-    for node in _outer_anchors_first(view):
+    sites = _readable_sites(view)
+    inner = {n for site in sites for n in site.nodes if n is not site.node}
+    # A pattern that is an anchor alone would else take the product of `x @ w + b`, or the
+    # convolution under a BatchNorm, and nothing be left of the larger site.
+    for node in sorted(view.nodes, key=inner.__contains__):
         if node in taken:
             continue
         try:
@@ -371,24 +375,26 @@ def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
         elif isinstance(found, Refusal):
             read.refusals.append(found)
     if options.grows:
-        _add_grown(read, taken, options)
+        _add_grown(read, [s for s in sites if s.node not in inner], taken, options)
     return read
 
 
-def _add_grown(read: Reading, taken: set[Node], options: Options) -> None:
-    """A grown match at each anchor that no named pattern takes and a kernel of ours may gain at.
+def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: Options) -> None:
+    """A grown match at each of these anchors that no named pattern takes and a kernel of ours may
+    gain at.
 
     taken: the nodes of all matches, which it adds to.
     """
     told = {refusal.site.node for refusal in read.refusals}
-    for site in outermost(read.view):
-        if site.node in taken:
+    failed = {node for r in read.refusals if r.failed for node in r.site.nodes}
+    for site in sites:
+        if site.node in taken or not failed.isdisjoint(site.nodes):
             continue
         try:
             fault_of = functools.partial(_fault_of, taken=taken)
             found = _grown_at(read.view, site, fault_of, options)
         except Exception as error:
-            if options.strict:
+            if options.strict or isinstance(error, OptionError):
                 raise
             log.info("a site is left to the model's own ops", exc_info=error)
             reason = f"{type(error).__name__}: {error}"
@@ -405,21 +411,22 @@ def _grown_at(
 ) -> Grown | Refusal | None:
     """None where no kernel of ours makes the product: then there is nothing to tell."""
     product = alone(view, site)
+    if meta_tensor(site.node) is not None and not plan.runs_native(product, options):
+        return None
     fault = fault_of(product)
     if fault is not None:
         return Refusal.of(product, fault)
     return grow(view, site, fault_of) if plan.has_own_product(product, options) else None
 
 
-def _outer_anchors_first(view: View) -> list[Node]:
-    """A pattern that is an anchor alone would else take the product of `x @ w + b`, or the
-    convolution under a BatchNorm, and nothing be left of the larger site."""
-    inner: set[Node] = set()
+def _readable_sites(view: View) -> list[Site]:
+    """Every anchor; a node that fx_fuser fails to read is none."""
+    found: list[Site] = []
     for node in view.nodes:
-        with suppress(Exception):  # as it will again, where that costs the site
+        with suppress(Exception):  # as it will again in `find`, where strict raises it
             site = site_at(view, node)
-            inner.update(() if site is None else (n for n in site.nodes if n is not node))
-    return sorted(view.nodes, key=inner.__contains__)
+            found += [] if site is None else [site]
+    return found
 
 
 def _failure_at(

@@ -36,7 +36,7 @@ from fx_fuser.rehearse import TensorForm
 log = logging.getLogger("fx_fuser.gate")
 
 _BANDWIDTH = 3e9  # bytes a ms of the GPU's memory: for what is counted and not timed
-_structures: set[str] = set()  # names of the kernels of tails that this process compiled
+_structures: set[frozenset[str]] = set()  # of the tails that this process compiled the kernels
 
 
 def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
@@ -51,10 +51,10 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
         if first[i] is not match and isinstance(chosen, Plan):
             plans[i] = replace(chosen, match=first[i])
             grown[i] = (match, chosen)  # type: ignore[assignment]
-    plans = [*plans]
-    for i, note in _with_tails(grown, options).items():
+    failed: dict[int, Refusal] = {}
+    for i, note in _with_tails(grown, options, failed).items():
         plans[i] = replace(grown[i][1], note=note)
-    return plans
+    return [failed.get(i, chosen) for i, chosen in enumerate(plans)]
 
 
 def _first(match: Match, options: Options) -> Match:
@@ -70,36 +70,46 @@ def _first(match: Match, options: Options) -> Match:
     return match
 
 
-def _with_tails(grown: Mapping[int, tuple[Grown, Plan]], options: Options) -> dict[int, str]:
-    """Of these those whose tail is worth a kernel, with what was measured."""
-    built = _built({i: (m, chosen.choices) for i, (m, chosen) in grown.items()}, options)
-    notes: dict[int, str] = {}
-    for i, match in built.items():
-        note = _measured(match, grown[i][1], options)
-        if note:
-            notes[i] = note
-    return notes
+def _with_tails(
+    grown: Mapping[int, tuple[Grown, Plan]], options: Options, failed: dict[int, Refusal]
+) -> dict[int, str]:
+    """Of these those whose tail is worth a kernel, with what was measured.
+
+    failed: takes those at which fx_fuser itself fails.
+    """
+
+    def measure(i: int, match: Match) -> str:
+        assert isinstance(match, Grown)
+        return _measured(match, grown[i][1], options)
+
+    known = {i: (match, chosen.choices) for i, (match, chosen) in grown.items()}
+    built = _built(known, options, failed)
+    notes = {i: plan.guarded(m, options, measure, i, failed) for i, m in built.items()}
+    return {i: note for i, note in notes.items() if note}
 
 
 def _built(
-    grown: Mapping[int, tuple[Grown, Mapping[str, Any]]], options: Options
+    grown: Mapping[int, tuple[Grown, Mapping[str, Any]]],
+    options: Options,
+    failed: dict[int, Refusal],
 ) -> dict[int, Grown]:
     """Those whose kernels are compiled: all in one run, as many structures as the options allow."""
-    taken: dict[int, Grown] = {}
-    for i, (match, choices) in grown.items():
-        tensors = rehearse.tensors_of(match)
-        if tensors is None:
-            continue
-        names = {spec.name for spec in calls.kernel_specs(match, choices)}
-        if len(_structures | names) > 2 * options.max_structures:  # each has two kernels
+
+    def is_taken(i: int, match: Match) -> bool:
+        if rehearse.tensors_of(match) is None:
+            return False
+        structure = frozenset(spec.name for spec in calls.kernel_specs(match, grown[i][1]))
+        if structure not in _structures and len(_structures) >= options.max_structures:
             log.info(
                 "no kernel for %s: %d structures are compiled",
                 match.bound.epilogue.text,
                 options.max_structures,
             )
-            continue
-        _structures.update(names)
-        taken[i] = match
+            return False
+        _structures.add(structure)
+        return True
+
+    taken = {i: m for i, (m, _) in grown.items() if plan.guarded(m, options, is_taken, i, failed)}
     try:
         plan.prepare([(m, [grown[i][1]]) for i, m in taken.items()])
     except BuildError as error:

@@ -23,7 +23,7 @@ from fx_fuser.epilogue import MAX_STEPS, OPS, Z
 from fx_fuser.match import CheckAll, Fault, Match, Refusal
 from fx_fuser.pattern import Pattern
 from fx_fuser.sites import Site
-from fx_fuser.spell import Operand, Unspellable
+from fx_fuser.spell import Operand
 from fx_fuser.view import View
 from fx_fuser.words import statement
 
@@ -64,17 +64,19 @@ def grow(view: View, site: Site, check: CheckAll) -> Grown | Refusal:
     if fault is not None:
         return Refusal.of(product, fault)
     closed, stop = _regions(view, site)
+    refused: tuple[Node, Fault] | None = None
+    match, wildcards = product, dict[str, Operand]()
     for root, nodes in reversed(closed):
-        match = Match(product.pattern, site, root, nodes, {}, view)
-        try:
-            wildcards = _named(match.bound)
-            fault = check(match)
-        except Unspellable as error:
-            fault = Fault(root, str(error))
+        larger = Match(product.pattern, site, root, nodes, {}, view)
+        fault = check(larger)
         if fault is None:
-            return Grown(product.pattern, site, root, nodes, wildcards, view, product, stop)
-        stop = f"before {statement(root)}: {fault.reason}"
-    return Grown(product.pattern, site, product.root, product.nodes, {}, view, None, stop)
+            match, wildcards = larger, _named(larger.bound)
+            break
+        refused = root, fault
+    if refused is not None:
+        stop = f"before {statement(refused[0])}: {refused[1].reason}"
+    smaller = None if match is product else product
+    return Grown(product.pattern, site, match.root, match.nodes, wildcards, view, smaller, stop)
 
 
 def _named(bound: Bound) -> dict[str, Operand]:

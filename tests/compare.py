@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 import fx_fuser  # noqa: F401  (registers the backend in a bare checkout)
 
 MUL_MUL, MUL_ADD, CONV = "linear_sigmoid_mul_mul", "linear_sigmoid_mul_add", "conv2d_batchnorm_mul"
-CPU_OPS = {"inner": "aot_eager", "cpu_ops": True, "strict": True}
+# Named patterns alone, as in helpers.OPTIONS.
+CPU_OPS = {"inner": "aot_eager", "cpu_ops": True, "strict": True, "auto": False}
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,14 @@ from fx_fuser.accuracy import PROMISED, Observed, compare
 from fx_fuser.pattern import Pattern
 from fx_fuser.testing import observe
 
-OPTIONS = {"inner": "aot_eager", "cpu_ops": True, "strict": True, "plan": "always"}
+# Named patterns alone: what is expected says which of those fit.
+OPTIONS = {
+    "inner": "aot_eager",
+    "cpu_ops": True,
+    "strict": True,
+    "plan": "always",
+    "auto": False,
+}
 SHRINK_S = 20  # seconds spent on making a failing program smaller
 SHRUNK = 5  # failures of a run that are
 PEERS = 64  # of eager on inputs that differ by one rounding, if a value is out of bounds

@@ -24,6 +24,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 import fx_fuser
+from fx_fuser.grow import AUTO
 from fx_fuser.options import Options
 
 Body = Callable[..., Any]  # of a model: (model, *inputs) to outputs
@@ -46,7 +47,13 @@ OLD_OPS = {
     MUL: set(f"{_LINEAR_NAMES} {_SIGMOID_NAMES} {_MUL_NAMES}".split()),
     ADD: set(f"{_LINEAR_NAMES} {_SIGMOID_NAMES} {_MUL_NAMES} {_ADD_NAMES}".split()),
     CONV: set(f"{_CONV_NAMES} {_MUL_NAMES}".split()),
+    "auto_linear": {"linear", "matmul", "mm", "addmm"},
+    "auto_matmul": {"matmul", "mm", "addmm"},
+    "auto_conv2d": {"conv2d"},
+    "auto_conv2d_batchnorm": {"conv2d", "batch_norm"},
 }
+# Growth alone: no named pattern takes what is looked at.
+GROWTH = {"patterns": [], "auto": True}
 
 
 class Program(nn.Module):
@@ -252,6 +259,16 @@ def calls(graphs: Sequence[GraphModule]) -> Counter[str]:
     return found
 
 
+def epilogues(graphs: Sequence[GraphModule]) -> list[str]:
+    """Of every fused op, in the graphs' order; "" is z alone."""
+    found: list[str] = []
+    for graph in graphs:
+        for module in (m for m in graph.modules() if isinstance(m, GraphModule)):
+            fused_ops = (n for n in module.graph.nodes if str(n.target).startswith("fx_fuser."))
+            found += [node.args[-6] for node in fused_ops]
+    return found
+
+
 def name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
@@ -314,7 +331,7 @@ def check(
     kinds = {p.name: p.kind for p in fx_fuser.registered_patterns()}
     by_kind: Counter[str] = Counter()
     for pattern, count in fuses.items():
-        by_kind[kinds[pattern]] += count
+        by_kind[kinds.get(pattern, pattern.removeprefix(AUTO))] += count
     for kind, count in by_kind.items():
         assert called[f"fx_fuser::{kind}"] == count
     for pattern in fuses:

@@ -33,6 +33,7 @@ BOUND, TEXT, KEPT = "tests/test_bound.py", "tests/test_epilogue_text.py", "tests
 APART = f"{BOUND}::test_a_product_that_float32_cannot_make_is_not_opened"
 OPS_TEST = "tests/test_epilogue_ops.py"
 FAULTS, MATMUL = "tests/test_site_faults.py", "tests/test_matmul.py"
+GROW, GROW_FAULTS = "tests/test_grow.py", "tests/test_grow_faults.py"
 
 
 @dataclass(frozen=True)
@@ -425,7 +426,7 @@ REDESIGN = (
     ),
     Mutant(
         "anchors: the outer comes first", "backend.py",
-        "return sorted(view.nodes, key=inner.__contains__)", "return view.nodes",
+        "for node in sorted(view.nodes, key=inner.__contains__):", "for node in view.nodes:",
         (f"{MATMUL}::test_the_outer_anchor_comes_first[x @ w + b]",
          f"{MATMUL}::test_the_outer_anchor_comes_first[batch_norm]"),
     ),
@@ -439,6 +440,42 @@ REDESIGN = (
         "matmul: a weight of two dimensions", "sites.py",
         "if tensor is not None and tensor.ndim != 2:", "if False:",
         (f"{MATMUL}::test_other_products_are_none[a vector]",),
+    ),
+    Mutant(
+        "growth: the largest region first", "grow.py",
+        "for root, nodes in reversed(closed):", "for root, nodes in closed:",
+        (f"{GROW}::test_tails[many-eval]", f"{GROW}::test_tails[two diamonds-eval]"),
+    ),
+    Mutant(
+        "growth: a site that failed is left alone", "backend.py",
+        "if site.node in taken or not failed.isdisjoint(site.nodes):", "if site.node in taken:",
+        (f"{FAULTS}::test_the_other_site_fuses[matching-eval-grown]",),
+    ),
+    Mutant(
+        "growth: an anchor that cannot be read", "backend.py",
+        "with suppress(Exception):  # as it will", "with suppress():  # as it will",
+        (f"{GROW_FAULTS}::test_an_anchor_that_cannot_be_read_costs_itself[False]",),
+    ),
+    Mutant(
+        "growth: a bad option", "backend.py",
+        "if options.strict or isinstance(error, OptionError):", "if options.strict:",
+        (f"{GROW_FAULTS}::test_a_bad_option_is_no_fault_of_a_site",),
+    ),
+    Mutant(
+        "growth: where a user may differentiate twice", "options.py",
+        'return bool(all_patterns) and self.inner != "eager"', "return bool(all_patterns)",
+        ("tests/test_options.py::test_grows[where it may be differentiated twice]",
+         "tests/test_grow_told.py::test_nothing_grows[inner eager]"),
+    ),
+    Mutant(
+        "gate: a fault costs its site", "gate.py",
+        "plan.guarded(m, options, measure, i, failed)", "measure(i, m)",
+        (f"{GROW_FAULTS}::test_the_other_site_is_grown[the measurement-eval]",),
+    ),
+    Mutant(
+        "gate: a structure that is compiled is compiled", "gate.py",
+        "if structure not in _structures and len(", "if len(",
+        (f"{GROW_FAULTS}::test_a_structure_that_is_compiled_costs_no_other",),
     ),
     Mutant(
         "near: one operation off goes before a beginning", "near.py",

@@ -18,7 +18,10 @@ from fx_fuser import backend
 from fx_fuser.epilogue import MAX_STEPS
 from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 
-PATHS = {"cpu_ops": {"inner": "aot_eager", "cpu_ops": True}, "default": {"inner": "inductor"}}
+PATHS = {
+    "cpu_ops": {"inner": "aot_eager", "cpu_ops": True, "auto": False},
+    "default": {"inner": "inductor"},
+}
 paths = pytest.mark.parametrize("path", PATHS)
 
 

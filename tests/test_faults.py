@@ -34,7 +34,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import apply, backend, build, calls, checks, ops, plan, rewrite
+from fx_fuser import apply, backend, build, calls, checks, gate, ops, plan, rewrite
 from fx_fuser.options import Options
 
 
@@ -126,17 +126,23 @@ def _plain_graph(model: nn.Module, x: Tensor) -> str:
     return seen[0]
 
 
-def _compile(model: nn.Module, strict: bool = False) -> Any:
-    return torch.compile(model, backend="fx_fuser", options={"cpu_ops": True, "strict": strict})
+GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplied by
+grown = pytest.mark.parametrize("auto", [False, True], ids=["named", "grown"])
 
 
+def _compile(model: nn.Module, strict: bool = False, auto: bool = False) -> Any:
+    options = {"cpu_ops": True, "strict": strict, "auto": auto}
+    return torch.compile(model, backend="fx_fuser", options=options)
+
+
+@grown
 def test_one_warning_the_untouched_graph_and_the_right_result(
-    fault: str, recorder: Recorder
+    auto: bool, fault: str, recorder: Recorder
 ) -> None:
     model, x = ThreePatterns().eval(), images()
     plain = _plain_graph(model, x)
     with _our_warnings() as messages:
-        value = _compile(model)(x)
+        value = _compile(model, auto=auto)(x)
     assert torch.equal(value, model(x))
     assert recorder.graphs[-1] == plain
     assert sites() == {}
@@ -152,9 +158,10 @@ def test_one_warning_the_untouched_graph_and_the_right_result(
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_strict_raises_the_cause(fault: str, recorder: Recorder) -> None:
+@grown
+def test_strict_raises_the_cause(auto: bool, fault: str, recorder: Recorder) -> None:
     with pytest.raises(Exception, match="our own fault"):
-        _compile(ThreePatterns().eval(), strict=True)(images())
+        _compile(ThreePatterns().eval(), strict=True, auto=auto)(images())
 
 
 def test_the_log_has_the_traceback(
@@ -182,7 +189,9 @@ def test_a_fault_in_a_checkpointed_body_restores_that_body(
     model, x = Checkpointed(), images()
     with _our_warnings() as messages:
         value = torch.compile(
-            model, backend="fx_fuser", options={"inner": "aot_eager", "cpu_ops": True}
+            model,
+            backend="fx_fuser",
+            options={"inner": "aot_eager", "cpu_ops": True, "auto": False},
         )(x)
     assert len(messages) == 1 and sites() == {}
     torch.testing.assert_close(value, model(x), rtol=0, atol=0)
@@ -403,17 +412,30 @@ def test_out_of_memory_while_compiling(monkeypatch: pytest.MonkeyPatch, recorder
 
 
 @pytest.mark.parametrize(
-    "owner, name",
-    [(backend, "find"), (plan, "_build_kernels"), (rewrite, "_erase"), (build, "fingerprint")],
-    ids=["matching", "building", "rewriting", "compiling"],
+    "owner, name, auto",
+    [
+        (backend, "find", False),
+        (backend, "grow", True),
+        (gate, "_with_tails", True),
+        (plan, "_build_kernels", False),
+        (plan, "_build_kernels", True),
+        (rewrite, "_erase", True),
+        (build, "fingerprint", True),
+    ],
+    ids=["matching", "growing", "gate", "building", "building all", "rewriting", "compiling"],
 )
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_interrupt_is_no_fault_and_the_next_call_compiles(
-    owner: Any, name: str, strict: bool, monkeypatch: pytest.MonkeyPatch, recorder: Recorder
+    owner: Any,
+    name: str,
+    auto: bool,
+    strict: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    recorder: Recorder,
 ) -> None:
     """A real SIGINT, at its default: Python raises KeyboardInterrupt at the next line."""
     model, x = ThreePatterns().eval(), images()
-    right, run = getattr(owner, name), _compile(model, strict)
+    right, run = getattr(owner, name), _compile(model, strict, auto)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
@@ -424,7 +446,7 @@ def test_an_interrupt_is_no_fault_and_the_next_call_compiles(
         with pytest.raises(KeyboardInterrupt):
             run(x)
     assert messages == [] and sites() == {}
-    assert torch.equal(run(x), model(x)) and sites() == ALL_THREE
+    assert torch.equal(run(x), model(x)) and sites() == (GROWN if auto else ALL_THREE)
 
 
 _FORKED = """

@@ -242,13 +242,13 @@ ELSEWHERE = {
 }
 
 
-def attempt(trap: Trap) -> None:
+def attempt(trap: Trap, **options: Any) -> None:
     """Raises unless all numbers are right; says nothing about what fuses."""
     torch.manual_seed(0)
     model, inputs = trap.model(), trap.inputs()
     eager, outputs = run(model, inputs, trap.train, grad=trap.grad)
     exact, _ = run(model, inputs, trap.train, lambda m: m, torch.float64, outputs, trap.grad)
-    compile_it = functools.partial(compiled, dynamic=trap.dynamic, inner=trap.inner)
+    compile_it = functools.partial(compiled, dynamic=trap.dynamic, inner=trap.inner, **options)
     ours, _ = run(model, inputs, trap.train, compile_it, None, outputs, trap.grad)
     assert_close(ours, eager, exact)
 

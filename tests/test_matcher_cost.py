@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from fx_fuser import backend, checks, match, nodes, view
 from fx_fuser.options import Options
 
-OPTIONS = Options(cpu_ops=True, strict=True)
+OPTIONS = Options(cpu_ops=True, strict=True, auto=False)
 
 
 class Builder:
@@ -123,8 +123,11 @@ GRAPHS: dict[Callable[[int], GraphModule], tuple[str, bool]] = {
 }
 
 
-def _work(monkeypatch: pytest.MonkeyPatch, gm: GraphModule) -> tuple[int, list[str]]:
-    """Operands compared and nodes whose memory was looked at, and the patterns that matched."""
+def work(
+    monkeypatch: pytest.MonkeyPatch, gm: GraphModule, options: Options = OPTIONS
+) -> tuple[int, list[str]]:
+    """Operands compared, nodes bound and nodes whose memory was looked at, and the patterns that
+    matched."""
     counted = 0
 
     def counting(function: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
@@ -139,7 +142,8 @@ def _work(monkeypatch: pytest.MonkeyPatch, gm: GraphModule) -> tuple[int, list[s
         patch.setattr(match.Work, "spend", counting(match.Work.spend, lambda *_: 1))
         for module in (checks, view):
             patch.setattr(module, "storages", counting(nodes.storages, lambda _: 1))
-        matches = backend.fuse(gm, OPTIONS).matches
+        patch.setattr(match, "bind", counting(match.bind, lambda view, site, nodes: len(nodes)))
+        matches = backend.fuse(gm, options).matches
     return counted, [m.pattern.name for m in matches]
 
 
@@ -148,7 +152,7 @@ def test_work_grows_with_the_graph(
     graph: Callable[[int], GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pattern, fuses = GRAPHS[graph]
-    (once, few), (twice, more) = (_work(monkeypatch, graph(n)) for n in (60, 120))
+    (once, few), (twice, more) = (work(monkeypatch, graph(n)) for n in (60, 120))
     assert 0 < twice <= 2.2 * once
     assert (few, more) == ([pattern] * 60 * fuses, [pattern] * 120 * fuses)
 

@@ -15,7 +15,7 @@ import fx_fuser
 from fx_fuser import backend
 from fx_fuser.testing import assert_equivalent, assert_fused
 
-PATHS = {"cpu_ops": {"inner": "aot_eager", "cpu_ops": True}, "default": {}}
+PATHS = {"cpu_ops": {"inner": "aot_eager", "cpu_ops": True, "auto": False}, "default": {}}
 paths = pytest.mark.parametrize("path", PATHS)
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 

@@ -29,7 +29,7 @@ ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     "misspelt plural": ({"pattern": ["one"]}, "did you mean 'patterns'?"),
     "misspelt cpu_ops": ({"cpu_op": True}, "did you mean 'cpu_ops'?"),
     "misspelt Inductor": ({"max_autotun": True}, "did you mean 'max_autotune'?"),
-    "like nothing": ({"qqqqqqqq": 1}, "fx_fuser's are cpu_ops, fp32, inner,"),
+    "like nothing": ({"qqqqqqqq": 1}, "fx_fuser's are auto, cache_size, cpu_ops, fp32, inner,"),
     "inner": ({"inner": "tvm"}, "option 'inner' is 'tvm'; give one of inductor, aot_eager, eager"),
     "fp32": ({"fp32": "fp64"}, "'fp64'; give one of follow, split, ieee, tf32"),
     "plan": ({"plan": "never"}, "option 'plan' is 'never'; give one of measure, always"),
@@ -39,6 +39,13 @@ ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     "strict type": ({"strict": "yes"}, "option 'strict' is 'yes'; give True or False"),
     "strict int": ({"strict": 1}, "option 'strict' is 1; give True or False"),
     "cpu_ops type": ({"cpu_ops": None}, "option 'cpu_ops' is None; give True or False"),
+    "auto type": ({"auto": "yes"}, "option 'auto' is 'yes'; give True or False"),
+    "auto int": ({"auto": 1}, "option 'auto' is 1; give True or False"),
+    "max_structures type": ({"max_structures": "8"}, "'max_structures' is '8'; give a number"),
+    "max_structures bool": ({"max_structures": True}, "'max_structures' is True; give a number"),
+    "max_structures sign": ({"max_structures": -1}, "'max_structures' is -1; give 0 or more"),
+    "cache_size type": ({"cache_size": 0.5}, "'cache_size' is 0.5; give a number of megabytes"),
+    "cache_size sign": ({"cache_size": -5}, "'cache_size' is -5; give 0 or more"),
     "mode type": ({"mode": 7}, "option 'mode' is 7; give the name of an Inductor mode"),
     "mode": ({"mode": "fastest"}, "mode is 'fastest'; give one of"),
     "mode without Inductor": (
@@ -59,9 +66,9 @@ ERRORS: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "near one that is Inductor's": (
         {"inner": "eager", "max_autotun": True},
-        "unknown option 'max_autotun'; fx_fuser's are cpu_ops,",
+        "unknown option 'max_autotun'; fx_fuser's are auto, cache_size, cpu_ops,",
     ),
-    "number": ({1: 2}, "unknown option 1; fx_fuser's are cpu_ops,"),
+    "number": ({1: 2}, "unknown option 1; fx_fuser's are auto, cache_size, cpu_ops,"),
     "number with eager": ({"inner": "eager", None: 2}, "unknown option None; fx_fuser's are"),
     "inductor is no option": ({"inductor": {}}, "unknown option 'inductor'"),
 }
@@ -114,6 +121,27 @@ SELECTIONS: dict[str, tuple[Any, list[str]]] = {
 def test_selects(given: Any, selected: list[str]) -> None:
     options = Options.parse(None, {"patterns": given}, KNOWN)
     assert [n for n in KNOWN if options.selects(n)] == selected
+
+
+GROWTH: dict[str, tuple[dict[str, Any], bool]] = {
+    "by default": ({}, True),
+    "turned off": ({"auto": False}, False),
+    "patterns turned off": ({"patterns": ["-one"]}, True),
+    "patterns chosen": ({"patterns": ["one"]}, False),
+    "patterns chosen, some turned off": ({"patterns": ["one", "-two"]}, False),
+    "no patterns": ({"patterns": []}, False),
+    "no patterns, asked for": ({"patterns": [], "auto": True}, True),
+    "patterns chosen, asked for": ({"patterns": ["one"], "auto": True}, True),
+    "through AOTAutograd": ({"inner": "aot_eager"}, True),
+    "where it may be differentiated twice": ({"inner": "eager"}, False),
+    "there, asked for": ({"inner": "eager", "auto": True}, True),
+    "there, patterns turned off": ({"inner": "eager", "patterns": ["-one"]}, False),
+}
+
+
+@pytest.mark.parametrize("given, grows", GROWTH.values(), ids=GROWTH.keys())
+def test_grows(given: dict[str, Any], grows: bool) -> None:
+    assert Options.parse(None, given, KNOWN).grows is grows
 
 
 def test_no_patterns() -> None:

@@ -26,11 +26,11 @@ class Boom(Exception):
     pass
 
 
-def _of_first(match: Any) -> bool:
+def of_first(match: Any) -> bool:
     return "first" in match.site.operands["weight"].name
 
 
-def _raising_at(owner: Any, name: str, is_first: Callable[..., bool]) -> Callable[..., Any]:
+def raising_at(owner: Any, name: str, is_first: Callable[..., bool]) -> Callable[..., Any]:
     right = getattr(owner, name)
 
     @functools.wraps(right)
@@ -50,13 +50,13 @@ def _find_first(view: Any, patterns: Any, check: Any, node: Any) -> bool:
 # Where → owner, name, and of its arguments whether they are of the first site.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "matching": (backend, "find", _find_first),
-    "a check": (checks, "fault_of", _of_first),
-    "the candidates": (ANCHORS["linear"], "candidates", lambda case: _of_first(case)),
-    "the choice": (plan, "_pick", lambda match, *_: _of_first(match)),
-    "the call": (calls, "graph_call", lambda match, *_: _of_first(match)),
-    "what it saves": (backend, "saved", lambda match, *_: _of_first(match)),
-    "what it keeps": (backend, "kept", lambda match, *_: _of_first(match)),
-    "binding": (Match, "bound", _of_first),
+    "a check": (checks, "fault_of", of_first),
+    "the candidates": (ANCHORS["linear"], "candidates", lambda case: of_first(case)),
+    "the choice": (plan, "_pick", lambda match, *_: of_first(match)),
+    "the call": (calls, "graph_call", lambda match, *_: of_first(match)),
+    "what it saves": (backend, "saved", lambda match, *_: of_first(match)),
+    "what it keeps": (backend, "kept", lambda match, *_: of_first(match)),
+    "binding": (Match, "bound", of_first),
 }
 
 
@@ -68,23 +68,27 @@ def _model() -> Program:
     return Program(body, first=nn.Linear(8, 6), other=nn.Linear(6, 5))
 
 
+# A site at which a named pattern fails is not grown either.
+grown = pytest.mark.parametrize("auto", [False, True], ids=["named", "grown"])
+
+
 @pytest.fixture(params=PLACES)
 def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     owner, name, is_first = PLACES[request.param]
     if name == "bound":
         monkeypatch.setattr(Match, name, property(_bound_or_raise))  # instead of a cached one
     else:
-        monkeypatch.setattr(owner, name, _raising_at(owner, name, is_first))
+        monkeypatch.setattr(owner, name, raising_at(owner, name, is_first))
     return str(request.param)
 
 
 def _bound_or_raise(match: Match) -> Bound:
-    if _of_first(match):
+    if of_first(match):
         raise Boom("our own fault")
     return bind(match.view, match.site, match.nodes)
 
 
-def _told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+def told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = run()
@@ -92,13 +96,14 @@ def _told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-def test_the_other_site_fuses(place: str, train: bool) -> None:
+@grown
+def test_the_other_site_fuses(auto: bool, place: str, train: bool) -> None:
     model, x = _model().train(train), torch.randn(4, 8)
     with torch.set_grad_enabled(train):
-        value, told = _told(lambda: compiled(model, strict=False)(x))
+        value, said = told(lambda: compiled(model, strict=False, auto=auto)(x))
         torch.testing.assert_close(value, model(x))
     assert fused() == {ADD: 1}
-    (message,) = told
+    (message,) = said
     head, line, last = message.splitlines()
     assert head == "fx_fuser leaves what it fails at to the model's own ops:"
     assert ", test_site_faults.py:" in line and line.endswith(": Boom: our own fault")
@@ -108,13 +113,16 @@ def test_the_other_site_fuses(place: str, train: bool) -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
-def test_strict_raises(place: str) -> None:
+@grown
+def test_strict_raises(auto: bool, place: str) -> None:
     with pytest.raises(Exception, match="our own fault"):
-        compiled(_model(), strict=True)(torch.randn(4, 8))
+        compiled(_model(), strict=True, auto=auto)(torch.randn(4, 8))
 
 
-def test_the_report_says_so(place: str) -> None:
-    report = fx_fuser.explain(_model(), torch.randn(4, 8))
+@grown
+def test_the_report_says_so(auto: bool, place: str) -> None:
+    options = {"cpu_ops": True, "auto": auto}
+    report = fx_fuser.explain(_model(), torch.randn(4, 8), options=options)
     assert [site.pattern for site in report.fused] == [ADD]
     assert [site.reason for site in report.refused] == ["Boom: our own fault"]
 
@@ -134,8 +142,8 @@ def test_a_node_that_no_pattern_is_for_costs_nothing(monkeypatch: pytest.MonkeyP
         return F.silu(m.lin(m.conv(x).mean((2, 3)))) * 2.0
 
     model = Program(body, conv=nn.Conv2d(3, 8, 3), lin=nn.Linear(8, 6))
-    value, told = _told(lambda: compiled(model, strict=False)(torch.randn(2, 3, 5, 5)))
-    assert value.shape == (2, 6) and fused() == {MUL: 1} and told == []
+    value, said = told(lambda: compiled(model, strict=False)(torch.randn(2, 3, 5, 5)))
+    assert value.shape == (2, 6) and fused() == {MUL: 1} and said == []
 
 
 def test_a_bad_option_is_no_fault_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:

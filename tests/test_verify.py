@@ -204,7 +204,7 @@ def test_an_op_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_report_and_the_log_say_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     _break_values(monkeypatch, MUL_ADD)
     model, x = ThreePatterns(), images()
-    options = {"cpu_ops": True, **FIRST}
+    options = {"cpu_ops": True, "auto": False, **FIRST}
     report = fx_fuser.explain(model, x, train=True, options=options)
     assert {s.pattern for s in report.fused} == {MUL_MUL, CONV}
     (miss,) = report.refused
@@ -582,7 +582,7 @@ def _with_fake_inputs(**options: Any) -> Callable[..., Any]:
 
     def compile_graph(gm: Any, example_inputs: Any) -> Any:
         fakes = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
-        given = {"cpu_ops": True, "inner": "aot_eager", **options}
+        given = {"cpu_ops": True, "inner": "aot_eager", "auto": False, **options}
         return fx_fuser.backend.fx_fuser(gm, fakes, options=given)
 
     return compile_graph

@@ -2,6 +2,7 @@
 
     python tests/value_fuzz.py --count 20000 --seed 0 --train --jobs 2
     python tests/value_fuzz.py --seed 1234 --count 1 --show
+    python tests/value_fuzz.py --auto --count 2000
     python tests/value_fuzz.py --device cuda --count 2000 --structures 60
 
 Most programs are read without Dynamo: torch.fx records the calls, an interpreter runs them for the
@@ -90,7 +91,10 @@ class _Recorder(Interpreter):
 
 def _options(program: Program, inner: str) -> dict[str, Any]:
     chosen = {"inner": inner, "cpu_ops": True, "strict": True, "plan": "always"}
-    only = {} if program.crowd else {"patterns": [program.pattern.name]}
+    only: dict[str, Any] = {"patterns": [program.pattern.name]}
+    if program.auto or program.crowd:
+        only = {"patterns": [] if program.auto else None}
+    chosen["auto"] = program.auto
     return {**chosen, **only, "save": program.save}
 
 
@@ -146,11 +150,15 @@ def check(
         results, count = _through_dynamo(loaded, given, compiled or "aot_eager")
     else:
         options = Options.parse(None, _options(program, "eager"), _names())
+        result = _result_of(gm)
         outcome = backend.fuse(gm, options, inputs=given)
         outcome.tell(strict=True)
         if time.monotonic() - start > SLOW_S and device == "cpu":
             return f"reading it took {time.monotonic() - start:.0f} s"
         count = len(outcome.matches)
+        whole = [m for m in outcome.matches if program.auto and m.root.name == result]
+        program.whole = bool(whole)
+        program.acc = plan.MatchCase(whole[0], options).acc if whole else None
         with torch.set_grad_enabled(program.train):
             results = gm(*given)
     fused = _seen(loaded, given, results, dy)
@@ -160,12 +168,18 @@ def check(
     if fault:
         return fault
     exact = device == "cpu" and compiled != "inductor" and not bounded
+    if program.auto and not program.whole:
+        if wanted and not count:
+            return "nothing is grown"
+        norm = program.pattern.kind == "conv2d_batchnorm"
+        same = exact and not norm and is_plain(program, loaded.inputs)
+        return unfused_faults(eager, fused) if same else ""
     if program.crowd:
         if wanted and not count and not _another_layout_wins(loaded, eager):
             return "0 sites of all patterns fused, expected 1 at least"
         same = exact and is_plain(program, loaded.inputs)
         return unfused_faults(eager, fused) if same else ""
-    if wanted == 1 and _another_layout_wins(loaded, eager):
+    if wanted == 1 and not program.auto and _another_layout_wins(loaded, eager):
         # A part of the tail may fuse, with roundings of its own.
         same = exact and (not count or is_plain(program, loaded.inputs))
         return unfused_faults(eager, fused) if same else ""
@@ -174,6 +188,12 @@ def check(
     if not count:
         return unfused_faults(eager, fused) if exact else ""
     return faults_of(program, loaded.space, loaded.inputs, dy, eager, fused, exact)
+
+
+def _result_of(gm: torch.fx.GraphModule) -> str:
+    """The name of the tail's last node; the graph that is rewritten is a copy."""
+    (output,) = gm.graph.find_nodes(op="output")
+    return str(output.args[0][0])  # type: ignore[index]
 
 
 def _names() -> list[str]:
@@ -259,11 +279,13 @@ def _literal(tensor: Tensor) -> str:
 
 @dataclass
 class Tally:
-    """Of one run. sites: those that fused. illegal: seeds of programs that eager mode refuses."""
+    """Of one run. sites: those that fused. whole: tails that were grown to their end, of programs
+    without Dynamo. illegal: seeds of programs that eager mode refuses."""
 
     programs: int = 0
     illegal: int = 0
     sites: int = 0
+    whole: int = 0
     failures: dict[int, str] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)  # pattern → sites
 
@@ -273,7 +295,7 @@ class Run:
     """What to try. structures: how many there are; 0: each seed has its own.
 
     compiled: the fraction that goes through torch.compile, with `inner`. first: the first seed.
-    only: names of patterns; default: all.
+    only: names of patterns; default: all. auto: their tails are grown, see `generate`.
     """
 
     train: bool = False
@@ -286,11 +308,12 @@ class Run:
     first: int = 0
     bounded: bool = False
     only: tuple[str, ...] = ()
+    auto: bool = False
 
     def program(self, seed: int, patterns: Sequence[Pattern]) -> Program:
         patterns = [p for p in patterns if not self.only or p.name in self.only]
         structure = self.first + seed % self.structures if self.structures else seed
-        return generate(structure, seed, patterns, self.train, self.dtype, self.device)
+        return generate(structure, seed, patterns, self.train, self.dtype, self.device, self.auto)
 
 
 def attempt(run: Run, seed: int, patterns: Sequence[Pattern]) -> tuple[Program, str]:
@@ -324,6 +347,7 @@ def fuzz(
                 continue
             tally.programs += 1
             tally.sites += program.fused
+            tally.whole += program.whole
             name = program.pattern.name
             tally.reached[name] = tally.reached.get(name, 0) + program.fused
             if message:
@@ -345,7 +369,8 @@ def _compile_kernels(run: Run, patterns: Sequence[Pattern]) -> None:
         view = View(gm.graph)
         chosen = _options(loaded.program, "eager")
         options = Options.parse(None, chosen, _names())
-        matches += backend._read(view, [loaded.program.pattern], options).matches
+        active = [] if run.auto else [loaded.program.pattern]
+        matches += backend._read(view, active, options).matches
     if matches:
         plan.decide(matches, Options(plan="always", cpu_ops=True))
 
@@ -380,6 +405,7 @@ def main() -> None:
     parser.add_argument("--inner", default="aot_eager", help="what compiles those")
     parser.add_argument("--bounded", action="store_true", help="on a CPU too, within the bound")
     parser.add_argument("--only", nargs="*", default=(), help="names of patterns")
+    parser.add_argument("--auto", action="store_true", help="random tails, and no named pattern")
     parser.add_argument("--structures", type=int, help="default: 50 on cuda, else one a seed")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--show", action="store_true", help="print the programs, check nothing")
@@ -388,7 +414,7 @@ def main() -> None:
     if structures is None:
         structures = 50 if given.device == "cuda" else 0
     run = Run(given.train, given.dtype, given.device, structures, given.compiled, given.inner,
-              given.seconds, given.seed, given.bounded, tuple(given.only))  # fmt: skip
+              given.seconds, given.seed, given.bounded, tuple(given.only), given.auto)  # fmt: skip
     seeds = range(given.seed, given.seed + given.count)
     if given.show:
         with registered() as patterns:
@@ -400,8 +426,10 @@ def main() -> None:
     spent = time.monotonic() - start
     programs, sites = sum(t.programs for t in tallies), sum(t.sites for t in tallies)
     failures = sorted(seed for t in tallies for seed in t.failures)
+    grown = f"{sum(t.whole for t in tallies)} tails grown to their end, " if run.auto else ""
     print(
-        f"{programs} programs, {sites} sites fused, {len(failures)} failures {failures[:20]}; "
+        f"{programs} programs, {sites} sites fused, {grown}"
+        f"{len(failures)} failures {failures[:20]}; "
         f"{'training' if run.train else 'eval'}, {run.device}, {run.dtype or 'all dtypes'}, "
         f"seeds from {given.seed} ({sum(t.illegal for t in tallies)} gave no legal program), "
         f"{programs / spent:.1f} a second"

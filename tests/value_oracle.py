@@ -17,6 +17,7 @@ compared with those sums in float64, within the roundings of all partial sums.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from value_programs import Program
 from value_totals import convolution_totals, norm_totals, product_totals, same, spread_sum
 
@@ -85,23 +87,43 @@ class _Nudged(torch.autograd.Function):
 
 
 class _Wide(TorchFunctionMode):
-    """Every floating result in the accumulation dtype; the result of operation `at` moved."""
+    """Every floating result in the accumulation dtype; the result of operation `at` moved.
 
-    def __init__(self, acc: torch.dtype, at: int = -1, sign: int = 0) -> None:
+    apart: but for what is made of operands alone, which no grown tail takes in.
+    """
+
+    def __init__(
+        self, acc: torch.dtype, at: int = -1, sign: int = 0, *, apart: bool = False
+    ) -> None:
         super().__init__()
         self.acc, self.at, self.sign, self.count = acc, at, sign, 0
+        self.apart, self.of_z = apart, dict[int, Tensor]()
+        self.widened: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.apart:
+            if not any(id(t) in self.of_z for t in tree_leaves((args, kwargs))):
+                return func(*args, **kwargs)
+            args, kwargs = tree_map_only(Tensor, self._widened, (args, kwargs))
+        made = func(*args, **kwargs)
         if not isinstance(made, Tensor) or not made.is_floating_point():
             return made
         made = made.to(self.acc)
         if self.count == self.at:
             made = self._moved(made, func.__name__, args)
         self.count += 1
+        self.of_z[id(made)] = made
         return made
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        """One for all readers, so that its gradients add up before they are rounded."""
+        if id(tensor) in self.of_z or not tensor.is_floating_point():
+            return tensor
+        held = tensor, tensor.to(self.acc)
+        return self.widened.setdefault((id(tensor), tensor._version), held)[1]
 
     def _moved(self, made: Tensor, name: str, args: Sequence[Any]) -> Tensor:
         delta = self.sign * _ROUNDINGS.get(name, 1) * torch.finfo(self.acc).eps
@@ -123,7 +145,12 @@ def _evaluated(
     mode: _Wide,
 ) -> Oracle:
     z = z.detach().to(mode.acc).requires_grad_(dy is not None)
-    own = {n: v.detach().to(mode.acc) if v.is_floating_point() else v for n, v in operands.items()}
+    mode.of_z[id(z)] = z
+    own = {n: v.detach() for n, v in operands.items()}
+    if mode.apart:
+        own = {n: v.clone() if v.is_floating_point() else v for n, v in own.items()}
+    else:
+        own = {n: v.to(mode.acc) if v.is_floating_point() else v for n, v in own.items()}
     wanted = [n for n, v in operands.items() if v.requires_grad and dy is not None]
     for name in wanted:
         own[name].requires_grad_()
@@ -151,6 +178,7 @@ def _bounded(
     dy: Tensor | None,
     acc: torch.dtype,
     shape: torch.Size,
+    apart: bool,
 ) -> Oracle:
     """With slack; operands are spread over the result first, so that what is summed is seen.
 
@@ -160,22 +188,23 @@ def _bounded(
     for name, v in operands.items() if z.shape == shape else ():
         wide = v.detach().to(z.device).expand(shape)
         spread[name] = wide.requires_grad_(v.requires_grad) if v.requires_grad else wide
-    mode = _Wide(acc)
+    wide_mode = functools.partial(_Wide, acc, apart=apart)
+    mode = wide_mode()
     found = _evaluated(tail, z, spread, dy, mode)
     parts = {"y": found.y, "dz": found.dz, **found.grads}
     slack = {n: torch.zeros_like(v, dtype=torch.float64) for n, v in parts.items() if v is not None}
     moved = [
-        _evaluated(tail, z, spread, dy, _Wide(acc, at, sign))
+        _evaluated(tail, z, spread, dy, wide_mode(at, sign))
         for at in range(mode.count)
         for sign in (1, -1)
     ]
     pairs = list(zip(moved[::2], moved[1::2]))
     turned = torch.where(z == 0, -z, z)  # signs of zeros need not agree
-    pairs.append((_evaluated(tail, turned, spread, dy, _Wide(acc)),) * 2)
+    pairs.append((_evaluated(tail, turned, spread, dy, wide_mode()),) * 2)
     if noise is not None:
         pairs.append(
             tuple(  # type: ignore[arg-type]
-                _evaluated(tail, z.to(acc) + s * noise, spread, dy, _Wide(acc)) for s in (1, -1)
+                _evaluated(tail, z.to(acc) + s * noise, spread, dy, wide_mode()) for s in (1, -1)
             )
         )
     for up, down in pairs:
@@ -274,7 +303,7 @@ def faults_of(
     operands = {n: inputs[n] for n in p.operands}
     dy = dy if p.train and eager.grads else None
     z = _z(p, space, inputs)
-    acc = accumulation_of(p, z, operands, eager.y.dtype)
+    acc = p.acc or accumulation_of(p, z, operands, eager.y.dtype)
     norm, noise = p.pattern.kind == "conv2d_batchnorm", None
     if norm:
         theirs = z
@@ -338,7 +367,7 @@ def _exact_faults(
     p: Program, space: Any, z: Tensor, noise: Any, operands: dict[str, Tensor], dy: Tensor | None,
     acc: torch.dtype, eager: Seen, fused: Seen
 ) -> tuple[str, Tensor | None, Tensor | None]:  # fmt: skip
-    oracle = _evaluated(space["tail"], z, operands, dy, _Wide(acc))
+    oracle = _evaluated(space["tail"], z, operands, dy, _Wide(acc, apart=p.auto))
     y = oracle.y.to(eager.y.dtype).expand(eager.y.shape)
     if (bad := ~same(fused.y, y)).any():
         return _told("the result", bad, fused.y, y, eager.y), None, None
@@ -359,10 +388,10 @@ def _bounded_faults(
     acc: torch.dtype, eager: Seen, fused: Seen
 ) -> tuple[str, Tensor | None, Tensor | None]:  # fmt: skip
     shape = eager.y.shape
-    oracle = _bounded(space["tail"], z, noise, operands, dy, acc, shape)
+    oracle = _bounded(space["tail"], z, noise, operands, dy, acc, shape, p.auto)
     # Where an operand is spread by an operation, torch sums before it goes on: a sum that overflows
     # there is none of the finite terms that come of spreading first.
-    plain = _evaluated(space["tail"], z, operands, dy, _Wide(acc))
+    plain = _evaluated(space["tail"], z, operands, dy, _Wide(acc, apart=p.auto))
     if (bad := _rounded_bad(fused.y, oracle.y, oracle.slack["y"])).any():
         return _told("the result", bad, fused.y, oracle.y, eager.y), None, None
     for name, grad in oracle.grads.items():

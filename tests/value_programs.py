@@ -23,7 +23,7 @@ from torch import Tensor
 from value_writer import FREE, TailWriter, Text, substitute
 
 from fx_fuser.epilogue import Z
-from fx_fuser.pattern import Pattern
+from fx_fuser.pattern import Pattern, flatten
 from fx_fuser.spell import Arg, Expr, Operand
 
 inf, nan = math.inf, math.nan
@@ -87,7 +87,7 @@ class Program:
     operands: names of what the tail takes, beside z. compiled: Dynamo must read it. save: the
     option. z_exact: any order of the anchor's sum gives the same z. stays: inputs that are on the
     CPU beside CUDA ones. geometry: stride and padding of the convolution. crowd: all patterns are
-    active, and any of them may fuse any part of it.
+    active, and any of them may fuse any part of it. auto: none is, and the tail is grown.
     """
 
     source: str
@@ -106,7 +106,10 @@ class Program:
     stays: list[str] = field(default_factory=list)
     geometry: tuple[int, int] = (1, 0)
     crowd: bool = False
+    auto: bool = False
     fused: int = 0  # sites, when it was checked
+    whole: bool = False  # one of them, grown, ends where the tail does
+    acc: torch.dtype | None = None  # in which that computes
 
 
 @dataclass
@@ -313,7 +316,7 @@ class Generator:
         """bounds: the limits of this program are numbers."""
         if name.startswith("cond"):
             return self.condition()
-        if name in ("low", "high"):
+        if name.startswith(("low", "high")):
             return FREE if bounds else self.operand()
         kind = self.shape.randrange(10)
         if kind == 0:
@@ -429,13 +432,35 @@ def generate(
     train: bool,
     dtype: str = "",
     device: str = "cpu",
+    auto: bool = False,
 ) -> Program:
     """The program of this structure with the values of this seed, all on the CPU.
 
+    auto: its tail is that of several patterns, one behind the other, and none of them is active.
     Raises NothingToWrite.
     """
     shape, value = random.Random(f"shape {structure}"), random.Random(f"value {seed}")
     net = dtype or ("float64" if shape.randrange(25) == 0 else shape.choice(NETS))
     pattern = shape.choice(patterns)
     of = getattr(torch, net)
-    return Generator(shape, value, pattern, train, of, device).program()
+    if not auto:
+        return Generator(shape, value, pattern, train, of, device).program()
+    tails = [shape.choice(patterns) for _ in range(shape.choice((1, 2, 2, 3, 4)))]
+    program = Generator(shape, value, _chained(pattern, tails), train, of, device).program()
+    program.auto, program.crowd = True, False
+    own = any(type(v) is Named for v in program.inputs.values())
+    program.expected = None if own or device != "cpu" else 1
+    return program
+
+
+def _chained(first: Pattern, tails: Sequence[Pattern]) -> Pattern:
+    """The tails one behind the other, behind the first one's anchor."""
+    epilogue: Operand = Z
+    wildcards: list[str] = []
+    for i, pattern in enumerate(tails):
+        named = {n: f"{n}_{i}" for n in pattern.wildcards}
+        values: dict[str, Operand] = {n: Arg(new) for n, new in named.items()}
+        epilogue = substitute(pattern.epilogue, {**values, Z.name: epilogue})
+        wildcards += named.values()
+    name = "+".join(p.name.removeprefix("value_") for p in tails)
+    return Pattern(name, first.kind, flatten(epilogue), tuple(wildcards), None)
