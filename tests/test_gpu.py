@@ -106,21 +106,22 @@ def run(model: nn.Module, call: Callable, x: Tensor, g: Tensor | None) -> list[T
 
 
 def assert_as_exact_as_eager(
-    model: nn.Module, x: Tensor, *, backward: bool, fused: int = 1, **compile_options: object
+    model: nn.Module, x: Tensor, *, backward: bool, fused: int | None = 1, **compile_options: object
 ) -> None:
     """Outputs, gradients and buffers at most twice as far from float64 as eager's."""
     torch._dynamo.reset()
     counters.clear()
     ours, eager = copy.deepcopy(model), copy.deepcopy(model)
     exact = copy.deepcopy(model).double()
-    options = {"strict": True, "plan": "always", **compile_options.pop("options", {})}  # type: ignore[dict-item]
+    defaults = {"strict": True, "plan": "always", "auto": False}
+    options = {**defaults, **compile_options.pop("options", {})}  # type: ignore[dict-item]
     compiled = torch.compile(ours, backend="fx_fuser", options=options, **compile_options)
     g = torch.randn_like(model(x)) if backward else None
     with torch.set_grad_enabled(backward):
         found = run(ours, compiled, x, g)
         expected = run(eager, eager, x, g)
         reference = run(exact, exact, x.double(), g)
-    assert sum(counters["fx_fuser"].values()) == fused
+    assert fused in (None, sum(counters["fx_fuser"].values()))
     for value, other, truth in zip(found, expected, reference, strict=True):
         assert value.dtype == other.dtype and value.shape == other.shape
         # A bias before a training BatchNorm has gradient zero; what is computed is all rounding.
@@ -414,7 +415,7 @@ def test_the_plan_measures_takes_and_leaves(tmp_path, monkeypatch: pytest.Monkey
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
             report = str(fx_fuser.explain(model, x))
-        assert sum(counters["fx_fuser"].values()) == fused
+        assert fused in (None, sum(counters["fx_fuser"].values()))
         assert sum(counters["fx_fuser_left"].values()) == 1 - fused
         assert torch.equal(torch.cuda.get_rng_state(), state)
         assert "split" in report and " ms" in report
