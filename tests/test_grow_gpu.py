@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gpu import assert_as_exact_as_eager, gpu
+from sm90 import gpu
+from test_gpu import assert_as_exact_as_eager
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
