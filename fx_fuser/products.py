@@ -29,7 +29,7 @@ from fx_fuser import build, native, rehearse, timing
 from fx_fuser.anchors.linear import PRODUCT_ALONE, split_product
 from fx_fuser.errors import BuildError
 from fx_fuser.nodes import hint_of
-from fx_fuser.plan import gains
+from fx_fuser.plan import gains, is_small
 from fx_fuser.rehearse import TensorForm
 from fx_fuser.timing import Way
 
@@ -44,7 +44,6 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
-_LEAST_OPERATIONS = 2**27  # of a product that is timed: some 3 us of the library's
 _BANDWIDTH = 3e9  # bytes a ms of the GPU's memory
 
 
@@ -99,7 +98,7 @@ class Products(CustomGraphPass):
         if not native.runs_on(PRODUCT_ALONE, device):
             return False
         a, b = forms
-        if 2 * math.prod(a.size) * b.size[-1] < _LEAST_OPERATIONS:  # type: ignore[union-attr]
+        if is_small(a.size, b.size):  # type: ignore[union-attr]
             return False
         return _gains(node.target, a, b, device)  # type: ignore[arg-type]
 
