@@ -168,6 +168,8 @@ def check(
     if fault:
         return fault
     exact = device == "cpu" and compiled != "inductor" and not bounded
+    if program.has_bias:
+        return ""
     if program.auto and not program.whole:
         if wanted and not count:
             return "nothing is grown"
@@ -194,6 +196,8 @@ def _note_what_is_grown(program: Program, match: Match, options: Options, result
     readers = match.view.readers
     apart = (n for n in readers if n.name in program.operands and set(readers[n]) - match.nodes)
     program.apart = frozenset(n.name for n in apart)
+    bias = match.site.operands["bias"]
+    program.has_bias = bias is not None and bias.name in program.operands
     program.whole = match.root.name == result
     program.acc = plan.MatchCase(match, options).acc if program.whole else None
 
