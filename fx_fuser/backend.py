@@ -118,7 +118,7 @@ def fx_fuser(
             graph_pass = products.pass_for(chosen, example_inputs)
             if outcome.matches or graph_pass is not None:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = chosen.inner_compiler(graph_pass)(gm, example_inputs)
+                    compiled = chosen.with_pass(graph_pass).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
             eviction.keep_below(chosen.cache_size)
         except Exception as error:

@@ -169,7 +169,8 @@ def _associate(steps: list[Step], numbers: list[float]) -> None:
 
 
 def _reversed_numbers(steps: list[Step], numbers: list[float]) -> None:
-    numbers.reverse()
+    if not any(step.op == "hardtanh" for step in steps):  # which raises, and nothing differs
+        numbers.reverse()
 
 
 def _op(name: str, **changed: Any) -> Callable[[pytest.MonkeyPatch], None]:
