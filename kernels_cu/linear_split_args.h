@@ -115,7 +115,7 @@ constexpr int kLinearUnsureWords =
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes =
-    8 * ((32 * 20 + 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
+    8 * ((32 * 20 + 2 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
 constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
                                    kLinearEpilogueBytes + 16 /*when to do what again*/;
 
@@ -177,6 +177,8 @@ struct LinearSplitArgs {
   int32_t tiles;         // of all planes
   int32_t weight_outer;  // 1 where each outer batch has a weight of its own, 0 where they share it
   int32_t weight_inner;
+  bool transposed;  // the result is [n, m], and `result` speaks of it so
+  bool pairs;       // then: m is even, and two adjacent elements of it are aligned together
 };
 
 // ---- the sum of chunks --------------------------------------------------------------------------
@@ -185,12 +187,14 @@ constexpr int kSumThreads = 256;
 constexpr int kSumInFlight = 8;
 
 struct LinearSumArgs {
-  const float* partial;  // [chunk, outer, inner, m, n]
+  const float* partial;  // [chunk, outer, inner, m, pitch]
   LinearResult result;
   Divisor<uint32_t> n;
   Divisor<uint32_t> m;
   Divisor<uint32_t> inner;
   uint32_t count;  // elements of the result
+  int32_t rows;    // of it, in all batches
+  int32_t pitch;
   int32_t chunks;
 };
 

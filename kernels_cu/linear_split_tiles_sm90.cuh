@@ -18,6 +18,7 @@ constexpr int kWarpN = 16;                  // rows of the weight whose sums a w
 constexpr int kHeadRoom = 5;                // of a guessed scale: see Scale::of
 constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
 constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
+constexpr int kTransposedPitch = kBatchM + 8;  // the same of its pairs
 constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
 static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
 static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters * kWarpgroup <=
@@ -47,8 +48,12 @@ struct Barriers {
 
 // Of a consumer's warp, for the epilogue.
 struct Exchange {
-  float z[kBatchM][kExchangePitch];
+  union {
+    float z[kBatchM][kExchangePitch];              // [m][n]
+    float transposed_z[kWarpN][kTransposedPitch];  // [n][m]
+  };
   float x_unscale[kTileM];
+  float bias[kTileM];  // where the result is stored transposed
   // Where the tile's plane begins, in the order of LinearResult::place.
   void* place[LinearResult::kFirstOperand + kMaxInputs];
 };
