@@ -22,6 +22,7 @@ from benchmarks import harness
 from benchmarks.linear_sm90 import (
     CUDA,
     EXAMPLES,
+    GUESSED,
     IDENTITY,
     SENTINEL,
     SWISH,
@@ -225,6 +226,44 @@ def by_the_op(failures: list[str]) -> None:
         failures.append(f"op, heads: {error:.2e}")
 
 
+def split_bytes(a: Tensor, b: Tensor) -> int:
+    """What the op allocates beside its result: the split of one operand; nothing by the library."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = product(a, b)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - found.nbytes
+
+
+def fallbacks(failures: list[str]) -> None:
+    """After data that is slow in one way the op goes another one, and only then."""
+    native.prepare([PRODUCT_ALONE], CUDA)
+
+    def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
+        found = split_bytes(a, b)
+        least = 0 if split is None else split.nbytes
+        if not least <= found < least + (4 << 20):
+            failures.append(f"{what}: {found} bytes beside the result, not {least} and a little")
+
+    columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
+    a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
+    native.wake([PRODUCT_ALONE], CUDA)
+    expect("the smaller operand first", a, b, b)
+    strained, small = a.clone(), b / columns
+    strained[7] *= columns
+    for _ in range(2):
+        expect("one strained row", strained, small, b)
+    expect("all rows strained", a * columns, small, b)
+    expect("after strained rows", a, b, None)
+    native.wake([PRODUCT_ALONE], CUDA)
+    expect("when reset", a, b, b)
+    a[:, :GUESSED] = 0
+    expect("guesses that fail", a, b, b)
+    expect("after guesses that fail", a, b, a)
+    native.wake([PRODUCT_ALONE], CUDA)
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """Relative Frobenius errors against float64, over all and of the worst row by itself."""
@@ -267,7 +306,7 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
     return rows
 
 
-CHECKS = (chunked_values, weight_first, same_bits, by_the_op)
+CHECKS = (chunked_values, weight_first, same_bits, by_the_op, fallbacks)
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -338,12 +377,10 @@ def timing(failures: list[str]) -> list[Timing]:
             failures.append(f"{name}: error {error:.2e}")
         operations = 2 * out.numel() * a.shape[-1]
         del part, exact
-        ms, x_first, weight_first_ms, library_ms = (
-            median_ms(step, [], CUDA, 20, 80)
-            for step in (*(partial(ours, first) for first in ROLES), library)
-        )
+        ways: list[Step] = [*(partial(ours, first) for first in ROLES), library]
+        ms, *others = (median_ms(step, [], CUDA, 20, 80) for step in ways)
         speed = operations / ms * 1e-9
-        rows.append(Timing(name, ms, x_first, weight_first_ms, library_ms, speed, error))
+        rows.append(Timing(name, ms, others[0], others[1], others[2], speed, error))
     return rows
 
 

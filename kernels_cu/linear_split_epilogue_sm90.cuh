@@ -54,9 +54,10 @@ struct Finish {
   static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
 
   const LinearSplitArgs& args;
-  Exchange& exchange;   // this warp's
-  int warp_n;           // the warp's first row of the weight, in the tile
-  uint32_t unsure = 0;  // of any tile; the same in the warp's lanes of one lane % 4
+  Exchange& exchange;    // this warp's
+  const int64_t& began;  // in shared memory: the clock when the block did
+  int warp_n;            // the warp's first row of the weight, in the tile
+  uint32_t unsure = 0;   // of any tile; the same in the warp's lanes of one lane % 4
   bool was_strained = false;
   float bias[kDirect ? 2 : 1];         // of the rows of the weight that the lane stores
   float fetched_unscale[kTileM / 32];  // on their way to `exchange`
@@ -128,8 +129,10 @@ struct Finish {
     __syncwarp();
   }
 
-  // Rows are named as by strained_rows. One that has a z that is not finite is done again whole.
-  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained) {
+  // Rows are named as by strained_rows and strained_weights. One of x that has a z that is not
+  // finite is done again whole.
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained,
+                                             uint32_t weights) {
     uint32_t rows;
     if constexpr (kDirect) {
       const Tile tile = tile_at(args, index);
@@ -146,9 +149,10 @@ struct Finish {
       rows = store_in_runs(tile_at(args, index), sum);
     }
     rows |= strained;
-    if (threadIdx.x % 32 < 4) args.unsure[place_of(index)] = rows;
-    unsure |= rows;
-    was_strained |= strained != 0;
+    const int lane = threadIdx.x % 32;
+    if (lane < kLinearUnsureWords) unsure_rows(index)[lane] = lane < 4 ? rows : weights;
+    unsure |= rows | weights;
+    was_strained |= (strained | weights) != 0;
   }
 
   // The union of what the lanes of one lane % 4 name.
@@ -334,22 +338,26 @@ struct Finish {
     return rows_of(broken);
   }
 
-  static __device__ __forceinline__ int64_t place_of(int index) {
-    return int64_t{index} * kLinearUnsureWords + threadIdx.x / 32 * 4 + threadIdx.x % 4;
+  // This warp's of a tile.
+  __device__ __forceinline__ uint32_t* unsure_rows(int index) const {
+    const int64_t warp = int64_t{index} * (kLinearConsumerThreads / 32) + threadIdx.x / 32;
+    return args.unsure + warp * kLinearUnsureWords;
   }
 
   // A lane's elements that are in unsure rows.
   __device__ __forceinline__ uint64_t unsure_elements(int index) const {
-    const uint32_t rows = args.unsure[place_of(index)];
-    if (!__any_sync(0xFFFFFFFF, rows != 0)) return 0;
     const int lane = threadIdx.x % 32;
+    const uint32_t rows = unsure_rows(index)[lane % 4];
+    const uint32_t weights = unsure_rows(index)[kLinearUnsureWords - 1];
+    if (!__any_sync(0xFFFFFFFF, (rows | weights) != 0)) return 0;
     const Tile tile = tile_at(args, index);
     uint64_t elements = 0;
 #pragma unroll 1
     for (int element = 0; element < 64; ++element) {
       const int m = m_of(element, lane);
       const uint32_t of_lane = __shfl_sync(0xFFFFFFFF, rows, m / 2 % 4);
-      const uint64_t is_unsure = of_lane >> (m / 8 * 2 + m % 2) & 1;
+      const uint64_t is_unsure =
+          (of_lane >> (m / 8 * 2 + m % 2) | weights >> (lane / 4 * 4 + element / 2 % 2)) & 1;
       if (tile.m + m < args.m && tile.n + n_of(element, lane) < args.n) {
         elements |= is_unsure << element;
       }
@@ -360,12 +368,16 @@ struct Finish {
   // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
   // the stages' addresses are uniform, and descriptors would then reach each wgmma through R2UR.
   __device__ __forceinline__ void repair() const {
-    if (was_strained) *args.was_strained = 1;
     if (!__any_sync(0xFFFFFFFF, unsure != 0)) return;
     __syncwarp();  // the rows are read by other lanes than wrote them
+    const int64_t ended = clock64();
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
       repair(tile_at(args, index), unsure_elements(index));
     }
+    // The kernel takes as long as its slowest warp.
+    const auto product = static_cast<float>(ended - began);
+    const auto repairs = static_cast<float>(clock64() - ended);
+    if (was_strained && repairs > args.bearable * product) *args.was_strained = 1;
   }
 
   // The warp goes through its lanes' elements one by one.

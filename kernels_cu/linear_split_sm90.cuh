@@ -74,6 +74,7 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     }
     ptx::mbarrier_init(ptx::shared_address(&shared.walked), kConsumers * kWarpgroup / 32);
     shared.any_again = 0;
+    shared.began = clock64();
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -92,7 +93,8 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    Finish<Epilogue, kScalars, Out, In...> finish{args, shared.exchange[warp], warp * kWarpN};
+    Finish<Epilogue, kScalars, Out, In...> finish{args, shared.exchange[warp], shared.began,
+                                                  warp * kWarpN};
     consume<kTurned>(args, shared, warpgroup, finish);
   }
 }

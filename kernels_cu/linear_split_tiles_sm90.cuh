@@ -19,6 +19,7 @@ constexpr int kHeadRoom = 5;                // of a guessed scale: see Scale::of
 constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
 constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
 constexpr int kTransposedPitch = kBatchM + 8;  // the same of its pairs
+constexpr int kMostAgain = 8;                  // one tile of so many is worth exact scales
 constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
 static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
 static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters * kWarpgroup <=
@@ -64,6 +65,7 @@ struct Shared {
   Exchange exchange[kConsumers * kWarpgroup / 32];
   Barriers of_weight;
   Barriers of_x;
+  int64_t began;       // the multiprocessor's clock at the kernel's start
   uint64_t walked;     // the consumers are through with the ordinary tiles, and any_again is final
   uint32_t any_again;  // of this block's tiles
 };

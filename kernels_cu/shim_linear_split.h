@@ -193,7 +193,8 @@ struct SplitWorkspace {
     // What is aligned on most bytes comes first.
     const int64_t at_parked = 2 * rows * padded_k * 2;
     const int64_t at_unsure = at_parked + parked_blocks * kLinearTileM * kLinearTileN * 4;
-    const int64_t at_again = at_unsure + tiles * kLinearUnsureWords * 4;
+    const int64_t at_again =
+        at_unsure + tiles * (kLinearConsumerThreads / 32) * kLinearUnsureWords * 4;
     const int64_t at_unscale = at_again + tiles * 8;
     const int64_t at_partial = at_unscale + rows * 4;
     memory = new_dense(like, {at_partial + partials * 4}, ScalarType::Byte);
@@ -304,6 +305,13 @@ struct SplitCall {
 
   // Is the split product faster than the library's?
   bool pays() const { return choice.seconds < library_seconds(sizes); }
+
+  // How long repairs may take, as a part of the product's time, until the library is the faster
+  // one.
+  float bearable() const {
+    constexpr double kLeast = 0.05;
+    return static_cast<float>(std::max(library_seconds(sizes) / choice.seconds - 1, kLeast));
+  }
 };
 
 // The product of `first`, which is split, and `second`, whose values the copy engine takes.
@@ -394,6 +402,8 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   LinearSplitArgs args = split_product_args(first, second, sizes, plan, of_product, work);
   args.result = whole ? *result : partial_result(work.partial, call->rows, sizes.n);
   args.was_strained = kernels.precision->flag();
+  args.bearable = call->bearable();
+  if (choice.weight_first) args.misled = kernels.roles->flag();
   args.transposed = choice.weight_first;
   args.pairs = !whole || is_stored_in_pairs(*result, sizes.n, out.element_size());
   LaunchOptions overlapped;
