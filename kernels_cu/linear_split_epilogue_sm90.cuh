@@ -140,8 +140,8 @@ struct Finish {
     uint32_t rows;
     if constexpr (kDirect) {
       const Tile tile = tile_at(args, index);
-      if (!kIsPartial &&
-          (args.result.place[LinearResult::kZ].data != nullptr || args.transposed > args.pairs)) {
+      const bool keeps_z = args.result.place[LinearResult::kZ].data != nullptr;
+      if (!kIsPartial && (keeps_z || (args.transposed && !args.pairs))) {
         rows = store_as_it_lies<Way::kAny>(tile, sum);
       } else if (args.transposed) {
         rows = store_as_it_lies<Way::kPairs>(tile, sum);
