@@ -79,13 +79,21 @@ __device__ __forceinline__ int k_of(const Planes& planes, const Plane& plane) {
 
 // ---- x, split -----------------------------------------------------------------------------------
 
+// Of a row of x: what undoes its scale, and the sum, still scaled, below which the split may have
+// lost too much.
+struct alignas(8) SplitRowFactors {
+  float unscale;
+  float least_sum;
+};
+
 struct SplitArgs {
   const float* x;  // [plane, rows, k] of any strides
   PlaneStride x_plane;
   int64_t x_stride_m;
   int64_t x_stride_k;
-  void* split;     // [plane, 2, rows, padded_k] fp16: hi, lo
-  float* unscale;  // [plane, rows]
+  void* split;               // [plane, 2, rows, padded_k] fp16: hi, lo
+  SplitRowFactors* factors;  // [plane, rows]
+  float least_sum;           // the most that one asks for
   Planes planes;
   Divisor<uint32_t> units;  // of a plane: rows, or strips of columns
   int32_t rows;
@@ -115,7 +123,7 @@ constexpr int kLinearUnsureWords = kLinearTileM / 32 + 1;
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes =
-    8 * ((32 * 20 + 2 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
+    8 * ((32 * 20 + 3 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
 constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
                                    kLinearEpilogueBytes + 8 /*began*/ +
                                    16 /*when to do what again*/;
@@ -154,10 +162,10 @@ struct LinearResult {
 };
 
 struct LinearSplitArgs {
-  CUtensorMap weight_map;  // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
-  CUtensorMap x_map;       // [plane, 2, m, padded k] fp16, as the split wrote it
-  const float* x_unscale;  // [plane, m]
-  float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
+  CUtensorMap weight_map;            // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
+  CUtensorMap x_map;                 // [plane, 2, m, padded k] fp16, as the split wrote it
+  const SplitRowFactors* x_factors;  // [plane, m]
+  float4* parked;    // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
   uint32_t* was_strained;  // in the host's memory: set to 1 where that makes the library faster

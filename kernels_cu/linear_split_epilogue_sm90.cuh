@@ -59,8 +59,8 @@ struct Finish {
   int warp_n;            // the warp's first row of the weight, in the tile
   uint32_t unsure = 0;   // of any tile; the same in the warp's lanes of one lane % 4
   bool was_strained = false;
-  float bias[kDirect ? 2 : 1];         // of the rows of the weight that the lane stores
-  float fetched_unscale[kTileM / 32];  // on their way to `exchange`
+  float bias[kDirect ? 2 : 1];           // of the rows of the weight that the lane stores
+  SplitRowFactors fetched[kTileM / 32];  // on their way to `exchange`
   float fetched_bias[kTileM / 32];
 
   // The result's row and column of x's row m and the weight's row n.
@@ -105,7 +105,7 @@ struct Finish {
     const Tile tile = tile_at(args, index);
     const int lane = threadIdx.x % 32;
     if constexpr (!kDirect) find_places(tile.at);
-    const float* x_unscale = args.x_unscale + int64_t{tile.plane} * args.m;
+    const SplitRowFactors* x_factors = args.x_factors + int64_t{tile.plane} * args.m;
     if constexpr (kDirect) {
       bias[0] = bias_of_n(tile.n + n_of(0, lane));
       bias[1] = bias_of_n(tile.n + n_of(2, lane));
@@ -115,7 +115,7 @@ struct Finish {
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i) {
       const int m = tile.m + i * 32 + lane;
-      fetched_unscale[i] = m < args.m ? x_unscale[m] : 0.0f;
+      fetched[i] = m < args.m ? x_factors[m] : SplitRowFactors{0, 0};
       fetched_bias[i] = bias_of_m(m);
     }
   }
@@ -123,11 +123,15 @@ struct Finish {
   __device__ __forceinline__ void place() {
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i) {
-      exchange.x_unscale[i * 32 + threadIdx.x % 32] = fetched_unscale[i];
+      exchange.x_unscale[i * 32 + threadIdx.x % 32] = fetched[i].unscale;
+      exchange.x_least_sum[i * 32 + threadIdx.x % 32] = fetched[i].least_sum;
       exchange.bias[i * 32 + threadIdx.x % 32] = fetched_bias[i];
     }
     __syncwarp();
   }
+
+  // Of x's row i of the tile: see strained_rows.
+  __device__ __forceinline__ float least_sum(int i) const { return exchange.x_least_sum[i]; }
 
   // Rows are named as by strained_rows and strained_weights. One of x that has a z that is not
   // finite is done again whole.
@@ -136,8 +140,8 @@ struct Finish {
     uint32_t rows;
     if constexpr (kDirect) {
       const Tile tile = tile_at(args, index);
-      if (!kIsPartial &&
-          (args.result.place[LinearResult::kZ].data != nullptr || args.transposed > args.pairs)) {
+      const bool keeps_z = args.result.place[LinearResult::kZ].data != nullptr;
+      if (!kIsPartial && (keeps_z || (args.transposed && !args.pairs))) {
         rows = store_as_it_lies<Way::kAny>(tile, sum);
       } else if (args.transposed) {
         rows = store_as_it_lies<Way::kPairs>(tile, sum);

@@ -249,10 +249,13 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
 }
 
 // The rows of x all of whose sums in this warp are small, but not all zero: bit 2i + t of a lane is
-// row 8i + 2 (lane % 4) + t. The sums are still scaled, so that an operand loses at most 2^-25 an
-// element, and the other one's row is at most 2^15 times that: whatever the data, kLeastSum sqrt(k)
-// is where that can reach 3e-7 of 16 sums. How far data of what kind is above it: NOTES.md.
-__device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least) {
+// row 8i + 2 (lane % 4) + t. The sums are still scaled, so that of each element at most 2^-25 is
+// lost, and of a sum 2^-25.8 times the Euclidean norms of both rows, if errors are random: whatever
+// the data, `least` = kLeastSum sqrt(k) is where that can reach 3e-7 of 16 sums. The pre-pass knows
+// x's norm, and finish.least_sum may be less. How far data of what kind is above it: NOTES.md.
+template <class Finish>
+__device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least,
+                                                  const Finish& finish) {
   float smallest = INFINITY;  // of the larger ones of a thread's two sums of a row
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
@@ -270,7 +273,8 @@ __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float 
     for (int t = 0; t < 2; ++t) {
       const float larger = fmaxf(fabsf(sum[4 * i + t]), fabsf(sum[4 * i + 2 + t]));
       const uint32_t bit = 1u << (2 * i + t);
-      large |= larger >= least ? bit : 0;
+      const int row = 8 * i + 2 * (threadIdx.x % 4) + t;
+      large |= larger >= finish.least_sum(row) ? bit : 0;
       any |= larger > 0 ? bit : 0;
     }
   }
@@ -396,7 +400,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       for (int i = 0; i < 64; ++i) least[i / 2 % 2] = fminf(least[i / 2 % 2], fabsf(sum[i]));
       walk.report(__any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY));
     }
-    const uint32_t strained = strained_rows(sum, args.least_sum);
+    const uint32_t strained = strained_rows(sum, args.least_sum, finish);
     const uint32_t weights = strained_weights(sum, args.least_sum);
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];

@@ -26,7 +26,8 @@
 // - A z that is not finite even then is computed by plain fp32 arithmetic (`repair`): products of
 //   split infinities are NaN, and sums overflow where a weight is beyond about 2^100. So are z that
 //   are too small beside their rows' largest for what the split loses there: large columns of x
-//   meet small ones of the weight, or the other way round (`strained_rows`).
+//   meet small ones of the weight, or the other way round (`strained_rows`,
+//   `strained_weights`).
 //
 // - A turned weight is one whose n are adjacent in memory (in a backward pass, or written as x w):
 //   a kernel of its own, which loads columns from shared memory and is else the same.

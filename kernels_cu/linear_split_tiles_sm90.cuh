@@ -54,6 +54,7 @@ struct Exchange {
     float transposed_z[kWarpN][kTransposedPitch];  // [n][m]
   };
   float x_unscale[kTileM];
+  float x_least_sum[kTileM];
   float bias[kTileM];  // where the result is stored transposed
   // Where the tile's plane begins, in the order of LinearResult::place.
   void* place[LinearResult::kFirstOperand + kMaxInputs];

@@ -183,27 +183,27 @@ struct SplitWorkspace {
   float4* parked;
   uint32_t* unsure;
   uint64_t* again;
-  float* unscale;
+  SplitRowFactors* factors;
   float* partial;
 
   // tiles: of all planes. partials: elements.
   SplitWorkspace(const Tensor& like, int64_t rows, int64_t padded_k, int64_t parked_blocks,
                  int64_t tiles, int64_t partials)
       : memory(like) {
-    // What is aligned on most bytes comes first.
+    // All are aligned on eight bytes, and what needs more comes first.
     const int64_t at_parked = 2 * rows * padded_k * 2;
     const int64_t at_unsure = at_parked + parked_blocks * kLinearTileM * kLinearTileN * 4;
     const int64_t at_again =
         at_unsure + tiles * (kLinearConsumerThreads / 32) * kLinearUnsureWords * 4;
-    const int64_t at_unscale = at_again + tiles * 8;
-    const int64_t at_partial = at_unscale + rows * 4;
+    const int64_t at_factors = at_again + tiles * 8;
+    const int64_t at_partial = at_factors + rows * static_cast<int64_t>(sizeof(SplitRowFactors));
     memory = new_dense(like, {at_partial + partials * 4}, ScalarType::Byte);
     auto* start = static_cast<uint8_t*>(memory.data_ptr());
     split = start;
     parked = reinterpret_cast<float4*>(start + at_parked);
     unsure = reinterpret_cast<uint32_t*>(start + at_unsure);
     again = reinterpret_cast<uint64_t*>(start + at_again);
-    unscale = reinterpret_cast<float*>(start + at_unscale);
+    factors = reinterpret_cast<SplitRowFactors*>(start + at_factors);
     partial = reinterpret_cast<float*>(start + at_partial);
   }
 };
@@ -314,6 +314,8 @@ struct SplitCall {
   }
 };
 
+float least_sum(const SplitPlan& plan) { return kLeastSum * std::sqrt(static_cast<float>(plan.k)); }
+
 // The product of `first`, which is split, and `second`, whose values the copy engine takes.
 LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand& second,
                                    const SplitSizes& sizes, const SplitPlan& plan,
@@ -323,11 +325,11 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
   args.weight_map = second.map();
   const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
   args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches);
-  args.x_unscale = work.unscale;
+  args.x_factors = work.factors;
   args.parked = work.parked;
   args.unsure = work.unsure;
   args.again = work.again;
-  args.least_sum = kLeastSum * std::sqrt(static_cast<float>(plan.k));
+  args.least_sum = least_sum(plan);
   args.x = first.data;
   args.weight = second.data;
   args.x_plane = {plan.k * first.stride_k, first.outer, first.inner};
@@ -395,9 +397,11 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
                           static_cast<int32_t>(plan.chunks), static_cast<int32_t>(plan.k),
                           static_cast<int32_t>(sizes.k - (plan.chunks - 1) * plan.k)};
   const bool natural = second.transposed();
-  launch_split(kernels.split_rows, kernels.split_columns,
-               split_args(first, of_product, padded_k, natural, work.split, work.unscale), planes,
-               multiprocessors, stream);
+  SplitArgs split = split_args(first, of_product, padded_k, natural);
+  split.split = work.split;
+  split.factors = work.factors;
+  split.least_sum = least_sum(plan);
+  launch_split(kernels.split_rows, kernels.split_columns, split, planes, multiprocessors, stream);
 
   LinearSplitArgs args = split_product_args(first, second, sizes, plan, of_product, work);
   args.result = whole ? *result : partial_result(work.partial, call->rows, sizes.n);

@@ -174,16 +174,13 @@ int strip_cluster(int64_t strips, int64_t k_tiles, int64_t multiprocessors) {
   return blocks;
 }
 
-// `planes` are those of the product.
-SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded_k, bool natural,
-                     void* split, float* unscale) {
+// `planes` are those of the product. The results' places are left to be set.
+SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded_k, bool natural) {
   SplitArgs args{};
   args.x = x.data;
   args.x_plane = {planes.k * x.stride_k, x.outer, x.inner};
   args.x_stride_m = x.stride_row;
   args.x_stride_k = x.stride_k;
-  args.split = split;
-  args.unscale = unscale;
   args.planes = planes;
   args.rows = static_cast<int32_t>(x.rows);
   args.padded_k = static_cast<int32_t>(padded_k);

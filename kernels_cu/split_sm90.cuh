@@ -2,9 +2,9 @@
 // the group sharing it to [2^14, 2^15). What is lost is at most 2^-22 of v, or 2^-39 of the
 // largest.
 //
-// And the pre-pass: rows of x to hi, lo and one factor a row of a plane, in the order of k in which
-// linear_split_sm90.cuh finds the weights in its registers: of turned weights in order; else, in
-// each 32 of k,
+// And the pre-pass: rows of x to hi, lo and what is to be known of a row of a plane, in the order
+// of k in which linear_split_sm90.cuh finds the weights in its registers: of turned weights in
+// order; else, in each 32 of k,
 //   position 16j + 8b + 2c + t holds k = 8c + 4j + 2b + t        c < 4; j, b, t < 2
 // One kernel for rows, and one for rows that are columns in memory. Both give the same bits.
 #pragma once
@@ -66,6 +66,39 @@ __device__ __forceinline__ float largest_of(const float4& v) {
   return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
+__device__ __forceinline__ float squares_of(const float4& v) {
+  return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
+}
+
+// What the search for a row's scale finds.
+struct RowSearch {
+  float largest;
+  float squares;  // their sum
+
+  __device__ __forceinline__ void add(const Octet& octet) {
+#pragma unroll
+    for (const float4& v : octet.half) {
+      largest = fmaxf(largest, largest_of(v));
+      squares += squares_of(v);
+    }
+  }
+  __device__ __forceinline__ void add(const RowSearch& other) {
+    largest = fmaxf(largest, other.largest);
+    squares += other.squares;
+  }
+
+  // Beside what a row of the weight may ask for, a quarter of the most: its norm is at most 2^10
+  // sqrt(k) where its first columns' largest is the largest of all. Squares that overflow ask for
+  // the most, as do those of small values, which may be lost.
+  __device__ __forceinline__ SplitRowFactors factors(const Scale& scale, float most) const {
+    constexpr float kPartOfNorm = 0.125f;
+    constexpr float kLeastSquared = 0x1p-45f;
+    const float norm = sqrtf(squares) * scale.scale;
+    const float least = fminf(most, kPartOfNorm * norm + most / 4);
+    return {scale.unscale, largest < kLeastSquared ? most : least};
+  }
+};
+
 // Word q of lane c in each quad of lanes goes to lane q as word c.
 __device__ __forceinline__ void transpose_quads(uint32_t (&word)[4]) {
   const auto exchange = [&](int low, int high, bool upper, int distance) {
@@ -104,8 +137,8 @@ struct SplitRow {
 
 // A cluster of blocks = a row of x.
 __device__ __forceinline__ void split_rows(const SplitArgs& args) {
-  __shared__ float warp_largest[kSplitThreads / 32];
-  __shared__ float block_largest[kSplitMaxCluster];
+  __shared__ RowSearch of_warp[kSplitThreads / 32];
+  __shared__ RowSearch of_block[kSplitMaxCluster];
 
   ptx::cluster_arrive();  // has started
   ptx::launch_dependents();
@@ -123,36 +156,37 @@ __device__ __forceinline__ void split_rows(const SplitArgs& args) {
   const int step = cluster * threads * kSplitWidth;
 
   Octet kept[kSplitKept];
-  float largest = 0;
+  RowSearch found{};
 #pragma unroll
   for (int i = 0; i < kSplitKept; ++i) {
     kept[i] = load_octet(args, row, first + thread_k + i * step, columns);
   }
 #pragma unroll
-  for (int i = 0; i < kSplitKept; ++i) {
-    largest = fmaxf(largest, fmaxf(largest_of(kept[i].half[0]), largest_of(kept[i].half[1])));
-  }
+  for (int i = 0; i < kSplitKept; ++i) found.add(kept[i]);
   for (int k = first + thread_k + kSplitKept * step; k < columns; k += step) {
-    const Octet octet = load_octet(args, row, k, columns);
-    largest = fmaxf(largest, fmaxf(largest_of(octet.half[0]), largest_of(octet.half[1])));
+    found.add(load_octet(args, row, k, columns));
   }
   for (int distance = 16; distance > 0; distance /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, distance));
+    found.add(RowSearch{__shfl_xor_sync(0xFFFFFFFF, found.largest, distance),
+                        __shfl_xor_sync(0xFFFFFFFF, found.squares, distance)});
   }
-  if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = found;
   __syncthreads();
-  for (int warp = 0; warp < threads / 32; ++warp) largest = fmaxf(largest, warp_largest[warp]);
+  found = of_warp[0];
+  for (int warp = 1; warp < threads / 32; ++warp) found.add(of_warp[warp]);
   ptx::cluster_wait();
   if (threadIdx.x < cluster) {
-    ptx::store_to_block(ptx::shared_address(&block_largest[rank]), threadIdx.x, largest);
+    ptx::store_to_block(ptx::shared_address(&of_block[rank].largest), threadIdx.x, found.largest);
+    ptx::store_to_block(ptx::shared_address(&of_block[rank].squares), threadIdx.x, found.squares);
   }
   __syncwarp();
   ptx::cluster_arrive();
   ptx::cluster_wait();
-  for (int block = 0; block < cluster; ++block) largest = fmaxf(largest, block_largest[block]);
+  found = of_block[0];
+  for (int block = 1; block < cluster; ++block) found.add(of_block[block]);
 
-  const Scale scale = Scale::of(largest);
-  if (rank == 0 && threadIdx.x == 0) args.unscale[unit] = scale.unscale;
+  const Scale scale = Scale::of(found.largest);
+  if (rank == 0 && threadIdx.x == 0) args.factors[unit] = found.factors(scale, args.least_sum);
   const SplitRow to = SplitRow::of(args, plane, r);
   const auto store = [&](const Octet& octet, int k) {
     uint32_t hi_word[4];  // word 2j + b
@@ -206,8 +240,8 @@ __device__ __forceinline__ void split_columns(const SplitArgs& args) {
   constexpr int kInFlight = kSplitDepth / kWarps;
   static_assert(kWarps * 4 == kSplitStrip && kWarps >= kSplitMaxCluster);
   __shared__ SplitTile tile;
-  __shared__ float warp_largest[kWarps][kSplitStrip];
-  __shared__ float block_largest[kSplitMaxCluster][kSplitStrip];
+  __shared__ RowSearch of_warp[kWarps][kSplitStrip];
+  __shared__ RowSearch of_block[kSplitMaxCluster][kSplitStrip];
 
   ptx::cluster_arrive();  // has started
   ptx::launch_dependents();
@@ -236,29 +270,32 @@ __device__ __forceinline__ void split_columns(const SplitArgs& args) {
     }
   };
 
-  float largest = 0;
+  RowSearch found{};
   for (int k0 = begin; k0 < end; k0 += kSplitDepth) {
     load(k0);
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) largest = fmaxf(largest, fabsf(value[i]));
+    for (int i = 0; i < kInFlight; ++i) found.add(RowSearch{fabsf(value[i]), value[i] * value[i]});
   }
-  warp_largest[warp][lane] = largest;
+  of_warp[warp][lane] = found;
   __syncthreads();
+  found = of_warp[0][lane];
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, warp_largest[i][lane]);
+  for (int i = 1; i < kWarps; ++i) found.add(of_warp[i][lane]);
   ptx::cluster_wait();
   if (warp < cluster) {
-    ptx::store_to_block(ptx::shared_address(&block_largest[rank][lane]), warp, largest);
+    RowSearch& to = of_block[rank][lane];
+    ptx::store_to_block(ptx::shared_address(&to.largest), warp, found.largest);
+    ptx::store_to_block(ptx::shared_address(&to.squares), warp, found.squares);
   }
   __syncwarp();
   ptx::cluster_arrive();
   ptx::cluster_wait();
-  for (int block = 0; block < cluster; ++block) {
-    largest = fmaxf(largest, block_largest[block][lane]);
-  }
-  const Scale of_lane = Scale::of(largest);
+  found = of_block[0][lane];
+  for (int block = 1; block < cluster; ++block) found.add(of_block[block][lane]);
+  const Scale of_lane = Scale::of(found.largest);
   if (rank == 0 && warp == 0 && first_row + lane < args.rows) {
-    args.unscale[int64_t{plane} * args.rows + first_row + lane] = of_lane.unscale;
+    args.factors[int64_t{plane} * args.rows + first_row + lane] =
+        found.factors(of_lane, args.least_sum);
   }
 
   // Eight lanes write the 128 bytes of a row, four rows a warp.
