@@ -286,8 +286,8 @@ __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float 
   return any & ~large;
 }
 
-// The same of the rows of the weight, whose sums with the tile's x a quad has: bit 4 g + r is row
-// g + 8 r of the warp's 16. The same in all lanes.
+// The same of the rows of the weight, of four sums that are not zero and more, which a quad has:
+// bit 4 g + r is row g + 8 r of the warp's 16. The same in all lanes.
 __device__ __forceinline__ uint32_t strained_weights(const float (&sum)[64], float least) {
   constexpr uint32_t kFirstOfQuads = 0x11111111;
   float largest[2] = {0, 0};
@@ -300,7 +300,20 @@ __device__ __forceinline__ uint32_t strained_weights(const float (&sum)[64], flo
     const bool is_strained = of_row > 0 && of_row < least;
     rows |= (__ballot_sync(0xFFFFFFFF, is_strained) & kFirstOfQuads) << r;
   }
-  return rows;
+  if (rows == 0) return 0;
+  // One sum or two may be small by chance: where most of x is zeros, as gradients can be.
+  constexpr int kLeastSums = 4;
+  uint32_t supported = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int sums = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sums += (sum[4 * i + 2 * r] != 0) + (sum[4 * i + 2 * r + 1] != 0);
+    sums += __shfl_xor_sync(0xFFFFFFFF, sums, 1);
+    sums += __shfl_xor_sync(0xFFFFFFFF, sums, 2);
+    supported |= (__ballot_sync(0xFFFFFFFF, sums >= kLeastSums) & kFirstOfQuads) << r;
+  }
+  return rows & supported;
 }
 
 // finish(index, sum, strained, weights) for every tile of the block, sum[4i + 2r + t] being the one
