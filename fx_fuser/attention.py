@@ -67,7 +67,7 @@ def backward_specs(with_bias: bool, causal: bool) -> list[KernelSpec]:
     return [probability, gradient, PRODUCT_ALONE]
 
 
-def _all_specs() -> list[KernelSpec]:
+def all_specs() -> list[KernelSpec]:
     flags = (False, True)
     found = [spec for bias in flags for spec in forward_specs(bias)]
     return found + [spec for b in flags for c in flags for spec in backward_specs(b, c)]
@@ -91,7 +91,7 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device) -> None:
 
 def _load(like: Tensor, kernels: Sequence[str]) -> list[Tensor]:
     """What a graph names that came out of Inductor's cache: nobody has planned it here."""
-    known = {spec.name: spec for spec in _all_specs()}
+    known = {spec.name: spec for spec in all_specs()}
     prepare([known[name] for name in kernels], like.device)
     return []
 

@@ -306,6 +306,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
                                      const std::optional<Tensor>& bias, bool causal, double scale,
                                      bool with_lse, const std::vector<std::string>& kernels) {
   const Attention call(q, k, v, bias, causal, scale);
+  STD_TORCH_CHECK(kernels.size() == 2, "fx_fuser: attention needs 2 kernels, not ", kernels.size());
   auto done = attention_by_kernels(call, q, k, v, with_lse, kernels);
   if (done) return *std::move(done);
   const auto found = call_in_torch("fx_fuser::attention_in_torch", q, k, v, bias, causal, scale,

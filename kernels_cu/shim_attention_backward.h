@@ -183,8 +183,11 @@ std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& q, cons
   const auto like_out = [&](const Tensor& tensor) {
     return tensor.dim() == 4 && tensor.size(0) == call.batches && tensor.size(1) == call.heads &&
            tensor.size(2) == call.rows && tensor.size(3) == call.v_columns &&
-           tensor.scalar_type() == ScalarType::Float;
+           tensor.scalar_type() == ScalarType::Float && tensor.is_cuda() &&
+           tensor.get_device_index() == q.get_device_index();
   };
+  STD_TORCH_CHECK(kernels.size() == 3, "fx_fuser: attention_backward needs 3 kernels, not ",
+                  kernels.size());
   STD_TORCH_CHECK(like_out(dout) && like_out(out), "fx_fuser: an attention of q ",
                   to_string(q.sizes()), " and v ", to_string(v.sizes()), " has no result ",
                   to_string(out.sizes()), " with gradient ", to_string(dout.sizes()),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sm90 import needs_nvcc
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
@@ -22,7 +23,6 @@ from fx_fuser import attention, native, products
 from fx_fuser.attention_pass import BACKWARD, FORWARD
 from fx_fuser.epilogue import evaluate, parse
 from fx_fuser.kernel_spec import KernelSpec
-from tests.sm90 import needs_nvcc
 
 INF = math.inf
 _ops = torch.ops.fx_fuser
@@ -291,7 +291,9 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     (q, k, v), bias, causal, scale = case_of("bias of keys")
     out, lse = _ops.attention(q, k, v, bias, causal, scale, True, [])
     with pytest.raises(RuntimeError, match="q is not a CUDA tensor"):
-        _ops.attention.default.redispatch(cuda, q, k, v, bias, causal, scale, True, ["a kernel"])
-    args = (out, q, k, v, bias, out, lse, causal, scale, [0, 1, 2], ["a kernel"])
+        _ops.attention.default.redispatch(
+            cuda, q, k, v, bias, causal, scale, True, ["a kernel"] * 2
+        )
+    args = (out, q, k, v, bias, out, lse, causal, scale, [0, 1, 2], ["a kernel"] * 2)
     with pytest.raises(RuntimeError, match="q is not a CUDA tensor"):
         _ops.attention_backward.default.redispatch(cuda, *args)
