@@ -116,9 +116,18 @@ constexpr std::string_view kAttentionNames = "q, k, v, bias, causal, scale, with
 constexpr std::string_view kAttentionBackwardNames =
     "dout, q, k, v, bias, out, lse, causal, scale, wanted, kernels";
 
-constexpr int64_t kScoreBytes = 64ll << 20;   // at once: they then live in L2 in part
 constexpr int64_t kPlaneBytes = 512ll << 20;  // a plane's scores at most
-constexpr int64_t kLsePadding = 32;           // PyTorch's backward wants that many rows
+
+// How a call is divided: bytes of scores at once, and blocks of rows under a causal mask. A
+// backward keeps all rows of a plane, twice; with fewer bytes a block of it has too few tiles for
+// the GPU.
+struct Division {
+  int64_t bytes;
+  int64_t blocks;
+};
+constexpr Division kForwardDivision{64ll << 20, 4};
+constexpr Division kBackwardDivision{128ll << 20, 2};
+constexpr int64_t kLsePadding = 32;  // PyTorch's backward wants that many rows
 
 struct Attention {
   int64_t batches;
@@ -131,11 +140,13 @@ struct Attention {
   int64_t at_once;    // rows, and keys, of a block
   bool causal;
   double scale;
+  Division division;
   std::optional<Tensor> bias;  // [batches, heads, rows, keys]
 
   Attention(const Tensor& q, const Tensor& k, const Tensor& v,
-            const std::optional<Tensor>& given_bias, bool is_causal, double factor)
-      : causal(is_causal), scale(factor) {
+            const std::optional<Tensor>& given_bias, bool is_causal, double factor,
+            const Division& into)
+      : causal(is_causal), scale(factor), division(into) {
     require_cuda(q, "q");
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.size(3) == k.size(3) &&
                         k.size(2) == v.size(2) && q.size(0) == k.size(0) &&
@@ -156,10 +167,9 @@ struct Attention {
   // What a causal mask hides is not computed where whole blocks of it are: row blocks see the keys
   // before their end. Blocks of keys have the same bounds.
   int64_t block() const {
-    constexpr int64_t kBlocks = 4;
     constexpr int64_t kLeast = 256;
     if (!causal) return std::max(rows, keys);
-    return std::max(kLeast, ceil_div(ceil_div(rows, kBlocks), kLinearTileM) * kLinearTileM);
+    return std::max(kLeast, ceil_div(ceil_div(rows, division.blocks), kLinearTileM) * kLinearTileM);
   }
 
   Tensor expanded(const Tensor& tensor) const {
@@ -185,7 +195,7 @@ struct Attention {
   }
 
   std::vector<Part> parts(int64_t score_rows) const {
-    return parts_of(batches, heads, kScoreBytes / (4 * score_rows * pitch));
+    return parts_of(batches, heads, division.bytes / (4 * score_rows * pitch));
   }
 
   // Scores of a part's rows and keys, in memory for more of them.
@@ -305,7 +315,7 @@ std::optional<std::tuple<Tensor, Tensor>> attention_by_kernels(
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const std::optional<Tensor>& bias, bool causal, double scale,
                                      bool with_lse, const std::vector<std::string>& kernels) {
-  const Attention call(q, k, v, bias, causal, scale);
+  const Attention call(q, k, v, bias, causal, scale, kForwardDivision);
   STD_TORCH_CHECK(kernels.size() == 2, "fx_fuser: attention needs 2 kernels, not ", kernels.size());
   auto done = attention_by_kernels(call, q, k, v, with_lse, kernels);
   if (done) return *std::move(done);

@@ -179,7 +179,7 @@ std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& q, cons
                                        const Tensor& out, const Tensor& lse, bool causal,
                                        double scale, const std::vector<int64_t>& wanted,
                                        const std::vector<std::string>& kernels) {
-  const Attention call(q, k, v, bias, causal, scale);
+  const Attention call(q, k, v, bias, causal, scale, kBackwardDivision);
   const auto like_out = [&](const Tensor& tensor) {
     return tensor.dim() == 4 && tensor.size(0) == call.batches && tensor.size(1) == call.heads &&
            tensor.size(2) == call.rows && tensor.size(3) == call.v_columns &&
