@@ -17,7 +17,9 @@ from sm90 import needs_nvcc
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fx_fuser import attention, native, products
 from fx_fuser.attention_pass import BACKWARD, FORWARD
@@ -171,6 +173,11 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
+def real_tensor(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    with unset_fake_temporarily():
+        return torch.empty(size, dtype=dtype)
+
+
 def written(
     *,
     causal: bool = False,
@@ -180,19 +187,20 @@ def written(
     mask: tuple[bool, ...] = (True, True, True, False),
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, ...] = (2, 3, 5, 6, 4, 7),
+    dynamic: bool = False,
 ) -> GraphModule:
     """A forward and a backward of ATen's, with the four results and the gradients as outputs."""
     b, h, m, n, d, dv = sizes
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         graph = Graph()
         shapes = {"q": (b, h, m, d), "k": (b, h, n, d), "v": (b, h, n, dv)}
-        q, k, v = (
-            placeholder(graph, name, torch.empty(s, dtype=dtype)) for name, s in shapes.items()
-        )
-        bias = (
-            placeholder(graph, "bias", torch.empty(b, h, m, n, dtype=dtype)) if with_bias else None
-        )
-        dout = placeholder(graph, "dout", torch.empty(b, h, m, dv, dtype=dtype))
+        shapes |= {"dout": (b, h, m, dv), **({"bias": (b, h, m, n)} if with_bias else {})}
+        inputs = {
+            name: placeholder(graph, name, mode.from_tensor(real, static_shapes=not dynamic))
+            for name, real in ((n, real_tensor(s, dtype)) for n, s in shapes.items())
+        }
+        q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+        bias = inputs.get("bias")
         named = {} if scale is None else {"scale": scale}
         ahead = call(graph, FORWARD, q, k, v, bias, True, dropout, causal, **named)
         out, lse, seed, offset = (call(graph, operator.getitem, ahead, i) for i in range(4))
@@ -229,7 +237,7 @@ def test_a_graph_of_atens_attention(causal: bool, with_bias: bool, scale: float 
     q, k, v = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 7)
     bias = [torch.randn(2, 3, 5, 6)] if with_bias else []
     dout = torch.randn(2, 3, 5, 7)
-    out, lse, seed, offset, *grads = gm(q, k, v, *bias, dout)
+    out, lse, seed, offset, *grads = gm(q, k, v, dout, *bias)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     mask = bias[0].double() if bias else None
     exact = by_math(*leaves, mask, causal, 0.5 if scale is None else scale)
@@ -239,6 +247,18 @@ def test_a_graph_of_atens_attention(causal: bool, with_bias: bool, scale: float 
     expected = torch.autograd.grad(exact[0], leaves, dout.double())
     for found, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(found.double(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_sizes_that_are_not_known() -> None:
+    gm = written(dynamic=True, scale=0.2, with_bias=True)
+    ahead = gm.graph.find_nodes(op="placeholder")[0].meta["val"]
+    assert all(isinstance(size, torch.SymInt) for size in ahead.shape)
+    env = ahead.shape[0].node.shape_env
+    guards = len(env.guards)
+    assert passed(gm) == BOTH
+    assert len(env.guards) == guards
+    # Without a scale it is the columns', which must be known then.
+    assert passed(written(dynamic=True)) == {}
 
 
 def test_gradients_that_nobody_wants() -> None:
