@@ -146,9 +146,12 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         *exact, sums = case.exact()
         truth = [exact[0], *(exact[1 + place] for place in wanted), sums]
         names = ("out", *(f"d{'qkv'[place]}" for place in wanted), "lse")
+        # Of a row that sees one key the gradients of q and k are what rounding leaves of zero.
+        few = (min(m, n) if case.causal else n) < 16
+        rounded = case.scale * sizes[5] ** 0.5 if few else 1e-3
         for name, one, other in zip(names, found, truth, strict=True):
-            # Where softmax has one winner a gradient is what rounding leaves of zero.
-            size = float(other.norm()) + 1e-3 * other.numel() ** 0.5
+            least = rounded if name in ("dq", "dk") else 1e-3
+            size = float(other.norm()) + least * other.numel() ** 0.5
             error = float((one.double() - other).norm()) / size
             largest = max(largest, error)
             if not error <= 3e-6:
