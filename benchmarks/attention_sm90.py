@@ -149,9 +149,9 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         # Of a row that sees one key the gradients of q and k are what rounding leaves of zero.
         few = (min(m, n) if case.causal else n) < 16
         rounded = case.scale * sizes[5] ** 0.5 if few else 1e-3
+        least = {"dq": rounded, "dk": rounded, "lse": 1.0}
         for name, one, other in zip(names, found, truth, strict=True):
-            least = rounded if name in ("dq", "dk") else 1e-3
-            size = float(other.norm()) + least * other.numel() ** 0.5
+            size = float(other.norm()) + least.get(name, 1e-3) * other.numel() ** 0.5
             error = float((one.double() - other).norm()) / size
             largest = max(largest, error)
             if not error <= 3e-6:
