@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from fx_fuser import build, native
 from fx_fuser.kernel_spec import LINEAR_SPLIT, KernelSpec
 
 CUDA = torch.device("cuda")
+First = Literal["", "x", "weight"]  # the operand that is split first
 FLOOR = 4e-7  # of the accuracy contract
 ROW_FLOOR = 1e-6
 
@@ -73,12 +75,13 @@ def run(
     out: Tensor | None = None,
     z: Tensor | None = None,
     chunks: int = 0,
+    first: First = "",
 ) -> Tensor:
     if out is None:
         out = x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=example.out)
     numbers = scalars or [2.0] * example.scalars
     taken = native.linear_split(
-        example.spec, x, weight, bias, out, z, operands or [], numbers, chunks
+        example.spec, x, weight, bias, out, z, operands or [], numbers, chunks, first
     )
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
@@ -156,7 +159,7 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
     return rows
 
 
-def strained_neighbours(failures: list[str], chunks: int = 0) -> None:
+def strained_neighbours(failures: list[str], chunks: int = 0, first: First = "x") -> None:
     """Rows of both operands that the split holds badly beside ones that it holds, and tails."""
     for m, n, k in ((200, 300, 500), (130, 140, 65536 + 36)):
         for x_rows, weight_rows in ((slice(7, 8), slice(n)), (slice(m), slice(16, 32))):
@@ -165,12 +168,12 @@ def strained_neighbours(failures: list[str], chunks: int = 0) -> None:
             x[x_rows] *= columns
             weight[weight_rows] /= columns
             exact = x.double() @ weight.double().T
-            ours, sgemm = run(IDENTITY, x, weight, chunks=chunks), F.linear(x, weight)
+            ours, sgemm = run(IDENTITY, x, weight, chunks=chunks, first=first), F.linear(x, weight)
             compare(f"{m} x {n} x {k}, strained rows", ours, sgemm, exact, failures)
             part = (slice(m), weight_rows) if x_rows == slice(m) else (x_rows, weight_rows)
             what = f"{m} x {n} x {k}, just these"
             compare(what, ours[part], sgemm[part], exact[part], failures)
-            ours = run(IDENTITY, x, turned(weight), chunks=chunks)
+            ours = run(IDENTITY, x, turned(weight), chunks=chunks, first=first)
             compare(f"{what}, turned", ours[part], sgemm[part], exact[part], failures)
 
 
@@ -240,7 +243,7 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
     return largest
 
 
-def special_values(failures: list[str], chunks: int = 0) -> None:
+def special_values(failures: list[str], chunks: int = 0, first: First = "x") -> None:
     """Infinities, NaN, zeros, denormals and extremes, as an fp32 product gives them."""
     m, n, k = 200, 300, 500
 
@@ -252,7 +255,7 @@ def special_values(failures: list[str], chunks: int = 0) -> None:
             (", turned x", turned(x), weight),
         )
         for form, a, b in forms:
-            check(what + form, run(IDENTITY, a, b, chunks=chunks), exact)
+            check(what + form, run(IDENTITY, a, b, chunks=chunks, first=first), exact)
 
     def check(what: str, ours: Tensor, exact: Tensor) -> None:
         finite = exact.isfinite()
@@ -310,7 +313,7 @@ def misleading(n: int, k: int) -> Iterator[tuple[str, Tensor]]:
         yield what, weight
 
 
-def wrong_guesses(failures: list[str], chunks: int = 0) -> None:
+def wrong_guesses(failures: list[str], chunks: int = 0, first: First = "x") -> None:
     """Tiles that are done again: one, some and all of a block's, with tails and chunks of K."""
     for m, n, k in ((200, 300, 500), (1000, 4100, 576), (256, 384, 8192), (130, 140, 65536 + 36)):
         x = torch.randn(m, k, device=CUDA)
@@ -319,7 +322,7 @@ def wrong_guesses(failures: list[str], chunks: int = 0) -> None:
             what = f"{m} x {n} x {k}, {what}"
             sgemm = F.linear(x, weight)
             for form, values in (("", weight), (", turned", turned(weight))):
-                ours = run(IDENTITY, x, values, chunks=chunks)
+                ours = run(IDENTITY, x, values, chunks=chunks, first=first)
                 compare(what + form, ours, sgemm, exact, failures)
     x, weight = torch.randn(200, 500, device=CUDA), torch.randn(300, 500, device=CUDA)
     weight[:, :GUESSED] = 0

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 from tabulate import tabulate
@@ -21,11 +22,14 @@ from benchmarks import harness
 from benchmarks.linear_sm90 import (
     CUDA,
     EXAMPLES,
+    GUESSED,
     IDENTITY,
     SENTINEL,
     SWISH,
+    First,
     compare,
     families,
+    misleading,
     relative,
     run,
     special_values,
@@ -38,6 +42,7 @@ from fx_fuser import native
 from fx_fuser.anchors.linear import PRODUCT_ALONE
 
 NAN = float("nan")
+ROLES: tuple[First, ...] = ("", "x", "weight")
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -102,8 +107,10 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         frame, out = framed((*lead, m, n), example.out)
         z_frame, z = framed((*lead, m, n), torch.float32)
         chunks = choose.choice((0, 1, 2, 3, 7))
+        first = choose.choice(ROLES)
         keeps_z = choose.random() < 0.5
-        run(example, x, weight, bias, operands, scalars, out, z if keeps_z else None, chunks)
+        kept = z if keeps_z else None
+        run(example, x, weight, bias, operands, scalars, out, kept, chunks, first)
 
         exact_z = x.double() @ weight.double().mT
         exact_z = exact_z if bias is None else exact_z + bias.double()
@@ -114,8 +121,8 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
             error = max(error, relative(z, exact_z))
         out.fill_(SENTINEL)
         z.fill_(SENTINEL)
-        what = f"case {case}: {lead} {m} x {n} x {k} in {chunks}, x {x.stride()}, weight "
-        what += f"{weight.stride()}, {', '.join(example.spec.signature)}"
+        what = f"case {case}: {lead} {m} x {n} x {k} in {chunks}, first '{first}', x {x.stride()}, "
+        what += f"weight {weight.stride()}, {', '.join(example.spec.signature)}"
         if not all(bool((f == SENTINEL).all()) for f in (frame, z_frame)):
             failures.append(f"{what}: wrote outside the result")
         if not error <= bound:
@@ -130,10 +137,30 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
 
 def chunked_values(failures: list[str]) -> None:
     """Infinities, NaN and extremes; data that is repaired or done again; in chunks of K."""
-    for chunks in (2, 3):
-        special_values(failures, chunks)
-        wrong_guesses(failures, chunks)
-        strained_neighbours(failures, chunks)
+    hard_values(failures, 2, "x")
+    hard_values(failures, 3, "x")
+    hard_values(failures, 2, "weight")
+
+
+def hard_values(failures: list[str], chunks: int, first: First) -> None:
+    found: list[str] = []
+    special_values(found, chunks, first)
+    wrong_guesses(found, chunks, first)
+    strained_neighbours(found, chunks, first)
+    failures += [f"{first} first, {chunks or 'some'} chunks: {failure}" for failure in found]
+
+
+def weight_first(failures: list[str]) -> None:
+    """The weight split first: hard values, and x whose scales are guessed wrong."""
+    hard_values(failures, 1, "weight")
+    for m, n, k in ((300, 200, 500), (4100, 1000, 576), (130, 140, 65536 + 36)):
+        weight = torch.randn(n, k, device=CUDA)
+        for what, x in misleading(m, k):
+            exact = x.double() @ weight.double().T
+            sgemm = x @ weight.T
+            for form, values in (("", x), (", turned", turned(x))):
+                ours = run(IDENTITY, values, weight, first="weight")
+                compare(f"x of {m} x {n} x {k}, {what}{form}", ours, sgemm, exact, failures)
 
 
 def same_bits(failures: list[str]) -> None:
@@ -143,26 +170,45 @@ def same_bits(failures: list[str]) -> None:
         if not torch.equal(ours, other):
             failures.append(f"{what}: {int((ours != other).sum())} bits differ")
 
+    def check(what: str, x: Tensor, weight: Tensor, chunks: int, first: First) -> None:
+        """Of the operand that is split first the layout must not matter."""
+        ahead, other = (x, weight) if first == "x" else (weight, x)
+        rows, k = ahead.shape
+        unaligned = torch.empty(rows * k + 1, device=CUDA)[1:].view(rows, k).copy_(ahead)
+
+        def product(values: Tensor) -> Tensor:
+            pair = (values, other) if first == "x" else (other, values)
+            return run(SWISH, *pair, chunks=chunks, first=first)
+
+        once = product(ahead)
+        same(f"{what}, turned", product(turned(ahead)), once)
+        same(f"{what}, unaligned", product(unaligned), once)
+        for _ in range(20):
+            same(f"{what}, again", product(ahead), once)
+        batch = run(
+            SWISH,
+            x.expand(3, *x.shape),
+            weight.expand(3, *weight.shape),
+            chunks=chunks,
+            first=first,
+        )
+        for one in batch:
+            same(f"{what}, of a batch", one, once)
+
     for m, n, k in ((300, 200, 1000), (129, 130, 65), (7, 500, 4100)):
         x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
-        unaligned = torch.empty(m * k + 1, device=CUDA)[1:].view(m, k).copy_(x)
         for chunks in (1, 3):
-            for weight_in_order in (torch.Tensor.contiguous, turned):
-                b = weight_in_order(weight)
-                once = run(SWISH, x, b, chunks=chunks)
-                what = f"{m} x {n} x {k} in {chunks}"
-                for form, values in (("turned", turned(x)), ("unaligned", unaligned)):
-                    same(f"{what}, {form} x", run(SWISH, values, b, chunks=chunks), once)
-                for _ in range(20):
-                    same(f"{what}, again", run(SWISH, x, b, chunks=chunks), once)
-                weights = weight_in_order(weight.expand(3, n, k))
-                for one in run(SWISH, x.expand(3, m, k), weights, chunks=chunks):
-                    same(f"{what}, of a batch", one, once)
+            what = f"{m} x {n} x {k} in {chunks}"
+            check(f"{what}, x first", x, weight, chunks, "x")
+            check(f"{what}, x first, weight turned", x, turned(weight), chunks, "x")
+            check(f"{what}, weight first", x, weight, chunks, "weight")
+            check(f"{what}, weight first, x turned", turned(x), weight, chunks, "weight")
 
 
 def by_the_op(failures: list[str]) -> None:
     """Layouts of both operands through `split_product`, large enough for its own kernel."""
-    for m, n, k in ((768, 3072, 6304), (1021, 1027, 1023)):
+    native.prepare([PRODUCT_ALONE], CUDA)
+    for m, n, k in ((768, 3072, 6304), (3072, 768, 6304), (1021, 1027, 1023)):
         a, b = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
         exact = a.double() @ b.double().t()
         for form, x, weight in (
@@ -178,6 +224,44 @@ def by_the_op(failures: list[str]) -> None:
     error = relative(product(heads, keys), exact)
     if not error <= max(1.5 * relative(heads @ keys.mT, exact), 4e-7):
         failures.append(f"op, heads: {error:.2e}")
+
+
+def split_bytes(a: Tensor, b: Tensor) -> int:
+    """What the op allocates beside its result: the split of one operand; nothing by the library."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = product(a, b)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - found.nbytes
+
+
+def fallbacks(failures: list[str]) -> None:
+    """After data that is slow in one way the op goes another one, and only then."""
+    native.prepare([PRODUCT_ALONE], CUDA)
+
+    def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
+        found = split_bytes(a, b)
+        least = 0 if split is None else split.nbytes
+        if not least <= found < least + (4 << 20):
+            failures.append(f"{what}: {found} bytes beside the result, not {least} and a little")
+
+    columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
+    a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
+    native.wake([PRODUCT_ALONE], CUDA)
+    expect("the smaller operand first", a, b, b)
+    strained, small = a.clone(), b / columns
+    strained[7] *= columns
+    for _ in range(2):
+        expect("one strained row", strained, small, b)
+    expect("all rows strained", a * columns, small, b)
+    expect("after strained rows", a, b, None)
+    native.wake([PRODUCT_ALONE], CUDA)
+    expect("when reset", a, b, b)
+    a[:, :GUESSED] = 0
+    expect("guesses that fail", a, b, b)
+    expect("after guesses that fail", a, b, a)
+    native.wake([PRODUCT_ALONE], CUDA)
 
 
 @dataclass(frozen=True)
@@ -213,14 +297,16 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
             exact = x.double() @ weight.double().T
             sgemm = x @ weight.T
             layout, of_x, of_weight = LAYOUTS[i % len(LAYOUTS)]
-            ours = run(IDENTITY, of_x(x), of_weight(weight), chunks=chunks)
             what = f"{m} x {n} x {k} in {chunks or 'some'}"
-            errors = compare(f"{what}, {name}, {layout}", ours, sgemm, exact, failures)
-            rows.append(Accuracy(what, f"{name}, {layout}", *errors))
+            for first in ROLES[1:]:
+                ours = run(IDENTITY, of_x(x), of_weight(weight), chunks=chunks, first=first)
+                data = f"{name}, {layout}, {first} first"
+                errors = compare(f"{what}, {data}", ours, sgemm, exact, failures)
+                rows.append(Accuracy(what, data, *errors))
     return rows
 
 
-CHECKS = (chunked_values, same_bits, by_the_op)
+CHECKS = (chunked_values, weight_first, same_bits, by_the_op, fallbacks)
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -230,6 +316,8 @@ CHECKS = (chunked_values, same_bits, by_the_op)
 class Timing:
     problem: str
     ms: float
+    x_first: float
+    weight_first: float
     library: float
     tflops: float
     error: float
@@ -253,6 +341,10 @@ def problems() -> list[tuple[str, Tensor, Tensor]]:
         for n, k in ((768, 768), (3072, 768), (768, 3072))
     ]
     found += [
+        (f"ViT, M = 12608, {n} x {k}", normal(12608, k), normal(n, k))
+        for n, k in ((768, 768), (2304, 768), (3072, 768), (768, 3072))
+    ]
+    found += [
         ("256 x 256, K = 524288", normal(256, 524288), normal(256, 524288)),
         ("8205 x 2949 x 5921", normal(8205, 2949), normal(2949, 5921).t()),
         ("dW of #70", normal(1024, 8192).t(), normal(1024, 8192).t()),
@@ -272,21 +364,23 @@ def timing(failures: list[str]) -> list[Timing]:
     for name, a, b in problems():
         out = a.new_full((*a.shape[:-1], b.shape[-2]), NAN)
 
-        def ours(a: Tensor = a, b: Tensor = b, out: Tensor = out) -> Tensor:
-            return run(IDENTITY, a, b, out=out)
+        def ours(first: First, a: Tensor = a, b: Tensor = b, out: Tensor = out) -> Tensor:
+            return run(IDENTITY, a, b, out=out, first=first)
 
         def library(a: Tensor = a, b: Tensor = b, out: Tensor = out) -> Tensor:
             return torch.matmul(a, b.mT, out=out)
 
-        part = ours()[..., :128, :].double()
+        part = ours("")[..., :128, :].double()
         exact = a[..., :128, :].double() @ b.double().mT
         error = relative(part, exact)
         if not error <= 1e-6:
             failures.append(f"{name}: error {error:.2e}")
         operations = 2 * out.numel() * a.shape[-1]
         del part, exact
-        ms, library_ms = (median_ms(step, [], CUDA, 30, 120) for step in (ours, library))
-        rows.append(Timing(name, ms, library_ms, operations / ms * 1e-9, error))
+        ways: list[Step] = [*(partial(ours, first) for first in ROLES), library]
+        ms, *others = (median_ms(step, [], CUDA, 20, 80) for step in ways)
+        speed = operations / ms * 1e-9
+        rows.append(Timing(name, ms, others[0], others[1], others[2], speed, error))
     return rows
 
 
@@ -308,8 +402,8 @@ def main() -> int:
             tables.append(tabulate(map(astuple, accuracy(failures)), heads, floatfmt=".1e"))
             done("accuracy")
         if not chosen.skip_timing:
-            heads = ["", "ms", "library", "TFLOP/s", "error"]
-            formats = ["", ".4f", ".4f", ".0f", ".1e"]
+            heads = ["", "ms", "x first", "weight first", "library", "TFLOP/s", "error"]
+            formats = ["", ".4f", ".4f", ".4f", ".4f", ".0f", ".1e"]
             tables.append(tabulate(map(astuple, timing(failures)), heads, floatfmt=formats))
             done("timing")
     return harness.report(tables, failures)

@@ -34,7 +34,6 @@ from fx_fuser import (
     verify,
 )
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.decompose import decompose, recompose
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
@@ -116,10 +115,10 @@ def fx_fuser(
             as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
             outcome = fuse(gm, chosen, inputs=example_inputs)
             outcome.tell(chosen.strict)
-            graph_pass = _products(chosen, example_inputs)
+            graph_pass = products.pass_for(chosen, example_inputs)
             if outcome.matches or graph_pass is not None:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = chosen.inner_compiler(graph_pass)(gm, example_inputs)
+                    compiled = chosen.with_pass(graph_pass).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
             eviction.keep_below(chosen.cache_size)
         except Exception as error:
@@ -140,22 +139,6 @@ def fx_fuser(
         return compiled
     is_wrong = functools.partial(_is_wrong, chosen)
     return verify.watched(compiled, as_written, is_wrong, chosen.verify == "always")
-
-
-def _products(options: Options, inputs: Sequence[Any]) -> products.Products | None:
-    """The pass that gives Inductor our product, where a kernel and the options allow it."""
-    devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
-    exact = options.fp32 == "split" or (options.fp32 == "follow" and not matmul_tf32_requested())
-    if options.inner != "inductor" or not options.grows or not exact:
-        return None
-    on_cuda = [device for device in devices if device.type == "cuda"]
-    for device in on_cuda:
-        if plan.unavailable(device) is not None:
-            return None
-        products.prepare(device)
-    if not on_cuda and not options.cpu_ops:
-        return None
-    return products.Products(options.strict, not on_cuda, options.users_pass)
 
 
 def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:

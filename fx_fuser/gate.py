@@ -146,11 +146,11 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
         return ""
     if times is None:
         return ""
-    product, tail, whole = (took.gpu for took in times)
+    product, both, whole = (took.gpu for took in times)
     share, extra = _Neighbours(match).of_tail(tensors)
-    apart = product + share * tail
+    apart = product + share * max(both - product, 0)
     ours = whole + extra / _BANDWIDTH
-    measured = f"with its tail {whole:.4g} ms, apart {product:.4g} and {tail:.4g}"
+    measured = f"with its tail {whole:.4g} ms, in two kernels {both:.4g}"
     log.info("%s: %s, of which %.0f %% counts", match.bound.epilogue.text, measured, 100 * share)
     return f"{alone.note}; {measured}" if plan.gains(ours, apart) else ""
 

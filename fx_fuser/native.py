@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +92,7 @@ def linear_split(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
     chunks: int = 0,
+    first: Literal["", "x", "weight"] = "",
 ) -> bool:
     """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
 
@@ -101,13 +103,16 @@ def linear_split(
         spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear_split_sm90.cuh.
         x: [*, K] or, with batches, [*, M, K]; float32.
         weight: [N, K] or, with batches, [*, N, K] of x's leading sizes; float32. One that the copy
-            engine does not take (it takes rows or columns that are 16-byte aligned) is copied.
+            engine does not take (it takes rows or columns that are 16-byte aligned) is copied; so
+            is x where the weight is split first.
         bias: [N], float32.
         out: [*, N] of the dtype that `spec` names. Shares memory with no other tensor here.
         z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
         operands: of the dtypes that `spec` names; each broadcasts to out's shape.
         scalars: as many as `spec` names.
         chunks: into which K is divided, or a few less; 0: as many as pay.
+        first: the operand that is split ahead of the product's kernel, with exact scales; "": the
+            one with which the product is faster.
 
     Strides are any with which the tensors' leading dimensions merge into three, the last of which
     are rows.
@@ -123,27 +128,36 @@ def linear_split(
     handle = _handle_of(spec, out)
     if handle == _NO_KERNEL:
         return False
-    return _linear_split(handle, x, weight, bias, out, z, operands, scalars, chunks)
+    return _linear_split(handle, x, weight, bias, out, z, operands, scalars, chunks, first)
 
 
-def linear_split_chunks(
+@dataclass(frozen=True)
+class SplitChoice:
+    """chunks: of K. weight_first: the weight is split ahead of the product's kernel, else x."""
+
+    chunks: int
+    weight_first: bool
+
+
+def linear_split_choice(
     batches: int, m: int, n: int, k: int, multiprocessors: int = _MULTIPROCESSORS
-) -> int:
-    """Into how many chunks of K `linear_split` divides x [batches, M, K] by a weight [..., N, K].
+) -> SplitChoice:
+    """How `linear_split` multiplies x [batches, M, K] by a weight [..., N, K], 16-byte aligned.
 
     Needs no GPU, but the shim.
     """
     with _lock:
         _load_shim()
-    op = torch.ops.fx_fuser_native.linear_split_chunks.default
-    chunks: int = op([batches, m, n, k], multiprocessors)
-    return chunks
+    op = torch.ops.fx_fuser_native.linear_split_choice.default
+    chunks, weight_first = op([batches, m, n, k], multiprocessors)
+    return SplitChoice(chunks, bool(weight_first))
 
 
 def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """Let the ops take the split products among these loaded kernels again, at once.
 
-    After data that they hold badly they take the library's for 1000 calls.
+    After data that they hold badly they take the library's for 1000 calls, and after x whose scales
+    were often guessed wrong they split x first as often.
     """
     for spec in specs:
         handle = _kernels[spec.name, _index_of(device)]

@@ -161,15 +161,17 @@ class Options:
         chosen = self.inductor.get("triton.cudagraphs", by_mode or by_default)
         return self.inner == "inductor" and bool(chosen)
 
-    def inner_compiler(self, graph_pass: Any = None) -> Callable[..., Any]:
-        """(graph module, example inputs) → compiled function.
+    def inner_compiler(self) -> Callable[..., Any]:
+        """(graph module, example inputs) → compiled function."""
+        if self.inner == "inductor":
+            return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
+        return lookup_backend(self.inner)
 
-        graph_pass: Inductor runs it last over each graph of ATen operations.
-        """
-        if self.inner != "inductor":
-            return lookup_backend(self.inner)
-        own = {} if graph_pass is None else {_LAST_PASS: graph_pass}
-        return torch._TorchCompileInductorWrapper(self.mode, {**self.inductor, **own}, None)
+    def with_pass(self, graph_pass: Any) -> Options:
+        """These, with a pass that Inductor runs last over each graph of ATen operations."""
+        if graph_pass is None:
+            return self
+        return dataclasses.replace(self, inductor={**self.inductor, _LAST_PASS: graph_pass})
 
     @property
     def users_pass(self) -> Any:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,12 +97,27 @@ def has_own_product(match: Match, options: Options) -> bool:
     """May a product of ours gain at a match that was grown?
 
     One in fp32, or a convolution of few channels. In 16 bits and in TF32 the library's product of
-    many rows is as fast as ours (kernels_cu/NOTES.md), and no time is spent to find that out.
+    many rows is as fast as ours (kernels_cu/NOTES.md), and no time is spent to find that out; nor
+    of small ones.
     """
     if device_of(match).type != "cuda":
         return options.cpu_ops
     *_, best = ANCHORS[match.site.kind].candidates(MatchCase(match, options))
+    if best["product"] == SPLIT and options.plan == "measure":
+        x = rehearse.form_of(match.site.operands["x"])  # type: ignore[arg-type]
+        c = rehearse.form_of(match.site.nodes[0])
+        return x is None or c is None or not is_small(x.size, c.size)
     return best["product"] in (SPLIT, DIRECT)
+
+
+def is_small(x: Sequence[int], product: Sequence[int]) -> bool:
+    """Does an fp32 product of these sizes, [*, K] to [*, N], take a library some 10 us at most?
+
+    Ours needs as much to begin. By the rates of an H200.
+    """
+    rows, k, n = math.prod(x[:-1]), x[-1], product[-1]
+    operations, elements = 2 * rows * n * k, rows * k + rows * n + n * k
+    return max(operations / 50e12, 4 * elements / 4e12) < 10e-6
 
 
 @dataclass(frozen=True)

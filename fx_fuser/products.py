@@ -25,12 +25,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from fx_fuser import attention_pass, build, native, rehearse, timing
-from fx_fuser.anchors.linear import PRODUCT_ALONE, split_product
+from fx_fuser import attention_pass, build, native, plan, rehearse, timing
+from fx_fuser.anchors.linear import PRODUCT_ALONE, matmul_tf32_requested, split_product
 from fx_fuser.attention_pass import inserted
 from fx_fuser.errors import BuildError
 from fx_fuser.nodes import hint_of
-from fx_fuser.plan import gains
+from fx_fuser.options import Options
+from fx_fuser.plan import gains, is_small
 from fx_fuser.rehearse import TensorForm
 from fx_fuser.timing import Way
 
@@ -45,7 +46,6 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
-_LEAST_OPERATIONS = 2**27  # of a product that is timed: some 3 us of the library's
 _BANDWIDTH = 3e9  # bytes a ms of the GPU's memory
 
 
@@ -113,9 +113,25 @@ class Products(CustomGraphPass):
         if not native.runs_on(PRODUCT_ALONE, device):
             return False
         a, b = forms
-        if 2 * math.prod(a.size) * b.size[-1] < _LEAST_OPERATIONS:  # type: ignore[union-attr]
+        if is_small(a.size, b.size):  # type: ignore[union-attr]
             return False
         return _gains(node.target, a, b, device)  # type: ignore[arg-type]
+
+
+def pass_for(options: Options, inputs: Sequence[Any]) -> Products | None:
+    """The pass over what becomes of a graph with these inputs, where options and devices allow."""
+    exact = options.fp32 == "split" or (options.fp32 == "follow" and not matmul_tf32_requested())
+    if options.inner != "inductor" or not options.grows or not exact:
+        return None
+    devices = {value.device for value in inputs if isinstance(value, Tensor)}
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    for device in on_cuda:
+        if plan.unavailable(device) is not None:
+            return None
+        prepare(device)
+    if not on_cuda and not options.cpu_ops:
+        return None
+    return Products(options.strict, not on_cuda, options.users_pass)
 
 
 def prepare(device: torch.device) -> None:

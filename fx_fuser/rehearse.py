@@ -178,7 +178,8 @@ def rehearsals(
 def tail(
     match: Grown, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
 ) -> list[Way]:
-    """Of a grown match with a product of ours: z alone, the tail alone, and both in one kernel."""
+    """Of a grown match with a product of ours: z alone, then also the tail in a kernel of its own,
+    which finds some of z in the L2 cache, and both in one kernel."""
     assert match.alone is not None
     whole = _Rehearsal(match, tensors)
     product = _Rehearsal(match.alone, tensors[: len(whole.operands)])
@@ -186,14 +187,13 @@ def tail(
     native.wake(kernel_specs(match.alone, choices)[1:], whole.c.device)
     alone = product.forward(choices, product.operands)
     fused = whole.forward(choices, whole.operands)
-    z = alone()[0]
     pointwise = kernel_specs(match, choices)[0]
     held = [t for t in whole.t if not travels_as_number(t)]
     numbers = [*match.bound.numbers, *(float(t) for t in whole.t if travels_as_number(t))]
     y = torch.empty_like(fused()[0])
 
     def apart() -> tuple[Tensor]:
-        native.pointwise(pointwise, y, [z, *held], numbers)
+        native.pointwise(pointwise, y, [alone()[0], *held], numbers)
         return (y,)
 
     compare([apart, lambda: fused()[:1]], [choices], whole.c.dtype)

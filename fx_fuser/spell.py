@@ -206,6 +206,17 @@ def _binary(op: str) -> Callable[..., Expr]:
     return rule
 
 
+def _extreme(op: str) -> Callable[..., Expr]:
+    """torch.min and max of two tensors; with a dimension they reduce."""
+
+    def rule(input: Any, other: Any) -> Expr:
+        if not isinstance(other, Node) or isinstance(other.meta.get("example_value"), torch.SymInt):
+            raise Unspellable
+        return Expr(op, (input, other))
+
+    return rule
+
+
 def _scaled_by(op: str, x: Any, y: Any, factor: Any) -> Expr:
     """x ± factor · y, where the factor is not one."""
     return Expr(op, (x, y, *_scale(factor)))
@@ -281,6 +292,8 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_pow, [operator.pow, operator.ipow, torch.pow, "pow"]),
     (lambda input: _pow(input, 2), [torch.square, torch.square_, "square"]),
     (_binary("minimum"), [torch.minimum, "minimum"]),
+    (_extreme("minimum"), [torch.min, "min"]),
+    (_extreme("maximum"), [torch.max, "max"]),
     (_binary("maximum"), [torch.maximum, "maximum"]),
     (_where, [torch.where]),
     (_method_where, ["where"]),

@@ -110,14 +110,15 @@ constexpr int kLinearBox = 32;        // of the weight's tensor map: 128 bytes, 
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
 constexpr float kLeastSum = 512;  // times sqrt(k): see strained_rows
-constexpr int kLinearUnsureWords =
-    kLinearConsumerThreads / 32 * (kLinearTileM / 32);  // of a tile: a bit a warp and row of x
+// Of a tile and warp: a bit a row of x, and then a bit a row of the weight.
+constexpr int kLinearUnsureWords = kLinearTileM / 32 + 1;
 constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes =
-    8 * ((32 * 20 + 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
+    8 * ((32 * 20 + 2 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
 constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
-                                   kLinearEpilogueBytes + 16 /*when to do what again*/;
+                                   kLinearEpilogueBytes + 8 /*began*/ +
+                                   16 /*when to do what again*/;
 
 // Element [m, n] is data[m * stride_m + n * stride_n].
 struct LinearOperand {
@@ -157,9 +158,10 @@ struct LinearSplitArgs {
   CUtensorMap x_map;       // [plane, 2, m, padded k] fp16, as the split wrote it
   const float* x_unscale;  // [plane, m]
   float4* parked;          // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
-  uint32_t* unsure;        // [tiles, kLinearUnsureWords]: which rows are to be computed plainly
-  uint64_t* again;         // [tiles], a byte a consuming warp: is it to be done again
-  uint32_t* was_strained;  // in the host's memory: set to 1 where any row is
+  uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
+  uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
+  uint32_t* was_strained;  // in the host's memory: set to 1 where that makes the library faster
+  uint32_t* misled;        // there: set to 1 where many tiles were done again; or null
   const float* x;          // [plane, m, k] of any strides: only read to repair
   const float* weight;     // [plane, n, k], likewise
   PlaneStride x_plane;
@@ -172,11 +174,14 @@ struct LinearSplitArgs {
   Planes planes;
   Divisor<uint32_t> plane_tiles;  // of a plane
   float least_sum;
+  float bearable;  // time for repairs, as a part of the product's
   int32_t m;
   int32_t n;
   int32_t tiles;         // of all planes
   int32_t weight_outer;  // 1 where each outer batch has a weight of its own, 0 where they share it
   int32_t weight_inner;
+  bool transposed;  // the result is [n, m], and `result` speaks of it so
+  bool pairs;       // then: m is even, and two adjacent elements of it are aligned together
 };
 
 // ---- the sum of chunks --------------------------------------------------------------------------
@@ -185,12 +190,14 @@ constexpr int kSumThreads = 256;
 constexpr int kSumInFlight = 8;
 
 struct LinearSumArgs {
-  const float* partial;  // [chunk, outer, inner, m, n]
+  const float* partial;  // [chunk, outer, inner, m, pitch]
   LinearResult result;
   Divisor<uint32_t> n;
   Divisor<uint32_t> m;
   Divisor<uint32_t> inner;
   uint32_t count;  // elements of the result
+  int32_t rows;    // of it, in all batches
+  int32_t pitch;
   int32_t chunks;
 };
 

@@ -10,16 +10,20 @@ namespace fx_fuser::linear_split {
 // ---- producers ----------------------------------------------------------------------------------
 
 // feed(tile, k) for every stage. A tile done again comes twice: for its scales, for its products.
+// Returns how many those are.
 template <class Feed>
-__device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared& shared,
-                                            const Feed& feed) {
+__device__ __forceinline__ int feed_stages(const LinearSplitArgs& args, Shared& shared,
+                                           const Feed& feed) {
   Walk walk{args, shared};
+  int again = 0;
   while (walk.next([](bool value) { return value; })) {
+    again += walk.again;
     const Tile tile = tile_at(args, walk.index);
     for (int pass = walk.again ? 0 : 1; pass < 2; ++pass) {
       for (int k = 0; k < args.planes.k; k += kTileK) feed(tile, k);
     }
   }
+  return again;
 }
 
 template <bool kTurned>
@@ -27,7 +31,7 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
   // A weight that only one tile of x meets is read once.
   const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
   Cursor cursor;
-  feed_stages(args, shared, [&](Tile tile, int k) {
+  const int again = feed_stages(args, shared, [&](Tile tile, int k) {
     WeightSlot& slot = shared.weight[cursor.slot];
     const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
     const int in_weight = tile.at.chunk * args.planes.k + k;
@@ -50,6 +54,9 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
     }
     cursor.advance();
   });
+  // The kernel takes as long as its slowest block.
+  const int tiles = (args.tiles - static_cast<int>(blockIdx.x) - 1) / gridDim.x + 1;
+  if (args.misled != nullptr && again * kMostAgain > tiles) *args.misled = 1;
 }
 
 __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {
@@ -275,9 +282,28 @@ __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float 
   return any & ~large;
 }
 
-// finish(index, sum, strained) for every tile of the block, sum[4i + 2r + t] being the one of
+// The same of the rows of the weight, whose sums with the tile's x a quad has: bit 4 g + r is row
+// g + 8 r of the warp's 16. The same in all lanes.
+__device__ __forceinline__ uint32_t strained_weights(const float (&sum)[64], float least) {
+  constexpr uint32_t kFirstOfQuads = 0x11111111;
+  float largest[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(sum[i]));
+  uint32_t rows = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float of_row = largest_in_quad(largest[r]);
+    const bool is_strained = of_row > 0 && of_row < least;
+    rows |= (__ballot_sync(0xFFFFFFFF, is_strained) & kFirstOfQuads) << r;
+  }
+  return rows;
+}
+
+// finish(index, sum, strained, weights) for every tile of the block, sum[4i + 2r + t] being the one
+// of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
-// still in the scale of x's row, and strained the rows of x; then finish.repair().
+// still in the scale of x's row, and the strained rows of x and of the weight; then
+// finish.repair().
 //
 // What decides the speed is the path from one product's end to the next one's issue: promote,
 // split, issue. It must be shorter than the other consumer's products. All else stands after the
@@ -371,9 +397,10 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       walk.report(__any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY));
     }
     const uint32_t strained = strained_rows(sum, args.least_sum);
+    const uint32_t weights = strained_weights(sum, args.least_sum);
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
-    finish(walk.index, sum, strained);
+    finish(walk.index, sum, strained, weights);
   }
   turn.end();
   finish.repair();

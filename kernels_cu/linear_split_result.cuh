@@ -15,6 +15,14 @@ __device__ __forceinline__ void* start_of(const LinearPlace& place, const Plane&
   return static_cast<char*>(place.data) + offset_of(plane, place.plane);
 }
 
+// What a chunk of k contributes, for sum_chunks.
+struct Partial {
+  template <class Acc>
+  __device__ __forceinline__ Acc operator()(const Acc (&in)[1], const Acc (&)[1]) const {
+    return in[0];
+  }
+};
+
 template <class Sequence, class... In>
 struct Inputs;
 
@@ -72,13 +80,14 @@ __device__ __forceinline__ void sum_chunks(const LinearSumArgs& args) {
 
   Inputs<std::index_sequence_for<In...>, In...> in;
   in.load(args.result, place, m, n);
-  const float* partial = args.partial + element;
+  const int64_t part_size = int64_t{args.rows} * args.pitch;
+  const float* partial = args.partial + int64_t{row} * args.pitch + n;
   float sum = 0;
   for (int chunk = 0; chunk < args.chunks; chunk += kSumInFlight) {
     float part[kSumInFlight];
 #pragma unroll
     for (int i = 0; i < kSumInFlight; ++i) {
-      part[i] = chunk + i < args.chunks ? partial[int64_t{chunk + i} * args.count] : 0.0f;
+      part[i] = chunk + i < args.chunks ? partial[(chunk + i) * part_size] : 0.0f;
     }
 #pragma unroll
     for (int distance = 1; distance < kSumInFlight; distance *= 2) {

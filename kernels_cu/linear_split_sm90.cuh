@@ -20,6 +20,9 @@
 //   in fp32 registers.
 // - The tile is computed transposed, weight times xᵀ: the fp32 operand must be the one that wgmma
 //   takes from registers, and a thread then reads just the rows of the weight whose sums it holds.
+// - Either factor of a product may be `x` here, the one that is split ahead of the others: the
+//   smaller one costs less (`split_choice` in shim_split_plan.h). Where that is the caller's
+//   weight, the result is stored transposed: the rows of x are adjacent in it.
 // - A z that is not finite even then is computed by plain fp32 arithmetic (`repair`): products of
 //   split infinities are NaN, and sums overflow where a weight is beyond about 2^100. So are z that
 //   are too small beside their rows' largest for what the split loses there: large columns of x
@@ -71,6 +74,7 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     }
     ptx::mbarrier_init(ptx::shared_address(&shared.walked), kConsumers * kWarpgroup / 32);
     shared.any_again = 0;
+    shared.began = clock64();
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -89,18 +93,11 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    Finish<Epilogue, kScalars, Out, In...> finish{args, shared.exchange[warp], warp * kWarpN};
+    Finish<Epilogue, kScalars, Out, In...> finish{args, shared.exchange[warp], shared.began,
+                                                  warp * kWarpN};
     consume<kTurned>(args, shared, warpgroup, finish);
   }
 }
-
-// What a chunk of k contributes, for sum_chunks.
-struct Partial {
-  template <class Acc>
-  __device__ __forceinline__ Acc operator()(const Acc (&in)[1], const Acc (&)[1]) const {
-    return in[0];
-  }
-};
 
 template <bool kTurned>
 __device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {

@@ -18,6 +18,8 @@ constexpr int kWarpN = 16;                  // rows of the weight whose sums a w
 constexpr int kHeadRoom = 5;                // of a guessed scale: see Scale::of
 constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
 constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
+constexpr int kTransposedPitch = kBatchM + 8;  // the same of its pairs
+constexpr int kMostAgain = 8;                  // one tile of so many is worth exact scales
 constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
 static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
 static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters * kWarpgroup <=
@@ -47,8 +49,12 @@ struct Barriers {
 
 // Of a consumer's warp, for the epilogue.
 struct Exchange {
-  float z[kBatchM][kExchangePitch];
+  union {
+    float z[kBatchM][kExchangePitch];              // [m][n]
+    float transposed_z[kWarpN][kTransposedPitch];  // [n][m]
+  };
   float x_unscale[kTileM];
+  float bias[kTileM];  // where the result is stored transposed
   // Where the tile's plane begins, in the order of LinearResult::place.
   void* place[LinearResult::kFirstOperand + kMaxInputs];
 };
@@ -59,6 +65,7 @@ struct Shared {
   Exchange exchange[kConsumers * kWarpgroup / 32];
   Barriers of_weight;
   Barriers of_x;
+  int64_t began;       // the multiprocessor's clock at the kernel's start
   uint64_t walked;     // the consumers are through with the ordinary tiles, and any_again is final
   uint32_t any_again;  // of this block's tiles
 };

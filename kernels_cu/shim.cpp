@@ -28,8 +28,8 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("load_linear_split(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
-      "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks) -> bool");
-  m.def("linear_split_chunks(int[] sizes, int multiprocessors) -> int");
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first) -> bool");
+  m.def("linear_split_choice(int[] sizes, int multiprocessors) -> int[]");
   m.def("wake_linear_split(int kernels) -> ()");
   m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
   m.def(
@@ -66,7 +66,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load_attention", TORCH_BOX(&load_attention));
   m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
   m.impl("linear_split", TORCH_BOX(&linear_split));
-  m.impl("linear_split_chunks", TORCH_BOX(&linear_split_chunks));
+  m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
   m.impl("wake_linear_split", TORCH_BOX(&wake_linear_split));
   m.impl("load_linear", TORCH_BOX(&load_linear));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));

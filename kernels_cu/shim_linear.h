@@ -73,13 +73,6 @@ Tensor library_product(const Tensor& x, const Tensor& weight, const std::optiona
   return weight.dim() == 2 ? linear(x, weight, bias) : torch::stable::matmul(x, transposed(weight));
 }
 
-// Of x [*, K] and a weight [N, K], or x [*, M, K] and as many weights; K > 0.
-SplitSizes sizes_of(const Tensor& x, const Tensor& weight) {
-  const int64_t k = weight.size(-1);
-  const int64_t batches = weight.numel() / std::max<int64_t>(weight.size(-2) * k, 1);
-  return {batches, x.numel() / k / std::max<int64_t>(batches, 1), weight.size(-2), k};
-}
-
 // What an epilogue reads besides z, in the order of its functor.
 struct Wildcards {
   std::vector<Tensor> tensors;
@@ -111,9 +104,8 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
 // Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
 // may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
-  const SplitSizes sizes = sizes_of(x, weight);
-  return split_pays(sizes, kernels.multiprocessors, seconds_to_copy(weight)) &&
-         !kernels.strain->rests();
+  const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors);
+  return call && call->pays() && !kernels.precision->takes_call();
 }
 bool pays(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/, const Tensor& /*weight*/) {
   return true;
@@ -168,16 +160,18 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(-2);
   const Tensor product = new_dense(a, shape, ScalarType::Float);
-  const auto multiply = [&](const Tensor& rows, const Tensor& out) {
-    return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, {});
+  const auto multiply = [&](const Tensor& rows, const Tensor& out, const SplitWish& wish) {
+    return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, {}, wish);
   };
-  const bool in_parts = a.dim() == 2 && b.dim() == 2 && is_transposed(a);
-  if (!in_parts) return multiply(a, product) ? product : by_library();
+  const auto call = SplitCall::of(a, {&b, &a}, kernels.multiprocessors);
+  const bool in_parts =
+      a.dim() == 2 && b.dim() == 2 && !call->choice.weight_first && call->x.transposed();
+  if (!in_parts) return multiply(a, product, {}) ? product : by_library();
   const int64_t at_once = rows_at_once(b.size(0), b.size(1), kernels.multiprocessors);
   for (int64_t first = 0; first < a.size(0); first += at_once) {
     const int64_t count = std::min(at_once, a.size(0) - first);
     const auto part = [&](Tensor matrix) { return torch::stable::narrow(matrix, 0, first, count); };
-    if (!multiply(part(a), part(product))) return by_library();
+    if (!multiply(part(a), part(product), {0, false})) return by_library();
   }
   return product;
 }

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -17,48 +16,12 @@
 
 #include "linear_split_args.h"
 #include "shim_pointwise.h"
+#include "shim_split_fallback.h"
 #include "shim_split_operands.h"
 #include "shim_split_plan.h"
 
 namespace fx_fuser {
 namespace {
-
-// Data that the split holds badly is repaired in the kernel, right but slowly. It then tells the
-// host, which for a while takes the library's product instead: nobody waits for anybody.
-class Strain {
- public:
-  Strain() {
-    void* flag = nullptr;
-    check(cudaHostAlloc(&flag, sizeof(uint32_t), cudaHostAllocPortable | cudaHostAllocMapped),
-          "cudaHostAlloc");
-    flag_ = static_cast<uint32_t*>(flag);
-    *flag_ = 0;
-  }
-
-  uint32_t* flag() const { return flag_; }
-
-  // Of this call: should the library make the product?
-  bool rests() {
-    if (const volatile uint32_t* seen = flag_; *seen != 0) {
-      *flag_ = 0;
-      calls_left_ = kRest;
-    }
-    // Not exact between threads, and need not be.
-    if (calls_left_ <= 0) return false;
-    --calls_left_;
-    return true;
-  }
-
-  void wake() {
-    *flag_ = 0;
-    calls_left_ = 0;
-  }
-
- private:
-  static constexpr int kRest = 1000;  // calls: the slow ones are then a few per cent of the time
-  uint32_t* flag_;
-  std::atomic<int> calls_left_{0};
-};
 
 struct LinearSplitKernels {
   cudaKernel_t split_rows;
@@ -71,7 +34,8 @@ struct LinearSplitKernels {
   int scalars;
   ScalarType out;
   std::vector<ScalarType> operands;
-  std::unique_ptr<Strain> strain;
+  std::unique_ptr<Fallback> precision;  // to the library's product
+  std::unique_ptr<Fallback> roles;      // to x as the operand that is split first
 };
 
 // `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
@@ -100,7 +64,8 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
                                static_cast<int>(device)),
         "cudaDeviceGetAttribute");
-  kernels->strain = std::make_unique<Strain>();
+  kernels->precision = std::make_unique<Fallback>();
+  kernels->roles = std::make_unique<Fallback>();
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
   for (size_t i = 5; i < signature.size(); ++i) {
@@ -228,7 +193,8 @@ struct SplitWorkspace {
     // What is aligned on most bytes comes first.
     const int64_t at_parked = 2 * rows * padded_k * 2;
     const int64_t at_unsure = at_parked + parked_blocks * kLinearTileM * kLinearTileN * 4;
-    const int64_t at_again = at_unsure + tiles * kLinearUnsureWords * 4;
+    const int64_t at_again =
+        at_unsure + tiles * (kLinearConsumerThreads / 32) * kLinearUnsureWords * 4;
     const int64_t at_unscale = at_again + tiles * 8;
     const int64_t at_partial = at_unscale + rows * 4;
     memory = new_dense(like, {at_partial + partials * 4}, ScalarType::Byte);
@@ -271,142 +237,225 @@ std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& 
   return result;
 }
 
-// The sums of chunks, [chunk, outer, inner, m, n].
-LinearResult partial_result(float* partial, const MergedRows& rows, int64_t n) {
+// Elements from one row of partial sums to the next: two can always be stored together.
+int64_t partial_pitch(int64_t columns) { return ceil_div(columns, 2) * 2; }
+
+// The sums of chunks, [chunk, outer, inner, row, pitch].
+LinearResult partial_result(float* partial, const MergedRows& rows, int64_t columns) {
   LinearResult result{};
-  const int64_t bytes = rows.rows * n * 4;
+  const int64_t pitch = partial_pitch(columns);
+  const int64_t bytes = rows.rows * pitch * 4;
   result.place[LinearResult::kOut] = {partial, {rows.batches() * bytes, rows.inner * bytes, bytes}};
-  result.out_stride = n;
+  result.out_stride = pitch;
   return result;
+}
+
+// May two adjacent elements of the result be stored together, wherever a pair begins?
+bool is_stored_in_pairs(const LinearResult& result, int64_t columns, int64_t element_size) {
+  const LinearPlace& out = result.place[LinearResult::kOut];
+  const int64_t bytes = 2 * element_size;
+  return columns % 2 == 0 && result.out_stride % 2 == 0 && out.plane.outer % bytes == 0 &&
+         out.plane.inner % bytes == 0 && reinterpret_cast<uintptr_t>(out.data) % bytes == 0;
 }
 
 // Sizes that indices of 32 bits reach, with all that is counted of them.
 bool is_in_reach(const SplitSizes& sizes, const SplitPlan& plan) {
   constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
   const int64_t planes = sizes.batches * plan.chunks;
+  const int64_t rows = sizes.batches * std::max(sizes.m, sizes.n);
   return sizes.n <= kHighest && sizes.k <= kHighest &&
          planes * sizes.m <= kHighest / kSplitMaxCluster &&
          plan.chunks * sizes.tiles() <= kHighest &&
-         (plan.chunks == 1 || sizes.batches * sizes.m * sizes.n <= kHighest);
+         (plan.chunks == 1 || rows * partial_pitch(std::min(sizes.m, sizes.n)) + rows <= kHighest);
+}
+
+// What a caller may ask for, as tests do. chunks: of k; 0: as many as pay.
+struct SplitWish {
+  int64_t chunks = 0;
+  std::optional<bool> weight_first;
+};
+
+// A product's tensors as the kernels see them, and what is to be made of them.
+struct SplitCall {
+  MergedRows rows;
+  SplitOperand x;
+  SplitOperand weight;
+  SplitSizes sizes;
+  SplitChoice choice;
+
+  // tensors: the weight, x and others. Nothing where the kernels do not take these strides.
+  static std::optional<SplitCall> of(const Tensor& like, const std::vector<const Tensor*>& tensors,
+                                     int64_t multiprocessors, const SplitWish& wish = {}) {
+    const auto rows = merge_rows(like, tensors);
+    if (!rows) return std::nullopt;
+    const SplitOperand weight = SplitOperand::of_weight(*tensors[0], *rows);
+    const SplitOperand x = SplitOperand::of_x(*tensors[1], *rows);
+    const SplitSizes sizes{rows->batches(), rows->rows, weight.rows, weight.k};
+    if (sizes.tiles() == 0) return std::nullopt;
+    const SplitCopies copies{x.seconds_to_copy(), weight.seconds_to_copy()};
+    SplitChoice choice = !wish.weight_first   ? split_choice(sizes, copies, multiprocessors)
+                         : *wish.weight_first ? weight_first(sizes, copies, multiprocessors)
+                                              : x_first(sizes, copies, multiprocessors);
+    if (wish.chunks > 0) {
+      const int64_t chunks = std::min(wish.chunks, ceil_div(sizes.k, kLinearTileK));
+      choice.plan = split_in_chunks(sizes, chunks, multiprocessors);
+    }
+    return SplitCall{*rows, x, weight, sizes, choice};
+  }
+
+  // Is the split product faster than the library's?
+  bool pays() const { return choice.seconds < library_seconds(sizes); }
+
+  // How long repairs may take, as a part of the product's time, until the library is the faster
+  // one.
+  float bearable() const {
+    constexpr double kLeast = 0.05;
+    return static_cast<float>(std::max(library_seconds(sizes) / choice.seconds - 1, kLeast));
+  }
+};
+
+// The product of `first`, which is split, and `second`, whose values the copy engine takes.
+LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand& second,
+                                   const SplitSizes& sizes, const SplitPlan& plan,
+                                   const Planes& planes, const SplitWorkspace& work) {
+  LinearSplitArgs args{};
+  args.planes = planes;
+  args.weight_map = second.map();
+  const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
+  args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches);
+  args.x_unscale = work.unscale;
+  args.parked = work.parked;
+  args.unsure = work.unsure;
+  args.again = work.again;
+  args.least_sum = kLeastSum * std::sqrt(static_cast<float>(plan.k));
+  args.x = first.data;
+  args.weight = second.data;
+  args.x_plane = {plan.k * first.stride_k, first.outer, first.inner};
+  args.weight_plane = {plan.k * second.stride_k, second.outer, second.inner};
+  args.x_stride_m = first.stride_row;
+  args.x_stride_k = first.stride_k;
+  args.weight_stride_n = second.stride_row;
+  args.weight_stride_k = second.stride_k;
+  args.plane_tiles = make_divisor(static_cast<uint32_t>(sizes.tiles() / sizes.batches));
+  args.m = static_cast<int32_t>(first.rows);
+  args.n = static_cast<int32_t>(second.rows);
+  args.tiles = static_cast<int32_t>(plan.chunks * sizes.tiles());
+  args.weight_outer = second.outer != 0;
+  args.weight_inner = second.inner != 0;
+  return args;
 }
 
 // out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
-// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes.
-// chunks: of k; 0: as many as pay. False, and nothing is launched, where the kernels' indices do
-// not take these shapes or strides.
+// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. False,
+// and nothing is launched, where the kernels' indices do not take these shapes or strides.
 bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                      const std::vector<double>& scalars, int64_t chunks = 0) {
+                      const std::vector<double>& scalars, SplitWish wish = {}) {
   check_linear(kernels, ScalarType::Float, x, weight, bias, out, z, operands, scalars);
-  const int64_t n = weight.size(-2);
-  const int64_t k = weight.size(-1);
-  if (k == 0) return false;
+  if (weight.size(-1) == 0) return false;
   if (out.numel() == 0) return true;
 
   std::vector<const Tensor*> tensors{&weight, &x, &out};
   if (z) tensors.push_back(&*z);
   for (const Tensor& operand : operands) tensors.push_back(&operand);
-  const auto rows = merge_rows(out, tensors);
-  if (!rows) return false;
   const int multiprocessors = kernels.multiprocessors;
-  const SplitSizes sizes{rows->batches(), rows->rows, n, k};
+  if (!wish.weight_first && kernels.roles->takes_call()) wish.weight_first = false;
+  const auto call = SplitCall::of(out, tensors, multiprocessors, wish);
+  if (!call) return false;
+  const SplitSizes& sizes = call->sizes;
+  const SplitChoice& choice = call->choice;
   // A matrix has batches where strides alone make them, and they cost tiles.
-  if (weight.dim() == 2 && sizes.batches > 1 && !split_pays(sizes, multiprocessors)) return false;
-  const SplitPlan plan =
-      chunks > 0
-          ? split_in_chunks(sizes, std::min(chunks, ceil_div(k, kLinearTileK)), multiprocessors)
-          : split_plan(sizes, multiprocessors);
-  const auto result = linear_result(*rows, out, z, bias, operands, scalars);
-  if (!result || !is_in_reach(sizes, plan)) return false;
+  if (weight.dim() == 2 && sizes.batches > 1 && !call->pays()) return false;
+  const SplitPlan& plan = choice.plan;
+  const auto result = linear_result(call->rows, out, z, bias, operands, scalars);
+  if (!result || !is_in_reach(choice.weight_first ? sizes.transposed() : sizes, plan)) return false;
 
   const OnDevice on_device(out.get_device_index());
   const cudaStream_t stream = current_stream(out.get_device_index());
-  SplitWeight held = SplitWeight::of(weight, *rows);
+  const SplitOperand& first = choice.weight_first ? call->weight : call->x;
+  SplitOperand second = choice.weight_first ? call->x : call->weight;
   std::optional<Tensor> copy;
-  if (!is_copied_as_it_lies(weight)) {
-    copy = held.move_to_aligned_rows(kernels.copy_rows, x, stream);
+  if (!second.is_taken_as_it_lies()) {
+    copy = second.move_to_aligned_lines(kernels.copy_rows, x, stream);
   }
 
   const int64_t planes = plan.chunks * sizes.batches;
   const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
   const int64_t tiles = plan.chunks * sizes.tiles();
   const int64_t blocks = persistent_blocks(tiles, multiprocessors);
-  const int64_t count = sizes.batches * sizes.m * n;
   const bool whole = plan.chunks == 1;
-  const SplitWorkspace work(x, planes * sizes.m, padded_k, plan.k > kLinearChunkK ? blocks : 0,
-                            tiles, whole ? 0 : plan.chunks * count);
+  const int64_t rows = sizes.batches * sizes.m;
+  const int64_t pitch = partial_pitch(sizes.n);
+  const SplitWorkspace work(x, planes * first.rows, padded_k, plan.k > kLinearChunkK ? blocks : 0,
+                            tiles, whole ? 0 : plan.chunks * rows * pitch);
 
   const auto divisor = [](int64_t size) { return make_divisor(static_cast<uint32_t>(size)); };
-  LinearSplitArgs args{};
-  args.planes = {divisor(sizes.batches), divisor(rows->inner), static_cast<int32_t>(plan.chunks),
-                 static_cast<int32_t>(plan.k),
-                 static_cast<int32_t>(k - (plan.chunks - 1) * plan.k)};
-  const SplitArgs split =
-      split_args(x, *rows, args.planes, padded_k, held.transposed, work.split, work.unscale);
-  launch_split(kernels.split_rows, kernels.split_columns, split, planes, multiprocessors, stream);
+  const Planes of_product{divisor(sizes.batches), divisor(call->rows.inner),
+                          static_cast<int32_t>(plan.chunks), static_cast<int32_t>(plan.k),
+                          static_cast<int32_t>(sizes.k - (plan.chunks - 1) * plan.k)};
+  const bool natural = second.transposed();
+  launch_split(kernels.split_rows, kernels.split_columns,
+               split_args(first, of_product, padded_k, natural, work.split, work.unscale), planes,
+               multiprocessors, stream);
 
-  args.weight_map = held.map();
-  args.x_map = split_map(work.split, padded_k, sizes.m, planes);
-  args.x_unscale = work.unscale;
-  args.parked = work.parked;
-  args.unsure = work.unsure;
-  args.again = work.again;
-  args.was_strained = kernels.strain->flag();
-  args.least_sum = kLeastSum * std::sqrt(static_cast<float>(plan.k));
-  args.x = split.x;
-  args.weight = held.data;
-  args.x_plane = split.x_plane;
-  args.weight_plane = {plan.k * held.stride_k, held.outer, held.inner};
-  args.x_stride_m = split.x_stride_m;
-  args.x_stride_k = split.x_stride_k;
-  args.weight_stride_n = held.stride_n;
-  args.weight_stride_k = held.stride_k;
-  args.result = whole ? *result : partial_result(work.partial, *rows, n);
-  args.plane_tiles = divisor(sizes.tiles() / sizes.batches);
-  args.m = split.rows;
-  args.n = static_cast<int32_t>(n);
-  args.tiles = static_cast<int32_t>(tiles);
-  args.weight_outer = held.outer != 0;
-  args.weight_inner = held.inner != 0;
+  LinearSplitArgs args = split_product_args(first, second, sizes, plan, of_product, work);
+  args.result = whole ? *result : partial_result(work.partial, call->rows, sizes.n);
+  args.was_strained = kernels.precision->flag();
+  args.bearable = call->bearable();
+  if (choice.weight_first) args.misled = kernels.roles->flag();
+  args.transposed = choice.weight_first;
+  args.pairs = !whole || is_stored_in_pairs(*result, sizes.n, out.element_size());
   LaunchOptions overlapped;
   overlapped.shared_bytes = kLinearSharedBytes;
   overlapped.dependent = true;
-  launch((whole ? kernels.product : kernels.chunk)[held.transposed], blocks, kLinearThreads, stream,
-         args, overlapped);
+  launch((whole ? kernels.product : kernels.chunk)[natural], blocks, kLinearThreads, stream, args,
+         overlapped);
   if (whole) return true;
 
+  const int64_t count = rows * sizes.n;
   const LinearSumArgs sum{work.partial,
                           *result,
-                          divisor(n),
+                          divisor(sizes.n),
                           divisor(sizes.m),
-                          divisor(rows->inner),
+                          divisor(call->rows.inner),
                           static_cast<uint32_t>(count),
+                          static_cast<int32_t>(rows),
+                          static_cast<int32_t>(pitch),
                           static_cast<int32_t>(plan.chunks)};
   overlapped.shared_bytes = 0;
   launch(kernels.sum, ceil_div(count, kSumThreads), kSumThreads, stream, sum, overlapped);
   return true;
 }
 
-// sizes: batches, m, n, k. Needs no GPU.
-int64_t linear_split_chunks(const std::vector<int64_t>& sizes, int64_t multiprocessors) {
+// sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
+// where the weight is split first, else 0. Needs no GPU.
+std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
+                                         int64_t multiprocessors) {
   STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
   for (const int64_t size : sizes) {
     STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
   }
-  return split_plan({sizes[0], sizes[1], sizes[2], sizes[3]}, multiprocessors).chunks;
+  const SplitChoice choice =
+      split_choice({sizes[0], sizes[1], sizes[2], sizes[3]}, {}, multiprocessors);
+  return {choice.plan.chunks, choice.weight_first};
 }
 
 void wake_linear_split(int64_t handle) {
-  reinterpret_cast<const LinearSplitKernels*>(handle)->strain->wake();
+  const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
+  kernels.precision->reset();
+  kernels.roles->reset();
 }
 
+// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way.
 bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars, int64_t chunks) {
+                  const std::vector<double>& scalars, int64_t chunks, const std::string& first) {
+  SplitWish wish{chunks, std::nullopt};
+  if (!first.empty()) wish.weight_first = first == "weight";
   return run_linear_split(*reinterpret_cast<const LinearSplitKernels*>(handle), x, weight, bias,
-                          out, z, operands, scalars, chunks);
+                          out, z, operands, scalars, wish);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The split product's operands: a weight that the copy engine takes as it lies or of which it gets
-// a copy, and x split by the pre-pass.
+// The split product's operands: one that the pre-pass splits, and one that the copy engine takes as
+// it lies or of which it gets a copy.
 #pragma once
 
 #include <cuda.h>
@@ -56,107 +56,111 @@ int64_t stride_along(const Tensor& tensor, int64_t d) {
 
 bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-// ---- the weight ---------------------------------------------------------------------------------
+// ---- any operand --------------------------------------------------------------------------------
 
-// Are a weight's n adjacent in memory, and not its k?
-bool is_transposed(const Tensor& weight) {
-  return stride_along(weight, -1) != 1 && weight.size(-2) > 1 && weight.stride(-2) == 1;
-}
-
-// Does the copy engine take this weight, [*, N, K], as it lies?
-bool is_copied_as_it_lies(const Tensor& weight) {
-  constexpr int64_t kReach = int64_t{1} << 38;  // elements
-  const int64_t across = is_transposed(weight) ? -1 : -2;
-  const int64_t stride = weight.stride(across);
-  const auto in_reach = [](int64_t step) { return step % 4 == 0 && step < kReach; };
-  bool taken = is_aligned(weight.data_ptr()) && (across == -1 || stride_along(weight, -1) == 1) &&
-               (weight.size(across) == 1 || (stride > 0 && in_reach(stride)));
-  for (int64_t d = 0; taken && d + 2 < weight.dim(); ++d) {
-    taken = weight.size(d) == 1 || in_reach(weight.stride(d));
-  }
-  return taken;
-}
-
-// Reading and writing, and a launch.
-double seconds_to_copy(const Tensor& weight) {
-  constexpr double kLaunch = 2e-6;
-  if (is_copied_as_it_lies(weight)) return 0;
-  return kLaunch + 8 * static_cast<double>(weight.numel()) / kWorkBandwidth;
-}
-
-// Of planes [n, k]; a batch's stride is 0 where all share the weight.
-struct SplitWeight {
+// Of planes [rows, k]; a batch's stride is 0 where all share the operand.
+struct SplitOperand {
   const float* data;
-  int64_t n;
+  int64_t rows;
   int64_t k;
-  int64_t stride_n;
+  int64_t stride_row;
   int64_t stride_k;
   int64_t outer;
   int64_t inner;
   int64_t outer_size;  // 1 where shared
   int64_t inner_size;
-  bool transposed;
 
-  static SplitWeight of(const Tensor& weight, const MergedRows& rows) {
-    const MergedRows::Strides& stride = rows.of[0];
-    return {static_cast<const float*>(weight.data_ptr()),
-            weight.size(-2),
-            weight.size(-1),
-            weight.stride(-2),
-            stride_along(weight, -1),
-            stride.outer,
-            stride.inner,
-            stride.outer == 0 ? 1 : rows.outer,
-            stride.inner == 0 ? 1 : rows.inner,
-            is_transposed(weight)};
+  // Of the tensors that `merged` was made of.
+  static SplitOperand of_weight(const Tensor& weight, const MergedRows& merged) {
+    return of(weight, merged, merged.of[0], weight.size(-2), weight.stride(-2));
+  }
+  static SplitOperand of_x(const Tensor& x, const MergedRows& merged) {
+    return of(x, merged, merged.of[1], merged.rows, merged.of[1].row);
   }
 
-  // As they lie in memory.
-  int64_t rows() const { return transposed ? k : n; }
-  int64_t columns() const { return transposed ? n : k; }
-  int64_t row_stride() const { return transposed ? stride_k : stride_n; }
+  // Are the rows adjacent in memory, and not the k?
+  bool transposed() const { return stride_k != 1 && rows > 1 && stride_row == 1; }
 
-  // The same values in rows that the copy engine takes; the tensor holds them.
-  Tensor move_to_aligned_rows(cudaKernel_t copy, const Tensor& like, cudaStream_t stream) {
+  // As they lie in memory.
+  int64_t lines() const { return transposed() ? k : rows; }
+  int64_t columns() const { return transposed() ? rows : k; }
+  int64_t line_stride() const { return transposed() ? stride_k : stride_row; }
+
+  bool is_taken_as_it_lies() const {
+    constexpr int64_t kReach = int64_t{1} << 38;  // elements
+    const auto in_reach = [](int64_t step) { return step % 4 == 0 && step < kReach; };
+    return is_aligned(data) && (transposed() || stride_k == 1) &&
+           (lines() == 1 || (line_stride() > 0 && in_reach(line_stride()))) &&
+           (outer_size == 1 || in_reach(outer)) && (inner_size == 1 || in_reach(inner));
+  }
+
+  // Reading and writing, and a launch.
+  double seconds_to_copy() const {
+    constexpr double kLaunch = 2e-6;
+    if (is_taken_as_it_lies()) return 0;
+    const double planes = static_cast<double>(outer_size) * static_cast<double>(inner_size);
+    return kLaunch +
+           8 * planes * static_cast<double>(rows) * static_cast<double>(k) / kWorkBandwidth;
+  }
+
+  // The same values in lines that the copy engine takes; the tensor holds them.
+  Tensor move_to_aligned_lines(cudaKernel_t copy, const Tensor& like, cudaStream_t stream) {
+    const bool across = transposed();
     const int64_t pitch = ceil_div(columns(), 4) * 4;
-    const int64_t count = outer_size * inner_size * rows() * pitch;
+    const int64_t plane = lines() * pitch;
+    const int64_t count = outer_size * inner_size * plane;
     const Tensor made = new_dense(like, {count}, ScalarType::Float);
     const auto divisor = [](int64_t size) { return make_divisor(static_cast<uint64_t>(size)); };
     const CopyRowsArgs args{data,
                             static_cast<float*>(made.data_ptr()),
                             outer,
                             inner,
-                            row_stride(),
-                            transposed ? stride_n : stride_k,
+                            line_stride(),
+                            across ? stride_row : stride_k,
                             divisor(pitch),
-                            divisor(rows()),
+                            divisor(lines()),
                             divisor(inner_size),
                             static_cast<uint64_t>(columns()),
                             static_cast<uint64_t>(count)};
     launch(copy, ceil_div(count, kCopyThreads * kCopyInFlight), kCopyThreads, stream, args);
     data = args.to;
-    stride_n = transposed ? 1 : pitch;
-    stride_k = transposed ? pitch : 1;
-    inner = inner_size > 1 ? rows() * pitch : 0;
-    outer = outer_size > 1 ? inner_size * rows() * pitch : 0;
+    stride_row = across ? 1 : pitch;
+    stride_k = across ? pitch : 1;
+    inner = inner_size > 1 ? plane : 0;
+    outer = outer_size > 1 ? inner_size * plane : 0;
     return made;
   }
 
   CUtensorMap map() const {
     const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
     // A stride along one element is never used, but must be one that the copy engine takes.
-    const int64_t of_rows = rows() == 1 ? ceil_div(columns(), 4) * 4 : row_stride();
-    const int64_t of_inner = inner_size == 1 ? of_rows : inner;
-    const int64_t of_outer = outer_size == 1 ? of_rows : outer;
+    const int64_t of_lines = lines() == 1 ? ceil_div(columns(), 4) * 4 : line_stride();
+    const int64_t of_inner = inner_size == 1 ? of_lines : inner;
+    const int64_t of_outer = outer_size == 1 ? of_lines : outer;
     return tensor_map<4>(
         CU_TENSOR_MAP_DATA_TYPE_FLOAT32, data,
-        {unsigned64(columns()), unsigned64(rows()), unsigned64(inner_size), unsigned64(outer_size)},
-        {unsigned64(of_rows * 4), unsigned64(of_inner * 4), unsigned64(of_outer * 4)},
-        {kLinearBox, static_cast<cuuint32_t>(transposed ? kLinearTileK : kLinearTileN), 1, 1});
+        {unsigned64(columns()), unsigned64(lines()), unsigned64(inner_size),
+         unsigned64(outer_size)},
+        {unsigned64(of_lines * 4), unsigned64(of_inner * 4), unsigned64(of_outer * 4)},
+        {kLinearBox, static_cast<cuuint32_t>(transposed() ? kLinearTileK : kLinearTileN), 1, 1});
+  }
+
+ private:
+  static SplitOperand of(const Tensor& tensor, const MergedRows& merged,
+                         const MergedRows::Strides& stride, int64_t rows, int64_t stride_row) {
+    return {static_cast<const float*>(tensor.data_ptr()),
+            rows,
+            tensor.size(-1),
+            stride_row,
+            stride_along(tensor, -1),
+            stride.outer,
+            stride.inner,
+            stride.outer == 0 ? 1 : merged.outer,
+            stride.inner == 0 ? 1 : merged.inner};
   }
 };
 
-// ---- x ------------------------------------------------------------------------------------------
+// ---- the one that is split first ----------------------------------------------------------------
 
 // Blocks that share a strip of columns: as many as fill the GPU, with some tiles of k each.
 int strip_cluster(int64_t strips, int64_t k_tiles, int64_t multiprocessors) {
@@ -170,24 +174,22 @@ int strip_cluster(int64_t strips, int64_t k_tiles, int64_t multiprocessors) {
   return blocks;
 }
 
-// x is tensors[1] of the merged rows. `planes` are those of the product.
-SplitArgs split_args(const Tensor& x, const MergedRows& rows, const Planes& planes,
-                     int64_t padded_k, bool natural, void* split, float* unscale) {
-  const MergedRows::Strides& stride = rows.of[1];
-  const int64_t stride_k = stride_along(x, -1);
+// `planes` are those of the product.
+SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded_k, bool natural,
+                     void* split, float* unscale) {
   SplitArgs args{};
-  args.x = static_cast<const float*>(x.data_ptr());
-  args.x_plane = {planes.k * stride_k, stride.outer, stride.inner};
-  args.x_stride_m = stride.row;
-  args.x_stride_k = stride_k;
+  args.x = x.data;
+  args.x_plane = {planes.k * x.stride_k, x.outer, x.inner};
+  args.x_stride_m = x.stride_row;
+  args.x_stride_k = x.stride_k;
   args.split = split;
   args.unscale = unscale;
   args.planes = planes;
-  args.rows = static_cast<int32_t>(rows.rows);
+  args.rows = static_cast<int32_t>(x.rows);
   args.padded_k = static_cast<int32_t>(padded_k);
   args.natural = natural;
-  args.vectors = stride_k == 1 && is_aligned(args.x) && stride.row % 4 == 0 &&
-                 stride.inner % 4 == 0 && stride.outer % 4 == 0;
+  args.vectors = x.stride_k == 1 && is_aligned(x.data) && x.stride_row % 4 == 0 &&
+                 x.inner % 4 == 0 && x.outer % 4 == 0;
   return args;
 }
 

@@ -1,4 +1,5 @@
-// Of the split product: how tensors become planes, and how many chunks of k pay.
+// Of the split product: how tensors become planes, how many chunks of k pay, and which operand is
+// split first.
 #pragma once
 
 #include <algorithm>
@@ -31,6 +32,9 @@ struct SplitSizes {
   double elements_of_weight() const { return product(n, k); }
   double elements_of_result() const { return product(m, n); }
   double operations() const { return 2 * product(m, n) * static_cast<double>(k); }
+
+  // Of weight xᵀ.
+  SplitSizes transposed() const { return {batches, n, m, k}; }
 
  private:
   double product(int64_t rows, int64_t columns) const {
@@ -94,14 +98,46 @@ SplitPlan split_plan(const SplitSizes& sizes, int64_t multiprocessors) {
   return best.seconds < (1 - kLeastGainOfChunks) * whole.seconds ? best : whole;
 }
 
-// Is the split product faster than cuBLAS's fp32 product, which also divides few tiles along k?
-// `before`: seconds that only the split product needs.
-bool split_pays(const SplitSizes& sizes, int64_t multiprocessors, double before = 0) {
-  if (sizes.tiles() == 0) return false;
+// The kernel's x is the operand that a pre-pass splits first, and its weight the other one.
+struct SplitChoice {
+  SplitPlan plan;
+  bool weight_first;  // the caller's weight is the kernel's x
+  double seconds;     // with the copy of the operand that is not split first
+};
+
+// Seconds that a copy takes, of an operand that the copy engine does not take as it lies.
+struct SplitCopies {
+  double x = 0;
+  double weight = 0;
+};
+
+// Where both ways are as fast x comes first: what is not split first has guessed scales, and
+// activations have outlier columns more often than weights.
+constexpr double kLeastGainOfWeightFirst = 0.02;
+
+SplitChoice x_first(const SplitSizes& sizes, const SplitCopies& copies, int64_t multiprocessors) {
+  const SplitPlan plan = split_plan(sizes, multiprocessors);
+  return {plan, false, plan.seconds + copies.weight};
+}
+
+SplitChoice weight_first(const SplitSizes& sizes, const SplitCopies& copies,
+                         int64_t multiprocessors) {
+  const SplitPlan plan = split_plan(sizes.transposed(), multiprocessors);
+  return {plan, true, plan.seconds + copies.x};
+}
+
+SplitChoice split_choice(const SplitSizes& sizes, const SplitCopies& copies,
+                         int64_t multiprocessors) {
+  const SplitChoice usual = x_first(sizes, copies, multiprocessors);
+  const SplitChoice other = weight_first(sizes, copies, multiprocessors);
+  return other.seconds < (1 - kLeastGainOfWeightFirst) * usual.seconds ? other : usual;
+}
+
+// Of cuBLAS's fp32 product, which also divides few tiles along k.
+double library_seconds(const SplitSizes& sizes) {
   const double bytes =
       4 * (sizes.elements_of_weight() + sizes.elements_of_x() + sizes.elements_of_result());
-  return before + split_plan(sizes, multiprocessors).seconds <
-         std::max(sizes.operations() / kLibraryRate, bytes / kLibraryBandwidth);
+  return std::max(sizes.operations() / kLibraryRate, bytes / kLibraryBandwidth);
 }
 
 // ---- tensors as planes --------------------------------------------------------------------------

@@ -231,8 +231,8 @@ def recorded() -> Iterator[list[GraphModule]]:
     graphs: list[GraphModule] = []
     original = Options.inner_compiler
 
-    def inner_compiler(self: Options, graph_pass: Any = None) -> Callable[..., Any]:
-        compile_inner = original(self, graph_pass)
+    def inner_compiler(self: Options) -> Callable[..., Any]:
+        compile_inner = original(self)
 
         def record(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             given = copy.deepcopy(gm)

@@ -337,3 +337,32 @@ def test_an_operand_under_another_name() -> None:
         return F.dropout(y, 0.1, False) + z * torch.sigmoid(z)
 
     check(linear_program(body), leaf(4, 8), leaf(4, 6), fuses={ADD: 1})
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda z, c: torch.min(z, c) * 2.0,
+        lambda z, c: z.max(c) * 2.0,
+        lambda z, c: torch.max(input=z, other=c) * 2.0,
+    ],
+)
+def test_min_and_max_of_two_tensors(tail: Any, train: bool) -> None:
+    graphs = check(
+        linear_program(lambda m, x, c: tail(m.lin(x), c)),
+        leaf(5, 8),
+        leaf(6),
+        fuses={"auto_linear": 1},
+        train=train,
+        auto=True,
+    )
+    assert not {"min", "max", "mul"} & {
+        getattr(n.target, "__name__", n.target) for g in graphs for n in g.graph.nodes
+    }
+
+
+def test_min_along_a_dimension_is_a_reduction() -> None:
+    program = linear_program(lambda m, x: torch.min(m.lin(x), 1).values * 2.0)
+    graphs = check(program, leaf(5, 8), fuses={"auto_linear": 1}, auto=True)
+    assert any(n.target is torch.min for g in graphs for n in g.graph.nodes)

@@ -7,10 +7,6 @@ import errno
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +30,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import apply, backend, build, calls, checks, gate, ops, plan, rewrite
+from fx_fuser import apply, backend, build, calls, checks, ops, plan, rewrite
 from fx_fuser.options import Options
 
 
@@ -126,7 +122,6 @@ def _plain_graph(model: nn.Module, x: Tensor) -> str:
     return seen[0]
 
 
-GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplied by
 grown = pytest.mark.parametrize("auto", [False, True], ids=["named", "grown"])
 
 
@@ -406,114 +401,3 @@ def test_out_of_memory_while_compiling(monkeypatch: pytest.MonkeyPatch, recorder
         value = _compile(model)(x)
     assert torch.equal(value, model(x)) and sites() == {}
     assert len(messages) == 1 and "Tried to allocate 2 GiB" in messages[0]
-
-
-# ---- interrupts, processes, threads -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "owner, name, auto",
-    [
-        (backend, "find", False),
-        (backend, "grow", True),
-        (gate, "_with_tails", True),
-        (plan, "_build_kernels", False),
-        (plan, "_build_kernels", True),
-        (rewrite, "_erase", True),
-        (build, "fingerprint", True),
-    ],
-    ids=["matching", "growing", "gate", "building", "building all", "rewriting", "compiling"],
-)
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_interrupt_is_no_fault_and_the_next_call_compiles(
-    owner: Any,
-    name: str,
-    auto: bool,
-    strict: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    recorder: Recorder,
-) -> None:
-    """A real SIGINT, at its default: Python raises KeyboardInterrupt at the next line."""
-    model, x = ThreePatterns().eval(), images()
-    right, run = getattr(owner, name), _compile(model, strict, auto)
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        return right(*args, **kwargs)
-
-    with monkeypatch.context() as patch, _our_warnings() as messages:
-        patch.setattr(owner, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(x)
-    assert messages == [] and sites() == {}
-    assert torch.equal(run(x), model(x)) and sites() == (GROWN if auto else ALL_THREE)
-
-
-_FORKED = """
-import os, sys
-import torch
-from compare import ThreePatterns, fused_compile, images, sites
-
-torch.set_num_threads(1)
-model, other, x = ThreePatterns().eval(), ThreePatterns().eval(), images()
-run = fused_compile(model, {options})
-expected = run(x)
-child = os.fork()
-if child == 0:
-    torch.testing.assert_close(run(x), expected, rtol=0, atol=0)
-    torch._dynamo.reset()
-    torch.testing.assert_close(run(x), expected, rtol=1e-6, atol=1e-6)
-    value = fused_compile(other, {options})(x)
-    value.sum().backward()
-    torch.testing.assert_close(value, other(x), rtol=1e-6, atol=1e-6)
-    assert all(count == 2 for count in sites().values()), sites()  # `other` is the same code
-    os._exit(0)
-status = os.waitpid(child, 0)[1]
-assert status == 0, status
-torch.testing.assert_close(fused_compile(other, {options})(x), other(x), rtol=1e-6, atol=1e-6)
-print("both live")
-"""
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param("", id="aot_eager"),
-        pytest.param("inner='inductor'", id="inductor", marks=pytest.mark.slow),
-    ],
-)
-def test_a_fork_after_initialisation(options: str) -> None:
-    """Parent and child go on: with what is compiled, and compiling."""
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKED.format(options=options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "both live\n"), done.stderr
-
-
-def test_two_threads_compile_and_one_fails(
-    monkeypatch: pytest.MonkeyPatch, recorder: Recorder
-) -> None:
-    """The other's model fuses; both give the right result. (Both right: tests/test_compile.py.)"""
-    models, x = [ThreePatterns().eval() for _ in range(2)], images()
-    monkeypatch.setattr(rewrite, "_insert", _after(3, rewrite._insert))
-    values: dict[int, Tensor] = {}
-    barrier = threading.Barrier(2)
-
-    def work(i: int) -> None:
-        barrier.wait()
-        values[i] = _compile(models[i])(x)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    with _our_warnings() as messages:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(torch.equal(values[i], models[i](x)) for i in range(2))
-    assert sites() == ALL_THREE and len(messages) == 1

@@ -89,9 +89,9 @@ def _viewed(m: Any, x: Tensor) -> Tensor:
 
 STOPS: dict[str, tuple[Body, str]] = {
     "nothing follows": (lambda m, x: m.lin(x), ""),
-    "a reduction": (_summed, "before `return z.sum(-1)`"),
-    "a view": (_viewed, "before `return z.view(-1)`"),
-    "the end": (_tail, "before"),
+    "a reduction": (_summed, "before `z.sum(-1)`"),
+    "a view": (_viewed, "before `z.view(-1)`"),
+    "the end": (_tail, ""),
     "too many operations": (_many_operations, "after 64 operations"),
     "a write": (_written, "before the fused op would read it"),
 }

@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fx_fuser import products
+from fx_fuser.plan import is_small
 from tests.helpers import assert_close, leaf, run
 
 OPTIONS = {"cpu_ops": True, "strict": True}
@@ -206,3 +207,20 @@ def test_an_addmm_keeps_its_sum() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(body, backend="fx_fuser", options=OPTIONS)
     torch.testing.assert_close(compiled(*args), body(*args))
+
+
+@pytest.mark.parametrize(
+    "x, product, small",
+    [
+        ((64, 64), (64, 64), True),
+        ((512, 768), (512, 768), False),
+        ((16, 32, 768), (16, 32, 768), False),
+        ((1, 4096), (1, 4096), False),  # its weight's bytes
+        ((1, 1024), (1, 1024), True),
+        ((1024, 1024), (1024, 8), True),
+    ],
+)
+def test_what_is_too_small_to_be_timed(
+    x: tuple[int, ...], product: tuple[int, ...], small: bool
+) -> None:
+    assert is_small(x, product) is small

@@ -47,7 +47,7 @@ def stages(batches: int, m: int, n: int, k: int, chunks: int) -> int:
 )
 def test_few_tiles_of_a_long_k_fill_the_gpu(sizes) -> None:
     *_, k = sizes
-    chunks = native.linear_split_chunks(*sizes)
+    chunks = native.linear_split_choice(*sizes).chunks
     ideal = sizes[0] * ceil(sizes[1] / TILE) * ceil(sizes[2] / TILE) * (k / STAGE) / SMS
     assert chunks > 1 and k / STAGE / chunks >= 3
     assert stages(*sizes, chunks) <= 1.3 * ideal < stages(*sizes, 1)
@@ -65,7 +65,23 @@ def test_few_tiles_of_a_long_k_fill_the_gpu(sizes) -> None:
     ],
 )
 def test_one_chunk_where_more_gain_nothing(sizes) -> None:
-    assert native.linear_split_chunks(*sizes) == 1
+    assert native.linear_split_choice(*sizes).chunks == 1
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("sizes", "weight_first"),
+    [
+        ((1, 12608, 768, 3072), True),  # of a ViT
+        ((1, 3072, 768, 6304), True),  # the gradient of a weight, dz being larger than x
+        ((1, 768, 3072, 6304), False),
+        ((1, 1024, 1024, 8192), False),  # as large: x is scaled exactly
+        ((1, 1000, 1020, 8192), False),  # nearly so
+        ((96, 2048, 64, 512), True),
+    ],
+)
+def test_the_smaller_operand_is_split_first(sizes, weight_first) -> None:
+    assert native.linear_split_choice(*sizes).weight_first == weight_first
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -144,3 +144,12 @@ def test_a_function_without_parameters() -> None:
 
     assert_fused(swish, (leaf(4, 8), leaf(6, 8)), {MUL: 1}, train=True, options=OPTIONS)
     assert_equivalent(swish, (leaf(4, 8), leaf(6, 8)), train=True, options=OPTIONS)
+
+
+def test_grown_tails_count_where_they_are_named() -> None:
+    grows = {**OPTIONS, "auto": True}
+    program = linear_program(lambda m, x: _gate(m, torch.relu(m.bare(x))[:, :1] + x))
+    assert_fused(program, (leaf(4, 8),), {MUL: 1}, options=grows)
+    assert_fused(program, (leaf(4, 8),), {MUL: 1, "auto_linear": 1}, options=grows)
+    with pytest.raises(AssertionError, match="auto_linear: 1 fused, 2 expected"):
+        assert_fused(program, (leaf(4, 8),), {MUL: 1, "auto_linear": 2}, options=grows)

@@ -38,6 +38,7 @@ from value_writer import NothingToWrite
 
 import fx_fuser
 from fx_fuser import backend, plan
+from fx_fuser.match import Match
 from fx_fuser.options import Options
 from fx_fuser.pattern import Pattern
 from fx_fuser.view import View
@@ -156,9 +157,8 @@ def check(
         if time.monotonic() - start > SLOW_S and device == "cpu":
             return f"reading it took {time.monotonic() - start:.0f} s"
         count = len(outcome.matches)
-        whole = [m for m in outcome.matches if program.auto and m.root.name == result]
-        program.whole = bool(whole)
-        program.acc = plan.MatchCase(whole[0], options).acc if whole else None
+        for match in outcome.matches if program.auto else ():
+            _note_what_is_grown(program, match, options, result)
         with torch.set_grad_enabled(program.train):
             results = gm(*given)
     fused = _seen(loaded, given, results, dy)
@@ -168,12 +168,14 @@ def check(
     if fault:
         return fault
     exact = device == "cpu" and compiled != "inductor" and not bounded
+    if program.has_bias:
+        return ""
     if program.auto and not program.whole:
         if wanted and not count:
             return "nothing is grown"
         norm = program.pattern.kind == "conv2d_batchnorm"
         same = exact and not norm and is_plain(program, loaded.inputs)
-        return unfused_faults(eager, fused) if same else ""
+        return unfused_faults(eager, fused, program.apart) if same else ""
     if program.crowd:
         if wanted and not count and not _another_layout_wins(loaded, eager):
             return "0 sites of all patterns fused, expected 1 at least"
@@ -188,6 +190,16 @@ def check(
     if not count:
         return unfused_faults(eager, fused) if exact else ""
     return faults_of(program, loaded.space, loaded.inputs, dy, eager, fused, exact)
+
+
+def _note_what_is_grown(program: Program, match: Match, options: Options, result: str) -> None:
+    readers = match.view.readers
+    apart = (n for n in readers if n.name in program.operands and set(readers[n]) - match.nodes)
+    program.apart = frozenset(n.name for n in apart)
+    bias = match.site.operands["bias"]
+    program.has_bias = bias is not None and bias.name in program.operands
+    program.whole = match.root.name == result
+    program.acc = plan.MatchCase(match, options).acc if program.whole else None
 
 
 def _result_of(gm: torch.fx.GraphModule) -> str:

@@ -110,6 +110,8 @@ class Program:
     fused: int = 0  # sites, when it was checked
     whole: bool = False  # one of them, grown, ends where the tail does
     acc: torch.dtype | None = None  # in which that computes
+    apart: frozenset[str] = frozenset()  # operands that others read, beside what is grown
+    has_bias: bool = False  # the tail began with it: a term of the anchor's sum, in any order
 
 
 @dataclass

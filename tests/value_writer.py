@@ -279,8 +279,8 @@ class TailWriter:
     def _from_narrow(self, terms: list[Text], special: list[Expr]) -> Text:
         """a - z where a is a number or has no dimensions: z comes first."""
         at = next((i for i, s in enumerate(special) if -1 in s.args), None)
-        if at is None:
-            raise NothingToWrite("a number and a product")
+        if at is None or not terms:
+            raise NothingToWrite("a number and a product, or nothing but what is taken away")
         first = special.pop(at)
         (y,) = (self._render(r) for r in first.args if r != -1)
         form = self.shape.choice((_SUB[0], "torch.rsub({y}, {x})"))
