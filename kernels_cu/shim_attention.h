@@ -236,9 +236,18 @@ const LinearSplitKernels& split_kernels(const std::string& name, const Tensor& l
 
 // out = epilogue(a bᵀ)
 bool multiply(const LinearSplitKernels& kernels, const Tensor& a, const Tensor& b,
-              const Tensor& out, const std::vector<Tensor>& operands = {},
-              const std::vector<double>& scalars = {}) {
+              const Tensor& out, const std::vector<Tensor>& operands,
+              const std::vector<double>& scalars) {
   return run_linear_split(kernels, a, b, std::nullopt, out, std::nullopt, operands, scalars);
+}
+
+// out = a bᵀ with probabilities or their gradient as a, which are split first: in a row that has
+// one large value its scale, guessed from the first keys, would often be wrong.
+bool multiply_scores(const LinearSplitKernels& kernels, const Tensor& a, const Tensor& b,
+                     const Tensor& out) {
+  SplitWish wish;
+  wish.weight_first = false;
+  return run_linear_split(kernels, a, b, std::nullopt, out, std::nullopt, {}, {}, wish);
 }
 
 // ---- forward ------------------------------------------------------------------------------------
@@ -285,7 +294,7 @@ bool attend(const ForwardKernels& kernels, const Attention& call, const Part& pa
     const OnDevice on_device(device);
     launch_softmax(kernels.others, args, current_stream(device));
   }
-  return multiply(kernels.product, scores, transposed(keys_of(v)), rows_of(out));
+  return multiply_scores(kernels.product, scores, transposed(keys_of(v)), rows_of(out));
 }
 
 std::optional<std::tuple<Tensor, Tensor>> attention_by_kernels(
@@ -295,7 +304,7 @@ std::optional<std::tuple<Tensor, Tensor>> attention_by_kernels(
   make_sure_of(names, q);
   const ForwardKernels kernels{split_kernels(names.at(0), q), split_kernels(names.at(1), q),
                                registry<SoftmaxKernels>().at(kSoftmax, q.get_device_index())};
-  if (kernels.scores.strain->rests() || kernels.product.strain->rests()) return {};
+  if (kernels.scores.precision->takes_call() || kernels.product.precision->takes_call()) return {};
   const Tensor out = new_heads(q, call, call.rows, call.v_columns);
   const Tensor lse = new_dense(q, {call.batches, call.heads, with_lse ? call.padded_rows() : 0},
                                ScalarType::Float);

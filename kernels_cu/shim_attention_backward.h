@@ -105,8 +105,8 @@ struct Backward {
       return false;
     }
     if (!gradients[kDq]) return true;
-    return multiply(kernels.product, block_of(ds), transposed(keys_of(k)),
-                    rows_of(*gradients[kDq]));
+    return multiply_scores(kernels.product, block_of(ds), transposed(keys_of(k)),
+                           rows_of(*gradients[kDq]));
   }
 
   // dk and dv of a block of keys: of all rows that see them.
@@ -125,8 +125,8 @@ struct Backward {
       }
       const int64_t rows = call.rows - first_row;
       const Tensor seen = narrowed(narrowed(scores, 2, first_row, rows), 3, first, count);
-      return multiply(kernels.product, transposed(seen),
-                      transposed(narrowed(part.of(by), 2, first_row, rows)), result);
+      return multiply_scores(kernels.product, transposed(seen),
+                             transposed(narrowed(part.of(by), 2, first_row, rows)), result);
     };
     return of(kDv, p, dout) && of(kDk, ds, q);
   }
@@ -142,8 +142,8 @@ bool attention_backward_by_kernels(const Attention& call, const Tensor& dout, co
   const BackwardKernels kernels{split_kernels(names.at(0), q), split_kernels(names.at(1), q),
                                 split_kernels(names.at(2), q),
                                 registry<SoftmaxKernels>().at(kSoftmax, device)};
-  if (kernels.probability.strain->rests() || kernels.score_gradient.strain->rests() ||
-      kernels.product.strain->rests()) {
+  if (kernels.probability.precision->takes_call() ||
+      kernels.score_gradient.precision->takes_call() || kernels.product.precision->takes_call()) {
     return false;
   }
   const OnDevice on_device(device);
