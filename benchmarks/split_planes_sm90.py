@@ -247,7 +247,7 @@ def fallbacks(failures: list[str]) -> None:
             failures.append(f"{what}: {found} bytes beside the result, not {least} and a little")
 
     columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
-    a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
+    a, b = torch.randn(12288, 1024, device=CUDA), torch.randn(8192, 1024, device=CUDA)
     torch.matmul(a, b.t())  # cuBLAS has its workspace now
     native.wake([PRODUCT_ALONE], CUDA)
     expect("the smaller operand first", a, b, b)

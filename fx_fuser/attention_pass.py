@@ -145,6 +145,7 @@ def is_ours(call: Call, on_cpu: bool) -> bool:
             return False
         forms[name] = form
     if not _has_layouts(call):
+        log.info("%s is left to the library, whose results are laid out otherwise", call.name)
         return False
     if call.device.type != "cuda":
         return on_cpu

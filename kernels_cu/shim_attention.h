@@ -304,7 +304,7 @@ std::optional<std::tuple<Tensor, Tensor>> attention_by_kernels(
   make_sure_of(names, q);
   const ForwardKernels kernels{split_kernels(names.at(0), q), split_kernels(names.at(1), q),
                                registry<SoftmaxKernels>().at(kSoftmax, q.get_device_index())};
-  if (kernels.scores.precision->takes_call() || kernels.product.precision->takes_call()) return {};
+  if (kernels.scores.precision->takes_any_call()) return {};
   const Tensor out = new_heads(q, call, call.rows, call.v_columns);
   const Tensor lse = new_dense(q, {call.batches, call.heads, with_lse ? call.padded_rows() : 0},
                                ScalarType::Float);

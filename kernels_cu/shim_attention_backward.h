@@ -142,8 +142,8 @@ bool attention_backward_by_kernels(const Attention& call, const Tensor& dout, co
   const BackwardKernels kernels{split_kernels(names.at(0), q), split_kernels(names.at(1), q),
                                 split_kernels(names.at(2), q),
                                 registry<SoftmaxKernels>().at(kSoftmax, device)};
-  if (kernels.probability.precision->takes_call() ||
-      kernels.score_gradient.precision->takes_call() || kernels.product.precision->takes_call()) {
+  if (kernels.probability.precision->takes_any_call() ||
+      kernels.score_gradient.precision->takes_any_call()) {
     return false;
   }
   const OnDevice on_device(device);

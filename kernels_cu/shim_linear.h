@@ -105,7 +105,7 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
 // may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
   const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors);
-  return call && call->pays() && !kernels.precision->takes_call();
+  return call && call->pays() && !kernels.precision->takes_call(call->sizes.all());
 }
 bool pays(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/, const Tensor& /*weight*/) {
   return true;

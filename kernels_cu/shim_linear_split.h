@@ -362,9 +362,12 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   if (z) tensors.push_back(&*z);
   for (const Tensor& operand : operands) tensors.push_back(&operand);
   const int multiprocessors = kernels.multiprocessors;
-  if (!wish.weight_first && kernels.roles->takes_call()) wish.weight_first = false;
-  const auto call = SplitCall::of(out, tensors, multiprocessors, wish);
+  auto call = SplitCall::of(out, tensors, multiprocessors, wish);
   if (!call) return false;
+  if (!wish.weight_first && kernels.roles->takes_call(call->sizes.all())) {
+    wish.weight_first = false;
+    call = SplitCall::of(out, tensors, multiprocessors, wish);
+  }
   const SplitSizes& sizes = call->sizes;
   const SplitChoice& choice = call->choice;
   // A matrix has batches where strides alone make them, and they cost tiles.
@@ -405,9 +408,9 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
 
   LinearSplitArgs args = split_product_args(first, second, sizes, plan, of_product, work);
   args.result = whole ? *result : partial_result(work.partial, call->rows, sizes.n);
-  args.was_strained = kernels.precision->flag();
+  args.was_strained = kernels.precision->flag(sizes.all());
   args.bearable = call->bearable();
-  if (choice.weight_first) args.misled = kernels.roles->flag();
+  if (choice.weight_first) args.misled = kernels.roles->flag(sizes.all());
   args.transposed = choice.weight_first;
   args.pairs = !whole || is_stored_in_pairs(*result, sizes.n, out.element_size());
   LaunchOptions overlapped;

@@ -1,6 +1,7 @@
 // What a split product's kernel may see of its data that makes another way the faster one.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -9,41 +10,67 @@
 namespace fx_fuser {
 namespace {
 
-// The kernel sets a word in the host's memory, and the next calls go the other way: nobody waits
-// for anybody, and the first calls are slow, never wrong.
+// The kernel sets a word in the host's memory, and the next calls of the same sizes go the other
+// way: nobody waits for anybody, and the first calls are slow, never wrong. Of the same sizes
+// alone: one product of a net may have such data in every step, and the others none.
 class Fallback {
  public:
   Fallback() {
-    void* flag = nullptr;
-    check(cudaHostAlloc(&flag, sizeof(uint32_t), cudaHostAllocPortable | cudaHostAllocMapped),
+    void* flags = nullptr;
+    check(cudaHostAlloc(&flags, kSlots * sizeof(uint32_t),
+                        cudaHostAllocPortable | cudaHostAllocMapped),
           "cudaHostAlloc");
-    flag_ = static_cast<uint32_t*>(flag);
-    *flag_ = 0;
+    flags_ = static_cast<uint32_t*>(flags);
+    reset();
   }
 
-  uint32_t* flag() const { return flag_; }
+  using Sizes = std::array<int64_t, 3>;  // that tell one product from another
+
+  uint32_t* flag(const Sizes& sizes) const { return flags_ + slot(sizes); }
 
   // Is this call to go the other way?
-  bool takes_call() {
-    if (const volatile uint32_t* seen = flag_; *seen != 0) {
-      *flag_ = 0;
-      calls_left_ = kCalls;
-    }
-    // Not exact between threads, and need not be.
-    if (calls_left_ <= 0) return false;
-    --calls_left_;
-    return true;
+  bool takes_call(const Sizes& sizes) { return takes_call_of(slot(sizes)); }
+
+  // The same where it is to do so for data of any sizes.
+  bool takes_any_call() {
+    bool any = false;
+    for (int i = 0; i < kSlots; ++i) any |= takes_call_of(i);
+    return any;
   }
 
   void reset() {
-    *flag_ = 0;
-    calls_left_ = 0;
+    for (int i = 0; i < kSlots; ++i) {
+      flags_[i] = 0;
+      calls_left_[i] = 0;
+    }
   }
 
  private:
   static constexpr int kCalls = 1000;  // the slow ones are then a few per cent of the time
-  uint32_t* flag_;
-  std::atomic<int> calls_left_{0};
+  static constexpr int kSlots = 64;
+
+  static int slot(const Sizes& sizes) {
+    uint64_t hash = 0;
+    for (const int64_t size : sizes) {
+      hash = (hash ^ static_cast<uint64_t>(size)) * 0x9E3779B97F4A7C15;
+      hash ^= hash >> 29;
+    }
+    return static_cast<int>(hash % kSlots);
+  }
+
+  bool takes_call_of(int i) {
+    if (const volatile uint32_t* seen = flags_ + i; *seen != 0) {
+      flags_[i] = 0;
+      calls_left_[i] = kCalls;
+    }
+    // Not exact between threads, and need not be.
+    if (calls_left_[i] <= 0) return false;
+    --calls_left_[i];
+    return true;
+  }
+
+  uint32_t* flags_;
+  std::array<std::atomic<int>, kSlots> calls_left_{};
 };
 
 }  // namespace

@@ -27,6 +27,8 @@ struct SplitSizes {
   int64_t n;
   int64_t k;
 
+  // What tells one product from another, however its rows are seen as batches.
+  std::array<int64_t, 3> all() const { return {batches * m, n, k}; }
   int64_t tiles() const { return batches * ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN); }
   double elements_of_x() const { return product(m, k); }
   double elements_of_weight() const { return product(n, k); }
