@@ -455,11 +455,6 @@ def batch_stats_source() -> str:
     return (KERNELS / "batch_stats.cu").read_text()
 
 
-def attention_source() -> str:
-    """The source of the attention kernels that are no products, for `cubin`."""
-    return (KERNELS / "attention.cu").read_text()
-
-
 # ---- python -m fx_fuser.build --------------------------------------------------------------------
 
 
@@ -538,7 +533,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
         specs = _pointwise_examples() + (_product_examples() if arch == "sm_90a" else [])
-        sources = [batch_stats_source(), attention_source(), *(spec.text for spec in specs)]
+        sources = [batch_stats_source(), *(spec.text for spec in specs)]
         compile_all = functools.partial(cubins, sources, arch)
         passed.append(_attempt(f"{arch}: {len(sources)} sources", compile_all))
     return 0 if all(passed) else 1

@@ -144,7 +144,10 @@ def linear_split_choice(
 ) -> SplitChoice:
     """How `linear_split` multiplies x [batches, M, K] by a weight [..., N, K], 16-byte aligned.
 
-    Needs no GPU, but the shim.
+    Needs no GPU.
+
+    Raises:
+        BuildError: the shim does not compile or load.
     """
     with _lock:
         _load_shim()
@@ -433,20 +436,18 @@ def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prepare_batch_stats(device: torch.device) -> int:
-    """Builds and loads the statistics kernels ahead of their use; returns their handle."""
+    """Builds and loads the statistics kernels ahead of their use; returns their handle.
+
+    Raises:
+        BuildError: they do not compile or load.
+    """
     index = _index_of(device)
     with _lock:
         if index not in _batch_stats:
-            source = build.batch_stats_source()
-            _batch_stats[index] = load_source("load_batch_stats", source, device)
+            _load_shim()
+            path = build.cubin(build.batch_stats_source(), build.arch_of(device))
+            _batch_stats[index] = _load("load_batch_stats", str(path), index)
         return _batch_stats[index]
-
-
-def load_source(op: str, source: str, device: torch.device) -> int:
-    """Builds kernels that are of no family and loads them by this op; returns their handle."""
-    with _lock:
-        _load_shim()
-        return _load(op, str(build.cubin(source, build.arch_of(device))), _index_of(device))
 
 
 def _index_of(device: torch.device) -> int:

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser import apply, attention, native
+from fx_fuser import apply, native
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, Conv2d, library_convolution
 from fx_fuser.epilogue import Epilogue, parse, read_by_derivative
@@ -448,7 +448,7 @@ for _anchor in ANCHORS.values():
 
 def contract() -> list[str]:
     """What kernels_cu/shim.cpp assumes of this side, a fact a line; compared when it is loaded."""
-    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", *attention.OPS]
+    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product"]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
     norm = ANCHORS["conv2d_batchnorm"]

@@ -6,7 +6,7 @@ Dynamo's graph has the user's operations; what those consist of shows only here:
 LSTM, and those of every backward. There is no tail to fuse, so no match: a pass that Inductor runs
 last over each of its graphs (`post_grad_custom_post_pass`) replaces `mm`, `bmm`, `addmm` and
 `baddbmm` of fp32 matrices by `fx_fuser::split_product`, each timed once for its sizes and strides
-beside the library's; and an attention as `fx_fuser.attention_pass` says.
+beside the library's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from fx_fuser import attention_pass, build, native, plan, rehearse, timing
+from fx_fuser import build, native, plan, rehearse, timing
 from fx_fuser.anchors.linear import PRODUCT_ALONE, matmul_tf32_requested, split_product
-from fx_fuser.attention_pass import inserted
 from fx_fuser.errors import BuildError
 from fx_fuser.nodes import hint_of
 from fx_fuser.options import Options
@@ -61,12 +60,12 @@ class Products(CustomGraphPass):
         if self.before is not None:
             self.before(graph)
         for node in list(graph.nodes):
-            if node.op != "call_function":
+            if node.op != "call_function" or node.target not in _PRODUCTS:
                 continue
             try:
-                name = self._replaced(graph, node)
-                if name is not None:
-                    counters[COUNTERS][name] += 1
+                if self._is_ours(node):
+                    _replace(graph, node)
+                    counters[COUNTERS][node.target._schema.name.removeprefix("aten::")] += 1
             except Exception as error:
                 if self.strict:
                     raise
@@ -83,19 +82,6 @@ class Products(CustomGraphPass):
             return known
         others = self.before.uuid() if hasattr(self.before, "uuid") else None
         return None if others is None else (*known, others)
-
-    def _replaced(self, graph: Graph, node: Node) -> str | None:
-        """What it counts as, if it is ours."""
-        if node.target in _PRODUCTS and self._is_ours(node):
-            name: str = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
-            _replace(graph, node)
-            return name
-        if node.target in attention_pass.TARGETS:
-            call = attention_pass.Call.of(node)
-            if call is not None and attention_pass.is_ours(call, self.on_cpu):
-                attention_pass.replace(graph, call)
-                return attention_pass.TARGETS[node.target]
-        return None
 
     def _is_ours(self, node: Node) -> bool:
         factors = [node.args[i] for i in _PRODUCTS[node.target]]
@@ -146,13 +132,22 @@ def _replace(graph: Graph, node: Node) -> None:
     with graph.inserting_before(node):
         rank = right.meta["val"].ndim
         turn = [*range(rank - 2), rank - 1, rank - 2]
-        rows = inserted(graph, node, _aten.permute.default, right, turn)
+        rows = _call(graph, node, _aten.permute.default, right, turn)
         target = torch.ops.fx_fuser.split_product.default
-        result = inserted(graph, node, target, left, rows, PRODUCT_ALONE.name)
+        result = _call(graph, node, target, left, rows, PRODUCT_ALONE.name)
         if _PRODUCTS[node.target][0]:
-            result = inserted(graph, node, _aten.add.Tensor, result, node.args[0])
+            result = _call(graph, node, _aten.add.Tensor, result, node.args[0])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _call(graph: Graph, like: Node, target: Any, *args: Any) -> Node:
+    made = graph.call_function(target, args)
+    made.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "original_aten")}
+    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    with like.meta["val"].fake_mode:
+        made.meta["val"] = target(*values)
+    return made
 
 
 def _gains(target: Any, a: TensorForm, b: TensorForm, device: torch.device) -> bool:

@@ -3,8 +3,6 @@
 // Built on the LibTorch stable ABI at version 2.11 and linked with a static CUDA runtime, so that a
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
 // shim_device.h) and into every CUDA torch from 2.11 on.
-#include "shim_attention.h"
-#include "shim_attention_backward.h"
 #include "shim_batch_stats.h"
 #include "shim_contract.h"
 #include "shim_conv.h"
@@ -24,7 +22,6 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("load_batch_stats(str cubin, int device) -> int");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
-  m.def("load_attention(str cubin, int device) -> int");
   m.def("load_linear_split(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
@@ -63,7 +60,6 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("pointwise", TORCH_BOX(&pointwise));
   m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
-  m.impl("load_attention", TORCH_BOX(&load_attention));
   m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
   m.impl("linear_split", TORCH_BOX(&linear_split));
   m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));

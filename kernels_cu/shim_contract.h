@@ -11,8 +11,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "shim_attention.h"
-#include "shim_attention_backward.h"
 #include "shim_conv.h"
 #include "shim_conv_backward.h"
 #include "shim_linear.h"
@@ -34,9 +32,7 @@ constexpr std::string_view kBackwardNames = "epilogue, t, s, kernels, dy, produc
   OP(conv2d_backward, kConvNames, kBackwardNames, "")                                \
   OP(conv2d_batchnorm_kernel, kConvBatchNormNames, kForwardNames, "y, c, mean, var") \
   OP(conv2d_batchnorm_backward, kConvBatchNormNames, kBackwardNames, "")             \
-  OP(split_product, std::string_view("a, b, kernel"), std::string_view(), "")        \
-  OP(attention, kAttentionNames, std::string_view(), "out, lse")                     \
-  OP(attention_backward, kAttentionBackwardNames, std::string_view(), "")
+  OP(split_product, std::string_view("a, b, kernel"), std::string_view(), "")
 
 // What a schema calls an argument of this type.
 template <class T>

@@ -145,11 +145,6 @@ class Registry {
     kernels_[{name, device}] = kernels;
   }
 
-  bool holds(const std::string& name, int device) {
-    const std::shared_lock lock(mutex_);
-    return kernels_.count({name, device}) > 0;
-  }
-
   const Kernels& at(const std::string& name, int device) {
     const std::shared_lock lock(mutex_);
     const auto found = kernels_.find({name, device});

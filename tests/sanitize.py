@@ -9,7 +9,6 @@ import torch
 from native_cases import SMALL_CASES
 
 from benchmarks import (
-    attention_sm90,
     conv_backward_sm90,
     conv_sm90,
     linear_dense_sm90,
@@ -32,8 +31,6 @@ if build.arch_of() == "sm_90a":
 
     sweep(linear_sm90, 8)
     sweep(split_planes_sm90, 16)
-    attention_sm90.prepare()
-    sweep(attention_sm90, 4)
     dense = linear_dense_sm90
     native.prepare([e.spec(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
     with float32_settings("tf32"):
