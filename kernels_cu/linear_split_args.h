@@ -168,8 +168,8 @@ struct LinearSplitArgs {
   float4* parked;    // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
-  uint32_t* was_strained;  // in the host's memory: set to 1 where that makes the library faster
-  uint32_t* misled;        // there: set to 1 where many tiles were done again; or null
+  uint32_t* was_strained;  // in the host's memory: how many times longer than bearable that took
+  uint32_t* misled;        // there: how many eighths of a block's tiles were done again; or null
   const float* x;          // [plane, m, k] of any strides: only read to repair
   const float* weight;     // [plane, n, k], likewise
   PlaneStride x_plane;

@@ -56,7 +56,9 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
   });
   // The kernel takes as long as its slowest block.
   const int tiles = (args.tiles - static_cast<int>(blockIdx.x) - 1) / gridDim.x + 1;
-  if (args.misled != nullptr && again * kMostAgain > tiles) *args.misled = 1;
+  if (args.misled != nullptr && again * kMostAgain > tiles) {
+    *args.misled = static_cast<uint32_t>(again * kMostAgain / tiles);
+  }
 }
 
 __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {

@@ -1,6 +1,7 @@
 // What a split product's kernel may see of its data that makes another way the faster one.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -31,16 +32,10 @@ class Fallback {
   // Is this call to go the other way?
   bool takes_call(const Sizes& sizes) { return takes_call_of(slot(sizes)); }
 
-  // The same where it is to do so for data of any sizes.
-  bool takes_any_call() {
-    bool any = false;
-    for (int i = 0; i < kSlots; ++i) any |= takes_call_of(i);
-    return any;
-  }
-
   void reset() {
     for (int i = 0; i < kSlots; ++i) {
       flags_[i] = 0;
+      score_[i] = 0;
       calls_left_[i] = 0;
     }
   }
@@ -48,6 +43,8 @@ class Fallback {
  private:
   static constexpr int kCalls = 1000;  // the slow ones are then a few per cent of the time
   static constexpr int kSlots = 64;
+  static constexpr int kOfSlowCall = 4;  // and -1 of a call that was not
+  static constexpr int kHighest = 64;
 
   static int slot(const Sizes& sizes) {
     uint64_t hash = 0;
@@ -59,17 +56,21 @@ class Fallback {
   }
 
   bool takes_call_of(int i) {
-    if (const volatile uint32_t* seen = flags_ + i; *seen != 0) {
-      flags_[i] = 0;
+    // Not exact between threads, and need not be.
+    const auto seen = static_cast<int>(*static_cast<volatile uint32_t*>(flags_ + i));
+    if (seen > 0) flags_[i] = 0;
+    score_[i] = std::max(0, score_[i] + (seen > 0 ? kOfSlowCall * seen : -1));
+    if (score_[i] >= kHighest) {
+      score_[i] = 0;
       calls_left_[i] = kCalls;
     }
-    // Not exact between threads, and need not be.
     if (calls_left_[i] <= 0) return false;
     --calls_left_[i];
     return true;
   }
 
   uint32_t* flags_;
+  std::array<std::atomic<int>, kSlots> score_{};
   std::array<std::atomic<int>, kSlots> calls_left_{};
 };
 
