@@ -19,7 +19,7 @@ from compare import (
     images,
     sites,
 )
-from test_models import CONVS, GATES, LAYERS, _llama, _resnet, _step
+from test_models import CONVS, GATES, LAYERS, TriangleMultiplication, _llama, _resnet, _step
 from torch import nn
 
 GROWN = {"auto": None}  # the default: named patterns first, then growth
@@ -36,6 +36,7 @@ def _with_grown(model: nn.Module, named: dict[str, int]) -> dict[str, int]:
         "auto_linear": _count(model, nn.Linear) - named.get(MUL_MUL, 0) - named.get(MUL_ADD, 0),
         "auto_conv2d_batchnorm": norms - named.get(CONV, 0),
         "auto_conv2d": _count(model, nn.Conv2d) - norms,
+        "auto_bmm": isinstance(model, TriangleMultiplication),  # its einsum
     }
     return named | {name: count for name, count in counts.items() if count}
 
