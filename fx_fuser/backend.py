@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import (
@@ -120,17 +121,19 @@ def fx_fuser(
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
                     compiled = chosen.with_pass(graph_pass).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
-            eviction.keep_below(chosen.cache_size)
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
-            # is the user's: no failures of ours.
-            if chosen.strict or isinstance(error, (TorchDynamoException, OptionError)):
+            # is the user's: no failures of ours. Inductor's are among Dynamo's and steer nothing.
+            steers = isinstance(error, TorchDynamoException)
+            steers = steers and not isinstance(error, InductorError)
+            if chosen.strict or steers or isinstance(error, OptionError):
                 raise
             restore()
             warnings.warn(
                 f"fx_fuser leaves a graph unfused: {type(error).__name__}: {error}", stacklevel=2
             )
             log.info("the graph is compiled as the user wrote it", exc_info=True)
+    eviction.keep_below(chosen.cache_size)
     if compiled is None:
         return compile_inner(gm, example_inputs)
     for match in matches:

@@ -25,7 +25,8 @@ def keep_below(megabytes: int) -> None:
     global _seen
     if build.builds() != _seen:
         _seen = build.builds()
-        trim(build.cache_dir(), megabytes * 10**6)
+        with contextlib.suppress(OSError):
+            trim(build.cache_dir(), megabytes * 10**6)
 
 
 def trim(folder: Path, size: int, now: float | None = None) -> list[str]:

@@ -98,6 +98,11 @@ def _built(
     def is_taken(i: int, match: Match) -> bool:
         if rehearse.tensors_of(match) is None:
             return False
+        # What z alone takes, its tail may forbid: the kernels' accumulators are float.
+        case = plan.MatchCase(match, options)
+        offered = ANCHORS[match.site.kind].candidates(case)
+        if grown[i][1]["product"] not in [choices["product"] for choices in offered]:
+            return False
         structure = frozenset(spec.name for spec in calls.kernel_specs(match, grown[i][1]))
         if structure not in _structures and len(_structures) >= options.max_structures:
             log.info(

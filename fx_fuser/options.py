@@ -34,8 +34,8 @@ class Options:
     auto: fuse whatever pointwise tail follows an anchor at which no named pattern fits, or the
         anchor alone, where that gains. None: yes, unless `patterns` says what to use, or "inner" is
         "eager", where a user may differentiate twice.
-    max_structures: how many different tails that were grown a process compiles kernels for; from
-        then on a product is fused alone.
+    max_structures: how many different tails that were grown a process compiles kernels for, where
+        it measures what gains; from then on a product is fused alone.
     cache_size: of the folder of compiled kernels, in MB; what was used least recently goes.
     fp32: what computes a Linear's fp32 product on CUDA, and whether a convolution may take TF32.
         "follow" torch's settings (at `highest` the default, "split"); "split": three products of
@@ -81,7 +81,9 @@ class Options:
         made._check_types()
         made._check_inductor_keys(sorted(own))
         made._check_patterns(known)
-        return made
+        # Inductor takes both spellings, and what is asked for below is of one.
+        spelled = {name.replace("-", "_"): value for name, value in given.items()}
+        return dataclasses.replace(made, inductor=spelled)
 
     def _check_types(self) -> None:
         expected: dict[str, tuple[Any, str]] = {

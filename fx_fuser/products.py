@@ -109,13 +109,23 @@ def pass_for(options: Options, inputs: Sequence[Any]) -> Products | None:
     exact = options.fp32 == "split" or (options.fp32 == "follow" and not matmul_tf32_requested())
     if options.inner != "inductor" or not options.grows or not exact:
         return None
-    devices = {value.device for value in inputs if isinstance(value, Tensor)}
-    on_cuda = [device for device in devices if device.type == "cuda"]
+    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype == torch.float32]
+    on_cuda = {value.device for value in tensors if value.device.type == "cuda"}
     for device in on_cuda:
         if plan.unavailable(device) is not None:
             return None
-        prepare(device)
-    if not on_cuda and not options.cpu_ops:
+        try:
+            prepare(device)
+        except BuildError as error:
+            if options.strict:
+                raise
+            warnings.warn(
+                f"fx_fuser leaves the products of Inductor's graph to the library: {error}; "
+                "please report it",
+                stacklevel=2,
+            )
+            return None
+    if not on_cuda and not (tensors and options.cpu_ops):
         return None
     return Products(options.strict, not on_cuda, options.users_pass)
 
@@ -158,7 +168,11 @@ def _gains(target: Any, a: TensorForm, b: TensorForm, device: torch.device) -> b
         log.info("products are left to the library: %s", error)
         return False
     key = ("product", str(a), str(b))
-    times = timing.medians(key, functools.partial(_ways, a, b), device)
+    try:
+        times = timing.medians(key, functools.partial(_ways, a, b), device)
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return False
     if times is None:
         return False
     library, ours = (took.gpu for took in times)

@@ -98,7 +98,7 @@ def _type_as(input: Any, other: Any) -> Expr:
 def _contiguous(input: Any, memory_format: Any = torch.contiguous_format) -> Expr:
     """Of what is contiguous, whatever its sizes are."""
     tensor = meta_tensor(input) if memory_format == torch.contiguous_format else None
-    if tensor is None:
+    if tensor is None or tensor.layout != torch.strided or tensor.is_nested:
         raise Unspellable
     rows = torch.empty(tensor.shape, device="meta").stride()
     for size, a, b in zip(tensor.shape, tensor.stride(), rows):

@@ -25,7 +25,7 @@ from fx_fuser.accuracy import PROMISED, Bound, Copier, Observed, compare, same_r
 from fx_fuser.explain import explain
 from fx_fuser.grow import AUTO
 
-_COUNTERS = ("fx_fuser", "fx_fuser_left", "fx_fuser_wrong")
+_COUNTERS = ("fx_fuser", "fx_fuser_left", "fx_fuser_wrong", "fx_fuser_products")
 
 
 def assert_fused(

@@ -97,7 +97,10 @@ class View:
     def _renamed_by(self, node: Node) -> Node | None:
         """The argument that the node returns as it is: `x.float()` of a float32, or dropout in eval
         mode. What is written to the one is seen in the other."""
-        expr = self.written(node) if rule_of(node) is not None else None
+        try:
+            expr = self.written(node) if rule_of(node) is not None else None
+        except Exception:  # as it will again at its site, and cost that alone
+            expr = None
         if expr is None or expr.op not in ("identity", "cast"):
             return None
         argument = argument_of(node, 0, "input")

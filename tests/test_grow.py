@@ -427,3 +427,15 @@ def test_a_changing_number_does_not_recompile() -> None:
         x = torch.randn(4, 8)
         torch.testing.assert_close(run(x), model(x))
     assert counters["stats"]["unique_graphs"] == 2 and fused() == {"auto_linear": 2}
+
+
+def test_a_nested_tensor_beside_it_costs_nothing() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    lin = torch.nn.Linear(8, 8)
+
+    def body(nested: Any, x: Tensor) -> Any:
+        return F.gelu(lin(x)), nested.contiguous() * 2
+
+    with torch.no_grad():
+        y, _ = compiled(body, **GROWTH)(nested, torch.randn(4, 8))
+    assert fused() == {"auto_linear": 1} and y.shape == (4, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -236,3 +237,20 @@ def test_400_anchors_take_no_time(
     seconds = seconds_in_the_backend(monkeypatch)
     assert len(backend.fuse(gm, OPTIONS).matches) == 400
     assert 0 < sum(seconds) < 5
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_tail_that_forbids_the_product_is_not_compiled(
+    offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`F.linear(x, w) + t64`: z alone takes the split product, whose accumulators are float."""
+    asked: list[Any] = []
+    of_whole = [{"product": "library"}, *([{"product": "split"}] if offered else [])]
+    anchor = ANCHORS["linear"]
+    monkeypatch.setattr(type(anchor), "candidates", lambda self, case: of_whole)
+    monkeypatch.setattr(gate.plan, "prepare", asked.append)
+    monkeypatch.setattr(gate.rehearse, "tensors_of", lambda match: [])
+    monkeypatch.setattr(gate.calls, "kernel_specs", lambda match, choices: [])
+    tail = mock.Mock(site=mock.Mock(kind="linear"))
+    built = gate._built({0: (tail, {"product": "split"})}, Options(), {})
+    assert list(built) == ([0] if offered else [])

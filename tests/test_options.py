@@ -166,7 +166,7 @@ def test_mode_from_either_place(name: str) -> None:
 @pytest.mark.parametrize("name", [None, "max-autotune-no-cudagraphs"])
 def test_inductor_options_pass_through(name: str | None) -> None:
     options = Options.parse(name, {"epilogue_fusion": False, "max-autotune": True}, KNOWN)
-    assert dict(options.inductor) == {"epilogue_fusion": False, "max-autotune": True}
+    assert dict(options.inductor) == {"epilogue_fusion": False, "max_autotune": True}
     config = options.inner_compiler().config  # type: ignore[attr-defined]
     assert config["epilogue_fusion"] is False and config["max_autotune"] is True
 

@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from fx_fuser import products
+from fx_fuser import plan, products
+from fx_fuser.errors import BuildError
+from fx_fuser.options import Options
 from fx_fuser.plan import is_small
 from tests.helpers import assert_close, leaf, run
 
@@ -139,12 +142,13 @@ class Noted(CustomGraphPass):
         return "noted", id(self)
 
 
-@pytest.mark.parametrize("how", ["an option", "Inductor's config"])
+@pytest.mark.parametrize("how", ["an option", "one with hyphens", "Inductor's config"])
 def test_the_users_pass_runs_first(how: str) -> None:
     noted = Noted()
     counters.clear()
     key = "post_grad_custom_post_pass"
-    options = {key: noted} if how == "an option" else {}
+    given = {"an option": key, "one with hyphens": key.replace("_", "-")}
+    options = {given[how]: noted} if how in given else {}
     config = {} if options else {key: noted}
     with torch.no_grad(), torch._inductor.config.patch(config):
         through_inductor(Attention(), **options)(torch.randn(2, 5, 16))
@@ -224,3 +228,38 @@ def test_what_is_too_small_to_be_timed(
     x: tuple[int, ...], product: tuple[int, ...], small: bool
 ) -> None:
     assert is_small(x, product) is small
+
+
+def test_a_kernel_that_does_not_compile_costs_the_pass_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(device: torch.device) -> None:
+        raise BuildError("no such thing")
+
+    monkeypatch.setattr(products, "prepare", broken)
+    monkeypatch.setattr(plan, "unavailable", lambda device: None)
+    with FakeTensorMode():
+        x = torch.empty(4, 4, device="cuda")
+    with pytest.warns(UserWarning, match="leaves the products of Inductor's graph to the library"):
+        assert products.pass_for(Options(), [x]) is None
+    with pytest.raises(BuildError):
+        products.pass_for(Options(strict=True), [x])
+    assert products.pass_for(Options(), [x.bfloat16()]) is None
+
+
+def test_a_pass_of_the_users_that_raises_costs_the_fusions_alone() -> None:
+    """Inductor wraps it in an exception that stands among Dynamo's."""
+
+    def picky(graph: Graph) -> None:
+        if any("fx_fuser" in str(node.target) for node in graph.nodes):
+            raise RuntimeError("not this graph")
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, w))
+
+    torch._dynamo.reset()
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    options = {"cpu_ops": True, "post_grad_custom_post_pass": picky}
+    with torch.no_grad(), pytest.warns(UserWarning, match="leaves a graph unfused: InductorError"):
+        y = torch.compile(body, backend="fx_fuser", options=options)(x, w)
+    torch.testing.assert_close(y, body(x, w))
