@@ -35,7 +35,6 @@ from fx_fuser.rehearse import TensorForm
 
 log = logging.getLogger("fx_fuser.gate")
 
-_BANDWIDTH = 3e9  # bytes a ms of the GPU's memory: for what is counted and not timed
 _structures: set[frozenset[str]] = set()  # of the tails that this process compiled the kernels
 
 
@@ -154,7 +153,7 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     product, both, whole = (took.gpu for took in times)
     share, extra = _Neighbours(match).of_tail(tensors)
     apart = product + share * max(both - product, 0)
-    ours = whole + extra / _BANDWIDTH
+    ours = whole + extra / plan.BANDWIDTH
     measured = f"with its tail {whole:.4g} ms, in two kernels {both:.4g}"
     log.info("%s: %s, of which %.0f %% counts", match.bound.epilogue.text, measured, 100 * share)
     return f"{alone.note}; {measured}" if plan.gains(ours, apart) else ""

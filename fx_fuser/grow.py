@@ -7,7 +7,7 @@ of `fx_fuser.checks` refuses, and the next smaller one is tried. At worst z alon
 nothing is gained but a faster product.
 
 A grown match is a `Match` of a pattern that nobody wrote, `auto_<anchor>`; all that comes after
-matching treats it as any other. Whether the tail, or z alone, is worth a kernel is for `plan`.
+matching treats it as any other. Whether the tail, or z alone, is worth a kernel is for `gate`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ def auto_pattern(kind: str) -> Pattern:
 class Grown(Match):
     """A match that was grown.
 
-    alone: the match of z alone, or itself where it is that. stop: where the growth ended and why,
+    alone: the match of z alone, or None where this is that. stop: where the growth ended and why,
     in words; empty where nothing follows.
     """
 
     alone: Match | None = None
     stop: str = ""
-
-    @property
-    def product_alone(self) -> Match:
-        return self if self.alone is None else self.alone
 
 
 def alone(view: View, site: Site) -> Match:

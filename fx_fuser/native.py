@@ -159,8 +159,8 @@ def linear_split_choice(
 def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """Let the ops take the split products among these loaded kernels again, at once.
 
-    After data that they hold badly they take the library's for 1000 calls, and after x whose scales
-    were often guessed wrong they split x first as often.
+    After data that they hold badly they take the library's for 1000 calls of the same sizes, and
+    after operands whose scales were often guessed wrong they split x first for as many.
     """
     for spec in specs:
         handle = _kernels[spec.name, _index_of(device)]

@@ -47,6 +47,8 @@ from fx_fuser.timing import Took
 
 log = logging.getLogger("fx_fuser.plan")
 
+# Bytes a ms of the GPU's memory (an H200): for what is counted and not timed.
+BANDWIDTH = 3e9
 # What a kernel of ours must stay below to be taken: this much of the library's time and, since
 # events are 0.5 us apart, this many ms less.
 _GAIN = 0.98

@@ -26,11 +26,17 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from fx_fuser import build, native, plan, rehearse, timing
-from fx_fuser.anchors.linear import PRODUCT_ALONE, matmul_tf32_requested, split_product
+from fx_fuser.anchors.linear import (
+    PRODUCT_ALONE,
+    SPLIT,
+    asked_product,
+    matmul_tf32_requested,
+    split_product,
+)
 from fx_fuser.errors import BuildError
 from fx_fuser.nodes import hint_of
 from fx_fuser.options import Options
-from fx_fuser.plan import gains, is_small
+from fx_fuser.plan import BANDWIDTH, gains, is_small
 from fx_fuser.rehearse import TensorForm
 from fx_fuser.timing import Way
 
@@ -45,7 +51,6 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
-_BANDWIDTH = 3e9  # bytes a ms of the GPU's memory
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,7 @@ class Products(CustomGraphPass):
 
 def pass_for(options: Options, inputs: Sequence[Any]) -> Products | None:
     """The pass over what becomes of a graph with these inputs, where options and devices allow."""
-    exact = options.fp32 == "split" or (options.fp32 == "follow" and not matmul_tf32_requested())
-    if options.inner != "inductor" or not options.grows or not exact:
+    if options.inner != "inductor" or not options.grows or asked_product(options) != SPLIT:
         return None
     tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype == torch.float32]
     on_cuda = {value.device for value in tensors if value.device.type == "cuda"}
@@ -167,7 +171,7 @@ def _gains(target: Any, a: TensorForm, b: TensorForm, device: torch.device) -> b
     except BuildError as error:
         log.info("products are left to the library: %s", error)
         return False
-    key = ("product", str(a), str(b))
+    key = ("product", str(a), str(b), matmul_tf32_requested())  # which the library follows
     try:
         times = timing.medians(key, functools.partial(_ways, a, b), device)
     except rehearse.DisagreementError as error:
@@ -178,7 +182,7 @@ def _gains(target: Any, a: TensorForm, b: TensorForm, device: torch.device) -> b
     library, ours = (took.gpu for took in times)
     if _PRODUCTS[target][0]:  # what is added takes a pass of its own at worst
         result = math.prod(a.size[:-1]) * b.size[-1] * a.dtype.itemsize
-        ours += 2 * result / _BANDWIDTH
+        ours += 2 * result / BANDWIDTH
     log.info("%s %s %s: library %.4g ms, split %.4g ms", target, a.size, b.size, library, ours)
     return gains(ours, library)
 
@@ -194,6 +198,6 @@ def _ways(a: TensorForm, b: TensorForm) -> list[Way]:
     def library() -> Sequence[Tensor]:
         return (left @ right,)
 
-    rehearse.compare([library, ours], [{"product": "split"}], a.dtype)
+    rehearse.compare([library, ours], [{"product": SPLIT}], a.dtype)
     ways: list[Callable[[], object]] = [library, ours]
     return [*map(Way, ways)]

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fx_fuser import products
 from fx_fuser.accuracy import PROMISED, Bound, Copier, Observed, compare, same_random_state
 from fx_fuser.explain import explain
 from fx_fuser.grow import AUTO
 
-_COUNTERS = ("fx_fuser", "fx_fuser_left", "fx_fuser_wrong", "fx_fuser_products")
+_COUNTERS = ("fx_fuser", "fx_fuser_left", "fx_fuser_wrong", products.COUNTERS)
 
 
 def assert_fused(

@@ -15,6 +15,7 @@ from fx_fuser.epilogue import Epilogue, kernel_spec
 from fx_fuser.errors import OptionError
 from fx_fuser.kernel_spec import LINEAR_DENSE, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
 from fx_fuser.nodes import meta_tensor
+from fx_fuser.options import Options
 from fx_fuser.sites import Site
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # a bᵀ
@@ -33,6 +34,13 @@ def matmul_tf32_requested() -> bool:
     are read.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def asked_product(options: Options) -> str:
+    """What option "fp32" asks of an fp32 product: "split", "ieee" or "tf32"."""
+    if options.fp32 != "follow":
+        return options.fp32
+    return "tf32" if matmul_tf32_requested() else SPLIT
 
 
 class Linear(Anchor):
@@ -84,15 +92,13 @@ class Linear(Anchor):
             return None
         if c.dtype != torch.float32:
             return self._dense(case)
-        precision = case.options.fp32
-        if precision == "follow":
-            precision = "tf32" if matmul_tf32_requested() else "split"
-        elif precision == "ieee" and case.device.type == "cuda" and matmul_tf32_requested():
+        precision = asked_product(case.options)
+        if precision == "ieee" and case.device.type == "cuda" and matmul_tf32_requested():
             raise OptionError(
                 "option 'fp32' is 'ieee', but torch.backends.cuda.matmul.fp32_precision is 'tf32', "
                 "which cuBLAS follows; set it to 'ieee', or give 'split' or 'follow'"
             )
-        return {"split": SPLIT, "tf32": self._dense(case)}.get(precision)
+        return {SPLIT: SPLIT, "tf32": self._dense(case)}.get(precision)
 
     def _dense(self, case: Case) -> str | None:
         """The product in 16 bits or TF32, if a kernel of ours takes these operands."""
