@@ -31,11 +31,18 @@ def kind(name: str) -> str:
 
 
 def by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of a trace's kernels, copies and fills, by kind."""
+    """Milliseconds of a trace's kernels, copies and fills, by kind.
+
+    A kernel that was launched ahead of the end of the one before (programmatic dependent launch)
+    waits for it while it counts as running: what several share is the first one's.
+    """
     found = dict.fromkeys(KINDS, 0.0)
-    for event in events:
-        if event.get("cat") in _OF_THE_GPU:
-            found[kind(event["name"])] += event["dur"] / 1e3
+    ended = float("-inf")
+    of_the_gpu = [event for event in events if event.get("cat") in _OF_THE_GPU]
+    for event in sorted(of_the_gpu, key=lambda event: float(event["ts"])):
+        end = event["ts"] + event["dur"]
+        found[kind(event["name"])] += max(0.0, end - max(event["ts"], ended)) / 1e3
+        ended = max(ended, end)
     return found
 
 

@@ -261,6 +261,7 @@ def fallbacks(failures: list[str]) -> None:
     expect("all rows strained", small, b * columns, b)
     for _ in range(KNOWN_AFTER):
         product(small, b * columns)
+        torch.cuda.synchronize()  # a call must have ended to be known
     expect("after strained rows", a, b, None)
     native.wake([PRODUCT_ALONE], CUDA)
     expect("when reset", a, b, b)
@@ -268,6 +269,7 @@ def fallbacks(failures: list[str]) -> None:
     expect("guesses that fail", a, b, b)
     for _ in range(KNOWN_AFTER):
         product(a, b)
+        torch.cuda.synchronize()
     expect("after guesses that fail", a, b, a)
     native.wake([PRODUCT_ALONE], CUDA)
 

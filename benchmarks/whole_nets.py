@@ -143,6 +143,10 @@ def parser() -> argparse.ArgumentParser:
         "--compile-times", nargs="*", choices=NETS, default=[], help="of these nets: cold and warm"
     )
     found.add_argument("--budget", type=float, default=86400, help="seconds for all")
+    found.add_argument(
+        "--caches", type=Path, metavar="FOLDER",
+        help="keep compiled code there; a later run starts from it (compile times do not)",
+    )  # fmt: skip
     found.add_argument("--size", choices=("full", "small"), default="full", help="small: on a CPU")
     found.add_argument("--out", type=Path, metavar="FILE")
     found.add_argument("--commit", help="what is measured, where git cannot tell")
@@ -175,10 +179,11 @@ def main(arguments: list[str] | None = None) -> int:
     path: Path = args.out or results.path_for(here["gpu"], results.FOLDER / "whole_nets")
     rows: list[Row] = []
     todo = jobs(args)
-    with tempfile.TemporaryDirectory() as caches:
+    with tempfile.TemporaryDirectory() as folder:
+        caches: Path = (args.caches or Path(folder)).resolve()
         for i, job in enumerate(todo):
             timed = job.net in args.compile_times and job.precision == args.precision[0]
-            found = measured(job, Path(caches), budget, len(todo) - i, timed)
+            found = measured(job, caches, budget, len(todo) - i, timed)
             date = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}"
             rows.append(Row(**found, **here, date=date, commit=commit))
             results.replace_rows(path, rows[-1:], tables.nets_place, tables.nets_place)

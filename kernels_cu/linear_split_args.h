@@ -114,9 +114,11 @@ constexpr int kLinearConsumerThreads = 256;
 constexpr int kLinearTileN = 128;  // rows of the weight
 constexpr int kLinearTileM = 128;  // rows of x
 constexpr int kLinearTileK = 64;
+constexpr int kLinearGroupM = 8;      // tiles of x side by side: they and the weight's share the L2
 constexpr int kLinearBox = 32;        // of the weight's tensor map: 128 bytes, one swizzle span
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
+constexpr int kLinearVector = 4;  // adjacent elements of a result or an operand
 constexpr float kLeastSum = 512;  // times sqrt(k): see strained_rows
 // Of a tile and warp: a bit a row of x, and then a bit a row of the weight.
 constexpr int kLinearUnsureWords = kLinearTileM / 32 + 1;
@@ -126,7 +128,7 @@ constexpr int kLinearEpilogueBytes =
     8 * ((32 * 20 + 3 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
 constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
                                    kLinearEpilogueBytes + 8 /*began*/ +
-                                   16 /*when to do what again*/;
+                                   16 /*when to do what again*/ + 8 /*to whole vectors*/;
 
 // Element [m, n] is data[m * stride_m + n * stride_n].
 struct LinearOperand {
@@ -159,6 +161,16 @@ struct LinearResult {
   OperandStride operand[kMaxInputs];
   const float* bias;  // [n], or null
   float scalar[kMaxScalars];
+  uint32_t vectors;  // bit i: place i is read or stored in whole vectors, which are aligned
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ bool is_vector(int i) const { return vectors >> i & 1; }
+  // The result, and z.
+  __device__ __forceinline__ bool is_in_vectors() const {
+    constexpr uint32_t kBoth = 1 << kOut | 1 << kZ;
+    return (vectors & kBoth) == kBoth;
+  }
+#endif
 };
 
 struct LinearSplitArgs {
@@ -181,6 +193,9 @@ struct LinearSplitArgs {
   LinearResult result;
   Planes planes;
   Divisor<uint32_t> plane_tiles;  // of a plane
+  Divisor<uint32_t> group_tiles;  // of kLinearGroupM tiles of x
+  Divisor<uint32_t> last_width;   // tiles of x in a group that has fewer, after whole_groups
+  uint32_t whole_groups;
   float least_sum;
   float bearable;  // time for repairs, as a part of the product's
   int32_t m;

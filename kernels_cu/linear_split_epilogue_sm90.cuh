@@ -6,6 +6,7 @@
 
 #include "linear_split_result.cuh"
 #include "linear_split_tiles_sm90.cuh"
+#include "packed.cuh"
 
 namespace fx_fuser::linear_split {
 
@@ -39,159 +40,185 @@ __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, cons
 
 template <class Epilogue, int kScalars, class Out, class... In>
 struct Finish {
-  using Values = Inputs<std::index_sequence_for<In...>, In...>;
+  using Operands = std::index_sequence_for<In...>;
+  using Values = Inputs<Operands, In...>;
+  using Vectors = PackedVectors<Operands, kLinearVector, In...>;
   static constexpr int kOperands = sizeof...(In);
   // A product alone, as backward passes need it over few k, is stored from the accumulators'
-  // layout, in whole sectors. (With a longer epilogue ptxas then finds a worse order for the loop.)
+  // layout, in whole sectors.
   static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
   // Where that goes is ours to choose: it can always be stored in pairs.
   static constexpr bool kIsPartial = std::is_same_v<Epilogue, Partial>;
+  static constexpr int kPlaces = LinearResult::kFirstOperand + kOperands;
   static constexpr int kBatches = kTileM / kBatchM;
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
-  // Of those, whose operands are loaded together: as many as leave no register to spill.
-  static constexpr int kInFlight = kOperands < 2 ? 8 : kOperands < 4 ? 4 : kOperands < 8 ? 2 : 1;
-  static constexpr int kPlaces = LinearResult::kFirstOperand + kOperands;
-  static_assert(kElements % kInFlight == 0 && kBatches * kElements == 64);
+  static constexpr int kUnits = kElements / kLinearVector;
+  // Registers that the vectors of all operands take; and as many of those on their way together as
+  // leave none to spill.
+  static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
+  static constexpr int kMostWords = 16;
+  static constexpr int kAhead = kWords > kMostWords ? 1 : kWords < 4 ? 6 : 24 / kWords;
+  static constexpr int kElementsAhead = kOperands < 2 ? 4 : kOperands < 8 ? 2 : 1;
+  static_assert(kUnits * kLinearVector == kElements && kBatches * kElements == 64);
+  static_assert(kElements % kElementsAhead == 0);
 
   const LinearSplitArgs& args;
-  Exchange& exchange;    // this warp's
-  const int64_t& began;  // in shared memory: the clock when the block did
-  int warp_n;            // the warp's first row of the weight, in the tile
-  uint32_t unsure = 0;   // of any tile; the same in the warp's lanes of one lane % 4
-  bool was_strained = false;
-  float bias[kDirect ? 2 : 1];           // of the rows of the weight that the lane stores
-  SplitRowFactors fetched[kTileM / 32];  // on their way to `exchange`
-  float fetched_bias[kTileM / 32];
+  Shared& shared;
+  Doubt doubt = kSure;
+
+  // What follows from the thread's index: found anew by each function, since the main loop has no
+  // register to keep it.
+  struct Self {
+    int lane;
+    int n;  // the warp's first row of the weight, in the tile
+    Exchange& exchange;
+
+    // Where in the tile is sum[element]?
+    __device__ __forceinline__ int m_of(int element) const {
+      return element / 4 * 8 + lane % 4 * 2 + element % 2;
+    }
+    __device__ __forceinline__ int n_of(int element) const {
+      return n + lane / 4 + element / 2 % 2 * 8;
+    }
+  };
+  __device__ __forceinline__ Self self() const {
+    const auto thread = static_cast<int>(ptx::thread_index());
+    return {thread % 32, thread / 32 * kWarpN, shared.exchange[thread / 32]};
+  }
 
   // The result's row and column of x's row m and the weight's row n.
   __device__ __forceinline__ int row_of(int m, int n) const { return args.transposed ? n : m; }
   __device__ __forceinline__ int column_of(int m, int n) const { return args.transposed ? m : n; }
 
-  // Its columns are the rows of x or those of the weight, and so are the elements of the bias.
-  __device__ __forceinline__ float bias_of_m(int m) const {
-    const float* from = args.result.bias;
-    return args.transposed && from != nullptr && m < args.m ? from[m] : 0.0f;
-  }
-  __device__ __forceinline__ float bias_of_n(int n) const {
-    const float* from = args.result.bias;
-    return !args.transposed && from != nullptr && n < args.n ? from[n] : 0.0f;
-  }
-
   // The warp's lanes find a place each, for all.
-  __device__ __forceinline__ void find_places(const Plane& plane) const {
-    const int i = min(static_cast<int>(threadIdx.x % 32), kPlaces - 1);
-    exchange.place[i] = start_of(args.result.place[i], plane);
+  __device__ __forceinline__ void find_places(const Self& me, const Plane& plane) const {
+    const int i = min(me.lane, kPlaces - 1);
+    me.exchange.place[i] = start_of(args.result.place[i], plane);
   }
 
-  __device__ __forceinline__ void load(Values& in, int64_t row, int64_t column) const {
-    in.load(args.result, [&](int i) { return exchange.place[i]; }, row, column);
+  __device__ __forceinline__ void load(const Self& me, Values& in, int64_t row,
+                                       int64_t column) const {
+    in.load(args.result, [&](int i) { return me.exchange.place[i]; }, row, column);
   }
 
-  __device__ __forceinline__ void store(const Values& in, int64_t row, int64_t column) const {
+  __device__ __forceinline__ void store(const Self& me, const Values& in, int64_t row,
+                                        int64_t column) const {
     linear_split::store<Epilogue, kScalars, Out>(
-        args.result, in, [&](int i) { return exchange.place[i]; }, row, column);
+        args.result, in, [&](int i) { return me.exchange.place[i]; }, row, column);
   }
 
-  // Where in the tile is sum[element] of a lane?
-  static __device__ __forceinline__ int m_of(int element, int lane) {
-    return element / 4 * 8 + lane % 4 * 2 + element % 2;
-  }
-  __device__ __forceinline__ int n_of(int element, int lane) const {
-    return warp_n + lane / 4 + element / 2 % 2 * 8;
-  }
-
-  // Ahead of the tile's products, which hide the wait.
-  __device__ __forceinline__ void begin(int index) {
+  // Ahead of the tile's products, which hide the wait: what the epilogue needs is copied to shared
+  // memory, and operands to the L2 cache.
+  __device__ __forceinline__ void begin(int index) const {
     const Tile tile = tile_at(args, index);
-    const int lane = threadIdx.x % 32;
-    if constexpr (!kDirect) find_places(tile.at);
+    const Self me = self();
+    find_places(me, tile.at);
     const SplitRowFactors* x_factors = args.x_factors + int64_t{tile.plane} * args.m;
-    if constexpr (kDirect) {
-      bias[0] = bias_of_n(tile.n + n_of(0, lane));
-      bias[1] = bias_of_n(tile.n + n_of(2, lane));
-    } else {
-      bias[0] = bias_of_n(tile.n + warp_n + lane % kWarpN);
-    }
 #pragma unroll
-    for (int i = 0; i < kTileM / 32; ++i) {
-      const int m = tile.m + i * 32 + lane;
-      fetched[i] = m < args.m ? x_factors[m] : SplitRowFactors{0, 0};
-      fetched_bias[i] = bias_of_m(m);
+    for (int i = 0; i < kTileM; i += 32) {
+      const int m = tile.m + i + me.lane;
+      const bool inside = m < args.m;
+      ptx::copy_async(ptx::shared_address(&me.exchange.x_factors[i + me.lane]),
+                      x_factors + (inside ? m : 0), inside);
+    }
+    const float* bias = args.result.bias;
+    if (bias != nullptr) {
+      const int columns = column_of(args.m, args.n);
+      const int first = column_of(tile.m, tile.n + me.n);
+      for (int i = me.lane; i < column_of(kTileM, kWarpN); i += 32) {
+        const bool inside = first + i < columns;
+        ptx::copy_async(ptx::shared_address(&me.exchange.bias[i]), bias + (inside ? first + i : 0),
+                        inside);
+      }
+    }
+    __syncwarp();
+    prefetch(me, tile, Operands{});
+  }
+
+  template <size_t... kOperand>
+  __device__ __forceinline__ void prefetch(const Self& me, const Tile& tile,
+                                           std::index_sequence<kOperand...>) const {
+    (prefetch_operand<In>(me, tile, kOperand), ...);
+  }
+
+  // 64 bytes an instruction, of elements of four.
+  template <class T>
+  __device__ __forceinline__ void prefetch_operand(const Self& me, const Tile& tile, int i) const {
+    const int place = LinearResult::kFirstOperand + i;
+    const OperandStride stride = args.result.operand[i];
+    if (!args.result.is_vector(place) || stride.m == 0) return;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const int m =
+          tile.m + (args.transposed ? (me.lane / 16 + 2 * part) * 16 : part * 32 + me.lane);
+      const int n = tile.n + me.n + (args.transposed ? me.lane % 16 : 0);
+      if (m >= args.m || n >= args.n) continue;
+      const int64_t at = row_of(m, n) * stride.m + column_of(m, n);
+      ptx::prefetch(static_cast<const T*>(me.exchange.place[place]) + at);
     }
   }
 
-  __device__ __forceinline__ void place() {
-#pragma unroll
-    for (int i = 0; i < kTileM / 32; ++i) {
-      exchange.x_unscale[i * 32 + threadIdx.x % 32] = fetched[i].unscale;
-      exchange.x_least_sum[i * 32 + threadIdx.x % 32] = fetched[i].least_sum;
-      exchange.bias[i * 32 + threadIdx.x % 32] = fetched_bias[i];
-    }
+  // What begin() copies has arrived.
+  __device__ __forceinline__ void ready() const {
+    ptx::copy_async_wait();
     __syncwarp();
   }
 
   // Of x's row i of the tile: see strained_rows.
-  __device__ __forceinline__ float least_sum(int i) const { return exchange.x_least_sum[i]; }
+  __device__ __forceinline__ float least_sum(int i) const {
+    return shared.exchange[threadIdx.x / 32].x_factors[i].least_sum;
+  }
 
   // Rows are named as by strained_rows and strained_weights. One of x that has a z that is not
   // finite is done again whole.
   __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained,
                                              uint32_t weights) {
-    uint32_t rows;
+    const Tile tile = tile_at(args, index);
+    const Self me = self();
+    float probe;  // NaN where a z is not finite
     if constexpr (kDirect) {
-      const Tile tile = tile_at(args, index);
       const bool keeps_z = args.result.place[LinearResult::kZ].data != nullptr;
       if (!kIsPartial && (keeps_z || (args.transposed && !args.pairs))) {
-        rows = store_as_it_lies<Way::kAny>(tile, sum);
+        probe = store_as_it_lies<Way::kAny>(me, tile, sum);
       } else if (args.transposed) {
-        rows = store_as_it_lies<Way::kPairs>(tile, sum);
+        probe = store_as_it_lies<Way::kPairs>(me, tile, sum);
       } else {
-        rows = store_as_it_lies<Way::kRows>(tile, sum);
+        probe = store_as_it_lies<Way::kRows>(me, tile, sum);
       }
-      rows = in_any_lane(rows);
+    } else if (kWords <= kMostWords && args.result.is_in_vectors()) {
+      probe = store_vectors(me, tile, sum, Operands{});
     } else {
-      rows = store_in_runs(tile_at(args, index), sum);
+      probe = store_elements(me, tile, sum);
     }
-    rows |= strained;
-    const int lane = threadIdx.x % 32;
-    if (lane < kLinearUnsureWords) unsure_rows(index)[lane] = lane < 4 ? rows : weights;
-    unsure |= rows | weights;
-    was_strained |= (strained | weights) != 0;
+    uint32_t rows = strained;
+    if (__any_sync(0xFFFFFFFF, probe != 0)) rows |= broken_rows(me, tile, sum);
+    if (me.lane < kLinearUnsureWords) unsure_rows(index)[me.lane] = me.lane < 4 ? rows : weights;
+    if (__any_sync(0xFFFFFFFF, (rows | weights) != 0)) {
+      const bool is_strained = __any_sync(0xFFFFFFFF, (strained | weights) != 0);
+      if (doubt != kStrained) doubt = is_strained ? kStrained : kUnsure;
+    }
   }
 
-  // The union of what the lanes of one lane % 4 name.
-  static __device__ __forceinline__ uint32_t in_any_lane(uint32_t rows) {
-    if (!__any_sync(0xFFFFFFFF, rows != 0)) return 0;
+  // The bias of sum[element]'s column of the result.
+  __device__ __forceinline__ float bias_of(const Self& me, int element) const {
+    if (args.result.bias == nullptr) return 0;
+    return me.exchange.bias[column_of(me.m_of(element), me.n_of(element) - me.n)];
+  }
+
+  // Rows of x that have a z that is not finite, a bit each; the same in all lanes of one lane % 4.
+  __device__ __forceinline__ uint32_t broken_rows(const Self& me, const Tile& tile,
+                                                  const float (&sum)[64]) const {
+    uint32_t rows = 0;
+#pragma unroll
+    for (int element = 0; element < 64; ++element) {
+      const int m = me.m_of(element);
+      const float z = fmaf(sum[element], me.exchange.x_factors[m].unscale, bias_of(me, element));
+      const bool inside = tile.m + m < args.m && tile.n + me.n_of(element) < args.n;
+      rows |= static_cast<uint32_t>(inside && !isfinite(z)) << (element / 4 * 2 + element % 2);
+    }
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2) {
       rows |= __shfl_xor_sync(0xFFFFFFFF, rows, distance);
-    }
-    return rows;
-  }
-
-  // The same of a bit an element in store_in_runs' order.
-  __device__ __forceinline__ uint32_t rows_of(uint64_t elements) const {
-    if (!__any_sync(0xFFFFFFFF, elements != 0)) return 0;
-    uint32_t rows = 0;
-#pragma unroll 1
-    for (int batch = 0; batch < kBatches; ++batch) {
-      const uint32_t of_batch = elements >> batch * kElements & ((1u << kElements) - 1);
-      uint32_t in_batch = 0;  // a bit a row of x
-      if (args.transposed) {
-        in_batch = __ballot_sync(0xFFFFFFFF, of_batch != 0);
-      } else {
-#pragma unroll 1
-        for (int e = 0; e < kElements; ++e) {
-          const uint32_t lanes = __ballot_sync(0xFFFFFFFF, of_batch >> e & 1);
-          if (lanes & 0xFFFF) in_batch |= 1u << 2 * e;
-          if (lanes >> kWarpN) in_batch |= 2u << 2 * e;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kBatchM / 8; ++i) {
-        const uint32_t pair = in_batch >> (8 * i + 2 * (threadIdx.x % 4)) & 3;
-        rows |= pair << 2 * (batch * (kBatchM / 8) + i);
-      }
     }
     return rows;
   }
@@ -205,14 +232,14 @@ struct Finish {
   // lies inside is stored. kRows: n are adjacent; kPairs: m are, and two can be stored at once;
   // kAny is for all else, with z.
   template <Way kWay>
-  __device__ __forceinline__ uint32_t store_as_it_lies(Tile tile, const float (&sum)[64]) const {
-    uint32_t broken = 0;
-    const int lane = threadIdx.x % 32;
-    const int m0 = m_of(0, lane);
+  __device__ __forceinline__ float store_as_it_lies(const Self& me, const Tile& tile,
+                                                    const float (&sum)[64]) const {
+    const int m0 = me.m_of(0);
     const int rows = args.m - (tile.m + m0);
-    const int n = tile.n + n_of(0, lane);
+    const int n = tile.n + me.n_of(0);
     const bool has_n[2] = {n < args.n, n + 8 < args.n};
     const bool transposed = kWay == Way::kPairs || (kWay == Way::kAny && args.transposed);
+    const bool has_bias = args.result.bias != nullptr;
     const LinearResult& to = args.result;
     const auto begin = [&](int place, int64_t m_step, int64_t n_step) {
       const int64_t bytes = place == LinearResult::kZ ? sizeof(float) : sizeof(Out);
@@ -227,6 +254,8 @@ struct Finish {
     float* z = nullptr;
     const bool keeps_z = kWay == Way::kAny && to.place[LinearResult::kZ].data != nullptr;
     if (keeps_z) z = reinterpret_cast<float*>(begin(LinearResult::kZ, z_m_step, z_n_step));
+    const float bias_of_n[2] = {transposed ? 0 : bias_of(me, 0), transposed ? 0 : bias_of(me, 2)};
+    float probe = 0;
     constexpr int kAtOnce = 4;
 #pragma unroll
     for (int i0 = 0; i0 < 16; i0 += kAtOnce) {
@@ -235,8 +264,12 @@ struct Finish {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int m = m0 + 8 * (i0 + i);
-        unscale[i] = *reinterpret_cast<const float2*>(&exchange.x_unscale[m]);
-        if (kWay != Way::kRows) bias_of_m[i] = *reinterpret_cast<const float2*>(&exchange.bias[m]);
+        const float4 both = *reinterpret_cast<const float4*>(&me.exchange.x_factors[m]);
+        unscale[i] = make_float2(both.x, both.z);
+        bias_of_m[i] = make_float2(0, 0);
+        if (kWay != Way::kRows && transposed && has_bias) {
+          bias_of_m[i] = *reinterpret_cast<const float2*>(&me.exchange.bias[m]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -248,13 +281,13 @@ struct Finish {
             const int element = 4 * (i0 + i) + 2 * r + t;
             const float of_m = kWay == Way::kRows ? 0 : t ? bias_of_m[i].y : bias_of_m[i].x;
             Values in;
-            in.value[0] =
-                fmaf(sum[element], t ? unscale[i].y : unscale[i].x, transposed ? of_m : bias[r]);
+            in.value[0] = fmaf(sum[element], t ? unscale[i].y : unscale[i].x,
+                               transposed ? of_m : bias_of_n[r]);
             const bool inside = 8 * (i0 + i) + t < rows && has_n[r];
             pair.value[t] = result_of<Epilogue, kScalars, Out>(to, in);
             if (kWay != Way::kPairs && inside) out[t * m_step + 8 * r * n_step] = pair.value[t];
             if (keeps_z && inside) z[t * z_m_step + 8 * r * z_n_step] = in.value[0];
-            broken |= static_cast<uint32_t>(inside && !isfinite(in.value[0])) << (2 * (i0 + i) + t);
+            probe = fmaf(in.value[0], 0.0f, probe);
           }
           if (kWay == Way::kPairs && 8 * (i0 + i) < rows && has_n[r]) {
             *reinterpret_cast<Pair*>(out + 8 * r * n_step) = pair;
@@ -264,82 +297,209 @@ struct Finish {
         if (keeps_z) z += 8 * z_m_step;
       }
     }
-    return broken;
+    return probe;
   }
 
-  // A batch's sums, still scaled as x's rows are, to shared memory as a warp's lanes store them.
+  // z of a batch to shared memory, in rows of the result.
   template <bool kTransposed>
-  __device__ __forceinline__ void give_batch(int batch, const float (&sum)[64]) const {
-    const int lane = threadIdx.x % 32;
-    const int n = lane / 4;
+  __device__ __forceinline__ void give_batch(const Self& me, int batch, const float (&sum)[64],
+                                             const float (&bias_of_n)[2]) const {
+    Exchange& exchange = me.exchange;
+    const int n = me.lane / 4;
 #pragma unroll
     for (int i = 0; i < kBatchM / 8; ++i) {
-      const int m = 8 * i + 2 * (lane % 4);
-      const float2 unscale =
-          *reinterpret_cast<const float2*>(&exchange.x_unscale[batch * kBatchM + m]);
+      const int m = 8 * i + 2 * (me.lane % 4);
+      const SplitRowFactors* factors = &exchange.x_factors[batch * kBatchM + m];
+      const float4 both = *reinterpret_cast<const float4*>(factors);
+      float2 bias = make_float2(0, 0);
+      if (kTransposed && args.result.bias != nullptr) {
+        bias = *reinterpret_cast<const float2*>(&exchange.bias[batch * kBatchM + m]);
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float* pair = &sum[batch * kElements + 4 * i + 2 * r];
-        const float2 z = make_float2(pair[0] * unscale.x, pair[1] * unscale.y);
         if constexpr (kTransposed) {
+          const float2 z =
+              make_float2(fmaf(pair[0], both.x, bias.x), fmaf(pair[1], both.z, bias.y));
           *reinterpret_cast<float2*>(&exchange.transposed_z[n + 8 * r][m]) = z;
         } else {
-          exchange.z[m][n + 8 * r] = z.x;
-          exchange.z[m + 1][n + 8 * r] = z.y;
+          exchange.z[m][n + 8 * r] = fmaf(pair[0], both.x, bias_of_n[r]);
+          exchange.z[m + 1][n + 8 * r] = fmaf(pair[1], both.z, bias_of_n[r]);
         }
       }
     }
   }
 
-  // Batch by batch through shared memory, so that a warp reads and writes runs of the result's
-  // columns: for each of a lane's 16 elements, two rows of x and all 16 n; or one n and 32 rows of
-  // x. In both a lane's column stays the same, and its elements are as far apart in `exchange`.
-  __device__ __forceinline__ uint32_t store_in_runs(Tile tile, const float (&sum)[64]) const {
+  __device__ __forceinline__ void give_batch(const Self& me, int batch, const float (&sum)[64],
+                                             const float (&bias_of_n)[2]) const {
+    if (args.transposed) {
+      give_batch<true>(me, batch, sum, bias_of_n);
+    } else {
+      give_batch<false>(me, batch, sum, bias_of_n);
+    }
+    __syncwarp();
+  }
+
+  // A lane's vectors, kUnits in a batch. In a batch they lie in rows of the result that are 8 of x,
+  // or 4 of the weight, apart; the next batch is 32 rows of x further.
+  struct Walked {
+    int row;
+    int column;
+    bool transposed;
+
+    __device__ __forceinline__ int row_of(int u) const {
+      return row + (transposed ? u % kUnits * 4 : u * 8);
+    }
+    __device__ __forceinline__ int column_of(int u) const {
+      return column + (transposed ? u / kUnits * kBatchM : 0);
+    }
+    // Found anew for each vector where there are many operands: there are no registers to keep the
+    // parts of so many addresses.
+    __device__ __forceinline__ char* address(void* place, int u, int64_t row_stride,
+                                             int64_t column_stride, int size) const {
+      int64_t r = row_of(u);
+      int64_t c = column_of(u);
+      if constexpr (kOperands > 1) {
+        r = ptx::opaque(row_of(u));
+        c = ptx::opaque(column_of(u));
+      }
+      return static_cast<char*>(place) + (r * row_stride + c * column_stride) * size;
+    }
+  };
+
+  // Batch by batch through shared memory, so that a lane has four elements of a row together.
+  template <size_t... kOperand>
+  __device__ __forceinline__ float store_vectors(const Self& me, const Tile& tile,
+                                                 const float (&sum)[64],
+                                                 std::index_sequence<kOperand...>) const {
+    // In both layouts eight lanes read 128 bytes from all banks.
     static_assert(kTransposedPitch == 2 * kExchangePitch);
-    uint64_t broken = 0;
-    const int lane = threadIdx.x % 32;
+    const int lane = me.lane;
+    Exchange& exchange = me.exchange;
+    // Nothing that follows from it is to be kept through the main loop.
+    const bool transposed = ptx::opaque(args.transposed);
+    const int m = transposed ? lane % 8 * kLinearVector : lane / 8 + lane / 4 % 2 * 4;
+    const int n = transposed ? lane / 8 : lane % 4 * kLinearVector;
+    const float* z = transposed ? &exchange.transposed_z[n][m] : &exchange.z[m][n];
+    const int rows = transposed ? args.n : args.m;
+    const int columns = transposed ? args.m : args.n;
+    const int first_m = tile.m + m;
+    const int first_n = tile.n + me.n + n;
+    const Walked walked{transposed ? first_n : first_m, transposed ? first_m : first_n, transposed};
+    const auto is_inside = [&](int u) {
+      return walked.row_of(u) < rows && walked.column_of(u) < columns;
+    };
+    const LinearResult& to = args.result;
+    const bool keeps_z = to.place[LinearResult::kZ].data != nullptr;
+    Vectors ahead[kAhead];
+    const auto load = [&](int u) {
+      if (!is_inside(u)) return;
+      (load_vector(
+           packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead]),
+           walked.address(exchange.place[LinearResult::kFirstOperand + static_cast<int>(kOperand)],
+                          u, to.operand[kOperand].m, to.operand[kOperand].n, sizeof(In)),
+           to.is_vector(LinearResult::kFirstOperand + static_cast<int>(kOperand)),
+           to.operand[kOperand].n),
+       ...);
+    };
+    if constexpr (kOperands > 0) {
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) load(u);
+    }
+    const float bias_of_n[2] = {bias_of(me, 0), bias_of(me, 2)};
+    float probe = 0;
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+      give_batch(me, batch, sum, bias_of_n);
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const int u = batch * kUnits + unit;
+        const float4 all = *reinterpret_cast<const float4*>(z + unit * 4 * kTransposedPitch);
+        const float one[kLinearVector] = {all.x, all.y, all.z, all.w};
+        Packed<Out, kLinearVector> made;
+        made.assign([&](int e) {
+          Values in;
+          in.value[0] = one[e];
+          ((in.value[1 + kOperand] =
+                convert<float>(packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead])[e])),
+           ...);
+          return result_of<Epilogue, kScalars, Out>(to, in);
+        });
+        if (is_inside(u)) {
+          char* const to_out =
+              walked.address(exchange.place[LinearResult::kOut], u, to.out_stride, 1, sizeof(Out));
+          *reinterpret_cast<Packed<Out, kLinearVector>*>(to_out) = made;
+          if (keeps_z) {
+            char* const to_z =
+                walked.address(exchange.place[LinearResult::kZ], u, to.z_stride, 1, sizeof(float));
+            *reinterpret_cast<float4*>(to_z) = all;
+          }
+#pragma unroll
+          for (const float value : one) probe = fmaf(value, 0.0f, probe);
+        }
+        if (kOperands > 0 && u + kAhead < kBatches * kUnits) load(u + kAhead);
+      }
+      __syncwarp();
+    }
+    return probe;
+  }
+
+  template <class T>
+  static __device__ __forceinline__ void load_vector(Packed<T, kLinearVector>& packed,
+                                                     const char* from, bool is_vector,
+                                                     int64_t stride) {
+    const T* first = reinterpret_cast<const T*>(from);
+    if (is_vector) {
+      packed = *reinterpret_cast<const Packed<T, kLinearVector>*>(from);
+    } else {
+      packed.assign([&](int e) { return first[e * stride]; });
+    }
+  }
+
+  // The same element by element, where rows are not aligned: a lane's column stays the same. Of its
+  // 16 elements each is of two rows of x and all 16 n, or of one n and 32 rows of x.
+  __device__ __forceinline__ float store_elements(const Self& me, const Tile& tile,
+                                                  const float (&sum)[64]) const {
+    const int lane = me.lane;
+    Exchange& exchange = me.exchange;
     const bool transposed = args.transposed;
     const int rows = row_of(args.m, args.n);
     const int columns = column_of(args.m, args.n);
     const int step = transposed ? 1 : 2;
     const float* z =
         transposed ? &exchange.transposed_z[0][lane] : &exchange.z[lane / kWarpN][lane % kWarpN];
+    const float bias_of_n[2] = {bias_of(me, 0), bias_of(me, 2)};
+    float probe = 0;
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
-      const int first_m = batch * kBatchM + (transposed ? lane : lane / kWarpN);
-      const int first_n = warp_n + (transposed ? 0 : lane % kWarpN);
-      const int first_row = row_of(tile.m + first_m, tile.n + first_n);
-      const int column = column_of(tile.m + first_m, tile.n + first_n);
-      const float added = transposed ? exchange.bias[first_m] : bias[0];
-      if (transposed) {
-        give_batch<true>(batch, sum);
-      } else {
-        give_batch<false>(batch, sum);
-      }
-      __syncwarp();
+      const int first_m = tile.m + batch * kBatchM + (transposed ? lane : lane / kWarpN);
+      const int first_n = tile.n + me.n + (transposed ? 0 : lane % kWarpN);
+      const int first_row = row_of(first_m, first_n);
+      const int column = column_of(first_m, first_n);
+      give_batch(me, batch, sum, bias_of_n);
 #pragma unroll 1
-      for (int e0 = 0; e0 < kElements; e0 += kInFlight) {
-        Values in[kInFlight];
+      for (int e0 = 0; e0 < kElements; e0 += kElementsAhead) {
+        Values in[kElementsAhead];
 #pragma unroll
-        for (int e = 0; e < kInFlight; ++e) {
+        for (int e = 0; e < kElementsAhead; ++e) {
           const int row = first_row + (e0 + e) * step;
           if (row < rows && column < columns) {
-            in[e].value[0] = z[(e0 + e) * kTransposedPitch] + added;
-            load(in[e], row, column);
+            in[e].value[0] = z[(e0 + e) * kTransposedPitch];
+            load(me, in[e], row, column);
           }
         }
 #pragma unroll
-        for (int e = 0; e < kInFlight; ++e) {
+        for (int e = 0; e < kElementsAhead; ++e) {
           const int row = first_row + (e0 + e) * step;
           if (row < rows && column < columns) {
-            store(in[e], row, column);
-            if (!isfinite(in[e].value[0])) broken |= uint64_t{1} << (batch * kElements + e0 + e);
+            store(me, in[e], row, column);
+            probe = fmaf(in[e].value[0], 0.0f, probe);
           }
         }
       }
       __syncwarp();
     }
-    return rows_of(broken);
+    return probe;
   }
 
   // This warp's of a tile.
@@ -349,20 +509,19 @@ struct Finish {
   }
 
   // A lane's elements that are in unsure rows.
-  __device__ __forceinline__ uint64_t unsure_elements(int index) const {
-    const int lane = threadIdx.x % 32;
-    const uint32_t rows = unsure_rows(index)[lane % 4];
+  __device__ __forceinline__ uint64_t unsure_elements(const Self& me, int index) const {
+    const uint32_t rows = unsure_rows(index)[me.lane % 4];
     const uint32_t weights = unsure_rows(index)[kLinearUnsureWords - 1];
     if (!__any_sync(0xFFFFFFFF, (rows | weights) != 0)) return 0;
     const Tile tile = tile_at(args, index);
     uint64_t elements = 0;
 #pragma unroll 1
     for (int element = 0; element < 64; ++element) {
-      const int m = m_of(element, lane);
+      const int m = me.m_of(element);
       const uint32_t of_lane = __shfl_sync(0xFFFFFFFF, rows, m / 2 % 4);
       const uint64_t is_unsure =
-          (of_lane >> (m / 8 * 2 + m % 2) | weights >> (lane / 4 * 4 + element / 2 % 2)) & 1;
-      if (tile.m + m < args.m && tile.n + n_of(element, lane) < args.n) {
+          (of_lane >> (m / 8 * 2 + m % 2) | weights >> (me.lane / 4 * 4 + element / 2 % 2)) & 1;
+      if (tile.m + m < args.m && tile.n + me.n_of(element) < args.n) {
         elements |= is_unsure << element;
       }
     }
@@ -372,36 +531,41 @@ struct Finish {
   // After all tiles: divergent code within the loop over them would cost ptxas its knowledge that
   // the stages' addresses are uniform, and descriptors would then reach each wgmma through R2UR.
   __device__ __forceinline__ void repair() const {
-    if (!__any_sync(0xFFFFFFFF, unsure != 0)) return;
     __syncwarp();  // the rows are read by other lanes than wrote them
+    if (doubt == kSure) return;
+    const Self me = self();
     const int64_t ended = clock64();
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-      repair(tile_at(args, index), unsure_elements(index));
+      repair(me, tile_at(args, index), unsure_elements(me, index));
     }
     // The kernel takes as long as its slowest warp.
-    const auto product = static_cast<float>(ended - began);
+    const auto product = static_cast<float>(ended - shared.began);
     const auto repairs = static_cast<float>(clock64() - ended);
     const float times = repairs / (args.bearable * product);
-    if (was_strained && times > 1) *args.was_strained = static_cast<uint32_t>(fminf(times, 1000));
+    if (doubt == kStrained && times > 1)
+      *args.was_strained = static_cast<uint32_t>(fminf(times, 1000));
   }
 
   // The warp goes through its lanes' elements one by one.
-  __device__ __forceinline__ void repair(Tile tile, uint64_t elements) const {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void repair(const Self& me, const Tile& tile,
+                                         uint64_t elements) const {
     __syncwarp();  // the last tile's places have been read
-    find_places(tile.at);
+    find_places(me, tile.at);
     __syncwarp();
     while (const uint32_t lanes = __ballot_sync(0xFFFFFFFF, elements != 0)) {
       const int owner = __ffs(lanes) - 1;
       const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, elements, owner)) - 1;
-      const int m = tile.m + m_of(bit, owner);
-      const int n = tile.n + n_of(bit, owner);
+      const Self other{owner, me.n, me.exchange};
+      const int m = tile.m + other.m_of(bit);
+      const int n = tile.n + other.n_of(bit);
       const float product = plain_product(args, tile.at, m, n);
-      if (lane == owner) {
+      if (me.lane == owner) {
         Values in;
-        in.value[0] = product + bias_of_m(m) + bias_of_n(n);
-        load(in, row_of(m, n), column_of(m, n));
-        store(in, row_of(m, n), column_of(m, n));
+        const int column = column_of(m, n);
+        const float* bias = args.result.bias;
+        in.value[0] = bias != nullptr ? product + bias[column] : product;
+        load(me, in, row_of(m, n), column);
+        store(me, in, row_of(m, n), column);
         elements &= elements - 1;
       }
     }

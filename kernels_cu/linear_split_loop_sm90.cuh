@@ -10,20 +10,16 @@ namespace fx_fuser::linear_split {
 // ---- producers ----------------------------------------------------------------------------------
 
 // feed(tile, k) for every stage. A tile done again comes twice: for its scales, for its products.
-// Returns how many those are.
 template <class Feed>
-__device__ __forceinline__ int feed_stages(const LinearSplitArgs& args, Shared& shared,
-                                           const Feed& feed) {
+__device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared& shared,
+                                            const Feed& feed) {
   Walk walk{args, shared};
-  int again = 0;
   while (walk.next([](bool value) { return value; })) {
-    again += walk.again;
     const Tile tile = tile_at(args, walk.index);
     for (int pass = walk.again ? 0 : 1; pass < 2; ++pass) {
       for (int k = 0; k < args.planes.k; k += kTileK) feed(tile, k);
     }
   }
-  return again;
 }
 
 template <bool kTurned>
@@ -31,7 +27,7 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
   // A weight that only one tile of x meets is read once.
   const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
   Cursor cursor;
-  const int again = feed_stages(args, shared, [&](Tile tile, int k) {
+  feed_stages(args, shared, [&](Tile tile, int k) {
     WeightSlot& slot = shared.weight[cursor.slot];
     const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
     const int in_weight = tile.at.chunk * args.planes.k + k;
@@ -40,7 +36,7 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
     cursor.wait_until_empty(shared.of_weight);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
     if constexpr (kTurned) {
-#pragma unroll
+#pragma unroll 1  // few registers are left to this warp
       for (int box = 0; box < kTileN / kLinearBox; ++box) {
         ptx::tensor_load(ptx::shared_address(slot.turned[box]), args.weight_map, full, policy,
                          tile.n + box * kLinearBox, in_weight, inner, outer);
@@ -54,11 +50,15 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
     }
     cursor.advance();
   });
-  // The kernel takes as long as its slowest block.
-  const int tiles = (args.tiles - static_cast<int>(blockIdx.x) - 1) / gridDim.x + 1;
-  if (args.misled != nullptr && again * kMostAgain > tiles) {
-    *args.misled = static_cast<uint32_t>(again * kMostAgain / tiles);
+  if (args.misled == nullptr || shared.any_again == 0) return;
+  int tiles = 0;
+  int again = 0;
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    ++tiles;
+    again += args.again[index] != 0;
   }
+  // The kernel takes as long as its slowest block.
+  if (again * kMostAgain > tiles) *args.misled = static_cast<uint32_t>(again * kMostAgain / tiles);
 }
 
 __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {
@@ -291,6 +291,10 @@ __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float 
 // The same of the rows of the weight, of four sums that are not zero and more, which a quad has:
 // bit 4 g + r is row g + 8 r of the warp's 16. The same in all lanes.
 __device__ __forceinline__ uint32_t strained_weights(const float (&sum)[64], float least) {
+  // One sum that is large enough clears a row, and a lane's first ones are, for most data.
+  const float first =
+      fminf(fmaxf(fabsf(sum[0]), fabsf(sum[1])), fmaxf(fabsf(sum[2]), fabsf(sum[3])));
+  if (__all_sync(0xFFFFFFFF, first >= least)) return 0;
   constexpr uint32_t kFirstOfQuads = 0x11111111;
   float largest[2] = {0, 0};
 #pragma unroll
@@ -316,6 +320,16 @@ __device__ __forceinline__ uint32_t strained_weights(const float (&sum)[64], flo
     supported |= (__ballot_sync(0xFFFFFFFF, sums >= kLeastSums) & kFirstOfQuads) << r;
   }
   return rows & supported;
+}
+
+// A scale too large makes an infinity of a weight, and no sum of its row is then finite. Is there
+// such a row in this warp? A lane's first sums say that there is none, for most data.
+__device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
+  if (__all_sync(0xFFFFFFFF, isfinite(sum[0]) && isfinite(sum[2]))) return false;
+  float least[2] = {INFINITY, INFINITY};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) least[i / 2 % 2] = fminf(least[i / 2 % 2], fabsf(sum[i]));
+  return __any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY);
 }
 
 // finish(index, sum, strained, weights) for every tile of the block, sum[4i + 2r + t] being the one
@@ -354,25 +368,27 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   Walk walk{args, shared};
   while (walk.next([](bool value) { return __any_sync(0xFFFFFFFF, value) != 0; })) {
     finish.begin(walk.index);
-    // A guess looks ahead at stages that stay in shared memory, the truth takes a pass of its own.
+    // A guess looks at the first stage, which is needed in registers anyway; the truth takes a pass
+    // of its own.
     float largest[2] = {0, 0};
-    Cursor ahead = stage;
-    const int seen = walk.again ? k_tiles : min(k_tiles, kLinearStages);
-#pragma unroll 1
-    for (int i = 0; i < seen; ++i) {
-      read(ahead);
+    const auto look = [&] {
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], raw.largest_in_row(r));
-      if (walk.again) {
+    };
+    if (walk.again) {
+#pragma unroll 1
+      for (int i = 0; i < k_tiles; ++i) {
+        read(stage);
+        look();
         ptx::pin(largest);
         __syncwarp();
-        release(shared.of_weight, ahead.slot);
-        release(shared.of_x, ahead.slot);
+        release(shared.of_weight, stage.slot);
+        release(shared.of_x, stage.slot);
+        stage.advance();
       }
-      ahead.advance();
     }
-    if (walk.again) stage = ahead;
-    finish.place();
+    read(stage);
+    look();
     float scale[2];
     float unscale[2];
 #pragma unroll
@@ -388,7 +404,6 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     for (float& one : sum) one = 0;
     float accumulator[64];
     Fragments weight;
-    read(stage);
     for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
       if (begin > 0) park(args, sum, /*first=*/begin == kChunkTiles);
       const int end = min(begin + kChunkTiles, k_tiles);
@@ -408,13 +423,8 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     }
     if (k_tiles > kChunkTiles) unpark(args, sum);
 
-    if (!walk.again) {
-      // A scale too large makes an infinity of a weight, and no sum of its row is then finite.
-      float least[2] = {INFINITY, INFINITY};
-#pragma unroll
-      for (int i = 0; i < 64; ++i) least[i / 2 % 2] = fminf(least[i / 2 % 2], fabsf(sum[i]));
-      walk.report(__any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY));
-    }
+    if (!walk.again) walk.report(is_overflowed(sum));
+    finish.ready();
     const uint32_t strained = strained_rows(sum, args.least_sum, finish);
     const uint32_t weights = strained_weights(sum, args.least_sum);
 #pragma unroll

@@ -7,14 +7,14 @@
 //
 // - x is split by a pre-pass, with one scale a row. The weight is split in registers on its way to
 //   the tensor core, with one scale for each row of a tile, which is a guess: it brings the largest
-//   of the row's first 192 of k, which are in shared memory by then, to [2^9, 2^10). Later values
+//   of the row's first 64 of k, its first stage, to [2^9, 2^10). Later values
 //   may be nearly 64 times larger.
 // - Where one is larger still, its hi is an infinity, and no sum of that row of the tile is finite.
 //   That is seen for free; after a block's other tiles such a tile is done again by the same loop,
 //   with the true largest of its rows, found by a pass over them. There is no state between calls
 //   that could be stale. A weight that begins with zeros costs time, not accuracy.
 // - What the split loses of a weight is at most 2^-22 of it or, where it is small, 2^-34 of the
-//   largest of its row's first 192 (2^-39 of the row's largest in a tile done again): the error is
+//   largest of its row's first 64 (2^-39 of the row's largest in a tile done again): the error is
 //   normwise for a row of the weight, as it is for a row of x (2^-39).
 // - The tensor core truncates when it accumulates: every 64 of k the accumulators are added to sums
 //   in fp32 registers.
@@ -80,7 +80,6 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   }
   __syncthreads();
 
-  const int warp = threadIdx.x / 32;
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     ptx::give_registers<kProducerRegisters>();
@@ -94,8 +93,7 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    Finish<Epilogue, kScalars, Out, In...> finish{args, shared.exchange[warp], shared.began,
-                                                  warp * kWarpN};
+    Finish<Epilogue, kScalars, Out, In...> finish{args, shared};
     consume<kTurned>(args, shared, warpgroup, finish);
   }
 }

@@ -9,8 +9,8 @@ namespace fx_fuser::linear_split {
 
 constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 constexpr int kTileM = kLinearTileM;
 constexpr int kTileN = kLinearTileN;
 constexpr int kTileK = kLinearTileK;
@@ -20,10 +20,12 @@ constexpr int kBatchM = 32;                 // rows of x that the epilogue handl
 constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
 constexpr int kTransposedPitch = kBatchM + 8;  // the same of its pairs
 constexpr int kMostAgain = 8;                  // one tile of so many is worth exact scales
-constexpr int kGroupM = 8;  // tiles of x side by side: they and the weight's share the L2
 static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
-static_assert(kConsumerRegisters * kConsumers * kWarpgroup + kProducerRegisters * kWarpgroup <=
-              64 * 1024);
+// What a block is launched with is all that its warps can give and take: with more, they wait for
+// ever.
+constexpr int kLaunchRegisters = 64 * 1024 / kLinearThreads / 8 * 8;
+static_assert(kConsumerRegisters * kConsumers + kProducerRegisters <=
+              kLaunchRegisters * (kConsumers + 1));
 
 // ---- shared memory ------------------------------------------------------------------------------
 
@@ -47,15 +49,18 @@ struct Barriers {
   uint64_t empty[kLinearStages];
 };
 
+// Of any tile of a warp: has it results to be computed plainly? kStrained: for what the split
+// loses.
+enum Doubt : int { kSure, kUnsure, kStrained };
+
 // Of a consumer's warp, for the epilogue.
 struct Exchange {
   union {
     float z[kBatchM][kExchangePitch];              // [m][n]
     float transposed_z[kWarpN][kTransposedPitch];  // [n][m]
   };
-  float x_unscale[kTileM];
-  float x_least_sum[kTileM];
-  float bias[kTileM];  // where the result is stored transposed
+  alignas(16) SplitRowFactors x_factors[kTileM];
+  float bias[kTileM];  // of the rows of x where the result is stored transposed, else of kWarpN
   // Where the tile's plane begins, in the order of LinearResult::place.
   void* place[LinearResult::kFirstOperand + kMaxInputs];
 };
@@ -100,17 +105,19 @@ struct Tile {
   Plane at;
 };
 
-// Plane by plane. In one: columns of kGroupM tiles of x; in a group the weight is walked once.
+// Plane by plane. In one: columns of kLinearGroupM tiles of x; in a group the weight is walked
+// once.
 __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) {
-  const int plane = static_cast<int>(divide(static_cast<uint32_t>(index), args.plane_tiles));
-  const int in_plane = index - plane * static_cast<int>(args.plane_tiles.size);
-  const int m_tiles = (args.m + kTileM - 1) / kTileM;
-  const int n_tiles = static_cast<int>(args.plane_tiles.size) / m_tiles;
-  const int group = in_plane / (kGroupM * n_tiles);
-  const int inside = in_plane - group * kGroupM * n_tiles;
-  const int width = min(kGroupM, m_tiles - group * kGroupM);
-  return {(group * kGroupM + inside % width) * kTileM, inside / width * kTileN, plane,
-          plane_at(args.planes, plane)};
+  const uint32_t plane = divide(static_cast<uint32_t>(index), args.plane_tiles);
+  const uint32_t in_plane = index - plane * args.plane_tiles.size;
+  const uint32_t group = divide(in_plane, args.group_tiles);
+  const uint32_t inside = in_plane - group * args.group_tiles.size;
+  const bool is_last = group == args.whole_groups;
+  const uint32_t width = is_last ? args.last_width.size : kLinearGroupM;
+  const uint32_t column = is_last ? divide(inside, args.last_width) : inside / kLinearGroupM;
+  const uint32_t row = group * kLinearGroupM + inside - column * width;
+  return {static_cast<int>(row * kTileM), static_cast<int>(column * kTileN),
+          static_cast<int>(plane), plane_at(args.planes, plane)};
 }
 
 // A block's tiles, in the order in which all of its warps walk them: every one, then once more

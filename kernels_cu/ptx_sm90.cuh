@@ -139,6 +139,12 @@ __device__ __forceinline__ uint32_t thread_index() {
   return index;
 }
 
+// The value, of which the compiler knows nothing ahead of this.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // The value of the warp's first lane, which ptxas then knows to be uniform. A descriptor that it
 // takes for per-lane goes to each wgmma through R2UR, which waits for the wgmma before to have read
 // the same uniform registers.
@@ -197,6 +203,20 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from
       ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(to),
       "l"(&from), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
+}
+
+// 4 or 8 bytes to shared memory, zeros where `reads` is false; arrived after copy_async_wait()
+// (9.7.9.25.3).
+template <class T>
+__device__ __forceinline__ void copy_async(uint32_t to, const T* from, bool reads) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(sizeof(T)),
+               "r"(reads ? static_cast<uint32_t>(sizeof(T)) : 0u)
+               : "memory");
+}
+
+// For all of this thread's.
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Brings the line that has this address to the L2 cache.

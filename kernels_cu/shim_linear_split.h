@@ -216,21 +216,32 @@ std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& 
                                           const std::vector<double>& scalars) {
   LinearResult result{};
   int next = 2;
-  const auto place = [&](const Tensor& tensor, int i) {
+  const bool whole = out.size(-1) % kLinearVector == 0;
+  const auto place = [&](const Tensor& tensor, int i, int64_t along_columns) {
     const MergedRows::Strides& stride = rows.of[next++];
     const auto bytes = static_cast<int64_t>(tensor.element_size());
     result.place[i] = {tensor.data_ptr(), {0, stride.outer * bytes, stride.inner * bytes}};
+    const int64_t vector = std::min<int64_t>(kLinearVector * bytes, 16);
+    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % vector == 0 &&
+                         stride.outer * bytes % vector == 0 && stride.inner * bytes % vector == 0 &&
+                         stride.row * bytes % vector == 0;
+    if (whole && aligned && along_columns == 1) result.vectors |= 1u << i;
     return stride.row;
   };
   const auto is_dense = [](const Tensor& tensor) { return stride_along(tensor, -1) == 1; };
   if (!is_dense(out) || (z && !is_dense(*z)) || (bias && !is_dense(*bias))) return std::nullopt;
-  result.out_stride = place(out, LinearResult::kOut);
-  if (z) result.z_stride = place(*z, LinearResult::kZ);
+  result.out_stride = place(out, LinearResult::kOut, 1);
+  if (z) {
+    result.z_stride = place(*z, LinearResult::kZ, 1);
+  } else {
+    result.vectors |= 1u << LinearResult::kZ;
+  }
   for (size_t i = 0; i < operands.size(); ++i) {
     const Tensor& operand = operands[i];
-    result.operand[i].m = place(operand, LinearResult::kFirstOperand + static_cast<int>(i));
-    const bool vector = operand.dim() > 0 && operand.size(-1) != 1;
-    result.operand[i].n = vector ? operand.stride(-1) : 0;
+    const bool has_columns = operand.dim() > 0 && operand.size(-1) != 1;
+    result.operand[i].n = has_columns ? operand.stride(-1) : 0;
+    result.operand[i].m =
+        place(operand, LinearResult::kFirstOperand + static_cast<int>(i), result.operand[i].n);
   }
   result.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
   std::copy(scalars.begin(), scalars.end(), result.scalar);
@@ -338,7 +349,12 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
   args.x_stride_k = first.stride_k;
   args.weight_stride_n = second.stride_row;
   args.weight_stride_k = second.stride_k;
-  args.plane_tiles = make_divisor(static_cast<uint32_t>(sizes.tiles() / sizes.batches));
+  const auto m_tiles = static_cast<uint32_t>(ceil_div(first.rows, kLinearTileM));
+  const auto n_tiles = static_cast<uint32_t>(ceil_div(second.rows, kLinearTileN));
+  args.plane_tiles = make_divisor(m_tiles * n_tiles);
+  args.group_tiles = make_divisor(kLinearGroupM * n_tiles);
+  args.last_width = make_divisor(std::max(m_tiles % kLinearGroupM, 1u));
+  args.whole_groups = m_tiles / kLinearGroupM;
   args.m = static_cast<int32_t>(first.rows);
   args.n = static_cast<int32_t>(second.rows);
   args.tiles = static_cast<int32_t>(plan.chunks * sizes.tiles());

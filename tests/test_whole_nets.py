@@ -169,15 +169,25 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
 
 def test_gpu_time_is_that_of_kernels_copies_and_fills() -> None:
     events = [
-        {"cat": "kernel", "name": "fx_fuser_linear_split", "dur": 1500.0},
-        {"cat": "kernel", "name": "triton_red_fused_0", "dur": 250.0},
-        {"cat": "gpu_memset", "name": "Memset (Device)", "dur": 50.0},
-        {"cat": "gpu_user_annotation", "name": "## Call CompiledFxGraph", "dur": 1800.0},
-        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 5.0},
+        {"cat": "kernel", "name": "triton_red_fused_0", "ts": 4000.0, "dur": 250.0},
+        {"cat": "kernel", "name": "fx_fuser_linear_split", "ts": 1000.0, "dur": 1500.0},
+        {"cat": "gpu_memset", "name": "Memset (Device)", "ts": 5000.0, "dur": 50.0},
+        {"cat": "gpu_user_annotation", "name": "## Call CompiledFxGraph", "ts": 0, "dur": 9800.0},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 900.0, "dur": 5.0},
         {"name": "no category"},
     ]
     found = gpu_kinds.by_kind(events)
     assert found == {**dict.fromkeys(tables.KINDS, 0.0), "ours": 1.5, "Triton": 0.25, "other": 0.05}
+
+
+def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
+    events = [
+        {"cat": "kernel", "name": "fx_fuser_linear_split_rows", "ts": 0.0, "dur": 1000.0},
+        {"cat": "kernel", "name": "fx_fuser_linear_split", "ts": 100.0, "dur": 2900.0},
+        {"cat": "kernel", "name": "triton_poi_fused_0", "ts": 200.0, "dur": 300.0},
+    ]
+    found = gpu_kinds.by_kind(events)
+    assert found == {**dict.fromkeys(tables.KINDS, 0.0), "ours": 3.0}
 
 
 def made_up(name: str, phase: str) -> Row:
