@@ -98,6 +98,17 @@ _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
 
 
+def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
+    return F.linear(a.float(), b.float())
+
+
+# a bᵀ in fp32, of a matrix b, both of one 16-bit dtype; kernel: the name of that of
+# `anchors.linear.EXACT_PRODUCTS`.
+_LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
+_LIBRARY.impl("exact_product", _exact_product, "CPU")
+torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)
+
+
 # In fp32 without TF32, whatever cuDNN's own setting says, which allows it by default.
 _LIBRARY.define(
     "exact_convolution(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
@@ -448,7 +459,7 @@ for _anchor in ANCHORS.values():
 
 def contract() -> list[str]:
     """What kernels_cu/shim.cpp assumes of this side, a fact a line; compared when it is loaded."""
-    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product"]
+    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", "exact_product"]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
     norm = ANCHORS["conv2d_batchnorm"]

@@ -176,6 +176,24 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   return product;
 }
 
+// fx_fuser::exact_product on CUDA: a bᵀ in fp32, of a [*, K] and b [N, K] of one 16-bit type, whose
+// products are exact in fp32.
+Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
+  require_cuda(a, "a");
+  const auto& kernels = registry<LinearDenseKernels>().at(kernel, a.get_device_index());
+  const auto a_sizes = a.sizes();
+  std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
+  shape.back() = b.size(0);
+  // Sums of more would cost more than the library's own error (NOTES.md, "Long K").
+  if (b.size(1) <= kLinearChunkK) {
+    const Tensor product = new_dense(a, shape, ScalarType::Float);
+    const std::optional<Tensor> none;
+    if (run_linear_dense(kernels, a, b, none, product, none, {}, {})) return product;
+  }
+  const auto widened = [](const Tensor& t) { return torch::stable::to(t, ScalarType::Float); };
+  return library_product(widened(a), widened(b), std::nullopt);
+}
+
 // What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading
 // sizes.
 std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
