@@ -30,6 +30,7 @@ from fx_fuser import (
     patterns,
     plan,
     products,
+    provenance,
     rewrite,
     subclasses,
     verify,
@@ -41,7 +42,7 @@ from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
 from fx_fuser.nodes import TRANSPARENT, meta_tensor
-from fx_fuser.options import Options
+from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
 from fx_fuser.sites import Site, outermost, site_at
@@ -114,12 +115,12 @@ def fx_fuser(
     with restorable(gm) as restore:
         try:
             as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
+            passes = _passes(gm, chosen, example_inputs)
             outcome = fuse(gm, chosen, inputs=example_inputs)
             outcome.tell(chosen.strict)
-            graph_pass = products.pass_for(chosen, example_inputs)
-            if outcome.matches or graph_pass is not None:
+            if outcome.matches or passes:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = chosen.with_pass(graph_pass).inner_compiler()(gm, example_inputs)
+                    compiled = chosen.with_passes(passes).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
@@ -142,6 +143,15 @@ def fx_fuser(
         return compiled
     is_wrong = functools.partial(_is_wrong, chosen)
     return verify.watched(compiled, as_written, is_wrong, chosen.verify == "always")
+
+
+def _passes(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> dict[str, Any]:
+    """What Inductor is to run over its graphs, by its settings."""
+    narrow = provenance.narrow_dtypes(gm)
+    last = products.pass_for(options, inputs, narrow)
+    joint = provenance.pass_for(options, last, narrow)
+    passes = {JOINT_PASS: joint, LAST_PASS: last}
+    return {setting: made for setting, made in passes.items() if made is not None}
 
 
 def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -402,7 +412,12 @@ def _grown_at(
     fault = fault_of(product)
     if fault is not None:
         return Refusal.of(product, fault)
-    return grow(view, site, fault_of) if plan.has_own_product(product, options) else None
+    if not plan.has_own_product(product, options):
+        return None
+    if provenance.is_left(site, options):
+        reason = "its operands are cast up from 16 bits: a pass over Inductor's graph reads those"
+        return Refusal.of(product, Fault(site.node, reason))
+    return grow(view, site, fault_of)
 
 
 def _readable_sites(view: View) -> list[Site]:

@@ -13,7 +13,10 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
-_LAST_PASS = "post_grad_custom_post_pass"
+# Inductor's settings of passes of ours: over the graph of forward and backward, before it is parted,
+# and the last over each of the two.
+JOINT_PASS = "joint_custom_post_pass"
+LAST_PASS = "post_grad_custom_post_pass"
 CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
     "fp32": ("follow", "split", "ieee", "tf32"),
@@ -169,13 +172,10 @@ class Options:
             return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
         return lookup_backend(self.inner)
 
-    def with_pass(self, graph_pass: Any) -> Options:
-        """These, with a pass that Inductor runs last over each graph of ATen operations."""
-        if graph_pass is None:
-            return self
-        return dataclasses.replace(self, inductor={**self.inductor, _LAST_PASS: graph_pass})
+    def with_passes(self, passes: Mapping[str, Any]) -> Options:
+        """These, with passes for Inductor: setting → pass."""
+        return dataclasses.replace(self, inductor={**self.inductor, **passes})
 
-    @property
-    def users_pass(self) -> Any:
-        """What the user has Inductor run last over each graph, or None."""
-        return self.inductor.get(_LAST_PASS, getattr(torch._inductor.config, _LAST_PASS))
+    def users_pass(self, setting: str) -> Any:
+        """What the user has Inductor run there, or None."""
+        return self.inductor.get(setting, getattr(torch._inductor.config, setting))
