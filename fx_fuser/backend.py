@@ -414,10 +414,11 @@ def _grown_at(
         return Refusal.of(product, fault)
     if not plan.has_own_product(product, options):
         return None
-    if provenance.is_left(site, options):
-        reason = "its operands are cast up from 16 bits: a pass over Inductor's graph reads those"
+    grown = grow(view, site, fault_of)
+    if provenance.is_left(site, options, isinstance(grown, Grown) and grown.alone is not None):
+        reason = "an operand is cast up from 16 bits, which a pass over Inductor's graph reads"
         return Refusal.of(product, Fault(site.node, reason))
-    return grow(view, site, fault_of)
+    return grown
 
 
 def _readable_sites(view: View) -> list[Site]:

@@ -88,11 +88,12 @@ def _define_kernel(anchor: Anchor) -> None:
 
 
 def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
+    a, b = a.float(), b.float()
     return F.linear(a, b) if b.ndim == 2 else a @ b.mT
 
 
 # a bᵀ in fp32, b being a matrix or of a's leading sizes; kernel: the name of that of
-# `anchors.linear.PRODUCT_ALONE`.
+# `anchors.linear.PRODUCT_ALONE` or, where one of the two is of 16 bits, of `MIXED_PRODUCTS`.
 _LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)

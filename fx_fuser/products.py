@@ -28,6 +28,7 @@ from torch.fx import Graph, Node
 from fx_fuser import build, native, plan, rehearse, timing
 from fx_fuser.anchors.linear import (
     EXACT_PRODUCTS,
+    MIXED_PRODUCTS,
     PRODUCT_ALONE,
     SPLIT,
     asked_product,
@@ -68,11 +69,12 @@ class Products(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if self.before is not None:
             self.before(graph)
+        replace = self.replacing(graph)
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in _PRODUCTS:
                 continue
             try:
-                replaced = self.replace(graph, node)
+                replaced = replace(node)
                 if replaced is not None:
                     name = node.target._schema.name.removeprefix("aten::")
                     counters[COUNTERS][name + replaced] += 1
@@ -95,9 +97,12 @@ class Products(CustomGraphPass):
     def settings(self) -> tuple[Any, ...]:
         return build.fingerprint(), self.strict, self.on_cpu, PRODUCT_ALONE.name
 
-    def replace(self, graph: Graph, node: Node) -> str | None:
-        """Put a product of ours in the node's place, if that is faster: what to add to its name
-        where it is counted; else None."""
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        """What puts a product of ours in a node's place, if that is faster: it returns what to add
+        to the node's name where it is counted; else None."""
+        return functools.partial(self._replace, graph)
+
+    def _replace(self, graph: Graph, node: Node) -> str | None:
         found = self.factors(node)
         if found is None:
             return None
@@ -163,7 +168,8 @@ def pass_for(
 def prepare(device: torch.device, *narrow: torch.dtype) -> None:
     """Loads the kernels: where Inductor's cache has the graph, no pass runs."""
     if native.runs_on(PRODUCT_ALONE, device):
-        native.prepare([PRODUCT_ALONE, *(EXACT_PRODUCTS[dtype] for dtype in narrow)], device)
+        of_narrow = (made[dtype] for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for dtype in narrow)
+        native.prepare([PRODUCT_ALONE, *of_narrow], device)
 
 
 def put(

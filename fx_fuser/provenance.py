@@ -3,36 +3,44 @@ up from 16 bits by kernels that read the 16-bit tensors.
 
 `x.float() @ w.float().t()`, as routers and heads have it, is in fp32 for the sake of its sums: its
 products are exact, so that one product on the tensor cores is enough (`LINEAR_EXACT`), where two
-fp32 operands need three. A graph of ATen operations is functional, so a value that a cast made is
-what its operand was, wherever it is read.
+fp32 operands need three. Where one was cast up, as in the backward of such a product, two are. A
+graph of ATen operations is functional, so a value that a cast made is what its operand was,
+wherever it is read.
 
-The pass runs before the graph is parted into forward and backward
-(`joint_custom_post_pass`), so what is kept for backward are the 16-bit tensors. A cast that nothing
-else reads goes; one that has other readers stays for them.
+The pass runs before the graph is parted into forward and backward (`joint_custom_post_pass`), so
+what is kept for backward is of 16 bits. What the cast made was nobody else's; its operand may be
+written to before backward runs, if the user has it, and a copy is kept then (`_Kept`). A cast that
+nothing else reads goes; one that has other readers stays for them.
 
-Dynamo's graph shows what the pass will find: at a product whose operands were both cast up nothing
-is fused (`is_left`), and the kernels are loaded for the dtypes that are cast (`narrow_dtypes`).
+Dynamo's graph shows what the pass will find: where it is better nothing is fused (`is_left`), and the kernels are loaded for the dtypes that are cast (`narrow_dtypes`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.fx_utils import get_node_storage
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fx_fuser import rehearse
-from fx_fuser.anchors.linear import EXACT_PRODUCTS, SPLIT, asked_product
+from fx_fuser import native, rehearse
+from fx_fuser.anchors.linear import (
+    EXACT_PRODUCTS,
+    MIXED_PRODUCTS,
+    PRODUCT_ALONE,
+    SPLIT,
+    asked_product,
+)
 from fx_fuser.gate import PRODUCTS, VIEWS, called_name
 from fx_fuser.kernel_spec import KernelSpec
 from fx_fuser.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.options import JOINT_PASS, Options
-from fx_fuser.products import Products, call, fastest, put
+from fx_fuser.products import SPLIT_PRODUCT, Products, call, fastest, put
 from fx_fuser.rehearse import TensorForm
 from fx_fuser.sites import Site
 from fx_fuser.timing import Way
@@ -89,14 +97,17 @@ def narrow_dtypes(gm: GraphModule) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in NARROW if dtype in found)
 
 
-def is_left(site: Site, options: Options) -> bool:
-    """Is the site's product for the pass?  It needs a third of the products that a kernel with the
-    tail would make, and the tail is Inductor's."""
+def is_left(site: Site, options: Options, has_tail: bool) -> bool:
+    """Is the site's product for the pass, which leaves the tail to Inductor?
+
+    One of two operands that were cast up is: it needs a third of what a kernel with the tail would
+    multiply. Of one it is two thirds, and then a kernel with the tail may be as good.
+    """
     runs = options.inner == "inductor" and options.plan == "measure"
     if not runs or asked_product(options) != SPLIT:
         return False
-    dtypes = {widened_from(site.operands[name]) for name in ("x", "weight")}
-    return len(dtypes) == 1 and None not in dtypes
+    x, weight = (widened_from(site.operands[name]) for name in ("x", "weight"))
+    return x == weight is not None if has_tail else (x or weight) is not None
 
 
 # ---- in Inductor's -----------------------------------------------------------------------------
@@ -109,16 +120,20 @@ class Provenance(Products):
     narrow: tuple[torch.dtype, ...] = ()
 
     def settings(self) -> tuple[Any, ...]:
-        return *super().settings(), *(EXACT_PRODUCTS[dtype].name for dtype in self.narrow)
+        kernels = (made[d].name for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for d in self.narrow)
+        return *super().settings(), *kernels
 
-    def replace(self, graph: Graph, node: Node) -> str | None:
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        return functools.partial(self._replace_by_narrow, graph, _Kept(graph))
+
+    def _replace_by_narrow(self, graph: Graph, kept: _Kept, node: Node) -> str | None:
         factors = self.factors(node)
         if factors is None:
             return None
         left, right = (_source_of(factor, self.narrow) for factor in factors)
         sources = left, right and right.as_matrix()
         recipes = [*_recipes(*sources)]
-        if not recipes:
+        if len(recipes) == 1:
             return None
         best: int | None = 0
         if not self.on_cpu:
@@ -127,12 +142,16 @@ class Provenance(Products):
             key = ("provenance", [r.spec.name for r in recipes], str(forms), str(narrow))
             make_ways = functools.partial(_ways, recipes, forms, narrow)
             best = fastest(node.target, *forms, key, make_ways)  # type: ignore[arg-type]
-        if best is None:
+        recipe = None if best is None else recipes[best]
+        if recipe is None or recipe.spec == PRODUCT_ALONE:  # the last pass finds it again
             return None
-        recipe = recipes[best]
         with graph.inserting_before(node):
-            made = [source and source.build(graph, node) for source in sources]
-            read = recipe.chosen(factors, made)
+            read = [
+                source.build(graph, node, kept.readable(source, node))
+                if source and reads
+                else factor
+                for factor, source, reads in zip(factors, sources, recipe.reads)
+            ]
         put(graph, node, recipe.op, *read, recipe.spec, recipe.dense)
         for factor in factors:
             _drop(graph, factor)
@@ -149,6 +168,34 @@ def pass_for(
     return Provenance(last.strict, last.on_cpu, options.users_pass(JOINT_PASS), tuple(narrow))
 
 
+class _Kept:
+    """Of one graph: what a cast's operand is to a product in backward. It is read long after the
+    cast, and where the user has its memory, as an input or a result, may be another by then.
+    Torch's own passes keep what the cast made; here it is a copy of 16 bits."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.copies: dict[Node, Node] = {}
+        self.backward: set[Node] = set()
+        for node in graph.nodes:
+            is_first = node.op == "placeholder" and "tangents" in str(node.target)
+            if is_first or not self.backward.isdisjoint(node.all_input_nodes):
+                self.backward.add(node)
+        ends = (n for n in graph.nodes if n.op in ("placeholder", "get_attr", "output"))
+        users = (o for n in ends for o in ([n] if n.op != "output" else n.all_input_nodes))
+        self.users = {get_node_storage(node) for node in users}
+
+    def readable(self, source: _Source, reader: Node) -> Node:
+        """What the reader may read in place of the operand."""
+        node = source.node
+        if reader not in self.backward or get_node_storage(node) not in self.users:
+            return node
+        if node not in self.copies:
+            graph = node.graph
+            with graph.inserting_before(source.cast):
+                self.copies[node] = call(graph, source.cast, _aten.clone.default, node)
+        return self.copies[node]
+
+
 def _drop(graph: Graph, node: Node) -> None:
     """The node, its cast and what lies between, where nothing reads them any more."""
     while not node.users and (node.target in _ATEN_VIEWS or node.target == _CAST):
@@ -159,10 +206,11 @@ def _drop(graph: Graph, node: Node) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """What an fp32 value was cast up from. views: what was made of the cast, as (operation, other
+    """What an fp32 value was cast up from: the operand `node` of `cast`. views: what was made of the cast, as (operation, other
     arguments), first to last. value: the 16-bit tensor, so viewed.
     """
 
+    cast: Node
     node: Node
     views: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
     value: Tensor
@@ -171,7 +219,7 @@ class _Source:
         fakes, named = map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.value.fake_mode:  # type: ignore[attr-defined]
             value = target(self.value, *fakes, **named)
-        return _Source(self.node, (*self.views, (target, args, kwargs)), value)
+        return replace(self, views=(*self.views, (target, args, kwargs)), value=value)
 
     def as_matrix(self) -> _Source:
         """One matrix, where it is a batch of the same: so an operand that all rows share becomes
@@ -180,8 +228,9 @@ class _Source:
         shared = value.ndim == 3 and (hint_of(value.stride(0)) == 0 or hint_of(value.size(0)) == 1)
         return self.seen_as(_aten.select.int, (0, 0), {}) if shared else self
 
-    def build(self, graph: Graph, like: Node) -> Node:
-        made = self.node
+    def build(self, graph: Graph, like: Node, operand: Node) -> Node:
+        """The value, made of the cast's operand or of a copy of it."""
+        made = operand
         for target, args, kwargs in self.views:
             made = call(graph, like, target, made, *args, **kwargs)
         return made
@@ -198,7 +247,7 @@ def _source_of(node: Node, dtypes: Sequence[torch.dtype]) -> _Source | None:
     value = source.meta.get("val") if isinstance(source, Node) else None
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         return None
-    found = _Source(source, (), value)  # type: ignore[arg-type]
+    found = _Source(node, source, (), value)  # type: ignore[arg-type]
     for view in reversed(seen):
         others = view.args[1:], dict(view.kwargs)
         try:
@@ -221,10 +270,6 @@ class _Recipe:
     reads: tuple[bool, bool]
     dense: bool
 
-    def chosen(self, wide: Sequence[Any], narrow: Sequence[Any]) -> list[Any]:
-        """Of each factor what the kernel reads."""
-        return [n if reads else w for w, n, reads in zip(wide, narrow, self.reads)]
-
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         rows = right.mT
         if self.dense:
@@ -233,10 +278,15 @@ class _Recipe:
 
 
 def _recipes(left: _Source | None, right: _Source | None) -> Iterator[_Recipe]:
+    """The likeliest to be the fastest first; the last reads what was cast."""
     dtypes = [source and source.value.dtype for source in (left, right)]
     if right is not None and dtypes[0] == dtypes[1] and right.value.ndim == 2:
         exact = torch.ops.fx_fuser.exact_product.default
         yield _Recipe(exact, EXACT_PRODUCTS[right.value.dtype], (True, True), dense=True)
+    for dtype, reads in zip(dtypes, ((True, False), (False, True))):
+        if dtype is not None:
+            yield _Recipe(SPLIT_PRODUCT, MIXED_PRODUCTS[dtype], reads, dense=False)
+    yield _Recipe(SPLIT_PRODUCT, PRODUCT_ALONE, (False, False), dense=False)
 
 
 def _ways(
@@ -256,8 +306,12 @@ def _ways(
         return (wide[0] @ wide[1],)
 
     def made_by(recipe: _Recipe) -> Sequence[Tensor]:
-        return (recipe.multiply(*recipe.chosen(wide, read)),)
+        left, right = (n if reads else w for w, n, reads in zip(wide, read, recipe.reads))
+        return (recipe.multiply(left, right),)
 
+    native.wake(
+        [recipe.spec for recipe in recipes], forms[0].device
+    )  # others than split do not sleep
     ours = [functools.partial(made_by, recipe) for recipe in recipes]
     for way in ours:
         rehearse.compare([library, way], [{"product": SPLIT}], torch.float32)

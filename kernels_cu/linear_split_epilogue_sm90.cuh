@@ -10,10 +10,11 @@
 namespace fx_fuser::linear_split {
 
 // A warp computes x[m, :] weight[n, :]ᵀ of a plane in fp32, as IEEE has it.
+template <class X>
 __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, const Plane& plane,
                                                int m, int n) {
   constexpr int kInFlight = 8;
-  const float* x = args.x + offset_of(plane, args.x_plane) + m * args.x_stride_m;
+  const X* x = static_cast<const X*>(args.x) + offset_of(plane, args.x_plane) + m * args.x_stride_m;
   const float* weight =
       args.weight + offset_of(plane, args.weight_plane) + n * args.weight_stride_n;
   const int end = k_of(args.planes, plane);
@@ -24,7 +25,7 @@ __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, cons
     for (int i = 0; i < kInFlight; ++i) {
       const int k = k0 + 32 * i;
       if (k < end) {
-        sum = fmaf(x[k * args.x_stride_k], weight[k * args.weight_stride_k], sum);
+        sum = fmaf(convert<float>(x[k * args.x_stride_k]), weight[k * args.weight_stride_k], sum);
       }
     }
     // A NaN stays one: a tensor full of them is soon done.
@@ -37,7 +38,7 @@ __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, cons
   return sum;
 }
 
-template <class Epilogue, int kScalars, class Out, class... In>
+template <class X, class Epilogue, int kScalars, class Out, class... In>
 struct Finish {
   using Values = Inputs<std::index_sequence_for<In...>, In...>;
   static constexpr int kOperands = sizeof...(In);
@@ -396,7 +397,7 @@ struct Finish {
       const int bit = __ffsll(__shfl_sync(0xFFFFFFFF, elements, owner)) - 1;
       const int m = tile.m + m_of(bit, owner);
       const int n = tile.n + n_of(bit, owner);
-      const float product = plain_product(args, tile.at, m, n);
+      const float product = plain_product<X>(args, tile.at, m, n);
       if (lane == owner) {
         Values in;
         in.value[0] = product + bias_of_m(m) + bias_of_n(n);

@@ -128,7 +128,8 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                       const std::vector<double>& scalars) {
-  check_linear(kernels, kernels.in, x, weight, bias, out, z, operands, scalars);
+  check_linear(kernels, kernels.in, {kernels.in, kernels.in}, x, weight, bias, out, z, operands,
+               scalars);
   const int64_t n = weight.size(0);
   const int64_t k = weight.size(1);
   if (k == 0 || weight.dim() != 2) return false;
