@@ -13,8 +13,8 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
-# Inductor's settings of passes of ours: over the graph of forward and backward, before it is parted,
-# and the last over each of the two.
+# Inductor's settings of passes of ours: one over the graph of forward and backward, before it is
+# parted, and the last over each of the two.
 JOINT_PASS = "joint_custom_post_pass"
 LAST_PASS = "post_grad_custom_post_pass"
 CHOICES = {

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fx_fuser import build, native, plan, rehearse, timing
 from fx_fuser.anchors.linear import (
@@ -110,7 +111,7 @@ class Products(CustomGraphPass):
             a, b = (rehearse.form_of_value(f.meta["val"]) for f in found)
             if not _gains(node.target, a, b):  # type: ignore[arg-type]
                 return None
-        put(graph, node, SPLIT_PRODUCT, *found, PRODUCT_ALONE)
+        put(graph, node, SPLIT_PRODUCT, found, PRODUCT_ALONE)
         return ""
 
     def factors(self, node: Node) -> tuple[Node, Node] | None:
@@ -176,12 +177,11 @@ def put(
     graph: Graph,
     node: Node,
     op: Any,
-    left: Node,
-    right: Node,
+    factors: Sequence[Node],
     spec: KernelSpec,
     dense: bool = False,
 ) -> None:
-    """`left @ right` by an op of ours, and what the node adds to its product, in its place.
+    """The factors' product by an op of ours, and what the node adds to its product, in its place.
 
     dense: rows of K that are not adjacent in memory are copied.
     """
@@ -192,6 +192,7 @@ def put(
         form = {"memory_format": torch.contiguous_format}
         return call(graph, node, _aten.clone.default, rows, **form)
 
+    left, right = factors
     with graph.inserting_before(node):
         rank = right.meta["val"].ndim
         turn = [*range(rank - 2), rank - 1, rank - 2]
@@ -207,9 +208,9 @@ def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     """A new node, which belongs where `like` does: to forward or backward, to the same module."""
     made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in like.meta.items() if k not in _OF_VALUE}
-    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
     with like.meta["val"].fake_mode:
-        made.meta["val"] = target(*values, **kwargs)
+        made.meta["val"] = target(*values, **named)
     return made
 
 

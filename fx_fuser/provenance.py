@@ -1,5 +1,5 @@
-"""Inductor's graph of forward and backward → the same, with fp32 products of operands that were cast
-up from 16 bits by kernels that read the 16-bit tensors.
+"""Inductor's graph of forward and backward → the same, with fp32 products of operands that were
+cast up from 16 bits by kernels that read the 16-bit tensors.
 
 `x.float() @ w.float().t()`, as routers and heads have it, is in fp32 for the sake of its sums: its
 products are exact, so that one product on the tensor cores is enough (`LINEAR_EXACT`), where two
@@ -12,7 +12,8 @@ what is kept for backward is of 16 bits. What the cast made was nobody else's; i
 written to before backward runs, if the user has it, and a copy is kept then (`_Kept`). A cast that
 nothing else reads goes; one that has other readers stays for them.
 
-Dynamo's graph shows what the pass will find: where it is better nothing is fused (`is_left`), and the kernels are loaded for the dtypes that are cast (`narrow_dtypes`).
+Dynamo's graph shows what the pass will find: where that is better nothing is fused (`is_left`), and
+the kernels are loaded for the dtypes that are cast up (`narrow_dtypes`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from fx_fuser.sites import Site
 from fx_fuser.timing import Way
 
 NARROW = tuple(EXACT_PRODUCTS)
+_KINDS = {"linear", "matmul", "bmm"}  # of sites
 _CASTS = {"float", "to", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -75,7 +77,8 @@ def widened_from(node: Node | None) -> torch.dtype | None:
     """The 16-bit dtype from which this fp32 value was cast, views looked through; or None."""
     while node is not None and node.op in ("call_function", "call_method"):
         first = next(iter(inputs_of(node)), None)
-        before, value = first and meta_tensor(first), meta_tensor(node)
+        before = None if first is None else meta_tensor(first)
+        value = meta_tensor(node)
         if before is None or value is None or value.dtype != torch.float32:
             return None
         name = called_name(node)
@@ -104,10 +107,11 @@ def is_left(site: Site, options: Options, has_tail: bool) -> bool:
     multiply. Of one it is two thirds, and then a kernel with the tail may be as good.
     """
     runs = options.inner == "inductor" and options.plan == "measure"
-    if not runs or asked_product(options) != SPLIT:
+    if site.kind not in _KINDS or not runs or asked_product(options) != SPLIT:
         return False
     x, weight = (widened_from(site.operands[name]) for name in ("x", "weight"))
-    return x == weight is not None if has_tail else (x or weight) is not None
+    both = x is not None and x == weight
+    return both if has_tail else x is not None or weight is not None
 
 
 # ---- in Inductor's -----------------------------------------------------------------------------
@@ -131,29 +135,28 @@ class Provenance(Products):
         if factors is None:
             return None
         left, right = (_source_of(factor, self.narrow) for factor in factors)
-        sources = left, right and right.as_matrix()
+        sources = left, None if right is None else right.as_matrix()
         recipes = [*_recipes(*sources)]
         if len(recipes) == 1:
             return None
         best: int | None = 0
         if not self.on_cpu:
-            forms = [rehearse.form_of_value(f.meta["val"]) for f in factors]
-            narrow = [s and rehearse.form_of_value(s.value) for s in sources]
-            key = ("provenance", [r.spec.name for r in recipes], str(forms), str(narrow))
-            make_ways = functools.partial(_ways, recipes, forms, narrow)
-            best = fastest(node.target, *forms, key, make_ways)  # type: ignore[arg-type]
+            a, b = (rehearse.form_of_value(f.meta["val"]) for f in factors)
+            assert a is not None and b is not None
+            narrow = [None if s is None else rehearse.form_of_value(s.value) for s in sources]
+            key = ("provenance", [r.spec.name for r in recipes], str(a), str(b), str(narrow))
+            make_ways = functools.partial(_ways, recipes, (a, b), narrow)
+            best = fastest(node.target, a, b, key, make_ways)
         recipe = None if best is None else recipes[best]
         if recipe is None or recipe.spec == PRODUCT_ALONE:  # the last pass finds it again
             return None
         with graph.inserting_before(node):
             read = [
-                source.build(graph, node, kept.readable(source, node))
-                if source and reads
-                else factor
-                for factor, source, reads in zip(factors, sources, recipe.reads)
+                source.build(graph, node, kept.readable(source, node)) if source else factor
+                for factor, source in zip(factors, recipe.choose((None, None), sources))
             ]
-        put(graph, node, recipe.op, *read, recipe.spec, recipe.dense)
-        for factor in factors:
+        put(graph, node, recipe.op, read, recipe.spec, recipe.dense)
+        for factor in dict.fromkeys(factors):
             _drop(graph, factor)
         dtypes = [str(f.meta["val"].dtype).removeprefix("torch.") for f in read]
         return f" of {' and '.join(dict.fromkeys(dtypes))}"
@@ -206,8 +209,10 @@ def _drop(graph: Graph, node: Node) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """What an fp32 value was cast up from: the operand `node` of `cast`. views: what was made of the cast, as (operation, other
-    arguments), first to last. value: the 16-bit tensor, so viewed.
+    """What an fp32 value was cast up from.
+
+    cast: the node, and node: its operand. views: what was made of the cast, first to last, as
+    operation, its other arguments by place and by name. value: the 16-bit tensor, so viewed.
     """
 
     cast: Node
@@ -270,6 +275,10 @@ class _Recipe:
     reads: tuple[bool, bool]
     dense: bool
 
+    def choose(self, wide: Sequence[Any], narrow: Sequence[Any]) -> list[Any]:
+        """Of each pair the one for what the kernel reads."""
+        return [n if reads else w for w, n, reads in zip(wide, narrow, self.reads)]
+
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         rows = right.mT
         if self.dense:
@@ -279,7 +288,7 @@ class _Recipe:
 
 def _recipes(left: _Source | None, right: _Source | None) -> Iterator[_Recipe]:
     """The likeliest to be the fastest first; the last reads what was cast."""
-    dtypes = [source and source.value.dtype for source in (left, right)]
+    dtypes = [None if source is None else source.value.dtype for source in (left, right)]
     if right is not None and dtypes[0] == dtypes[1] and right.value.ndim == 2:
         exact = torch.ops.fx_fuser.exact_product.default
         yield _Recipe(exact, EXACT_PRODUCTS[right.value.dtype], (True, True), dense=True)
@@ -306,8 +315,7 @@ def _ways(
         return (wide[0] @ wide[1],)
 
     def made_by(recipe: _Recipe) -> Sequence[Tensor]:
-        left, right = (n if reads else w for w, n, reads in zip(wide, read, recipe.reads))
-        return (recipe.multiply(left, right),)
+        return (recipe.multiply(*recipe.choose(wide, read)),)
 
     native.wake(
         [recipe.spec for recipe in recipes], forms[0].device
@@ -315,4 +323,4 @@ def _ways(
     ours = [functools.partial(made_by, recipe) for recipe in recipes]
     for way in ours:
         rehearse.compare([library, way], [{"product": SPLIT}], torch.float32)
-    return [*map(Way, [library, *ours])]
+    return [Way(library), *map(Way, ours)]
