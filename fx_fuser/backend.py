@@ -29,7 +29,6 @@ from fx_fuser import (
     gate,
     patterns,
     plan,
-    products,
     provenance,
     rewrite,
     subclasses,
@@ -42,7 +41,7 @@ from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
 from fx_fuser.nodes import TRANSPARENT, meta_tensor
-from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
+from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
 from fx_fuser.sites import Site, outermost, site_at
@@ -115,7 +114,7 @@ def fx_fuser(
     with restorable(gm) as restore:
         try:
             as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
-            passes = _passes(gm, chosen, example_inputs)
+            passes = provenance.passes(gm, chosen, example_inputs)
             outcome = fuse(gm, chosen, inputs=example_inputs)
             outcome.tell(chosen.strict)
             if outcome.matches or passes:
@@ -143,15 +142,6 @@ def fx_fuser(
         return compiled
     is_wrong = functools.partial(_is_wrong, chosen)
     return verify.watched(compiled, as_written, is_wrong, chosen.verify == "always")
-
-
-def _passes(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> dict[str, Any]:
-    """What Inductor is to run over its graphs, by its settings."""
-    narrow = provenance.narrow_dtypes(gm)
-    last = products.pass_for(options, inputs, narrow)
-    joint = provenance.pass_for(options, last, narrow)
-    passes = {JOINT_PASS: joint, LAST_PASS: last}
-    return {setting: made for setting, made in passes.items() if made is not None}
 
 
 def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -415,10 +405,9 @@ def _grown_at(
     if not plan.has_own_product(product, options):
         return None
     grown = grow(view, site, fault_of)
-    if provenance.is_left(site, options, isinstance(grown, Grown) and grown.alone is not None):
-        reason = "an operand is cast up from 16 bits, which a pass over Inductor's graph reads"
-        return Refusal.of(product, Fault(site.node, reason))
-    return grown
+    has_tail = isinstance(grown, Grown) and grown.alone is not None
+    left = provenance.why_left(site, options, has_tail)
+    return Refusal.of(product, Fault(site.node, left)) if left else grown
 
 
 def _readable_sites(view: View) -> list[Site]:

@@ -12,8 +12,8 @@ what is kept for backward is of 16 bits. What the cast made was nobody else's; i
 written to before backward runs, if the user has it, and a copy is kept then (`_Kept`). A cast that
 nothing else reads goes; one that has other readers stays for them.
 
-Dynamo's graph shows what the pass will find: where that is better nothing is fused (`is_left`), and
-the kernels are loaded for the dtypes that are cast up (`narrow_dtypes`).
+Dynamo's graph shows what the pass will find: where that is better nothing is fused (`why_left`),
+and the kernels are loaded for the dtypes that are cast up (`narrow_dtypes`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch._inductor.fx_utils import get_node_storage
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fx_fuser import native, rehearse
+from fx_fuser import native, products, rehearse
 from fx_fuser.anchors.linear import (
     EXACT_PRODUCTS,
     MIXED_PRODUCTS,
@@ -40,7 +40,7 @@ from fx_fuser.anchors.linear import (
 from fx_fuser.gate import PRODUCTS, VIEWS, called_name
 from fx_fuser.kernel_spec import KernelSpec
 from fx_fuser.nodes import hint_of, inputs_of, meta_tensor
-from fx_fuser.options import JOINT_PASS, Options
+from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.products import SPLIT_PRODUCT, Products, call, fastest, put
 from fx_fuser.rehearse import TensorForm
 from fx_fuser.sites import Site
@@ -100,18 +100,20 @@ def narrow_dtypes(gm: GraphModule) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in NARROW if dtype in found)
 
 
-def is_left(site: Site, options: Options, has_tail: bool) -> bool:
-    """Is the site's product for the pass, which leaves the tail to Inductor?
+def why_left(site: Site, options: Options, has_tail: bool) -> str:
+    """Why the product is for the pass, which leaves the tail to Inductor; empty if it is not.
 
     One of two operands that were cast up is: it needs a third of what a kernel with the tail would
     multiply. Of one it is two thirds, and then a kernel with the tail may be as good.
     """
     runs = options.inner == "inductor" and options.plan == "measure"
     if site.kind not in _KINDS or not runs or asked_product(options) != SPLIT:
-        return False
+        return ""
     x, weight = (widened_from(site.operands[name]) for name in ("x", "weight"))
-    both = x is not None and x == weight
-    return both if has_tail else x is not None or weight is not None
+    both, none = x is not None and x == weight, x is None and weight is None
+    if none or (has_tail and not both):
+        return ""
+    return "an operand is cast up from 16 bits, which a pass over Inductor's graph reads"
 
 
 # ---- in Inductor's -----------------------------------------------------------------------------
@@ -160,6 +162,14 @@ class Provenance(Products):
             _drop(graph, factor)
         dtypes = [str(f.meta["val"].dtype).removeprefix("torch.") for f in read]
         return f" of {' and '.join(dict.fromkeys(dtypes))}"
+
+
+def passes(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> dict[str, Any]:
+    """What Inductor is to run over what becomes of Dynamo's untouched graph, by its settings."""
+    narrow = narrow_dtypes(gm)
+    last = products.pass_for(options, inputs, narrow)
+    found = {JOINT_PASS: pass_for(options, last, narrow), LAST_PASS: last}
+    return {setting: made for setting, made in found.items() if made is not None}
 
 
 def pass_for(

@@ -329,10 +329,9 @@ std::optional<bool> forced_weight_first(const LinearSplitKernels& kernels, const
 }
 
 LinearTypes split_types(const LinearSplitKernels& kernels, const Tensor& weight) {
-  if (forced_weight_first(kernels, weight).value_or(false)) {
-    return {ScalarType::Float, kernels.first};
-  }
-  return {kernels.first, ScalarType::Float};
+  const bool weight_first = forced_weight_first(kernels, weight).value_or(false);
+  return weight_first ? LinearTypes{ScalarType::Float, kernels.first}
+                      : LinearTypes{kernels.first, ScalarType::Float};
 }
 
 // Parts of fp16 that make a value of the operand that is split first.

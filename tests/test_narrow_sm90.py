@@ -85,7 +85,7 @@ BODIES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 @pytest.mark.parametrize("dtype", narrow_sm90.DTYPES, ids=str)
 @pytest.mark.parametrize("body, cast", BODIES.values(), ids=BODIES.keys())
 def test_through_the_compiler(body, cast, dtype) -> None:
-    """Values and gradients beside float64, no further than eager's, as the accuracy contract has it."""
+    """Values and gradients beside float64, as near as the contract asks."""
     x = torch.randn(2, 2048, 2048, device="cuda", dtype=dtype)
     w = torch.randn(2048, 2048, device="cuda", dtype=dtype).mul_(2048**-0.5)
     dy = torch.randn(2, 2048, 2048, device="cuda")

@@ -18,7 +18,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
 
+import fx_fuser
 from fx_fuser import plan, products, provenance
 from fx_fuser.options import JOINT_PASS, Options
 
@@ -305,6 +307,20 @@ def test_a_result_that_is_written_to_before_backward() -> None:
     assert sum(found().values()) == 2
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["the product", "and what makes its operand"])
+def test_within_a_checkpoint(whole: bool) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        def inner(x: Tensor, w: Tensor) -> Tensor:
+            return F.linear((x.sin() if whole else x).float(), w.float()).tanh()
+
+        y: Tensor = checkpoint(inner, x, w, use_reentrant=False)
+        return y * 2
+
+    x, w = pair()
+    check_gradients(body, x.requires_grad_(), w.requires_grad_())
+    assert found()["mm of float32 and bfloat16"] == 2
+
+
 # ---- which pass, and what it leaves ------------------------------------------------------------
 
 
@@ -332,6 +348,18 @@ def test_where_a_site_is_left_to_the_pass(casts: str, tail: bool, plan: str) -> 
     left = plan == "measure" and (casts == "both" or not tail)
     assert (counters["fx_fuser"] == {"auto_linear": 1}) is not left
     assert (sum(found().values()) == 1) is left
+
+
+def test_explain_says_why_a_site_is_left() -> None:
+    class Router(torch.nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return F.linear(x.float(), w.float()).sigmoid()
+
+    report = fx_fuser.explain(Router(), *pair(), options={"cpu_ops": True})
+    assert not report.fused
+    assert [r.reason for r in report.refused] == [
+        "an operand is cast up from 16 bits, which a pass over Inductor's graph reads"
+    ]
 
 
 def test_a_convolution_of_what_was_cast_is_no_product() -> None:
