@@ -200,7 +200,8 @@ class _Kept:
     def readable(self, source: _Source, reader: Node) -> Node:
         """What the reader may read in place of the operand."""
         node = source.node
-        if reader not in self.backward or get_node_storage(node) not in self.users:
+        is_later = reader in self.backward and source.cast not in self.backward
+        if not is_later or get_node_storage(node) not in self.users:
             return node
         if node not in self.copies:
             graph = node.graph

@@ -233,6 +233,16 @@ def test_backward_judges_each_product(needs: str, tail: Callable[[Tensor], Tenso
     assert found()["mm of bfloat16"] == 1 and mixed == (2 if needs == "both" else 1)
 
 
+def test_a_gradient_that_is_cast_up_makes_one_product() -> None:
+    """That of a result which was cast down."""
+    x, w = (v.requires_grad_() for v in pair())
+    noted = Noted()
+    gradients(compiled(lambda x, w: F.linear(x.float(), w.float()).bfloat16(), noted), x, w)
+    assert noted.ours == [("exact_product", (BF16, BF16))] * 3
+    # Rows of K are to be adjacent: both operands and dz are turned, and none is copied beside that.
+    assert sum("clone" in name for name in noted.others) == 3
+
+
 def test_what_is_kept_for_backward_is_of_16_bits() -> None:
     x, w = (v.requires_grad_() for v in pair())
     kept: list[Tensor] = []
