@@ -243,11 +243,22 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
     return largest
 
 
-def special_values(failures: list[str], chunks: int = 0, first: First = "x") -> None:
-    """Infinities, NaN, zeros, denormals and extremes, as an fp32 product gives them."""
+def special_values(
+    failures: list[str],
+    chunks: int = 0,
+    first: First = "x",
+    cast: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, weight: (x, weight),
+    multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> None:
+    """Infinities, NaN, zeros, denormals and extremes, as an fp32 product gives them.
+
+    cast: of the operands, beforehand. multiply: what is checked, if not this kernel.
+    """
     m, n, k = 200, 300, 500
+    product = multiply or (lambda a, b: run(IDENTITY, a, b, chunks=chunks, first=first))
 
     def same(what: str, x: Tensor, weight: Tensor) -> None:
+        x, weight = cast(x, weight)
         exact = F.linear(x.double(), weight.double()).float()
         forms = (
             ("", x, weight),
@@ -255,7 +266,7 @@ def special_values(failures: list[str], chunks: int = 0, first: First = "x") -> 
             (", turned x", turned(x), weight),
         )
         for form, a, b in forms:
-            check(what + form, run(IDENTITY, a, b, chunks=chunks, first=first), exact)
+            check(what + form, product(a, b), exact)
 
     def check(what: str, ours: Tensor, exact: Tensor) -> None:
         finite = exact.isfinite()
@@ -290,7 +301,7 @@ def special_values(failures: list[str], chunks: int = 0, first: First = "x") -> 
     same("tiny weight", x * 1e20, weight * 1e-30)
     same("huge weight", x * 1e-36, weight * 1e36)
     same("huge x", x * 1e36, weight * 1e-36)
-    if run(IDENTITY, x * 1e30, weight * 1e30).isfinite().any():  # in fp32 of either sign, or NaN
+    if product(*cast(x * 1e30, weight * 1e30)).isfinite().any():  # in fp32 of either sign, or NaN
         failures.append("overflow: finite values")
 
 

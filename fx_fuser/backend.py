@@ -29,7 +29,7 @@ from fx_fuser import (
     gate,
     patterns,
     plan,
-    products,
+    provenance,
     rewrite,
     subclasses,
     verify,
@@ -114,12 +114,12 @@ def fx_fuser(
     with restorable(gm) as restore:
         try:
             as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
+            passes = provenance.passes(gm, chosen, example_inputs)
             outcome = fuse(gm, chosen, inputs=example_inputs)
             outcome.tell(chosen.strict)
-            graph_pass = products.pass_for(chosen, example_inputs)
-            if outcome.matches or graph_pass is not None:
+            if outcome.matches or passes:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = chosen.with_pass(graph_pass).inner_compiler()(gm, example_inputs)
+                    compiled = chosen.for_own_ops(passes).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
@@ -402,7 +402,12 @@ def _grown_at(
     fault = fault_of(product)
     if fault is not None:
         return Refusal.of(product, fault)
-    return grow(view, site, fault_of) if plan.has_own_product(product, options) else None
+    if not plan.has_own_product(product, options):
+        return None
+    grown = grow(view, site, fault_of)
+    has_tail = isinstance(grown, Grown) and grown.alone is not None
+    left = provenance.why_left(site, options, has_tail)
+    return Refusal.of(product, Fault(site.node, left)) if left else grown
 
 
 def _readable_sites(view: View) -> list[Site]:

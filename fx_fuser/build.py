@@ -36,6 +36,7 @@ from fx_fuser.kernel_spec import (
     CONV_DIRECT,
     CONV_DIRECT_BACKWARD,
     LINEAR_DENSE,
+    LINEAR_EXACT,
     LINEAR_SPLIT,
     POINTWISE,
     Family,
@@ -486,6 +487,11 @@ def _product_examples() -> list[KernelSpec]:
         example(LINEAR_SPLIT, "Swish", 1, f32, f32, f32),
         example(LINEAR_SPLIT, *of_norm, f16, f32, *[f32] * 5),
     ]
+    for value in (bf16, f16):
+        specs += [
+            example(LINEAR_EXACT, "Identity", 0, f32, f32, value),
+            example(LINEAR_SPLIT, "Identity", 0, f32, f32, value),
+        ]
     for value in (f32, bf16, f16):
         specs += [
             example(CONV_DIRECT, *of_norm, value, value, *[f32] * 5),

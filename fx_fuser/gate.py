@@ -159,11 +159,12 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     return f"{alone.note}; {measured}" if plan.gains(ours, apart) else ""
 
 
+PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
 # What the inner compiler fuses with nothing; views are looked through.
-_OPAQUE = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "output"}
+_OPAQUE = PRODUCTS | {"output"}
 _OPAQUE |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
-_VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten"}
-_VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr"}
+VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten"}
+VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr"}
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class _Neighbours:
 
     def _is_read_by_fusible(self, node: Node, depth: int = 8) -> bool:
         for reader in self.match.view.readers[node]:
-            if _name(reader) in _VIEWS and depth:
+            if called_name(reader) in VIEWS and depth:
                 if self._is_read_by_fusible(reader, depth - 1):
                     return True
             elif _is_fusible(reader):
@@ -201,10 +202,13 @@ class _Neighbours:
 
 
 def _is_fusible(node: Node) -> bool:
-    return node.op in ("call_function", "call_method") and not {_name(node)} & (_OPAQUE | _VIEWS)
+    return node.op in ("call_function", "call_method") and not {called_name(node)} & (
+        _OPAQUE | VIEWS
+    )
 
 
-def _name(node: Node) -> str:
+def called_name(node: Node) -> str:
+    """Of a function or a method, without what says that it is in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return "output" if node.op == "output" else str(name).rstrip("_")
 

@@ -50,6 +50,9 @@ LINEAR_SPLIT = Family(
     "linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split", "sm_90a"
 )
 LINEAR_DENSE = Family("linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
+LINEAR_EXACT = Family(
+    "linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"
+)
 CONV_DIRECT = Family("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", "load_conv_direct", "sm_90a")
 CONV_DIRECT_BACKWARD = Family(
     "conv_direct_backward_sm90.cuh",

@@ -96,15 +96,17 @@ def linear_split(
 ) -> bool:
     """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
 
+    x and weight are float32, or one of them is of the dtype of the spec's first input, of 16 bits.
+
     No scales of an earlier weight are kept; replays of a CUDA graph read the tensors anew. Of data
     that splits hold badly the kernel remembers only that it met them: see `wake`.
 
     Args:
         spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear_split_sm90.cuh.
-        x: [*, K] or, with batches, [*, M, K]; float32.
-        weight: [N, K] or, with batches, [*, N, K] of x's leading sizes; float32. One that the copy
-            engine does not take (it takes rows or columns that are 16-byte aligned) is copied; so
-            is x where the weight is split first.
+        x: [*, K] or, with batches, [*, M, K].
+        weight: [N, K] or, with batches, [*, N, K] of x's leading sizes. One that the copy engine
+            does not take (it takes rows or columns that are 16-byte aligned) is copied; so is x
+            where the weight is split first.
         bias: [N], float32.
         out: [*, N] of the dtype that `spec` names. Shares memory with no other tensor here.
         z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
@@ -112,7 +114,7 @@ def linear_split(
         scalars: as many as `spec` names.
         chunks: into which K is divided, or a few less; 0: as many as pay.
         first: the operand that is split ahead of the product's kernel, with exact scales; "": the
-            one with which the product is faster.
+            one with which the product is faster. One of 16 bits is, whatever is said here.
 
     Strides are any with which the tensors' leading dimensions merge into three, the last of which
     are rows.

@@ -88,14 +88,26 @@ def _define_kernel(anchor: Anchor) -> None:
 
 
 def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
+    a, b = a.float(), b.float()
     return F.linear(a, b) if b.ndim == 2 else a @ b.mT
 
 
 # a bᵀ in fp32, b being a matrix or of a's leading sizes; kernel: the name of that of
-# `anchors.linear.PRODUCT_ALONE`.
+# `anchors.linear.PRODUCT_ALONE` or, where one of the two is of 16 bits, of `MIXED_PRODUCTS`.
 _LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
+
+
+def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
+    return F.linear(a.float(), b.float())
+
+
+# a bᵀ in fp32, of a matrix b, both of one 16-bit dtype; kernel: the name of that of
+# `anchors.linear.EXACT_PRODUCTS`.
+_LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
+_LIBRARY.impl("exact_product", _exact_product, "CPU")
+torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)
 
 
 # In fp32 without TF32, whatever cuDNN's own setting says, which allows it by default.
@@ -448,7 +460,7 @@ for _anchor in ANCHORS.values():
 
 def contract() -> list[str]:
     """What kernels_cu/shim.cpp assumes of this side, a fact a line; compared when it is loaded."""
-    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product"]
+    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", "exact_product"]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
     norm = ANCHORS["conv2d_batchnorm"]

@@ -13,7 +13,14 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
-_LAST_PASS = "post_grad_custom_post_pass"
+# Inductor's settings of passes of ours: one over the graph of forward and backward, before it is
+# parted, and the last over each of the two.
+JOINT_PASS = "joint_custom_post_pass"
+LAST_PASS = "post_grad_custom_post_pass"
+# Inductor may lay a tensor out with padded strides for those that read it by a view, and without
+# where a custom op reads it as well: the former then read other elements. Seen in torch 2.11 on
+# CUDA, and gradients were wrong.
+_WITH_OWN_OPS = {"comprehensive_padding": False}
 CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
     "fp32": ("follow", "split", "ieee", "tf32"),
@@ -169,13 +176,10 @@ class Options:
             return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
         return lookup_backend(self.inner)
 
-    def with_pass(self, graph_pass: Any) -> Options:
-        """These, with a pass that Inductor runs last over each graph of ATen operations."""
-        if graph_pass is None:
-            return self
-        return dataclasses.replace(self, inductor={**self.inductor, _LAST_PASS: graph_pass})
+    def for_own_ops(self, passes: Mapping[str, Any]) -> Options:
+        """These, for a graph with ops of ours: with passes for Inductor, setting → pass."""
+        return dataclasses.replace(self, inductor={**_WITH_OWN_OPS, **self.inductor, **passes})
 
-    @property
-    def users_pass(self) -> Any:
-        """What the user has Inductor run last over each graph, or None."""
-        return self.inductor.get(_LAST_PASS, getattr(torch._inductor.config, _LAST_PASS))
+    def users_pass(self, setting: str) -> Any:
+        """What the user has Inductor run there, or None."""
+        return self.inductor.get(setting, getattr(torch._inductor.config, setting))

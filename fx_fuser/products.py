@@ -24,9 +24,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fx_fuser import build, native, plan, rehearse, timing
 from fx_fuser.anchors.linear import (
+    EXACT_PRODUCTS,
+    MIXED_PRODUCTS,
     PRODUCT_ALONE,
     SPLIT,
     asked_product,
@@ -34,8 +37,9 @@ from fx_fuser.anchors.linear import (
     split_product,
 )
 from fx_fuser.errors import BuildError
+from fx_fuser.kernel_spec import KernelSpec
 from fx_fuser.nodes import hint_of
-from fx_fuser.options import Options
+from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.plan import BANDWIDTH, gains, is_small
 from fx_fuser.rehearse import TensorForm
 from fx_fuser.timing import Way
@@ -51,6 +55,8 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
+SPLIT_PRODUCT = torch.ops.fx_fuser.split_product.default
+_OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # what a node's meta says of its own value
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,15 @@ class Products(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if self.before is not None:
             self.before(graph)
+        replace = self.replacing(graph)
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in _PRODUCTS:
                 continue
             try:
-                if self._is_ours(node):
-                    _replace(graph, node)
-                    counters[COUNTERS][node.target._schema.name.removeprefix("aten::")] += 1
+                replaced = replace(node)
+                if replaced is not None:
+                    name = node.target._schema.name.removeprefix("aten::")
+                    counters[COUNTERS][name + replaced] += 1
             except Exception as error:
                 if self.strict:
                     raise
@@ -82,44 +90,68 @@ class Products(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Inductor's caches keep what the pass made of a graph."""
-        known = build.fingerprint(), self.strict, self.on_cpu, PRODUCT_ALONE.name
         if self.before is None:
-            return known
+            return self.settings()
         others = self.before.uuid() if hasattr(self.before, "uuid") else None
-        return None if others is None else (*known, others)
+        return None if others is None else (*self.settings(), others)
 
-    def _is_ours(self, node: Node) -> bool:
+    def settings(self) -> tuple[Any, ...]:
+        return build.fingerprint(), self.strict, self.on_cpu, PRODUCT_ALONE.name
+
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        """What puts a product of ours in a node's place, if that is faster: it returns what to add
+        to the node's name where it is counted; else None."""
+        return functools.partial(self._replace, graph)
+
+    def _replace(self, graph: Graph, node: Node) -> str | None:
+        found = self.factors(node)
+        if found is None:
+            return None
+        if not self.on_cpu:
+            a, b = (rehearse.form_of_value(f.meta["val"]) for f in found)
+            if not _gains(node.target, a, b):  # type: ignore[arg-type]
+                return None
+        put(graph, node, SPLIT_PRODUCT, found, PRODUCT_ALONE)
+        return ""
+
+    def factors(self, node: Node) -> tuple[Node, Node] | None:
+        """Of a product in fp32 that a kernel of ours may gain at."""
         factors = [node.args[i] for i in _PRODUCTS[node.target]]
         values: list[Any] = [f.meta.get("val") for f in factors if isinstance(f, Node)]
         if len(values) != 2 or any(not isinstance(v, Tensor) for v in values) or node.kwargs:
-            return False
+            return None
         if any(v.dtype != torch.float32 or v.layout != torch.strided for v in values):
-            return False
+            return None
         forms = [rehearse.form_of_value(v) for v in values]
         device = values[0].device
         if None in forms or any(0 in form.size for form in forms):  # type: ignore[union-attr]
-            return False
+            return None
         if device.type != "cuda":
-            return self.on_cpu
-        if not native.runs_on(PRODUCT_ALONE, device):
-            return False
+            return tuple(factors) if self.on_cpu else None  # type: ignore[return-value]
         a, b = forms
-        if is_small(a.size, b.size):  # type: ignore[union-attr]
-            return False
-        return _gains(node.target, a, b, device)  # type: ignore[arg-type]
+        if not native.runs_on(PRODUCT_ALONE, device) or is_small(a.size, b.size):  # type: ignore[union-attr]
+            return None
+        return tuple(factors)  # type: ignore[return-value]
 
 
-def pass_for(options: Options, inputs: Sequence[Any]) -> Products | None:
-    """The pass over what becomes of a graph with these inputs, where options and devices allow."""
+def pass_for(
+    options: Options, inputs: Sequence[Any], narrow: Sequence[torch.dtype] = ()
+) -> Products | None:
+    """The pass over what becomes of a graph with these inputs, where options and devices allow.
+
+    narrow: dtypes from which the graph casts operands of fp32 products up
+    (`fx_fuser.provenance`, whose kernels are loaded too).
+    """
     if options.inner != "inductor" or not options.grows or asked_product(options) != SPLIT:
         return None
-    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype == torch.float32]
+    dtypes = {torch.float32, *narrow}
+    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in dtypes]
     on_cuda = {value.device for value in tensors if value.device.type == "cuda"}
     for device in on_cuda:
         if plan.unavailable(device) is not None:
             return None
         try:
-            prepare(device)
+            prepare(device, *narrow)
         except BuildError as error:
             if options.strict:
                 raise
@@ -131,60 +163,96 @@ def pass_for(options: Options, inputs: Sequence[Any]) -> Products | None:
             return None
     if not on_cuda and not (tensors and options.cpu_ops):
         return None
-    return Products(options.strict, not on_cuda, options.users_pass)
+    return Products(options.strict, not on_cuda, options.users_pass(LAST_PASS))
 
 
-def prepare(device: torch.device) -> None:
-    """Loads the kernel: where Inductor's cache has the graph, the pass does not run."""
+def prepare(device: torch.device, *narrow: torch.dtype) -> None:
+    """Loads the kernels: where Inductor's cache has the graph, no pass runs."""
     if native.runs_on(PRODUCT_ALONE, device):
-        native.prepare([PRODUCT_ALONE], device)
+        of_narrow = (made[dtype] for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for dtype in narrow)
+        native.prepare([PRODUCT_ALONE, *of_narrow], device)
 
 
-def _replace(graph: Graph, node: Node) -> None:
-    left, right = (node.args[i] for i in _PRODUCTS[node.target])
-    assert isinstance(left, Node) and isinstance(right, Node)
+def put(
+    graph: Graph,
+    node: Node,
+    op: Any,
+    factors: Sequence[Node],
+    spec: KernelSpec,
+    dense: bool = False,
+) -> None:
+    """The factors' product by an op of ours, and what the node adds to its product, in its place.
+
+    dense: rows of K that are not adjacent in memory are copied.
+    """
+
+    def laid(rows: Node) -> Node:
+        if not dense or rows.meta["val"].stride(-1) == 1:
+            return rows
+        form = {"memory_format": torch.contiguous_format}
+        return call(graph, node, _aten.clone.default, rows, **form)
+
+    left, right = factors
     with graph.inserting_before(node):
         rank = right.meta["val"].ndim
         turn = [*range(rank - 2), rank - 1, rank - 2]
-        rows = _call(graph, node, _aten.permute.default, right, turn)
-        target = torch.ops.fx_fuser.split_product.default
-        result = _call(graph, node, target, left, rows, PRODUCT_ALONE.name)
+        rows = call(graph, node, _aten.permute.default, right, turn)
+        result = call(graph, node, op, laid(left), laid(rows), spec.name)
         if _PRODUCTS[node.target][0]:
-            result = _call(graph, node, _aten.add.Tensor, result, node.args[0])
+            result = call(graph, node, _aten.add.Tensor, result, node.args[0])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def _call(graph: Graph, like: Node, target: Any, *args: Any) -> Node:
-    made = graph.call_function(target, args)
-    made.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "original_aten")}
-    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node, which belongs where `like` does: to forward or backward, to the same module."""
+    made = graph.call_function(target, args, kwargs)
+    made.meta = {k: v for k, v in like.meta.items() if k not in _OF_VALUE}
+    values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
     with like.meta["val"].fake_mode:
-        made.meta["val"] = target(*values)
+        made.meta["val"] = target(*values, **named)
     return made
 
 
-def _gains(target: Any, a: TensorForm, b: TensorForm, device: torch.device) -> bool:
+def _gains(target: Any, a: TensorForm, b: TensorForm) -> bool:
     """Is our product faster than the library's, on sizes and strides as these?"""
     try:
-        prepare(device)
+        prepare(a.device)
     except BuildError as error:
         log.info("products are left to the library: %s", error)
         return False
-    key = ("product", str(a), str(b), matmul_tf32_requested())  # which the library follows
+    key = ("product", str(a), str(b))
+    return fastest(target, a, b, key, functools.partial(_ways, a, b)) == 0
+
+
+def fastest(
+    target: Any,
+    a: TensorForm,
+    b: TensorForm,
+    key: Sequence[Any],
+    make_ways: Callable[[], Sequence[Way]],
+) -> int | None:
+    """Which of our ways is the fastest, where it is faster than the library's, the first of all.
+
+    a, b: the factors in fp32. key: all that the times depend on, beside the machine and torch's
+    settings.
+    """
+    key = (*key, matmul_tf32_requested())  # which the library follows
     try:
-        times = timing.medians(key, functools.partial(_ways, a, b), device)
+        times = timing.medians(key, make_ways, a.device)
     except rehearse.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
-        return False
+        return None
     if times is None:
-        return False
-    library, ours = (took.gpu for took in times)
+        return None
+    library, *ours = (took.gpu for took in times)
+    best = min(range(len(ours)), key=ours.__getitem__)
+    log.info("%s %s %s: library %.4g ms, ours %s", target, a.size, b.size, library, ours)
+    added = 0.0
     if _PRODUCTS[target][0]:  # what is added takes a pass of its own at worst
         result = math.prod(a.size[:-1]) * b.size[-1] * a.dtype.itemsize
-        ours += 2 * result / BANDWIDTH
-    log.info("%s %s %s: library %.4g ms, split %.4g ms", target, a.size, b.size, library, ours)
-    return gains(ours, library)
+        added = 2 * result / BANDWIDTH
+    return best if gains(ours[best] + added, library) else None
 
 
 def _ways(a: TensorForm, b: TensorForm) -> list[Way]:

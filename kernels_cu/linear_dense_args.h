@@ -35,6 +35,8 @@ constexpr int kDenseShapeCount = 5;
 constexpr DenseShape kDenseShapes[kDenseShapeCount] = {
     {16, 1, 1, 460}, {64, 1, 1, 620}, {128, 1, 2, 650}, {128, 2, 2, 1100}, {256, 1, 2, 1050},
 };
+// Of those, the first so many have registers for what linear_exact_sm90.cuh keeps beside the sums.
+constexpr int kExactShapeCount = 3;
 constexpr int kDenseThreads = 384;
 constexpr int kDenseStepBytes = 128;  // of k in a stage: one swizzle span
 

@@ -137,27 +137,37 @@ __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layou
 
 // ---- consumers ----------------------------------------------------------------------------------
 
-// finish.begin(index), .load_first() and finish(sum) for every tile, sum[j][4i + 2r + t] being that
-// of
+// A consumer's warp is done with a stage: all blocks that send to it hear of it.
+template <class Layout>
+__device__ __forceinline__ void release(typename Layout::Shared& shared, int slot, int lane) {
+  const uint32_t empty = ptx::shared_address(&shared.empty[slot]);
+  if constexpr (Layout::kCluster == 1) {
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+  } else {
+    if (lane < Layout::kCluster) ptx::mbarrier_arrive_in_cluster(empty, lane);
+  }
+}
+
+// Calls finish.begin(index), .load_first() and finish(sum) for every tile, sum[j][4i + 2r + t]
+// being that of
 //   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) +
 //   t
+struct Loop {
+  template <class In, class Layout, class Finish>
+  static __device__ __forceinline__ void consume(const LinearDenseArgs& args,
+                                                 typename Layout::Shared& shared, int consumer,
+                                                 Finish& finish);
+};
+
 template <class In, class Layout, class Finish>
-__device__ __forceinline__ void consume(const LinearDenseArgs& args,
-                                        typename Layout::Shared& shared, int consumer,
-                                        Finish& finish) {
+__device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
+                                              typename Layout::Shared& shared, int consumer,
+                                              Finish& finish) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kInstructions = kDenseStepBytes / 32;
   constexpr int kSubtileStep = kSubtileN * kDenseStepBytes / 16;  // in the unit of descriptors
   const int lane = threadIdx.x % 32;
   const int k_tiles = (args.k + kStepK - 1) / kStepK;
-  const auto release = [&](int slot) {
-    const uint32_t empty = ptx::shared_address(&shared.empty[slot]);
-    if constexpr (Layout::kCluster == 1) {
-      if (lane == 0) ptx::mbarrier_arrive(empty);
-    } else {
-      if (lane < Layout::kCluster) ptx::mbarrier_arrive_in_cluster(empty, lane);
-    }
-  };
 
   typename Layout::Cursor cursor;
   for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
@@ -182,13 +192,13 @@ __device__ __forceinline__ void consume(const LinearDenseArgs& args,
       ptx::wgmma_commit();
       // The tensor core always has the next products before it is done with these.
       ptx::wgmma_wait<1>();
-      if (k_tile > 0) release(previous);
+      if (k_tile > 0) release<Layout>(shared, previous, lane);
       previous = cursor.slot;
       cursor.advance();
     }
     finish.load_first();
     ptx::wgmma_wait<0>();
-    release(previous);
+    release<Layout>(shared, previous, lane);
 #pragma unroll
     for (int j = 0; j < Layout::kSubtiles; ++j) ptx::pin(sum[j]);
     finish(sum);
@@ -396,7 +406,7 @@ struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand.
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <int kShape, class Epilogue, int kScalars, class Acc, class Out, class In,
+template <int kShape, class Loop, class Epilogue, int kScalars, class Acc, class Out, class In,
           class... Operand>
 __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   static_assert(std::is_same_v<Acc, float>);
@@ -430,7 +440,7 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     Finish finish{args, shared.exchange[warpgroup], warpgroup};
-    consume<In, Layout>(args, shared, warpgroup, finish);
+    Loop::template consume<In, Layout>(args, shared, warpgroup, finish);
   }
   if constexpr (Layout::kCluster > 1) {
     // Until then another block may arrive at this one's barriers.
@@ -441,6 +451,7 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
 
 }  // namespace fx_fuser::dense
 
+// FX_FUSER_LINEAR_KERNEL(shape, Loop, Epilogue, scalars, Acc, Out, In, Operands...)
 #define FX_FUSER_LINEAR_KERNEL(shape, ...)                                              \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kDenseThreads, 1)              \
       fx_fuser_linear_##shape(const __grid_constant__ fx_fuser::LinearDenseArgs args) { \
@@ -448,9 +459,9 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   }
 
 // FX_FUSER_LINEAR(Epilogue, scalars, Acc, Out, In, Operands...)
-#define FX_FUSER_LINEAR(...)             \
-  FX_FUSER_LINEAR_KERNEL(0, __VA_ARGS__) \
-  FX_FUSER_LINEAR_KERNEL(1, __VA_ARGS__) \
-  FX_FUSER_LINEAR_KERNEL(2, __VA_ARGS__) \
-  FX_FUSER_LINEAR_KERNEL(3, __VA_ARGS__) \
-  FX_FUSER_LINEAR_KERNEL(4, __VA_ARGS__)
+#define FX_FUSER_LINEAR(...)                                    \
+  FX_FUSER_LINEAR_KERNEL(0, fx_fuser::dense::Loop, __VA_ARGS__) \
+  FX_FUSER_LINEAR_KERNEL(1, fx_fuser::dense::Loop, __VA_ARGS__) \
+  FX_FUSER_LINEAR_KERNEL(2, fx_fuser::dense::Loop, __VA_ARGS__) \
+  FX_FUSER_LINEAR_KERNEL(3, fx_fuser::dense::Loop, __VA_ARGS__) \
+  FX_FUSER_LINEAR_KERNEL(4, fx_fuser::dense::Loop, __VA_ARGS__)

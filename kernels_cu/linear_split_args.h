@@ -87,11 +87,11 @@ struct alignas(8) SplitRowFactors {
 };
 
 struct SplitArgs {
-  const float* x;  // [plane, rows, k] of any strides
+  const void* x;  // [plane, rows, k] of any strides
   PlaneStride x_plane;
   int64_t x_stride_m;
   int64_t x_stride_k;
-  void* split;               // [plane, 2, rows, padded_k] fp16: hi, lo
+  void* split;               // [plane, parts, rows, padded_k] fp16: hi and, of an fp32 x, lo
   SplitRowFactors* factors;  // [plane, rows]
   float least_sum;           // the most that one asks for
   Planes planes;
@@ -175,14 +175,14 @@ struct LinearResult {
 
 struct LinearSplitArgs {
   CUtensorMap weight_map;            // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
-  CUtensorMap x_map;                 // [plane, 2, m, padded k] fp16, as the split wrote it
+  CUtensorMap x_map;                 // [plane, parts, m, padded k] fp16, as the split wrote it
   const SplitRowFactors* x_factors;  // [plane, m]
   float4* parked;    // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
   uint32_t* was_strained;  // in the host's memory: how many times longer than bearable that took
   uint32_t* misled;        // there: how many eighths of a block's tiles were done again; or null
-  const float* x;          // [plane, m, k] of any strides: only read to repair
+  const void* x;           // [plane, m, k] of any strides: only read to repair
   const float* weight;     // [plane, n, k], likewise
   PlaneStride x_plane;
   PlaneStride weight_plane;

@@ -61,12 +61,14 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
   if (again * kMostAgain > tiles) *args.misled = static_cast<uint32_t>(again * kMostAgain / tiles);
 }
 
+template <class X>
 __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {
+  constexpr int kBytes = kHasLo<X> ? sizeof(XSlot) : sizeof(XSlot::part[0]);
   Cursor cursor;
   feed_stages(args, shared, [&](Tile tile, int k) {
     const uint32_t full = ptx::shared_address(&shared.of_x.full[cursor.slot]);
     cursor.wait_until_empty(shared.of_x);
-    ptx::mbarrier_arrive_expect_tx(full, sizeof(XSlot));
+    ptx::mbarrier_arrive_expect_tx(full, kBytes);
     ptx::tensor_load(ptx::shared_address(shared.x[cursor.slot].part), args.x_map, full,
                      ptx::kEvictLast, k, tile.m, 0, tile.plane);
     cursor.advance();
@@ -186,8 +188,9 @@ struct Turn {
   }
 };
 
-// accumulator = the three products with x. The small ones first: what the tensor core truncates is
-// relative to the sum so far.
+// accumulator = the three products with x, or two where that has no lo. The small ones first: what
+// the tensor core truncates is relative to the sum so far.
+template <class X>
 __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments& weight,
                                                const XSlot& slot, const Turn& turn) {
   const uint64_t x_hi = ptx::matrix_descriptor(ptx::shared_address(slot.part[0]));
@@ -201,10 +204,12 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    ptx::WgmmaOfRegisters<__half>::run(accumulator, weight.hi[step], x_lo + step * kDescriptorStep,
-                                       step > 0);
+    if constexpr (kHasLo<X>) {
+      ptx::WgmmaOfRegisters<__half>::run(accumulator, weight.hi[step],
+                                         x_lo + step * kDescriptorStep, step > 0);
+    }
     ptx::WgmmaOfRegisters<__half>::run(accumulator, weight.lo[step], x_hi + step * kDescriptorStep,
-                                       true);
+                                       kHasLo<X> || step > 0);
   }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -341,7 +346,7 @@ __device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
 // What decides the speed is the path from one product's end to the next one's issue: promote,
 // split, issue. It must be shorter than the other consumer's products. All else stands after the
 // issue, where the warp would only wait.
-template <bool kTurned, class Finish>
+template <bool kTurned, class X, class Finish>
 __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& shared, int consumer,
                                         Finish& finish) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -410,7 +415,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
       for (int k_tile = begin; k_tile < end; ++k_tile) {
         const int slot = stage.slot;
         weight.split_of(raw, scale);
-        issue_products(accumulator, weight, shared.x[slot], turn);
+        issue_products<X>(accumulator, weight, shared.x[slot], turn);
         release(shared.of_weight, slot);
         stage.advance();
         if (k_tile + 1 < k_tiles) read(stage);

@@ -32,6 +32,9 @@
 // - A turned weight is one whose n are adjacent in memory (in a backward pass, or written as x w):
 //   a kernel of its own, which loads columns from shared memory and is else the same.
 //
+// - An x of 16 bits, cast up to fp32 where the product is written, is fp16 without a lo: two
+//   products are left, x w_lo and x w_hi. It is always the one that is split first.
+//
 // - Tiles are those of all planes (`Planes`): one for each batch and chunk of k. A batch is a
 // product
 //   by itself; so is a chunk, with scales of its own. Where k is in one chunk the product's kernel
@@ -42,12 +45,13 @@
 // compute. They take turns at the tensor core: while one's products run the other promotes and
 // splits.
 //
-// Beside this file: linear_split_tiles_sm90.cuh, the main loop in linear_split_loop_sm90.cuh, and
-// linear_split_epilogue_sm90.cuh. What the sums become, and sum_chunks: linear_split_result.cuh.
+// Beside this file: linear_split_tiles_sm90.cuh, the main loop in linear_split_loop_sm90.cuh,
+// linear_split_epilogue_sm90.cuh and linear_split_store_sm90.cuh. What the sums become, and
+// sum_chunks: linear_split_result.cuh.
 //
 // The generated translation unit is that of pointwise.cuh with another last line, where in[0] is z:
 //
-//   FX_FUSER_LINEAR_SPLIT(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*z*/ float,
+//   FX_FUSER_LINEAR_SPLIT(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*x*/ float,
 //                         /*operands*/ float...)
 #pragma once
 
@@ -57,9 +61,9 @@
 
 namespace fx_fuser::linear_split {
 
-template <bool kTurned, class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
+template <bool kTurned, class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
 __device__ __forceinline__ void run(const LinearSplitArgs& args) {
-  static_assert(std::is_same_v<Acc, float> && std::is_same_v<Z, float>);
+  static_assert(std::is_same_v<Acc, float> && (std::is_same_v<X, float> || kIs16BitFloat<X>));
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -88,30 +92,38 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
       feed_weight<kTurned>(args, shared);
     } else if (producer == 32) {
       ptx::wait_for_prerequisites();  // x as the pre-pass splits it
-      feed_x(args, shared);
+      feed_x<X>(args, shared);
     }
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    Finish<Epilogue, kScalars, Out, In...> finish{args, shared};
-    consume<kTurned>(args, shared, warpgroup, finish);
+    Finish<X, Epilogue, kScalars, Out, In...> finish{{args, shared}};
+    consume<kTurned, X>(args, shared, warpgroup, finish);
   }
 }
 
-template <bool kTurned>
-__device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
-  ptx::launch_dependents();
-  run<kTurned, Partial, 0, float, float, float>(args);
-}
-
-template <class Epilogue, int kScalars, class Acc, class Out, class Z, class... In>
-__device__ __forceinline__ void run_sum(const LinearSumArgs& args) {
-  sum_chunks<Epilogue, kScalars, Out, In...>(args);
-}
+// The kernels around it, of the macro's arguments.
+template <class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
+struct Around {
+  template <bool kTurned>
+  static __device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
+    ptx::launch_dependents();
+    run<kTurned, Partial, 0, float, float, X>(args);
+  }
+  static __device__ __forceinline__ void run_sum(const LinearSumArgs& args) {
+    sum_chunks<Epilogue, kScalars, Out, In...>(args);
+  }
+  static __device__ __forceinline__ void split_rows(const SplitArgs& args) {
+    fx_fuser::split_rows<X>(args);
+  }
+  static __device__ __forceinline__ void split_columns(const SplitArgs& args) {
+    fx_fuser::split_columns<X>(args);
+  }
+};
 
 }  // namespace fx_fuser::linear_split
 
-// FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, Z, Operands...)
+// FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, X, Operands...)
 #define FX_FUSER_LINEAR_SPLIT(...)                                                                 \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
       fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {              \
@@ -123,23 +135,23 @@ __device__ __forceinline__ void run_sum(const LinearSumArgs& args) {
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
       fx_fuser_linear_split_chunk(const __grid_constant__ fx_fuser::LinearSplitArgs args) {        \
-    fx_fuser::linear_split::run_chunk<false>(args);                                                \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<false>(args);                           \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
       fx_fuser_linear_split_chunk_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
-    fx_fuser::linear_split::run_chunk<true>(args);                                                 \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<true>(args);                            \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kSumThreads)                              \
       fx_fuser_linear_split_sum(const __grid_constant__ fx_fuser::LinearSumArgs args) {            \
-    fx_fuser::linear_split::run_sum<__VA_ARGS__>(args);                                            \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::run_sum(args);                                    \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                            \
       fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitArgs args) {               \
-    fx_fuser::split_rows(args);                                                                    \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::split_rows(args);                                 \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                            \
       fx_fuser_linear_split_columns(const __grid_constant__ fx_fuser::SplitArgs args) {            \
-    fx_fuser::split_columns(args);                                                                 \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::split_columns(args);                              \
   }                                                                                                \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kCopyThreads)                             \
       fx_fuser_copy_rows(const __grid_constant__ fx_fuser::CopyRowsArgs args) {                    \

@@ -29,6 +29,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("linear_split_choice(int[] sizes, int multiprocessors) -> int[]");
   m.def("wake_linear_split(int kernels) -> ()");
   m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
+  m.def("load_linear_exact(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
@@ -65,6 +66,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
   m.impl("wake_linear_split", TORCH_BOX(&wake_linear_split));
   m.impl("load_linear", TORCH_BOX(&load_linear));
+  m.impl("load_linear_exact", TORCH_BOX(&load_linear_exact));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
   m.impl("load_conv_direct", TORCH_BOX(&load_conv_direct));
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));

@@ -32,7 +32,8 @@ constexpr std::string_view kBackwardNames = "epilogue, t, s, kernels, dy, produc
   OP(conv2d_backward, kConvNames, kBackwardNames, "")                                \
   OP(conv2d_batchnorm_kernel, kConvBatchNormNames, kForwardNames, "y, c, mean, var") \
   OP(conv2d_batchnorm_backward, kConvBatchNormNames, kBackwardNames, "")             \
-  OP(split_product, std::string_view("a, b, kernel"), std::string_view(), "")
+  OP(split_product, std::string_view("a, b, kernel"), std::string_view(), "")        \
+  OP(exact_product, std::string_view("a, b, kernel"), std::string_view(), "")
 
 // What a schema calls an argument of this type.
 template <class T>

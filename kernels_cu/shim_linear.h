@@ -104,8 +104,12 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
 // Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
 // may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
-  const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors);
-  return call && call->pays() && !kernels.precision->takes_call(call->sizes.all());
+  const auto forced = forced_weight_first(kernels, weight);
+  const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors, {0, forced});
+  if (!call || !call->pays()) return false;
+  // What streams has guessed scales, and where they are often wrong no other operand can.
+  if (forced && kernels.roles->takes_call(call->sizes.all())) return false;
+  return !kernels.precision->takes_call(call->sizes.all());
 }
 bool pays(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/, const Tensor& /*weight*/) {
   return true;
@@ -149,12 +153,18 @@ int64_t rows_at_once(int64_t n, int64_t k, int64_t multiprocessors) {
   return std::max({of_rounds, of_bytes, int64_t{kLinearTileM}});
 }
 
+// As fp32, which x.float() is in the user's model; one that is so already is returned as it is.
+Tensor widened(const Tensor& tensor) {
+  if (tensor.scalar_type() == ScalarType::Float) return tensor;
+  return torch::stable::to(tensor, ScalarType::Float);
+}
+
 // fx_fuser::split_product on CUDA: a bᵀ in fp32, of tensors with any strides. b is a matrix or has
-// a's leading sizes.
+// a's leading sizes. Both are fp32, or one of the kernel's 16-bit type.
 Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
   require_cuda(a, "a");
   const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
-  const auto by_library = [&] { return library_product(a, b, std::nullopt); };
+  const auto by_library = [&] { return library_product(widened(a), widened(b), std::nullopt); };
   if (a.numel() == 0 || b.numel() == 0 || !pays(kernels, a, b)) return by_library();
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
@@ -163,7 +173,8 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   const auto multiply = [&](const Tensor& rows, const Tensor& out, const SplitWish& wish) {
     return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, {}, wish);
   };
-  const auto call = SplitCall::of(a, {&b, &a}, kernels.multiprocessors);
+  const auto forced = forced_weight_first(kernels, b);
+  const auto call = SplitCall::of(a, {&b, &a}, kernels.multiprocessors, {0, forced});
   const bool in_parts =
       a.dim() == 2 && b.dim() == 2 && !call->choice.weight_first && call->x.transposed();
   if (!in_parts) return multiply(a, product, {}) ? product : by_library();
@@ -174,6 +185,23 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
     if (!multiply(part(a), part(product), {0, false})) return by_library();
   }
   return product;
+}
+
+// fx_fuser::exact_product on CUDA: a bᵀ in fp32, of a [*, K] and b [N, K] of one 16-bit type, whose
+// products are exact in fp32.
+Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
+  require_cuda(a, "a");
+  const auto& kernels = registry<LinearDenseKernels>().at(kernel, a.get_device_index());
+  const auto a_sizes = a.sizes();
+  std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
+  shape.back() = b.size(0);
+  // Sums of more would cost more than the library's own error (NOTES.md, "Long K").
+  if (b.size(1) <= kLinearChunkK) {
+    const Tensor product = new_dense(a, shape, ScalarType::Float);
+    const std::optional<Tensor> none;
+    if (run_linear_dense(kernels, a, b, none, product, none, {}, {})) return product;
+  }
+  return library_product(widened(a), widened(b), std::nullopt);
 }
 
 // What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading

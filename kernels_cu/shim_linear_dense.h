@@ -8,6 +8,7 @@ namespace fx_fuser {
 namespace {
 
 struct LinearDenseKernels {
+  int shapes;  // the first of kDenseShapes
   std::array<cudaKernel_t, kDenseShapeCount> kernel;
   std::array<int64_t, kDenseShapeCount> clusters;  // that the device runs at once
   int scalars;
@@ -51,9 +52,8 @@ int64_t resident_clusters(cudaKernel_t kernel, const DenseShape& shape, int mult
   return std::max(clusters, 1);
 }
 
-// `signature` is what stands between the parentheses of FX_FUSER_LINEAR, as a list.
-int64_t load_linear(const std::string& name, const std::string& cubin,
-                    const std::vector<std::string>& signature, int64_t device) {
+int64_t load_dense(int shapes, const std::string& name, const std::string& cubin,
+                   const std::vector<std::string>& signature, int64_t device) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_LINEAR needs an epilogue, a number of scalars, Acc, Out and "
                   "the type of x");
@@ -64,7 +64,8 @@ int64_t load_linear(const std::string& name, const std::string& cubin,
                                static_cast<int>(device)),
         "cudaDeviceGetAttribute");
   auto kernels = std::make_unique<LinearDenseKernels>();
-  for (int i = 0; i < kDenseShapeCount; ++i) {
+  kernels->shapes = shapes;
+  for (int i = 0; i < shapes; ++i) {
     kernels->kernel[i] = get_kernel(library, "fx_fuser_linear_" + std::to_string(i));
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernels->kernel[i]),
                                cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -83,6 +84,18 @@ int64_t load_linear(const std::string& name, const std::string& cubin,
   return reinterpret_cast<int64_t>(kernels.release());
 }
 
+// `signature` is what stands between the parentheses of FX_FUSER_LINEAR, as a list.
+int64_t load_linear(const std::string& name, const std::string& cubin,
+                    const std::vector<std::string>& signature, int64_t device) {
+  return load_dense(kDenseShapeCount, name, cubin, signature, device);
+}
+
+// The same of FX_FUSER_LINEAR_EXACT.
+int64_t load_linear_exact(const std::string& name, const std::string& cubin,
+                          const std::vector<std::string>& signature, int64_t device) {
+  return load_dense(kExactShapeCount, name, cubin, signature, device);
+}
+
 // Tiles of a cluster, taken as one.
 int64_t dense_tiles(const DenseShape& shape, int64_t m, int64_t n) {
   return ceil_div(m, shape.tile_m) * ceil_div(n, shape.tile_n() * shape.cluster);
@@ -92,7 +105,7 @@ int64_t dense_tiles(const DenseShape& shape, int64_t m, int64_t n) {
 int best_dense_shape(const LinearDenseKernels& kernels, int64_t m, int64_t n) {
   int best = 0;
   int64_t fewest = std::numeric_limits<int64_t>::max();
-  for (int i = 0; i < kDenseShapeCount; ++i) {
+  for (int i = 0; i < kernels.shapes; ++i) {
     const DenseShape& shape = kDenseShapes[i];
     const int64_t rounds = ceil_div(dense_tiles(shape, m, n), kernels.clusters[i]);
     if (rounds * shape.cycles < fewest) {
@@ -115,7 +128,8 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                       const std::vector<double>& scalars) {
-  check_linear(kernels, kernels.in, x, weight, bias, out, z, operands, scalars);
+  check_linear(kernels, kernels.in, {kernels.in, kernels.in}, x, weight, bias, out, z, operands,
+               scalars);
   const int64_t n = weight.size(0);
   const int64_t k = weight.size(1);
   if (k == 0 || weight.dim() != 2) return false;

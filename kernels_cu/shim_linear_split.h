@@ -19,6 +19,7 @@
 #include "shim_split_fallback.h"
 #include "shim_split_operands.h"
 #include "shim_split_plan.h"
+#include "shim_split_result.h"
 
 namespace fx_fuser {
 namespace {
@@ -32,6 +33,7 @@ struct LinearSplitKernels {
   cudaKernel_t copy_rows;
   int multiprocessors;
   int scalars;
+  ScalarType first;  // of the operand that is split first: fp32, or of 16 bits and never the other
   ScalarType out;
   std::vector<ScalarType> operands;
   std::unique_ptr<Fallback> precision;  // to the library's product
@@ -43,7 +45,7 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
                           const std::vector<std::string>& signature, int64_t device) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
-                  "Out and the type of z");
+                  "Out and the type of the operand that is split first");
   const OnDevice on_device(static_cast<int>(device));
   cudaLibrary_t library = load_library(cubin);
   auto kernels = std::make_unique<LinearSplitKernels>();
@@ -68,6 +70,7 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   kernels->roles = std::make_unique<Fallback>();
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
+  kernels->first = scalar_type_of(signature[4]);
   for (size_t i = 5; i < signature.size(); ++i) {
     kernels->operands.push_back(scalar_type_of(signature[i]));
   }
@@ -129,10 +132,16 @@ void check_epilogue(const Kernels& kernels, const Tensor& out, const std::vector
   }
 }
 
-// `in` is the type of x, weight, bias and z.
+// What is multiplied.
+struct LinearTypes {
+  ScalarType x;
+  ScalarType weight;
+};
+
+// `in` is the type of bias and z.
 template <class Kernels>
-void check_linear(const Kernels& kernels, ScalarType in, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Tensor& out,
+void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& types, const Tensor& x,
+                  const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                   const std::vector<double>& scalars) {
   const int device = out.get_device_index();
@@ -144,8 +153,8 @@ void check_linear(const Kernels& kernels, ScalarType in, const Tensor& x, const 
   };
   require_cuda(out, "out");
   check_one(out, "out", kernels.out);
-  check_one(x, "x", in);
-  check_one(weight, "weight", in);
+  check_one(x, "x", types.x);
+  check_one(weight, "weight", types.weight);
   bool multiply = x.dim() >= 1 && weight.dim() >= 2 && x.size(-1) == weight.size(-1) &&
                   (weight.dim() == 2 || weight.dim() == x.dim());
   for (int64_t d = 0; multiply && d + 2 < weight.dim(); ++d) {
@@ -186,12 +195,12 @@ struct SplitWorkspace {
   SplitRowFactors* factors;
   float* partial;
 
-  // tiles: of all planes. partials: elements.
-  SplitWorkspace(const Tensor& like, int64_t rows, int64_t padded_k, int64_t parked_blocks,
-                 int64_t tiles, int64_t partials)
+  // parts: of a value of the operand that is split first. tiles: of all planes. partials: elements.
+  SplitWorkspace(const Tensor& like, int64_t parts, int64_t rows, int64_t padded_k,
+                 int64_t parked_blocks, int64_t tiles, int64_t partials)
       : memory(like) {
     // All are aligned on eight bytes, and what needs more comes first.
-    const int64_t at_parked = 2 * rows * padded_k * 2;
+    const int64_t at_parked = parts * rows * padded_k * 2;
     const int64_t at_unsure = at_parked + parked_blocks * kLinearTileM * kLinearTileN * 4;
     const int64_t at_again =
         at_unsure + tiles * (kLinearConsumerThreads / 32) * kLinearUnsureWords * 4;
@@ -207,67 +216,6 @@ struct SplitWorkspace {
     partial = reinterpret_cast<float*>(start + at_partial);
   }
 };
-
-// Where the result and the operands lie, those tensors from the third of the merged rows on.
-std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& out,
-                                          const std::optional<Tensor>& z,
-                                          const std::optional<Tensor>& bias,
-                                          const std::vector<Tensor>& operands,
-                                          const std::vector<double>& scalars) {
-  LinearResult result{};
-  int next = 2;
-  const bool whole = out.size(-1) % kLinearVector == 0;
-  const auto place = [&](const Tensor& tensor, int i, int64_t along_columns) {
-    const MergedRows::Strides& stride = rows.of[next++];
-    const auto bytes = static_cast<int64_t>(tensor.element_size());
-    result.place[i] = {tensor.data_ptr(), {0, stride.outer * bytes, stride.inner * bytes}};
-    const int64_t vector = std::min<int64_t>(kLinearVector * bytes, 16);
-    const bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % vector == 0 &&
-                         stride.outer * bytes % vector == 0 && stride.inner * bytes % vector == 0 &&
-                         stride.row * bytes % vector == 0;
-    if (whole && aligned && along_columns == 1) result.vectors |= 1u << i;
-    return stride.row;
-  };
-  const auto is_dense = [](const Tensor& tensor) { return stride_along(tensor, -1) == 1; };
-  if (!is_dense(out) || (z && !is_dense(*z)) || (bias && !is_dense(*bias))) return std::nullopt;
-  result.out_stride = place(out, LinearResult::kOut, 1);
-  if (z) {
-    result.z_stride = place(*z, LinearResult::kZ, 1);
-  } else {
-    result.vectors |= 1u << LinearResult::kZ;
-  }
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const Tensor& operand = operands[i];
-    const bool has_columns = operand.dim() > 0 && operand.size(-1) != 1;
-    result.operand[i].n = has_columns ? operand.stride(-1) : 0;
-    result.operand[i].m =
-        place(operand, LinearResult::kFirstOperand + static_cast<int>(i), result.operand[i].n);
-  }
-  result.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
-  std::copy(scalars.begin(), scalars.end(), result.scalar);
-  return result;
-}
-
-// Elements from one row of partial sums to the next: two can always be stored together.
-int64_t partial_pitch(int64_t columns) { return ceil_div(columns, 2) * 2; }
-
-// The sums of chunks, [chunk, outer, inner, row, pitch].
-LinearResult partial_result(float* partial, const MergedRows& rows, int64_t columns) {
-  LinearResult result{};
-  const int64_t pitch = partial_pitch(columns);
-  const int64_t bytes = rows.rows * pitch * 4;
-  result.place[LinearResult::kOut] = {partial, {rows.batches() * bytes, rows.inner * bytes, bytes}};
-  result.out_stride = pitch;
-  return result;
-}
-
-// May two adjacent elements of the result be stored together, wherever a pair begins?
-bool is_stored_in_pairs(const LinearResult& result, int64_t columns, int64_t element_size) {
-  const LinearPlace& out = result.place[LinearResult::kOut];
-  const int64_t bytes = 2 * element_size;
-  return columns % 2 == 0 && result.out_stride % 2 == 0 && out.plane.outer % bytes == 0 &&
-         out.plane.inner % bytes == 0 && reinterpret_cast<uintptr_t>(out.data) % bytes == 0;
-}
 
 // Sizes that indices of 32 bits reach, with all that is counted of them.
 bool is_in_reach(const SplitSizes& sizes, const SplitPlan& plan) {
@@ -325,24 +273,42 @@ struct SplitCall {
   }
 };
 
+// Which operand is split first, where that is no choice: one of 16 bits.
+std::optional<bool> forced_weight_first(const LinearSplitKernels& kernels, const Tensor& weight) {
+  if (kernels.first == ScalarType::Float) return std::nullopt;
+  return weight.scalar_type() == kernels.first;
+}
+
+LinearTypes split_types(const LinearSplitKernels& kernels, const Tensor& weight) {
+  const bool weight_first = forced_weight_first(kernels, weight).value_or(false);
+  return weight_first ? LinearTypes{ScalarType::Float, kernels.first}
+                      : LinearTypes{kernels.first, ScalarType::Float};
+}
+
+// Parts of fp16 that make a value of the operand that is split first.
+int64_t split_parts(const LinearSplitKernels& kernels) {
+  return kernels.first == ScalarType::Float ? 2 : 1;
+}
+
 float least_sum(const SplitPlan& plan) { return kLeastSum * std::sqrt(static_cast<float>(plan.k)); }
 
 // The product of `first`, which is split, and `second`, whose values the copy engine takes.
 LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand& second,
                                    const SplitSizes& sizes, const SplitPlan& plan,
-                                   const Planes& planes, const SplitWorkspace& work) {
+                                   const Planes& planes, const SplitWorkspace& work,
+                                   int64_t parts) {
   LinearSplitArgs args{};
   args.planes = planes;
   args.weight_map = second.map();
   const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
-  args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches);
+  args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches, parts);
   args.x_factors = work.factors;
   args.parked = work.parked;
   args.unsure = work.unsure;
   args.again = work.again;
   args.least_sum = least_sum(plan);
   args.x = first.data;
-  args.weight = second.data;
+  args.weight = static_cast<const float*>(second.data);
   args.x_plane = {plan.k * first.stride_k, first.outer, first.inner};
   args.weight_plane = {plan.k * second.stride_k, second.outer, second.inner};
   args.x_stride_m = first.stride_row;
@@ -364,13 +330,15 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
 }
 
 // out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
-// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. False,
-// and nothing is launched, where the kernels' indices do not take these shapes or strides.
+// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. Both
+// are fp32, or one is of the kernels' 16-bit type. False, and nothing is launched, where the
+// kernels' indices do not take these shapes or strides.
 bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                       const std::vector<double>& scalars, SplitWish wish = {}) {
-  check_linear(kernels, ScalarType::Float, x, weight, bias, out, z, operands, scalars);
+  check_linear(kernels, ScalarType::Float, split_types(kernels, weight), x, weight, bias, out, z,
+               operands, scalars);
   if (weight.size(-1) == 0) return false;
   if (out.numel() == 0) return true;
 
@@ -378,6 +346,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   if (z) tensors.push_back(&*z);
   for (const Tensor& operand : operands) tensors.push_back(&operand);
   const int multiprocessors = kernels.multiprocessors;
+  if (const auto forced = forced_weight_first(kernels, weight)) wish.weight_first = forced;
   auto call = SplitCall::of(out, tensors, multiprocessors, wish);
   if (!call) return false;
   if (!wish.weight_first && kernels.roles->takes_call(call->sizes.all())) {
@@ -408,25 +377,27 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const bool whole = plan.chunks == 1;
   const int64_t rows = sizes.batches * sizes.m;
   const int64_t pitch = partial_pitch(sizes.n);
-  const SplitWorkspace work(x, planes * first.rows, padded_k, plan.k > kLinearChunkK ? blocks : 0,
-                            tiles, whole ? 0 : plan.chunks * rows * pitch);
+  const int64_t parts = split_parts(kernels);
+  const SplitWorkspace work(x, parts, planes * first.rows, padded_k,
+                            plan.k > kLinearChunkK ? blocks : 0, tiles,
+                            whole ? 0 : plan.chunks * rows * pitch);
 
   const auto divisor = [](int64_t size) { return make_divisor(static_cast<uint32_t>(size)); };
   const Planes of_product{divisor(sizes.batches), divisor(call->rows.inner),
                           static_cast<int32_t>(plan.chunks), static_cast<int32_t>(plan.k),
                           static_cast<int32_t>(sizes.k - (plan.chunks - 1) * plan.k)};
   const bool natural = second.transposed();
-  SplitArgs split = split_args(first, of_product, padded_k, natural);
+  SplitArgs split = split_args(first, of_product, padded_k, natural, kernels.first);
   split.split = work.split;
   split.factors = work.factors;
   split.least_sum = least_sum(plan);
   launch_split(kernels.split_rows, kernels.split_columns, split, planes, multiprocessors, stream);
 
-  LinearSplitArgs args = split_product_args(first, second, sizes, plan, of_product, work);
+  LinearSplitArgs args = split_product_args(first, second, sizes, plan, of_product, work, parts);
   args.result = whole ? *result : partial_result(work.partial, call->rows, sizes.n);
   args.was_strained = kernels.precision->flag(sizes.all());
   args.bearable = call->bearable();
-  if (choice.weight_first) args.misled = kernels.roles->flag(sizes.all());
+  if (choice.weight_first || parts == 1) args.misled = kernels.roles->flag(sizes.all());
   args.transposed = choice.weight_first;
   args.pairs = !whole || is_stored_in_pairs(*result, sizes.n, out.element_size());
   LaunchOptions overlapped;

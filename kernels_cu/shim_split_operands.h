@@ -60,7 +60,7 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 1
 
 // Of planes [rows, k]; a batch's stride is 0 where all share the operand.
 struct SplitOperand {
-  const float* data;
+  const void* data;
   int64_t rows;
   int64_t k;
   int64_t stride_row;
@@ -111,7 +111,7 @@ struct SplitOperand {
     const int64_t count = outer_size * inner_size * plane;
     const Tensor made = new_dense(like, {count}, ScalarType::Float);
     const auto divisor = [](int64_t size) { return make_divisor(static_cast<uint64_t>(size)); };
-    const CopyRowsArgs args{data,
+    const CopyRowsArgs args{static_cast<const float*>(data),
                             static_cast<float*>(made.data_ptr()),
                             outer,
                             inner,
@@ -148,7 +148,7 @@ struct SplitOperand {
  private:
   static SplitOperand of(const Tensor& tensor, const MergedRows& merged,
                          const MergedRows::Strides& stride, int64_t rows, int64_t stride_row) {
-    return {static_cast<const float*>(tensor.data_ptr()),
+    return {tensor.data_ptr(),
             rows,
             tensor.size(-1),
             stride_row,
@@ -175,7 +175,8 @@ int strip_cluster(int64_t strips, int64_t k_tiles, int64_t multiprocessors) {
 }
 
 // `planes` are those of the product. The results' places are left to be set.
-SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded_k, bool natural) {
+SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded_k, bool natural,
+                     ScalarType type) {
   SplitArgs args{};
   args.x = x.data;
   args.x_plane = {planes.k * x.stride_k, x.outer, x.inner};
@@ -185,18 +186,24 @@ SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded
   args.rows = static_cast<int32_t>(x.rows);
   args.padded_k = static_cast<int32_t>(padded_k);
   args.natural = natural;
-  args.vectors = x.stride_k == 1 && is_aligned(x.data) && x.stride_row % 4 == 0 &&
-                 x.inner % 4 == 0 && x.outer % 4 == 0;
+  const int64_t unit = type == ScalarType::Float ? 4 : 8;  // elements of 16 bytes
+  const auto aligned = [&](int64_t step) { return step % unit == 0; };
+  args.vectors = x.stride_k == 1 && is_aligned(x.data) && aligned(x.stride_row) &&
+                 aligned(x.inner) && aligned(x.outer);
   return args;
 }
 
-CUtensorMap split_map(const void* split, int64_t padded_k, int64_t rows, int64_t planes) {
+// parts: fp16 that make a value: hi, and perhaps lo.
+CUtensorMap split_map(const void* split, int64_t padded_k, int64_t rows, int64_t planes,
+                      int64_t parts) {
   const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
   const int64_t part = rows * padded_k * 2;  // bytes of hi, or of lo
-  return tensor_map<4>(CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split,
-                       {unsigned64(padded_k), unsigned64(rows), 2, unsigned64(planes)},
-                       {unsigned64(padded_k * 2), unsigned64(part), unsigned64(2 * part)},
-                       {kLinearTileK, kLinearTileM, 2, 1});
+  const int64_t plane = parts * part;
+  return tensor_map<4>(
+      CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split,
+      {unsigned64(padded_k), unsigned64(rows), unsigned64(parts), unsigned64(planes)},
+      {unsigned64(padded_k * 2), unsigned64(part), unsigned64(plane)},
+      {kLinearTileK, kLinearTileM, static_cast<cuuint32_t>(parts), 1});
 }
 
 void launch_split(cudaKernel_t split_rows, cudaKernel_t split_columns, SplitArgs args,

@@ -7,14 +7,20 @@
 // order; else, in each 32 of k,
 //   position 16j + 8b + 2c + t holds k = 8c + 4j + 2b + t        c < 4; j, b, t < 2
 // One kernel for rows, and one for rows that are columns in memory. Both give the same bits.
+//
+// An x of 16 bits has no lo: what fp16 does not hold of it is less than 2^-39 of its row's largest.
 #pragma once
 
 #include <cuda_fp16.h>
 
+#include "convert.cuh"
 #include "linear_split_args.h"
 #include "ptx_sm90.cuh"
 
 namespace fx_fuser {
+
+template <class X>
+constexpr bool kHasLo = std::is_same_v<X, float>;
 
 // Factors for a group whose largest magnitude is given. Below 2^(-112 - head_room) the exponent
 // stays where both factors are normal numbers; the split of such values is exact. An infinity asks
@@ -52,13 +58,22 @@ struct Octet {
   float4 half[2];
 };
 
-__device__ __forceinline__ Octet load_octet(const SplitArgs& args, const float* row, int k,
+template <class X>
+__device__ __forceinline__ Octet load_octet(const SplitArgs& args, const X* row, int k,
                                             int columns) {
   if (args.vectors && k + kSplitWidth <= columns) {
-    const auto* from = reinterpret_cast<const float4*>(row + k);
-    return {from[0], from[1]};
+    if constexpr (std::is_same_v<X, float>) {
+      const auto* from = reinterpret_cast<const float4*>(row + k);
+      return {from[0], from[1]};
+    } else {
+      const auto from = *reinterpret_cast<const Vec<X, kSplitWidth>*>(row + k);
+      const auto at = [&](int i) { return convert<float>(from.element[i]); };
+      return {make_float4(at(0), at(1), at(2), at(3)), make_float4(at(4), at(5), at(6), at(7))};
+    }
   }
-  const auto at = [&](int i) { return k + i < columns ? row[(k + i) * args.x_stride_k] : 0.0f; };
+  const auto at = [&](int i) {
+    return k + i < columns ? convert<float>(row[(k + i) * args.x_stride_k]) : 0.0f;
+  };
   return {make_float4(at(0), at(1), at(2), at(3)), make_float4(at(4), at(5), at(6), at(7))};
 }
 
@@ -118,24 +133,31 @@ __device__ __forceinline__ void transpose_quads(uint32_t (&word)[4]) {
 }
 
 // Where a row of a plane goes.
+template <class X>
 struct SplitRow {
   __half* hi;
   __half* lo;
 
   static __device__ __forceinline__ SplitRow of(const SplitArgs& args, int64_t plane, int row) {
     const int64_t part = int64_t{args.rows} * args.padded_k;
-    __half* hi = static_cast<__half*>(args.split) + 2 * plane * part + int64_t{row} * args.padded_k;
+    constexpr int kParts = kHasLo<X> ? 2 : 1;
+    __half* hi =
+        static_cast<__half*>(args.split) + kParts * plane * part + int64_t{row} * args.padded_k;
     return {hi, hi + part};
   }
 
   __device__ __forceinline__ void store(int k, const uint32_t (&hi_word)[4],
                                         const uint32_t (&lo_word)[4]) const {
     *reinterpret_cast<uint4*>(hi + k) = make_uint4(hi_word[0], hi_word[1], hi_word[2], hi_word[3]);
-    *reinterpret_cast<uint4*>(lo + k) = make_uint4(lo_word[0], lo_word[1], lo_word[2], lo_word[3]);
+    if constexpr (kHasLo<X>) {
+      *reinterpret_cast<uint4*>(lo + k) =
+          make_uint4(lo_word[0], lo_word[1], lo_word[2], lo_word[3]);
+    }
   }
 };
 
 // A cluster of blocks = a row of x.
+template <class X>
 __device__ __forceinline__ void split_rows(const SplitArgs& args) {
   __shared__ RowSearch of_warp[kSplitThreads / 32];
   __shared__ RowSearch of_block[kSplitMaxCluster];
@@ -150,7 +172,7 @@ __device__ __forceinline__ void split_rows(const SplitArgs& args) {
   const int r = static_cast<int>(unit - plane * args.units.size);
   const Plane at = plane_at(args.planes, plane);
   const int columns = k_of(args.planes, at);
-  const float* row = args.x + offset_of(at, args.x_plane) + r * args.x_stride_m;
+  const X* row = static_cast<const X*>(args.x) + offset_of(at, args.x_plane) + r * args.x_stride_m;
   const int thread_k = threadIdx.x * kSplitWidth;
   const int first = rank * threads * kSplitWidth;
   const int step = cluster * threads * kSplitWidth;
@@ -187,7 +209,7 @@ __device__ __forceinline__ void split_rows(const SplitArgs& args) {
 
   const Scale scale = Scale::of(found.largest);
   if (rank == 0 && threadIdx.x == 0) args.factors[unit] = found.factors(scale, args.least_sum);
-  const SplitRow to = SplitRow::of(args, plane, r);
+  const auto to = SplitRow<X>::of(args, plane, r);
   const auto store = [&](const Octet& octet, int k) {
     uint32_t hi_word[4];  // word 2j + b
     uint32_t lo_word[4];
@@ -203,7 +225,7 @@ __device__ __forceinline__ void split_rows(const SplitArgs& args) {
     }
     if (!args.natural) {
       transpose_quads(hi_word);
-      transpose_quads(lo_word);
+      if constexpr (kHasLo<X>) transpose_quads(lo_word);
     }
     if (k < args.padded_k) to.store(k, hi_word, lo_word);
   };
@@ -235,6 +257,7 @@ struct SplitTile {
 static_assert(kSplitDepth == 64 && kSplitStrip == 32);
 
 // A cluster of blocks = a strip of columns, which are the rows of x; a block has a part of k.
+template <class X>
 __device__ __forceinline__ void split_columns(const SplitArgs& args) {
   constexpr int kWarps = kSplitThreads / 32;
   constexpr int kInFlight = kSplitDepth / kWarps;
@@ -259,14 +282,15 @@ __device__ __forceinline__ void split_columns(const SplitArgs& args) {
   const int end = min((rank + 1) * tiles_of_block, tiles) * kSplitDepth;
   // Columns beyond the last have no elements at all.
   const int columns = first_row + lane < args.rows ? k_of(args.planes, at) : 0;
-  const float* x = args.x + offset_of(at, args.x_plane) + (first_row + lane) * args.x_stride_m;
+  const X* x = static_cast<const X*>(args.x) + offset_of(at, args.x_plane) +
+               (first_row + lane) * args.x_stride_m;
 
   float value[kInFlight];
   const auto load = [&](int k0) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int k = k0 + warp + i * kWarps;
-      value[i] = k < columns ? x[k * args.x_stride_k] : 0.0f;
+      value[i] = k < columns ? convert<float>(x[k * args.x_stride_k]) : 0.0f;
     }
   };
 
@@ -302,7 +326,7 @@ __device__ __forceinline__ void split_columns(const SplitArgs& args) {
   const int column = warp * 4 + lane / 8;
   const int q = lane % 8;
   const float scale = __shfl_sync(0xFFFFFFFF, of_lane.scale, column);
-  const SplitRow to = SplitRow::of(args, plane, first_row + column);
+  const auto to = SplitRow<X>::of(args, plane, first_row + column);
   if (begin < end) load(begin);
   for (int k0 = begin; k0 < end; k0 += kSplitDepth) {
     __syncthreads();  // the last tile has been read

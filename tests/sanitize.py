@@ -13,6 +13,7 @@ from benchmarks import (
     conv_sm90,
     linear_dense_sm90,
     linear_sm90,
+    narrow_sm90,
     split_planes_sm90,
 )
 from benchmarks.measure import float32_settings
@@ -31,6 +32,9 @@ if build.arch_of() == "sm_90a":
 
     sweep(linear_sm90, 8)
     sweep(split_planes_sm90, 16)
+    narrow = [*narrow_sm90.EXACT_PRODUCTS.values(), *narrow_sm90.MIXED_PRODUCTS.values()]
+    native.prepare(narrow, "cuda")
+    sweep(narrow_sm90, 24, narrow_sm90.small_sizes)
     dense = linear_dense_sm90
     native.prepare([e.spec(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
     with float32_settings("tf32"):

@@ -34,3 +34,18 @@ def test_inductor(pattern: str, train: bool, cpu_ops: bool) -> None:
     leaves = ("linear",) if pattern == MUL else ()
     settings: dict[str, Any] = {"train": train, "inner": "inductor", "cpu_ops": cpu_ops}
     check(model, *inputs, fuses={pattern: 1}, leaves=leaves, **settings)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_strides_are_padded_only_where_the_user_asks(asked: bool | None) -> None:
+    """Beside ops of ours Inductor's padding makes wrong values (options.py, _WITH_OWN_OPS)."""
+    seen: list[bool] = []
+    own = {} if asked is None else {"comprehensive_padding": asked}
+    options = {"cpu_ops": True, "strict": True, "inner": "inductor", **own}
+    options["pre_grad_custom_pass"] = lambda graph: seen.append(
+        torch._inductor.config.comprehensive_padding
+    )
+    model = nn.Sequential(nn.Linear(8, 6), nn.SiLU())
+    torch.compile(model, backend="fx_fuser", options=options)(torch.randn(4, 8))
+    assert seen == [asked is True]
+    assert torch._inductor.config.comprehensive_padding

@@ -170,7 +170,7 @@ def test_what_fails_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*args: Any) -> None:
         raise RuntimeError("our own fault")
 
-    monkeypatch.setattr(products, "_replace", fail)
+    monkeypatch.setattr(products, "put", fail)
     model, x = Attention(), torch.randn(2, 5, 16)
     with torch.no_grad(), torch.compiler.config.patch(cache_key_tag="a test's own"):
         expected = model(x)

@@ -13,7 +13,14 @@ from fx_fuser import native
 from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
 from fx_fuser.epilogue import Epilogue, kernel_spec
 from fx_fuser.errors import OptionError
-from fx_fuser.kernel_spec import LINEAR_DENSE, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
+from fx_fuser.kernel_spec import (
+    LINEAR_DENSE,
+    LINEAR_EXACT,
+    LINEAR_SPLIT,
+    POINTWISE,
+    Family,
+    KernelSpec,
+)
 from fx_fuser.nodes import meta_tensor
 from fx_fuser.options import Options
 from fx_fuser.sites import Site
@@ -25,6 +32,14 @@ DENSE = "dense"
 # which make an fp32 one; "dense": one product in the operands' own 16 bits, or of fp32 in TF32.
 PRODUCTS = {SPLIT: LINEAR_SPLIT, DENSE: LINEAR_DENSE}
 PRODUCT_ALONE = kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, LINEAR_SPLIT)
+# The fp32 product of operands that were cast up from 16 bits, by their dtype: of both, and of one.
+EXACT_PRODUCTS, MIXED_PRODUCTS = (
+    {
+        dtype: kernel_spec(Epilogue(), {"z": dtype}, (), torch.float32, family)
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    for family in (LINEAR_EXACT, LINEAR_SPLIT)
+)
 
 
 def matmul_tf32_requested() -> bool:
