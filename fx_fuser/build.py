@@ -1,37 +1,21 @@
-"""Native sources to cached binaries, keyed by everything that goes into them.
-
-One cache folder serves every process and version side by side. An entry is `<key><suffix>` with
-`<key>.json`, the sha256 of its bytes, beside it: an entry that does not match, for whatever reason,
-is built again. Builders hold file locks, work in a temporary folder and rename into place, so a
-build killed at any point leaves nothing that a later one could mistake for an entry.
-"""
+"""What fx_fuser compiles: the shim, and cubins of kernels' sources, kept in `fx_fuser.cache`."""
 
 from __future__ import annotations
 
 import argparse
-import atexit
-import contextlib
-import errno
-import fcntl
 import functools
 import hashlib
-import json
-import logging
-import os
-import re
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from fx_fuser import cache, compilers
+from fx_fuser.compilers import Compiler, Host
 from fx_fuser.errors import BuildError
+from fx_fuser.jobs import Job
 from fx_fuser.kernel_spec import (
     CONV_DIRECT,
     CONV_DIRECT_BACKWARD,
@@ -43,322 +27,25 @@ from fx_fuser.kernel_spec import (
     KernelSpec,
 )
 
-log = logging.getLogger("fx_fuser.build")
-
 PACKAGE = Path(__file__).parent
 KERNELS = PACKAGE / "kernels_cu"
 
-DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 LOWEST_CAPABILITY = (8, 0)
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
 
-NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "-lineinfo", "-Xptxas", "-v,-warn-spills")
-FEW_REGISTERS = "-DFX_FUSER_FEW_REGISTERS"  # for what spills; a header may heed it
-CXX_FLAGS = (
+_CXX_FLAGS = (
     *("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"),
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI as of 2.11
 )
 
 
-# ---- toolchain -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Toolchain:
-    """The compilers, and what `--version` says of them."""
-
-    nvcc: Path
-    cxx: Path
-    versions: str
-
-    def cuda_home(self) -> Path:
-        """The toolkit's root: what nvcc says, since the nvcc on PATH may be a link or a script."""
-        return _cuda_home_of(str(self.nvcc))
-
-
-def toolchain() -> Toolchain:
-    """nvcc (of PATH, $CUDA_HOME or /usr/local/cuda) and g++.
-
-    Raises:
-        BuildError: names what is missing and how to get it.
-    """
-    folders = [os.environ.get("PATH", "")]
-    if home := os.environ.get("CUDA_HOME"):
-        folders.append(os.path.join(home, "bin"))
-    folders.append(str(DEFAULT_CUDA_HOME / "bin"))
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
-    if nvcc is None:
-        raise BuildError(
-            f"nvcc was found neither on PATH nor in $CUDA_HOME/bin nor in {DEFAULT_CUDA_HOME}/bin; "
-            "install the CUDA toolkit (12.8 or newer) or set CUDA_HOME to where it is"
-        )
-    cxx = shutil.which("g++")
-    if cxx is None:
-        raise BuildError("g++ was not found on PATH; install it (Debian: apt-get install g++)")
-    return Toolchain(Path(nvcc), Path(cxx), _version_of(nvcc) + _version_of(cxx))
-
-
-@functools.cache
-def _version_of(compiler: str) -> str:
-    try:
-        return subprocess.run(
-            [compiler, "--version"], check=True, capture_output=True, text=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"{compiler} --version failed ({error}); reinstall it") from error
-
-
-@functools.cache
-def _cuda_home_of(nvcc: str) -> Path:
-    steps = subprocess.run(
-        [nvcc, "--dryrun", "-x", "cu", os.devnull], check=False, capture_output=True, text=True
-    ).stderr
-    if found := re.search(r"^#\$ TOP=(.+?)/?$", steps, re.MULTILINE):
-        return Path(found[1]).resolve()
-    raise BuildError(
-        f"{nvcc} --dryrun does not tell the CUDA toolkit's root; reinstall the toolkit"
-    )
-
-
 def arch_of(device: torch.device | int | None = None) -> str:
-    """The architecture nvcc compiles for: "sm_80", "sm_90a", "sm_100a", "sm_120"...
+    """The architecture kernels are compiled for: "sm_80", "sm_90a", "sm_100a", "sm_120"...
 
     Hopper and the datacenter Blackwells get the `a` that their matrix instructions ask for.
     """
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
-
-
-# ---- cache ---------------------------------------------------------------------------------------
-
-
-def cache_dir() -> Path:
-    """$FX_FUSER_CACHE_DIR, or fx_fuser in $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("FX_FUSER_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fx_fuser"
-
-
-@functools.cache
-def _fallback_dir() -> Path:
-    folder, owner = Path(tempfile.mkdtemp(prefix="fx_fuser-")), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # and no child that was forked since
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder
-
-
-@functools.cache
-def _warn_fallback(folder: Path, reason: str) -> None:
-    log.warning(
-        "cannot write the cache folder %s (%s); binaries of this process go to a temporary folder "
-        "and are built again next time. Set FX_FUSER_CACHE_DIR to a writable folder.",
-        folder,
-        reason,
-    )
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-@dataclass(frozen=True)
-class Job:
-    """One compiler call: `text`, saved as `<key><source_suffix>`, becomes `<key><suffix>`."""
-
-    key: str
-    text: str
-    source_suffix: str
-    suffix: str
-    command: tuple[str, ...]  # with {source} and {target} left to fill in
-
-    @property
-    def shard(self) -> str:
-        """What is locked to build it: one of 64, so that builds of other things need not wait."""
-        return f"{int(self.key[:2], 16) % 64:02x}"
-
-    def entry(self, folder: Path) -> Path:
-        return folder / f"{self.key}{self.suffix}"
-
-    def is_cached(self, folder: Path) -> bool:
-        try:
-            manifest = json.loads((folder / f"{self.key}.json").read_bytes())
-            return bool(manifest["sha256"] == _digest(self.entry(folder).read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-
-    def note_use(self, folder: Path) -> None:
-        """For `fx_fuser.eviction`."""
-        with contextlib.suppress(OSError):
-            os.utime(folder / f"{self.key}.json")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
-    """Holds these locks of the folder, against other processes and other threads alike.
-
-    All take them in the same order, so that nobody waits for one who waits for them.
-    """
-    with contextlib.ExitStack() as held:
-        for shard in sorted(set(shards)):
-            lock = held.enter_context(open(folder / f"lock-{shard}", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Closing does not free it where a process was forked meanwhile, and has it open.
-            held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
-        yield
-
-
-def _ensure(jobs: Sequence[Job]) -> list[Path]:
-    """The jobs' binaries, building in one ninja run those the cache does not hold."""
-    folder = cache_dir()
-    try:
-        return _ensure_in(folder, jobs)
-    except OSError as error:  # read-only, full, without locks...
-        _warn_fallback(folder, os.strerror(error.errno) if error.errno else str(error))
-        return _ensure_in(_fallback_dir(), jobs)
-
-
-_PROGRESS_S = 5.0  # between two lines of the log
-_builds = 0
-
-
-def builds() -> int:
-    """How often this process has added to the cache folder."""
-    return _builds
-
-
-def _ensure_in(folder: Path, jobs: Sequence[Job]) -> list[Path]:
-    if not all(job.is_cached(folder) for job in jobs):
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, (job.shard for job in jobs)):
-            # Whoever held the locks before may have built them.
-            missing = {job.key: job for job in jobs if not job.is_cached(folder)}
-            if missing:
-                _build(folder, list(missing.values()))
-    for job in jobs:
-        job.note_use(folder)
-    return [job.entry(folder) for job in jobs]
-
-
-# ---- building ------------------------------------------------------------------------------------
-
-
-def _build(folder: Path, jobs: Sequence[Job]) -> None:
-    global _builds
-    shards = sorted({job.shard for job in jobs})
-    _remove_leftovers(folder, shards)
-    work = Path(tempfile.mkdtemp(prefix=f"tmp-{shards[0]}-", dir=folder))
-    started = time.perf_counter()
-    try:
-        _run_ninja(work, jobs)
-        logs = {job: _read_log(work, job) for job in jobs}
-        if spilled := [job for job in jobs if _SPILL.search(logs[job])]:
-            log.info("compiling %d kernels again with %s", len(spilled), FEW_REGISTERS)
-            commands = [(*job.command, FEW_REGISTERS) for job in spilled]
-            _run_ninja(work, [replace(job, command=c) for job, c in zip(spilled, commands)])
-            logs |= {job: _read_log(work, job) for job in spilled}
-        if failures := [reason for job in jobs if (reason := _failure(work, job, logs[job]))]:
-            raise BuildError("\n\n".join(failures))
-        for job in jobs:
-            binary = job.entry(work)
-            manifest = work / f"{job.key}.json"
-            manifest.write_text(json.dumps({"sha256": _digest(binary.read_bytes())}))
-            # The manifest last: until it is there, the binary is no entry.
-            os.replace(binary, job.entry(folder))
-            os.replace(manifest, folder / manifest.name)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    _builds += 1
-    log.info("built %d binaries in %.1f s", len(jobs), time.perf_counter() - started)
-
-
-def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:
-    """Of killed builds: a folder `tmp-<shard>-…` is made by the holder of that lock alone."""
-    for leftover in folder.glob("tmp-??-*"):
-        shard = leftover.name.split("-")[1]
-        if shard in held:
-            shutil.rmtree(leftover, ignore_errors=True)
-            continue
-        with contextlib.suppress(BlockingIOError), open(folder / f"lock-{shard}", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(leftover, ignore_errors=True)
-            fcntl.flock(lock, fcntl.LOCK_UN)
-
-
-def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:
-    try:
-        from ninja import BIN_DIR
-    except ImportError as error:
-        raise BuildError("the Python package ninja is missing; pip install ninja") from error
-
-    lines = ["rule run", "  command = $cmd > $out.log 2>&1", ""]
-    for job in jobs:
-        source = f"{job.key}{job.source_suffix}"
-        target = f"{job.key}{job.suffix}"
-        (work / source).write_text(job.text)
-        command = " ".join(
-            _quote(part.format(source=source, target=target)) for part in job.command
-        )
-        lines += [f"build {target}: run {source}", f"  cmd = {command}", ""]
-    (work / "build.ninja").write_text("\n".join(lines))
-    # -k 0: one broken source should not hide what is wrong with the others.
-    ninja = [os.path.join(BIN_DIR, "ninja"), "-k", "0", "-C", str(work)]
-    with subprocess.Popen(ninja, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        try:
-            _wait_for(running, [work / f"{job.key}{job.suffix}" for job in jobs])
-        except BaseException:  # as subprocess.run: no compiler outlives an interrupt
-            running.kill()
-            raise
-
-
-def _wait_for(running: subprocess.Popen[bytes], targets: Sequence[Path]) -> None:
-    """What takes long says in the log how far it is."""
-    while True:
-        try:
-            running.wait(_PROGRESS_S)
-            return
-        except subprocess.TimeoutExpired:
-            done = sum(target.exists() for target in targets)
-            log.info("compiled %d of %d kernels", done, len(targets))
-
-
-def _quote(part: str) -> str:
-    return shlex.quote(part).replace("$", "$$")  # once for the shell, once for ninja
-
-
-def _read_log(work: Path, job: Job) -> str:
-    try:
-        return (work / f"{job.key}{job.suffix}.log").read_text(errors="replace")
-    except FileNotFoundError:
-        return "(the compiler was not started)"
-
-
-# ptxas only warns of these. Results stay right, but the kernel is then several times slower than
-# the one that was measured.
-_SPILL = re.compile(r"\b[1-9]\d* bytes spill|Registers are spilled")
-_SERIALISED = re.compile(r"C75[01]\d|[Pp]otential [Pp]erformance [Ll]oss: wgmma")
-
-
-def _failure(work: Path, job: Job, text: str) -> str | None:
-    if "No space left on device" in text:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if not job.entry(work).exists():
-        return f"{' '.join(job.command)} failed:\n{text[:4000]}"
-    for pattern, meaning in ((_SPILL, "spills registers"), (_SERIALISED, "serialises its wgmma")):
-        if found := pattern.search(text):
-            line = text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0].strip()
-            kernel = re.findall(r"Compiling entry function '(\w+)'", text[: found.start()])
-            return (
-                f"{kernel[-1] if kernel else job.key} {meaning} ({line}); "
-                "compile fewer operands or operations into one kernel"
-            )
-    return None
-
-
-# ---- what is built -------------------------------------------------------------------------------
 
 
 def _kernel_sources() -> list[Path]:
@@ -378,48 +65,38 @@ def _hash_files(paths: Sequence[Path]) -> str:
 def fingerprint() -> str:
     """sha256 over fx_fuser's Python and CUDA sources: a tag for caches of what it compiled."""
     python = {*PACKAGE.rglob("*.py"), *(PACKAGE / "patterns").glob("*.py")}
-    return _hash_files([*sorted(python), *_kernel_sources()])
+    headers = compilers.nvrtc_headers(KERNELS)
+    return _hash_files([*sorted(python), *_kernel_sources(), *headers])
 
 
 def _key(*parts: str) -> str:
-    return _digest("\0".join((*parts, _hash_files(_kernel_sources()))).encode())[:32]
+    text = "\0".join((*parts, _hash_files(_kernel_sources())))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _cubin_job(source: str, arch: str, tools: Toolchain) -> Job:
-    virtual = arch.replace("sm_", "compute_")
-    flags = (*NVCC_FLAGS, "-gencode", f"arch={virtual},code={arch}")
-    key = _key(source, *flags, tools.versions)
-    include = ("-I", str(KERNELS.resolve()), "-ccbin", str(tools.cxx))
-    command = (str(tools.nvcc), *flags, *include, "{source}", "-o", "{target}")
-    return Job(key, source, ".cu", ".cubin", command)
+def _cubin_job(source: str, arch: str, compiler: Compiler) -> Job:
+    headers = _hash_files(compiler.headers(KERNELS))
+    key = _key(source, *compiler.flags(arch), compiler.version, headers)
+    return Job(key, source, ".cu", ".cubin", compiler.command(arch, KERNELS.resolve()))
 
 
-def _cuda_library_dir(cuda_home: Path) -> Path:
-    for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
-        if (cuda_home / folder / "libcudart_static.a").exists():
-            return cuda_home / folder
-    raise BuildError(
-        f"libcudart_static.a is not below {cuda_home}; install the toolkit's development files "
-        "(Debian: cuda-cudart-dev)"
-    )
-
-
-def _shim_job(tools: Toolchain) -> Job:
+def _shim_job(host: Host) -> Job:
     torch_root = Path(torch.__file__).parent
     include = (
         *("-I", str(KERNELS.resolve())),
         *("-isystem", str(torch_root / "include")),
-        *("-isystem", str(tools.cuda_home() / "include")),
+        *("-isystem", str(host.include)),
     )
     link = (
-        *(f"-L{torch_root / 'lib'}", f"-L{_cuda_library_dir(tools.cuda_home())}"),
+        f"-L{torch_root / 'lib'}",
         # Nothing of torch is called by name of libtorch itself, yet it brings libtorch_cuda along.
         *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
-        *("-lcudart_static", "-ldl", "-lrt", "-lpthread"),
+        *(str(host.cudart), "-ldl", "-lrt", "-lpthread"),
     )
     text = (KERNELS / "shim.cpp").read_text()
-    key = _key("shim", *CXX_FLAGS, *link, tools.versions, torch.__version__)
-    command = (str(tools.cxx), *CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
+    cuda = _hash_files([host.include / "cuda_runtime_api.h"])
+    key = _key("shim", *_CXX_FLAGS, *link, host.version, cuda, torch.__version__)
+    command = (str(host.cxx), *_CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
     return Job(key, text, ".cpp", ".so", command)
 
 
@@ -438,8 +115,8 @@ def cubin(source: str, arch: str) -> Path:
 
 def cubins(sources: Sequence[str], arch: str) -> list[Path]:
     """As `cubin`, for several sources at once, compiled in parallel."""
-    tools = toolchain()
-    return _ensure([_cubin_job(source, arch, tools) for source in sources])
+    compiler = compilers.of_kernels()
+    return cache.ensure([_cubin_job(source, arch, compiler) for source in sources])
 
 
 def shim() -> Path:
@@ -448,7 +125,7 @@ def shim() -> Path:
     Raises:
         BuildError: it does not compile.
     """
-    return _ensure([_shim_job(toolchain())])[0]
+    return cache.ensure([_shim_job(compilers.of_shim())])[0]
 
 
 def batch_stats_source() -> str:

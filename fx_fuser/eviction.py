@@ -1,7 +1,7 @@
 """The cache folder stays below a size: what was used least recently goes.
 
-A kernel's last use is the time of its manifest, which `build` sets at each use. What was used
-within the last hour stays whatever the size: another process may be about to load it.
+A kernel's last use is the time of its manifest, which `fx_fuser.cache` sets at each use. What was
+used within the last hour stays whatever the size: another process may be about to load it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fx_fuser import build
+from fx_fuser import cache
 
 log = logging.getLogger("fx_fuser.eviction")
 
@@ -23,10 +23,10 @@ _seen = 0  # builds after which the folder was looked at
 def keep_below(megabytes: int) -> None:
     """After this process has added to the cache folder."""
     global _seen
-    if build.builds() != _seen:
-        _seen = build.builds()
+    if cache.builds() != _seen:
+        _seen = cache.builds()
         with contextlib.suppress(OSError):
-            trim(build.cache_dir(), megabytes * 10**6)
+            trim(cache.cache_dir(), megabytes * 10**6)
 
 
 def trim(folder: Path, size: int, now: float | None = None) -> list[str]:

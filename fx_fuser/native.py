@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fx_fuser import build
+from fx_fuser import build, cache, compilers
 from fx_fuser.errors import BuildError
 from fx_fuser.kernel_spec import LINEAR_SPLIT, KernelSpec
 
@@ -47,7 +47,8 @@ def available(device: torch.device | str | int) -> str | None:
         lowest = ".".join(map(str, build.LOWEST_CAPABILITY))
         return f"compute capability {major}.{minor} is below {lowest}"
     try:
-        build.toolchain()
+        compilers.of_kernels()
+        compilers.of_shim()
     except BuildError as error:
         return str(error)
     return None
@@ -496,7 +497,7 @@ def _check_contract() -> None:
         raise BuildError(
             "the compiled shim and fx_fuser's Python code are of different versions:\n"
             + "\n".join(differences)
-            + f"\nRemove the cache folder {build.cache_dir()} and start again; if they still "
+            + f"\nRemove the cache folder {cache.cache_dir()} and start again; if they still "
             "differ, reinstall fx_fuser"
         )
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fx_fuser import build
+from fx_fuser import build, cache
 
 _BUDGET_MS = 40.0  # for the rounds of one way
 _ROUNDS = (5, 25)  # at least, at most
@@ -189,7 +189,7 @@ def _host_ms(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def _folder() -> Path:
-    return build.cache_dir() / "plans"
+    return cache.cache_dir() / "plans"
 
 
 def _recall(name: str) -> list[Took] | None:

@@ -1,6 +1,8 @@
 // Of the direct convolution's backward: what all of its kernels begin with, and how they read dy.
 #pragma once
 
+#include <utility>
+
 #include "conv_direct_backward_args.h"
 #include "conv_direct_products_sm90.cuh"
 #include "epilogue_math.cuh"

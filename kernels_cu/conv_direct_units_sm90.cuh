@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 
 #include <cfloat>
-#include <cstddef>
 #include <type_traits>
 
 #include "conv_direct_args.h"
@@ -45,7 +44,7 @@ struct Tail {
     alignas(16) uint32_t valid[kConvMaxSlots][kConvWidePositions / 32];
   };
 };
-static_assert(offsetof(Tail, place) <= kConvTailBytes);
+static_assert(sizeof(Tail) - sizeof(Tail::place) <= kConvTailBytes);
 static_assert(sizeof(Tail::place) == 2 * kConvMaxSlots * kConvPlaceBytes);
 
 // Of what stages have: floats, or results of 16 bits.

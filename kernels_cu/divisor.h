@@ -1,14 +1,11 @@
 // Division of an index by a run-time constant as one multiply-high, one add and one shift.
 // T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", 1994.
-// Shared by host (which prepares the magic numbers) and device (which divides). And the host's
-// division that rounds up.
+// The host prepares the magic numbers, the device divides. And the host's division that rounds up.
 #pragma once
 
 #include <cstdint>
 
 namespace fx_fuser {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class Index>
 struct Divisor {
@@ -16,16 +13,6 @@ struct Divisor {
   Index magic;
   uint32_t shift;
 };
-
-// Right for every dividend below half of Index's range, so that the add cannot overflow.
-template <class Index>
-inline Divisor<Index> make_divisor(Index size) {
-  constexpr int kBits = 8 * sizeof(Index);
-  uint32_t shift = 0;
-  while ((Index{1} << shift) < size) ++shift;
-  const unsigned __int128 excess = (Index{1} << shift) - size;
-  return {size, static_cast<Index>((excess << kBits) / size + 1), shift};
-}
 
 #ifdef __CUDACC__
 __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
@@ -37,6 +24,18 @@ template <class Index>
 __device__ __forceinline__ Index divide(Index dividend, const Divisor<Index>& by) {
   return (multiply_high(dividend, by.magic) + dividend) >> by.shift;
 }
+#else
+// Right for every dividend below half of Index's range, so that the add cannot overflow.
+template <class Index>
+inline Divisor<Index> make_divisor(Index size) {
+  constexpr int kBits = 8 * sizeof(Index);
+  uint32_t shift = 0;
+  while ((Index{1} << shift) < size) ++shift;
+  const unsigned __int128 excess = (Index{1} << shift) - size;
+  return {size, static_cast<Index>((excess << kBits) / size + 1), shift};
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #endif
 
 }  // namespace fx_fuser

@@ -165,6 +165,7 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
                                               Finish& finish) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kInstructions = kDenseStepBytes / 32;
+  constexpr int kUnrolled = 4 / Layout::kSubtiles;  // steps of k
   constexpr int kSubtileStep = kSubtileN * kDenseStepBytes / 16;  // in the unit of descriptors
   const int lane = threadIdx.x % 32;
   const int k_tiles = (args.k + kStepK - 1) / kStepK;
@@ -174,6 +175,8 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
     float sum[Layout::kSubtiles][Layout::kSumsOfSubtile];
     finish.begin(index);
     int previous = 0;
+    // As nvcc does by itself; NVRTC would make half as many.
+#pragma unroll kUnrolled
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       auto& stage = shared.stage[cursor.slot];
       const uint64_t weight = ptx::matrix_descriptor(ptx::uniform(

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "conv_direct_args.h"
+#include "conv_direct_geometry.h"
 #include "shim_batch_stats.h"
 #include "shim_linear_split.h"
 #include "shim_pointwise.h"

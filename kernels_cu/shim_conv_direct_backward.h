@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "conv_direct_backward_args.h"
+#include "conv_direct_backward_geometry.h"
 #include "shim_conv_direct.h"
 
 namespace fx_fuser {

@@ -1,0 +1,2 @@
+// float4 and the like are built into NVRTC.
+#pragma once
