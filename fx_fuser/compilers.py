@@ -92,8 +92,8 @@ def _cuda_files() -> Iterator[CudaFiles]:
     if home := os.environ.get("CUDA_HOME"):
         yield _toolkit(Path(home))
     yield _toolkit(DEFAULT_CUDA_HOME)
-    if (found := _which_nvcc()) is not None:
-        yield _toolkit(_cuda_home_of(str(found)))
+    if (found := _which_nvcc()) and (toolkit := _cuda_home_of(str(found))):
+        yield _toolkit(toolkit)
 
 
 def _toolkit(home: Path) -> CudaFiles:
@@ -230,16 +230,13 @@ def _which_nvcc() -> Path | None:
 
 
 @functools.cache
-def _cuda_home_of(nvcc: str) -> Path:
-    """The toolkit's root: what nvcc says, since the nvcc on PATH may be a link or a script."""
+def _cuda_home_of(nvcc: str) -> Path | None:
+    """The toolkit's root, if nvcc says it; the nvcc on PATH may be a link or a script."""
     steps = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], check=False, capture_output=True, text=True
     ).stderr
-    if found := re.search(r"^#\$ TOP=(.+?)/?$", steps, re.MULTILINE):
-        return Path(found[1]).resolve()
-    raise BuildError(
-        f"{nvcc} --dryrun does not tell the CUDA toolkit's root; reinstall the toolkit"
-    )
+    found = re.search(r"^#\$ TOP=(.+?)/?$", steps, re.MULTILINE)
+    return Path(found[1]).resolve() if found else None
 
 
 # ---- g++ -----------------------------------------------------------------------------------------

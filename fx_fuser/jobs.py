@@ -112,8 +112,9 @@ def _failure(work: Path, job: Job, text: str) -> str | None:
         return f"{' '.join(job.command)} failed:\n{text[:4000]}"
     for pattern, meaning in ((_SPILL, "spills registers"), (_SERIALISED, "serialises its wgmma")):
         if found := pattern.search(text):
-            line = text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0].strip()
-            kernel = re.findall(r"Compiling entry function '(\w+)'", text[: found.start()])
+            before, line = text[: found.start()].rpartition("\n")[::2]
+            line = (line + text[found.start() :].partition("\n")[0]).strip()
+            kernel = re.findall(r"function '(\w+)'", f"{before}\n{line}")
             return (
                 f"{kernel[-1] if kernel else job.key} {meaning} ({line}); "
                 "compile fewer operands or operations into one kernel"

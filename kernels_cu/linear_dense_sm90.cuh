@@ -165,7 +165,7 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
                                               Finish& finish) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kInstructions = kDenseStepBytes / 32;
-  constexpr int kUnrolled = 4 / Layout::kSubtiles;  // steps of k
+  constexpr int kUnrolled = 4 / Layout::kSubtiles;                // steps of k
   constexpr int kSubtileStep = kSubtileN * kDenseStepBytes / 16;  // in the unit of descriptors
   const int lane = threadIdx.x % 32;
   const int k_tiles = (args.k + kStepK - 1) / kStepK;

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from toolchains import bare, fake, fake_libnvrtc, fake_nvrtc  # noqa: F401
 from torch._dynamo.utils import counters
 
 

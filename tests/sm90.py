@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from unittest import mock
 
 import pytest
 import torch
 
-from fx_fuser import build
+from fx_fuser import build, jobs
 from fx_fuser.kernel_spec import Family, KernelSpec
 
-needs_nvcc = pytest.mark.skipif(
-    shutil.which("nvcc") is None and not (build.DEFAULT_CUDA_HOME / "bin" / "nvcc").exists(),
-    reason="needs nvcc",
-)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -45,5 +40,5 @@ struct Epilogue {{
     f32 = torch.float32
     inputs = (value, *[f32] * operands)
     spec = KernelSpec(family, "fx_fuser::Epilogue", definition, 1, f32, value, inputs)
-    with mock.patch.object(build, "FEW_REGISTERS", build.FEW_REGISTERS if divides else "-DNONE"):
+    with mock.patch.object(jobs, "FEW_REGISTERS", jobs.FEW_REGISTERS if divides else "-DNONE"):
         assert build.cubin(spec.text, "sm_90a").stat().st_size > 0

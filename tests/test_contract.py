@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sm90 import needs_nvcc
+from toolchains import needs_compilers
 
-from fx_fuser import build, native
+from fx_fuser import cache, native
 from fx_fuser.errors import BuildError
 from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 
@@ -57,7 +57,7 @@ def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line)
     text = str(caught.value)
     assert f"C++:    {LINES[line]}\n" in text and f"Python: {changed}\n" in text
     assert text.count("C++:") == 1
-    assert f"Remove the cache folder {build.cache_dir()}" in text and "reinstall fx_fuser" in text
+    assert f"Remove the cache folder {cache.cache_dir()}" in text and "reinstall fx_fuser" in text
 
 
 def test_a_line_that_one_side_lacks_is_named(says):
@@ -69,10 +69,9 @@ def test_a_line_that_one_side_lacks_is_named(says):
     assert f"C++:    (nothing)\n    Python: {more}" in str(caught.value)
 
 
-@needs_nvcc
+@needs_compilers
 def test_the_real_shim_says_what_the_documented_schemas_are():
     """As torch prints them, were they parsed: names, types and their order."""
-    build.toolchain()
     native._load_shim()
     lines = torch.ops.fx_fuser_native.contract.default()
     assert f"limit tensors {MAX_TENSORS}" in lines and f"limit numbers {MAX_NUMBERS}" in lines

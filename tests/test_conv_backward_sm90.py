@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from sm90 import check_compiles, gpu, needs_nvcc
+from sm90 import check_compiles, gpu
 from test_conv_sm90 import CUTS, Cut
 from test_ops import conv_args
+from toolchains import needs_compilers
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -31,7 +32,7 @@ RING = 1024
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize("x_bytes", [4, 2])
 @pytest.mark.parametrize("multiprocessors", [1, 78, 132])
 @pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
@@ -63,7 +64,7 @@ def test_pieces_cover_the_input(x, weight, padding, multiprocessors, x_bytes) ->
         assert begin < end <= begin + 256 + halo
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize("with_input", [False, True])
 @pytest.mark.parametrize(
     ("x", "weight"),
@@ -80,7 +81,7 @@ def test_refused(x, weight, with_input) -> None:
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(
     "value", [torch.float32, slow(torch.bfloat16), slow(torch.float16)], ids=str
 )
@@ -115,7 +116,7 @@ def test_dz_from_dy_alone(epilogue, slope) -> None:
     assert (None if found is None else found.text) == slope
 
 
-@needs_nvcc
+@needs_compilers
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
     vector = torch.empty(1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from sm90 import check_compiles, gpu, needs_nvcc
+from sm90 import check_compiles, gpu
+from toolchains import needs_compilers
 
 from benchmarks import conv_sm90
 from benchmarks.linear_sm90 import relative
@@ -63,7 +64,7 @@ class Cut:
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize("x_bytes", [4, 2])
 @pytest.mark.parametrize(
     ("out_bytes", "multiprocessors"), [(0, MULTIPROCESSORS), (0, 1), (2, 132), (4, 132)]
@@ -99,7 +100,7 @@ def test_units_cover_every_element_and_have_its_pixels(
             assert first == cut.position(begin)
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(
     ("samples", "size", "paired"),
     [
@@ -125,7 +126,7 @@ def test_units_of_16_bits_share_slots_where_blocks_then_load_less(samples, size,
     assert sum(Cut(*cut, 2, 2, 132).paired == 2 for cut in CUTS) >= 2
 
 
-@needs_nvcc
+@needs_compilers
 def test_units_of_statistics_are_wide_where_that_loads_less() -> None:
     sizes = (128, 8, 128, 128), (64, 8, 3, 3), (0, 0, 0, 0)
     usual, wide = (Cut(*sizes, 0, 4, n) for n in (MULTIPROCESSORS, 132))
@@ -165,7 +166,7 @@ def assert_convolved(cut: Cut, sums: torch.Tensor, exact: torch.Tensor) -> None:
             torch.testing.assert_close(sums[position], exact[0, 0, row, column])
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
 def test_steps_of_16_bits_are_the_convolution(x, weight, padding) -> None:
     """One product; a lone tap is the second half of the last step, whose first has zeros."""
@@ -185,7 +186,7 @@ def test_steps_of_16_bits_are_the_convolution(x, weight, padding) -> None:
     assert_convolved(cut, sum_of_steps(cut, tiles, planes), exact)
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
 def test_steps_are_the_convolution(x, weight, padding) -> None:
     """The three products."""
@@ -205,7 +206,7 @@ def test_steps_are_the_convolution(x, weight, padding) -> None:
     assert_convolved(cut, sums, exact)
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(
     ("x", "weight", "padding"),
     [
@@ -221,7 +222,7 @@ def test_refused(x, weight, padding) -> None:
     assert native.conv_direct_cut(x, weight, padding, 4) == []
 
 
-@needs_nvcc
+@needs_compilers
 def test_16_bits_may_have_more_taps() -> None:
     sizes = ((2, 8, 32, 32), (64, 8, 5, 5), (2, 2, 2, 2))
     assert native.conv_direct_cut(*sizes, 2, x_bytes=2)
@@ -230,14 +231,14 @@ def test_16_bits_may_have_more_taps() -> None:
     assert native.conv_direct_cut(*larger, 2, x_bytes=2) == []
 
 
-@needs_nvcc
+@needs_compilers
 def test_refused_for_its_operands() -> None:
     sizes = ((2, 8, 16, 16), (64, 8, 3, 3), (0, 0, 0, 0))
     assert native.conv_direct_cut(*sizes, 4, operands=7)
     assert native.conv_direct_cut(*sizes, 4, operands=8) == []
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize("value", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 6)), 7]
@@ -249,7 +250,7 @@ def test_compiles_without_spills_or_serialised_products(
     check_compiles(CONV_DIRECT, operands, value)
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.slow
 @pytest.mark.parametrize("operands", [1, 5, 6, 7])
 def test_divisions_compile(tmp_path, monkeypatch, operands) -> None:
@@ -257,7 +258,7 @@ def test_divisions_compile(tmp_path, monkeypatch, operands) -> None:
     check_compiles(CONV_DIRECT, operands, divides=True)
 
 
-@needs_nvcc
+@needs_compilers
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
     spec = conv_sm90.IDENTITY.spec

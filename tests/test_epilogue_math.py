@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 from epilogues import ATTRS, FORMS, every_step
-from sm90 import needs_nvcc
+from toolchains import needs_compilers
 from torch import Tensor
 
-from fx_fuser import build, native
+from fx_fuser import build, compilers, native
 from fx_fuser.epilogue import OPS, Epilogue, Step, evaluate, kernel_spec
 from fx_fuser.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
 
-CUDA_HEADERS = build.DEFAULT_CUDA_HOME / "include"
+CUDA_HEADERS = compilers.DEFAULT_CUDA_HOME / "include"
 needs_host = pytest.mark.skipif(
     shutil.which("g++") is None or not (CUDA_HEADERS / "cuda_fp16.h").exists(),
     reason="needs g++ and CUDA's headers",
@@ -208,7 +208,7 @@ def _all_at_once(dtype: torch.dtype) -> KernelSpec:
     return KernelSpec(made.family, made.functor, definition, 2, dtype, dtype, (dtype,))
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_ops_compile_in_one_kernel(arch: str, dtype: torch.dtype) -> None:
@@ -216,7 +216,7 @@ def test_all_ops_compile_in_one_kernel(arch: str, dtype: torch.dtype) -> None:
     assert build.cubin(_all_at_once(dtype).text, arch).stat().st_size > 0
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["sin", "erfc", "mish", "elu", "lerp", "addcdiv", "logsigmoid"])
 def test_the_costliest_ops_fit_the_split_products_epilogue(op: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fx_fuser import build, eviction
+from fx_fuser import cache, eviction
+from fx_fuser.jobs import Job
 
 HOUR = 3600
 
@@ -57,23 +58,23 @@ def test_no_folder_is_no_fault(tmp_path: Path) -> None:
 
 def test_a_use_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    job = build.Job("ab" * 16, "text", ".txt", ".out", ("cp", "{source}", "{target}"))
-    before = build.builds()
-    (entry,) = build._ensure([job])
-    assert entry.read_text() == "text" and build.builds() == before + 1
+    job = Job("ab" * 16, "text", ".txt", ".out", ("cp", "{source}", "{target}"))
+    before = cache.builds()
+    (entry,) = cache.ensure([job])
+    assert entry.read_text() == "text" and cache.builds() == before + 1
     manifest = tmp_path / f"{job.key}.json"
     os.utime(manifest, (1.0, 1.0))
-    build._ensure([job])
-    assert manifest.stat().st_mtime > 1e9 and build.builds() == before + 1
+    cache.ensure([job])
+    assert manifest.stat().st_mtime > 1e9 and cache.builds() == before + 1
 
 
 def test_it_is_looked_at_after_builds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(eviction, "trim", lambda folder, size: asked.append(size))
-    monkeypatch.setattr(eviction, "_seen", build.builds())
+    monkeypatch.setattr(eviction, "_seen", cache.builds())
     eviction.keep_below(7)
     assert asked == []
-    monkeypatch.setattr(build, "_builds", build.builds() + 1)
+    monkeypatch.setattr(cache, "_builds", cache.builds() + 1)
     eviction.keep_below(7)
     eviction.keep_below(7)
     assert asked == [7_000_000]

@@ -24,13 +24,13 @@ from compare import (
     images,
     sites,
 )
-from test_build import ARCH, FakeCompiler, fake  # noqa: F401
+from toolchains import ARCH, FakeNvcc, put_nvrtc
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import apply, backend, build, calls, checks, ops, plan, rewrite
+from fx_fuser import apply, backend, build, cache, calls, checks, ops, plan, rewrite
 from fx_fuser.options import Options
 
 
@@ -279,8 +279,8 @@ def test_an_exception_that_steers_dynamo_passes(
 
 
 @pytest.fixture
-def gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As far as fx_fuser knows, tensors are on a GPU, and nobody has installed a toolkit."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as fx_fuser knows, tensors are on a GPU."""
     unavailable = plan.unavailable
 
     def of_a_gpu(device: torch.device) -> str | None:
@@ -291,33 +291,67 @@ def gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             return unavailable(torch.device("cuda:0"))
 
     monkeypatch.setattr(plan, "unavailable", of_a_gpu)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.setattr(build, "DEFAULT_CUDA_HOME", tmp_path)
 
 
+@pytest.mark.parametrize("other", [None, 12], ids=["none", "one of another version"])
 def test_without_a_compiler_the_model_runs_and_says_what_to_install(
-    gpu_without_nvcc: None, recorder: Recorder
+    other: int | None, gpu: None, bare: Path, fake_libnvrtc: Path, recorder: Recorder
 ) -> None:
+    if other is not None:
+        put_nvrtc(fake_libnvrtc, bare / "cu12/lib", bare / "cu12/include", other)
     model, x = ThreePatterns().eval(), images()
     with _our_warnings() as messages:
         value = _compile(model, strict=True)(x)
     assert torch.equal(value, model(x)) and sites() == {}
-    assert messages and all("nvcc was found neither on PATH" in m for m in messages)
+    assert len(set(messages)) == 1
+    assert "NVRTC of CUDA 13, for which this torch was built, was found neither" in messages[0]
+    assert "pip install 'nvidia-cuda-nvrtc==13.*'" in messages[0]
+    assert "or nvcc: nvcc was found neither on PATH" in messages[0]
+    assert ("libnvrtc.so.12" in messages[0]) == (other is not None)
+
+
+def test_a_source_that_nvrtc_refuses_costs_one_warning(
+    fake_nvrtc: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        plan, "_build_kernels", lambda *_: build.cubins(["// a", "// BROKEN"], ARCH)
+    )
+    model, x = ThreePatterns().eval(), images()
+    with _our_warnings() as messages:
+        value = _compile(model)(x)
+    assert torch.equal(value, model(x)) and sites() == {}
+    assert len(messages) == 1 and "error: no such thing" in messages[0]
+
+
+def test_a_truncated_cubin_is_compiled_again(
+    fake_nvrtc: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Path] = []
+    monkeypatch.setattr(
+        plan, "_build_kernels", lambda *_: built.extend(build.cubins(["// a", "// b"], ARCH))
+    )
+    model, x = ThreePatterns().eval(), images()
+    _compile(model, strict=True)(x)
+    os.truncate(built[0], 2)
+    torch._dynamo.reset()
+    with _our_warnings() as messages:
+        value = _compile(model, strict=True)(x)
+    assert torch.equal(value, model(x)) and messages == []
+    assert built[2:] == built[:2] and built[0].read_text() == "// a"
+    assert sites() == dict.fromkeys(ALL_THREE, 2)
 
 
 @pytest.fixture
-def builds(request: Any, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+def builds(fake: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
     """Each compilation builds something, as on a GPU, with a stand-in for nvcc."""
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: build.cubin("// a", ARCH))
-    compiler: FakeCompiler = request.getfixturevalue("fake")
-    return compiler
+    return fake
 
 
-def test_garbage_in_the_cache_is_replaced(builds: FakeCompiler, recorder: Recorder) -> None:
+def test_garbage_in_the_cache_is_replaced(builds: FakeNvcc, recorder: Recorder) -> None:
     model, x = ThreePatterns().eval(), images()
     _compile(model, strict=True)(x)
-    for entry in build.cache_dir().iterdir():
+    for entry in cache.cache_dir().iterdir():
         entry.write_bytes(b"\0garbage")
     torch._dynamo.reset()
     with _our_warnings() as messages:
@@ -331,22 +365,22 @@ def test_garbage_in_the_cache_is_replaced(builds: FakeCompiler, recorder: Record
 def test_a_cache_that_cannot_be_written_to(
     error: int,
     everywhere: bool,
-    builds: FakeCompiler,
+    builds: FakeNvcc,
     recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another folder does, and what is fused stays fused; without any, the model runs unfused."""
-    right, folder = build._build, build.cache_dir()
+    right, folder = cache._build, cache.cache_dir()
 
     def failing(target: Path, jobs: Any) -> None:
         if everywhere or target == folder:
             raise OSError(error, os.strerror(error))
         right(target, jobs)
 
-    monkeypatch.setattr(build, "_build", failing)
+    monkeypatch.setattr(cache, "_build", failing)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: build.cubin(f"// {error}", ARCH))
     if everywhere:
-        shutil.rmtree(build._fallback_dir())
+        shutil.rmtree(cache._fallback_dir())
     model, x = ThreePatterns().eval(), images()
     with _our_warnings() as messages:
         value = _compile(model)(x)

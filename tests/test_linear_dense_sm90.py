@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sm90 import check_compiles, gpu, needs_nvcc
+from sm90 import check_compiles, gpu
+from toolchains import needs_compilers
 
 from benchmarks import linear_dense_sm90
 from benchmarks.measure import float32_settings
@@ -15,7 +16,7 @@ from fx_fuser.kernel_spec import LINEAR_DENSE
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize("value", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("operands", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_compiles_without_spills_or_serialised_products(
@@ -25,7 +26,7 @@ def test_compiles_without_spills_or_serialised_products(
     check_compiles(LINEAR_DENSE, operands, value)
 
 
-@needs_nvcc
+@needs_compilers
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(4, 8)
     spec = linear_dense_sm90.IDENTITY.spec(x.dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sm90 import check_compiles, gpu, needs_nvcc
+from sm90 import check_compiles, gpu
+from toolchains import needs_compilers
 
 from benchmarks import linear_sm90
 from fx_fuser import build, native
@@ -13,7 +14,7 @@ from fx_fuser.kernel_spec import LINEAR_SPLIT
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(
     "operands", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3)), 12]
 )
@@ -22,7 +23,7 @@ def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, o
     check_compiles(LINEAR_SPLIT, operands)
 
 
-@needs_nvcc
+@needs_compilers
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(4, 8)
     with pytest.raises(build.BuildError, match="CUDA devices"):

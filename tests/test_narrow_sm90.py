@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from sm90 import gpu, needs_nvcc
+from sm90 import gpu
+from toolchains import needs_compilers
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -21,7 +22,7 @@ from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize("specs", [EXACT_PRODUCTS, MIXED_PRODUCTS], ids=["exact", "mixed"])
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str

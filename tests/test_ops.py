@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from typing import Any
 
 import pytest
 import torch
 from helpers import ADD, CONV, MUL
+from toolchains import needs_compilers
 from torch import Tensor
 from torch.library import opcheck
 
@@ -185,7 +185,7 @@ def test_opcheck_linear_kernel(kind: str, tail: str, kinds: str, save: bool) -> 
     opcheck(op, (*front, [], out, save))
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs_compilers
 def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     """As far as a CPU can tell: they are reached, and refuse its tensors."""
     native._load_shim()

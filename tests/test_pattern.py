@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ADD, CONV, MUL, Program, calls, check, compiled, fused, leaf, linear_program
 from kernel_text import epilogue_of, steps_in, text_of
+from toolchains import needs_compilers
 from torch import Tensor, nn
 
 import fx_fuser
@@ -190,13 +191,6 @@ def test_new_pattern_needs_its_own_constants(pattern: Callable[..., Any]) -> Non
     check(near, *program(pattern)[1], fuses={})
 
 
-def _needs_nvcc() -> None:
-    try:
-        build.toolchain()
-    except fx_fuser.BuildError as error:
-        pytest.skip(str(error))
-
-
 SOURCES: dict[str, tuple[Any, dict[str, torch.dtype], dict[str, Any]]] = {
     "tanh_mul": (tanh_mul, dict.fromkeys(("x", "weight", "bias", "a"), torch.float32), {}),
     "gelu_add bf16": (
@@ -212,9 +206,9 @@ SOURCES: dict[str, tuple[Any, dict[str, torch.dtype], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@needs_compilers
 @pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES.keys())
 def test_cuda_source_compiles(case: Any) -> None:
-    _needs_nvcc()
     source, dtypes, config = case
     text = text_of(source, dtypes, **config)
     op = {"tanh_mul": "tanh", "gelu_add": "gelu", "norm_clamp": "minimum"}[source.__name__]

@@ -6,7 +6,8 @@ from math import ceil
 
 import pytest
 import torch
-from sm90 import gpu, needs_nvcc
+from sm90 import gpu
+from toolchains import needs_compilers
 
 from benchmarks import split_planes_sm90
 from fx_fuser import native
@@ -33,7 +34,7 @@ def stages(batches: int, m: int, n: int, k: int, chunks: int) -> int:
     return ceil(tiles / SMS) * ceil(ceil(k / STAGE) / chunks)
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -53,7 +54,7 @@ def test_few_tiles_of_a_long_k_fill_the_gpu(sizes) -> None:
     assert stages(*sizes, chunks) <= 1.3 * ideal < stages(*sizes, 1)
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -68,7 +69,7 @@ def test_one_chunk_where_more_gain_nothing(sizes) -> None:
     assert native.linear_split_choice(*sizes).chunks == 1
 
 
-@needs_nvcc
+@needs_compilers
 @pytest.mark.parametrize(
     ("sizes", "weight_first"),
     [

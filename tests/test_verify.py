@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from compare import ALL_THREE, CONV, MUL_ADD, MUL_MUL, ThreePatterns, fused_compile, images, sites
 from helpers import linear_program
 from kernel_text import text_of
+from toolchains import needs_compilers
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
@@ -723,13 +724,10 @@ def test_a_broken_kernel_is_not_used(train: bool, monkeypatch: pytest.MonkeyPatc
     assert len(told) == 1
 
 
+@needs_compilers
 def test_the_kernel_broken_on_purpose_compiles(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    try:
-        build.toolchain()
-    except fx_fuser.BuildError:
-        pytest.skip("no CUDA toolkit here")
     _break_kernels(monkeypatch)
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
 

@@ -1,0 +1,245 @@
+"""NVRTC and nvcc: which compiles, what it is given, what it says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from toolchains import ARCH, FAKE_NVCC, SPILLING, FakeNvcc, needs_nvrtc, put_nvrtc
+
+from fx_fuser import build, cache, compilers
+from fx_fuser.errors import BuildError
+from fx_fuser.kernel_spec import POINTWISE
+
+# ---- which compiles ------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "pip, CUDA 13": (13, "nvidia/cu13/lib", "nvidia/cu13/include"),
+    "pip, CUDA 12": (12, "nvidia/cuda_nvrtc/lib", "nvidia/cuda_runtime/include"),
+    "toolkit": (13, "empty/lib64", "empty/include"),
+}
+
+
+@pytest.mark.parametrize("for_cpu", [False, True], ids=["torch for it", "torch for CPU"])
+@pytest.mark.parametrize("major, libraries, include", LAYOUTS.values(), ids=LAYOUTS)
+def test_nvrtc_is_found(
+    bare, fake_libnvrtc, tmp_path, monkeypatch, major, libraries, include, for_cpu
+):
+    monkeypatch.setattr(torch.version, "cuda", None if for_cpu else f"{major}.4")
+    put_nvrtc(fake_libnvrtc, tmp_path / libraries, tmp_path / include, major)
+    assert build.cubin("// a", ARCH).read_text() == "// a"
+
+
+def test_nvrtc_of_cuda_home_is_found(bare, fake_libnvrtc, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    found = put_nvrtc(fake_libnvrtc, home / "lib64", home / "include")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert compilers.nvrtc().library == found
+
+
+def test_nvrtc_beside_torch_comes_before_a_toolkits(fake_nvrtc, fake_libnvrtc, tmp_path):
+    put_nvrtc(fake_libnvrtc, tmp_path / "empty/lib64", tmp_path / "empty/include")
+    assert compilers.nvrtc().library == fake_nvrtc
+
+
+def test_packages_of_pip_are_searched_wherever_python_imports_from(tmp_path, monkeypatch):
+    (tmp_path / "nvidia").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    beside_torch = Path(torch.__file__).parents[1] / "nvidia"
+    folders = compilers._pip_folders()
+    assert folders[0] == beside_torch and tmp_path / "nvidia" in folders
+
+
+def with_nvcc(monkeypatch, fake: FakeNvcc) -> None:
+    gxx = fake.nvcc.parent / "g++"
+    gxx.write_text("#!/bin/sh\necho fake g++\n")
+    gxx.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.nvcc.parent}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize("chosen", ["", "nvrtc", "nvcc"])
+def test_the_variable_chooses_and_nvrtc_is_the_default(fake, fake_nvrtc, monkeypatch, chosen):
+    with_nvcc(monkeypatch, fake)
+    monkeypatch.setenv("FX_FUSER_COMPILER", chosen)
+    build.cubin("// a", ARCH)
+    assert fake.calls == (chosen == "nvcc")
+
+
+def test_an_unknown_compiler_is_refused(fake_nvrtc, monkeypatch):
+    monkeypatch.setenv("FX_FUSER_COMPILER", "clang")
+    with pytest.raises(BuildError, match="FX_FUSER_COMPILER is 'clang'; set it to nvrtc or nvcc"):
+        build.cubin("// a", ARCH)
+
+
+@pytest.mark.parametrize("other", [None, 12], ids=["missing", "of another version"])
+def test_nvcc_stands_in_for_nvrtc(fake, bare, fake_libnvrtc, monkeypatch, caplog, other):
+    with_nvcc(monkeypatch, fake)
+    if other is not None:
+        put_nvrtc(fake_libnvrtc, bare / "cu13/lib", bare / "cu13/include", other)
+    with caplog.at_level(logging.INFO, "fx_fuser.compilers"):
+        build.cubin("// a", ARCH)
+    assert fake.calls == 1
+    assert "nvcc compiles the kernels: NVRTC of CUDA 13" in caplog.text
+
+
+def test_nvrtc_of_another_version_is_named(bare, fake_libnvrtc, monkeypatch):
+    """Its cubins might not load: the driver is as old as torch's CUDA allows."""
+    other = put_nvrtc(fake_libnvrtc, bare / "cu12/lib", bare / "cu12/include", 12)
+    monkeypatch.setenv("FX_FUSER_COMPILER", "nvrtc")
+    with pytest.raises(BuildError) as caught:
+        build.cubin("// a", ARCH)
+    text = str(caught.value)
+    assert "NVRTC of CUDA 13, for which this torch was built, was found neither" in text
+    assert f"only {other}; pip install 'nvidia-cuda-nvrtc==13.*'" in text
+
+
+def test_without_any_compiler_both_are_named(bare):
+    with pytest.raises(BuildError, match=r"NVRTC .* pip install .*; or nvcc: nvcc was found neith"):
+        compilers.of_kernels()
+
+
+def test_missing_nvcc_names_the_remedy(bare):
+    with pytest.raises(BuildError, match=r"nvcc was found neither .* set CUDA_HOME"):
+        compilers.nvcc()
+
+
+@pytest.mark.parametrize("find", [compilers.nvcc, compilers.of_shim], ids=["nvcc", "the shim"])
+def test_missing_gxx_names_the_remedy(fake, monkeypatch, find):
+    monkeypatch.setenv("PATH", str(fake.nvcc.parent))
+    with pytest.raises(BuildError, match=r"g\+\+ was not found on PATH"):
+        find()
+
+
+def test_a_missing_cuda_runtime_names_the_remedy(bare, tmp_path, monkeypatch):
+    (tmp_path / "empty/g++").symlink_to(shutil.which("true", path="/usr/bin:/bin"))
+    with pytest.raises(BuildError, match=r"libcudart_static\.a and the headers .* pip install"):
+        compilers.of_shim()
+
+
+def test_cuda_home_is_searched(fake, tmp_path, monkeypatch):
+    gxx_only = tmp_path / "gxx"
+    gxx_only.mkdir()
+    (gxx_only / "g++").symlink_to(shutil.which("g++"))
+    monkeypatch.setenv("PATH", str(gxx_only))
+    monkeypatch.setenv("CUDA_HOME", str(fake.nvcc.parent.parent))
+    assert compilers.nvcc().nvcc == fake.nvcc
+
+
+# ---- what it is given, and what it says ----------------------------------------------------------
+
+
+def test_the_key_holds_nvccs_version(fake, tmp_path, monkeypatch):
+    before = build.cubin("// a", ARCH)
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    text = FAKE_NVCC.format(calls=fake.calls_file)
+    (newer / "nvcc").write_text(text.replace("fake 1.0", "fake 1.1"))
+    (newer / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(newer), prepend=os.pathsep)
+    assert build.cubin("// a", ARCH) != before
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "nvidia/cu13/lib/libnvrtc.so.13",
+        "nvidia/cu13/lib/libnvrtc-builtins.so.13.1",
+        "nvidia/cu13/include/cuda_fp16.h",
+        "kernels_cu/nvrtc/type_traits",
+    ],
+)
+def test_the_key_holds_what_only_nvrtc_sees(fake_nvrtc, tmp_path, monkeypatch, changed):
+    shutil.copytree(build.KERNELS, tmp_path / "kernels_cu")
+    monkeypatch.setattr(build, "KERNELS", tmp_path / "kernels_cu")
+    before, fingerprint = build.cubin("// a", ARCH), build.fingerprint()
+    assert build.cubin("// a", ARCH) == before
+    file = tmp_path / changed
+    file.write_bytes((file if file.exists() else fake_nvrtc).read_bytes() + b"\n")
+    assert build.cubin("// a", ARCH) != before
+    assert (build.fingerprint() != fingerprint) == changed.startswith("kernels_cu")
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("// BROKEN", r"error: no such thing\s*nvrtcCompileProgram: NVRTC_ERROR_COMPILATION"),
+        ("// SPILLS ALWAYS", "spills registers"),
+        ("// SERIAL", "serialises its wgmma"),
+    ],
+)
+def test_a_bad_source_fails_and_stays_out_of_the_cache(fake_nvrtc, text, says):
+    for _ in range(2):
+        with pytest.raises(BuildError, match=says):
+            build.cubin(text, ARCH)
+    assert not list(cache.cache_dir().glob("*.cubin"))
+
+
+def test_what_spills_is_compiled_again_with_few_registers(fake_nvrtc):
+    assert build.cubin("// SPILLS", ARCH).read_text() == "// SPILLS"
+
+
+def test_an_nvrtc_that_does_not_load_is_named(fake_nvrtc):
+    fake_nvrtc.write_text("no library")
+    with pytest.raises(BuildError, match=r"libnvrtc\.so\.13 does not load .*; reinstall NVRTC"):
+        build.cubin("// a", ARCH)
+
+
+# ---- the real NVRTC ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real_nvrtc(tmp_path, monkeypatch):
+    monkeypatch.setenv("FX_FUSER_COMPILER", "nvrtc")
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", build.ARCHS)
+def test_nvrtc_compiles_for_every_architecture(real_nvrtc, arch):
+    types = (torch.float32, torch.float16, torch.float16, torch.float32)
+    spec = build.example(POINTWISE, "EveryFunction", 2, *types)
+    code = build.cubin(spec.text, arch).read_bytes()
+    assert code[:4] == b"\x7fELF"
+    assert b"fx_fuser_pointwise_u32" in code and b"fx_fuser_pointwise_u64" in code
+
+
+@needs_nvrtc
+def test_nvrtcs_log_tells_of_spills(real_nvrtc):
+    with pytest.raises(BuildError, match=r"crowded spills registers .*; compile fewer"):
+        build.cubin(SPILLING, ARCH)
+
+
+# The sums are read before the product is waited for.
+SERIALISED = """
+#include "ptx_sm90.cuh"
+#include "wgmma_sm90.cuh"
+extern "C" __global__ void __launch_bounds__(128, 1) hasty(float* out, uint64_t a, uint64_t b) {
+  using fx_fuser::ptx::Wgmma;
+  float sum[8] = {};
+  fx_fuser::ptx::wgmma_fence();
+  Wgmma<__half>::run(sum, a, b, true);
+  fx_fuser::ptx::wgmma_commit();
+  for (int i = 0; i < 8; ++i) out[i] = sum[i] += 1;
+  fx_fuser::ptx::wgmma_fence();
+  Wgmma<__half>::run(sum, a, b, true);
+  fx_fuser::ptx::wgmma_commit();
+  fx_fuser::ptx::wgmma_wait<0>();
+  for (int i = 0; i < 8; ++i) out[8 + i] = sum[i];
+}
+"""
+
+
+@needs_nvrtc
+def test_nvrtcs_log_tells_of_serialised_products(real_nvrtc):
+    with pytest.raises(BuildError, match="serialises its wgmma"):
+        build.cubin(SERIALISED, ARCH)
+
+
+@needs_nvrtc
+def test_a_source_that_nvrtc_refuses_is_told_with_its_line(real_nvrtc):
+    with pytest.raises(BuildError, match=r'\(2\): error: identifier "absent" is undefined'):
+        build.cubin("__device__ int f() {\n  return absent; }", ARCH)
