@@ -211,9 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fx_fuser.build", description=main.__doc__)
     parser.add_argument("--all-archs", action="store_true", help=f"for {', '.join(ARCHS)}")
     parser.add_argument("--arch", action="append", default=[], help="for this one, say sm_90a")
+    parser.add_argument("--no-shim", action="store_true", help="kernels alone, without g++")
     chosen = parser.parse_args(arguments)
 
-    passed = [_attempt("shim", shim)]
+    passed = [] if chosen.no_shim else [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
         specs = _pointwise_examples() + (_product_examples() if arch == "sm_90a" else [])
         sources = [batch_stats_source(), *(spec.text for spec in specs)]
