@@ -96,6 +96,11 @@ def _cuda_files() -> Iterator[CudaFiles]:
         yield _toolkit(toolkit)
 
 
+def _cuda_of_torch() -> str | None:
+    """The major version, "13"."""
+    return torch.version.cuda.split(".")[0] if torch.version.cuda else None
+
+
 def _toolkit(home: Path) -> CudaFiles:
     folders = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
     return CudaFiles(home / "include", tuple(home / folder for folder in folders))
@@ -158,7 +163,7 @@ def nvrtc() -> Nvrtc:
     Raises:
         BuildError: it is missing or of another version.
     """
-    wanted = torch.version.cuda.split(".")[0] if torch.version.cuda else None
+    wanted = _cuda_of_torch()
     others = []
     for files in _cuda_files():
         for library in _libnvrtcs(files):
@@ -253,16 +258,21 @@ class Host:
 
 
 def of_shim() -> Host:
-    """g++ of PATH, and the first CUDA runtime that has all its headers.
+    """g++ of PATH, and a CUDA runtime: of torch's version, or any where that is not here.
+
+    A newer one than torch's may ask for a newer driver.
 
     Raises:
         BuildError: names what is missing and how to get it.
     """
     cxx = _gxx()
-    for files in _cuda_files():
-        cudart = files.find("libcudart_static.a")
-        if cudart is not None and (files.include / "crt" / "host_defines.h").exists():
-            return Host(cxx, _version_of(str(cxx)), files.include, cudart)
+    for of_torch in (True, False):
+        for files in _cuda_files():
+            cudart = files.find("libcudart_static.a")
+            if cudart is None or not (files.include / "crt/host_defines.h").exists():
+                continue
+            if not of_torch or files.find(f"libcudart.so.{_cuda_of_torch() or ''}"):
+                return Host(cxx, _version_of(str(cxx)), files.include, cudart)
     raise BuildError(
         "libcudart_static.a and the headers of the CUDA runtime, of which g++ makes the shim, were "
         f"found neither beside torch nor in $CUDA_HOME nor in {DEFAULT_CUDA_HOME}; install the "
