@@ -164,15 +164,15 @@ def nvrtc() -> Nvrtc:
         BuildError: it is missing or of another version.
     """
     wanted = _cuda_of_torch()
-    others = []
+    others: dict[Path, Path] = {}  # folders of a toolkit may be links to each other
     for files in _cuda_files():
         for library in _libnvrtcs(files):
             if wanted not in (None, library.suffix[1:]):
-                others.append(str(library))
+                others.setdefault(library.resolve(), library)
             elif (files.include / "cuda_fp16.h").exists():
                 return Nvrtc(library, files.include, _version_of_nvrtc(library))
     of_version = f" of CUDA {wanted}, for which this torch was built," if wanted else ""
-    instead = f", only {', '.join(others)}" if others else ""
+    instead = f", only {', '.join(map(str, others.values()))}" if others else ""
     ending = "-cu12" if wanted == "12" else f"=={wanted or 13}.*"
     raise BuildError(
         f"NVRTC{of_version} was found neither beside torch nor in $CUDA_HOME nor in "

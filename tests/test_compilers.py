@@ -86,9 +86,12 @@ def test_nvcc_stands_in_for_nvrtc(fake, bare, fake_libnvrtc, monkeypatch, caplog
     assert "nvcc compiles the kernels: NVRTC of CUDA 13" in caplog.text
 
 
-def test_nvrtc_of_another_version_is_named(bare, fake_libnvrtc, monkeypatch):
-    """Its cubins might not load: the driver is as old as torch's CUDA allows."""
-    other = put_nvrtc(fake_libnvrtc, bare / "cu12/lib", bare / "cu12/include", 12)
+def test_nvrtc_of_another_version_is_named(bare, fake_libnvrtc, tmp_path, monkeypatch):
+    """Its cubins might not load: the driver may be as old as torch's CUDA allows."""
+    home = tmp_path / "home"
+    other = put_nvrtc(fake_libnvrtc, home / "lib64", home / "include", 12)
+    (home / "lib").symlink_to(home / "lib64")
+    monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("FX_FUSER_COMPILER", "nvrtc")
     with pytest.raises(BuildError) as caught:
         build.cubin("// a", ARCH)
