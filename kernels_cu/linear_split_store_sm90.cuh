@@ -29,7 +29,7 @@ struct Store {
   // leave none to spill.
   static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
   static constexpr int kMostWords = 16;
-  static constexpr int kAhead = kWords > kMostWords ? 1 : kWords < 4 ? 6 : 24 / kWords;
+  static constexpr int kAhead = kWords > kMostWords ? 1 : kWords < 4 ? 4 : 16 / kWords;
   static constexpr int kElementsAhead = kOperands < 2 ? 4 : kOperands < 8 ? 2 : 1;
   static_assert(kUnits * kLinearVector == kElements && kBatches * kElements == 64);
   static_assert(kElements % kElementsAhead == 0);
