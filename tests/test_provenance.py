@@ -142,6 +142,13 @@ def test_two_products_where_the_dtypes_differ() -> None:
     assert op == "split_product" and dtypes == (BF16, F32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool], ids=str)
+def test_only_the_operand_that_was_cast_from_16_bits(dtype: torch.dtype) -> None:
+    x, w = pair()
+    noted = check(lambda x, w: F.linear(x.float(), w.float()), x, w.to(dtype))
+    assert noted.ours == [("split_product", (BF16, F32))]
+
+
 def test_a_batch_of_two_that_were_cast_reads_one_of_them() -> None:
     noted = check(lambda x, w: x.float() @ x.float().mT, *pair())
     assert noted.ours == [("split_product", (BF16, F32))]
