@@ -14,12 +14,6 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
          f"{FILE}::test_a_result_that_is_written_to_before_backward"),
     ),
     (
-        "provenance: a copy that is not made again in backward", "provenance.py",
-        "torch.ops.fx_fuser.kept.default, node)", "_aten.clone.default, node)",
-        (f"{FILE}::test_what_a_module_holds_is_written_to_before_backward[a buffer in forward]",
-         f"{FILE}::test_what_a_module_holds_is_written_to_before_backward[a parameter's data]"),
-    ),
-    (
         "provenance: only of 16 bits", "provenance.py",
         "if not isinstance(value, Tensor) or value.dtype not in dtypes:",
         "if not isinstance(value, Tensor):",

@@ -367,6 +367,23 @@ def test_what_a_module_holds_is_written_to_before_backward(
     torch.testing.assert_close(found_gradient, gradient(torch.compile(stock), stock))
 
 
+def test_views_of_what_is_written_to_before_backward() -> None:
+    """A copy that costs more to keep than to make again."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return x.float().expand(3, 2, 5, 16).reshape(-1, 16) @ w.float().t()
+
+    x, w = (v.requires_grad_() for v in pair())
+    y = compiled(body)(x, w)
+    expected = torch.autograd.grad(body(x, w).sum(), (x, w))
+    with torch.no_grad():
+        x.mul_(2)
+        w.mul_(2)
+    found_grads = torch.autograd.grad(y.sum(), (x, w))
+    for value, other in zip(found_grads, expected):
+        torch.testing.assert_close(value, other, atol=0.02, rtol=0.02)
+
+
 def test_a_gram_matrix_either_way_round() -> None:
     for body in (lambda x, w: w.float().t() @ w.float(), lambda x, w: gram(w.float())):
         check(body, *pair())
