@@ -246,8 +246,8 @@ def kinds_table(rows: Sequence[Row]) -> str:
 
 def whole_nets_section(rows: Sequence[Row]) -> str:
     said = (
-        "Medians in ms; a training step is forward, loss and backward. GPU time is the sum over "
-        "kernels. Error: relative Frobenius error of the logits against float64; accurate: "
+        "Medians in ms; a training step is forward, loss and backward. GPU time is what the GPU "
+        "is busy. Error: relative Frobenius error of the logits against float64; accurate: "
         "every output and gradient within the bound of Accuracy. Dropout is off for these two."
     )
     body = kinds_table(rows)

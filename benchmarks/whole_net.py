@@ -27,7 +27,7 @@ class Result(measure.Sites, total=False):
     """What one mode did; what is not there was not reached or not asked for."""
 
     wall_ms: float  # median, from an idle GPU until it is idle
-    gpu_ms: float  # median of the sum over kernels
+    gpu_ms: float  # median of what the GPU is busy
     kinds: dict[str, float]
     first_s: float  # the first step of the measuring process, caches as they were
     cold_s: float  # the first step in a process of its own, with empty caches
