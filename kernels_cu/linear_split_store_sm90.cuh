@@ -16,9 +16,12 @@ struct Store {
   using Values = Inputs<Operands, In...>;
   using Vectors = PackedVectors<Operands, kLinearVector, In...>;
   static constexpr int kOperands = sizeof...(In);
-  // Of what has no operand, a product alone say, as backward passes need it over few k, results are
-  // stored from the accumulators' layout, in whole sectors.
-  static constexpr bool kIsPartial = std::is_same_v<Epilogue, Partial>;  // it can be in pairs
+  // Where partial sums go is ours to choose: they can always be stored in pairs.
+  static constexpr bool kIsPartial = std::is_same_v<Epilogue, Partial>;
+  // kDirect: stored from the accumulators' layout, in whole sectors: partial sums, and what has
+  // neither operands nor scalars, such as a product alone, which backward passes need over few k.
+  // kMostWords: registers that one vector of each operand may take; kWordsAhead: that those on
+  // their way may. What would spill is compiled again with fewer (fx_fuser/build.py).
 #ifdef FX_FUSER_FEW_REGISTERS
   static constexpr bool kDirect = kIsPartial;
   static constexpr int kMostWords = 8;
@@ -32,8 +35,6 @@ struct Store {
   static constexpr int kBatches = kTileM / kBatchM;
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
   static constexpr int kUnits = kElements / kLinearVector;
-  // Registers that the vectors of all operands take; and as many of those on their way together as
-  // leave none to spill.
   static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
   static constexpr int kAhead = kWords > kMostWords ? 1 : kWordsAhead / (kWords < 4 ? 4 : kWords);
   static constexpr int kElementsAhead = kOperands < 2 ? 4 : kOperands < 8 ? 2 : 1;
