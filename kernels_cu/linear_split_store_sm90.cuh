@@ -29,7 +29,7 @@ struct Store {
 #else
   static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
   static constexpr int kMostWords = 16;
-  static constexpr int kWordsAhead = 16;
+  static constexpr int kWordsAhead = 20;
 #endif
   static constexpr int kPlaces = LinearResult::kFirstOperand + kOperands;
   static constexpr int kBatches = kTileM / kBatchM;
