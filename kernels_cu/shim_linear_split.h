@@ -372,7 +372,8 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
       kernels, *call, wish, x, is_stored_in_pairs(*result, sizes.n, out.element_size()), stream};
   const int64_t padded_k = ceil_div(sizes.k, kLinearTileK) * kLinearTileK;
   const int64_t at_once =
-      rows_at_once(all.first, sizes.batches, split_parts(kernels) * 2 * padded_k);
+      rows_at_once(choice.weight_first ? sizes.transposed() : sizes,
+                   split_parts(kernels) * 2 * padded_k, kernels.multiprocessors);
   if (at_once >= all.first.rows) {
     launch.run(all);
     return true;

@@ -54,16 +54,31 @@ struct SplitPart {
   }
 };
 
-// The rows of an operand whose split a launch may keep in memory: a language model's gradient of
-// its logits, split whole, would be a tenth of a training step's peak.
-constexpr int64_t kMostSplitBytes = 64ll << 20;
+// Of an operand's split that a launch may keep in memory: a language model's gradient of its
+// logits, split whole, would be a tenth of a training step's peak.
+constexpr int64_t kMostSplitBytes = 96ll << 20;
+constexpr double kPartSeconds = 15e-6;  // that another part costs beside its own work, as measured
 
-// In equal parts of whole tiles. bytes_of_row: of its split.
-int64_t rows_at_once(const SplitOperand& first, int64_t batches, int64_t bytes_of_row) {
-  if (batches > 1 || first.rows * bytes_of_row <= kMostSplitBytes) return first.rows;
-  const int64_t tiles = ceil_div(first.rows, kLinearTileM);
+// How many rows of the operand that is split first a launch takes: whole tiles, in as many parts as
+// are modelled as the fastest. sizes: with these rows as m. bytes_of_row: of its split.
+int64_t rows_at_once(const SplitSizes& sizes, int64_t bytes_of_row, int64_t multiprocessors) {
+  if (sizes.batches > 1 || sizes.m * bytes_of_row <= kMostSplitBytes) return sizes.m;
+  const int64_t tiles = ceil_div(sizes.m, kLinearTileM);
   const int64_t held = std::max<int64_t>(kMostSplitBytes / (bytes_of_row * kLinearTileM), 1);
-  return ceil_div(tiles, ceil_div(tiles, held)) * kLinearTileM;
+  const int64_t fewest = ceil_div(tiles, held);
+  int64_t best_rows = 0;
+  double best = 0;
+  for (int64_t parts = fewest; parts <= std::min(2 * fewest, tiles); ++parts) {
+    SplitSizes part = sizes;
+    part.m = ceil_div(tiles, parts) * kLinearTileM;
+    const double of_part = kPartSeconds + split_plan(part, multiprocessors).seconds;
+    const double seconds = static_cast<double>(ceil_div(sizes.m, part.m)) * of_part;
+    if (best_rows == 0 || seconds < best) {
+      best_rows = part.m;
+      best = seconds;
+    }
+  }
+  return best_rows;
 }
 
 }  // namespace
