@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutants_bmm
+import mutants_masks
 import mutants_provenance
 from test_hazards import ELSEWHERE, TRAPS
 
@@ -511,7 +512,7 @@ def survives(mutant: Mutant) -> bool:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    listed = (*mutants_bmm.MUTANTS, *mutants_provenance.MUTANTS)
+    listed = (*mutants_bmm.MUTANTS, *mutants_masks.MUTANTS, *mutants_provenance.MUTANTS)
     batches = (Mutant(*parts) for parts in listed)
     mutants = [m for m in (*check_mutants(), *CONDITIONS, *REDESIGN, *batches) if wanted in m.name]
     surviving = []
