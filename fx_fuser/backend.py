@@ -213,9 +213,10 @@ def fuse(
     active = [p for p in _registry if options.selects(p.name)]
     found: list[tuple[GraphModule, Graph, Reading]] = []
     subclasses.mark(gm, inputs)
+    reader = masks.Reader()
     for module in bodies(gm):
         graph = copy_of(module.graph)
-        attended = masks.simplify(graph) if options.takes_masks else []
+        attended = reader.simplify(module, graph) if options.takes_masks else []
         decompose(graph)
         read = _read(View(graph, end_of(module)), active, options)
         read.masks = attended

@@ -12,7 +12,7 @@ that the model is given, so it is the same in every call: it is made once, here,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser.nodes import argument_of, meta_tensor, nodes_in, storages, writes_of
+from fx_fuser.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
 from fx_fuser.words import called, statement
 
 # What masks are made of: nothing that is random, waits for another process, or leaves memory as it
@@ -62,33 +62,92 @@ class _Stays(Exception):
     """Why a mask is left where it is."""
 
 
-def simplify(graph: Graph) -> list[Mask]:
-    """Take proven masks from the attentions of a Dynamo graph, which is edited."""
-    nodes = list(graph.nodes)
-    writes = {node: written for node in nodes if (written := writes_of(node))}
-    known: dict[tuple[Any, ...], tuple[str, str]] = {}
-    found: list[Mask] = []
-    for at, node in enumerate(nodes):
-        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
-            continue
-        mask = argument_of(node, *_MASK)
-        if not isinstance(mask, Node) or argument_of(node, *_CAUSAL) not in (None, False):
-            continue
-        try:
-            length, makers = _length(node), _makers(mask, nodes[:at], writes)
-            key = (mask, length, *makers)
-            if key not in known:
-                known[key] = _what_it_is(mask, makers, length)
-            done, reason = known[key]
-            if reason:
-                raise _Stays(reason)
-            _take_away(node, done)
-        except _Stays as stays:
-            found.append(Mask(node, reason=str(stays)))
-            continue
-        found.append(Mask(node, done))
-        _erase(mask)
-    return found
+@dataclass
+class _Scope:
+    """The nodes of a graph before one of them.
+
+    writes: of those that write, to what. outer, given: where the graph is the body of a region that
+    is called once, what comes before the call, and what a placeholder stands for there.
+    """
+
+    nodes: Sequence[Node]
+    writes: Mapping[Node, Sequence[Node]]
+    outer: _Scope | None = None
+    given: Mapping[Node, Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, outer: _Scope | None, call: Node | None) -> _Scope:
+        nodes = list(graph.nodes)
+        writes = {node: written for node in nodes if (written := writes_of(node))}
+        if outer is None or call is None:
+            return cls(nodes, writes)
+        inputs = graph.find_nodes(op="placeholder")
+        arguments = call.args[len(call.args) - len(inputs) :]
+        given = {p: a for p, a in zip(inputs, arguments) if isinstance(a, Node)}
+        return cls(nodes, writes, outer, given)
+
+    def before(self, at: int) -> _Scope:
+        return replace(self, nodes=self.nodes[:at])
+
+    def all_given(self) -> dict[Node, Node]:
+        outer = {} if self.outer is None else self.outer.all_given()
+        return {**outer, **self.given}
+
+
+class Reader:
+    """Of the graphs of one module, those of regions after those that call them."""
+
+    def __init__(self) -> None:
+        self._calls: dict[GraphModule, list[tuple[_Scope, Node]]] = {}
+
+    def simplify(self, module: GraphModule, graph: Graph) -> list[Mask]:
+        """Take proven masks from the attentions of a Dynamo graph, which is edited.
+
+        graph: the module's, or a copy.
+        """
+        calls = self._calls.get(module, [])
+        scope = _Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
+        known: dict[tuple[Any, ...], tuple[str, str]] = {}
+        found: list[Mask] = []
+        for at, node in enumerate(scope.nodes):
+            body = body_of(node)
+            # An `invoke_subgraph` may share its body with others, in other graphs.
+            if body is not None and getattr(node.target, "__name__", "") != "invoke_subgraph":
+                self._calls.setdefault(body, []).append((scope.before(at), node))
+            mask = _mask_of(node)
+            if mask is None:
+                continue
+            try:
+                _take_away(node, _proven(node, mask, scope.before(at), known))
+            except _Stays as stays:
+                found.append(Mask(node, reason=str(stays)))
+                continue
+            found.append(Mask(node, "causal" if argument_of(node, *_CAUSAL) else "open"))
+            _erase(mask)
+        return found
+
+
+def _mask_of(node: Node) -> Node | None:
+    """Of an attention, where it has one and is not causal beside."""
+    if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
+        return None
+    mask = argument_of(node, *_MASK)
+    causal = argument_of(node, *_CAUSAL) not in (None, False)
+    return mask if isinstance(mask, Node) and not causal else None
+
+
+def _proven(
+    node: Node, mask: Node, scope: _Scope, known: dict[tuple[Any, ...], tuple[str, str]]
+) -> str:
+    """ "causal" or "open"; raises _Stays if it is neither, or that cannot be told."""
+    length, makers = _length(node), _makers([mask], scope)
+    key = (mask, length, *makers)
+    if key not in known:
+        known[key] = _what_it_is(mask, makers, scope, length)
+    kind, reason = known[key]
+    if reason:
+        raise _Stays(reason)
+    return kind
 
 
 def _length(node: Node) -> tuple[int, int]:
@@ -104,37 +163,40 @@ def _length(node: Node) -> tuple[int, int]:
     return lengths  # type: ignore[return-value]
 
 
-def _what_it_is(mask: Node, makers: Sequence[Node], length: tuple[int, int]) -> tuple[str, str]:
+def _what_it_is(
+    mask: Node, makers: Sequence[Node], scope: _Scope, length: tuple[int, int]
+) -> tuple[str, str]:
     """ "causal" or "open"; or "" and the reason why it is neither."""
     try:
-        return _kind_of(_evaluated(mask, makers), length), ""
+        return _kind_of(_evaluated(mask, makers, scope.all_given()), length), ""
     except _Stays as stays:
         return "", str(stays)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         return "", f"its mask cannot be made ahead: {type(error).__name__}: {error}"
 
 
-def _makers(
-    mask: Node, before: Sequence[Node], writes: Mapping[Node, Sequence[Node]]
-) -> list[Node]:
-    """All nodes that make the mask or write to what it is made of, in order."""
+def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
+    """All nodes that make the masks or write to what they are made of, in order."""
     makers: set[Node] = set()
-    todo = [mask]
+    todo = list(masks)
     while todo:
         while todo:
             node = todo.pop()
             if node not in makers:
-                _check(node)
+                if node not in scope.given:
+                    _check(node)
                 makers.add(node)
                 todo += _values_read(node)
         memory = storages(makers)
-        for node in before:
-            written = writes.get(node, ()) if node not in makers else ()
+        for node in scope.nodes:
+            written = scope.writes.get(node, ()) if node not in makers else ()
             if not makers.isdisjoint(written) or not memory.isdisjoint(storages(written)):
                 todo.append(node)
     if any(_name_of_call(n) == "add_batch_dim" for n in makers):
-        makers.update(n for n in before if n.target in _NESTING)
-    return [n for n in before if n in makers]
+        makers.update(n for n in scope.nodes if n.target in _NESTING)
+    given = [scope.given[n] for n in makers if n in scope.given]
+    outer = _makers(given, scope.outer) if given and scope.outer is not None else []
+    return outer + [n for n in scope.nodes if n in makers]
 
 
 def _values_read(node: Node) -> tuple[Node, ...]:
@@ -165,9 +227,10 @@ def _check(node: Node) -> None:
             raise _Stays(f"its mask is made of {value.numel()} elements, too many to look at")
 
 
-def _evaluated(mask: Node, makers: Sequence[Node]) -> Tensor:
+def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -> Tensor:
     """What the graph makes, on the device on which it does."""
     last = {n: node for node in makers for n in _values_read(node)}
+    kept = {mask, *given.values()}
     values: dict[Node, Any] = {}
     depth = 0
 
@@ -179,13 +242,15 @@ def _evaluated(mask: Node, makers: Sequence[Node]) -> Tensor:
             for node in makers:
                 args = torch.fx.map_arg(node.args, value_of)
                 kwargs = torch.fx.map_arg(node.kwargs, value_of)
-                if node.op == "call_method":
+                if node in given:
+                    values[node] = values[given[node]]
+                elif node.op == "call_method":
                     values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 else:
                     values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
                     depth += _NESTING.get(node.target, 0)  # type: ignore[arg-type]
                 for n in _values_read(node):
-                    if last[n] is node and n is not mask:
+                    if last[n] is node and n not in kept:
                         del values[n]
         finally:
             for _ in range(depth):

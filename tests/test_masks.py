@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from benchmarks.big_nets import NETS
@@ -33,7 +34,7 @@ def read(attend: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> lis
     found: list[masks.Mask] = []
 
     def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
-        found.extend(masks.simplify(gm.graph))
+        found.extend(masks.Reader().simplify(gm, gm.graph))
         gm.graph.lint()
         gm.recompile()
         return gm
@@ -141,7 +142,7 @@ def test_a_mask_that_is_not_surely_so_stays(what: str) -> None:
 
     def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
         before = str(gm.graph)
-        found.extend(masks.simplify(gm.graph))
+        found.extend(masks.Reader().simplify(gm, gm.graph))
         assert str(gm.graph) == before
         return gm
 
@@ -232,7 +233,7 @@ def test_what_fails_within_a_vmap_leaves_none_open() -> None:
     def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
         (node,) = gm.graph.find_nodes(op="call_function", target=operator.and_)
         node.args = (node.args[0], "no tensor")
-        (mask,) = masks.simplify(gm.graph)
+        (mask,) = masks.Reader().simplify(gm, gm.graph)
         assert mask.reason.startswith("its mask cannot be made ahead: ")
         assert torch._C._functorch.peek_interpreter_stack() is None
         raise RuntimeError("seen")
@@ -240,6 +241,32 @@ def test_what_fails_within_a_vmap_leaves_none_open() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="seen"):
         torch.compile(attend, backend=backend)(*qkv())
+
+
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_that_is_given_to_checkpointed_layers(causal: bool, inner: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.sin(F.scaled_dot_product_attention(q, k, v, mask[:, :, :, :S]))
+
+    def again(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        made: Tensor = checkpoint(layer, q, k, v, mask[:1], use_reentrant=False)
+        return made.cos()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = (compared() if causal else compared().t())[None, None].expand(2, 1, S, S)
+        for within in (layer, again):
+            q = checkpoint(within, q, k, v, mask, use_reentrant=False)
+        return q
+
+    torch._dynamo.reset()
+    counters.clear()
+    inputs = qkv()
+    options = {"inner": inner, "strict": True}
+    results = attend(*inputs), torch.compile(attend, backend="fx_fuser", options=options)(*inputs)
+    for mine, theirs in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in results)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert counters["fx_fuser_masks"] == ({"causal": 2} if causal else {})
 
 
 # ---- by the backend ------------------------------------------------------------------------------
