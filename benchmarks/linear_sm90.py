@@ -76,12 +76,13 @@ def run(
     z: Tensor | None = None,
     chunks: int = 0,
     first: First = "",
+    exact: bool = False,
 ) -> Tensor:
     if out is None:
         out = x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=example.out)
     numbers = scalars or [2.0] * example.scalars
     taken = native.linear_split(
-        example.spec, x, weight, bias, out, z, operands or [], numbers, chunks, first
+        example.spec, x, weight, bias, out, z, operands or [], numbers, chunks, first, exact
     )
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out

@@ -24,6 +24,7 @@ from benchmarks.linear_sm90 import (
     EXAMPLES,
     GUESSED,
     IDENTITY,
+    OPERANDS,
     SENTINEL,
     SWISH,
     First,
@@ -110,7 +111,8 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
         first = choose.choice(ROLES)
         keeps_z = choose.random() < 0.5
         kept = z if keeps_z else None
-        run(example, x, weight, bias, operands, scalars, out, kept, chunks, first)
+        exact_scales = choose.random() < 0.3
+        run(example, x, weight, bias, operands, scalars, out, kept, chunks, first, exact_scales)
 
         exact_z = x.double() @ weight.double().mT
         exact_z = exact_z if bias is None else exact_z + bias.double()
@@ -266,12 +268,75 @@ def fallbacks(failures: list[str]) -> None:
     native.wake([PRODUCT_ALONE], CUDA)
     expect("when reset", a, b, b)
     a[:, :GUESSED] = 0
-    expect("guesses that fail", a, b, b)
+    slow = milliseconds(lambda: product(a, b))
     for _ in range(KNOWN_AFTER):
         product(a, b)
         torch.cuda.synchronize()
-    expect("after guesses that fail", a, b, a)
+    found = milliseconds(lambda: product(a, b))
+    if not found < 0.8 * slow:
+        failures.append(f"after guesses that fail a call takes {found:.3f} ms for {slow:.3f}")
     native.wake([PRODUCT_ALONE], CUDA)
+
+
+def milliseconds(step: Callable[[], Tensor]) -> float:
+    """Of one call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def exact_scales(failures: list[str]) -> None:
+    """Scales found ahead: of data whose first columns mislead, and of special values."""
+    for m, n, k in ((200, 300, 500), (256, 384, 8192)):
+        x = torch.randn(m, k, device=CUDA)
+        for what, weight in misleading(n, k):
+            exact = x.double() @ weight.double().t()
+            ways: tuple[tuple[First, int], ...] = (("x", 0), ("weight", 0), ("x", 3))
+            for first, chunks in ways:
+                a, b = (x, weight) if first == "x" else (weight, x)
+                ours = run(IDENTITY, a, b, chunks=chunks, first=first, exact=True)
+                truth = exact if first == "x" else exact.t()
+                named = f"exact scales, {m} x {n} x {k} in {chunks}, {what}, {first} first"
+                compare(named, ours, a @ b.t(), truth, failures)
+    special_values(failures, multiply=lambda a, b: run(IDENTITY, a, b, first="x", exact=True))
+
+
+def by_parts(failures: list[str]) -> None:
+    """An operand whose split would be large is split in parts, with all that an epilogue reads."""
+    for m, n, k in ((20_000, 260, 2048), (20_001, 131, 2049)):
+        x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
+        exact = x.double() @ weight.double().t()
+        ways: tuple[tuple[First, Tensor, Tensor], ...]
+        ways = (("x", x, weight), ("weight", weight, x))
+        for first, a, b in ways:
+            bias = torch.randn(b.shape[0], device=CUDA)
+            operands = [random_operand((a.shape[0], b.shape[0]), dtype, random.Random(m))
+                        for dtype in OPERANDS.operands]  # fmt: skip
+            truth = (exact if first == "x" else exact.t()) + bias.double()
+            frame, out = framed((a.shape[0], b.shape[0]), torch.float32)
+            z_frame, z = framed((a.shape[0], b.shape[0]), torch.float32)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run(OPERANDS, a, b, bias, operands, [0.5], out, z, 0, first)
+            torch.cuda.synchronize()
+            held = torch.cuda.max_memory_allocated() - before
+            whole = OPERANDS.reference(truth, operands, [0.5])
+            what = f"by parts, {m} x {n} x {k}, {first} first"
+            for name, value, right in (("z", z, truth), ("result", out, whole)):
+                error = relative(value, right)
+                if not error <= 1e-6:
+                    failures.append(f"{what}: {name} off by {error:.2e}")
+            copied = 0 if k % 4 == 0 else b.nbytes + (1 << 20)
+            if held > (112 << 20) + copied:
+                failures.append(f"{what}: {held >> 20} MiB beside the result")
+            for name, whole_frame, value in (("out", frame, out), ("z", z_frame, z)):
+                value.fill_(SENTINEL)
+                if not bool((whole_frame == SENTINEL).all()):
+                    failures.append(f"{what}: writes beside {name}")
 
 
 @dataclass(frozen=True)
@@ -316,7 +381,9 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
     return rows
 
 
-CHECKS = (chunked_values, weight_first, same_bits, by_the_op, fallbacks)
+CHECKS = (
+    chunked_values, weight_first, same_bits, by_the_op, fallbacks, exact_scales, by_parts
+)  # fmt: skip
 
 
 # ---- time ----------------------------------------------------------------------------------------

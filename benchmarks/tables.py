@@ -220,7 +220,8 @@ def whole_nets_table(rows: Sequence[Row]) -> str:
         line += [f"**{gain}**" if gain else "", factor(ratio(row, "wall_ms")), peak(row)]
         line += [cell(row, mode, "err", ".1e") for mode in ("eager", "inductor", "fx_fuser")]
         ours = row["modes"].get("fx_fuser", {})
-        line.append({None: "", True: "yes", False: "no"}[ours.get("accurate")])
+        said = {None: "", True: "yes", False: "no"}[ours.get("accurate")]
+        line.append("as Inductor" if ours.get("as_inductor") else said)
         lines.append(line)
     return table(lines, header, 4)
 
@@ -246,9 +247,10 @@ def kinds_table(rows: Sequence[Row]) -> str:
 
 def whole_nets_section(rows: Sequence[Row]) -> str:
     said = (
-        "Medians in ms; a training step is forward, loss and backward. GPU time is the sum over "
-        "kernels. Error: relative Frobenius error of the logits against float64; accurate: "
-        "every output and gradient within the bound of Accuracy. Dropout is off for these two."
+        "Medians in ms; a training step is forward, loss and backward. GPU time is what the GPU "
+        "is busy. Error: relative Frobenius error of the logits against float64; accurate: "
+        "every output and gradient within the bound of Accuracy, or within the same of Inductor's "
+        "error, whose the other operations are. Dropout is off for these two."
     )
     body = kinds_table(rows)
     parts = [caption(rows, "whole_nets"), whole_nets_table(rows), said]

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from fx_fuser import (
     checks,
     eviction,
     gate,
+    masks,
     patterns,
     plan,
     provenance,
@@ -35,12 +35,14 @@ from fx_fuser import (
     verify,
 )
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.bodies import bodies, copy_of, restorable, twin
 from fx_fuser.decompose import decompose, recompose
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
+from fx_fuser.masks import Mask
 from fx_fuser.match import Fault, Match, Refusal, find
 from fx_fuser.near import near_miss
-from fx_fuser.nodes import TRANSPARENT, meta_tensor
+from fx_fuser.nodes import meta_tensor
 from fx_fuser.options import Options
 from fx_fuser.pattern import Check, Pattern, trace
 from fx_fuser.report import Report
@@ -111,9 +113,10 @@ def fx_fuser(
     compiled = None
     at_calls = chosen.verify == "always" or not verify.is_verifiable(example_inputs)
     matches: list[Match] = []
+    taken: list[Mask] = []
     with restorable(gm) as restore:
         try:
-            as_written = _twin(gm) if chosen.verify != "never" and at_calls else None
+            as_written = twin(gm) if chosen.verify != "never" and at_calls else None
             passes = provenance.passes(gm, chosen, example_inputs)
             outcome = fuse(gm, chosen, inputs=example_inputs)
             outcome.tell(chosen.strict)
@@ -121,6 +124,9 @@ def fx_fuser(
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
                     compiled = chosen.for_own_ops(passes).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
+            elif outcome.masks:
+                compiled = compile_inner(gm, example_inputs)
+            taken = outcome.masks
         except Exception as error:
             # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
             # is the user's: no failures of ours. Inductor's are among Dynamo's and steer nothing.
@@ -138,6 +144,8 @@ def fx_fuser(
         return compile_inner(gm, example_inputs)
     for match in matches:
         counters["fx_fuser"][match.pattern.name] += 1
+    for mask in taken:
+        counters["fx_fuser_masks"][mask.done] += 1
     if as_written is None or not matches:
         return compiled
     is_wrong = functools.partial(_is_wrong, chosen)
@@ -162,13 +170,15 @@ def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
 @dataclass
 class Outcome:
     """What `fuse` did: the report, the matches that were rewritten, those left as they gain
-    nothing, those that are wrong on the inputs at hand, and those at which fx_fuser failed."""
+    nothing, those that are wrong on the inputs at hand, and those at which fx_fuser failed; and
+    the masks that attention does not read any more."""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
     left: list[Refusal] = field(default_factory=list)
     wrong: list[Refusal] = field(default_factory=list)
     failed: list[Refusal] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
 
     def tell(self, strict: bool) -> None:
         """Log, count and warn; raises VerifyError instead of a warning if strict."""
@@ -203,10 +213,13 @@ def fuse(
     active = [p for p in _registry if options.selects(p.name)]
     found: list[tuple[GraphModule, Graph, Reading]] = []
     subclasses.mark(gm, inputs)
-    for module in _bodies(gm):
-        graph = _copy(module.graph)
+    reader = masks.Reader()
+    for module in bodies(gm):
+        graph = copy_of(module.graph)
+        attended = reader.simplify(module, graph) if options.takes_masks else []
         decompose(graph)
         read = _read(View(graph, end_of(module)), active, options)
+        read.masks = attended
         if active and (explained is not None or report.is_read()):
             _add_near_misses(read, active, options.strict)
         found.append((module, graph, read))
@@ -221,6 +234,9 @@ def fuse(
         outcome.failed += [refusal for refusal in read.refusals if refusal.failed]
         for site in read.others:
             report.add_other(site)
+        for mask in read.masks:
+            report.add_mask(mask)
+        outcome.masks += (taken := [mask for mask in read.masks if mask.done])
         if explained is not None:
             report.add_graph(read.view)
         replacements: list[tuple[Match, rewrite.Call]] = []
@@ -240,7 +256,7 @@ def fuse(
             report.add_match(fused, chosen.saved, chosen.kept, index, chosen.how.note, stop)
             outcome.matches.append(fused)
             replacements.append((fused, chosen.call))
-        if replacements and explained is None:
+        if (replacements or taken) and explained is None:
             rewrite.replace_all(graph, replacements)
             recompose(graph)
             graph.lint()
@@ -299,32 +315,16 @@ def _faults(
     return verify.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
 
 
-def _twin(gm: GraphModule) -> GraphModule:
-    made = copy.deepcopy(gm)
-    for old, new in zip(_bodies(gm), _bodies(made)):
-        new.graph = _copy(old.graph)
-    return made
-
-
-def _copy(graph: Graph) -> Graph:
-    """A copy to edit. Dynamo hangs a placeholder's source on the node, where fx does not look."""
-    made = copy.deepcopy(graph)
-    made.owning_module = graph.owning_module  # which has the bodies of higher-order operators
-    for old, new in zip(graph.nodes, made.nodes):
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
-    return made
-
-
 @dataclass
 class Reading:
     """What stands in one graph: no node belongs to two matches. others: anchors that nothing of a
-    pattern follows."""
+    pattern follows. masks: of attention."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     others: list[Site] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
 
 
 def _fault_of(match: Match, taken: set[Node]) -> Fault | None:
@@ -459,40 +459,6 @@ def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> 
             read.refusals.append(miss)
 
 
-def _bodies(gm: GraphModule) -> Iterator[GraphModule]:
-    """The module itself, and the bodies of checkpointed and nested compile regions in it."""
-    yield gm
-    for node in gm.graph.nodes:
-        if node.op != "get_attr" or not node.users:
-            continue
-        body = getattr(gm, str(node.target), None)
-        if not isinstance(body, GraphModule) or _has_policy(body):
-            continue
-        if all(map(_is_transparent, node.users)):
-            yield from _bodies(body)
-
-
-def _is_transparent(node: Node) -> bool:
-    return getattr(node.target, "__name__", str(node.target)) in TRANSPARENT
-
-
-def _has_policy(body: GraphModule) -> bool:
-    """A selective checkpoint's policy (`context_fn`) names ops, so ours must not replace them."""
-    return "_checkpoint_context_fn" in body.meta
-
-
 def _cache_tag() -> str:
     """Our part of Inductor's cache keys: it sees our ops' names and arguments, not their code."""
     return f"{torch.compiler.config.cache_key_tag}fx_fuser:{build.fingerprint()}"
-
-
-@contextmanager
-def restorable(gm: GraphModule) -> Iterator[Callable[[], None]]:
-    """Yields a function that puts back the graphs the module and its bodies have now."""
-    originals = [(module, module.graph) for module in _bodies(gm)]
-
-    def restore() -> None:
-        for module, graph in originals:
-            module.graph = graph
-
-    yield restore

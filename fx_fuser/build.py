@@ -163,6 +163,9 @@ def _product_examples() -> list[KernelSpec]:
         example(CONV_DIRECT_BACKWARD, "Identity", 0, f32, f32, f32),
         example(LINEAR_SPLIT, "Swish", 1, f32, f32, f32),
         example(LINEAR_SPLIT, *of_norm, f16, f32, *[f32] * 5),
+        # These need FEW_REGISTERS.
+        example(LINEAR_SPLIT, "Sigmoid", 0, f32, f32, f32),
+        example(LINEAR_SPLIT, *of_norm, f32, f32, *[bf16] * 5),
     ]
     for value in (bf16, f16):
         specs += [

@@ -94,6 +94,7 @@ def linear_split(
     scalars: Sequence[float],
     chunks: int = 0,
     first: Literal["", "x", "weight"] = "",
+    exact: bool = False,
 ) -> bool:
     """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
 
@@ -116,6 +117,8 @@ def linear_split(
         chunks: into which K is divided, or a few less; 0: as many as pay.
         first: the operand that is split ahead of the product's kernel, with exact scales; "": the
             one with which the product is faster. One of 16 bits is, whatever is said here.
+        exact: find the scales of the other operand's rows by a pass over it, too. Else they are
+            guessed, from 64 values a row, and the tiles of guesses that fail are made again.
 
     Strides are any with which the tensors' leading dimensions merge into three, the last of which
     are rows.
@@ -131,7 +134,7 @@ def linear_split(
     handle = _handle_of(spec, out)
     if handle == _NO_KERNEL:
         return False
-    return _linear_split(handle, x, weight, bias, out, z, operands, scalars, chunks, first)
+    return _linear_split(handle, x, weight, bias, out, z, operands, scalars, chunks, first, exact)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """Let the ops take the split products among these loaded kernels again, at once.
 
     After data that they hold badly they take the library's for 1000 calls of the same sizes, and
-    after operands whose scales were often guessed wrong they split x first for as many.
+    after operands whose scales were often guessed wrong they find them ahead for as many.
     """
     for spec in specs:
         handle = _kernels[spec.name, _index_of(device)]

@@ -110,6 +110,13 @@ _LIBRARY.impl("exact_product", _exact_product, "CPU")
 torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)
 
 
+# A copy that a partitioner does not make again in backward, as it may `clone`: by then its operand
+# may have been written to.
+_LIBRARY.define("kept(Tensor a) -> Tensor")
+_LIBRARY.impl("kept", lambda a: a.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("fx_fuser::kept", lambda a: a.clone(), lib=_LIBRARY)
+
+
 # In fp32 without TF32, whatever cuDNN's own setting says, which allows it by default.
 _LIBRARY.define(
     "exact_convolution(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "

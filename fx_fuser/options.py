@@ -41,6 +41,8 @@ class Options:
     auto: fuse whatever pointwise tail follows an anchor at which no named pattern fits, or the
         anchor alone, where that gains. None: yes, unless `patterns` says what to use, or "inner" is
         "eager", where a user may differentiate twice.
+    masks: have attention run without a mask that the graph itself makes and that is causal, or
+        hides nothing; it is looked at once. Not if "inner" is "eager".
     max_structures: how many different tails that were grown a process compiles kernels for, where
         it measures what gains; from then on a product is fused alone.
     cache_size: of the folder of compiled kernels, in MB; what was used least recently goes.
@@ -63,6 +65,7 @@ class Options:
     mode: str | None = None
     patterns: tuple[str, ...] | None = None
     auto: bool | None = None
+    masks: bool = True
     max_structures: int = 64
     cache_size: int = 1024
     fp32: str = "follow"
@@ -99,6 +102,7 @@ class Options:
             "mode": ((str, type(None)), "the name of an Inductor mode"),
             "patterns": ((tuple, type(None)), "a list of pattern names"),
             "auto": ((bool, type(None)), "True or False"),
+            "masks": (bool, "True or False"),
             "max_structures": (int, "a number"),
             "cache_size": (int, "a number of megabytes"),
             "cpu_ops": (bool, "True or False"),
@@ -161,6 +165,11 @@ class Options:
         names = self.patterns
         all_patterns = names is None or (names and all(n.startswith("-") for n in names))
         return bool(all_patterns) and self.inner != "eager"
+
+    @property
+    def takes_masks(self) -> bool:
+        """Not where a user may differentiate twice: no fused attention can be."""
+        return self.masks and self.inner != "eager"
 
     @property
     def replays_cuda_graphs(self) -> bool:

@@ -68,8 +68,8 @@ class Products(CustomGraphPass):
     before: Any = None
 
     def __call__(self, graph: Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
+        for users in self.befores():
+            users(graph)
         replace = self.replacing(graph)
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in _PRODUCTS:
@@ -90,10 +90,13 @@ class Products(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Inductor's caches keep what the pass made of a graph."""
-        if self.before is None:
-            return self.settings()
-        others = self.before.uuid() if hasattr(self.before, "uuid") else None
-        return None if others is None else (*self.settings(), others)
+        others = [p.uuid() if hasattr(p, "uuid") else None for p in self.befores()]
+        return None if None in others else (*self.settings(), *others)
+
+    def befores(self) -> Sequence[Any]:
+        """The user's own passes, of which Inductor takes one or several."""
+        several = isinstance(self.before, (list, tuple))
+        return self.before if several else [] if self.before is None else [self.before]
 
     def settings(self) -> tuple[Any, ...]:
         return build.fingerprint(), self.strict, self.on_cpu, PRODUCT_ALONE.name
@@ -146,10 +149,13 @@ def pass_for(
         return None
     dtypes = {torch.float32, *narrow}
     tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in dtypes]
-    on_cuda = {value.device for value in tensors if value.device.type == "cuda"}
+    used = {value.device for value in tensors if value.device.type == "cuda"}
+    if any(plan.unavailable(device) is not None for device in used):
+        return None
+    on_cuda = {device for device in used if native.runs_on(PRODUCT_ALONE, device)}
+    if used and not on_cuda:
+        return None
     for device in on_cuda:
-        if plan.unavailable(device) is not None:
-            return None
         try:
             prepare(device, *narrow)
         except BuildError as error:

@@ -182,9 +182,10 @@ def pass_for(
 
 
 class _Kept:
-    """Of one graph: what a cast's operand is to a product in backward. It is read long after the
-    cast, and where the user has its memory, as an input or a result, may be another by then.
-    Torch's own passes keep what the cast made; here it is a copy of 16 bits."""
+    """Of one graph: what a cast's operand is to the products of a graph with a backward. It is read
+    there long after the cast, and where the user has its memory, as an input or a result, may be
+    another by then. Torch's own passes keep what the cast made; here it is a copy of 16 bits, which
+    forward's products read too: what forward needs is not made again in backward."""
 
     def __init__(self, graph: Graph) -> None:
         self.copies: dict[Node, Node] = {}
@@ -200,19 +201,19 @@ class _Kept:
     def readable(self, source: _Source, reader: Node) -> Node:
         """What the reader may read in place of the operand."""
         node = source.node
-        is_later = reader in self.backward and source.cast not in self.backward
+        is_later = bool(self.backward) and source.cast not in self.backward
         if not is_later or get_node_storage(node) not in self.users:
             return node
         if node not in self.copies:
             graph = node.graph
             with graph.inserting_before(source.cast):
-                self.copies[node] = call(graph, source.cast, _aten.clone.default, node)
+                self.copies[node] = call(graph, source.cast, torch.ops.fx_fuser.kept.default, node)
         return self.copies[node]
 
 
 def _drop(graph: Graph, node: Node) -> None:
     """The node, its cast and what lies between, where nothing reads them any more."""
-    while not node.users and (node.target in _ATEN_VIEWS or node.target == _CAST):
+    while not node._erased and not node.users and node.target in (*_ATEN_VIEWS, _CAST):
         above = node.args[0]
         graph.erase_node(node)
         node = above  # type: ignore[assignment]

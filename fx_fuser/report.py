@@ -14,6 +14,7 @@ from tabulate import tabulate
 from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.masks import Mask
 from fx_fuser.match import Match, Refusal
 from fx_fuser.nodes import inputs_of, meta_tensor
 from fx_fuser.report_html import html_of
@@ -22,7 +23,7 @@ from fx_fuser.source import op_of, source_of
 from fx_fuser.spell import is_number
 from fx_fuser.traffic import Saved, text_of
 from fx_fuser.view import View
-from fx_fuser.words import called, dtype_of, infix, shape_of
+from fx_fuser.words import called, dtype_of, infix, place_of, shape_of
 
 log = logging.getLogger("fx_fuser.report")
 
@@ -70,6 +71,17 @@ class SiteReport:
 
 
 @dataclass(frozen=True)
+class MaskReport:
+    """Of one attention. done: "causal" or "open", hiding nothing, where the mask is not read any
+    more; else reason says why it is."""
+
+    where: str
+    code: str
+    done: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class NodeReport:
     """One node of a graph. kind: what FX calls its op; label: in the user's words; value: dtype and
     sizes; inputs: names of nodes."""
@@ -97,13 +109,15 @@ class Report:
     """The sites of one or several graphs; prints as a table.
 
     fused: in the order of the graphs. refused: the near misses, the nearest first. others: kind →
-    number of the anchors after which nothing of a pattern comes. graphs: filled by `explain` only.
+    number of the anchors after which nothing of a pattern comes. masks: of attention. graphs:
+    filled by `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
     refused: list[SiteReport] = field(default_factory=list)
     others: dict[str, int] = field(default_factory=dict)
     graphs: list[GraphReport] = field(default_factory=list)
+    masks: list[MaskReport] = field(default_factory=list)
 
     def add_match(
         self,
@@ -154,6 +168,11 @@ class Report:
         kind = ANCHORS[site.kind].title
         self.others[kind] = self.others.get(kind, 0) + 1
 
+    def add_mask(self, mask: Mask) -> None:
+        source = source_of(mask.node)
+        code = "" if source is None else source.code
+        self.masks.append(MaskReport(place_of(mask.node), code, mask.done, mask.reason))
+
     def add_graph(self, view: View) -> None:
         ends = f"{view.end.place}: {view.end.why}" if view.end and view.end.breaks else ""
         self.graphs.append(GraphReport([_node(n) for n in view.nodes], ends))
@@ -169,9 +188,24 @@ class Report:
         sites = "site is" if count == 1 else "sites are"
         return f"{count} {other}{kinds} {sites} followed by nothing a pattern has"
 
+    @property
+    def attention(self) -> str:
+        """A line for each attention, or several alike, whose mask was looked at."""
+        count = Counter(self.masks)
+        said = {
+            "causal": "is causal, and not read any more",
+            "open": "hides nothing, and is not read any more",
+        }
+        return "\n".join(
+            f"mask of attention at {mask.where}{f' ×{n}' if n > 1 else ''} "
+            + (said[mask.done] if mask.done else f"stays: {mask.reason}")
+            for mask, n in count.items()
+        )
+
     def __str__(self) -> str:
         if not self.fused and not self.refused:
-            return f"fx_fuser: {self.summary or 'no site of any pattern found'}"
+            nothing = f"fx_fuser: {self.summary or 'no site of any pattern found'}"
+            return "\n".join(filter(None, [nothing, self.attention]))
         headers = ["", "pattern", "where", "operands", "dtype", "source, or why not", "product"]
         widths = [None, None, 40, 40, None, 60, 30]
         if not any(s.kernel for s in self.fused):
@@ -186,7 +220,7 @@ class Report:
             for row, n in rows.items()
         ]
         table_text = tabulate(table, headers, maxcolwidths=widths)
-        lines = [table_text, self.saving, self.keeping, self.summary]
+        lines = [table_text, self.saving, self.keeping, self.summary, self.attention]
         return "\n".join(line for line in lines if line)
 
     @property
@@ -215,7 +249,8 @@ class Report:
             GraphReport([NodeReport(**n) for n in g["nodes"]], g["ends"]) for g in data["graphs"]
         ]
         fused, refused = ([SiteReport(**s) for s in data[k]] for k in ("fused", "refused"))
-        return cls(fused, refused, data["others"], graphs)
+        masks = [MaskReport(**m) for m in data["masks"]]
+        return cls(fused, refused, data["others"], graphs, masks)
 
     def to_html(self) -> str:
         """One page that needs no other file: the table, and the graphs with the sites coloured."""
@@ -236,8 +271,9 @@ class Report:
             log.info("fused %s at %s%s%s", site.pattern, site.where, kernel, stop)
         for site in self.refused:
             log.info("refused %s at %s: %s", site.pattern, site.where, _said(site))
-        if self.summary:
-            log.info("%s", self.summary)
+        for said in (self.summary, self.attention):
+            if said:
+                log.info("%s", said)
         torch._logging.trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": "fx_fuser_report", "encoding": "json"},

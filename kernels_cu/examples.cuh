@@ -30,6 +30,14 @@ struct Identity {
   }
 };
 
+// sigmoid(z)
+struct Sigmoid {
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[1], const Acc (&)[1]) const {
+    return math::sigmoid(in[0]);
+  }
+};
+
 // z * a * b * s
 struct Scaled {
   template <class Acc>

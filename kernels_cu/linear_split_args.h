@@ -91,7 +91,8 @@ struct SplitArgs {
   PlaneStride x_plane;
   int64_t x_stride_m;
   int64_t x_stride_k;
-  void* split;               // [plane, parts, rows, padded_k] fp16: hi and, of an fp32 x, lo
+  void*
+      split;  // [plane, parts, rows, padded_k] fp16: hi and, of an fp32 x, lo; null: factors alone
   SplitRowFactors* factors;  // [plane, rows]
   float least_sum;           // the most that one asks for
   Planes planes;
@@ -177,6 +178,7 @@ struct LinearSplitArgs {
   CUtensorMap weight_map;            // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
   CUtensorMap x_map;                 // [plane, parts, m, padded k] fp16, as the split wrote it
   const SplitRowFactors* x_factors;  // [plane, m]
+  const SplitRowFactors* weight_factors;  // [plane, n], or null: the rows' scales are guessed
   float4* parked;    // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
   uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again

@@ -374,8 +374,17 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
   while (walk.next([](bool value) { return __any_sync(0xFFFFFFFF, value) != 0; })) {
     finish.begin(walk.index);
     // A guess looks at the first stage, which is needed in registers anyway; the truth takes a pass
-    // of its own.
+    // of its own, here or, for all tiles, in a kernel ahead of this one.
     float largest[2] = {0, 0};
+    if (args.weight_factors != nullptr) {
+      const Tile tile = tile_at(args, walk.index);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int n = min(tile.n + row + 8 * r, args.n - 1);
+        const SplitRowFactors& factors = args.weight_factors[int64_t{tile.plane} * args.n + n];
+        largest[r] = Scale::largest_of(factors.unscale);
+      }
+    }
     const auto look = [&] {
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], raw.largest_in_row(r));
@@ -398,7 +407,8 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     float unscale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Scale found = Scale::of(largest_in_quad(largest[r]), walk.again ? 0 : kHeadRoom);
+      const bool is_true = walk.again || args.weight_factors != nullptr;
+      const Scale found = Scale::of(largest_in_quad(largest[r]), is_true ? 0 : kHeadRoom);
       scale[r] = found.scale;
       unscale[r] = found.unscale;
     }

@@ -16,20 +16,27 @@ struct Store {
   using Values = Inputs<Operands, In...>;
   using Vectors = PackedVectors<Operands, kLinearVector, In...>;
   static constexpr int kOperands = sizeof...(In);
-  // A product alone, as backward passes need it over few k, is stored from the accumulators'
-  // layout, in whole sectors.
-  static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
-  // Where that goes is ours to choose: it can always be stored in pairs.
+  // Where partial sums go is ours to choose: they can always be stored in pairs.
   static constexpr bool kIsPartial = std::is_same_v<Epilogue, Partial>;
+  // kDirect: stored from the accumulators' layout, in whole sectors: partial sums, and what has
+  // neither operands nor scalars, such as a product alone, which backward passes need over few k.
+  // kMostWords: registers that one vector of each operand may take; kWordsAhead: that those on
+  // their way may. What would spill is compiled again with fewer (fx_fuser/build.py).
+#ifdef FX_FUSER_FEW_REGISTERS
+  static constexpr bool kDirect = kIsPartial;
+  static constexpr int kMostWords = 8;
+  static constexpr int kWordsAhead = 12;
+#else
+  static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
+  static constexpr int kMostWords = 16;
+  static constexpr int kWordsAhead = 20;
+#endif
   static constexpr int kPlaces = LinearResult::kFirstOperand + kOperands;
   static constexpr int kBatches = kTileM / kBatchM;
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
   static constexpr int kUnits = kElements / kLinearVector;
-  // Registers that the vectors of all operands take; and as many of those on their way together as
-  // leave none to spill.
   static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
-  static constexpr int kMostWords = 16;
-  static constexpr int kAhead = kWords > kMostWords ? 1 : kWords < 4 ? 6 : 24 / kWords;
+  static constexpr int kAhead = kWords > kMostWords ? 1 : kWordsAhead / (kWords < 4 ? 4 : kWords);
   static constexpr int kElementsAhead = kOperands < 2 ? 4 : kOperands < 8 ? 2 : 1;
   static_assert(kUnits * kLinearVector == kElements && kBatches * kElements == 64);
   static_assert(kElements % kElementsAhead == 0);

@@ -108,7 +108,7 @@ bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weig
   const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors, {0, forced});
   if (!call || !call->pays()) return false;
   // What streams has guessed scales, and where they are often wrong no other operand can.
-  if (forced && kernels.roles->takes_call(call->sizes.all())) return false;
+  if (forced && kernels.guesses->takes_call(call->sizes.all())) return false;
   return !kernels.precision->takes_call(call->sizes.all());
 }
 bool pays(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/, const Tensor& /*weight*/) {

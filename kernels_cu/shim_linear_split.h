@@ -16,8 +16,10 @@
 
 #include "linear_split_args.h"
 #include "shim_pointwise.h"
+#include "shim_split_call.h"
 #include "shim_split_fallback.h"
 #include "shim_split_operands.h"
+#include "shim_split_part.h"
 #include "shim_split_plan.h"
 #include "shim_split_result.h"
 
@@ -37,7 +39,7 @@ struct LinearSplitKernels {
   ScalarType out;
   std::vector<ScalarType> operands;
   std::unique_ptr<Fallback> precision;  // to the library's product
-  std::unique_ptr<Fallback> roles;      // to x as the operand that is split first
+  std::unique_ptr<Fallback> guesses;    // to scales that are found ahead
 };
 
 // `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
@@ -67,7 +69,7 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
                                static_cast<int>(device)),
         "cudaDeviceGetAttribute");
   kernels->precision = std::make_unique<Fallback>();
-  kernels->roles = std::make_unique<Fallback>();
+  kernels->guesses = std::make_unique<Fallback>();
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
   kernels->first = scalar_type_of(signature[4]);
@@ -185,94 +187,6 @@ void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& type
 
 // ---- the launch ---------------------------------------------------------------------------------
 
-// What a call's kernels write for each other.
-struct SplitWorkspace {
-  Tensor memory;
-  void* split;
-  float4* parked;
-  uint32_t* unsure;
-  uint64_t* again;
-  SplitRowFactors* factors;
-  float* partial;
-
-  // parts: of a value of the operand that is split first. tiles: of all planes. partials: elements.
-  SplitWorkspace(const Tensor& like, int64_t parts, int64_t rows, int64_t padded_k,
-                 int64_t parked_blocks, int64_t tiles, int64_t partials)
-      : memory(like) {
-    // All are aligned on eight bytes, and what needs more comes first.
-    const int64_t at_parked = parts * rows * padded_k * 2;
-    const int64_t at_unsure = at_parked + parked_blocks * kLinearTileM * kLinearTileN * 4;
-    const int64_t at_again =
-        at_unsure + tiles * (kLinearConsumerThreads / 32) * kLinearUnsureWords * 4;
-    const int64_t at_factors = at_again + tiles * 8;
-    const int64_t at_partial = at_factors + rows * static_cast<int64_t>(sizeof(SplitRowFactors));
-    memory = new_dense(like, {at_partial + partials * 4}, ScalarType::Byte);
-    auto* start = static_cast<uint8_t*>(memory.data_ptr());
-    split = start;
-    parked = reinterpret_cast<float4*>(start + at_parked);
-    unsure = reinterpret_cast<uint32_t*>(start + at_unsure);
-    again = reinterpret_cast<uint64_t*>(start + at_again);
-    factors = reinterpret_cast<SplitRowFactors*>(start + at_factors);
-    partial = reinterpret_cast<float*>(start + at_partial);
-  }
-};
-
-// Sizes that indices of 32 bits reach, with all that is counted of them.
-bool is_in_reach(const SplitSizes& sizes, const SplitPlan& plan) {
-  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
-  const int64_t planes = sizes.batches * plan.chunks;
-  const int64_t rows = sizes.batches * std::max(sizes.m, sizes.n);
-  return sizes.n <= kHighest && sizes.k <= kHighest &&
-         planes * sizes.m <= kHighest / kSplitMaxCluster &&
-         plan.chunks * sizes.tiles() <= kHighest &&
-         (plan.chunks == 1 || rows * partial_pitch(std::min(sizes.m, sizes.n)) + rows <= kHighest);
-}
-
-// What a caller may ask for, as tests do. chunks: of k; 0: as many as pay.
-struct SplitWish {
-  int64_t chunks = 0;
-  std::optional<bool> weight_first;
-};
-
-// A product's tensors as the kernels see them, and what is to be made of them.
-struct SplitCall {
-  MergedRows rows;
-  SplitOperand x;
-  SplitOperand weight;
-  SplitSizes sizes;
-  SplitChoice choice;
-
-  // tensors: the weight, x and others. Nothing where the kernels do not take these strides.
-  static std::optional<SplitCall> of(const Tensor& like, const std::vector<const Tensor*>& tensors,
-                                     int64_t multiprocessors, const SplitWish& wish = {}) {
-    const auto rows = merge_rows(like, tensors);
-    if (!rows) return std::nullopt;
-    const SplitOperand weight = SplitOperand::of_weight(*tensors[0], *rows);
-    const SplitOperand x = SplitOperand::of_x(*tensors[1], *rows);
-    const SplitSizes sizes{rows->batches(), rows->rows, weight.rows, weight.k};
-    if (sizes.tiles() == 0) return std::nullopt;
-    const SplitCopies copies{x.seconds_to_copy(), weight.seconds_to_copy()};
-    SplitChoice choice = !wish.weight_first   ? split_choice(sizes, copies, multiprocessors)
-                         : *wish.weight_first ? weight_first(sizes, copies, multiprocessors)
-                                              : x_first(sizes, copies, multiprocessors);
-    if (wish.chunks > 0) {
-      const int64_t chunks = std::min(wish.chunks, ceil_div(sizes.k, kLinearTileK));
-      choice.plan = split_in_chunks(sizes, chunks, multiprocessors);
-    }
-    return SplitCall{*rows, x, weight, sizes, choice};
-  }
-
-  // Is the split product faster than the library's?
-  bool pays() const { return choice.seconds < library_seconds(sizes); }
-
-  // How long repairs may take, as a part of the product's time, until the library is the faster
-  // one.
-  float bearable() const {
-    constexpr double kLeast = 0.05;
-    return static_cast<float>(std::max(library_seconds(sizes) / choice.seconds - 1, kLeast));
-  }
-};
-
 // Which operand is split first, where that is no choice: one of 16 bits.
 std::optional<bool> forced_weight_first(const LinearSplitKernels& kernels, const Tensor& weight) {
   if (kernels.first == ScalarType::Float) return std::nullopt;
@@ -303,6 +217,7 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
   const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
   args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches, parts);
   args.x_factors = work.factors;
+  args.weight_factors = work.other_factors;
   args.parked = work.parked;
   args.unsure = work.unsure;
   args.again = work.again;
@@ -329,6 +244,87 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
   return args;
 }
 
+// What follows from a call for each of its launches.
+struct SplitLaunch {
+  const LinearSplitKernels& kernels;
+  const SplitCall& call;
+  const SplitWish& wish;
+  const Tensor& like;  // for workspaces
+  bool stores_pairs;
+  cudaStream_t stream;
+
+  void run(const SplitPart& part) const {
+    const SplitSizes& sizes = part.sizes;
+    const SplitPlan plan =
+        SplitCall::plan_of(part.weight_first ? sizes.transposed() : sizes, wish, multiprocessors());
+    const int64_t planes = plan.chunks * sizes.batches;
+    const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
+    const int64_t tiles = plan.chunks * sizes.tiles();
+    const int64_t blocks = persistent_blocks(tiles, multiprocessors());
+    const bool whole = plan.chunks == 1;
+    const int64_t pitch = partial_pitch(sizes.n);
+    const int64_t parts = split_parts(kernels);
+    const SplitWorkspace work(like, parts, planes * part.first.rows, padded_k,
+                              plan.k > kLinearChunkK ? blocks : 0, tiles,
+                              wish.exact ? planes * part.second.rows : 0,
+                              whole ? 0 : plan.chunks * sizes.batches * sizes.m * pitch);
+    const Planes of_product{divisor(sizes.batches), divisor(part.rows.inner),
+                            static_cast<int32_t>(plan.chunks), static_cast<int32_t>(plan.k),
+                            static_cast<int32_t>(sizes.k - (plan.chunks - 1) * plan.k)};
+    const auto split = [&](const SplitOperand& operand, void* to, SplitRowFactors* factors) {
+      SplitArgs args = split_args(operand, of_product, padded_k, part.second.transposed(),
+                                  to != nullptr ? kernels.first : ScalarType::Float);
+      args.split = to;
+      args.factors = factors;
+      args.least_sum = least_sum(plan);
+      launch_split(kernels.split_rows, kernels.split_columns, args, planes, multiprocessors(),
+                   stream);
+    };
+    if (wish.exact) split(part.second, nullptr, work.other_factors);
+    split(part.first, work.split, work.factors);
+
+    LinearSplitArgs args =
+        split_product_args(part.first, part.second, sizes, plan, of_product, work, parts);
+    args.result = whole ? part.result : partial_result(work.partial, part.rows, sizes.n);
+    args.was_strained = kernels.precision->flag(call.sizes.all());
+    args.bearable = call.bearable();
+    args.misled = kernels.guesses->flag(call.sizes.all());
+    args.transposed = part.weight_first;
+    args.pairs = !whole || stores_pairs;
+    LaunchOptions overlapped;
+    overlapped.shared_bytes = kLinearSharedBytes;
+    overlapped.dependent = true;
+    launch((whole ? kernels.product : kernels.chunk)[part.second.transposed()], blocks,
+           kLinearThreads, stream, args, overlapped);
+    if (!whole) sum(part, plan, work, pitch);
+  }
+
+ private:
+  int multiprocessors() const { return kernels.multiprocessors; }
+  static Divisor<uint32_t> divisor(int64_t size) {
+    return make_divisor(static_cast<uint32_t>(size));
+  }
+
+  void sum(const SplitPart& part, const SplitPlan& plan, const SplitWorkspace& work,
+           int64_t pitch) const {
+    const SplitSizes& sizes = part.sizes;
+    const int64_t rows = sizes.batches * sizes.m;
+    const int64_t count = rows * sizes.n;
+    const LinearSumArgs args{work.partial,
+                             part.result,
+                             divisor(sizes.n),
+                             divisor(sizes.m),
+                             divisor(part.rows.inner),
+                             static_cast<uint32_t>(count),
+                             static_cast<int32_t>(rows),
+                             static_cast<int32_t>(pitch),
+                             static_cast<int32_t>(plan.chunks)};
+    LaunchOptions overlapped;
+    overlapped.dependent = true;
+    launch(kernels.sum, ceil_div(count, kSumThreads), kSumThreads, stream, args, overlapped);
+  }
+};
+
 // out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
 // x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. Both
 // are fp32, or one is of the kernels' 16-bit type. False, and nothing is launched, where the
@@ -345,80 +341,53 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   std::vector<const Tensor*> tensors{&weight, &x, &out};
   if (z) tensors.push_back(&*z);
   for (const Tensor& operand : operands) tensors.push_back(&operand);
-  const int multiprocessors = kernels.multiprocessors;
-  if (const auto forced = forced_weight_first(kernels, weight)) wish.weight_first = forced;
-  auto call = SplitCall::of(out, tensors, multiprocessors, wish);
+  const auto forced = forced_weight_first(kernels, weight);
+  if (forced) wish.weight_first = forced;
+  const auto call = SplitCall::of(out, tensors, kernels.multiprocessors, wish);
   if (!call) return false;
-  if (!wish.weight_first && kernels.roles->takes_call(call->sizes.all())) {
-    wish.weight_first = false;
-    call = SplitCall::of(out, tensors, multiprocessors, wish);
-  }
+  // Kernels of a 16-bit operand find no other's scales, and the op has asked already.
+  wish.exact = !forced && (kernels.guesses->takes_call(call->sizes.all()) || wish.exact);
   const SplitSizes& sizes = call->sizes;
   const SplitChoice& choice = call->choice;
   // A matrix has batches where strides alone make them, and they cost tiles.
   if (weight.dim() == 2 && sizes.batches > 1 && !call->pays()) return false;
-  const SplitPlan& plan = choice.plan;
   const auto result = linear_result(call->rows, out, z, bias, operands, scalars);
-  if (!result || !is_in_reach(choice.weight_first ? sizes.transposed() : sizes, plan)) return false;
+  if (!result || !is_in_reach(choice.weight_first ? sizes.transposed() : sizes, choice.plan)) {
+    return false;
+  }
 
   const OnDevice on_device(out.get_device_index());
   const cudaStream_t stream = current_stream(out.get_device_index());
-  const SplitOperand& first = choice.weight_first ? call->weight : call->x;
-  SplitOperand second = choice.weight_first ? call->x : call->weight;
+  SplitPart all{choice.weight_first ? call->weight : call->x,
+                choice.weight_first ? call->x : call->weight,
+                sizes,
+                call->rows,
+                *result,
+                choice.weight_first};
   std::optional<Tensor> copy;
-  if (!second.is_taken_as_it_lies()) {
-    copy = second.move_to_aligned_lines(kernels.copy_rows, x, stream);
+  if (!all.second.is_taken_as_it_lies()) {
+    copy = all.second.move_to_aligned_lines(kernels.copy_rows, x, stream);
   }
-
-  const int64_t planes = plan.chunks * sizes.batches;
-  const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
-  const int64_t tiles = plan.chunks * sizes.tiles();
-  const int64_t blocks = persistent_blocks(tiles, multiprocessors);
-  const bool whole = plan.chunks == 1;
-  const int64_t rows = sizes.batches * sizes.m;
-  const int64_t pitch = partial_pitch(sizes.n);
-  const int64_t parts = split_parts(kernels);
-  const SplitWorkspace work(x, parts, planes * first.rows, padded_k,
-                            plan.k > kLinearChunkK ? blocks : 0, tiles,
-                            whole ? 0 : plan.chunks * rows * pitch);
-
-  const auto divisor = [](int64_t size) { return make_divisor(static_cast<uint32_t>(size)); };
-  const Planes of_product{divisor(sizes.batches), divisor(call->rows.inner),
-                          static_cast<int32_t>(plan.chunks), static_cast<int32_t>(plan.k),
-                          static_cast<int32_t>(sizes.k - (plan.chunks - 1) * plan.k)};
-  const bool natural = second.transposed();
-  SplitArgs split = split_args(first, of_product, padded_k, natural, kernels.first);
-  split.split = work.split;
-  split.factors = work.factors;
-  split.least_sum = least_sum(plan);
-  launch_split(kernels.split_rows, kernels.split_columns, split, planes, multiprocessors, stream);
-
-  LinearSplitArgs args = split_product_args(first, second, sizes, plan, of_product, work, parts);
-  args.result = whole ? *result : partial_result(work.partial, call->rows, sizes.n);
-  args.was_strained = kernels.precision->flag(sizes.all());
-  args.bearable = call->bearable();
-  if (choice.weight_first || parts == 1) args.misled = kernels.roles->flag(sizes.all());
-  args.transposed = choice.weight_first;
-  args.pairs = !whole || is_stored_in_pairs(*result, sizes.n, out.element_size());
-  LaunchOptions overlapped;
-  overlapped.shared_bytes = kLinearSharedBytes;
-  overlapped.dependent = true;
-  launch((whole ? kernels.product : kernels.chunk)[natural], blocks, kLinearThreads, stream, args,
-         overlapped);
-  if (whole) return true;
-
-  const int64_t count = rows * sizes.n;
-  const LinearSumArgs sum{work.partial,
-                          *result,
-                          divisor(sizes.n),
-                          divisor(sizes.m),
-                          divisor(call->rows.inner),
-                          static_cast<uint32_t>(count),
-                          static_cast<int32_t>(rows),
-                          static_cast<int32_t>(pitch),
-                          static_cast<int32_t>(plan.chunks)};
-  overlapped.shared_bytes = 0;
-  launch(kernels.sum, ceil_div(count, kSumThreads), kSumThreads, stream, sum, overlapped);
+  const SplitLaunch launch{
+      kernels, *call, wish, x, is_stored_in_pairs(*result, sizes.n, out.element_size()), stream};
+  const int64_t padded_k = ceil_div(sizes.k, kLinearTileK) * kLinearTileK;
+  const int64_t at_once =
+      rows_at_once(choice.weight_first ? sizes.transposed() : sizes,
+                   split_parts(kernels) * 2 * padded_k, kernels.multiprocessors);
+  if (at_once >= all.first.rows) {
+    launch.run(all);
+    return true;
+  }
+  PlaceSizes bytes{};
+  bytes[LinearResult::kOut] = static_cast<int64_t>(out.element_size());
+  bytes[LinearResult::kZ] = sizeof(float);
+  for (size_t i = 0; i < operands.size(); ++i) {
+    bytes[LinearResult::kFirstOperand + i] = static_cast<int64_t>(operands[i].element_size());
+  }
+  const int64_t size = kernels.first == ScalarType::Float ? 4 : 2;
+  for (int64_t row = 0; row < all.first.rows; row += at_once) {
+    launch.run(all.of_rows(row, std::min(at_once, all.first.rows - row), size, bytes));
+  }
   return true;
 }
 
@@ -438,15 +407,17 @@ std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
 void wake_linear_split(int64_t handle) {
   const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
   kernels.precision->reset();
-  kernels.roles->reset();
+  kernels.guesses->reset();
 }
 
-// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way.
+// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way. exact: no
+// scales are guessed.
 bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars, int64_t chunks, const std::string& first) {
-  SplitWish wish{chunks, std::nullopt};
+                  const std::vector<double>& scalars, int64_t chunks, const std::string& first,
+                  bool exact) {
+  SplitWish wish{chunks, std::nullopt, exact};
   if (!first.empty()) wish.weight_first = first == "weight";
   return run_linear_split(*reinterpret_cast<const LinearSplitKernels*>(handle), x, weight, bias,
                           out, z, operands, scalars, wish);

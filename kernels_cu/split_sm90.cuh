@@ -38,6 +38,9 @@ struct Scale {
     const uint32_t exponent = max(__float_as_uint(largest) & kExponent, shift + (1u << 23));
     return {__uint_as_float((254u << 23) + shift - exponent), __uint_as_float(exponent - shift)};
   }
+
+  // Of a row whose scale this undoes: a power of two that has the same scale as its largest.
+  static __device__ __forceinline__ float largest_of(float unscale) { return unscale * 0x1p14f; }
 };
 
 struct SplitPair {
@@ -209,6 +212,7 @@ __device__ __forceinline__ void split_rows(const SplitArgs& args) {
 
   const Scale scale = Scale::of(found.largest);
   if (rank == 0 && threadIdx.x == 0) args.factors[unit] = found.factors(scale, args.least_sum);
+  if (args.split == nullptr) return;
   const auto to = SplitRow<X>::of(args, plane, r);
   const auto store = [&](const Octet& octet, int k) {
     uint32_t hi_word[4];  // word 2j + b
@@ -321,6 +325,7 @@ __device__ __forceinline__ void split_columns(const SplitArgs& args) {
     args.factors[int64_t{plane} * args.rows + first_row + lane] =
         found.factors(of_lane, args.least_sum);
   }
+  if (args.split == nullptr) return;
 
   // Eight lanes write the 128 bytes of a row, four rows a warp.
   const int column = warp * 4 + lane / 8;

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutants_bmm
+import mutants_masks
+import mutants_provenance
 from test_hazards import ELSEWHERE, TRAPS
 
 from fx_fuser import checks
@@ -510,7 +512,8 @@ def survives(mutant: Mutant) -> bool:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    batches = (Mutant(*parts) for parts in mutants_bmm.MUTANTS)
+    listed = (*mutants_bmm.MUTANTS, *mutants_masks.MUTANTS, *mutants_provenance.MUTANTS)
+    batches = (Mutant(*parts) for parts in listed)
     mutants = [m for m in (*check_mutants(), *CONDITIONS, *REDESIGN, *batches) if wanted in m.name]
     surviving = []
     for mutant in mutants:

@@ -5,7 +5,8 @@ On a CPU every one is (`cpu_ops`); what is timed is for tests/test_gpu.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +18,20 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-from fx_fuser import plan, products
+from fx_fuser import native, plan, products
 from fx_fuser.errors import BuildError
 from fx_fuser.options import Options
 from fx_fuser.plan import is_small
 from tests.helpers import assert_close, leaf, run
 
 OPTIONS = {"cpu_ops": True, "strict": True}
+
+
+@pytest.fixture(autouse=True)
+def own_caches() -> Iterator[None]:
+    """Where Inductor's cache has a graph, from an earlier run, no pass runs."""
+    with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
+        yield
 
 
 def found() -> dict[str, int]:
@@ -164,6 +172,15 @@ def test_the_tag_of_caches() -> None:
     assert products.Products(before=noted).uuid() != plain.uuid()
     assert products.Products(before=noted).uuid() == products.Products(before=noted).uuid()
     assert products.Products(before=lambda graph: None).uuid() is None
+    both = products.Products(before=[noted, noted])
+    assert both.uuid() not in (None, products.Products(before=noted).uuid())
+    assert products.Products(before=[noted, lambda graph: None]).uuid() is None
+
+
+def test_several_passes_of_the_users() -> None:
+    graph, seen = Graph(), []
+    products.Products(before=(seen.append, seen.append))(graph)
+    assert seen == [graph, graph]
 
 
 def test_what_fails_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +189,7 @@ def test_what_fails_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(products, "put", fail)
     model, x = Attention(), torch.randn(2, 5, 16)
-    with torch.no_grad(), torch.compiler.config.patch(cache_key_tag="a test's own"):
+    with torch.no_grad():
         expected = model(x)
         with pytest.warns(UserWarning, match="leaves a product to the library: RuntimeError"):
             y = through_inductor(model, strict=False)(x)
@@ -188,6 +205,7 @@ def test_the_kernel_is_loaded_whatever_inductors_cache_has(
     loaded: list[torch.device] = []
     monkeypatch.setattr(products, "prepare", loaded.append)
     monkeypatch.setattr(plan, "unavailable", lambda device: None)
+    monkeypatch.setattr(native, "runs_on", lambda spec, device: True)
     with FakeTensorMode():
         inputs = [torch.empty(4, 4, device="cuda:0"), torch.empty(4, 4), 3]
     assert products.pass_for(Options(), inputs) == products.Products()
@@ -242,6 +260,7 @@ def test_a_kernel_that_does_not_compile_costs_the_pass_alone(
 
     monkeypatch.setattr(products, "prepare", broken)
     monkeypatch.setattr(plan, "unavailable", lambda device: None)
+    monkeypatch.setattr(native, "runs_on", lambda spec, device: True)
     with FakeTensorMode():
         x = torch.empty(4, 4, device="cuda")
     with pytest.warns(UserWarning, match="leaves the products of Inductor's graph to the library"):
@@ -249,6 +268,15 @@ def test_a_kernel_that_does_not_compile_costs_the_pass_alone(
     with pytest.raises(BuildError):
         products.pass_for(Options(strict=True), [x])
     assert products.pass_for(Options(), [x.bfloat16()]) is None
+
+
+def test_no_pass_where_no_device_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own settings stay as they are there."""
+    monkeypatch.setattr(plan, "unavailable", lambda device: None)
+    monkeypatch.setattr(native, "runs_on", lambda spec, device: False)
+    with FakeTensorMode():
+        x = torch.empty(4, 4, device="cuda")
+    assert products.pass_for(Options(), [x]) is None
 
 
 def test_a_pass_of_the_users_that_raises_costs_the_fusions_alone() -> None:

@@ -7,13 +7,14 @@ are for tests/test_narrow_sm90.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +22,7 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import plan, products, provenance
+from fx_fuser import native, plan, products, provenance
 from fx_fuser.options import JOINT_PASS, Options
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -142,6 +143,13 @@ def test_two_products_where_the_dtypes_differ() -> None:
     assert op == "split_product" and dtypes == (BF16, F32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool], ids=str)
+def test_only_the_operand_that_was_cast_from_16_bits(dtype: torch.dtype) -> None:
+    x, w = pair()
+    noted = check(lambda x, w: F.linear(x.float(), w.float()), x, w.to(dtype))
+    assert noted.ours == [("split_product", (BF16, F32))]
+
+
 def test_a_batch_of_two_that_were_cast_reads_one_of_them() -> None:
     noted = check(lambda x, w: x.float() @ x.float().mT, *pair())
     assert noted.ours == [("split_product", (BF16, F32))]
@@ -238,7 +246,9 @@ def test_a_gradient_that_is_cast_up_makes_one_product() -> None:
     x, w = (v.requires_grad_() for v in pair())
     noted = Noted()
     gradients(compiled(lambda x, w: F.linear(x.float(), w.float()).bfloat16(), noted), x, w)
-    assert noted.ours == [("exact_product", (BF16, BF16))] * 3
+    assert [made for made in noted.ours if made[0] != "kept"] == [
+        ("exact_product", (BF16, BF16))
+    ] * 3
     # Rows of K are to be adjacent: both operands and dz are turned, and none is copied beside that.
     assert sum("clone" in name for name in noted.others) == 3
 
@@ -296,6 +306,92 @@ def test_a_weight_that_the_graph_writes_to() -> None:
     x, w = pair()
     check_gradients(body, x.requires_grad_(), w.requires_grad_())
     assert sum(found().values()) == 3
+
+
+class Held(nn.Module):
+    """A product with a parameter or buffer, which AOT keeps for backward at no cost."""
+
+    def __init__(self, is_parameter: bool, writes: bool = False) -> None:
+        super().__init__()
+        made = torch.randn(16, 16).to(BF16)
+        self.weight: Tensor
+        if is_parameter:
+            self.weight = nn.Parameter(made)
+        else:
+            self.register_buffer("weight", made)
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x.float(), self.weight.float())
+        if self.writes:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return y
+
+
+def halve(tensor: Tensor) -> None:
+    tensor.mul_(0.5)
+
+
+def halve_data(tensor: Tensor) -> None:
+    tensor.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "is_parameter, writes, between",
+    [(False, True, None), (True, False, halve_data), (True, False, halve), (False, False, halve)],
+    ids=["a buffer in forward", "a parameter's data", "a parameter", "a buffer"],
+)
+def test_what_a_module_holds_is_written_to_before_backward(
+    is_parameter: bool, writes: bool, between: Callable[[Tensor], None] | None
+) -> None:
+    torch.manual_seed(0)
+    module = Held(is_parameter, writes)
+    x = torch.randn(2, 5, 16).to(BF16)
+
+    def gradient(call: Callable[[Tensor], Tensor], own: Held) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        if between is not None:
+            with torch.no_grad():
+                between(own.weight)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    ours, eager, stock = (copy.deepcopy(module) for _ in range(3))
+    found_gradient = gradient(compiled(ours), ours)
+    assert sum(found().values()) > 0
+    # Eager keeps the cast, too, and so does Inductor.
+    torch.testing.assert_close(found_gradient, gradient(eager, eager))
+    torch.testing.assert_close(found_gradient, gradient(torch.compile(stock), stock))
+
+
+def test_views_of_what_is_written_to_before_backward() -> None:
+    """A copy that costs more to keep than to make again."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return x.float().expand(3, 2, 5, 16).reshape(-1, 16) @ w.float().t()
+
+    x, w = (v.requires_grad_() for v in pair())
+    y = compiled(body)(x, w)
+    expected = torch.autograd.grad(body(x, w).sum(), (x, w))
+    with torch.no_grad():
+        x.mul_(2)
+        w.mul_(2)
+    found_grads = torch.autograd.grad(y.sum(), (x, w))
+    for value, other in zip(found_grads, expected):
+        torch.testing.assert_close(value, other)
+
+
+def test_a_gram_matrix_either_way_round() -> None:
+    for body in (lambda x, w: w.float().t() @ w.float(), lambda x, w: gram(w.float())):
+        check(body, *pair())
+        assert sum(found().values()) == 1
+
+
+def gram(v: Tensor) -> Tensor:
+    return v.t() @ v
 
 
 def test_a_result_that_is_written_to_before_backward() -> None:
@@ -407,6 +503,7 @@ def test_the_kernels_are_loaded_for_the_dtypes_that_are_cast(
     loaded: list[Any] = []
     monkeypatch.setattr(products, "prepare", lambda *what: loaded.append(what))
     monkeypatch.setattr(plan, "unavailable", lambda device: None)
+    monkeypatch.setattr(native, "runs_on", lambda spec, device: True)
     with FakeTensorMode():
         inputs = [torch.empty(4, 4, device="cuda:0", dtype=BF16)]
     last = products.pass_for(Options(), inputs, (BF16,))

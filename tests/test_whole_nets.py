@@ -99,6 +99,27 @@ def test_a_mode_that_raises_or_is_wrong_is_recorded_and_the_others_go_on() -> No
         first_step(net("gpt2"), "eval", "highest", systems[1], CPU, small=True)
 
 
+@pytest.mark.parametrize("inductors", [1e-4, 1e-6])
+def test_an_error_that_is_inductors_too_is_told_apart(inductors: float) -> None:
+    def off_by(error: float) -> Any:
+        def compiled(model: nn.Module) -> Any:
+            def call(**batch: Any) -> Any:
+                output = model(**batch)
+                output.logits = output.logits * (1 + error)
+                return output
+
+            return call
+
+        return compiled
+
+    systems = (EAGER, System("inductor", off_by(inductors)), System("fx_fuser", off_by(1e-4)))
+    row = measure_case(net("gpt2"), "eval", "highest", systems, CPU, small=True, seconds=0.1)
+    ours, as_bad = row["modes"]["fx_fuser"], inductors == 1e-4
+    assert ours["accurate"] is False and ours["as_inductor"] is as_bad
+    assert (whole_nets.faults(row) == []) is as_bad
+    assert ("as Inductor" in tables.whole_nets_table([row])) is as_bad
+
+
 def test_a_job_has_a_process_of_its_own(tmp_path: Path) -> None:
     net("gpt2")
     job = Job("gpt2", "eval", "high", ("eager",), values=False, small=True)

@@ -1,0 +1,76 @@
+"""Mutants of how masks of attention are looked at, for tests/mutate.py."""
+
+from __future__ import annotations
+
+FILE = "tests/test_masks.py"
+STAYS = f"{FILE}::test_a_mask_that_is_not_surely_so_stays"
+
+# name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
+MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    (
+        "masks: what depends on the model is not run",
+        "masks.py",
+        'if node.op in ("placeholder", "get_attr"):',
+        "if False:",
+        (f"{STAYS}[given]", f"{STAYS}[of what is given]"),
+    ),
+    (
+        "masks: nothing random",
+        "masks.py",
+        "arange ones zeros full tensor",
+        "rand arange ones zeros full tensor",
+        (f"{STAYS}[random]",),
+    ),
+    (
+        "masks: all of it is causal",
+        "masks.py",
+        "not bool((seen == causal).all())",
+        "not bool((seen | ~causal).all())",
+        (f"{STAYS}[one more]",),
+    ),
+    (
+        "masks: only what hides altogether",
+        "masks.py",
+        "if not bool((seen | hidden).all()):",
+        "if False:",
+        (f"{STAYS}[small]", f"{STAYS}[sloped]"),
+    ),
+    (
+        "masks: as many queries as keys",
+        "masks.py",
+        "if length[0] != length[1]:",
+        "if False:",
+        (f"{FILE}::test_lengths_that_differ",),
+    ),
+    (
+        "masks: what writes to it is run too",
+        "masks.py",
+        "todo.append(node)",
+        "pass",
+        (
+            f"{FILE}::test_a_mask_that_is_changed_between_two_attentions",
+            f"{FILE}::test_a_mask_that_is_changed_by_what_is_given",
+        ),
+    ),
+    (
+        "masks: writes through views",
+        "masks.py",
+        "or not memory.isdisjoint(storages(written))",
+        "",
+        (f"{FILE}::test_a_mask_that_is_changed_by_what_is_given",),
+    ),
+    (
+        "masks: functions of torch's alone",
+        "masks.py",
+        "is_call = module in _MODULES",
+        "is_call = True",
+        (f"{FILE}::test_a_function_of_the_users_by_a_known_name_is_not_run",),
+    ),
+    (
+        "masks: no vmap stays open",
+        "masks.py",
+        "for _ in range(depth):",
+        "for _ in range(0):",
+        (f"{FILE}::test_what_fails_within_a_vmap_leaves_none_open",),
+    ),
+)
