@@ -594,9 +594,9 @@ def test_fake_inputs_are_verified_at_the_first_call(
     broken: bool, monkeypatch: pytest.MonkeyPatch, verified: list[str]
 ) -> None:
     twins: list[weakref.ref[Any]] = []
-    right = backend._twin
+    right = backend.twin
     monkeypatch.setattr(
-        backend, "_twin", lambda gm: (made := right(gm), twins.append(weakref.ref(made)))[0]
+        backend, "twin", lambda gm: (made := right(gm), twins.append(weakref.ref(made)))[0]
     )
     model, x = ThreePatterns(), images()
     reference = copy.deepcopy(model)
