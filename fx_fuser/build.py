@@ -29,6 +29,7 @@ from fx_fuser.kernel_spec import (
 
 PACKAGE = Path(__file__).parent
 KERNELS = PACKAGE / "kernels_cu"
+PREBUILT = PACKAGE / "prebuilt"  # of wheels
 
 LOWEST_CAPABILITY = (8, 0)
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
@@ -80,24 +81,22 @@ def _cubin_job(source: str, arch: str, compiler: Compiler) -> Job:
     return Job(key, source, ".cu", ".cubin", compiler.command(arch, KERNELS.resolve()))
 
 
-def _shim_job(host: Host) -> Job:
+def shim_command(host: Host, more: Sequence[str] = ()) -> tuple[str, ...]:
+    """With {source} and {target} to fill in. more: flags that go before all others'."""
     torch_root = Path(torch.__file__).parent
-    include = (
-        *("-I", str(KERNELS.resolve())),
-        *("-isystem", str(torch_root / "include")),
-        *("-isystem", str(host.include)),
-    )
+    include = ("-I", str(KERNELS.resolve()), "-isystem", str(torch_root / "include"))
     link = (
         f"-L{torch_root / 'lib'}",
         # Nothing of torch is called by name of libtorch itself, yet it brings libtorch_cuda along.
         *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
-        *(str(host.cudart), "-ldl", "-lrt", "-lpthread"),
     )
-    text = (KERNELS / "shim.cpp").read_text()
-    cuda = _hash_files([host.include / "cuda_runtime_api.h"])
-    key = _key("shim", *_CXX_FLAGS, *link, host.version, cuda, torch.__version__)
-    command = (str(host.cxx), *_CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
-    return Job(key, text, ".cpp", ".so", command)
+    return (str(host.cxx), *more, *_CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
+
+
+def _shim_job(host: Host) -> Job:
+    command = shim_command(host)
+    key = _key("shim", *command, host.version, torch.__version__)
+    return Job(key, (KERNELS / "shim.cpp").read_text(), ".cpp", ".so", command)
 
 
 def cubin(source: str, arch: str) -> Path:
@@ -119,12 +118,28 @@ def cubins(sources: Sequence[str], arch: str) -> list[Path]:
     return cache.ensure([_cubin_job(source, arch, compiler) for source in sources])
 
 
+def shim_sources() -> str:
+    """sha256 over what the shim is made of."""
+    return _hash_files([path for path in _kernel_sources() if path.suffix in (".cpp", ".h")])
+
+
+def prebuilt_shim() -> Path | None:
+    """That of the wheel; None in a checkout, and where its sources have changed since."""
+    made_of = PREBUILT / "shim.sources"
+    if not made_of.exists() or made_of.read_text() != shim_sources():
+        return None
+    return PREBUILT / "shim.so"
+
+
 def shim() -> Path:
-    """The shared library with the `torch.ops.fx_fuser_native` ops.
+    """The shared library with the `torch.ops.fx_fuser_native` ops: the wheel's, or one built here.
 
     Raises:
         BuildError: it does not compile.
     """
+    prebuilt = prebuilt_shim()
+    if prebuilt is not None:
+        return prebuilt
     return cache.ensure([_shim_job(compilers.of_shim())])[0]
 
 

@@ -82,7 +82,7 @@ class CudaFiles:
         return next((f / name for f in self.libraries if (f / name).exists()), None)
 
 
-def _cuda_files() -> Iterator[CudaFiles]:
+def cuda_files() -> Iterator[CudaFiles]:
     """Those of pip first; of toolkits that of $CUDA_HOME, the usual one and that of nvcc."""
     for root in _pip_folders():
         for whole in sorted(root.glob("cu[0-9]*"), reverse=True):  # of CUDA 13 and later
@@ -165,7 +165,7 @@ def nvrtc() -> Nvrtc:
     """
     wanted = _cuda_of_torch()
     others: dict[Path, Path] = {}  # folders of a toolkit may be links to each other
-    for files in _cuda_files():
+    for files in cuda_files():
         for library in _libnvrtcs(files):
             if wanted not in (None, library.suffix[1:]):
                 others.setdefault(library.resolve(), library)
@@ -249,36 +249,20 @@ def _cuda_home_of(nvcc: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Host:
-    """g++, and CUDA's headers and run-time library for the shim."""
+    """g++, which makes the shim and needs no file of CUDA's for it."""
 
     cxx: Path
     version: str
-    include: Path
-    cudart: Path
 
 
 def of_shim() -> Host:
-    """g++ of PATH, and a CUDA runtime: of torch's version, or any where that is not here.
-
-    A newer one than torch's may ask for a newer driver.
+    """g++ of PATH.
 
     Raises:
         BuildError: names what is missing and how to get it.
     """
     cxx = _gxx()
-    for of_torch in (True, False):
-        for files in _cuda_files():
-            cudart = files.find("libcudart_static.a")
-            if cudart is None or not (files.include / "crt/host_defines.h").exists():
-                continue
-            if not of_torch or files.find(f"libcudart.so.{_cuda_of_torch() or ''}"):
-                return Host(cxx, _version_of(str(cxx)), files.include, cudart)
-    raise BuildError(
-        "libcudart_static.a and the headers of the CUDA runtime, of which g++ makes the shim, were "
-        f"found neither beside torch nor in $CUDA_HOME nor in {DEFAULT_CUDA_HOME}; install the "
-        "CUDA toolkit's development files, or of CUDA 13: pip install 'nvidia-cuda-runtime==13.*' "
-        "'nvidia-cuda-crt==13.*'"
-    )
+    return Host(cxx, _version_of(str(cxx)))
 
 
 def _gxx() -> Path:

@@ -6,6 +6,7 @@ and one op.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ def available(device: torch.device | str | int) -> str | None:
         return f"compute capability {major}.{minor} is below {lowest}"
     try:
         compilers.of_kernels()
-        compilers.of_shim()
+        if build.prebuilt_shim() is None:
+            compilers.of_shim()
     except BuildError as error:
         return str(error)
     return None
@@ -473,12 +475,20 @@ def _load_shim() -> None:
         except OSError as error:
             raise BuildError(f"cannot load {path} ({error}); does it fit this torch?") from error
     _check_contract()
+    if torch.cuda.is_available():
+        _load("use_driver", _get_proc_address())
     _pointwise = torch.ops.fx_fuser_native.pointwise.default
     _linear_split = torch.ops.fx_fuser_native.linear_split.default
     _linear_dense = torch.ops.fx_fuser_native.linear_dense.default
     _conv_direct = torch.ops.fx_fuser_native.conv_direct.default
     _conv_direct_statistics = torch.ops.fx_fuser_native.conv_direct_statistics.default
     _conv_direct_backward = torch.ops.fx_fuser_native.conv_direct_backward.default
+
+
+def _get_proc_address() -> int:
+    """Where the function of the CUDA driver is that finds its others; torch has it loaded."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    return ctypes.cast(driver.cuGetProcAddress_v2, ctypes.c_void_p).value or 0
 
 
 def _check_contract() -> None:

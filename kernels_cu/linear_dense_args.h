@@ -2,12 +2,11 @@
 // linear_dense_sm90.cuh reads it.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "linear_split_args.h"
 #include "pointwise_args.h"
+#include "tensor_map.h"
 
 namespace fx_fuser {
 
@@ -41,11 +40,11 @@ constexpr int kDenseThreads = 384;
 constexpr int kDenseStepBytes = 128;  // of k in a stage: one swizzle span
 
 struct LinearDenseArgs {
-  CUtensorMap weight_map;  // [n, k]
-  CUtensorMap x_map;       // [m, k]
-  const void* bias;        // [n], or null
-  void* out;               // [m, n], row stride out_stride
-  void* z;                 // [m, n], row stride z_stride, or null: x weightᵀ + bias
+  TensorMap weight_map;  // [n, k]
+  TensorMap x_map;       // [m, k]
+  const void* bias;      // [n], or null
+  void* out;             // [m, n], row stride out_stride
+  void* z;               // [m, n], row stride z_stride, or null: x weightᵀ + bias
   int64_t out_stride;
   int64_t z_stride;
   LinearOperand operand[kMaxInputs];

@@ -2,13 +2,11 @@
 // reads it.
 #pragma once
 
-#include <cuda.h>
-#include <vector_types.h>
-
 #include <cstdint>
 
 #include "divisor.h"
 #include "pointwise_args.h"
+#include "tensor_map.h"
 
 namespace fx_fuser {
 
@@ -175,11 +173,11 @@ struct LinearResult {
 };
 
 struct LinearSplitArgs {
-  CUtensorMap weight_map;            // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
-  CUtensorMap x_map;                 // [plane, parts, m, padded k] fp16, as the split wrote it
+  TensorMap weight_map;              // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
+  TensorMap x_map;                   // [plane, parts, m, padded k] fp16, as the split wrote it
   const SplitRowFactors* x_factors;  // [plane, m]
   const SplitRowFactors* weight_factors;  // [plane, n], or null: the rows' scales are guessed
-  float4* parked;    // [blocks, tile m * tile n] where k > kLinearChunkK, else unused
+  void* parked;      // [blocks, tile m * tile n] float where k > kLinearChunkK, else unused
   uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
   uint32_t* was_strained;  // in the host's memory: how many times longer than bearable that took

@@ -226,7 +226,8 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
 constexpr int kChunkTiles = kLinearChunkK / kTileK;
 
 __device__ __forceinline__ float4* parking_place(const LinearSplitArgs& args) {
-  return args.parked + blockIdx.x * (16 * kConsumers * kWarpgroup) + threadIdx.x;
+  return static_cast<float4*>(args.parked) + blockIdx.x * (16 * kConsumers * kWarpgroup) +
+         threadIdx.x;
 }
 
 __device__ __forceinline__ void park(const LinearSplitArgs& args, float (&sum)[64], bool first) {

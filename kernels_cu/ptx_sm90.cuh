@@ -2,12 +2,13 @@
 // of the PTX ISA manual. Shared-memory addresses are 32-bit, as the instructions take them.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
 #include <type_traits>
+
+#include "tensor_map.h"
 
 namespace fx_fuser::ptx {
 
@@ -175,7 +176,7 @@ constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 // Coordinates are in elements, innermost first. Elements outside the tensor arrive as zeros and
 // count as bytes of the barrier all the same.
-__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from, uint32_t barrier,
+__device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap& from, uint32_t barrier,
                                             uint64_t policy, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -186,7 +187,7 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from
 
 // To the same place in all blocks of the cluster whose bit is set in `blocks`, and counted by the
 // barrier of each.
-__device__ __forceinline__ void tensor_load_multicast(uint32_t to, const CUtensorMap& from,
+__device__ __forceinline__ void tensor_load_multicast(uint32_t to, const TensorMap& from,
                                                       uint32_t barrier, uint16_t blocks,
                                                       uint64_t policy, int x, int y) {
   asm volatile(
@@ -196,7 +197,7 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t to, const CUtenso
       : "memory");
 }
 
-__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap& from, uint32_t barrier,
+__device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap& from, uint32_t barrier,
                                             uint64_t policy, int x, int y, int z, int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

@@ -1,8 +1,8 @@
 // The one translation unit between torch and the kernels: loads cubins, reads tensors, launches.
 //
-// Built on the LibTorch stable ABI at version 2.11 and linked with a static CUDA runtime, so that a
+// Built on the LibTorch stable ABI at version 2.11 and linked with nothing of CUDA's, so that a
 // single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
-// shim_device.h) and into every CUDA torch from 2.11 on.
+// shim_device.h) and into every CUDA torch from 2.11 on. The driver is given to it by `use_driver`.
 #include "shim_batch_stats.h"
 #include "shim_contract.h"
 #include "shim_conv.h"
@@ -18,6 +18,7 @@ namespace fx_fuser {
 
 STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("contract() -> str[]");
+  m.def("use_driver(int get_proc_address) -> ()");
   m.def("load_pointwise(str name, str cubin, str[] signature, int device) -> int");
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("load_batch_stats(str cubin, int device) -> int");
@@ -58,6 +59,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
 // For every device, so that a CPU tensor meets our error and not the dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("contract", TORCH_BOX(&contract));
+  m.impl("use_driver", TORCH_BOX(&use_driver));
   m.impl("load_pointwise", TORCH_BOX(&load_pointwise));
   m.impl("pointwise", TORCH_BOX(&pointwise));
   m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));

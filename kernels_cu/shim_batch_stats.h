@@ -13,10 +13,10 @@ namespace fx_fuser {
 namespace {
 
 struct StatsKernels {
-  cudaKernel_t planes;
-  cudaKernel_t rows;
-  cudaKernel_t rows_narrow;
-  cudaKernel_t combine;
+  Kernel planes;
+  Kernel rows;
+  Kernel rows_narrow;
+  Kernel combine;
 };
 
 struct StatsLibrary {
@@ -45,7 +45,7 @@ constexpr const char* kBatchStats = "batch_stats";  // their only name
 
 int64_t load_batch_stats(const std::string& cubin, int64_t device) {
   const OnDevice on_device(static_cast<int>(device));
-  cudaLibrary_t library = load_library(cubin);
+  Library library = load_library(cubin);
   const auto kernels = [&](const std::string& suffix) -> StatsKernels {
     const auto kernel = [&](const char* name) {
       return get_kernel(library, std::string("fx_fuser_batch_stats_") + name + "_" + suffix);
@@ -95,8 +95,7 @@ Tensor new_partial(const Tensor& x, ScalarType acc, int64_t channels, int64_t sp
 }
 
 std::pair<Tensor, int64_t> launch_planes(const StatsKernels& kernels, const Tensor& x,
-                                         const StatsShape& shape, ScalarType acc,
-                                         cudaStream_t stream) {
+                                         const StatsShape& shape, ScalarType acc, Stream stream) {
   const int64_t element = x.element_size();
   const int64_t width = 16 / element;
   const auto address = reinterpret_cast<uintptr_t>(x.data_ptr());
@@ -120,8 +119,7 @@ std::pair<Tensor, int64_t> launch_planes(const StatsKernels& kernels, const Tens
 }
 
 std::pair<Tensor, int64_t> launch_rows(const StatsKernels& kernels, const Tensor& x,
-                                       const StatsShape& shape, ScalarType acc,
-                                       cudaStream_t stream) {
+                                       const StatsShape& shape, ScalarType acc, Stream stream) {
   int64_t width = 16 / static_cast<int64_t>(x.element_size());
   const bool aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
   const bool wide = aligned && shape.channels % width == 0;
@@ -163,7 +161,7 @@ std::tuple<Tensor, Tensor> run_batch_stats(const StatsLibrary& library, const Te
 
   const int device = x.get_device_index();
   const OnDevice on_device(device);
-  const cudaStream_t stream = current_stream(device);
+  const Stream stream = current_stream(device);
   std::pair<Tensor, int64_t> partial{mean, 0};  // of an empty x: no moments, and NaN from them
   if (x.numel() > 0) {
     // One element a plane is both layouts; so is one channel.

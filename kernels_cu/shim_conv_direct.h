@@ -42,9 +42,9 @@ constexpr NormLeaf kNormLeaves[] = {{"bias", &Norm::bias},
 constexpr const char* kNormNumber = "eps";
 
 struct ConvDirectKernels {
-  cudaKernel_t convolution;
-  cudaKernel_t applied;  // of 16-bit results, where operands are a channel's
-  cudaKernel_t statistics;
+  Kernel convolution;
+  Kernel applied;  // of 16-bit results, where operands are a channel's
+  Kernel statistics;
   int multiprocessors;
   int scalars;
   ScalarType out;
@@ -59,19 +59,13 @@ int64_t load_conv_direct(const std::string& name, const std::string& cubin,
                   "fx_fuser: FX_FUSER_CONV_DIRECT needs an epilogue, a number of scalars, Acc, "
                   "Out and the type of x");
   const OnDevice on_device(static_cast<int>(device));
-  cudaLibrary_t library = load_library(cubin);
+  Library library = load_library(cubin);
   auto kernels = std::make_unique<ConvDirectKernels>();
-  kernels->convolution = get_kernel(library, "fx_fuser_conv_direct");
-  kernels->applied = get_kernel(library, "fx_fuser_conv_direct_applied");
-  kernels->statistics = get_kernel(library, "fx_fuser_conv_direct_statistics");
-  for (const cudaKernel_t kernel : {kernels->convolution, kernels->applied, kernels->statistics}) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kConvMaxShared),
-          "cudaFuncSetAttribute");
-  }
-  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
-                               static_cast<int>(device)),
-        "cudaDeviceGetAttribute");
+  const auto kernel = [&](const char* name) { return get_kernel(library, name, kConvMaxShared); };
+  kernels->convolution = kernel("fx_fuser_conv_direct");
+  kernels->applied = kernel("fx_fuser_conv_direct_applied");
+  kernels->statistics = kernel("fx_fuser_conv_direct_statistics");
+  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);
   kernels->x = scalar_type_of(signature[4]);
@@ -251,7 +245,7 @@ bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLib
   if (!args) return false;
 
   const OnDevice on_device(device);
-  const cudaStream_t stream = current_stream(device);
+  const Stream stream = current_stream(device);
   const int64_t blocks = conv_blocks(*args, kernels.multiprocessors);
   const int64_t splits = 2 * blocks / args->groups;
   const Tensor partial = new_dense(x, {args->outputs, splits, 3}, ScalarType::Float);

@@ -15,12 +15,12 @@ namespace fx_fuser {
 namespace {
 
 struct ConvBackwardKernels {
-  cudaKernel_t sums;
-  cudaKernel_t weight;
-  cudaKernel_t sums_and_weight;
-  cudaKernel_t reduce_sums;
-  cudaKernel_t reduce_weight;
-  cudaKernel_t input;
+  Kernel sums;
+  Kernel weight;
+  Kernel sums_and_weight;
+  Kernel reduce_sums;
+  Kernel reduce_weight;
+  Kernel input;
   int multiprocessors;
   int scalars;
   ScalarType x;  // and the weight's, dy's and dx's
@@ -34,26 +34,18 @@ int64_t load_conv_direct_backward(const std::string& name, const std::string& cu
                   "fx_fuser: FX_FUSER_CONV_DIRECT_BACKWARD needs an epilogue, a number of scalars, "
                   "Acc, the type of dy and that of x");
   const OnDevice on_device(static_cast<int>(device));
-  cudaLibrary_t library = load_library(cubin);
-  const auto kernel = [&](const char* suffix) {
-    return get_kernel(library, std::string("fx_fuser_conv_direct_") + suffix);
+  Library library = load_library(cubin);
+  const auto kernel = [&](const char* suffix, int shared_bytes = 0) {
+    return get_kernel(library, std::string("fx_fuser_conv_direct_") + suffix, shared_bytes);
   };
   auto kernels = std::make_unique<ConvBackwardKernels>();
-  kernels->sums = kernel("sums");
-  kernels->weight = kernel("weight");
-  kernels->sums_and_weight = kernel("sums_and_weight");
+  kernels->sums = kernel("sums", kConvMaxShared);
+  kernels->weight = kernel("weight", kConvMaxShared);
+  kernels->sums_and_weight = kernel("sums_and_weight", kConvMaxShared);
   kernels->reduce_sums = kernel("reduce_sums");
   kernels->reduce_weight = kernel("reduce_weight");
-  kernels->input = kernel("input");
-  for (const cudaKernel_t one :
-       {kernels->sums, kernels->weight, kernels->sums_and_weight, kernels->input}) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(one),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kConvMaxShared),
-          "cudaFuncSetAttribute");
-  }
-  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
-                               static_cast<int>(device)),
-        "cudaDeviceGetAttribute");
+  kernels->input = kernel("input", kConvMaxShared);
+  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
   kernels->scalars = std::stoi(signature[1]);
   kernels->x = scalar_type_of(signature[4]);
   for (size_t i = 5; i < signature.size(); ++i) {
@@ -177,10 +169,10 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
                 reinterpret_cast<uintptr_t>(dy.data_ptr()) % (2 * dy.element_size()) == 0;
 
   const OnDevice on_device(device);
-  const cudaStream_t stream = current_stream(device);
+  const Stream stream = current_stream(device);
   LaunchOptions options;
   options.shared_bytes = conv_accumulate_bytes(conv);
-  const auto accumulate = [&](cudaKernel_t kernel, bool with_sums, bool with_weight) {
+  const auto accumulate = [&](Kernel kernel, bool with_sums, bool with_weight) {
     const int64_t parts = int64_t{conv.groups} * (with_weight ? args->tap_groups : 1);
     const int64_t of_part = std::max<int64_t>(kernels.multiprocessors / parts, 1);
     const int64_t blocks = std::min<int64_t>(of_part, conv.units) * parts;
@@ -198,7 +190,7 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
     }
     launch(kernel, blocks, conv_accumulate_threads(workers), stream, *args, options);
     options.dependent = true;  // all that follow
-    const auto reduce = [&](cudaKernel_t by, const ReduceArgs& of) {
+    const auto reduce = [&](Kernel by, const ReduceArgs& of) {
       LaunchOptions dependent;
       dependent.dependent = true;
       launch(by, ceil_div(of.values, kConvReduceValues), kConvReduceThreads, stream, of, dependent);

@@ -1,7 +1,6 @@
 // Device, stream, loading and launching: what every op of the shim needs.
 #pragma once
 
-#include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -12,13 +11,13 @@
 #include <limits>
 #include <map>
 #include <mutex>
-#include <shared_mutex>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "divisor.h"
+#include "shim_driver.h"
 
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -29,25 +28,58 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-void check(cudaError_t status, const char* call) {
-  STD_TORCH_CHECK(status == cudaSuccess, "fx_fuser: ", call, ": ", cudaGetErrorString(status));
+int driver_device(int device) {
+  int found = 0;
+  check(driver().DeviceGet(&found, device), "cuDeviceGet");
+  return found;
 }
 
-// Our static runtime keeps its own notion of the current device beside torch's; both are set.
+// The context that torch uses, for the life of the process.
+Context primary_context(int device) {
+  static std::mutex mutex;
+  static std::map<int, Context> contexts;
+  const std::lock_guard lock(mutex);
+  Context& context = contexts[device];
+  if (context == nullptr) {
+    check(driver().DevicePrimaryCtxRetain(&context, driver_device(device)),
+          "cuDevicePrimaryCtxRetain");
+  }
+  return context;
+}
+
+// torch's guard sets a device, and a context only where its runtime comes to need one: a thread of
+// autograd's may have none yet.
 class OnDevice {
  public:
-  explicit OnDevice(int device) : guard_(device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+  explicit OnDevice(int device) : guard_(device), context_(primary_context(device)) {
+    check(driver().CtxGetCurrent(&before_), "cuCtxGetCurrent");
+    if (before_ != context_) check(driver().CtxSetCurrent(context_), "cuCtxSetCurrent");
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() {
+    if (before_ != context_ && before_ != nullptr) driver().CtxSetCurrent(before_);
+  }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
+  Context context_;
+  Context before_ = nullptr;
 };
 
-cudaStream_t current_stream(int device) {
+int multiprocessors_of(int device) {
+  int count = 0;
+  check(driver().DeviceGetAttribute(&count, kDeviceMultiprocessors, driver_device(device)),
+        "cuDeviceGetAttribute");
+  return count;
+}
+
+Stream current_stream(int device) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
                   "fx_fuser: this build of torch has no CUDA; its tensors cannot reach a kernel");
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
+  return static_cast<Stream>(stream);
 }
 
 // A tensor on `like`'s device. torch::stable::new_empty goes through the dispatcher by the op's
@@ -85,54 +117,58 @@ struct LaunchOptions {
   bool dependent = false;
 };
 
+LaunchAttribute cluster_of(int blocks) {
+  LaunchAttribute made{};
+  made.id = kLaunchCluster;
+  made.value.cluster = {static_cast<unsigned>(blocks), 1, 1};
+  return made;
+}
+
 template <class Args>
-void launch(cudaKernel_t kernel, int64_t blocks, int threads, cudaStream_t stream, const Args& args,
+void launch(Kernel kernel, int64_t blocks, int threads, Stream stream, const Args& args,
             const LaunchOptions& options = {}) {
   STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "fx_fuser: ", blocks,
                   " blocks are more than a grid holds");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = options.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  config.attrs = attributes;
+  LaunchAttribute attributes[2]{};
+  LaunchConfig config{{static_cast<unsigned>(blocks), 1, 1},
+                      {static_cast<unsigned>(threads), 1, 1},
+                      static_cast<unsigned>(options.shared_bytes),
+                      stream,
+                      attributes,
+                      0};
   if (options.cluster > 1) {
-    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = options.cluster;
-    cluster.val.clusterDim.y = 1;
-    cluster.val.clusterDim.z = 1;
+    attributes[config.count++] = cluster_of(options.cluster);
   }
   if (options.dependent) {
-    cudaLaunchAttribute& dependent = attributes[config.numAttrs++];
-    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    dependent.val.programmaticStreamSerializationAllowed = 1;
+    LaunchAttribute& dependent = attributes[config.count++];
+    dependent.id = kLaunchOverlapped;
+    dependent.value.overlapped = 1;
   }
   void* parameters[] = {const_cast<Args*>(&args)};
-  check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), parameters),
-        "cudaLaunchKernelExC");
+  check(driver().LaunchKernelEx(&config, kernel, parameters, nullptr), "cuLaunchKernelEx");
 }
 
 // Libraries stay loaded for the life of the process: captured graphs may refer to their kernels.
-cudaLibrary_t load_library(const std::string& cubin) {
-  cudaLibrary_t library = nullptr;
-  const cudaError_t status =
-      cudaLibraryLoadFromFile(&library, cubin.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-  STD_TORCH_CHECK(status == cudaSuccess, "fx_fuser: cannot load ", cubin, ": ",
-                  cudaGetErrorString(status));
+Library load_library(const std::string& cubin) {
+  Library library = nullptr;
+  const int result = driver().LibraryLoadFromFile(&library, cubin.c_str(), nullptr, nullptr, 0,
+                                                  nullptr, nullptr, 0);
+  STD_TORCH_CHECK(result == 0, "fx_fuser: cannot load ", cubin, ": ", text_of(result));
   return library;
 }
 
-cudaKernel_t get_kernel(cudaLibrary_t library, const std::string& name) {
-  cudaKernel_t kernel = nullptr;
-  const cudaError_t status = cudaLibraryGetKernel(&kernel, library, name.c_str());
-  STD_TORCH_CHECK(status == cudaSuccess, "fx_fuser: no kernel ", name, ": ",
-                  cudaGetErrorString(status));
-  // Code is uploaded lazily, which a stream capture would not allow: ask for it now.
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
-        "cudaFuncGetAttributes");
+// On the current device. shared_bytes: the most that a launch asks for.
+Kernel get_kernel(Library library, const std::string& name, int shared_bytes = 0) {
+  LibraryKernel found = nullptr;
+  int result = driver().LibraryGetKernel(&found, library, name.c_str());
+  Kernel kernel = nullptr;
+  // Code is uploaded here, not at the first launch, which a stream capture would not allow.
+  if (result == 0) result = driver().KernelGetFunction(&kernel, found);
+  STD_TORCH_CHECK(result == 0, "fx_fuser: no kernel ", name, ": ", text_of(result));
+  if (shared_bytes > 0) {
+    check(driver().FuncSetAttribute(kernel, kKernelMaxDynamicShared, shared_bytes),
+          "cuFuncSetAttribute");
+  }
   return kernel;
 }
 
@@ -141,12 +177,12 @@ template <class Kernels>
 class Registry {
  public:
   void add(const std::string& name, int device, const Kernels* kernels) {
-    const std::unique_lock lock(mutex_);
+    const std::lock_guard lock(mutex_);
     kernels_[{name, device}] = kernels;
   }
 
   const Kernels& at(const std::string& name, int device) {
-    const std::shared_lock lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const auto found = kernels_.find({name, device});
     STD_TORCH_CHECK(found != kernels_.end(), "fx_fuser: kernel ", name,
                     " is not loaded on cuda:", device, "; fx_fuser.native.prepare loads it");
@@ -154,7 +190,7 @@ class Registry {
   }
 
  private:
-  std::shared_mutex mutex_;
+  std::mutex mutex_;
   std::map<std::pair<std::string, int>, const Kernels*> kernels_;
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 struct LinearDenseKernels {
   int shapes;  // the first of kDenseShapes
-  std::array<cudaKernel_t, kDenseShapeCount> kernel;
+  std::array<Kernel, kDenseShapeCount> kernel;
   std::array<int64_t, kDenseShapeCount> clusters;  // that the device runs at once
   int scalars;
   ScalarType in;
@@ -18,14 +18,14 @@ struct LinearDenseKernels {
 };
 
 // TFLOAT32: the copy engine rounds, where the tensor core would cut off, which triples the error.
-CUtensorMapDataType copied_as(ScalarType type) {
+int copied_as(ScalarType type) {
   switch (type) {
     case ScalarType::BFloat16:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+      return kMapBFloat16;
     case ScalarType::Half:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+      return kMapFloat16;
     case ScalarType::Float:
-      return CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+      return kMapTFloat32;
     default:
       STD_TORCH_CHECK(false, "fx_fuser: FX_FUSER_LINEAR takes no x of type ", toString(type));
   }
@@ -33,22 +33,18 @@ CUtensorMapDataType copied_as(ScalarType type) {
 
 // Clusters of a kernel that are resident at once: some parts of a GPU may have an odd number of
 // multiprocessors.
-int64_t resident_clusters(cudaKernel_t kernel, const DenseShape& shape, int multiprocessors) {
+int64_t resident_clusters(Kernel kernel, const DenseShape& shape, int multiprocessors) {
   if (shape.cluster == 1) return multiprocessors;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = shape.cluster;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(shape.cluster * multiprocessors);
-  config.blockDim = dim3(kDenseThreads);
-  config.dynamicSmemBytes = shape.shared_bytes();
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  LaunchAttribute cluster = cluster_of(shape.cluster);
+  const LaunchConfig config{{static_cast<unsigned>(shape.cluster * multiprocessors), 1, 1},
+                            {kDenseThreads, 1, 1},
+                            static_cast<unsigned>(shape.shared_bytes()),
+                            nullptr,
+                            &cluster,
+                            1};
   int clusters = 0;
-  check(cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config),
-        "cudaOccupancyMaxActiveClusters");
+  check(driver().OccupancyMaxActiveClusters(&clusters, kernel, &config),
+        "cuOccupancyMaxActiveClusters");
   return std::max(clusters, 1);
 }
 
@@ -58,19 +54,13 @@ int64_t load_dense(int shapes, const std::string& name, const std::string& cubin
                   "fx_fuser: FX_FUSER_LINEAR needs an epilogue, a number of scalars, Acc, Out and "
                   "the type of x");
   const OnDevice on_device(static_cast<int>(device));
-  cudaLibrary_t library = load_library(cubin);
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount,
-                               static_cast<int>(device)),
-        "cudaDeviceGetAttribute");
+  Library library = load_library(cubin);
+  const int multiprocessors = multiprocessors_of(static_cast<int>(device));
   auto kernels = std::make_unique<LinearDenseKernels>();
   kernels->shapes = shapes;
   for (int i = 0; i < shapes; ++i) {
-    kernels->kernel[i] = get_kernel(library, "fx_fuser_linear_" + std::to_string(i));
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernels->kernel[i]),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kDenseShapes[i].shared_bytes()),
-          "cudaFuncSetAttribute");
+    kernels->kernel[i] =
+        get_kernel(library, "fx_fuser_linear_" + std::to_string(i), kDenseShapes[i].shared_bytes());
     kernels->clusters[i] = resident_clusters(kernels->kernel[i], kDenseShapes[i], multiprocessors);
   }
   kernels->scalars = std::stoi(signature[1]);
@@ -175,9 +165,8 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
     const int64_t bytes = rows == 1 ? ceil_div(k * element, 16) * 16 : stride * element;
     return tensor_map<2>(
         copied_as(kernels.in), tensor.data_ptr(),
-        {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)},
-        {static_cast<cuuint64_t>(bytes)},
-        {static_cast<cuuint32_t>(kDenseStepBytes / element), static_cast<cuuint32_t>(box_rows)});
+        {static_cast<uint64_t>(k), static_cast<uint64_t>(rows)}, {static_cast<uint64_t>(bytes)},
+        {static_cast<uint32_t>(kDenseStepBytes / element), static_cast<uint32_t>(box_rows)});
   };
   args.weight_map = map_of(weight, n, weight.stride(0), shape.tile_n());
   args.x_map = map_of(x, m, *x_stride, shape.tile_m / shape.cluster);

@@ -1,8 +1,6 @@
 // The fp32 product on tensor cores: tensor maps, workspace, launch.
 #pragma once
 
-#include <cuda.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -27,12 +25,12 @@ namespace fx_fuser {
 namespace {
 
 struct LinearSplitKernels {
-  cudaKernel_t split_rows;
-  cudaKernel_t split_columns;
-  std::array<cudaKernel_t, 2> product;  // of a weight as it is, of a turned one
-  std::array<cudaKernel_t, 2> chunk;
-  cudaKernel_t sum;
-  cudaKernel_t copy_rows;
+  Kernel split_rows;
+  Kernel split_columns;
+  std::array<Kernel, 2> product;  // of a weight as it is, of a turned one
+  std::array<Kernel, 2> chunk;
+  Kernel sum;
+  Kernel copy_rows;
   int multiprocessors;
   int scalars;
   ScalarType first;  // of the operand that is split first: fp32, or of 16 bits and never the other
@@ -49,25 +47,19 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
                   "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
                   "Out and the type of the operand that is split first");
   const OnDevice on_device(static_cast<int>(device));
-  cudaLibrary_t library = load_library(cubin);
+  Library library = load_library(cubin);
   auto kernels = std::make_unique<LinearSplitKernels>();
   kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
   kernels->split_columns = get_kernel(library, "fx_fuser_linear_split_columns");
   kernels->sum = get_kernel(library, "fx_fuser_linear_split_sum");
   kernels->copy_rows = get_kernel(library, "fx_fuser_copy_rows");
   const auto product = [&](const char* name) {
-    const cudaKernel_t kernel = get_kernel(library, name);
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kLinearSharedBytes),
-          "cudaFuncSetAttribute");
-    return kernel;
+    return get_kernel(library, name, kLinearSharedBytes);
   };
   kernels->product = {product("fx_fuser_linear_split"), product("fx_fuser_linear_split_turned")};
   kernels->chunk = {product("fx_fuser_linear_split_chunk"),
                     product("fx_fuser_linear_split_chunk_turned")};
-  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
-                               static_cast<int>(device)),
-        "cudaDeviceGetAttribute");
+  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
   kernels->scalars = std::stoi(signature[1]);
@@ -251,7 +243,7 @@ struct SplitLaunch {
   const SplitWish& wish;
   const Tensor& like;  // for workspaces
   bool stores_pairs;
-  cudaStream_t stream;
+  Stream stream;
 
   void run(const SplitPart& part) const {
     const SplitSizes& sizes = part.sizes;
@@ -357,7 +349,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   }
 
   const OnDevice on_device(out.get_device_index());
-  const cudaStream_t stream = current_stream(out.get_device_index());
+  const Stream stream = current_stream(out.get_device_index());
   SplitPart all{choice.weight_first ? call->weight : call->x,
                 choice.weight_first ? call->x : call->weight,
                 sizes,

@@ -17,9 +17,9 @@ namespace fx_fuser {
 namespace {
 
 struct PointwiseKernels {
-  cudaKernel_t small;
-  cudaKernel_t u32;
-  cudaKernel_t u64;
+  Kernel small;
+  Kernel u32;
+  Kernel u64;
   int multiprocessors;
   int scalars;
   ScalarType out;
@@ -47,11 +47,9 @@ int64_t load_pointwise(const std::string& name, const std::string& cubin,
                   "fx_fuser: FX_FUSER_POINTWISE needs an epilogue, a number "
                   "of scalars, Acc, Out and at least one In");
   const OnDevice on_device(static_cast<int>(device));
-  cudaLibrary_t library = load_library(cubin);
+  Library library = load_library(cubin);
   auto kernels = std::make_unique<PointwiseKernels>();
-  check(cudaDeviceGetAttribute(&kernels->multiprocessors, cudaDevAttrMultiProcessorCount,
-                               static_cast<int>(device)),
-        "cudaDeviceGetAttribute");
+  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
   kernels->small = get_kernel(library, "fx_fuser_pointwise_small");
   kernels->u32 = get_kernel(library, "fx_fuser_pointwise_u32");
   kernels->u64 = get_kernel(library, "fx_fuser_pointwise_u64");
@@ -178,7 +176,7 @@ Mode mode_of(const Loops& loops, int operand, const Tensor& input, int width) {
 template <class Index>
 void launch_pointwise(const PointwiseKernels& kernels, const Loops& loops, const Tensor& out,
                       const std::vector<Tensor>& inputs, const std::vector<double>& scalars,
-                      cudaStream_t stream) {
+                      Stream stream) {
   const int out_size = static_cast<int>(out.element_size());
   const int width = vector_width(out_size, static_cast<int>(inputs[0].element_size()));
 
@@ -251,7 +249,7 @@ bool try_pointwise(const PointwiseKernels& kernels, const Tensor& out,
   }
 
   const OnDevice on_device(device);
-  const cudaStream_t stream = current_stream(device);
+  const Stream stream = current_stream(device);
   if (narrow) {
     launch_pointwise<uint32_t>(kernels, loops, out, inputs, scalars, stream);
   } else {

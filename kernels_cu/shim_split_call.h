@@ -20,7 +20,7 @@ namespace {
 struct SplitWorkspace {
   Tensor memory;
   void* split;
-  float4* parked;
+  void* parked;
   uint32_t* unsure;
   uint64_t* again;
   SplitRowFactors* factors;
@@ -44,7 +44,7 @@ struct SplitWorkspace {
     memory = new_dense(like, {at_partial + partials * 4}, ScalarType::Byte);
     auto* start = static_cast<uint8_t*>(memory.data_ptr());
     split = start;
-    parked = reinterpret_cast<float4*>(start + at_parked);
+    parked = start + at_parked;
     unsure = reinterpret_cast<uint32_t*>(start + at_unsure);
     again = reinterpret_cast<uint64_t*>(start + at_again);
     factors = reinterpret_cast<SplitRowFactors*>(start + at_factors);

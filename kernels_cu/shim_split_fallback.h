@@ -18,9 +18,9 @@ class Fallback {
  public:
   Fallback() {
     void* flags = nullptr;
-    check(cudaHostAlloc(&flags, kSlots * sizeof(uint32_t),
-                        cudaHostAllocPortable | cudaHostAllocMapped),
-          "cudaHostAlloc");
+    check(driver().MemHostAlloc(&flags, kSlots * sizeof(uint32_t),
+                                kHostMemoryPortable | kHostMemoryMapped),
+          "cuMemHostAlloc");
     flags_ = static_cast<uint32_t*>(flags);
     reset();
   }

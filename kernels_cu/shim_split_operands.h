@@ -2,8 +2,6 @@
 // it lies or of which it gets a copy.
 #pragma once
 
-#include <cuda.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -16,37 +14,19 @@
 namespace fx_fuser {
 namespace {
 
-// cuTensorMapEncodeTiled of the driver, which nothing here is linked with.
-auto tensor_map_encoder() {
-  static const auto encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                           cudaEnableDefault, &result),
-          "cudaGetDriverEntryPointByVersion");
-    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess && found != nullptr,
-                    "fx_fuser: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  }();
-  return encode;
-}
-
 // Sizes and box innermost first; strides in bytes, of all dimensions but the innermost.
 template <int kRank>
-CUtensorMap tensor_map(CUtensorMapDataType type, const void* data,
-                       const std::array<cuuint64_t, kRank>& sizes,
-                       const std::array<cuuint64_t, kRank - 1>& strides,
-                       const std::array<cuuint32_t, kRank>& box) {
-  std::array<cuuint32_t, kRank> steps;
+TensorMap tensor_map(int type, const void* data, const std::array<uint64_t, kRank>& sizes,
+                     const std::array<uint64_t, kRank - 1>& strides,
+                     const std::array<uint32_t, kRank>& box) {
+  std::array<uint32_t, kRank> steps;
   steps.fill(1);
-  CUtensorMap map;
-  const CUresult status = tensor_map_encoder()(
+  TensorMap map;
+  const int status = driver().TensorMapEncodeTiled(
       &map, type, kRank, const_cast<void*>(data), sizes.data(), strides.data(), box.data(),
-      steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(status == CUDA_SUCCESS, "fx_fuser: cuTensorMapEncodeTiled failed with ",
-                  static_cast<int>(status), " for sizes ", to_string(sizes), " and strides ",
-                  to_string(strides));
+      steps.data(), kMapNotInterleaved, kMapSwizzle128, kMapPromotion256, kMapZerosOutside);
+  STD_TORCH_CHECK(status == 0, "fx_fuser: cuTensorMapEncodeTiled: ", text_of(status),
+                  ", for sizes ", to_string(sizes), " and strides ", to_string(strides));
   return map;
 }
 
@@ -104,7 +84,7 @@ struct SplitOperand {
   }
 
   // The same values in lines that the copy engine takes; the tensor holds them.
-  Tensor move_to_aligned_lines(cudaKernel_t copy, const Tensor& like, cudaStream_t stream) {
+  Tensor move_to_aligned_lines(Kernel copy, const Tensor& like, Stream stream) {
     const bool across = transposed();
     const int64_t pitch = ceil_div(columns(), 4) * 4;
     const int64_t plane = lines() * pitch;
@@ -131,18 +111,18 @@ struct SplitOperand {
     return made;
   }
 
-  CUtensorMap map() const {
-    const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  TensorMap map() const {
+    const auto unsigned64 = [](int64_t value) { return static_cast<uint64_t>(value); };
     // A stride along one element is never used, but must be one that the copy engine takes.
     const int64_t of_lines = lines() == 1 ? ceil_div(columns(), 4) * 4 : line_stride();
     const int64_t of_inner = inner_size == 1 ? of_lines : inner;
     const int64_t of_outer = outer_size == 1 ? of_lines : outer;
     return tensor_map<4>(
-        CU_TENSOR_MAP_DATA_TYPE_FLOAT32, data,
+        kMapFloat32, data,
         {unsigned64(columns()), unsigned64(lines()), unsigned64(inner_size),
          unsigned64(outer_size)},
         {unsigned64(of_lines * 4), unsigned64(of_inner * 4), unsigned64(of_outer * 4)},
-        {kLinearBox, static_cast<cuuint32_t>(transposed() ? kLinearTileK : kLinearTileN), 1, 1});
+        {kLinearBox, static_cast<uint32_t>(transposed() ? kLinearTileK : kLinearTileN), 1, 1});
   }
 
  private:
@@ -194,20 +174,20 @@ SplitArgs split_args(const SplitOperand& x, const Planes& planes, int64_t padded
 }
 
 // parts: fp16 that make a value: hi, and perhaps lo.
-CUtensorMap split_map(const void* split, int64_t padded_k, int64_t rows, int64_t planes,
-                      int64_t parts) {
-  const auto unsigned64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+TensorMap split_map(const void* split, int64_t padded_k, int64_t rows, int64_t planes,
+                    int64_t parts) {
+  const auto unsigned64 = [](int64_t value) { return static_cast<uint64_t>(value); };
   const int64_t part = rows * padded_k * 2;  // bytes of hi, or of lo
   const int64_t plane = parts * part;
   return tensor_map<4>(
-      CU_TENSOR_MAP_DATA_TYPE_FLOAT16, split,
+      kMapFloat16, split,
       {unsigned64(padded_k), unsigned64(rows), unsigned64(parts), unsigned64(planes)},
       {unsigned64(padded_k * 2), unsigned64(part), unsigned64(plane)},
-      {kLinearTileK, kLinearTileM, static_cast<cuuint32_t>(parts), 1});
+      {kLinearTileK, kLinearTileM, static_cast<uint32_t>(parts), 1});
 }
 
-void launch_split(cudaKernel_t split_rows, cudaKernel_t split_columns, SplitArgs args,
-                  int64_t planes, int64_t multiprocessors, cudaStream_t stream) {
+void launch_split(Kernel split_rows, Kernel split_columns, SplitArgs args, int64_t planes,
+                  int64_t multiprocessors, Stream stream) {
   const bool columns = args.x_stride_k != 1 && args.x_stride_m == 1 && args.rows > 1;
   const int64_t units = columns ? ceil_div(args.rows, kSplitStrip) : args.rows;
   args.units = make_divisor(static_cast<uint32_t>(units));

@@ -117,31 +117,6 @@ def test_missing_gxx_names_the_remedy(fake, monkeypatch, find):
         find()
 
 
-@pytest.fixture
-def gxx(bare, tmp_path):
-    (tmp_path / "empty/g++").symlink_to(shutil.which("true", path="/usr/bin:/bin"))
-
-
-def put_cudart(root: Path, major: int) -> Path:
-    for path in ("include/crt/host_defines.h", "lib/libcudart_static.a"):
-        (root / path).parent.mkdir(parents=True)
-        (root / path).touch()
-    (root / f"lib/libcudart.so.{major}").touch()
-    return root / "lib/libcudart_static.a"
-
-
-def test_the_shim_is_linked_with_the_cuda_runtime_of_torchs_version(gxx, bare, tmp_path):
-    newer = put_cudart(bare / "cu14", 14)
-    assert compilers.of_shim().cudart == newer
-    of_torch = put_cudart(tmp_path / "empty", 13)
-    assert compilers.of_shim().cudart == of_torch
-
-
-def test_a_missing_cuda_runtime_names_the_remedy(gxx):
-    with pytest.raises(BuildError, match=r"libcudart_static\.a and the headers .* pip install"):
-        compilers.of_shim()
-
-
 def test_cuda_home_is_searched(fake, tmp_path, monkeypatch):
     gxx_only = tmp_path / "gxx"
     gxx_only.mkdir()

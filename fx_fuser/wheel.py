@@ -1,0 +1,118 @@
+"""The wheel, with the shim in it, and the source distribution:  python -m fx_fuser.wheel OUT
+
+Of a checkout, with g++ and the packages of the extra "wheel". One wheel is for every Python and for
+every torch from 2.11 on, of CUDA 12 and 13: the shim is of LibTorch's stable ABI and linked with
+nothing of CUDA's. Its tag is manylinux_2_28, as torch's own; what the shim asks of glibc and of
+libstdc++ is older (glibc 2.17, GLIBCXX_3.4.21 as of gcc 12), and `check` sees to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from fx_fuser import build, compilers
+from fx_fuser.errors import BuildError
+
+ROOT = build.PACKAGE.parent
+# Of manylinux_2_28: https://github.com/pypa/auditwheel, manylinux-policy.json
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+_SETUP = """\
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+
+
+class Binary(Distribution):
+    def has_ext_modules(self):
+        return True
+
+
+class AnyPython(bdist_wheel):
+    def get_tag(self):
+        return "py3", "none", "manylinux_2_28_{machine}"
+
+
+setup(distclass=Binary, cmdclass={{"bdist_wheel": AnyPython}})
+"""
+
+
+def portable_shim(target: Path) -> None:
+    """Build the shim at `target`, for machines with an older glibc and libstdc++ than this one's.
+
+    Raises:
+        BuildError: it does not compile, or asks for more than its tag promises.
+    """
+    portable = build.KERNELS / "portable"
+    command = build.shim_command(compilers.of_shim(), ("-s", "-I", str(portable)))
+    paths = {"source": str(portable / "shim.cpp"), "target": str(target)}
+    done = subprocess.run(
+        [part.format(**paths) for part in command], check=False, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise BuildError(f"the shim does not compile:\n{done.stderr[-4000:]}")
+    check(target)
+
+
+def check(library: Path) -> None:
+    """Raises BuildError where a library asks for newer symbols than the wheel's tag promises."""
+    listed = subprocess.run(
+        ["objdump", "-T", str(library)], check=True, capture_output=True, text=True
+    ).stdout
+    if newer := newer_symbols(listed.splitlines()):
+        raise BuildError(f"{library} asks for what manylinux_2_28 has not: {', '.join(newer)}")
+
+
+def newer_symbols(listed: Iterable[str]) -> list[str]:
+    """Of what `objdump -T` says."""
+    found = []
+    for line in listed:
+        version = re.search(r"\((GLIBCXX|GLIBC|CXXABI|GCC)_([\d.]+)\)\s+(\S+)", line)
+        if version and tuple(map(int, version[2].split("."))) > NEWEST[version[1]]:
+            found.append(f"{version[3]} of {version[1]}_{version[2]}")
+    return found
+
+
+def build_all(out: Path) -> list[Path]:
+    """The source distribution and the wheel of this checkout, in `out`."""
+    if not (ROOT / "pyproject.toml").exists():
+        raise BuildError(f"{ROOT} has no pyproject.toml; run this in a checkout of fx_fuser")
+    out.mkdir(parents=True, exist_ok=True)
+    before = set(out.iterdir())
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "fx_fuser"
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+        _run("--sdist", copy, out)
+        prebuilt = copy / "fx_fuser" / build.PREBUILT.name
+        prebuilt.mkdir(exist_ok=True)
+        portable_shim(prebuilt / "shim.so")
+        (prebuilt / "shim.sources").write_text(build.shim_sources())
+        (copy / "setup.py").write_text(_SETUP.format(machine=platform.machine()))
+        _run("--wheel", copy, out)
+    return sorted(set(out.iterdir()) - before)
+
+
+def _run(what: str, source: Path, out: Path) -> None:
+    command = [sys.executable, "-m", "build", what, "--outdir", str(out.resolve()), str(source)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fx_fuser.wheel")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to put them into")
+    for path in build_all(parser.parse_args().out):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,2 +1,0 @@
-// float4 and the like are built into NVRTC.
-#pragma once
