@@ -28,9 +28,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
+import fx_fuser.compilers
 from benchmarks import measure
 from benchmarks.measure import Call, Case
 from benchmarks.problems import PROBLEMS, Problem
+from fx_fuser.errors import BuildError
 
 SHOWN = {"59": "59", "70": "70", "73": "73", "llama_mlp": "llama_mlp_M512"}
 
@@ -52,13 +54,16 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
 
-def compilers() -> Compilers:
-    """What runs side by side. Inductor on a CPU needs a C++ compiler and Python's headers."""
+def compilers(device: torch.device) -> Compilers:
+    """What runs side by side. Inductor needs a C++ compiler: on a CPU for its kernels, which need
+    Python's headers too, on a GPU for Triton's launchers.
+    """
     found: Compilers = {"eager": lambda model: model}
     try:
-        torch.compile(lambda x: x + 1)(torch.ones(1))
+        torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
     except Exception as error:
-        print(f"Inductor does not work here ({type(error).__name__}): left out, inner='aot_eager'")
+        what = f"Inductor does not work on {device} ({type(error).__name__})"
+        print(f"{what}: left out, inner='aot_eager'")
         return found | {
             "fx_fuser": partial(
                 torch.compile, backend="fx_fuser", options={"inner": "aot_eager", "strict": True}
@@ -68,6 +73,13 @@ def compilers() -> Compilers:
         "inductor": torch.compile,
         "fx_fuser": partial(torch.compile, backend="fx_fuser", options={"strict": True}),
     }
+
+
+def kernel_compiler() -> str:
+    try:
+        return fx_fuser.compilers.of_kernels().title
+    except BuildError as error:
+        return f"none: {error}"
 
 
 def run(
@@ -174,9 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
         if args.precision == "tf32":
             parser.error("tf32 is a number format of GPUs")
         print("No GPU: smaller sizes, and plain torch operators where the GPU runs a fused kernel.")
+    else:
+        print(f"Kernels are compiled by {kernel_compiler()}")
 
     mode = "fwd+bwd" if args.train else "eval-fwd"
-    systems = compilers()
+    systems = compilers(device)
     outcomes = []
     with measure.float32_settings(args.precision):
         for name in args.problem:

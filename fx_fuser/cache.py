@@ -1,13 +1,20 @@
 """A folder of binaries, each under a key of everything that goes into it.
 
+    python -m fx_fuser.cache            what is there
+    python -m fx_fuser.cache --clear    and removes it
+
 One folder serves every process and version side by side. An entry is `<key><suffix>` with
 `<key>.json`, the sha256 of its bytes, beside it: an entry that does not match, for whatever reason,
 is built again. Builders hold file locks, work in a temporary folder and rename into place, so a
 build killed at any point leaves nothing that a later one could mistake for an entry.
+
+What is loaded runs in this process. So a folder or a file is used only if it belongs to this user
+or to root and nobody else may write to it; a new folder is made so.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import fcntl
@@ -17,6 +24,8 @@ import json
 import logging
 import os
 import shutil
+import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +36,7 @@ from fx_fuser.jobs import Job
 
 log = logging.getLogger("fx_fuser.cache")
 
+_SHARDS = 64
 _builds = 0
 
 
@@ -51,15 +61,33 @@ def ensure(wanted: Sequence[Job]) -> list[Path]:
     """
     folder = cache_dir()
     try:
+        if reason := distrust(folder):
+            _warn_untrusted(folder, reason)
+            folder = _fallback_dir()
         return _ensure_in(folder, wanted)
     except OSError as error:  # read-only, full, without locks...
         _warn_fallback(folder, os.strerror(error.errno) if error.errno else str(error))
         return _ensure_in(_fallback_dir(), wanted)
 
 
+def distrust(path: Path) -> str:
+    """Why nothing is to be loaded from there; empty where it may be, or there is nothing."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ""
+    if found.st_uid not in (os.getuid(), 0):
+        return f"it belongs to user {found.st_uid}, and this is {os.getuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        who = "everybody" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
+        return f"{who} may write to it"
+    return ""
+
+
 def _ensure_in(folder: Path, wanted: Sequence[Job]) -> list[Path]:
     if not all(_is_cached(folder, job) for job in wanted):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(folder, (_shard(job) for job in wanted)):
             # Whoever held the locks before may have built them.
             missing = {job.key: job for job in wanted if not _is_cached(folder, job)}
@@ -93,6 +121,16 @@ def _warn_fallback(folder: Path, reason: str) -> None:
     )
 
 
+@functools.cache
+def _warn_untrusted(path: Path, reason: str) -> None:
+    log.warning(
+        "nothing is loaded from %s: %s. Binaries of this process are built anew; to use it, see "
+        "that it is yours and `chmod go-w` it, or set FX_FUSER_CACHE_DIR to another folder.",
+        path,
+        reason,
+    )
+
+
 # ---- entries -------------------------------------------------------------------------------------
 
 
@@ -106,6 +144,10 @@ def _manifest(folder: Path, job: Job) -> Path:
 
 def _is_cached(folder: Path, job: Job) -> bool:
     try:
+        for path in (_manifest(folder, job), job.binary(folder)):
+            if reason := distrust(path):
+                _warn_untrusted(path, reason)
+                return False
         manifest = json.loads(_manifest(folder, job).read_bytes())
         return bool(manifest["sha256"] == _digest(job.binary(folder).read_bytes()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -123,6 +165,8 @@ def _build(folder: Path, missing: Sequence[Job]) -> None:
         for job in missing:
             manifest = {"sha256": _digest(job.binary(work).read_bytes())}
             _manifest(work, job).write_text(json.dumps(manifest))
+            for path in (job.binary(work), _manifest(work, job)):  # whatever the umask
+                path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
             # The manifest last: until it is there, the binary is no entry.
             os.replace(job.binary(work), job.binary(folder))
             os.replace(_manifest(work, job), _manifest(folder, job))
@@ -149,8 +193,8 @@ def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:
 
 
 def _shard(job: Job) -> str:
-    """What is locked to build it: one of 64, so that builds of other things need not wait."""
-    return f"{int(job.key[:2], 16) % 64:02x}"
+    """What is locked to build it: one of many, so that builds of other things need not wait."""
+    return f"{int(job.key[:2], 16) % _SHARDS:02x}"
 
 
 @contextlib.contextmanager
@@ -166,3 +210,58 @@ def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
             # Closing does not free it where a process was forked meanwhile, and has it open.
             held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield
+
+
+# ---- python -m fx_fuser.cache --------------------------------------------------------------------
+
+
+def clear(folder: Path) -> int:
+    """Remove what fx_fuser put into the folder, while nobody builds; returns how many files.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    removed = 0
+    shards = (f"{shard:02x}" for shard in range(_SHARDS))
+    with _locked(folder, shards):
+        for path in _files(folder):
+            path.unlink()
+            removed += 1
+        for leftover in folder.glob("tmp-??-*"):
+            shutil.rmtree(leftover)
+    return removed
+
+
+def _files(folder: Path) -> list[Path]:
+    """Entries and their manifests, and the timings remembered."""
+    own = [path for path in folder.glob("*.*") if path.suffix in (".cubin", ".so", ".json")]
+    return sorted([*own, *folder.glob("plans/*.json")])
+
+
+def _shown(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder}: nothing is there"
+    lines = [f"{folder}: not used, {reason}" if (reason := distrust(folder)) else f"{folder}:"]
+    for what, pattern in (("kernels", "*.cubin"), ("shims", "*.so"), ("timings", "plans/*.json")):
+        files = list(folder.glob(pattern))
+        size = sum(path.stat().st_size for path in files)
+        lines.append(f"{len(files):6} {what:8} {size / 1e6:8.1f} MB")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m fx_fuser.cache",
+        description="Shows the folder of compiled kernels, of $FX_FUSER_CACHE_DIR or by default.",
+    )
+    parser.add_argument("--clear", action="store_true", help="remove all that is in it")
+    args = parser.parse_args(arguments)
+    folder = cache_dir()
+    print(_shown(folder))
+    if args.clear and folder.exists():
+        print(f"removed {clear(folder)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

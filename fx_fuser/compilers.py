@@ -26,7 +26,12 @@ _FLAGS = ("-std=c++17", "-lineinfo")  # of kernels, whoever compiles them
 
 
 class Compiler(Protocol):
-    """What makes cubins. version: tells it from any other, with all that it includes unasked."""
+    """What makes cubins. title: what a user calls it. version: tells it from any other, with all
+    that it includes unasked.
+    """
+
+    @property
+    def title(self) -> str: ...
 
     @property
     def version(self) -> str: ...
@@ -125,6 +130,10 @@ class Nvrtc:
     include: Path
     version: str
 
+    @property
+    def title(self) -> str:
+        return f"NVRTC, {self.library}"
+
     def flags(self, arch: str) -> tuple[str, ...]:
         # Unannotated functions are the device's, there being no host; ptxas's options one by one.
         own = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
@@ -196,6 +205,10 @@ class Nvcc:
     nvcc: Path
     cxx: Path
     version: str
+
+    @property
+    def title(self) -> str:
+        return f"nvcc, {self.nvcc}"
 
     def flags(self, arch: str) -> tuple[str, ...]:
         code = f"arch={arch.replace('sm_', 'compute_')},code={arch}"

@@ -6,13 +6,17 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import demo
+import fx_fuser.compilers
 from benchmarks import measure
 from benchmarks.problems import PROBLEMS, Size
+from fx_fuser.compilers import Nvcc
+from fx_fuser.errors import BuildError
 
 TINY = {
     "59": Size((64, 48, 2.0), (8, 64)),
@@ -22,7 +26,10 @@ TINY = {
 }
 
 
-def systems(backend: str = "fx_fuser") -> demo.Compilers:
+compilers, kernel_compiler = demo.compilers, demo.kernel_compiler
+
+
+def systems(device: torch.device | None = None, backend: str = "fx_fuser") -> demo.Compilers:
     options = {"inner": "aot_eager", "strict": True} if backend == "fx_fuser" else None
     compile_ours = partial(torch.compile, backend=backend, options=options)
     return {"eager": lambda model: model, "fx_fuser": compile_ours}
@@ -65,7 +72,7 @@ def test_training_checks_running_statistics() -> None:
 
 
 def test_fails_where_nothing_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "compilers", lambda: systems(backend="aot_eager"))
+    monkeypatch.setattr(demo, "compilers", lambda device: systems(backend="aot_eager"))
     assert demo.main(["--problem", "70"]) == 1
 
 
@@ -83,7 +90,7 @@ def test_fails_on_an_exception_and_goes_on(
     def broken(model: torch.nn.Module) -> measure.Call:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(demo, "compilers", lambda: systems() | {"fx_fuser": broken})
+    monkeypatch.setattr(demo, "compilers", lambda device: systems() | {"fx_fuser": broken})
     file = tmp_path / "demo.json"
     assert demo.main(["--problem", "70", "73", "--json", str(file)]) == 1
     assert [outcome["failures"] for outcome in json.loads(file.read_text())] == [
@@ -91,3 +98,34 @@ def test_fails_on_an_exception_and_goes_on(
         ["RuntimeError: no such kernel"],
     ]
     assert "no such kernel" in capsys.readouterr().err
+
+
+def test_a_rival_that_does_not_work_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = []
+
+    def fails(*_: object, **__: object) -> Any:
+        def run(x: torch.Tensor) -> None:
+            probed.append(x.device)
+            raise RuntimeError("no C++ compiler")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fails)
+    found = compilers(torch.device("meta"))
+    assert list(found) == ["eager", "fx_fuser"] and probed == [torch.device("meta")]
+    said = "Inductor does not work on meta (RuntimeError): left out, inner='aot_eager'"
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_it_says_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = Nvcc(Path("/usr/bin/nvcc"), Path("/usr/bin/g++"), "13")
+    monkeypatch.setattr(fx_fuser.compilers, "of_kernels", lambda: nvcc)
+    assert kernel_compiler() == "nvcc, /usr/bin/nvcc"
+
+    def missing() -> Any:
+        raise BuildError("nvcc was found nowhere")
+
+    monkeypatch.setattr(fx_fuser.compilers, "of_kernels", missing)
+    assert kernel_compiler() == "none: nvcc was found nowhere"
