@@ -118,12 +118,13 @@ class Reader:
             if mask is None:
                 continue
             try:
-                _take_away(node, _proven(node, mask, scope.before(at), known))
+                kind, makers = _proven(node, mask, scope.before(at), known)
+                _take_away(node, kind)
             except _Stays as stays:
                 found.append(Mask(node, reason=str(stays)))
                 continue
-            found.append(Mask(node, "causal" if argument_of(node, *_CAUSAL) else "open"))
-            _erase(mask)
+            found.append(Mask(node, kind))
+            _erase(mask, makers)
         return found
 
 
@@ -138,8 +139,8 @@ def _mask_of(node: Node) -> Node | None:
 
 def _proven(
     node: Node, mask: Node, scope: _Scope, known: dict[tuple[Any, ...], tuple[str, str]]
-) -> str:
-    """ "causal" or "open"; raises _Stays if it is neither, or that cannot be told."""
+) -> tuple[str, list[Node]]:
+    """ "causal" or "open", and what makes it; raises _Stays if it is neither or cannot be told."""
     length, makers = _length(node), _makers([mask], scope)
     key = (mask, length, *makers)
     if key not in known:
@@ -147,7 +148,7 @@ def _proven(
     kind, reason = known[key]
     if reason:
         raise _Stays(reason)
-    return kind
+    return kind, makers
 
 
 def _length(node: Node) -> tuple[int, int]:
@@ -171,7 +172,7 @@ def _what_it_is(
         return _kind_of(_evaluated(mask, makers, scope.all_given()), length), ""
     except _Stays as stays:
         return "", str(stays)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except Exception as error:  # the user's program may raise what it likes
         return "", f"its mask cannot be made ahead: {type(error).__name__}: {error}"
 
 
@@ -194,9 +195,22 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
                 todo.append(node)
     if any(_name_of_call(n) == "add_batch_dim" for n in makers):
         makers.update(n for n in scope.nodes if n.target in _NESTING)
+    for node in makers:
+        like = _like(node)
+        # Without the mask it would be dead, and if it is random it must still draw its numbers.
+        if like is None or like in makers or like.op in ("placeholder", "get_attr"):
+            continue
+        if makers.issuperset(like.users):
+            raise _Stays(f"its mask is of the kind of {called(like)}, which nothing else reads")
     given = [scope.given[n] for n in makers if n in scope.given]
     outer = _makers(given, scope.outer) if given and scope.outer is not None else []
     return outer + [n for n in scope.nodes if n in makers]
+
+
+def _like(node: Node) -> Node | None:
+    """Of which the node reads what kind of a tensor it is, and nothing else."""
+    first = node.args[0] if _name_of_call(node) in _LIKE and node.args else None
+    return first if isinstance(first, Node) else None
 
 
 def _values_read(node: Node) -> tuple[Node, ...]:
@@ -223,8 +237,16 @@ def _check(node: Node) -> None:
     if isinstance(value, Tensor):
         if not all(isinstance(n, int) for n in value.shape):
             raise _Stays("its mask has dynamic sizes")
-        if value.numel() > _LARGEST:
-            raise _Stays(f"its mask is made of {value.numel()} elements, too many to look at")
+        if _elements(value) > _LARGEST:
+            raise _Stays(f"its mask is made of {_elements(value)} elements, too many to look at")
+
+
+def _elements(value: Tensor) -> int:
+    """In memory, where an expanded tensor has few."""
+    try:
+        return min(value.numel(), value.untyped_storage().nbytes() // value.element_size())
+    except (NotImplementedError, RuntimeError):  # within a vmap
+        return value.numel()
 
 
 def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -> Tensor:
@@ -234,14 +256,13 @@ def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -
     values: dict[Node, Any] = {}
     depth = 0
 
-    def value_of(node: Node) -> Any:
-        return values[node] if node in values else _one_like(node)
-
     with unset_fake_temporarily(), torch.no_grad():
         try:
             for node in makers:
-                args = torch.fx.map_arg(node.args, value_of)
-                kwargs = torch.fx.map_arg(node.kwargs, value_of)
+                like = _like(node)
+                known = values if like is None else {**values, like: _one_like(like)}
+                args = torch.fx.map_arg(node.args, known.__getitem__)
+                kwargs = torch.fx.map_arg(node.kwargs, known.__getitem__)
                 if node in given:
                     values[node] = values[given[node]]
                 elif node.op == "call_method":
@@ -249,16 +270,29 @@ def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -
                 else:
                     values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
                     depth += _NESTING.get(node.target, 0)  # type: ignore[arg-type]
+                if depth == 0:
+                    _check_made(values[node], node)
                 for n in _values_read(node):
                     if last[n] is node and n not in kept:
                         del values[n]
         finally:
             for _ in range(depth):
                 predispatch._vmap_decrement_nesting()
-    made, traced = values[mask], meta_tensor(mask)
-    if traced is None or (made.dtype, made.shape) != (traced.dtype, traced.shape):
-        raise _Stays("its mask is another one than was traced")
+    made: Tensor = values[mask]
     return made
+
+
+def _check_made(made: Any, node: Node) -> None:
+    """Raises _Stays where a tensor is another one than was traced, or lies otherwise in memory."""
+    traced = meta_tensor(node)
+    if traced is None and not isinstance(made, Tensor):
+        return
+    if traced is not None and isinstance(made, Tensor):
+        same = (made.dtype, made.shape) == (traced.dtype, traced.shape)
+        sizes = zip(made.shape, made.stride(), traced.stride())
+        if same and all(size < 2 or mine == its for size, mine, its in sizes):
+            return
+    raise _Stays(f"its mask is made by {statement(node)}, which ahead is not as it was traced")
 
 
 def _one_like(node: Node) -> Tensor:
@@ -272,6 +306,8 @@ def _one_like(node: Node) -> Tensor:
 def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
     """ "causal" or "open"; raises _Stays if it is neither."""
     with torch.no_grad():
+        while mask.dim() > 2 and mask.stride(0) == 0 and mask.shape[0] > 0:
+            mask = mask[0]  # all are this one
         if mask.dtype is torch.bool:
             seen = mask
         else:
@@ -301,26 +337,27 @@ def _take_away(node: Node, kind: str) -> None:
     was = meta_tensor(node)
     if type(was) is not FakeTensor:
         raise _Stays("its result is no plain tensor")
-    with was.fake_mode, torch.set_grad_enabled(was.requires_grad):
-        fake: Any = torch.fx.map_arg((tuple(args), kwargs), meta_tensor)
-        now = F.scaled_dot_product_attention(*fake[0], **fake[1])
-    if (now.dtype, now.shape, now.stride()) != (was.dtype, was.shape, was.stride()):
-        raise _Stays(f"its result would have strides {now.stride()}, not {was.stride()}")
+    try:
+        with was.fake_mode, torch.set_grad_enabled(was.requires_grad):
+            fake: Any = torch.fx.map_arg((tuple(args), kwargs), lambda n: n.meta["example_value"])
+            now = F.scaled_dot_product_attention(*fake[0], **fake[1])
+    except Exception as error:
+        raise _Stays(f"without its mask it fails: {type(error).__name__}: {error}") from error
+    for what, mine, its in (
+        ("dtype", now.dtype, was.dtype),  # under autocast
+        ("strides", now.stride(), was.stride()),
+    ):
+        if mine != its:
+            raise _Stays(f"its result would have {what} {mine}, not {its}")
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _erase(mask: Node) -> None:
+def _erase(mask: Node, makers: Sequence[Node]) -> None:
     """With all that it alone was made of; what writes in place stays, and its operands."""
-    todo: list[Node] = [mask]
+    todo = [mask]
     while todo:
         node = todo.pop()
-        if (
-            node._erased
-            or node.users
-            or node.op not in ("call_function", "call_method")
-            or writes_of(node)
-        ):
-            continue
-        inputs = node.all_input_nodes
-        node.graph.erase_node(node)
-        todo += inputs
+        is_call = node.op in ("call_function", "call_method")
+        if node in makers and is_call and not (node._erased or node.users or writes_of(node)):
+            todo += node.all_input_nodes
+            node.graph.erase_node(node)

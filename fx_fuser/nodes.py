@@ -192,7 +192,9 @@ def writes_of(node: Node) -> tuple[Node, ...]:
         if body is not None and not any(map(writes_of, body.graph.nodes)):
             return ()
         return inputs_of(node)
-    if not _is_torch_function(target):
+    # What Dynamo makes of numpy's functions and operators, of which some write: `a += 1`.
+    is_numpy = type(target).__module__ == "torch._dynamo.utils"
+    if is_numpy or not _is_torch_function(target):
         return inputs_of(node)
     written = list(nodes_in(node.kwargs.get("out")))
     if called_in_place(node):

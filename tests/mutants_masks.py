@@ -67,6 +67,37 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{FILE}::test_a_function_of_the_users_by_a_known_name_is_not_run",),
     ),
     (
+        "masks: laid out as it was traced",
+        "masks.py",
+        "                if depth == 0:",
+        "                if False:",
+        (f"{FILE}::test_a_mask_that_something_writes_to_unseen[written_in_other_strides]",),
+    ),
+    (
+        "masks: what numpy writes to",
+        "nodes.py",
+        "if is_numpy or not",
+        "if not",
+        (
+            f"{FILE}::test_a_mask_that_something_writes_to_unseen[written_by_numpy]",
+            f"{FILE}::test_a_mask_that_something_writes_to_unseen[added_by_numpy]",
+        ),
+    ),
+    (
+        "masks: nothing random is left out",
+        "masks.py",
+        "if makers.issuperset(like.users):",
+        "if False:",
+        (f"{FILE}::test_what_is_random_is_still_drawn",),
+    ),
+    (
+        "masks: no fault of the user's program costs the graph",
+        "masks.py",
+        "    except Exception as error:  # the user's",
+        "    except ValueError as error:  # the user's",
+        (f"{FILE}::test_a_mask_for_a_device_that_is_not_here",),
+    ),
+    (
         "masks: no vmap stays open",
         "masks.py",
         "for _ in range(depth):",

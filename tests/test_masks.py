@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
@@ -203,11 +205,108 @@ def test_a_mask_that_others_read_too_is_still_made() -> None:
 
 
 def test_tensors_of_the_same_kind_are_no_data() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q[0, 0] @ k[0, 0].t()
+        mask = torch.zeros_like(scores).masked_fill(~compared(), -math.inf)
+        open = v.new_ones((S, S), dtype=torch.bool)
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+        return F.scaled_dot_product_attention(y, k, v, open), scores
+
+    assert [m.done for m in read(attend, *qkv())] == ["causal", "open"]
+
+
+def written_by_numpy(m: Tensor) -> Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask.numpy()[2, 5] = True
+    return mask
+
+
+def added_by_numpy(m: Tensor) -> Tensor:
+    mask = torch.zeros(S, S)
+    array = mask.numpy()
+    array += 1.0
+    return mask
+
+
+def written_in_other_strides(m: Tensor) -> Tensor:
+    mask = torch.zeros_like(m)
+    mask.t().reshape(-1)[5] = -5.0  # a view there, and of another layout a copy
+    return mask
+
+
+@pytest.mark.parametrize("make", [written_by_numpy, added_by_numpy, written_in_other_strides])
+def test_a_mask_that_something_writes_to_unseen(make: Callable[[Tensor], Tensor]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, make(m))
+
+    with torch.no_grad():
+        (mask,) = read(attend, *qkv(), torch.randn(S, S).t())
+    assert mask.done == ""
+
+
+def test_what_is_random_is_still_drawn() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = torch.zeros_like(q[0, 0] @ k[0, 0].t()).masked_fill(~compared(), -math.inf)
+        mask = torch.zeros_like(torch.rand(S, S))
+        return F.scaled_dot_product_attention(q, k, v, mask) + torch.rand(8)
+
+    torch._dynamo.reset()
+    counters.clear()
+    drawn = []
+    options = {"inner": "aot_eager", "strict": True}
+    for run in (attend, torch.compile(attend, backend="fx_fuser", options=options)):
+        inputs = qkv()
+        torch.manual_seed(1)
+        drawn.append((run(*inputs), torch.get_rng_state()))
+    torch.testing.assert_close(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+    (mask,) = fx_fuser.explain(attend, *qkv()).masks
+    assert mask.reason.endswith("which nothing else reads")
+
+
+def test_a_probability_of_dropout_that_is_no_constant() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, compared(), p)
+
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"inner": "aot_eager", "strict": True}
+    run = torch.compile(attend, backend="fx_fuser", options=options)
+    for p in (0.1, 0.2):
+        run(*qkv(), p)
+    assert counters["fx_fuser_masks"] == {"causal": 2}
+
+
+def test_a_mask_for_a_device_that_is_not_here() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
         return F.scaled_dot_product_attention(q, k, v, mask)
 
-    assert [m.done for m in read(attend, *qkv())] == ["causal"]
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "strict": True}
+    with FakeTensorMode():
+        inputs = [torch.randn(2, 3, S, 8, device="cuda") for _ in range(3)]
+        made = torch.compile(attend, backend="fx_fuser", options=options)(*inputs)
+    assert made.shape == (2, 3, S, 8)
+
+
+def test_an_expanded_mask_is_looked_at_once() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = compared().expand(2, 3, S, S)
+        return F.scaled_dot_product_attention(q, k, v, seen)
+
+    with mock.patch.object(masks, "_LARGEST", S * S):
+        assert [m.done for m in read(attend, *qkv())] == ["causal"]
+
+
+def test_under_an_autocast_of_the_graphs_own() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v, compared())
+
+    (mask,) = read(attend, *qkv())
+    assert mask.reason == "its result would have dtype torch.float32, not torch.bfloat16"
 
 
 def test_a_function_of_the_users_by_a_known_name_is_not_run() -> None:
