@@ -1,4 +1,10 @@
 // The shim of wheels: what newer versions of libstdc++ export is made here, so that old ones do.
+#if defined(__x86_64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");  // which headers of torch 2.15 call
+#elif defined(__aarch64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.17");
+#endif
+
 #include "../shim.cpp"
 
 #include <new>
