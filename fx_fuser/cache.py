@@ -70,6 +70,12 @@ def ensure(wanted: Sequence[Job]) -> list[Path]:
         return _ensure_in(_fallback_dir(), wanted)
 
 
+def make(folder: Path) -> None:
+    """So that nobody else may write to it, whatever the umask."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def distrust(path: Path) -> str:
     """Why nothing is to be loaded from there; empty where it may be, or there is nothing."""
     try:
@@ -86,8 +92,7 @@ def distrust(path: Path) -> str:
 
 def _ensure_in(folder: Path, wanted: Sequence[Job]) -> list[Path]:
     if not all(_is_cached(folder, job) for job in wanted):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make(folder)
         with _locked(folder, (_shard(job) for job in wanted)):
             # Whoever held the locks before may have built them.
             missing = {job.key: job for job in wanted if not _is_cached(folder, job)}

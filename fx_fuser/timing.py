@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fx_fuser import build, cache
+from fx_fuser import build, cache, compilers
 
 _BUDGET_MS = 40.0  # for the rounds of one way
 _ROUNDS = (5, 25)  # at least, at most
@@ -73,7 +73,8 @@ def medians(
 ) -> list[Took] | None:
     """What each way takes on a CUDA device; None if its memory does not suffice.
 
-    key: what the answer depends on besides GPU, driver, torch and fx_fuser; its text counts.
+    key: what the answer depends on besides GPU, driver, torch, fx_fuser and the compiler of its
+        kernels; its text counts.
     make_ways: called only where the answer is not known. The ways run without gradients.
     """
     name = hashlib.sha256(repr((_machine(device), key)).encode()).hexdigest()[:32]
@@ -91,7 +92,8 @@ def medians(
 
 def _machine(device: torch.device) -> tuple[object, ...]:
     gpu = torch.cuda.get_device_properties(device)
-    return gpu.name, gpu.multi_processor_count, _driver(), torch.__version__, build.fingerprint()
+    versions = _driver(), torch.__version__, compilers.of_kernels().version, build.fingerprint()
+    return gpu.name, gpu.multi_processor_count, *versions
 
 
 @functools.cache
@@ -205,7 +207,8 @@ def _recall(name: str) -> list[Took] | None:
 def _remember(name: str, times: list[Took]) -> None:
     """Whole or not at all; a cache that cannot be written to costs another measurement, no more."""
     with contextlib.suppress(OSError):
-        _folder().mkdir(parents=True, exist_ok=True)
+        cache.make(cache.cache_dir())
+        cache.make(_folder())
         handle, partial = tempfile.mkstemp(dir=_folder())
         try:
             with os.fdopen(handle, "w") as file:

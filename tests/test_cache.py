@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from toolchains import ARCH
 
-from fx_fuser import build, cache, compilers, jobs
+from fx_fuser import build, cache, compilers, jobs, timing
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -369,3 +369,14 @@ def test_there_may_be_nothing_to_show(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "none"))
     assert cache.main(["--clear"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'none'}: nothing is there\n"
+
+
+def test_timings_make_the_folder_ones_own_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "new/cache"))
+    old = os.umask(0)
+    try:
+        timing._remember("a", [timing.Took(1.0, 2.0)])
+    finally:
+        os.umask(old)
+    assert timing._recall("a") == [timing.Took(1.0, 2.0)]
+    assert cache.distrust(tmp_path / "new/cache") == ""
