@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -41,6 +42,13 @@ from test_training import Swish
 from torch import Tensor, nn
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+needs_inductor = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor on a CPU needs g++, which is not on PATH"
+)
+in_checkout = pytest.mark.skipif(
+    not (CHECKOUT / "fx_fuser").exists(),
+    reason="these are the tests alone, of an installed package",
+)
 NAMED = {name: value for name, value in CPU_OPS.items() if name != "inner"}
 
 
@@ -107,6 +115,7 @@ def test_fullgraph() -> None:
         torch.compile(Broken(), backend="fx_fuser", fullgraph=True, options=CPU_OPS)(torch.ones(6))
 
 
+@needs_inductor
 @pytest.mark.parametrize(
     "how",
     [
@@ -287,6 +296,7 @@ def _run(program: str, cwd: Path, *paths: Path) -> str:
     return done.stdout.strip()
 
 
+@in_checkout
 def test_installed_it_needs_no_import(tmp_path: Path) -> None:
     """The metadata of an installation, and nothing else, makes the name known to torch.compile."""
     info = tmp_path / "fx_fuser-0.1.0.dist-info"
@@ -299,6 +309,7 @@ def test_installed_it_needs_no_import(tmp_path: Path) -> None:
     assert _run(_USE, tmp_path, tmp_path) == "1"
 
 
+@in_checkout
 def test_from_a_checkout_after_the_import(tmp_path: Path) -> None:
     assert _run("import fx_fuser\n" + textwrap.dedent(_USE), tmp_path, CHECKOUT) == "1"
 
@@ -309,6 +320,7 @@ def test_the_entry_point_in_pyproject_is_the_one_tested() -> None:
     assert section.startswith('fx_fuser = "fx_fuser.backend:fx_fuser"\n')
 
 
+@needs_inductor
 def test_the_default_path_never_warns() -> None:
     """torch.compile(model, backend="fx_fuser") as a user first types it."""
     model, x = Swish(), torch.randn(3, 6)
