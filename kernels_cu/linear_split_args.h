@@ -89,8 +89,8 @@ struct SplitArgs {
   PlaneStride x_plane;
   int64_t x_stride_m;
   int64_t x_stride_k;
-  void*
-      split;  // [plane, parts, rows, padded_k] fp16: hi and, of an fp32 x, lo; null: factors alone
+  // [plane, parts, rows, padded_k] fp16: hi and, of an fp32 x, lo; or null: only factors are found.
+  void* split;
   SplitRowFactors* factors;  // [plane, rows]
   float least_sum;           // the most that one asks for
   Planes planes;
