@@ -164,7 +164,7 @@ PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
 _OPAQUE = PRODUCTS | {"output"}
 _OPAQUE |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
 VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten"}
-VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr"}
+VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr", "numpy_T", "mT"}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ _RUN_AHEAD = frozenset(
     zero tril triu add sub mul iadd isub imul rsub radd rmul neg abs minimum maximum clamp cumsum
     diff getitem setitem index index_select expand expand_as unsqueeze squeeze view reshape flatten
     permute transpose swapaxes t repeat cat concat stack to type type_as bool int long float half
-    bfloat16 double contiguous clone detach size dim numel getattr add_batch_dim remove_batch_dim
+    bfloat16 double contiguous clone detach size dim numel getattr numpy_T mT add_batch_dim
+    remove_batch_dim
     """.split()  # noqa: SIM905
 )
 _MODULES = {"builtins", "_operator", "torch", "torch.functional", "torch._ops.aten"}

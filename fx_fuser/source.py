@@ -54,8 +54,10 @@ def source_of(node: Node) -> Source | None:
     if found is None:
         return None
     code, marks = (found["code"] or "").strip(), found["marks"] or ""
-    start = re.search(r"[\^~]", marks)
-    fitting = _fitting(code, op_of(node), None if start is None else start.start())
+    mark = re.search(r"[\^~]+", marks)
+    fitting = _fitting(code, op_of(node), None if mark is None else mark.start())
+    if mark is not None and "~" in mark[0]:  # as of torch 2.15: this very operation's
+        fitting = tuple(t for t in fitting if len(t) == len(mark[0])) or fitting
     text = fitting[_turn(node, trace) % len(fitting)] if fitting else ""
     return Source(found["file"], int(found["line"]), code, text)
 

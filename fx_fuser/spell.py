@@ -316,6 +316,7 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (lambda input, axis0, axis1: _transpose(input, axis0, axis1), [torch.swapaxes, "swapaxes"]),
     (_permute, [torch.permute, "permute"]),
     (_getattr, [getattr]),
+    (unary("t"), [torch.ops.aten.numpy_T, torch.ops.aten.mT]),  # x.T and x.mT, since torch 2.15
     (_conv2d, [torch.conv2d]),
     (_batch_norm, [F.batch_norm]),
     (_torch_batch_norm, [torch.batch_norm]),

@@ -105,7 +105,8 @@ def forms_of(op: str, numbers: frozenset[Any], attrs: tuple[tuple[str, Any], ...
                 continue
             given = tuple((p.name, v) for p, v in zip(parameters, chosen))
             for target in targets:
-                found += _called(Form(expr, target, given))
+                if not isinstance(target, torch._ops.OpOverloadPacket):  # which Dynamo writes
+                    found += _called(Form(expr, target, given))
     return found
 
 

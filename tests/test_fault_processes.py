@@ -97,6 +97,9 @@ print("both live")
 """
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="AOTAutograd itself traces no backward in a child then"
+)
 @pytest.mark.parametrize(
     "options",
     [
