@@ -38,7 +38,7 @@ class Result(measure.Sites, total=False):
     worst_name: str
     median_grad: float
     accurate: bool  # by fx_fuser.accuracy
-    as_inductor: bool  # of ours, which are not: by Inductor's errors, whose operations the rest are
+    as_inductor: bool  # where they are not accurate: are they by Inductor's errors, as by eager's?
     faults: list[str]  # what is not, the first few
     error: str  # what was raised
 

@@ -2,9 +2,10 @@
 
 transformers gives a causal language model `is_causal=True` in eager mode, and builds the mask out
 of `arange`s as soon as it is traced. torch's kernels then read a mask, and compute what it hides:
-on an H200, GPT-2's training step at 4 × 1024 in fp32 spends 20.7 ms in attention for eager mode's
-13.4, and in 16 bits FlashAttention takes no mask at all. What such a mask is made of reads nothing
-that the model is given, so it is the same in every call: it is made once, here, and looked at.
+on an H200 (2026-11-23, torch 2.11.0+cu130, Inductor), GPT-2's training step at 4 × 1024 in fp32
+spends 20.7 ms in attention for eager mode's 13.4, and in 16 bits FlashAttention takes no mask at
+all. What such a mask is made of reads nothing that the model is given, so it is the same in every
+call: it is made once, here, and looked at.
 
 `is_causal`: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
