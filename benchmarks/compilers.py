@@ -145,7 +145,9 @@ def _by(compiler: str, specs: list[KernelSpec]) -> dict[str, dict[object, int]]:
 def kernels(failures: list[str]) -> str:
     """A table of every row's times, ms."""
     specs = [spec for row in every_row() for spec in row.specs]
+    done = harness.progress()
     by = {compiler: _by(compiler, specs) for compiler in COMPILERS}
+    done("built")
     table, beyond = [], []
     for row in every_row():
 
@@ -164,6 +166,7 @@ def kernels(failures: list[str]) -> str:
         spread = max(max(t) / min(t) for t in times.values())
         if ratio > CLOSE:
             beyond.append(row.name)
+        done(f"{row.name}: {ratio:.3f}")
         table.append([row.name, *(min(times[c]) for c in COMPILERS), ratio, spread - 1, apart])
         torch.cuda.empty_cache()
     heads = ["", "NVRTC, ms", "nvcc, ms", "NVRTC / nvcc", "spread of two", "results apart"]

@@ -108,10 +108,8 @@ class ConvProblem(Problem):
         model, x = super().make(size, device)
         if not self.channels_last:
             return model, x
-        return (
-            model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-            x.contiguous(memory_format=torch.channels_last),
-        )
+        last: dict[str, Any] = {"memory_format": torch.channels_last}
+        return model.to(**last), x.contiguous(**last)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Published nets (benchmarks/big_nets.py) with random weights, an evaluation or a 
 (forward, loss, backward; no optimizer). Every case, one net in one phase and precision, has a
 process of its own, in which all modes share the model; logits and gradients are compared with
 float64 by the contract that README promises. With `--compile-times`, each compiled mode also takes
-its first step in two processes that do nothing else: with empty caches, then with what that left.
+its first step in two processes that do nothing else: with empty caches, then with what that left;
+the modes do so beside each other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -83,18 +85,32 @@ def spawn(job: Job, caches: Path, seconds: float) -> Any:
 
 
 def compile_times(job: Job, caches: Path, budget: harness.Budget) -> dict[str, Result]:
-    """cold_s and warm_s by mode. What the processes leave in their caches goes to `caches`."""
-    found: dict[str, Result] = {}
-    for mode in job.modes:
-        if mode == "eager":
-            continue
-        own = caches / f"{job.name()} {mode}".replace(" ", "-")
+    """cold_s and warm_s by mode, as far as there was time; what was not measured is said.
+
+    What the processes leave in their caches goes to `caches`.
+    """
+
+    modes = {mode: caches / f"of-{mode}" for mode in job.modes if mode != "eager"}
+    for own in modes.values():
+        own.mkdir(parents=True)
+
+    def of_mode(mode: str) -> Result:
+        found: Result = {}
         one = replace(job, compile=mode)
-        cold = spawn(one, own, budget.left())
-        found[mode] = {"cold_s": cold, "warm_s": spawn(one, own, budget.left())}
+        try:
+            found["cold_s"] = spawn(one, modes[mode], budget.left())
+            found["warm_s"] = spawn(one, modes[mode], budget.left())
+        except RuntimeError as error:
+            which = "warm" if "cold_s" in found else "cold"
+            print(f"{job.name()}: {mode}: no {which} compile time: {error}", file=sys.stderr)
+        return found
+
+    with ThreadPoolExecutor(len(modes) or 1) as pool:
+        times = dict(zip(modes, pool.map(of_mode, modes)))
+    for own in modes.values():
         shutil.copytree(own, caches, dirs_exist_ok=True)
         shutil.rmtree(own)
-    return found
+    return times
 
 
 def measured(job: Job, caches: Path, budget: harness.Budget, parts: int, timed: bool) -> Row:
@@ -105,12 +121,7 @@ def measured(job: Job, caches: Path, budget: harness.Budget, parts: int, timed: 
     if seconds is None:
         row["error"] = "no time was left"
         return row
-    times: dict[str, Result] = {}
-    try:
-        if timed:
-            times = compile_times(job, caches, harness.Budget(seconds / 2))
-    except (RuntimeError, OSError) as error:
-        print(f"no compile times of {job.name()}: {error}", file=sys.stderr)
+    times = compile_times(job, caches, harness.Budget(seconds / 2)) if timed else {}
     try:
         row = spawn(job, caches, min(seconds, budget.left()))
     except (RuntimeError, OSError) as error:

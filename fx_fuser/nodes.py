@@ -54,7 +54,10 @@ def meta_tensor(node: Node) -> torch.Tensor | None:
 
 def hint_of(size: int | torch.SymInt) -> int | None:
     """A size as it is in this trace, or None where data decides."""
-    return size if isinstance(size, int) else size.node.hint
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return hint if isinstance(hint, int) else None
 
 
 def storages(nodes: Iterable[Node]) -> set[Any]:
