@@ -1,4 +1,4 @@
-"""What fx_fuser compiles: the shim, and cubins of kernels' sources, kept in `fx_fuser.cache`."""
+"""What fx_fuser compiles: the shim, and cubins of kernels' sources, kept in `fx_fuser.store`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fx_fuser import cache, compilers
+from fx_fuser import compilers, store
 from fx_fuser.compilers import Compiler, Host
 from fx_fuser.errors import BuildError
 from fx_fuser.jobs import Job
@@ -115,7 +115,7 @@ def cubin(source: str, arch: str) -> Path:
 def cubins(sources: Sequence[str], arch: str) -> list[Path]:
     """As `cubin`, for several sources at once, compiled in parallel."""
     compiler = compilers.of_kernels()
-    return cache.ensure([_cubin_job(source, arch, compiler) for source in sources])
+    return store.ensure([_cubin_job(source, arch, compiler) for source in sources])
 
 
 def shim_sources() -> str:
@@ -140,7 +140,7 @@ def shim() -> Path:
     prebuilt = prebuilt_shim()
     if prebuilt is not None:
         return prebuilt
-    return cache.ensure([_shim_job(compilers.of_shim())])[0]
+    return store.ensure([_shim_job(compilers.of_shim())])[0]
 
 
 def batch_stats_source() -> str:

@@ -1,6 +1,6 @@
 """The cache folder stays below a size: what was used least recently goes.
 
-A kernel's last use is the time of its manifest, which `fx_fuser.cache` sets at each use. What was
+A kernel's last use is the time of its manifest, which `fx_fuser.store` sets at each use. What was
 used within the last hour stays whatever the size: another process may be about to load it.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fx_fuser import cache
+from fx_fuser import store
 
 log = logging.getLogger("fx_fuser.eviction")
 
@@ -23,10 +23,10 @@ _seen = 0  # builds after which the folder was looked at
 def keep_below(megabytes: int) -> None:
     """After this process has added to the cache folder."""
     global _seen
-    if cache.builds() != _seen:
-        _seen = cache.builds()
+    if store.builds() != _seen:
+        _seen = store.builds()
         with contextlib.suppress(OSError):
-            trim(cache.cache_dir(), megabytes * 10**6)
+            trim(store.cache_dir(), megabytes * 10**6)
 
 
 def trim(folder: Path, size: int, now: float | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fx_fuser import build, cache, compilers
+from fx_fuser import build, compilers, store
 from fx_fuser.errors import BuildError
 from fx_fuser.kernel_spec import LINEAR_SPLIT, KernelSpec
 
@@ -510,7 +510,7 @@ def _check_contract() -> None:
         raise BuildError(
             "the compiled shim and fx_fuser's Python code are of different versions:\n"
             + "\n".join(differences)
-            + f"\nRemove the cache folder {cache.cache_dir()} and start again; if they still "
+            + f"\nRemove the cache folder {store.cache_dir()} and start again; if they still "
             "differ, reinstall fx_fuser"
         )
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fx_fuser import build, cache, compilers
+from fx_fuser import build, compilers, store
 
 _BUDGET_MS = 40.0  # for the rounds of one way
 _ROUNDS = (5, 25)  # at least, at most
@@ -191,7 +191,7 @@ def _host_ms(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def _folder() -> Path:
-    return cache.cache_dir() / "plans"
+    return store.cache_dir() / "plans"
 
 
 def _recall(name: str) -> list[Took] | None:
@@ -207,8 +207,8 @@ def _recall(name: str) -> list[Took] | None:
 def _remember(name: str, times: list[Took]) -> None:
     """Whole or not at all; a cache that cannot be written to costs another measurement, no more."""
     with contextlib.suppress(OSError):
-        cache.make(cache.cache_dir())
-        cache.make(_folder())
+        store.make(store.cache_dir())
+        store.make(_folder())
         handle, partial = tempfile.mkstemp(dir=_folder())
         try:
             with os.fdopen(handle, "w") as file:

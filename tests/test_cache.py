@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from toolchains import ARCH
 
-from fx_fuser import build, cache, compilers, jobs, timing
+from fx_fuser import build, cache, compilers, jobs, store, timing
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -32,7 +32,7 @@ def leftovers(folder: Path) -> list[Path]:
 def test_cold_then_warm(fake):
     cold = build.cubin("// a", ARCH)
     assert cold.read_text() == "// a"
-    assert cold.parent == cache.cache_dir()
+    assert cold.parent == store.cache_dir()
     assert build.cubin("// a", ARCH) == cold
     assert fake.calls == 1
     assert not leftovers(cold.parent)
@@ -153,11 +153,11 @@ def test_a_killed_build_harms_no_later_one(fake):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert fake.calls == 2
-    assert leftovers(cache.cache_dir())
+    assert leftovers(store.cache_dir())
 
     assert build.cubin("// quick", ARCH).read_text() == "// quick"
     assert fake.calls == 3
-    assert not leftovers(cache.cache_dir())
+    assert not leftovers(store.cache_dir())
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["to Python", "to all, as by ctrl-C"])
@@ -181,7 +181,7 @@ except KeyboardInterrupt:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the compiler's
-    assert not leftovers(cache.cache_dir())
+    assert not leftovers(store.cache_dir())
     assert build.cubin("// quick", ARCH).read_text() == "// quick"
     assert fake.calls == 3
 
@@ -205,14 +205,14 @@ def test_two_threads_build_once(fake):
 def test_a_build_does_not_wait_for_one_of_something_else(fake):
     """Nor does it take the other's folder for a leftover."""
     ours, *others = (
-        cache._shard(build._cubin_job(text, ARCH, compilers.nvcc()))
+        store._shard(build._cubin_job(text, ARCH, compilers.nvcc()))
         for text in ("// ours", *map(str, range(100)))
     )
     other = next(shard for shard in others if shard != ours)
-    folder = cache.cache_dir()
+    folder = store.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     under_way = folder / f"tmp-{other}-under-way"
-    with cache._locked(folder, [other]):
+    with store._locked(folder, [other]):
         under_way.mkdir()
         assert build.cubin("// ours", ARCH).read_text() == "// ours"
         assert under_way.exists()
@@ -223,7 +223,7 @@ def test_a_process_forked_during_a_build_does_not_hold_its_lock(tmp_path):
     context = multiprocessing.get_context("fork")
     done = context.Event()
     child = context.Process(target=done.wait)
-    with cache._locked(tmp_path, ["2a"]):
+    with store._locked(tmp_path, ["2a"]):
         child.start()
     with open(tmp_path / "lock-2a") as lock:
         try:
@@ -257,7 +257,7 @@ print(path)
 def test_an_unusable_cache_folder_costs_one_warning(fake, tmp_path, monkeypatch, caplog, folder):
     (tmp_path / "a_file").touch()
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / folder))
-    with caplog.at_level(logging.WARNING, logger="fx_fuser.cache"):
+    with caplog.at_level(logging.WARNING, logger="fx_fuser.store"):
         first = build.cubin(f"// {folder}", ARCH)
         build.cubin(f"// {folder} again", ARCH)
     assert first.read_text() == f"// {folder}"
@@ -269,8 +269,8 @@ def test_an_unusable_cache_folder_costs_one_warning(fake, tmp_path, monkeypatch,
 
 UNWRITABLE = {
     "read-only": (os, "mkdir", errno.EROFS),
-    "not ours": (cache, "open", errno.EACCES),
-    "without locks": (cache, "open", errno.ENOLCK),
+    "not ours": (store, "open", errno.EACCES),
+    "without locks": (store, "open", errno.ENOLCK),
     "full for a source": (Path, "write_text", errno.ENOSPC),
     "full for a binary": (os, "replace", errno.ENOSPC),
 }
@@ -315,14 +315,14 @@ def test_a_new_folder_is_ones_own(fake, tmp_path, monkeypatch):
     finally:
         os.umask(old)
     assert entry.parent.stat().st_mode & 0o777 == 0o700
-    assert cache.distrust(entry) == cache.distrust(entry.parent) == ""
+    assert store.distrust(entry) == store.distrust(entry.parent) == ""
 
 
 @pytest.mark.parametrize("mode, who", [(0o777, "everybody"), (0o770, "group")])
 def test_nothing_is_loaded_from_a_folder_that_others_may_write(fake, caplog, mode, who):
     planted = build.cubin("// a", ARCH)
     planted.parent.chmod(mode)
-    cache._warn_untrusted.cache_clear()
+    store._warn_untrusted.cache_clear()
     for _ in range(2):
         made = build.cubin("// a", ARCH)
         assert made.read_text() == "// a" and made.parent != planted.parent
@@ -334,7 +334,7 @@ def test_nothing_is_loaded_from_a_folder_of_somebody_else(fake, caplog, monkeypa
     planted = build.cubin("// a", ARCH)
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    cache._warn_untrusted.cache_clear()
+    store._warn_untrusted.cache_clear()
     if mine == 0:  # whom everybody trusts
         os.chown(planted.parent, 12345, -1)
     made = build.cubin("// a", ARCH)
@@ -345,9 +345,9 @@ def test_nothing_is_loaded_from_a_folder_of_somebody_else(fake, caplog, monkeypa
 def test_a_file_that_others_may_write_is_made_again(fake, caplog):
     entry = build.cubin("// a", ARCH)
     entry.chmod(0o666)
-    cache._warn_untrusted.cache_clear()
+    store._warn_untrusted.cache_clear()
     assert build.cubin("// a", ARCH) == entry
-    assert fake.calls == 2 and cache.distrust(entry) == ""
+    assert fake.calls == 2 and store.distrust(entry) == ""
     assert f"nothing is loaded from {entry}: everybody may write to it" in warnings_in(caplog)[0]
 
 
@@ -379,4 +379,4 @@ def test_timings_make_the_folder_ones_own_too(tmp_path, monkeypatch):
     finally:
         os.umask(old)
     assert timing._recall("a") == [timing.Took(1.0, 2.0)]
-    assert cache.distrust(tmp_path / "new/cache") == ""
+    assert store.distrust(tmp_path / "new/cache") == ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from toolchains import ARCH, FAKE_NVCC, SPILLING, FakeNvcc, needs_nvrtc, put_nvrtc
 
-from fx_fuser import build, cache, compilers
+from fx_fuser import build, compilers, store
 from fx_fuser.errors import BuildError
 from fx_fuser.kernel_spec import POINTWISE
 
@@ -172,7 +172,7 @@ def test_a_bad_source_fails_and_stays_out_of_the_cache(fake_nvrtc, text, says):
     for _ in range(2):
         with pytest.raises(BuildError, match=says):
             build.cubin(text, ARCH)
-    assert not list(cache.cache_dir().glob("*.cubin"))
+    assert not list(store.cache_dir().glob("*.cubin"))
 
 
 def test_what_spills_is_compiled_again_with_few_registers(fake_nvrtc):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toolchains import needs_compilers
 
-from fx_fuser import cache, native
+from fx_fuser import native, store
 from fx_fuser.errors import BuildError
 from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 
@@ -57,7 +57,7 @@ def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line)
     text = str(caught.value)
     assert f"C++:    {LINES[line]}\n" in text and f"Python: {changed}\n" in text
     assert text.count("C++:") == 1
-    assert f"Remove the cache folder {cache.cache_dir()}" in text and "reinstall fx_fuser" in text
+    assert f"Remove the cache folder {store.cache_dir()}" in text and "reinstall fx_fuser" in text
 
 
 def test_a_line_that_one_side_lacks_is_named(says):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fx_fuser import cache, eviction
+from fx_fuser import eviction, store
 from fx_fuser.jobs import Job
 
 HOUR = 3600
@@ -59,22 +59,22 @@ def test_no_folder_is_no_fault(tmp_path: Path) -> None:
 def test_a_use_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     job = Job("ab" * 16, "text", ".txt", ".out", ("cp", "{source}", "{target}"))
-    before = cache.builds()
-    (entry,) = cache.ensure([job])
-    assert entry.read_text() == "text" and cache.builds() == before + 1
+    before = store.builds()
+    (entry,) = store.ensure([job])
+    assert entry.read_text() == "text" and store.builds() == before + 1
     manifest = tmp_path / f"{job.key}.json"
     os.utime(manifest, (1.0, 1.0))
-    cache.ensure([job])
-    assert manifest.stat().st_mtime > 1e9 and cache.builds() == before + 1
+    store.ensure([job])
+    assert manifest.stat().st_mtime > 1e9 and store.builds() == before + 1
 
 
 def test_it_is_looked_at_after_builds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(eviction, "trim", lambda folder, size: asked.append(size))
-    monkeypatch.setattr(eviction, "_seen", cache.builds())
+    monkeypatch.setattr(eviction, "_seen", store.builds())
     eviction.keep_below(7)
     assert asked == []
-    monkeypatch.setattr(cache, "_builds", cache.builds() + 1)
+    monkeypatch.setattr(store, "_builds", store.builds() + 1)
     eviction.keep_below(7)
     eviction.keep_below(7)
     assert asked == [7_000_000]

@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import apply, backend, build, cache, calls, checks, ops, plan, rewrite
+from fx_fuser import apply, backend, build, calls, checks, ops, plan, rewrite, store
 from fx_fuser.options import Options
 
 
@@ -351,7 +351,7 @@ def builds(fake: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
 def test_garbage_in_the_cache_is_replaced(builds: FakeNvcc, recorder: Recorder) -> None:
     model, x = ThreePatterns().eval(), images()
     _compile(model, strict=True)(x)
-    for entry in cache.cache_dir().iterdir():
+    for entry in store.cache_dir().iterdir():
         entry.write_bytes(b"\0garbage")
     torch._dynamo.reset()
     with _our_warnings() as messages:
@@ -370,17 +370,17 @@ def test_a_cache_that_cannot_be_written_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another folder does, and what is fused stays fused; without any, the model runs unfused."""
-    right, folder = cache._build, cache.cache_dir()
+    right, folder = store._build, store.cache_dir()
 
     def failing(target: Path, jobs: Any) -> None:
         if everywhere or target == folder:
             raise OSError(error, os.strerror(error))
         right(target, jobs)
 
-    monkeypatch.setattr(cache, "_build", failing)
+    monkeypatch.setattr(store, "_build", failing)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: build.cubin(f"// {error}", ARCH))
     if everywhere:
-        shutil.rmtree(cache._fallback_dir())
+        shutil.rmtree(store._fallback_dir())
     model, x = ThreePatterns().eval(), images()
     with _our_warnings() as messages:
         value = _compile(model)(x)
