@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from toolchains import bare, fake, fake_libnvrtc, fake_nvrtc  # noqa: F401
 from torch._dynamo.utils import counters
+
+# A shell begins what it puts into the background with this, and the tests' own processes inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +25,5 @@ def fresh() -> Iterator[None]:
     random.seed(0)
     yield
     torch._dynamo.reset()
+    # torch 2.11 leaves it on where a graph raises within it and nothing compiles that graph.
+    torch.set_autocast_enabled("cpu", False)
