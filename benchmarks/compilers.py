@@ -38,9 +38,11 @@ from benchmarks import (
     narrow_sm90,
 )
 from benchmarks.run import commit_here
-from fx_fuser import build, compilers, native, timing
+from fx_fuser import build
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
-from fx_fuser.kernel_spec import POINTWISE, KernelSpec
+from fx_fuser.native import compilers, launch
+from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
+from fx_fuser.planning import timing
 
 CUDA = torch.device("cuda")
 COMPILERS = ("nvrtc", "nvcc")
@@ -126,7 +128,7 @@ def _convolutions() -> Iterator[Row]:
             spec: KernelSpec = spec, c: Tensor = dy, vectors: list[Tensor] = vectors
         ) -> Tensor:
             out = torch.empty_like(c)
-            native.pointwise(spec, out, [c, *vectors], [1e-5])
+            launch.pointwise(spec, out, [c, *vectors], [1e-5])
             return out
 
         yield Row(f"#73 {of_dtype}, BatchNorm and mul alone", (spec,), tail)
@@ -136,9 +138,9 @@ def _by(compiler: str, specs: list[KernelSpec]) -> dict[str, dict[object, int]]:
     """The kernels as that compiler makes them, in the tables where `native` looks for them."""
     os.environ["FX_FUSER_COMPILER"] = compiler
     loaded: dict[str, dict[object, int]] = {"_kernels": {}, "_batch_stats": {}}
-    vars(native).update(loaded)
-    native.prepare(specs, CUDA)
-    native.prepare_batch_stats(CUDA)
+    vars(launch).update(loaded)
+    launch.prepare(specs, CUDA)
+    launch.prepare_batch_stats(CUDA)
     return loaded
 
 
@@ -152,7 +154,7 @@ def kernels(failures: list[str]) -> str:
     for row in every_row():
 
         def run(compiler: str, row: Row = row) -> Tensor:
-            vars(native).update(by[compiler])
+            vars(launch).update(by[compiler])
             return row.run()
 
         first, second = (run(compiler).clone().double() for compiler in COMPILERS)

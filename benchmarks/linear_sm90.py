@@ -25,8 +25,9 @@ from torch import Tensor
 
 from benchmarks import harness, results
 from benchmarks.measure import float32_settings, machine, median_ms
-from fx_fuser import build, native
-from fx_fuser.kernel_spec import LINEAR_SPLIT, KernelSpec
+from fx_fuser import build
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
 
 CUDA = torch.device("cuda")
 First = Literal["", "x", "weight"]  # the operand that is split first
@@ -81,7 +82,7 @@ def run(
     if out is None:
         out = x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=example.out)
     numbers = scalars or [2.0] * example.scalars
-    taken = native.linear_split(
+    taken = launch.linear_split(
         example.spec, x, weight, bias, out, z, operands or [], numbers, chunks, first, exact
     )
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
@@ -394,7 +395,7 @@ def refusals(failures: list[str]) -> None:
         ("K = 0", x[:, :0], weight[:, :0], out),
         ("scattered rows", scattered, weight[:, :32], out.new_empty(2, 2, 2, 2, 16)),
     ):
-        if native.linear_split(IDENTITY.spec, a, b, None, o, None, [], []):
+        if launch.linear_split(IDENTITY.spec, a, b, None, o, None, [], []):
             failures.append(f"{what} was not refused")
 
 
@@ -507,7 +508,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what is measured, for the results")
     chosen = parser.parse_args()
     done = harness.progress()
-    native.prepare([e.spec for e in EXAMPLES], CUDA)
+    launch.prepare([e.spec for e in EXAMPLES], CUDA)
     done("built")
     failures: list[str] = []
     errors: list[Accuracy] = []

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.problems import Problem, Size
-from fx_fuser import timing
+from fx_fuser.planning import timing
 
 DTYPES = {
     "fp32": torch.float32,

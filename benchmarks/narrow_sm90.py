@@ -31,8 +31,8 @@ from benchmarks.linear_sm90 import (
     turned,
 )
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import native
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
+from fx_fuser.native import launch
 
 DTYPES = tuple(EXACT_PRODUCTS)
 WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
@@ -66,10 +66,10 @@ def by_kernel(
         out = torch.full((*x.shape[:-1], weight.shape[-2]), float("nan"), device=x.device)
     if way == "exact":
         spec = EXACT_PRODUCTS[dtype]
-        taken = native.linear_dense(spec, x, weight, None, out, None, [], [])
+        taken = launch.linear_dense(spec, x, weight, None, out, None, [], [])
     else:
         spec = MIXED_PRODUCTS[dtype]
-        taken = native.linear_split(spec, x, weight, None, out, None, [], [], chunks)
+        taken = launch.linear_split(spec, x, weight, None, out, None, [], [], chunks)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
 
@@ -259,7 +259,7 @@ def main() -> int:
     chosen = harness.parser("narrow_sm90", cases=200).parse_args()
     done = harness.progress()
     specs = [PRODUCT_ALONE, *EXACT_PRODUCTS.values(), *MIXED_PRODUCTS.values()]
-    native.prepare(specs, CUDA)
+    launch.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []
     tables: list[str] = []

@@ -39,8 +39,8 @@ from benchmarks.linear_sm90 import (
     wrong_guesses,
 )
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import native
 from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.native import launch
 
 NAN = float("nan")
 ROLES: tuple[First, ...] = ("", "x", "weight")
@@ -209,7 +209,7 @@ def same_bits(failures: list[str]) -> None:
 
 def by_the_op(failures: list[str]) -> None:
     """Layouts of both operands through `split_product`, large enough for its own kernel."""
-    native.prepare([PRODUCT_ALONE], CUDA)
+    launch.prepare([PRODUCT_ALONE], CUDA)
     for m, n, k in ((768, 3072, 6304), (3072, 768, 6304), (1021, 1027, 1023)):
         a, b = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
         exact = a.double() @ b.double().t()
@@ -243,7 +243,7 @@ KNOWN_AFTER = 16  # calls that are a little slow
 
 def fallbacks(failures: list[str]) -> None:
     """After data that is slow in one way the op goes another one, and only then."""
-    native.prepare([PRODUCT_ALONE], CUDA)
+    launch.prepare([PRODUCT_ALONE], CUDA)
 
     def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
         found = split_bytes(a, b)
@@ -254,7 +254,7 @@ def fallbacks(failures: list[str]) -> None:
     columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
     a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
     torch.matmul(a, b.t())  # cuBLAS has its workspace now
-    native.wake([PRODUCT_ALONE], CUDA)
+    launch.wake([PRODUCT_ALONE], CUDA)
     expect("the smaller operand first", a, b, b)
     small, strained = a / columns, b.clone()
     strained[7] *= columns
@@ -265,7 +265,7 @@ def fallbacks(failures: list[str]) -> None:
         product(small, b * columns)
         torch.cuda.synchronize()  # a call must have ended to be known
     expect("after strained rows", a, b, None)
-    native.wake([PRODUCT_ALONE], CUDA)
+    launch.wake([PRODUCT_ALONE], CUDA)
     expect("when reset", a, b, b)
     a[:, :GUESSED] = 0
     slow = milliseconds(lambda: product(a, b))
@@ -275,7 +275,7 @@ def fallbacks(failures: list[str]) -> None:
     found = milliseconds(lambda: product(a, b))
     if not found < 0.8 * slow:
         failures.append(f"after guesses that fail a call takes {found:.3f} ms for {slow:.3f}")
-    native.wake([PRODUCT_ALONE], CUDA)
+    launch.wake([PRODUCT_ALONE], CUDA)
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:
@@ -465,7 +465,7 @@ def timing(failures: list[str]) -> list[Timing]:
 def main() -> int:
     chosen = harness.parser("split_planes_sm90", cases=200).parse_args()
     done = harness.progress()
-    native.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
+    launch.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
     done("built")
     failures: list[str] = []
     tables = []

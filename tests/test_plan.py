@@ -14,14 +14,17 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import apply, calls, native, ops, plan, rehearse, timing
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
-from fx_fuser.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, KernelSpec
-from fx_fuser.match import Match, Refusal
+from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, KernelSpec
+from fx_fuser.ops import apply, calls
+from fx_fuser.ops import library as ops
 from fx_fuser.options import Options
-from fx_fuser.plan import Plan
-from fx_fuser.timing import Took
+from fx_fuser.planning import plan, rehearse, timing
+from fx_fuser.planning.plan import Plan
+from fx_fuser.planning.timing import Took
 
 GPU = torch.device("cuda", 0)
 LIBRARY = {"product": "library", "backward": "library", "again": False}
@@ -68,7 +71,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     times: list[list[Took] | None] = [[Took(1.0), Took(0.5)]]
     monkeypatch.setattr(plan, "device_of", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
-    monkeypatch.setattr(native, "runs_on", lambda *_: True)
+    monkeypatch.setattr(launch, "runs_on", lambda *_: True)
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])
     precision = torch.backends.cuda.matmul.fp32_precision
 
@@ -269,7 +272,7 @@ def test_a_product_that_does_not_compile_is_no_choice(
     match = match_of(swish, *linear_tensors())
     on_gpu(1.0, 0.1)
     monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
-    monkeypatch.setattr(native, "prepare", prepare)
+    monkeypatch.setattr(launch, "prepare", prepare)
     if strict:
         with pytest.raises(BuildError, match="it spills"):
             decide(match, strict=True)
@@ -282,7 +285,7 @@ def test_a_product_that_does_not_compile_is_no_choice(
     def nothing_compiles(specs: Sequence[KernelSpec], device: torch.device) -> None:
         raise BuildError("no compiler")
 
-    monkeypatch.setattr(native, "prepare", nothing_compiles)
+    monkeypatch.setattr(launch, "prepare", nothing_compiles)
     with pytest.warns(UserWarning, match="no compiler; please report"):
         decision = decide(match)
     assert isinstance(decision, Refusal) and decision.failed

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fx_fuser import timing
-from fx_fuser.timing import Took
+from fx_fuser.planning import timing
+from fx_fuser.planning.timing import Took
 
 GPU = torch.device("cuda", 0)
 
