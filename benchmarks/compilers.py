@@ -68,9 +68,9 @@ def _products() -> Iterator[Row]:
         x, weight = torch.rand(m, k, device=CUDA), torch.randn(n, k, device=CUDA) / k**0.5
         yield Row(name, (example.spec,), partial(linear_sm90.run, example, x, weight))
     x, weight = torch.randn(4096, 2048, device=CUDA), torch.randn(8192, 2048, device=CUDA)
-    turned = linear_sm90.turned(weight)
-    product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, turned)
-    yield Row("turned weight", (linear_sm90.IDENTITY.spec,), product)
+    n_major = linear_sm90.n_major(weight)
+    product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major)
+    yield Row("n_major weight", (linear_sm90.IDENTITY.spec,), product)
     for way in narrow_sm90.WAYS:
         spec = (EXACT_PRODUCTS if way == "exact" else MIXED_PRODUCTS)[torch.bfloat16]
         operands = narrow_sm90.cast(way, torch.bfloat16, x, weight)
@@ -162,7 +162,7 @@ def kernels(failures: list[str]) -> str:
         if not apart <= (conv_sm90.ROUNDED[row.run().dtype]):
             failures.append(f"{row.name}: the compilers' results are {apart:.1e} apart")
         del first, second
-        took = timing.times_of([timing.Way(partial(run, c)) for c in COMPILERS * 2], CUDA)
+        took = timing.times_of([timing.Candidate(partial(run, c)) for c in COMPILERS * 2], CUDA)
         times = {c: [took[i].gpu, took[i + 2].gpu] for i, c in enumerate(COMPILERS)}
         ratio = sum(times["nvrtc"]) / sum(times["nvcc"])
         spread = max(max(t) / min(t) for t in times.values())

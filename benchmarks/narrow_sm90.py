@@ -26,9 +26,9 @@ from benchmarks.linear_sm90 import (
     SENTINEL,
     compare,
     families,
+    n_major,
     relative,
     special_values,
-    turned,
 )
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
@@ -131,8 +131,8 @@ def sweep(
         types = [t.dtype for t in cast(way, dtype, torch.empty(0), torch.empty(0))]
         x, weight = strided(m, k, types[0], choose), strided(n, k, types[1], choose)
         if way != "exact":
-            x = turned(x) if choose.random() < 0.3 else x
-            weight = turned(weight) if choose.random() < 0.3 else weight
+            x = n_major(x) if choose.random() < 0.3 else x
+            weight = n_major(weight) if choose.random() < 0.3 else weight
             if choose.random() < 0.2:
                 (weight if way == "mixed x" else x)[:, :GUESSED] *= choose.choice((0.0, 1e-4))
             if choose.random() < 0.2 and k > 1:  # rows that nothing is aligned in
@@ -161,7 +161,7 @@ def in_aligned_rows(matrix: Tensor) -> Tensor:
 
 
 def specials(failures: list[str]) -> None:
-    """Infinities, NaN, zeros, denormals and extremes; turned operands too."""
+    """Infinities, NaN, zeros, denormals and extremes; n_major operands too."""
 
     def multiply(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
         if way == "exact":

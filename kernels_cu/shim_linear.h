@@ -101,8 +101,8 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
       "identity, and the result of the product's type, can it do without");
 }
 
-// Is the kernel worth its launch?  What fx_fuser/planning/plan.py measured holds for one size, and a graph
-// may be called with others. The dense product has tiles for all of them.
+// Is the kernel worth its launch?  What fx_fuser/planning/plan.py measured holds for one size, and
+// a graph may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
   const auto forced = forced_weight_first(kernels, weight);
   const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors, {0, forced});

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from fx_fuser.graph import canonical
-from fx_fuser.graph.canonical import Expr, Operand, Unspellable, is_number, meaning
+from fx_fuser.graph.canonical import Expr, Operand, Unsupported, is_number, meaning
 from fx_fuser.graph.pattern import flatten
 
 INFIX = {
@@ -99,7 +99,7 @@ def forms_of(op: str, numbers: frozenset[Any], attrs: tuple[tuple[str, Any], ...
         for chosen in _products(options):
             try:
                 expr = _applied(rule, parameters, chosen)
-            except (TypeError, Unspellable):
+            except (TypeError, Unsupported):
                 continue
             if not isinstance(expr, Expr) or expr.op != op:
                 continue

@@ -256,7 +256,7 @@ REDESIGN = (
     ),
     Mutant(
         "bind: as written, not as it means", "graph/bind.py",
-        "        written = view.written(node)\n", "        written = view.spell(node)\n",
+        "        written = view.written(node)\n", "        written = view.canonical(node)\n",
         (f"{TEXT}::test_the_text_is_what_is_written[product]",
          f"{TEXT}::test_the_text_is_what_is_written[a quotient]",
          f"{BOUND}::test_what_is_finite_stays_so[lowest-torch.float32-cpu_ops]"),

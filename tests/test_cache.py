@@ -383,8 +383,8 @@ def test_timings_make_the_folder_ones_own_too(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "new/cache"))
     old = os.umask(0)
     try:
-        timing._remember("a", [timing.Took(1.0, 2.0)])
+        timing._remember("a", [timing.Timing(1.0, 2.0)])
     finally:
         os.umask(old)
-    assert timing._recall("a") == [timing.Took(1.0, 2.0)]
+    assert timing._recall("a") == [timing.Timing(1.0, 2.0)]
     assert store.distrust(tmp_path / "new/cache") == ""

@@ -366,7 +366,7 @@ def test_a_host_that_slows_down_is_no_time_of_the_gpus() -> None:
             time.sleep(2e-3)
         return x + 1
 
-    ways = [timing.Way(slowing), timing.Way(lambda: x + 1)]
+    ways = [timing.Candidate(slowing), timing.Candidate(lambda: x + 1)]
     slow, prompt = (took.gpu for took in timing.times_of(ways, torch.device("cuda", 0)))
     assert abs(slow - prompt) <= 0.3 * prompt + 5e-3
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from fx_fuser.graph.canonical import Expr, Operand, Unspellable, is_number
+from fx_fuser.graph.canonical import Expr, Operand, Unsupported, is_number
 from fx_fuser.graph.epilogue import COMMUTATIVE, OPS, Epilogue, Step
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.sites import Site
@@ -39,13 +39,13 @@ def bind(view: View, site: Site, nodes: Iterable[Node]) -> Bound:
     """The matched nodes after the anchor, as written.
 
     Raises:
-        Unspellable: one of them is no epilogue operation.
+        Unsupported: one of them is no epilogue operation.
     """
     binder = _Binder(view, site)
     for node in sorted(set(nodes) - set(site.nodes), key=view.order.__getitem__):
         written = view.written(node)
         if written is None:
-            raise Unspellable(f"{node} is no operation of an epilogue")
+            raise Unsupported(f"{node} is no operation of an epilogue")
         binder.made[node] = binder.step(written)
     found = Epilogue(tuple(binder.steps))
     return Bound(found, tuple(binder.tensors), tuple(binder.numbers), binder.items)
@@ -62,14 +62,14 @@ class _Binder:
 
     def step(self, expr: Expr) -> str:
         if expr.op not in OPS:
-            raise Unspellable(f"{expr.op} is no operation of an epilogue")
+            raise Unsupported(f"{expr.op} is no operation of an epilogue")
         numbers = {"clamp": expr.args[1:], "div": expr.args[:1], "lerp": expr.args[2:]}
         if any(scalar_behind(a) is not None for a in numbers.get(expr.op, ())):
             # torch treats a number there otherwise than the tensor that stands for it.
-            raise Unspellable(f"{expr.op} takes a number that changes from call to call")
+            raise Unsupported(f"{expr.op} takes a number that changes from call to call")
         if expr.op == "lerp" and _has_no_dimensions(expr.args[2]):
             # Its backward takes 1 - weight in the weight's own dtype.
-            raise Unspellable("the weight of lerp is a tensor without dimensions")
+            raise Unsupported("the weight of lerp is a tensor without dimensions")
         made = [self.step(a) if isinstance(a, Expr) else a for a in expr.args]
         if expr.op in COMMUTATIVE and len(made) == 2:
             made.sort(key=self._rank)
@@ -92,7 +92,7 @@ class _Binder:
             self.numbers.append(float(operand))  # type: ignore[arg-type]
             return f"s{len(self.numbers) - 1}"
         if not isinstance(operand, Node):
-            raise Unspellable(f"{operand!r} is neither a tensor nor a number")
+            raise Unsupported(f"{operand!r} is neither a tensor nor a number")
         if operand in self.made:
             return self.made[operand]
         scalar = scalar_behind(operand)

@@ -6,7 +6,7 @@ nodes and numbers:
 
 `View.written`  what is computed: the user's own op under one name. `F.silu(z)` is `silu(z)`,
                 `torch.sub(x, y)` is `sub(x, y)`. `fx_fuser.graph.bind` makes epilogues of these.
-`View.spell`    what it means as sums and products, for matching alone: `silu(z)` is
+`View.canonical`    what it means as sums and products, for matching alone: `silu(z)` is
                 `mul(z, sigmoid(z))`, `sub(x, y)` is `add(x, mul(y, -1))`. Nothing is computed from
                 it: floating point has no such algebra.
 """
@@ -24,31 +24,31 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.graph import einsum
-from fx_fuser.graph.expr import Arg, Expr, Operand, Unspellable, is_number
+from fx_fuser.graph.expr import Arg, Expr, Operand, Unsupported, is_number
 from fx_fuser.graph.functions import FUNCTIONS, numbers, unary
 from fx_fuser.graph.nodes import in_place_name, meta_tensor
 
-__all__ = ["Arg", "Expr", "Operand", "Unspellable", "is_number", "meaning", "rule_of"]
+__all__ = ["Arg", "Expr", "Operand", "Unsupported", "is_number", "meaning", "rule_of"]
 
 # ---- rules: how a call becomes an expression ------------------------------------------------
 
 
 def _div(input: Any, other: Any, rounding_mode: Any = None) -> Expr:
     if rounding_mode is not None:
-        raise Unspellable
+        raise Unsupported
     # Tensor.__rtruediv__ multiplies a number by the reciprocal.
     return Expr("rdiv", (other, input)) if is_number(input) else Expr("div", (input, other))
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expr:
     if any(bound != bound for bound in (min, max)):
-        raise Unspellable  # NaN: with one bound torch ignores it on CUDA, with two it does not
+        raise Unsupported  # NaN: with one bound torch ignores it on CUDA, with two it does not
     return Expr("clamp", (input, min, max))
 
 
 def _cast(x: Any, dtype: Any) -> Expr:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise Unspellable
+        raise Unsupported
     return Expr("cast", (x,), (("dtype", dtype),))
 
 
@@ -68,11 +68,11 @@ def _to(
 ) -> Expr:
     """`to(dtype)`, `to(device, dtype)` and `to(other)` of a tensor that is on that device."""
     if copy or fourth or memory_format is not None:
-        raise Unspellable
+        raise Unsupported
     if isinstance(target, (str, torch.device)):
         device, dtype = target, second if dtype is None else dtype
     elif third or isinstance(second, (str, torch.device, torch.dtype)):
-        raise Unspellable  # to(dtype, non_blocking, copy)
+        raise Unsupported  # to(dtype, non_blocking, copy)
     elif isinstance(target, torch.dtype):
         dtype = target
     elif target is not None:
@@ -82,16 +82,16 @@ def _to(
     if device is not None:
         tensor = meta_tensor(input)
         if tensor is None or torch.device(device) != tensor.device:
-            raise Unspellable
+            raise Unsupported
     return Expr("identity", (input,)) if dtype is None else _cast(input, dtype)
 
 
 def _type_as(input: Any, other: Any) -> Expr:
     if not isinstance(other, Node):
-        raise Unspellable
+        raise Unsupported
     x, like = meta_tensor(input), meta_tensor(other)
     if x is None or like is None or x.device != like.device:
-        raise Unspellable
+        raise Unsupported
     return _cast(input, like.dtype)
 
 
@@ -99,11 +99,11 @@ def _contiguous(input: Any, memory_format: Any = torch.contiguous_format) -> Exp
     """Of what is contiguous, whatever its sizes are."""
     tensor = meta_tensor(input) if memory_format == torch.contiguous_format else None
     if tensor is None or tensor.layout != torch.strided or tensor.is_nested:
-        raise Unspellable
+        raise Unsupported
     rows = torch.empty(tensor.shape, device="meta").stride()
     for size, a, b in zip(tensor.shape, tensor.stride(), rows):
         if not statically_known_true(size == 1) and not statically_known_true(a == b):
-            raise Unspellable
+            raise Unsupported
     return Expr("identity", (input,))
 
 
@@ -113,7 +113,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Expr:
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Expr:
     if beta != 1 or alpha != 1:
-        raise Unspellable
+        raise Unsupported
     return Expr("add", (Expr("matmul", (mat1, mat2)), input))
 
 
@@ -126,35 +126,35 @@ def _einsum(equation: Any, *operands: Any) -> Expr:
         or len(flat) != 2
         or not all(isinstance(o, Node) for o in flat)
     ):
-        raise Unspellable
+        raise Unsupported
     left, right = map(meta_tensor, flat)  # None in a pattern's trace
     known = left is not None and right is not None
     found = einsum.classify(equation, *((left.ndim, right.ndim) if known else ()))  # type: ignore[union-attr]
     if found is None or found.op not in ("matmul", "linear"):
-        raise Unspellable
+        raise Unsupported
     if known:
         i, j = found.contracted
         if not statically_known_true(left.shape[i] == right.shape[j]):  # type: ignore[union-attr]
-            raise Unspellable  # a size of 1 is spread over the other
+            raise Unsupported  # a size of 1 is spread over the other
     return Expr(found.op, (*flat, None) if found.op == "linear" else tuple(flat))
 
 
 def _transpose(input: Any, dim0: Any, dim1: Any) -> Expr:
     if {dim0, dim1} not in ({0, 1}, {-1, -2}, {0, -1}, {-2, 1}):
-        raise Unspellable
+        raise Unsupported
     return Expr("t", (input,))
 
 
 def _permute(input: Any, *dims: Any) -> Expr:
     flat = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     if flat not in ((1, 0), (-1, 0), (-1, -2), (1, -2)):
-        raise Unspellable
+        raise Unsupported
     return Expr("t", (input,))
 
 
 def _getattr(input: Any, name: Any) -> Expr:
     if name not in ("T", "mT"):
-        raise Unspellable
+        raise Unsupported
     return Expr("t", (input,))
 
 
@@ -211,7 +211,7 @@ def _extreme(op: str) -> Callable[..., Expr]:
 
     def rule(input: Any, other: Any) -> Expr:
         if not isinstance(other, Node) or isinstance(other.meta.get("example_value"), torch.SymInt):
-            raise Unspellable
+            raise Unsupported
         return Expr(op, (input, other))
 
     return rule
@@ -224,7 +224,7 @@ def _scaled_by(op: str, x: Any, y: Any, factor: Any) -> Expr:
 
 def _scale(factor: Any) -> tuple[float, ...]:
     if not is_number(factor):  # torch takes no tensor there
-        raise Unspellable
+        raise Unsupported
     return () if factor == 1 else (factor,)
 
 
@@ -254,7 +254,7 @@ def _lerp(input: Any, end: Any, weight: Any) -> Expr:
 
 def _masked_fill(input: Any, mask: Any, value: Any) -> Expr:
     if not is_number(value):  # a tensor's value is cast to the input's dtype
-        raise Unspellable
+        raise Unsupported
     return Expr("where", (mask, value, input))
 
 

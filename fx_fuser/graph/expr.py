@@ -34,7 +34,7 @@ class Expr:
         return f"{self.op}({', '.join(parts)})"
 
 
-class Unspellable(Exception):
+class Unsupported(Exception):
     """The call has a form that has no canonical spelling; the node stays opaque."""
 
 

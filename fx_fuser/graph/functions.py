@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fx_fuser.graph.expr import Expr, Unspellable, is_number
+from fx_fuser.graph.expr import Expr, Unsupported, is_number
 
 
 def unary(op: str) -> Callable[..., Expr]:
@@ -25,13 +25,13 @@ def unary(op: str) -> Callable[..., Expr]:
 def numbers(**named: Any) -> tuple[tuple[str, float], ...]:
     """Attributes that must be constants; floats, as an epilogue's text is read."""
     if not all(map(is_number, named.values())):
-        raise Unspellable
+        raise Unsupported
     return tuple((name, float(value)) for name, value in named.items())
 
 
 def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: Any = False) -> Expr:
     if not is_number(min_val) or not is_number(max_val) or min_val != min_val or max_val != max_val:
-        raise Unspellable
+        raise Unsupported
     return Expr("hardtanh", (input, min_val, max_val))
 
 
@@ -48,7 +48,7 @@ def _rrelu(
 ) -> Expr:
     """In eval mode; in training mode the slope is random."""
     if training is not False or not is_number(lower) or not is_number(upper):
-        raise Unspellable
+        raise Unsupported
     return _leaky_relu(input, (lower + upper) / 2)
 
 
@@ -68,7 +68,7 @@ def _selu(input: Any, inplace: Any = False) -> Expr:
 def _celu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
     """As ATen calls elu."""
     if not is_number(alpha) or not alpha:
-        raise Unspellable
+        raise Unsupported
     return _aten_elu(input, alpha, 1.0, 1.0 / alpha)
 
 
@@ -94,7 +94,7 @@ def _tanhshrink(input: Any) -> Expr:
 
 def _gelu(input: Any, approximate: Any = "none") -> Expr:
     if approximate not in ("none", "tanh"):
-        raise Unspellable
+        raise Unsupported
     return Expr("gelu", (input,), (("approximate", approximate),))
 
 
@@ -105,7 +105,7 @@ def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
 def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Expr:
     """Where nothing is dropped, torch returns the input itself."""
     if training is not False and not (is_number(p) and p == 0):
-        raise Unspellable
+        raise Unsupported
     return Expr("identity", (input,))
 
 

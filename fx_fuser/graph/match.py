@@ -73,7 +73,7 @@ class Match:
 
     @functools.cached_property
     def bound(self) -> Bound:
-        """What is computed after the anchor. Raises Unspellable: see `fx_fuser.graph.bind`."""
+        """What is computed after the anchor. Raises Unsupported: see `fx_fuser.graph.bind`."""
         return bind(self.view, self.site, self.nodes)
 
     @property
@@ -197,7 +197,7 @@ class Unifier:
         if isinstance(target, Node):
             written = self.view.written(target) if as_written else None
             is_division = written is not None and written.op == "div"
-            return written if is_division else self.view.spell(target), frozenset((target,))
+            return written if is_division else self.view.canonical(target), frozenset((target,))
         return (target, frozenset()) if isinstance(target, Expr) else (None, frozenset())
 
     def _positional(

@@ -84,7 +84,7 @@ def _one_off(
             if found is not None:
                 what = f"which stands in between: without it, this is {says}"
                 yield _off(view, node, found, pattern, what)
-            for wanted, name in _wanted(pattern, view.spell(node), node, sources[0]):
+            for wanted, name in _wanted(pattern, view.canonical(node), node, sources[0]):
                 if size_of(wanted) >= pattern.size:
                     continue  # nothing else of the pattern would be there
                 as_if = _as_if(view, {node: wanted})
@@ -94,7 +94,7 @@ def _one_off(
 
 
 def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
-    said = view.spell(node)
+    said = view.canonical(node)
     fusible = said is not None and said.op in OPS
     help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
     value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
@@ -190,7 +190,7 @@ def _without(view: View, node: Node, source: Node) -> View:
             return Expr(operand.op, tuple(map(seen, operand.args)), operand.attrs)
         return source if operand is node else operand
 
-    spelled = ((r, view.spell(r)) for r in view.readers[node])
+    spelled = ((r, view.canonical(r)) for r in view.readers[node])
     supposed = _as_if(view, {r: seen(e) for r, e in spelled if e is not None})  # type: ignore[misc]
     left = {v: [r for r in view.readers[v] if r is not node] for v in _values_read(view, node)}
     left[source] = list(dict.fromkeys(left[source] + view.readers[node]))

@@ -195,7 +195,7 @@ def _epilogue(view: View, value: Any, site: Site, name: str, names: dict[Node, s
                 "after it too; take it as another parameter"
             )
         return Arg(names[value])
-    expr = view.spell(value) if isinstance(value, Node) else value
+    expr = view.canonical(value) if isinstance(value, Node) else value
     if not isinstance(expr, Expr) or expr.op not in OPS:
         known = ", ".join(sorted(OPS))
         what = getattr(value, "target", value) if expr is None else getattr(expr, "op", expr)

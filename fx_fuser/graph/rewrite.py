@@ -91,6 +91,6 @@ def _erase(graph: Graph, matches: Sequence[Match]) -> None:
         producers = [n for n in inputs_of(node) if n not in matched]
         graph.erase_node(node)
         for producer in producers:
-            spelled = matched[node].spell(producer)
+            spelled = matched[node].canonical(producer)
             if spelled is not None and spelled.op == "t" and not producer.users:
                 graph.erase_node(producer)

@@ -50,7 +50,7 @@ class Site:
 
 def site_at(view: View, node: Node) -> Site | None:
     """The anchor whose value `node` is, or None."""
-    expr = view.spell(node)
+    expr = view.canonical(node)
     if expr is None:
         return None
     if expr.op == "linear":
@@ -96,7 +96,7 @@ def _conv2d(node: Node, expr: Expr) -> Site | None:
 
 def _conv2d_batchnorm(view: View, node: Node, expr: Expr) -> Site | None:
     conv_node = expr.args[0]
-    conv_expr = view.spell(conv_node) if isinstance(conv_node, Node) else None
+    conv_expr = view.canonical(conv_node) if isinstance(conv_node, Node) else None
     if conv_expr is None or conv_expr.op != "conv2d":
         return None
     assert isinstance(conv_node, Node)
@@ -111,7 +111,7 @@ def _conv2d_batchnorm(view: View, node: Node, expr: Expr) -> Site | None:
 
 def _transposed(view: View, operand: Operand) -> Node | None:
     """w, where the operand is the 2-D w transposed."""
-    expr = view.spell(operand) if isinstance(operand, Node) else None
+    expr = view.canonical(operand) if isinstance(operand, Node) else None
     if expr is None or expr.op != "t" or not isinstance(expr.args[0], Node):
         return None
     tensor = meta_tensor(expr.args[0])
@@ -142,7 +142,7 @@ def _batched(node: Node, expr: Expr) -> Site | None:
 def _product_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
     """`x @ w.t() + b` in either order, and addmm, where b is a vector of N."""
     for product, bias in (expr.args, expr.args[::-1]):
-        inner = view.spell(product) if isinstance(product, Node) else product
+        inner = view.canonical(product) if isinstance(product, Node) else product
         if not isinstance(inner, Expr) or inner.op != "matmul" or not isinstance(bias, Node):
             continue
         if isinstance(product, Node) and view.readers[product] != [node]:

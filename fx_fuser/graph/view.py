@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.canonical import Expr, Unspellable, meaning, rule_of
+from fx_fuser.graph.canonical import Expr, Unsupported, meaning, rule_of
 from fx_fuser.graph.nodes import argument_of, called_in_place, inputs_of, storages, writes_of
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class View:
             self._written[node] = self._read(node)
         return self._written[node]
 
-    def spell(self, node: Node) -> Expr | None:
+    def canonical(self, node: Node) -> Expr | None:
         """What the node means as sums and products, or None as above. For matching alone."""
         if node not in self._spelled:
             written = self.written(node)
@@ -157,7 +157,7 @@ class View:
     @functools.cached_property
     def batch_norms_at(self) -> dict[Any, list[int]]:
         """Storage → places in the order of the batch_norms that take a tensor in it."""
-        norms = (n for n in self.nodes if (e := self.spell(n)) and e.op == "batch_norm")
+        norms = (n for n in self.nodes if (e := self.canonical(n)) and e.op == "batch_norm")
         return self._by_storage((n, storages(inputs_of(n))) for n in norms)
 
     @functools.cached_property
@@ -179,5 +179,5 @@ class View:
         try:
             args, kwargs = self.resolve(node, node.args), self.resolve(node, node.kwargs)
             return rule(*args, **kwargs)
-        except (TypeError, Unspellable):  # a form we do not know: out=, dtype=, generator= …
+        except (TypeError, Unsupported):  # a form we do not know: out=, dtype=, generator= …
             return None

@@ -103,7 +103,7 @@ def linear_split(
     x and weight are float32, or one of them is of the dtype of the spec's first input, of 16 bits.
 
     No scales of an earlier weight are kept; replays of a CUDA graph read the tensors anew. Of data
-    that splits hold badly the kernel remembers only that it met them: see `wake`.
+    that splits hold badly the kernel remembers only that it met them: see `reset_fallback`.
 
     Args:
         spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear_split_sm90.cuh.
@@ -164,7 +164,7 @@ def linear_split_choice(
     return SplitChoice(chunks, bool(weight_first))
 
 
-def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:
+def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """Let the ops take the split products among these loaded kernels again, at once.
 
     After data that they hold badly they take the library's for 1000 calls of the same sizes, and
@@ -173,7 +173,7 @@ def wake(specs: Sequence[KernelSpec], device: torch.device) -> None:
     for spec in specs:
         handle = _kernels[spec.name, _index_of(device)]
         if spec.family == LINEAR_SPLIT and handle != _NO_KERNEL:
-            torch.ops.fx_fuser_native.wake_linear_split.default(handle)
+            torch.ops.fx_fuser_native.reset_linear_split.default(handle)
 
 
 def linear_dense(

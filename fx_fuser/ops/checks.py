@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.canonical import Unspellable
+from fx_fuser.graph.canonical import Unsupported
 from fx_fuser.graph.epilogue import ANCHOR_DTYPES, MAX_STEPS
 from fx_fuser.graph.match import Fault, Match
 from fx_fuser.graph.naming import (
@@ -43,7 +43,7 @@ def fits_a_kernel(match: Match) -> Fault | None:
     """
     try:
         bound = match.bound
-    except Unspellable as error:
+    except Unsupported as error:
         return Fault(match.root, str(error))
     tensors, numbers = ANCHORS[match.site.kind].leaf_counts(match.site)
     for what, count, limit in (
@@ -145,7 +145,7 @@ def operands_unchanged(match: Match) -> Fault | None:
                 return Fault(node, f"{reason} would read it", moved)
             tensor = meta_tensor(written)
             counter = tensor is not None and not tensor.dtype.is_floating_point
-            spelled = match.view.spell(node)
+            spelled = match.view.canonical(node)
             own = counter or (spelled is not None and spelled.op == "batch_norm")
             if not own and memory & match.view.graph_inputs:
                 reason = f"{statement(node)}, changes the graph input {called(written)}, which may "

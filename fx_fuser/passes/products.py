@@ -43,7 +43,7 @@ from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.planning import plan, rehearse, timing
 from fx_fuser.planning.plan import BANDWIDTH, gains, is_small
 from fx_fuser.planning.rehearse import TensorForm
-from fx_fuser.planning.timing import Way
+from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.products")
 
@@ -237,16 +237,16 @@ def fastest(
     a: TensorForm,
     b: TensorForm,
     key: Sequence[Any],
-    make_ways: Callable[[], Sequence[Way]],
+    make_candidates: Callable[[], Sequence[Candidate]],
 ) -> int | None:
-    """Which of our ways is the fastest, where it is faster than the library's, the first of all.
+    """Which of fx_fuser's candidates is the fastest, if it beats the library's, the first of all.
 
     a, b: the factors in fp32. key: all that the times depend on, beside the machine and torch's
     settings.
     """
     key = (*key, matmul_tf32_requested())  # which the library follows
     try:
-        times = timing.medians(key, make_ways, a.device)
+        times = timing.medians(key, make_candidates, a.device)
     except rehearse.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return None
@@ -262,10 +262,10 @@ def fastest(
     return best if gains(ours[best] + added, library) else None
 
 
-def _ways(a: TensorForm, b: TensorForm) -> list[Way]:
+def _ways(a: TensorForm, b: TensorForm) -> list[Candidate]:
     generator = torch.Generator(a.device).manual_seed(0)
     left, right = a.random(generator), b.random(generator, hint_of(b.size[-2]) ** -0.5)  # type: ignore[operator]
-    launch.wake([PRODUCT_ALONE], a.device)
+    launch.reset_fallback([PRODUCT_ALONE], a.device)
 
     def ours() -> Sequence[Tensor]:
         return (split_product(left, right.mT),)
@@ -274,5 +274,5 @@ def _ways(a: TensorForm, b: TensorForm) -> list[Way]:
         return (left @ right,)
 
     rehearse.compare([library, ours], [{"product": SPLIT}], a.dtype)
-    ways: list[Callable[[], object]] = [library, ours]
-    return [*map(Way, ways)]
+    candidates: list[Callable[[], object]] = [library, ours]
+    return [*map(Candidate, candidates)]

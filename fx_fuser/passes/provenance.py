@@ -46,7 +46,7 @@ from fx_fuser.passes.products import SPLIT_PRODUCT, Products, call, fastest, put
 from fx_fuser.planning import rehearse
 from fx_fuser.planning.gate import PRODUCTS, VIEWS, called_name
 from fx_fuser.planning.rehearse import TensorForm
-from fx_fuser.planning.timing import Way
+from fx_fuser.planning.timing import Candidate
 
 NARROW = tuple(EXACT_PRODUCTS)
 _KINDS = {"linear", "matmul", "bmm"}  # of sites
@@ -149,8 +149,8 @@ class Provenance(Products):
             assert a is not None and b is not None
             narrow = [None if s is None else rehearse.form_of_value(s.value) for s in sources]
             key = ("provenance", [r.spec.name for r in recipes], str(a), str(b), str(narrow))
-            make_ways = functools.partial(_ways, recipes, (a, b), narrow)
-            best = fastest(node.target, a, b, key, make_ways)
+            make_candidates = functools.partial(_ways, recipes, (a, b), narrow)
+            best = fastest(node.target, a, b, key, make_candidates)
         recipe = None if best is None else recipes[best]
         if recipe is None or recipe.spec == PRODUCT_ALONE:  # the last pass finds it again
             return None
@@ -316,7 +316,7 @@ def _ways(
     recipes: Sequence[_Recipe],
     forms: Sequence[TensorForm],
     narrow: Sequence[TensorForm | None],
-) -> list[Way]:
+) -> list[Candidate]:
     """The library's product of what is cast, and each recipe's of the 16-bit tensors."""
     generator = torch.Generator(forms[0].device).manual_seed(0)
     deviations = (1.0, hint_of(forms[1].size[-2]) ** -0.5)  # type: ignore[operator]
@@ -331,10 +331,10 @@ def _ways(
     def made_by(recipe: _Recipe) -> Sequence[Tensor]:
         return (recipe.multiply(*recipe.choose(wide, read)),)
 
-    launch.wake(
+    launch.reset_fallback(
         [recipe.spec for recipe in recipes], forms[0].device
     )  # others than split do not sleep
     ours = [functools.partial(made_by, recipe) for recipe in recipes]
-    for way in ours:
-        rehearse.compare([library, way], [{"product": SPLIT}], torch.float32)
-    return [Way(library), *map(Way, ours)]
+    for made in ours:
+        rehearse.compare([library, made], [{"product": SPLIT}], torch.float32)
+    return [Candidate(library), *map(Candidate, ours)]

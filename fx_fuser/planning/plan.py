@@ -45,7 +45,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options
 from fx_fuser.planning import rehearse, timing
-from fx_fuser.planning.timing import Took
+from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.plan")
 
@@ -355,7 +355,7 @@ def _compare_convolutions(
     if found is None:
         return otherwise, "no memory to time it"
     if options.replays_cuda_graphs:
-        found = [Took(took.gpu) for took in found]
+        found = [Timing(took.gpu) for took in found]
     ours = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
     times = dict(zip([LIBRARY, *ours, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
@@ -379,13 +379,13 @@ def _rivals(
 ) -> tuple[rehearse.Rival, ...]:
     """What the inner compiler may make of the match's convolution, if it is left alone."""
     if library["tf32"] or not may_be_tf32(_product_of(match)):
-        return (rehearse.Rival("in channels_last", library, turned=True),)
+        return (rehearse.Rival("in channels_last", library, channels_last=True),)
     if options.fp32 != "follow":
         return ()
     inexact = {**library, "tf32": True}
     return (
         rehearse.Rival("in TF32", inexact),
-        rehearse.Rival("in TF32 and channels_last", inexact, turned=True),
+        rehearse.Rival("in TF32 and channels_last", inexact, channels_last=True),
     )
 
 
@@ -412,7 +412,7 @@ def _compare(
     if times is None:
         return None, "no memory to time it"
     if options.replays_cuda_graphs:
-        times = [Took(took.gpu) for took in times]
+        times = [Timing(took.gpu) for took in times]
     note = f"library {times[0]}, {own['product']} {times[1]}"
     ahead, back = times[:2], [took.gpu for took in times[2:]]
     backward = LIBRARY

@@ -22,7 +22,7 @@ from fx_fuser.native import launch
 from fx_fuser.ops.apply import travels_as_number
 from fx_fuser.ops.calls import fake_tensors, fused_call, kernel_specs
 from fx_fuser.ops.library import FusedCall, gradients
-from fx_fuser.planning.timing import Way
+from fx_fuser.planning.timing import Candidate
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ def saves(match: Match) -> bool:
 class Rival:
     """What stands for the inner compiler's code of a convolution: the kernel op with other choices.
 
-    turned: x and weight are in channels_last, as if it cost nothing to turn them.
+    channels_last: x and weight are in channels_last, as if it cost nothing to turn them.
     """
 
     name: str
     choices: Mapping[str, Any]
-    turned: bool = False
+    channels_last: bool = False
 
 
 def convolutions(
@@ -119,7 +119,7 @@ def convolutions(
     candidates: Sequence[Mapping[str, Any]],
     tensors: Sequence[TensorForm | None],
     rivals: Sequence[Rival],
-) -> list[Way]:
+) -> list[Candidate]:
     """A convolution's kernel op with each of plan's candidates, as the match will call it, and the
     rivals.
 
@@ -137,23 +137,23 @@ def convolutions(
         compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
     x, weight, *others = run.operands
 
-    def step_of(choices: Mapping[str, Any], turned: bool = False) -> Callable[[], object]:
+    def step_of(choices: Mapping[str, Any], channels_last: bool = False) -> Callable[[], object]:
         def laid(tensor: Tensor) -> Tensor:
-            return tensor.contiguous(memory_format=torch.channels_last) if turned else tensor
+            return tensor.contiguous(memory_format=torch.channels_last) if channels_last else tensor
 
         operands = [laid(x), laid(weight), *others]
         if dy is None:
             return run.forward(choices, operands)
         return functools.partial(run.least_step, laid(dy), choices, operands)
 
-    ways = [Way(step_of(library)) for library in candidates[:1]]
-    ways += [Way(step_of(own), run.calls(dy, own)) for own in candidates[1:]]
-    return ways + [Way(step_of(rival.choices, rival.turned)) for rival in rivals]
+    timed = [Candidate(step_of(library)) for library in candidates[:1]]
+    timed += [Candidate(step_of(own), run.calls(dy, own)) for own in candidates[1:]]
+    return timed + [Candidate(step_of(rival.choices, rival.channels_last)) for rival in rivals]
 
 
 def rehearsals(
     match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
-) -> list[Way]:
+) -> list[Candidate]:
     """A Linear's kernel op with each of plan's candidates, as the match will call it.
 
     In training followed by the anchor's backward with each of them.
@@ -162,29 +162,29 @@ def rehearsals(
     if run.c.device.type == "cuda":
         # What other data did to a kernel is not what this rehearsal is about.
         own = [spec for choices in candidates for spec in kernel_specs(match, choices)]
-        launch.wake(own, run.c.device)
+        launch.reset_fallback(own, run.c.device)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
     compare(ahead, candidates, run.c.dtype)
     # The library's stands for the inner compiler's code, of which the host's time is not known.
-    ways = [Way(call, None if i == 0 else call) for i, call in enumerate(ahead)]
+    timed = [Candidate(call, None if i == 0 else call) for i, call in enumerate(ahead)]
     if not run.needs:
-        return ways
+        return timed
     dz = run.gradient_of_z()
     back = [functools.partial(run.backward, choices, dz) for choices in candidates]
     compare(back, candidates, run.c.dtype)
-    return [*ways, *map(Way, back)]
+    return [*timed, *map(Candidate, back)]
 
 
 def tail(
     match: Grown, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
-) -> list[Way]:
+) -> list[Candidate]:
     """Of a grown match with a product of ours: z alone, then also the tail in a kernel of its own,
     which finds some of z in the L2 cache, and both in one kernel."""
     assert match.alone is not None
     whole = _Rehearsal(match, tensors)
     product = _Rehearsal(match.alone, tensors[: len(whole.operands)])
-    launch.wake(kernel_specs(match, choices)[1:], whole.c.device)
-    launch.wake(kernel_specs(match.alone, choices)[1:], whole.c.device)
+    launch.reset_fallback(kernel_specs(match, choices)[1:], whole.c.device)
+    launch.reset_fallback(kernel_specs(match.alone, choices)[1:], whole.c.device)
     alone = product.forward(choices, product.operands)
     fused = whole.forward(choices, whole.operands)
     pointwise = kernel_specs(match, choices)[0]
@@ -197,7 +197,7 @@ def tail(
         return (y,)
 
     compare([apart, lambda: fused()[:1]], [choices], whole.c.dtype)
-    return [Way(alone), Way(apart), Way(fused)]
+    return [Candidate(alone), Candidate(apart), Candidate(fused)]
 
 
 class DisagreementError(RuntimeError):
@@ -212,17 +212,17 @@ _COMPARED = 2**22  # elements at most, in evenly spaced rows
 
 
 def compare(
-    ways: Sequence[Callable[[], Sequence[Tensor]]],
+    runs: Sequence[Callable[[], Sequence[Tensor]]],
     candidates: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
     far: float | None = None,
 ) -> None:
-    """Raises where the last way's tensors are not those of the first."""
+    """Raises where the last candidate's tensors are not those of the first."""
     in_tf32 = any(choices.get("tf32") or DENSE in choices.values() for choices in candidates)
     far = far or _FAR[dtype]
     if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
-    for library, own in zip(ways[0](), ways[-1]()):
+    for library, own in zip(runs[0](), runs[-1]()):
         step = 1 + library.numel() // _COMPARED
         exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, own))
         usual = exact.isfinite()  # an epilogue may take a logarithm
