@@ -28,7 +28,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-import fx_fuser.compilers
+import fx_fuser.native.compilers
 from benchmarks import measure
 from benchmarks.measure import Call, Case
 from benchmarks.problems import PROBLEMS, Problem
@@ -77,7 +77,7 @@ def compilers(device: torch.device) -> Compilers:
 
 def kernel_compiler() -> str:
     try:
-        return fx_fuser.compilers.of_kernels().title
+        return fx_fuser.native.compilers.of_kernels().title
     except BuildError as error:
         return f"none: {error}"
 

@@ -38,9 +38,11 @@ from benchmarks import (
     narrow_sm90,
 )
 from benchmarks.run import commit_here
-from fx_fuser import build, compilers, native, timing
+from fx_fuser import build
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
-from fx_fuser.kernel_spec import POINTWISE, KernelSpec
+from fx_fuser.native import compilers, launch
+from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
+from fx_fuser.planning import timing
 
 CUDA = torch.device("cuda")
 COMPILERS = ("nvrtc", "nvcc")
@@ -66,9 +68,9 @@ def _products() -> Iterator[Row]:
         x, weight = torch.rand(m, k, device=CUDA), torch.randn(n, k, device=CUDA) / k**0.5
         yield Row(name, (example.spec,), partial(linear_sm90.run, example, x, weight))
     x, weight = torch.randn(4096, 2048, device=CUDA), torch.randn(8192, 2048, device=CUDA)
-    turned = linear_sm90.turned(weight)
-    product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, turned)
-    yield Row("turned weight", (linear_sm90.IDENTITY.spec,), product)
+    n_major = linear_sm90.n_major(weight)
+    product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major)
+    yield Row("n_major weight", (linear_sm90.IDENTITY.spec,), product)
     for way in narrow_sm90.WAYS:
         spec = (EXACT_PRODUCTS if way == "exact" else MIXED_PRODUCTS)[torch.bfloat16]
         operands = narrow_sm90.cast(way, torch.bfloat16, x, weight)
@@ -126,7 +128,7 @@ def _convolutions() -> Iterator[Row]:
             spec: KernelSpec = spec, c: Tensor = dy, vectors: list[Tensor] = vectors
         ) -> Tensor:
             out = torch.empty_like(c)
-            native.pointwise(spec, out, [c, *vectors], [1e-5])
+            launch.pointwise(spec, out, [c, *vectors], [1e-5])
             return out
 
         yield Row(f"#73 {of_dtype}, BatchNorm and mul alone", (spec,), tail)
@@ -136,9 +138,9 @@ def _by(compiler: str, specs: list[KernelSpec]) -> dict[str, dict[object, int]]:
     """The kernels as that compiler makes them, in the tables where `native` looks for them."""
     os.environ["FX_FUSER_COMPILER"] = compiler
     loaded: dict[str, dict[object, int]] = {"_kernels": {}, "_batch_stats": {}}
-    vars(native).update(loaded)
-    native.prepare(specs, CUDA)
-    native.prepare_batch_stats(CUDA)
+    vars(launch).update(loaded)
+    launch.prepare(specs, CUDA)
+    launch.prepare_batch_stats(CUDA)
     return loaded
 
 
@@ -152,7 +154,7 @@ def kernels(failures: list[str]) -> str:
     for row in every_row():
 
         def run(compiler: str, row: Row = row) -> Tensor:
-            vars(native).update(by[compiler])
+            vars(launch).update(by[compiler])
             return row.run()
 
         first, second = (run(compiler).clone().double() for compiler in COMPILERS)
@@ -160,7 +162,7 @@ def kernels(failures: list[str]) -> str:
         if not apart <= (conv_sm90.ROUNDED[row.run().dtype]):
             failures.append(f"{row.name}: the compilers' results are {apart:.1e} apart")
         del first, second
-        took = timing.times_of([timing.Way(partial(run, c)) for c in COMPILERS * 2], CUDA)
+        took = timing.times_of([timing.Candidate(partial(run, c)) for c in COMPILERS * 2], CUDA)
         times = {c: [took[i].gpu, took[i + 2].gpu] for i, c in enumerate(COMPILERS)}
         ratio = sum(times["nvrtc"]) / sum(times["nvcc"])
         spread = max(max(t) / min(t) for t in times.values())

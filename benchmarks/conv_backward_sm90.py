@@ -25,9 +25,10 @@ from benchmarks import harness
 from benchmarks.conv_sm90 import CUDA, DTYPES, NONE, ROUNDED, Padding, convolve, random_case
 from benchmarks.linear_sm90 import SENTINEL
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import build, native
-from fx_fuser.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
-from fx_fuser.native import Normalisation
+from fx_fuser import build
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
+from fx_fuser.native.launch import Normalisation
 
 EPS = 1e-5
 MODES = ("training", "evaluation", "plain")
@@ -144,7 +145,7 @@ def run(
         of_norm = (problem.mean, problem.variance, problem.gamma, problem.bias)
         norm = Normalisation(*of_norm, EPS, False)
     dgamma, dbeta = torch.full((2, len(problem.weight)), float("nan"), device=CUDA)
-    taken = native.conv_direct_backward(
+    taken = launch.conv_direct_backward(
         (SCALED if problem.operands else IDENTITY)[problem.x.dtype],
         *(problem.dy, problem.x, problem.weight, problem.padding, norm),
         *(dx, dweight, dgamma, dbeta),
@@ -269,7 +270,7 @@ def sweep(
         dtype = choose.choice(dtypes)
         x, weight, padding = draw(choose, dtype)
         sizes = (x.shape, weight.shape, padding)
-        cut = functools.partial(native.conv_direct_backward_cut, *sizes, x_bytes=dtype.itemsize)
+        cut = functools.partial(launch.conv_direct_backward_cut, *sizes, x_bytes=dtype.itemsize)
         with_dx = choose.random() < 0.8 and bool(cut(True))
         if not cut(False):
             failures.append(f"case {case}: {sizes} was refused")
@@ -341,7 +342,7 @@ def refusals(failures: list[str]) -> None:
     def attempt(problem: Problem) -> bool:
         dweight = torch.empty_like(problem.weight, dtype=torch.float32)
         dgamma, dbeta = dweight.new_empty((2, len(problem.weight)))
-        return native.conv_direct_backward(
+        return launch.conv_direct_backward(
             (SCALED if problem.operands else IDENTITY)[problem.x.dtype],
             *(problem.dy, problem.x, problem.weight, problem.padding, None),
             *(torch.empty_like(problem.x), dweight, dgamma, dbeta),
@@ -448,7 +449,7 @@ def timing() -> list[list[object]]:
 def main() -> int:
     chosen = harness.parser("conv_backward_sm90", cases=60).parse_args()
     done = harness.progress()
-    native.prepare([*IDENTITY.values(), *SCALED.values()], CUDA)
+    launch.prepare([*IDENTITY.values(), *SCALED.values()], CUDA)
     done("built")
     failures: list[str] = []
     table: list[list[object]] = []

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from benchmarks import harness
 from benchmarks.linear_sm90 import FLOOR, SENTINEL, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import build, native
-from fx_fuser.kernel_spec import CONV_DIRECT, KernelSpec
+from fx_fuser import build
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import CONV_DIRECT, KernelSpec
 
 CUDA = torch.device("cuda")
 Padding = tuple[int, int, int, int]  # left, right, top, bottom
@@ -99,7 +100,7 @@ def run(
         height = x.shape[2] + top + bottom - weight.shape[2] + 1
         width = x.shape[3] + left + right - weight.shape[3] + 1
         out = x.new_empty((len(x), len(weight), height, width), dtype=example.out)
-    taken = native.conv_direct(
+    taken = launch.conv_direct(
         *(example.spec, x, weight, padding, out, c),
         operands or [],
         scalars or [2.0] * example.scalars,
@@ -111,7 +112,7 @@ def run(
 def statistics(x: Tensor, weight: Tensor, padding: Padding = NONE) -> tuple[Tensor, Tensor]:
     mean, variance = torch.full((2, len(weight)), float("nan"), device=CUDA)
     spec = of_dtype(IDENTITY, x.dtype).spec
-    taken = native.conv_direct_statistics(spec, x, weight, padding, mean, variance)
+    taken = launch.conv_direct_statistics(spec, x, weight, padding, mean, variance)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return mean, variance
 
@@ -225,7 +226,7 @@ def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor
             x, kernel, count = (8, 3, 224, 224), (3, 3), 8
         weight = count, x[1], *kernel
         usual, cut = (
-            native.conv_direct_cut(
+            launch.conv_direct_cut(
                 x, weight, padding, out_bytes, 0, dtype.itemsize, multiprocessors
             )
             for multiprocessors in (2**20, gpu.multi_processor_count)
@@ -251,7 +252,7 @@ def _random_case(
         batch = choose.choice((1, 2, choose.randint(1, samples)))
         padding = choose.choice((NONE, (1, 1, 1, 1), (0, 2, 3, 1)))
         x, weight = (batch, channels, height, width), (count, channels, *kernel)
-        if native.conv_direct_cut(x, weight, padding, 4, 0, dtype.itemsize):
+        if launch.conv_direct_cut(x, weight, padding, 4, 0, dtype.itemsize):
             return *_values(x, weight, dtype), padding
 
 
@@ -438,7 +439,7 @@ def refusals(failures: list[str]) -> None:
         ("a weight in channels_last", x, weight.to(memory_format=last), out),
         ("out in channels_last", x, weight, out.to(memory_format=last)),
     ):
-        if native.conv_direct(IDENTITY.spec, a, b, NONE, result, None, [], []):
+        if launch.conv_direct(IDENTITY.spec, a, b, NONE, result, None, [], []):
             failures.append(f"{what} was not refused")
 
 
@@ -514,8 +515,8 @@ def timing(failures: list[str]) -> list[list[object]]:
 def main() -> int:
     chosen = harness.parser("conv_sm90", cases=150).parse_args()
     done = harness.progress()
-    native.prepare([e.spec for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
-    native.prepare_batch_stats(CUDA)
+    launch.prepare([e.spec for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
+    launch.prepare_batch_stats(CUDA)
     done("built")
     failures: list[str] = []
     errors: list[list[object]] = []

@@ -23,8 +23,9 @@ from torch import Tensor
 from benchmarks import harness
 from benchmarks.linear_sm90 import SENTINEL, host_us, random_operand, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import build, native
-from fx_fuser.kernel_spec import LINEAR_DENSE, POINTWISE, Family, KernelSpec
+from fx_fuser import build
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import LINEAR_DENSE, POINTWISE, Family, KernelSpec
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,7 +77,7 @@ def run(
         out = x.new_empty((*x.shape[:-1], len(weight)), dtype=example.out)
     scalars = [2.0] * example.scalars if scalars is None else scalars
     spec = example.spec(x.dtype)
-    taken = native.linear_dense(spec, x, weight, bias, out, z, operands or [], scalars)
+    taken = launch.linear_dense(spec, x, weight, bias, out, z, operands or [], scalars)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
 
@@ -221,7 +222,7 @@ def refusals(failures: list[str]) -> None:
         ("x with one row for all", values(1, 64).expand(8, 64), values(16, 64)),
         ("K = 0", x[:, :0], weight[:, :0]),
     ):
-        if native.linear_dense(IDENTITY.spec(x.dtype), a, b, None, out, None, [], []):
+        if launch.linear_dense(IDENTITY.spec(x.dtype), a, b, None, out, None, [], []):
             failures.append(f"{what} was not refused")
 
 
@@ -267,7 +268,7 @@ def timing(only: str, compiled: bool, failures: list[str]) -> list[list[object]]
 
         def two() -> None:
             z = F.linear(x, weight, bias)  # noqa: B023
-            native.pointwise(pointwise, z, [z, *operands], scalars)  # noqa: B023
+            launch.pointwise(pointwise, z, [z, *operands], scalars)  # noqa: B023
 
         systems: dict[str, Callable[[], object]] = {
             "ours": lambda: run(example, x, weight, bias, operands, out=out),  # noqa: B023
@@ -316,7 +317,7 @@ def main() -> int:
     specs = [e.spec(dtype, family) for e, dtype in timed for family in (LINEAR_DENSE, POINTWISE)]
     if not chosen.skip_checks:
         specs += [e.spec(dtype) for e in EXAMPLES for dtype in DTYPES]
-    native.prepare(specs, CUDA)
+    launch.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []
     times: list[list[object]] = []

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from benchmarks import harness, results
 from benchmarks.measure import float32_settings, machine, median_ms
-from fx_fuser import build, native
-from fx_fuser.kernel_spec import LINEAR_SPLIT, KernelSpec
+from fx_fuser import build
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
 
 CUDA = torch.device("cuda")
 First = Literal["", "x", "weight"]  # the operand that is split first
@@ -81,7 +82,7 @@ def run(
     if out is None:
         out = x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=example.out)
     numbers = scalars or [2.0] * example.scalars
-    taken = native.linear_split(
+    taken = launch.linear_split(
         example.spec, x, weight, bias, out, z, operands or [], numbers, chunks, first, exact
     )
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
@@ -160,7 +161,7 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
     return rows
 
 
-def strained_neighbours(failures: list[str], chunks: int = 0, first: First = "x") -> None:
+def imprecise_neighbours(failures: list[str], chunks: int = 0, first: First = "x") -> None:
     """Rows of both operands that the split holds badly beside ones that it holds, and tails."""
     for m, n, k in ((200, 300, 500), (130, 140, 65536 + 36)):
         for x_rows, weight_rows in ((slice(7, 8), slice(n)), (slice(m), slice(16, 32))):
@@ -170,12 +171,12 @@ def strained_neighbours(failures: list[str], chunks: int = 0, first: First = "x"
             weight[weight_rows] /= columns
             exact = x.double() @ weight.double().T
             ours, sgemm = run(IDENTITY, x, weight, chunks=chunks, first=first), F.linear(x, weight)
-            compare(f"{m} x {n} x {k}, strained rows", ours, sgemm, exact, failures)
+            compare(f"{m} x {n} x {k}, imprecise rows", ours, sgemm, exact, failures)
             part = (slice(m), weight_rows) if x_rows == slice(m) else (x_rows, weight_rows)
             what = f"{m} x {n} x {k}, just these"
             compare(what, ours[part], sgemm[part], exact[part], failures)
-            ours = run(IDENTITY, x, turned(weight), chunks=chunks, first=first)
-            compare(f"{what}, turned", ours[part], sgemm[part], exact[part], failures)
+            ours = run(IDENTITY, x, n_major(weight), chunks=chunks, first=first)
+            compare(f"{what}, n_major", ours[part], sgemm[part], exact[part], failures)
 
 
 # ---- everything else that must be right ----------------------------------------------------------
@@ -190,7 +191,7 @@ def strided(rows: int, columns: int, choose: random.Random) -> Tensor:
     return torch.randn(rows, padded, device=CUDA)[:, :columns]
 
 
-def turned(matrix: Tensor) -> Tensor:
+def n_major(matrix: Tensor) -> Tensor:
     """The same values with adjacent columns."""
     return matrix.mT.contiguous().mT
 
@@ -263,8 +264,8 @@ def special_values(
         exact = F.linear(x.double(), weight.double()).float()
         forms = (
             ("", x, weight),
-            (", turned", x, turned(weight)),
-            (", turned x", turned(x), weight),
+            (", n_major", x, n_major(weight)),
+            (", n_major x", n_major(x), weight),
         )
         for form, a, b in forms:
             check(what + form, product(a, b), exact)
@@ -333,7 +334,7 @@ def wrong_guesses(failures: list[str], chunks: int = 0, first: First = "x") -> N
             exact = x.double() @ weight.double().T
             what = f"{m} x {n} x {k}, {what}"
             sgemm = F.linear(x, weight)
-            for form, values in (("", weight), (", turned", turned(weight))):
+            for form, values in (("", weight), (", n_major", n_major(weight))):
                 ours = run(IDENTITY, x, values, chunks=chunks, first=first)
                 compare(what + form, ours, sgemm, exact, failures)
     x, weight = torch.randn(200, 500, device=CUDA), torch.randn(300, 500, device=CUDA)
@@ -361,7 +362,7 @@ def graphs_and_repeats(failures: list[str]) -> None:
         weight[:, :zeros] = 0
         soak(x, weight, 400, f"first {zeros} columns zero", failures)
     columns = 10.0 ** (torch.rand(1000, device=CUDA) * 8 - 4)
-    soak(x * columns, torch.randn_like(weight) / columns, 400, "strained", failures)
+    soak(x * columns, torch.randn_like(weight) / columns, 400, "imprecise", failures)
 
 
 def soak(x: Tensor, weight: Tensor, launches: int, what: str, failures: list[str]) -> None:
@@ -394,7 +395,7 @@ def refusals(failures: list[str]) -> None:
         ("K = 0", x[:, :0], weight[:, :0], out),
         ("scattered rows", scattered, weight[:, :32], out.new_empty(2, 2, 2, 2, 16)),
     ):
-        if native.linear_split(IDENTITY.spec, a, b, None, o, None, [], []):
+        if launch.linear_split(IDENTITY.spec, a, b, None, o, None, [], []):
             failures.append(f"{what} was not refused")
 
 
@@ -447,8 +448,8 @@ def timing(failures: list[str]) -> list[Timing]:
         ("#70", RESIDUAL, 1024, 8192, 8192, 0),
         ("#59", SWISH, 128, 32768, 32768, 0),
         ("#70, all tiles done again", RESIDUAL, 1024, 8192, 8192, GUESSED),
-        ("#70, turned weight", IDENTITY, 1024, 8192, 8192, 0),
-        ("#59, turned weight", IDENTITY, 128, 32768, 32768, 0),
+        ("#70, n_major weight", IDENTITY, 1024, 8192, 8192, 0),
+        ("#59, n_major weight", IDENTITY, 128, 32768, 32768, 0),
         ("#59, gradient of the weight", IDENTITY, 32768, 128, 32768, 0),
     ):
         x = torch.rand(m, k, device=CUDA)
@@ -456,7 +457,7 @@ def timing(failures: list[str]) -> list[Timing]:
         weight, bias = linear.weight.detach(), linear.bias.detach()
         weight[:, :zeros] = 0
         if example is IDENTITY:
-            weight = turned(weight)
+            weight = n_major(weight)
         out = torch.empty(m, n, device=CUDA).fill_(float("nan"))
 
         def ours(
@@ -498,7 +499,7 @@ def host_times() -> dict[str, float]:
     }
 
 
-CHECKS = (special_values, wrong_guesses, strained_neighbours, refusals, graphs_and_repeats)
+CHECKS = (special_values, wrong_guesses, imprecise_neighbours, refusals, graphs_and_repeats)
 
 
 def main() -> int:
@@ -507,7 +508,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what is measured, for the results")
     chosen = parser.parse_args()
     done = harness.progress()
-    native.prepare([e.spec for e in EXAMPLES], CUDA)
+    launch.prepare([e.spec for e in EXAMPLES], CUDA)
     done("built")
     failures: list[str] = []
     errors: list[Accuracy] = []

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.problems import Problem, Size
-from fx_fuser import timing
+from fx_fuser.planning import timing
 
 DTYPES = {
     "fp32": torch.float32,
@@ -213,7 +213,7 @@ def gpu_ms(
             leaf.grad = None
         return step()
 
-    ways = [timing.Way(partial(fresh, step)) for step in steps.values()]
+    ways = [timing.Candidate(partial(fresh, step)) for step in steps.values()]
     if not ways:
         return {}
     return {name: took.gpu for name, took in zip(steps, timing.times_of(ways, device))}

@@ -26,13 +26,13 @@ from benchmarks.linear_sm90 import (
     SENTINEL,
     compare,
     families,
+    n_major,
     relative,
     special_values,
-    turned,
 )
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import native
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
+from fx_fuser.native import launch
 
 DTYPES = tuple(EXACT_PRODUCTS)
 WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
@@ -66,10 +66,10 @@ def by_kernel(
         out = torch.full((*x.shape[:-1], weight.shape[-2]), float("nan"), device=x.device)
     if way == "exact":
         spec = EXACT_PRODUCTS[dtype]
-        taken = native.linear_dense(spec, x, weight, None, out, None, [], [])
+        taken = launch.linear_dense(spec, x, weight, None, out, None, [], [])
     else:
         spec = MIXED_PRODUCTS[dtype]
-        taken = native.linear_split(spec, x, weight, None, out, None, [], [], chunks)
+        taken = launch.linear_split(spec, x, weight, None, out, None, [], [], chunks)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
 
@@ -131,8 +131,8 @@ def sweep(
         types = [t.dtype for t in cast(way, dtype, torch.empty(0), torch.empty(0))]
         x, weight = strided(m, k, types[0], choose), strided(n, k, types[1], choose)
         if way != "exact":
-            x = turned(x) if choose.random() < 0.3 else x
-            weight = turned(weight) if choose.random() < 0.3 else weight
+            x = n_major(x) if choose.random() < 0.3 else x
+            weight = n_major(weight) if choose.random() < 0.3 else weight
             if choose.random() < 0.2:
                 (weight if way == "mixed x" else x)[:, :GUESSED] *= choose.choice((0.0, 1e-4))
             if choose.random() < 0.2 and k > 1:  # rows that nothing is aligned in
@@ -161,7 +161,7 @@ def in_aligned_rows(matrix: Tensor) -> Tensor:
 
 
 def specials(failures: list[str]) -> None:
-    """Infinities, NaN, zeros, denormals and extremes; turned operands too."""
+    """Infinities, NaN, zeros, denormals and extremes; n_major operands too."""
 
     def multiply(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
         if way == "exact":
@@ -259,7 +259,7 @@ def main() -> int:
     chosen = harness.parser("narrow_sm90", cases=200).parse_args()
     done = harness.progress()
     specs = [PRODUCT_ALONE, *EXACT_PRODUCTS.values(), *MIXED_PRODUCTS.values()]
-    native.prepare(specs, CUDA)
+    launch.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []
     tables: list[str] = []

@@ -13,9 +13,9 @@ from tabulate import tabulate
 from torch import Tensor
 from triton.testing import do_bench
 
-from fx_fuser import native
 from fx_fuser.build import example
-from fx_fuser.kernel_spec import POINTWISE
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import POINTWISE
 
 rows: list[list[object]] = []
 
@@ -33,10 +33,10 @@ def swish(dtype: torch.dtype) -> None:
     z = torch.randn(1024, 8192, device="cuda", dtype=dtype)
     out = torch.empty_like(z)
     spec = example(POINTWISE, "Swish", 1, torch.float32, dtype, dtype)
-    native.pointwise(spec, out, [z], [2.0])
+    launch.pointwise(spec, out, [z], [2.0])
     expected = (z.double() * z.double().sigmoid() * 2).to(dtype)
     torch.testing.assert_close(out, expected)
-    measure(f"swish {dtype}", bytes_of(z, out), lambda: native.pointwise(spec, out, [z], [2.0]))
+    measure(f"swish {dtype}", bytes_of(z, out), lambda: launch.pointwise(spec, out, [z], [2.0]))
     measure(f"  torch copy of {dtype}", bytes_of(z, out), lambda: out.copy_(z))
 
 
@@ -46,23 +46,23 @@ def batch_norm_mul(memory_format: torch.memory_format, side: int) -> None:
     inputs = [z, mean, var, gamma, beta, torch.full([], 2.0, device="cuda")]
     spec = example(POINTWISE, "BatchNormMul", 1, *[torch.float32] * 8)
     out = torch.empty_like(z)
-    native.pointwise(spec, out, inputs, [1e-5])
+    launch.pointwise(spec, out, inputs, [1e-5])
     expected = ((z - mean) * torch.rsqrt(var + 1e-5) * gamma + beta) * 2
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     inputs[0] = out
     label = f"batch_norm_mul in place, {side}x{side} {memory_format}"
-    measure(label, 2 * bytes_of(z), lambda: native.pointwise(spec, out, inputs, [1e-5]))
+    measure(label, 2 * bytes_of(z), lambda: launch.pointwise(spec, out, inputs, [1e-5]))
     measure("  torch copy", 2 * bytes_of(z), lambda: out.copy_(z))
 
 
 def batch_stats(shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format) -> None:
     x = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=layout)
-    mean, variance = native.batch_stats(x)
+    mean, variance = launch.batch_stats(x)
     exact = torch.var_mean(x.double(), (0, 2, 3), correction=0)
     torch.testing.assert_close(variance.double(), exact[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mean.double(), exact[1], rtol=1e-5, atol=1e-6)
     measure(
-        f"batch_stats {list(shape)} {dtype} {layout}", bytes_of(x), lambda: native.batch_stats(x)
+        f"batch_stats {list(shape)} {dtype} {layout}", bytes_of(x), lambda: launch.batch_stats(x)
     )
 
 

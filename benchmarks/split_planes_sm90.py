@@ -30,17 +30,17 @@ from benchmarks.linear_sm90 import (
     First,
     compare,
     families,
+    imprecise_neighbours,
     misleading,
+    n_major,
     relative,
     run,
     special_values,
-    strained_neighbours,
-    turned,
     wrong_guesses,
 )
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import native
 from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.native import launch
 
 NAN = float("nan")
 ROLES: tuple[First, ...] = ("", "x", "weight")
@@ -148,7 +148,7 @@ def hard_values(failures: list[str], chunks: int, first: First) -> None:
     found: list[str] = []
     special_values(found, chunks, first)
     wrong_guesses(found, chunks, first)
-    strained_neighbours(found, chunks, first)
+    imprecise_neighbours(found, chunks, first)
     failures += [f"{first} first, {chunks or 'some'} chunks: {failure}" for failure in found]
 
 
@@ -160,7 +160,7 @@ def weight_first(failures: list[str]) -> None:
         for what, x in misleading(m, k):
             exact = x.double() @ weight.double().T
             sgemm = x @ weight.T
-            for form, values in (("", x), (", turned", turned(x))):
+            for form, values in (("", x), (", n_major", n_major(x))):
                 ours = run(IDENTITY, values, weight, first="weight")
                 compare(f"x of {m} x {n} x {k}, {what}{form}", ours, sgemm, exact, failures)
 
@@ -183,7 +183,7 @@ def same_bits(failures: list[str]) -> None:
             return run(SWISH, *pair, chunks=chunks, first=first)
 
         once = product(ahead)
-        same(f"{what}, turned", product(turned(ahead)), once)
+        same(f"{what}, n_major", product(n_major(ahead)), once)
         same(f"{what}, unaligned", product(unaligned), once)
         for _ in range(20):
             same(f"{what}, again", product(ahead), once)
@@ -202,22 +202,22 @@ def same_bits(failures: list[str]) -> None:
         for chunks in (1, 3):
             what = f"{m} x {n} x {k} in {chunks}"
             check(f"{what}, x first", x, weight, chunks, "x")
-            check(f"{what}, x first, weight turned", x, turned(weight), chunks, "x")
+            check(f"{what}, x first, weight n_major", x, n_major(weight), chunks, "x")
             check(f"{what}, weight first", x, weight, chunks, "weight")
-            check(f"{what}, weight first, x turned", turned(x), weight, chunks, "weight")
+            check(f"{what}, weight first, x n_major", n_major(x), weight, chunks, "weight")
 
 
 def by_the_op(failures: list[str]) -> None:
     """Layouts of both operands through `split_product`, large enough for its own kernel."""
-    native.prepare([PRODUCT_ALONE], CUDA)
+    launch.prepare([PRODUCT_ALONE], CUDA)
     for m, n, k in ((768, 3072, 6304), (3072, 768, 6304), (1021, 1027, 1023)):
         a, b = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
         exact = a.double() @ b.double().t()
         for form, x, weight in (
             ("as they lie", a, b),
-            ("a turned", turned(a), b),
-            ("b turned", a, turned(b)),
-            ("both turned", turned(a), turned(b)),
+            ("a n_major", n_major(a), b),
+            ("b n_major", a, n_major(b)),
+            ("both n_major", n_major(a), n_major(b)),
         ):
             compare(f"op, {m} x {n} x {k}, {form}", product(x, weight), a @ b.t(), exact, failures)
     heads = torch.randn(4, 700, 12, 256, device=CUDA).transpose(1, 2)
@@ -243,7 +243,7 @@ KNOWN_AFTER = 16  # calls that are a little slow
 
 def fallbacks(failures: list[str]) -> None:
     """After data that is slow in one way the op goes another one, and only then."""
-    native.prepare([PRODUCT_ALONE], CUDA)
+    launch.prepare([PRODUCT_ALONE], CUDA)
 
     def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
         found = split_bytes(a, b)
@@ -254,18 +254,18 @@ def fallbacks(failures: list[str]) -> None:
     columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
     a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
     torch.matmul(a, b.t())  # cuBLAS has its workspace now
-    native.wake([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([PRODUCT_ALONE], CUDA)
     expect("the smaller operand first", a, b, b)
-    small, strained = a / columns, b.clone()
-    strained[7] *= columns
+    small, imprecise = a / columns, b.clone()
+    imprecise[7] *= columns
     for _ in range(2):
-        expect("one strained row", small, strained, b)
-    expect("all rows strained", small, b * columns, b)
+        expect("one imprecise row", small, imprecise, b)
+    expect("all rows imprecise", small, b * columns, b)
     for _ in range(KNOWN_AFTER):
         product(small, b * columns)
         torch.cuda.synchronize()  # a call must have ended to be known
-    expect("after strained rows", a, b, None)
-    native.wake([PRODUCT_ALONE], CUDA)
+    expect("after imprecise rows", a, b, None)
+    launch.reset_fallback([PRODUCT_ALONE], CUDA)
     expect("when reset", a, b, b)
     a[:, :GUESSED] = 0
     slow = milliseconds(lambda: product(a, b))
@@ -275,7 +275,7 @@ def fallbacks(failures: list[str]) -> None:
     found = milliseconds(lambda: product(a, b))
     if not found < 0.8 * slow:
         failures.append(f"after guesses that fail a call takes {found:.3f} ms for {slow:.3f}")
-    native.wake([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([PRODUCT_ALONE], CUDA)
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:
@@ -354,8 +354,8 @@ class Accuracy:
 
 LAYOUTS: tuple[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...] = (
     ("rows", lambda x: x, lambda w: w),
-    ("x turned", turned, lambda w: w),
-    ("both turned", turned, turned),
+    ("x n_major", n_major, lambda w: w),
+    ("both n_major", n_major, n_major),
 )
 # m, n, K, chunks. 524,288: as many as fill the GPU.
 PROBLEMS = (
@@ -465,7 +465,7 @@ def timing(failures: list[str]) -> list[Timing]:
 def main() -> int:
     chosen = harness.parser("split_planes_sm90", cases=200).parse_args()
     done = harness.progress()
-    native.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
+    launch.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
     done("built")
     failures: list[str] = []
     tables = []

@@ -19,7 +19,7 @@ import fx_fuser  # noqa: F401  (registers the backend in a bare checkout)
 from benchmarks import measure
 from benchmarks.measure import Case
 from benchmarks.problems import PROBLEMS, Problem
-from fx_fuser.verify import Verification
+from fx_fuser.verify.verification import Verification
 
 _ROUNDS = 5
 

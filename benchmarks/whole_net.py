@@ -18,7 +18,7 @@ from benchmarks import gpu_kinds, harness, measure
 from benchmarks.big_nets import Batch, BigNet
 from benchmarks.measure import Machine
 from benchmarks.run import System
-from fx_fuser.accuracy import Observed, compare
+from fx_fuser.verify.accuracy import Observed, compare
 
 PRECISIONS = {"highest": "fp32", "high": "tf32"}  # of `set_float32_matmul_precision`
 
@@ -37,7 +37,7 @@ class Result(measure.Sites, total=False):
     worst_grad: float  # the largest of all parameters' gradients, likewise
     worst_name: str
     median_grad: float
-    accurate: bool  # by fx_fuser.accuracy
+    accurate: bool  # by fx_fuser.verify.accuracy
     as_inductor: bool  # where they are not accurate: are they by Inductor's errors, as by eager's?
     faults: list[str]  # what is not, the first few
     error: str  # what was raised

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from fx_fuser.backend import fx_fuser, register_pattern, registered_patterns
 from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError
 from fx_fuser.explain import explain
-from fx_fuser.report import Report, SiteReport
+from fx_fuser.report.report import Report, SiteReport
 
 try:
     __version__ = version("fx_fuser")

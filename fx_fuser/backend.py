@@ -20,36 +20,29 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import (
-    build,
-    calls,
-    checks,
-    eviction,
-    gate,
-    masks,
-    patterns,
-    plan,
-    provenance,
-    rewrite,
-    subclasses,
-    verify,
-)
+from fx_fuser import patterns
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.bodies import bodies, copy_of, restorable, twin
-from fx_fuser.decompose import decompose, recompose
 from fx_fuser.errors import OptionError, PatternError, VerifyError
-from fx_fuser.grow import AUTO, Grown, alone, auto_pattern, grow
-from fx_fuser.masks import Mask
-from fx_fuser.match import Fault, Match, Refusal, find
-from fx_fuser.near import near_miss
-from fx_fuser.nodes import meta_tensor
+from fx_fuser.graph import rewrite, subclasses
+from fx_fuser.graph.bodies import bodies, copy_of, restorable, twin
+from fx_fuser.graph.decompose import decompose, recompose
+from fx_fuser.graph.grow import AUTO, Grown, alone, auto_pattern, grow
+from fx_fuser.graph.match import Fault, Match, Refusal, find
+from fx_fuser.graph.naming import at, end_of
+from fx_fuser.graph.near_misses import near_miss
+from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.pattern import Check, Pattern, trace
+from fx_fuser.graph.sites import Site, outermost, site_at
+from fx_fuser.graph.view import View
+from fx_fuser.native import binaries, eviction
+from fx_fuser.ops import calls, checks
 from fx_fuser.options import Options
-from fx_fuser.pattern import Check, Pattern, trace
-from fx_fuser.report import Report
-from fx_fuser.sites import Site, outermost, site_at
-from fx_fuser.traffic import Saved, kept, saved
-from fx_fuser.view import View
-from fx_fuser.words import at, end_of
+from fx_fuser.passes import masks, provenance
+from fx_fuser.passes.masks import Mask
+from fx_fuser.planning import gate, plan
+from fx_fuser.report.report import Report
+from fx_fuser.report.traffic import Saved, kept, saved
+from fx_fuser.verify import verification
 
 log = logging.getLogger("fx_fuser.backend")
 
@@ -61,7 +54,7 @@ def register_pattern(
 ) -> Pattern:
     """Add a pattern, for every compilation from now on.
 
-    source: an anchor followed by pointwise ops, see `fx_fuser.pattern`; it is traced once.
+    source: an anchor followed by pointwise ops, see `fx_fuser.graph.pattern`; it is traced once.
     check: `check(match)` returns why a match must not be fused, or None.
     name: under which it is counted, selected and reported; default the function's own.
     Raises PatternError if the source is no pattern, or the name taken by another one.
@@ -111,7 +104,7 @@ def fx_fuser(
     chosen = Options.parse(mode, options, [p.name for p in _registry])
     compile_inner = chosen.inner_compiler()
     compiled = None
-    at_calls = chosen.verify == "always" or not verify.is_verifiable(example_inputs)
+    at_calls = chosen.verify == "always" or not verification.is_verifiable(example_inputs)
     matches: list[Match] = []
     taken: list[Mask] = []
     with restorable(gm) as restore:
@@ -149,7 +142,7 @@ def fx_fuser(
     if as_written is None or not matches:
         return compiled
     is_wrong = functools.partial(_is_wrong, chosen)
-    return verify.watched(compiled, as_written, is_wrong, chosen.verify == "always")
+    return verification.watched(compiled, as_written, is_wrong, chosen.verify == "always")
 
 
 def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -304,7 +297,7 @@ def _faults(
     inputs: Sequence[Any],
 ) -> dict[Node, str]:
     """Last node of a match → what is wrong on these inputs, if that is asked and can be told."""
-    if options.verify == "never" or not verify.is_verifiable(inputs):
+    if options.verify == "never" or not verification.is_verifiable(inputs):
         return {}
     calls = {
         site.match.root: (site.match, site.call) for site in planned if isinstance(site, Planned)
@@ -312,7 +305,7 @@ def _faults(
     if not calls:
         return {}
     graphs = {module: graph for module, graph, _ in found}
-    return verify.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
+    return verification.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
 
 
 @dataclass
@@ -461,4 +454,4 @@ def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> 
 
 def _cache_tag() -> str:
     """Our part of Inductor's cache keys: it sees our ops' names and arguments, not their code."""
-    return f"{torch.compiler.config.cache_key_tag}fx_fuser:{build.fingerprint()}"
+    return f"{torch.compiler.config.cache_key_tag}fx_fuser:{binaries.fingerprint()}"

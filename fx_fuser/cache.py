@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fx_fuser import store
+from fx_fuser.native import store
 
 
 def _shown(folder: Path) -> str:

@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from fx_fuser.backend import fuse, registered_patterns
+from fx_fuser.graph.subclasses import is_own_class
 from fx_fuser.options import Options
-from fx_fuser.report import Report
-from fx_fuser.subclasses import is_own_class
+from fx_fuser.report.report import Report
 
 
 def explain(

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fx_fuser import products
-from fx_fuser.accuracy import PROMISED, Bound, Copier, Observed, compare, same_random_state
 from fx_fuser.explain import explain
-from fx_fuser.grow import AUTO
+from fx_fuser.graph.grow import AUTO
+from fx_fuser.passes import products
+from fx_fuser.verify.accuracy import PROMISED, Bound, Copier, Observed, compare, same_random_state
 
 _COUNTERS = ("fx_fuser", "fx_fuser_left", "fx_fuser_wrong", products.COUNTERS)
 

@@ -18,10 +18,10 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from fx_fuser import build, compilers
 from fx_fuser.errors import BuildError
+from fx_fuser.native import binaries, compilers
 
-ROOT = build.PACKAGE.parent
+ROOT = binaries.PACKAGE.parent
 # Of manylinux_2_28: https://github.com/pypa/auditwheel, manylinux-policy.json
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 _SETUP = """\
@@ -49,8 +49,8 @@ def portable_shim(target: Path) -> None:
     Raises:
         BuildError: it does not compile, or asks for more than its tag promises.
     """
-    portable = build.KERNELS / "portable"
-    command = build.shim_command(compilers.of_shim(), ("-s", "-I", str(portable)))
+    portable = binaries.KERNELS / "portable"
+    command = binaries.shim_command(compilers.of_shim(), ("-s", "-I", str(portable)))
     paths = {"source": str(portable / "shim.cpp"), "target": str(target)}
     done = subprocess.run(
         [part.format(**paths) for part in command], check=False, capture_output=True, text=True
@@ -90,10 +90,10 @@ def build_all(out: Path) -> list[Path]:
         ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
         shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
         _run("--sdist", copy, out)
-        prebuilt = copy / "fx_fuser" / build.PREBUILT.name
+        prebuilt = copy / "fx_fuser" / binaries.PREBUILT.name
         prebuilt.mkdir(exist_ok=True)
         portable_shim(prebuilt / "shim.so")
-        (prebuilt / "shim.sources").write_text(build.shim_sources())
+        (prebuilt / "shim.sources").write_text(binaries.shim_sources())
         (copy / "setup.py").write_text(_SETUP.format(machine=platform.machine()))
         _run("--wheel", copy, out)
     return sorted(set(out.iterdir()) - before)

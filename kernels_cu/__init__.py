@@ -1,1 +1,1 @@
-"""CUDA sources, shipped as package data: `fx_fuser.build` compiles them."""
+"""CUDA sources, shipped as package data: `fx_fuser.native.binaries` compiles them."""

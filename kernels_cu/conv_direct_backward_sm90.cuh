@@ -123,15 +123,15 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
   const uint32_t given_full = ptx::shared_address(&shared.coefficients->given_full);
   const uint32_t given_empty = ptx::shared_address(&shared.coefficients->given_empty);
   uint32_t given_phase = 0;
-  Cursor cursor;
+  PipelineState pipeline;
   for (Pieces units(args); units.index < conv.units; units.advance()) {
-    const int slot = cursor.slot;
+    const int slot = pipeline.slot;
     if (worker == 0) {
       Pieces next = units;
       next.advance();
       prefetch_gradients<X, kConvPositions>(args, args.group, next.index, 0);
     }
-    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot]), cursor.phase);
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot]), pipeline.phase);
     const int2 unit = tail.unit[slot];
     const float pixel_unscale = tail.unscale[slot];
     const auto limit = static_cast<uint32_t>(4 * min(conv.advance, conv.elements - unit.y));
@@ -223,7 +223,7 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&tail.empty[slot]));
-    cursor.advance(conv.slots);
+    pipeline.advance(conv.slots);
 
 #pragma unroll 1
     for (int first_tap = 0; first_tap < taps; first_tap += kConvBackwardTaps) {
@@ -246,7 +246,7 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
                  (weight + tile * kConvTileUnits + step * 16);
         };
         const auto multiply = [&](const uint32_t (&dc)[4], uint64_t by, bool accumulate) {
-          ptx::WgmmaOfRegisters<Factor<X>>::run_turned(sum, dc, by, accumulate);
+          ptx::WgmmaOfRegisters<Factor<X>>::run_transposed(sum, dc, by, accumulate);
         };
         if constexpr (kSplits<X>) {
 #pragma unroll

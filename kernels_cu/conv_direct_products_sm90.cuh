@@ -107,16 +107,16 @@ __device__ __forceinline__ void start_products(const ConvDirectArgs& args, const
 // one part's products run while another's sums are used.
 template <class X, int kSteps, class Use>
 __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const Shared& shared,
-                                               int first, int step, int parts, Cursor cursor,
-                                               const Use& use) {
+                                               int first, int step, int parts,
+                                               PipelineState pipeline, const Use& use) {
   Tail& tail = *shared.tail;
   if (first >= args.units) return;
   float sum[2][64];
-  ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
-  start_products<X, kSteps>(args, shared, cursor.slot, 0, sum[0]);
+  ptx::mbarrier_wait(ptx::shared_address(&tail.full[pipeline.slot]), pipeline.phase);
+  start_products<X, kSteps>(args, shared, pipeline.slot, 0, sum[0]);
   int part = 0;
   for (int index = first; index < args.units;) {
-    const int slot = cursor.slot;
+    const int slot = pipeline.slot;
     const int even = part;
     ptx::wgmma_wait<0>();
     ptx::pin(sum[0]);
@@ -131,11 +131,11 @@ __device__ __forceinline__ void multiply_units(const ConvDirectArgs& args, const
       index += step;
       // After the last unit once more, for nothing: a condition would serialise the products.
       if (index < args.units) {
-        for (int i = 0; i < 2; ++i) cursor.advance(args.slots);
-        ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+        for (int i = 0; i < 2; ++i) pipeline.advance(args.slots);
+        ptx::mbarrier_wait(ptx::shared_address(&tail.full[pipeline.slot]), pipeline.phase);
       }
     }
-    start_products<X, kSteps>(args, shared, cursor.slot, part, sum[0]);
+    start_products<X, kSteps>(args, shared, pipeline.slot, part, sum[0]);
     use(slot, even + 1, sum[1]);
     if (is_last) {
       __syncwarp();

@@ -82,7 +82,7 @@ __device__ __forceinline__ void undo_scales(float (&sum)[64], const float (&weig
 template <class X, int kSteps>
 __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Shared& shared,
                                             int part) {
-  const Walk walk(args);
+  const TileScheduler scheduler(args);
   const int thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32;
   const int lane = thread % 32;
@@ -93,15 +93,15 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
       kept;
   if constexpr (std::is_same_v<decltype(kept), KeptWeights>) kept.load(args, shared);
   const float weight_unscale[2] = {tail.weight_unscale[channel], tail.weight_unscale[channel + 8]};
-  Cursor slot;
-  Cursor stage;
-  for (int index = walk.first; index < args.units; index += walk.step) {
+  PipelineState slot;
+  PipelineState stage;
+  for (int index = scheduler.first; index < args.units; index += scheduler.step) {
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
     float sum[64];
     start_products<X, kSteps>(args, shared, slot.slot, part, sum, kept);
     // The channel eight rows below has the same shift: eight planes are whole vectors.
     const int2 unit = tail.unit[slot.slot];
-    const uint32_t phase = phase_of(args, unit.x, walk.group * kConvGroup + channel);
+    const uint32_t phase = phase_of(args, unit.x, scheduler.group * kConvGroup + channel);
     float* row =
         shared.staged<float>(stage.slot, channel) + shift_of<kConvStoreWidth>(phase, unit.y);
     const auto* places =
@@ -136,13 +136,13 @@ __device__ __forceinline__ void stage_units(const ConvDirectArgs& args, const Sh
 // those 128 cost the variance k n / 128² of fp32's precision, for they count there, too.
 template <class X, int kSteps>
 __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const Shared& shared,
-                                             const Walk& walk, int worker, int channel,
-                                             float (&pivot)[2]) {
+                                             const TileScheduler& scheduler, int worker,
+                                             int channel, float (&pivot)[2]) {
   X* const row = reinterpret_cast<X*>(shared.weight) + channel * kConvChannels;
   const int thread = threadIdx.x % kWarpgroup;
   // By both warpgroups, each time: racecheck takes a barrier that one has not met for a race.
   const auto meet = [] { ptx::barrier_sync<2 * kWarpgroup>(kWeightBarrier); };
-  if (worker == 0 && walk.first < args.units) {
+  if (worker == 0 && scheduler.first < args.units) {
     constexpr float kLargest = std::is_same_v<X, __half> ? 65504.0f : 3.38953139e38f;
     const X one = convert<X>(1.0f);
     const Vec<X, 8> ones = {{one, one, one}};
@@ -204,19 +204,19 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
 template <class X, int kSteps, bool kPivots>
 __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const Shared& shared,
                                               int worker) {
-  const Walk walk(args);
+  const TileScheduler scheduler(args);
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
   const int channel = thread / 32 * 16 + lane / 4;
   Tail& tail = *shared.tail;
   Moments<float> moments[2] = {};
   float pivot[2];
-  if constexpr (kPivots) place_pivots<X, kSteps>(args, shared, walk, worker, channel, pivot);
+  if constexpr (kPivots) place_pivots<X, kSteps>(args, shared, scheduler, worker, channel, pivot);
   float count;
   float total[2][2];  // of each channel two, so that no sum waits for the one before
   float squares[2][2];
-  Cursor cursor;
-  for (int i = 0; i < worker; ++i) cursor.advance(args.slots);
+  PipelineState pipeline;
+  for (int i = 0; i < worker; ++i) pipeline.advance(args.slots);
   const int parts = args.positions / kPart;
   const auto measure = [&](int slot, int part, const float (&sum)[64]) {
     if (part == 0) {
@@ -276,8 +276,8 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
       if (isnan(m2)) moments[r].m2 = m2;
     }
   };
-  multiply_units<X, kSteps>(args, shared, walk.first + worker * walk.step, 2 * walk.step, parts,
-                            cursor, measure);
+  multiply_units<X, kSteps>(args, shared, scheduler.first + worker * scheduler.step,
+                            2 * scheduler.step, parts, pipeline, measure);
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
 #pragma unroll
@@ -287,11 +287,11 @@ __device__ __forceinline__ void measure_units(const ConvDirectArgs& args, const 
                   __shfl_xor_sync(0xFFFFFFFF, mine.m2, distance)});
     }
   }
-  const int splits = 2 * walk.step;
-  const int split = 2 * walk.first + worker;
+  const int splits = 2 * scheduler.step;
+  const int split = 2 * scheduler.first + worker;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int output = walk.group * kConvGroup + channel + 8 * r;
+    const int output = scheduler.group * kConvGroup + channel + 8 * r;
     if (lane % 4 == 0 && output < args.outputs) {
       static_cast<Moments<float>*>(args.partial)[static_cast<int64_t>(output) * splits + split] =
           moments[r];
@@ -327,7 +327,7 @@ __device__ __forceinline__ void prepare(const ConvDirectArgs& args, const Shared
   constexpr int kLoading = kLoaders * kWarpgroup;
   const auto thread = static_cast<int>(threadIdx.x) - kLoading;
   if (thread >= 0) {
-    arrange_weights<X, kThreads - kLoading>(args, shared, Walk(args).group, thread);
+    arrange_weights<X, kThreads - kLoading>(args, shared, TileScheduler(args).group, thread);
   }
 }
 
@@ -367,9 +367,9 @@ struct Kernels {
       if (warpgroup == 0) {
         ptx::give_registers<kLoadRegisters>();
         if (args.paired == 2) {
-          const Walk walk(args);
-          load_units<X, 1, true, kConvMaxChunks, 2>(args, shared, 0,
-                                                    Stride{2 * walk.first, 2 * walk.step}, nullptr);
+          const TileScheduler scheduler(args);
+          load_units<X, 1, true, kConvMaxChunks, 2>(
+              args, shared, 0, Stride{2 * scheduler.first, 2 * scheduler.step}, nullptr);
         } else {
           load_units<X, 1, true>(args, shared, 0);
         }

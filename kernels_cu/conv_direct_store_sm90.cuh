@@ -10,7 +10,7 @@
 namespace fx_fuser::conv_direct {
 
 // For epilogues with which a kernel spills otherwise, as divisions by five operands:
-// fx_fuser.build.
+// fx_fuser.native.binaries.
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr bool kFewRegisters = true;
 #else
@@ -274,12 +274,12 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   }
 
   static __device__ __forceinline__ void run(const ConvDirectArgs& args, const Shared& shared) {
-    const Walk walk(args);
+    const TileScheduler scheduler(args);
     const int warp = static_cast<int>(threadIdx.x / 32) - 3 * kWarpgroup / 32;
     const int lane = threadIdx.x % 32;
     const int producer = warp / 2;  // the product's warp with these channels
     const int first_channel = warp * kStoreChannels;
-    const int first_output = walk.group * kConvGroup + first_channel;
+    const int first_output = scheduler.group * kConvGroup + first_channel;
     const int outputs = min(kStoreChannels, args.outputs - first_output);
     const uint32_t all = outputs > 0 ? (1u << outputs) - 1 : 0;
     Tail& tail = *shared.tail;
@@ -299,8 +299,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
             convert<float>(*of_sample.template channel_of<kOperand, In>(output))),
        ...);
     };
-    Cursor stage;
-    for (int index = walk.first; index < args.units; index += walk.step) {
+    PipelineState stage;
+    for (int index = scheduler.first; index < args.units; index += scheduler.step) {
       const Store store{args, Unit::at(args, index)};
       Range range[kRounds];
       bool has_edges[kRounds];
@@ -314,7 +314,8 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
           range[round].end = range[round].begin;
           has_edges[round] = false;
         }
-        if (kKeepsOperands && !args.any_per_pixel && (args.any_per_sample || index == walk.first)) {
+        if (kKeepsOperands && !args.any_per_pixel &&
+            (args.any_per_sample || index == scheduler.first)) {
           take_operands(store, round);
         }
       }
@@ -356,18 +357,18 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
   // applies the epilogue, whatever that is made of, the other's products run.
   static __device__ __forceinline__ void apply_units(const ConvDirectArgs& args,
                                                      const Shared& shared, int part) {
-    const Walk walk(args);
+    const TileScheduler scheduler(args);
     const int thread = threadIdx.x % kWarpgroup;
     const int warp = thread / 32;
     const int lane = thread % 32;
     const int channel = warp * 16 + lane / 4;
-    const int output = walk.group * kConvGroup + channel;
+    const int output = scheduler.group * kConvGroup + channel;
     Tail& tail = *shared.tail;
     float operand[2][kSlots] = {};
-    Cursor slot;
-    Cursor stage;
-    const int begin = walk.first * args.paired;
-    for (int index = begin; index < args.units; index += walk.step * args.paired) {
+    PipelineState slot;
+    PipelineState stage;
+    const int begin = scheduler.first * args.paired;
+    for (int index = begin; index < args.units; index += scheduler.step * args.paired) {
       ptx::mbarrier_wait(ptx::shared_address(&tail.full[slot.slot]), slot.phase);
 #pragma unroll 1
       for (int nth = 0; nth < args.paired; ++nth) {
@@ -430,21 +431,21 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     constexpr int kWidth = kVectorOf<Out>;
     constexpr int kCopyChannels = kConvGroup / 4;
     constexpr int kTogether = 8;
-    const Walk walk(args);
+    const TileScheduler scheduler(args);
     const int warp = static_cast<int>(threadIdx.x % kWarpgroup) / 32;
     const int lane = threadIdx.x % 32;
-    const int first_output = walk.group * kConvGroup + warp * kCopyChannels;
+    const int first_output = scheduler.group * kConvGroup + warp * kCopyChannels;
     const int outputs = min(args.outputs - first_output, kCopyChannels);
     const uint64_t plane = static_cast<uint64_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
     Tail& tail = *shared.tail;
-    Cursor stage;
+    PipelineState stage;
     // Of two units after each other, then of those of the next slot.
-    int index = walk.first * args.paired;
+    int index = scheduler.first * args.paired;
     for (int nth = 0; index < args.units;) {
       const Store store{args, Unit::at(args, index)};
       if (++nth == args.paired) {
         nth = 0;
-        index += (walk.step - 1) * args.paired;
+        index += (scheduler.step - 1) * args.paired;
       }
       ++index;
       const Unit& unit = store.unit;

@@ -1,5 +1,5 @@
-// Of the direct convolution: shared memory, how units are walked through, the weights in shared
-// memory, and the warpgroups that load units of pixels into a ring of slots.
+// Of the direct convolution: shared memory, how units are scheduled, the weights in
+// shared memory, and the warpgroups that load units of pixels into a ring of slots.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -83,7 +83,7 @@ struct Shared {
 };
 
 // A place in a ring of slots or stages, and the parity of its barriers' phase.
-struct Cursor {
+struct PipelineState {
   int slot = 0;
   uint32_t phase = 0;
 
@@ -125,12 +125,12 @@ struct Unit {
 };
 
 // Blocks that work on the same units lie side by side, and so do the units of neighbouring blocks.
-struct Walk {
+struct TileScheduler {
   int group;
   int first;
   int step;
 
-  explicit __device__ __forceinline__ Walk(const ConvDirectArgs& args, int parts = 1)
+  explicit __device__ __forceinline__ TileScheduler(const ConvDirectArgs& args, int parts = 1)
       : group(static_cast<int>(blockIdx.x) % (args.groups * parts)),
         first(static_cast<int>(blockIdx.x) / (args.groups * parts)),
         step(static_cast<int>(gridDim.x) / (args.groups * parts)) {}
@@ -422,8 +422,8 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   const int thread = threadIdx.x % kWarpgroup;
   const int plane_bytes = args.chunks * kConvChunk * 16;
   Tail& tail = *shared.tail;
-  Cursor cursor;
-  for (int i = 0; i < loader; ++i) cursor.advance(args.slots);
+  PipelineState pipeline;
+  for (int i = 0; i < loader; ++i) pipeline.advance(args.slots);
 
   Pixels<X, kChunks> pixels;
   if (units.index >= args.units) return;
@@ -447,8 +447,8 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       scale = scale_of(largest);
     }
 
-    ptx::mbarrier_wait(ptx::shared_address(&tail.empty[cursor.slot]), cursor.phase ^ 1);
-    uint8_t* to = shared.slot + cursor.slot * args.slot_bytes + thread * 16;
+    ptx::mbarrier_wait(ptx::shared_address(&tail.empty[pipeline.slot]), pipeline.phase ^ 1);
+    uint8_t* to = shared.slot + pipeline.slot * args.slot_bytes + thread * 16;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       if (i >= args.chunks) continue;
@@ -472,24 +472,24 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
       }
     }
     if (thread == 0) {
-      tail.unscale[cursor.slot] = scale.unscale;
-      tail.unit[cursor.slot] = make_int2(unit.sample, unit.first);
+      tail.unscale[pipeline.slot] = scale.unscale;
+      tail.unit[pipeline.slot] = make_int2(unit.sample, unit.first);
     }
     if constexpr (kPlaces) {
-      place_positions(args, unit, tail.place[cursor.slot * kPaired]);
+      place_positions(args, unit, tail.place[pipeline.slot * kPaired]);
       if constexpr (kPaired == 2) {
         const Unit second = Unit::at(args, units.index + 1);
-        place_positions(args, second, tail.place[cursor.slot * kPaired + 1]);
+        place_positions(args, second, tail.place[pipeline.slot * kPaired + 1]);
         if (thread == 0) {
-          tail.second[cursor.slot] = make_int2(second.first, second.position - unit.position);
+          tail.second[pipeline.slot] = make_int2(second.first, second.position - unit.position);
         }
       }
     } else {
-      mark_valid(args, unit, tail.valid[cursor.slot]);
+      mark_valid(args, unit, tail.valid[pipeline.slot]);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    ptx::mbarrier_arrive(ptx::shared_address(&tail.full[cursor.slot]));
-    for (int i = 0; i < kLoaders; ++i) cursor.advance(args.slots);
+    ptx::mbarrier_arrive(ptx::shared_address(&tail.full[pipeline.slot]));
+    for (int i = 0; i < kLoaders; ++i) pipeline.advance(args.slots);
 
     units.advance();
     if (units.index >= args.units) break;
@@ -522,13 +522,14 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
   }
 }
 
-// Of a block's walk, with every kLoaders-th unit each.
+// The block's units, every kLoaders-th each.
 template <class X, int kLoaders, bool kPlaces>
 __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
                                            int loader) {
-  const Walk walk(args);
-  load_units<X, kLoaders, kPlaces>(args, shared, loader,
-                                   Stride{walk.first + loader * walk.step, kLoaders * walk.step});
+  const TileScheduler scheduler(args);
+  load_units<X, kLoaders, kPlaces>(
+      args, shared, loader,
+      Stride{scheduler.first + loader * scheduler.step, kLoaders * scheduler.step});
 }
 
 }  // namespace fx_fuser::conv_direct

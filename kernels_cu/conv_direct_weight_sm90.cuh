@@ -169,8 +169,8 @@ struct RowProducts {
       const auto multiply = [&](const uint32_t (&factor)[4], bool lo_pixels, bool accumulate) {
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
-          ptx::WgmmaOfRegisters<Factor<X>>::run_turned(sum[row], factor,
-                                                       pixels_of(lo_pixels, step, row), accumulate);
+          ptx::WgmmaOfRegisters<Factor<X>>::run_transposed(
+              sum[row], factor, pixels_of(lo_pixels, step, row), accumulate);
         }
       };
       if constexpr (kSplits<X>) {
@@ -239,7 +239,7 @@ __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, cons
       for (int first = 0; first < kConvBackwardTaps; first += kAtOnce) {
         uint32_t pixel[kAtOnce][4];  // hi of 16 positions, lo
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) ptx::load_turned(pixel[i], row + offset[first + i]);
+        for (int i = 0; i < kAtOnce; ++i) ptx::load_transposed(pixel[i], row + offset[first + i]);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           ptx::mma_m16n8k16<__half>(sum[first + i], lo, pixel[i][0], pixel[i][1]);
@@ -259,7 +259,7 @@ __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, cons
       for (int tap = 0; tap < kConvBackwardTaps; tap += 2) {
         const uint32_t next = offset[min(tap + 1, kConvBackwardTaps - 1)];
         uint32_t word[4];
-        ptx::load_turned(word, row + (is_upper ? next : offset[tap]));
+        ptx::load_transposed(word, row + (is_upper ? next : offset[tap]));
 #pragma unroll
         for (int i = 0; i < 4; ++i) pixel[tap / 2][i / 2][i % 2] = word[i];
       }
@@ -279,8 +279,9 @@ __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, cons
 // Product warpgroup `worker` of kWorkers, with every kWorkers-th unit.
 template <class X, int kWorkers, int kSteps, bool kSums, bool kWeight>
 __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
-                                                 const BackwardShared& shared, const Walk& walk,
-                                                 int first_tap, int worker) {
+                                                 const BackwardShared& shared,
+                                                 const TileScheduler& scheduler, int first_tap,
+                                                 int worker) {
   const ConvDirectArgs& conv = args.conv;
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
@@ -292,7 +293,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   bool is_output[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    is_output[r] = walk.group * kConvGroup + channel + 8 * r < conv.outputs;
+    is_output[r] = scheduler.group * kConvGroup + channel + 8 * r < conv.outputs;
   }
   const bool is_training = args.dgamma != nullptr;
   const bool is_one_strip = conv.strips.size == 1;
@@ -306,9 +307,9 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   }
   float total[kConvBackwardTaps][4] = {};
 
-  Cursor cursor;
-  for (int i = 0; i < worker; ++i) cursor.advance(conv.slots);
-  int index = walk.first + worker * walk.step;
+  PipelineState pipeline;
+  for (int i = 0; i < worker; ++i) pipeline.advance(conv.slots);
+  int index = scheduler.first + worker * scheduler.step;
   // The L2 cache is asked for half a unit, while the half before it is used. A unit ahead was more
   // than the cache holds of all blocks: in fp32 dy came nearly twice from memory
   // (NOTES.md).
@@ -327,16 +328,16 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     }
   };
   const auto begin_unit = [&] {
-    prefetch_gradients<X, kAhead>(args, walk.group, index, kAhead);
-    ptx::mbarrier_wait(ptx::shared_address(&tail.full[cursor.slot]), cursor.phase);
+    prefetch_gradients<X, kAhead>(args, scheduler.group, index, kAhead);
+    ptx::mbarrier_wait(ptx::shared_address(&tail.full[pipeline.slot]), pipeline.phase);
     const Unit unit = Unit::at(conv, index);
     gradients.row = gradients_of<X>(args, unit.sample, is_one_strip ? unit.first : unit.column,
-                                    walk.group * kConvGroup + channel);
+                                    scheduler.group * kConvGroup + channel);
     gradients.limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
   };
   if (index < conv.units) {
     begin_unit();
-    load(cursor.slot, 0);
+    load(pipeline.slot, 0);
   }
   constexpr bool kIsRows = kWeight && kSteps > 0;
   constexpr bool kOverlaps = kIsRows && !kSums;  // with the sums registers do not suffice
@@ -348,7 +349,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   };
   int tile = 0;
   while (index < conv.units) {
-    const int slot = cursor.slot;
+    const int slot = pipeline.slot;
     const int of_slot = tile;
     const float pixel_unscale = tail.unscale[slot];
     float sum[32];
@@ -393,14 +394,14 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     // The next tile's gradients are under way while this one is multiplied.
     if (++tile == kConvPositions / kTile) {
       tile = 0;
-      for (int i = 0; i < kWorkers; ++i) cursor.advance(conv.slots);
-      index += kWorkers * walk.step;
+      for (int i = 0; i < kWorkers; ++i) pipeline.advance(conv.slots);
+      index += kWorkers * scheduler.step;
       if (index < conv.units) begin_unit();
     }
     if (tile == kAhead / kTile) {
-      prefetch_gradients<X, kAhead>(args, walk.group, index + kWorkers * walk.step, 0);
+      prefetch_gradients<X, kAhead>(args, scheduler.group, index + kWorkers * scheduler.step, 0);
     }
-    if (index < conv.units) load(cursor.slot, tile);
+    if (index < conv.units) load(pipeline.slot, tile);
     if constexpr (kSums) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -431,10 +432,10 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     if (used >= 0) release(used);
   }
 
-  const int split = kWorkers * walk.first + worker;
+  const int split = kWorkers * scheduler.first + worker;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int output = walk.group * kConvGroup + channel + 8 * r;
+    const int output = scheduler.group * kConvGroup + channel + 8 * r;
     double of_dc = 0;  // in training it is zero
     if constexpr (kSums) {
 #pragma unroll
@@ -477,25 +478,25 @@ __device__ __forceinline__ void run_accumulate(const ConvBackwardArgs& args) {
   constexpr int kWorkers = kWeight ? kConvWeightWorkers : kConvSumWorkers;
   const BackwardShared shared = BackwardShared::of(args.conv);
   // Groups of taps are further groups of blocks.
-  Walk walk(args.conv, kWeight ? args.tap_groups : 1);
-  const int tap_group = walk.group % (kWeight ? args.tap_groups : 1);
-  walk.group /= kWeight ? args.tap_groups : 1;
+  TileScheduler scheduler(args.conv, kWeight ? args.tap_groups : 1);
+  const int tap_group = scheduler.group % (kWeight ? args.tap_groups : 1);
+  scheduler.group /= kWeight ? args.tap_groups : 1;
   constexpr int kThreads = (1 + kWorkers) * kWarpgroup;
-  prepare_backward<X, kThreads, Epilogue, kScalars, In...>(args, shared, walk.group,
+  prepare_backward<X, kThreads, Epilogue, kScalars, In...>(args, shared, scheduler.group,
                                                            kWarpgroup / 32);
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
   if (warpgroup == 0) {
     ptx::give_registers<kWeight ? kWeightLoadRegisters : kSumLoadRegisters>();
-    load_units<X, 1, true>(args.conv, shared, 0, Stride{walk.first, walk.step},
+    load_units<X, 1, true>(args.conv, shared, 0, Stride{scheduler.first, scheduler.step},
                            shared.coefficients->pivot);
   } else {
     ptx::take_registers<kWeight ? kWeightProductRegisters : kSumProductRegisters>();
     const int first_tap = tap_group * kConvBackwardTaps;
     if (args.conv.kernel_h == 3 && args.conv.kernel_w == 3) {
-      accumulate_units<X, kWorkers, kUsualSteps<X>, kSums, kWeight>(args, shared, walk, first_tap,
-                                                                    warpgroup - 1);
+      accumulate_units<X, kWorkers, kUsualSteps<X>, kSums, kWeight>(args, shared, scheduler,
+                                                                    first_tap, warpgroup - 1);
     } else {
-      accumulate_units<X, kWorkers, 0, kSums, kWeight>(args, shared, walk, first_tap,
+      accumulate_units<X, kWorkers, 0, kSums, kWeight>(args, shared, scheduler, first_tap,
                                                        warpgroup - 1);
     }
   }

@@ -5,8 +5,8 @@
 //   tile's stages arrive while the epilogue of this one runs.
 // - The tile is computed transposed, weight times xᵀ: the instruction takes 64 rows of its first
 //   operand, which are always there in the weight, and any multiple of 8 of its second, so that few
-//   rows of x waste little. It is turned in shared memory on its way out, in fp32, which costs one
-//   store an element and lets every global access be a row of n.
+//   rows of x waste little. It is transposed in shared memory on its way out, in fp32, which costs
+//   one store an element and lets every global access be a row of n.
 // - Two blocks of a cluster have the same rows of x. Each loads half of them and sends it to both,
 //   which takes a third off what the L2 cache delivers.
 //
@@ -65,7 +65,7 @@ struct Layout {
   static_assert(sizeof(Stage) == kIs.stage_bytes() && sizeof(Shared) == kIs.shared_bytes());
   static_assert(kTileM / kCluster % 8 == 0, "halves of x must begin where the swizzle does");
 
-  struct Cursor {
+  struct PipelineState {
     int slot = 0;
     uint32_t phase = 0;
 
@@ -82,7 +82,7 @@ struct Layout {
     int n;  // first row of the weight
   };
 
-  // Columns of kGroupM tiles of x; in a group the weight is walked once.
+  // Columns of kGroupM tiles of x; in a group the weight is read once.
   static __device__ __forceinline__ Tile tile_at(const LinearDenseArgs& args, int index) {
     const int m_tiles = (args.m + kTileM - 1) / kTileM;
     const int n_tiles = args.tiles / m_tiles;
@@ -100,22 +100,22 @@ struct Layout {
 
 // ---- producer -----------------------------------------------------------------------------------
 
-template <class In, class Layout, class Finish>
+template <class In, class Layout, class TileEpilogue>
 __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layout::Shared& shared) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kShareM = Layout::kTileM / Layout::kCluster;
   // Rows of the operands' tiles that are brought near with each step.
   const int rows = Layout::kTileM / ((args.k + kStepK - 1) / kStepK) + 1;
-  typename Layout::Cursor cursor;
+  typename Layout::PipelineState pipeline;
   for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
     const auto tile = Layout::tile_at(args, index);
     int m = tile.m;
     const int end_m = min(args.m, m + Layout::kTileM);
     for (int k = 0; k < args.k; k += kStepK) {
-      auto& stage = shared.stage[cursor.slot];
-      const uint32_t full = ptx::shared_address(&shared.full[cursor.slot]);
+      auto& stage = shared.stage[pipeline.slot];
+      const uint32_t full = ptx::shared_address(&shared.full[pipeline.slot]);
       // Empty in all blocks of the cluster: each sends to the others.
-      ptx::mbarrier_wait(ptx::shared_address(&shared.empty[cursor.slot]), cursor.phase ^ 1);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, sizeof(stage));
       ptx::tensor_load(ptx::shared_address(stage.weight), args.weight_map, full, ptx::kEvictNormal,
                        k, tile.n);
@@ -127,10 +127,10 @@ __device__ __forceinline__ void feed(const LinearDenseArgs& args, typename Layou
         ptx::tensor_load_multicast(ptx::shared_address(stage.x[share]), args.x_map, full,
                                    (1 << Layout::kCluster) - 1, ptx::kEvictLast, k, tile.m + share);
       }
-      if constexpr (Finish::kOperands > 0) {
-        for (int i = 0; i < rows && m < end_m; ++i) Finish::bring_near(args, m++, tile.n);
+      if constexpr (TileEpilogue::kOperands > 0) {
+        for (int i = 0; i < rows && m < end_m; ++i) TileEpilogue::bring_near(args, m++, tile.n);
       }
-      cursor.advance();
+      pipeline.advance();
     }
   }
 }
@@ -148,21 +148,21 @@ __device__ __forceinline__ void release(typename Layout::Shared& shared, int slo
   }
 }
 
-// Calls finish.begin(index), .load_first() and finish(sum) for every tile, sum[j][4i + 2r + t]
-// being that of
+// Calls tile_epilogue.begin(index), .load_first() and tile_epilogue(sum) for every tile, sum[j][4i
+// + 2r + t] being that of
 //   weight row 64 (kSubtiles consumer + j) + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) +
 //   t
 struct Loop {
-  template <class In, class Layout, class Finish>
+  template <class In, class Layout, class TileEpilogue>
   static __device__ __forceinline__ void consume(const LinearDenseArgs& args,
                                                  typename Layout::Shared& shared, int consumer,
-                                                 Finish& finish);
+                                                 TileEpilogue& tile_epilogue);
 };
 
-template <class In, class Layout, class Finish>
+template <class In, class Layout, class TileEpilogue>
 __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
                                               typename Layout::Shared& shared, int consumer,
-                                              Finish& finish) {
+                                              TileEpilogue& tile_epilogue) {
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kInstructions = kDenseStepBytes / 32;
   constexpr int kUnrolled = 4 / Layout::kSubtiles;                // steps of k
@@ -170,19 +170,19 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
   const int lane = threadIdx.x % 32;
   const int k_tiles = (args.k + kStepK - 1) / kStepK;
 
-  typename Layout::Cursor cursor;
+  typename Layout::PipelineState pipeline;
   for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
     float sum[Layout::kSubtiles][Layout::kSumsOfSubtile];
-    finish.begin(index);
+    tile_epilogue.begin(index);
     int previous = 0;
     // As nvcc does by itself; NVRTC would make half as many.
 #pragma unroll kUnrolled
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      auto& stage = shared.stage[cursor.slot];
+      auto& stage = shared.stage[pipeline.slot];
       const uint64_t weight = ptx::matrix_descriptor(ptx::uniform(
           ptx::shared_address(stage.weight[consumer * Layout::kSubtiles * kSubtileN])));
       const uint64_t x = ptx::matrix_descriptor(ptx::uniform(ptx::shared_address(stage.x)));
-      ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.slot]), cursor.phase);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot]), pipeline.phase);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kInstructions; ++i) {
@@ -196,15 +196,15 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
       // The tensor core always has the next products before it is done with these.
       ptx::wgmma_wait<1>();
       if (k_tile > 0) release<Layout>(shared, previous, lane);
-      previous = cursor.slot;
-      cursor.advance();
+      previous = pipeline.slot;
+      pipeline.advance();
     }
-    finish.load_first();
+    tile_epilogue.load_first();
     ptx::wgmma_wait<0>();
     release<Layout>(shared, previous, lane);
 #pragma unroll
     for (int j = 0; j < Layout::kSubtiles; ++j) ptx::pin(sum[j]);
-    finish(sum);
+    tile_epilogue(sum);
   }
 }
 
@@ -212,11 +212,12 @@ __device__ __forceinline__ void Loop::consume(const LinearDenseArgs& args,
 
 template <class Layout, class Epilogue, int kScalars, class Out, class In, class Operands,
           class... Operand>
-struct Finish;
+struct TileEpilogue;
 
 template <class Layout, class Epilogue, int kScalars, class Out, class In, size_t... kOperand,
           class... Operand>
-struct Finish<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand...>, Operand...> {
+struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOperand...>,
+                    Operand...> {
   static constexpr int kOperands = sizeof...(Operand);
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kElementBytes = (1 + ... + int{sizeof(Operand)});
@@ -414,8 +415,8 @@ template <int kShape, class Loop, class Epilogue, int kScalars, class Acc, class
 __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   static_assert(std::is_same_v<Acc, float>);
   using Layout = dense::Layout<kShape>;
-  using Finish = dense::Finish<Layout, Epilogue, kScalars, Out, In,
-                               std::index_sequence_for<Operand...>, Operand...>;
+  using TileEpilogue = dense::TileEpilogue<Layout, Epilogue, kScalars, Out, In,
+                                           std::index_sequence_for<Operand...>, Operand...>;
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Layout::Shared*>(dynamic_shared);
@@ -438,12 +439,12 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     ptx::give_registers<kProducerRegisters>();
-    if (threadIdx.x % kWarpgroup == 0) feed<In, Layout, Finish>(args, shared);
+    if (threadIdx.x % kWarpgroup == 0) feed<In, Layout, TileEpilogue>(args, shared);
     __syncwarp();
   } else {
     ptx::take_registers<kConsumerRegisters>();
-    Finish finish{args, shared.exchange[warpgroup], warpgroup};
-    Loop::template consume<In, Layout>(args, shared, warpgroup, finish);
+    TileEpilogue tile_epilogue{args, shared.exchange[warpgroup], warpgroup};
+    Loop::template consume<In, Layout>(args, shared, warpgroup, tile_epilogue);
   }
   if constexpr (Layout::kCluster > 1) {
     // Until then another block may arrive at this one's barriers.

@@ -18,16 +18,16 @@
 namespace fx_fuser::dense {
 
 struct ExactLoop {
-  template <class In, class Layout, class Finish>
+  template <class In, class Layout, class TileEpilogue>
   static __device__ __forceinline__ void consume(const LinearDenseArgs& args,
                                                  typename Layout::Shared& shared, int consumer,
-                                                 Finish& finish);
+                                                 TileEpilogue& tile_epilogue);
 };
 
-template <class In, class Layout, class Finish>
+template <class In, class Layout, class TileEpilogue>
 __device__ __forceinline__ void ExactLoop::consume(const LinearDenseArgs& args,
                                                    typename Layout::Shared& shared, int consumer,
-                                                   Finish& finish) {
+                                                   TileEpilogue& tile_epilogue) {
   static_assert(kIs16BitFloat<In> && Layout::kSubtiles == 1);
   constexpr int kStepK = kDenseStepBytes / sizeof(In);
   constexpr int kInstructions = kDenseStepBytes / 32;
@@ -36,14 +36,14 @@ __device__ __forceinline__ void ExactLoop::consume(const LinearDenseArgs& args,
   const int lane = threadIdx.x % 32;
   const int k_tiles = (args.k + kStepK - 1) / kStepK;
 
-  typename Layout::Cursor cursor;
+  typename Layout::PipelineState pipeline;
   int previous = 0;  // the slot whose products are added next
   const auto issue = [&](float (&accumulator)[kSums]) {
-    auto& stage = shared.stage[cursor.slot];
+    auto& stage = shared.stage[pipeline.slot];
     const uint64_t weight = ptx::matrix_descriptor(
         ptx::uniform(ptx::shared_address(stage.weight[consumer * kSubtileN])));
     const uint64_t x = ptx::matrix_descriptor(ptx::uniform(ptx::shared_address(stage.x)));
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[cursor.slot]), cursor.phase);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[pipeline.slot]), pipeline.phase);
     ptx::pin(accumulator);
     ptx::wgmma_fence();
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ void ExactLoop::consume(const LinearDenseArgs& args,
       ptx::Wgmma<In>::run(accumulator, weight + 2 * i, x + 2 * i, i > 0);
     }
     ptx::wgmma_commit();
-    cursor.advance();
+    pipeline.advance();
   };
 
   for (int index = Layout::first_tile(); index < args.tiles; index += Layout::tile_step()) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void ExactLoop::consume(const LinearDenseArgs& args,
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sum[0][i] += accumulator[i];
     };
-    finish.begin(index);
+    tile_epilogue.begin(index);
     issue(even);
     int k_tile = 1;
     for (; k_tile + 1 < k_tiles; k_tile += 2) {
@@ -85,13 +85,13 @@ __device__ __forceinline__ void ExactLoop::consume(const LinearDenseArgs& args,
     if (k_tile < k_tiles) {
       issue(odd);
       add(even, false);
-      finish.load_first();
+      tile_epilogue.load_first();
       add(odd, true);
     } else {
-      finish.load_first();
+      tile_epilogue.load_first();
       add(even, true);
     }
-    finish(sum);
+    tile_epilogue(sum);
   }
 }
 

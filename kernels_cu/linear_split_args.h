@@ -97,7 +97,7 @@ struct SplitArgs {
   Divisor<uint32_t> units;  // of a plane: rows, or strips of columns
   int32_t rows;
   int32_t padded_k;
-  bool natural;  // k in order, for a turned weight; else in that of a weight's 16-byte chunks
+  bool natural;  // k in order, for an N-major weight; else in that of a weight's 16-byte chunks
   bool vectors;  // k is adjacent, and rows are 16-byte aligned
 };
 
@@ -118,7 +118,7 @@ constexpr int kLinearBox = 32;        // of the weight's tensor map: 128 bytes, 
 constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
 constexpr int kLinearStages = 3;
 constexpr int kLinearVector = 4;  // adjacent elements of a result or an operand
-constexpr float kLeastSum = 512;  // times sqrt(k): see strained_rows
+constexpr float kLeastSum = 512;  // times sqrt(k): see imprecise_rows
 // Of a tile and warp: a bit a row of x, and then a bit a row of the weight.
 constexpr int kLinearUnsureWords = kLinearTileM / 32 + 1;
 constexpr int kLinearStageBytes =
@@ -173,11 +173,11 @@ struct LinearResult {
 };
 
 struct LinearSplitArgs {
-  TensorMap weight_map;              // [outer, inner, n, k] fp32; a turned one [outer, inner, k, n]
-  TensorMap x_map;                   // [plane, parts, m, padded k] fp16, as the split wrote it
-  const SplitRowFactors* x_factors;  // [plane, m]
+  TensorMap weight_map;  // [outer, inner, n, k] fp32; an N-major one [outer, inner, k, n]
+  TensorMap x_map;       // [plane, parts, m, padded k] fp16, as the split wrote it
+  const SplitRowFactors* x_factors;       // [plane, m]
   const SplitRowFactors* weight_factors;  // [plane, n], or null: the rows' scales are guessed
-  void* parked;      // [blocks, tile m * tile n] float where k > kLinearChunkK, else unused
+  void* spilled;     // [blocks, tile m * tile n] float where k > kLinearChunkK, else unused
   uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
   uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
   uint32_t* was_strained;  // in the host's memory: how many times longer than bearable that took

@@ -38,7 +38,7 @@ __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, cons
 }
 
 template <class X, class Epilogue, int kScalars, class Out, class... In>
-struct Finish : Store<Epilogue, kScalars, Out, In...> {
+struct TileEpilogue : Store<Epilogue, kScalars, Out, In...> {
   using Base = Store<Epilogue, kScalars, Out, In...>;
   using Base::args;
   using Base::column_of;
@@ -108,24 +108,24 @@ struct Finish : Store<Epilogue, kScalars, Out, In...> {
     __syncwarp();
   }
 
-  // Of x's row i of the tile: see strained_rows.
+  // Of x's row i of the tile: see imprecise_rows.
   __device__ __forceinline__ float least_sum(int i) const {
     return shared.exchange[threadIdx.x / 32].x_factors[i].least_sum;
   }
 
-  // Rows are named as by strained_rows and strained_weights. One of x that has a z that is not
+  // Rows are named as by imprecise_rows and imprecise_weights. One of x that has a z that is not
   // finite is done again whole.
-  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t strained,
+  __device__ __forceinline__ void operator()(int index, const float (&sum)[64], uint32_t imprecise,
                                              uint32_t weights) {
     const Tile tile = tile_at(args, index);
     const Self me = self();
     const float probe = this->store_tile(me, tile, sum);
-    uint32_t rows = strained;
+    uint32_t rows = imprecise;
     if (__any_sync(0xFFFFFFFF, probe != 0)) rows |= this->broken_rows(me, tile, sum);
     if (me.lane < kLinearUnsureWords) unsure_rows(index)[me.lane] = me.lane < 4 ? rows : weights;
     if (__any_sync(0xFFFFFFFF, (rows | weights) != 0)) {
-      const bool is_strained = __any_sync(0xFFFFFFFF, (strained | weights) != 0);
-      if (doubt != kStrained) doubt = is_strained ? kStrained : kUnsure;
+      const bool is_imprecise = __any_sync(0xFFFFFFFF, (imprecise | weights) != 0);
+      if (doubt != kImprecise) doubt = is_imprecise ? kImprecise : kUnsure;
     }
   }
 
@@ -169,7 +169,7 @@ struct Finish : Store<Epilogue, kScalars, Out, In...> {
     const auto product = static_cast<float>(ended - shared.began);
     const auto repairs = static_cast<float>(clock64() - ended);
     const float times = repairs / (args.bearable * product);
-    if (doubt == kStrained && times > 1)
+    if (doubt == kImprecise && times > 1)
       *args.was_strained = static_cast<uint32_t>(fminf(times, 1000));
   }
 

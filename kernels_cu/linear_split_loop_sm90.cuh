@@ -13,32 +13,32 @@ namespace fx_fuser::linear_split {
 template <class Feed>
 __device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared& shared,
                                             const Feed& feed) {
-  Walk walk{args, shared};
-  while (walk.next([](bool value) { return value; })) {
-    const Tile tile = tile_at(args, walk.index);
-    for (int pass = walk.again ? 0 : 1; pass < 2; ++pass) {
+  TileScheduler scheduler{args, shared};
+  while (scheduler.next([](bool value) { return value; })) {
+    const Tile tile = tile_at(args, scheduler.index);
+    for (int pass = scheduler.again ? 0 : 1; pass < 2; ++pass) {
       for (int k = 0; k < args.planes.k; k += kTileK) feed(tile, k);
     }
   }
 }
 
-template <bool kTurned>
+template <bool kNMajor>
 __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared& shared) {
   // A weight that only one tile of x meets is read once.
   const uint64_t policy = args.m <= kTileM ? ptx::kEvictFirst : ptx::kEvictNormal;
-  Cursor cursor;
+  PipelineState pipeline;
   feed_stages(args, shared, [&](Tile tile, int k) {
-    WeightSlot& slot = shared.weight[cursor.slot];
-    const uint32_t full = ptx::shared_address(&shared.of_weight.full[cursor.slot]);
+    WeightSlot& slot = shared.weight[pipeline.slot];
+    const uint32_t full = ptx::shared_address(&shared.of_weight.full[pipeline.slot]);
     const int in_weight = tile.at.chunk * args.planes.k + k;
     const int inner = tile.at.inner * args.weight_inner;
     const int outer = tile.at.outer * args.weight_outer;
-    cursor.wait_until_empty(shared.of_weight);
+    pipeline.wait_until_empty(shared.of_weight);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(WeightSlot));
-    if constexpr (kTurned) {
+    if constexpr (kNMajor) {
 #pragma unroll 1  // few registers are left to this warp
       for (int box = 0; box < kTileN / kLinearBox; ++box) {
-        ptx::tensor_load(ptx::shared_address(slot.turned[box]), args.weight_map, full, policy,
+        ptx::tensor_load(ptx::shared_address(slot.n_major[box]), args.weight_map, full, policy,
                          tile.n + box * kLinearBox, in_weight, inner, outer);
       }
     } else {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
                          in_weight + box * kLinearBox, tile.n, inner, outer);
       }
     }
-    cursor.advance();
+    pipeline.advance();
   });
   if (args.misled == nullptr || shared.any_again == 0) return;
   int tiles = 0;
@@ -64,14 +64,14 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, Shared&
 template <class X>
 __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shared) {
   constexpr int kBytes = kHasLo<X> ? sizeof(XSlot) : sizeof(XSlot::part[0]);
-  Cursor cursor;
+  PipelineState pipeline;
   feed_stages(args, shared, [&](Tile tile, int k) {
-    const uint32_t full = ptx::shared_address(&shared.of_x.full[cursor.slot]);
-    cursor.wait_until_empty(shared.of_x);
+    const uint32_t full = ptx::shared_address(&shared.of_x.full[pipeline.slot]);
+    pipeline.wait_until_empty(shared.of_x);
     ptx::mbarrier_arrive_expect_tx(full, kBytes);
-    ptx::tensor_load(ptx::shared_address(shared.x[cursor.slot].part), args.x_map, full,
+    ptx::tensor_load(ptx::shared_address(shared.x[pipeline.slot].part), args.x_map, full,
                      ptx::kEvictLast, k, tile.m, 0, tile.plane);
-    cursor.advance();
+    pipeline.advance();
   });
 }
 
@@ -79,14 +79,14 @@ __device__ __forceinline__ void feed_x(const LinearSplitArgs& args, Shared& shar
 
 // A thread's part of a stage: rows g and g + 8 of its warp's 16, chunks 2c and 2c + 1 of each 32 of
 // k. Chunk 2c + j of box b is its part of the wgmma over k positions 32b + 16j...32b + 16j + 15.
-// Of a turned weight, what wgmma asks for in order: k 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16.
-template <bool kTurned>
+// Of an N-major weight, what wgmma asks for in order: k 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16.
+template <bool kNMajor>
 struct RawWeight {
   float4 chunk[kTileK / 16][2 /*row*/];
 
   // Where a thread's loads begin in a slot; `row` is that of g in the tile.
   static __device__ __forceinline__ uint32_t place_of(int row, int g, int c) {
-    if constexpr (kTurned) {
+    if constexpr (kNMajor) {
       const int column = row % kLinearBox;
       return row / kLinearBox * (kTileK * kLinearBox * 4) + 2 * c * kLinearBox * 4 +
              ((column / 4 ^ 2 * c) << 4) + column % 4 * 4;
@@ -96,13 +96,13 @@ struct RawWeight {
   }
 
   // Free of bank conflicts: the eight lanes of one phase have eight different swizzled chunks; of a
-  // turned weight the 32 lanes have the words of eight.
+  // N-major weight the 32 lanes have the words of eight.
   __device__ __forceinline__ void load(uint32_t address) {
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        if constexpr (kTurned) {
+        if constexpr (kNMajor) {
           // Row g + 8 is two chunks on, and an odd k swizzles to the neighbour.
           const auto at = [&](int k) {
             return ptx::load_shared_word((address ^ row << 5 ^ (k & 1) << 4) +
@@ -167,8 +167,8 @@ struct Fragments {
 
 // ---- consumers ----------------------------------------------------------------------------------
 
-// Lets the two consumers issue in turn, the first one first.
-struct Turn {
+// Ping-pong: the two consumers issue in turn, the first one first.
+struct PingPong {
   int consumer;
 
   __device__ __forceinline__ static void wait_for(int consumer) {
@@ -192,7 +192,7 @@ struct Turn {
 // the tensor core truncates is relative to the sum so far.
 template <class X>
 __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragments& weight,
-                                               const XSlot& slot, const Turn& turn) {
+                                               const XSlot& slot, const PingPong& ping_pong) {
   const uint64_t x_hi = ptx::matrix_descriptor(ptx::shared_address(slot.part[0]));
   const uint64_t x_lo = ptx::matrix_descriptor(ptx::shared_address(slot.part[1]));
   constexpr int kDescriptorStep = 16 * sizeof(__half) / 16;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
   // Pinned here, else ptxas serialises the products or sinks the splitting behind the barrier.
   ptx::pin(accumulator);
   weight.pin();
-  turn.take();
+  ping_pong.take();
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
                                        true);
   }
   ptx::wgmma_commit();
-  turn.pass();
+  ping_pong.pass();
 }
 
 // Sums of more than kLinearChunk of k are sums of such sums, each begun at zero: adding a thousand
@@ -225,13 +225,14 @@ __device__ __forceinline__ void issue_products(float (&accumulator)[64], Fragmen
 // [block][16][thread] float4.
 constexpr int kChunkTiles = kLinearChunkK / kTileK;
 
-__device__ __forceinline__ float4* parking_place(const LinearSplitArgs& args) {
-  return static_cast<float4*>(args.parked) + blockIdx.x * (16 * kConsumers * kWarpgroup) +
+__device__ __forceinline__ float4* spilled_sums(const LinearSplitArgs& args) {
+  return static_cast<float4*>(args.spilled) + blockIdx.x * (16 * kConsumers * kWarpgroup) +
          threadIdx.x;
 }
 
-__device__ __forceinline__ void park(const LinearSplitArgs& args, float (&sum)[64], bool first) {
-  float4* place = parking_place(args);
+__device__ __forceinline__ void spill_sums(const LinearSplitArgs& args, float (&sum)[64],
+                                           bool first) {
+  float4* place = spilled_sums(args);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     float4 before = make_float4(0, 0, 0, 0);
@@ -245,7 +246,7 @@ __device__ __forceinline__ void park(const LinearSplitArgs& args, float (&sum)[6
 }
 
 __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)[64]) {
-  const float4* place = parking_place(args);
+  const float4* place = spilled_sums(args);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const float4 before = place[i * kConsumers * kWarpgroup];
@@ -260,10 +261,11 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
 // row 8i + 2 (lane % 4) + t. The sums are still scaled, so that of each element at most 2^-25 is
 // lost, and of a sum 2^-25.8 times the Euclidean norms of both rows, if errors are random: whatever
 // the data, `least` = kLeastSum sqrt(k) is where that can reach 3e-7 of 16 sums. The pre-pass knows
-// x's norm, and finish.least_sum may be less. How far data of what kind is above it: NOTES.md.
-template <class Finish>
-__device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float least,
-                                                  const Finish& finish) {
+// x's norm, and tile_epilogue.least_sum may be less. How far data of what kind is above it:
+// NOTES.md.
+template <class TileEpilogue>
+__device__ __forceinline__ uint32_t imprecise_rows(const float (&sum)[64], float least,
+                                                   const TileEpilogue& tile_epilogue) {
   float smallest = INFINITY;  // of the larger ones of a thread's two sums of a row
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
@@ -282,7 +284,7 @@ __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float 
       const float larger = fmaxf(fabsf(sum[4 * i + t]), fabsf(sum[4 * i + 2 + t]));
       const uint32_t bit = 1u << (2 * i + t);
       const int row = 8 * i + 2 * (threadIdx.x % 4) + t;
-      large |= larger >= finish.least_sum(row) ? bit : 0;
+      large |= larger >= tile_epilogue.least_sum(row) ? bit : 0;
       any |= larger > 0 ? bit : 0;
     }
   }
@@ -296,7 +298,7 @@ __device__ __forceinline__ uint32_t strained_rows(const float (&sum)[64], float 
 
 // The same of the rows of the weight, of four sums that are not zero and more, which a quad has:
 // bit 4 g + r is row g + 8 r of the warp's 16. The same in all lanes.
-__device__ __forceinline__ uint32_t strained_weights(const float (&sum)[64], float least) {
+__device__ __forceinline__ uint32_t imprecise_weights(const float (&sum)[64], float least) {
   // One sum that is large enough clears a row, and a lane's first ones are, for most data.
   const float first =
       fminf(fmaxf(fabsf(sum[0]), fabsf(sum[1])), fmaxf(fabsf(sum[2]), fabsf(sum[3])));
@@ -309,8 +311,8 @@ __device__ __forceinline__ uint32_t strained_weights(const float (&sum)[64], flo
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float of_row = largest_in_quad(largest[r]);
-    const bool is_strained = of_row > 0 && of_row < least;
-    rows |= (__ballot_sync(0xFFFFFFFF, is_strained) & kFirstOfQuads) << r;
+    const bool is_imprecise = of_row > 0 && of_row < least;
+    rows |= (__ballot_sync(0xFFFFFFFF, is_imprecise) & kFirstOfQuads) << r;
   }
   if (rows == 0) return 0;
   // One sum or two may be small by chance: where most of x is zeros, as gradients can be.
@@ -338,29 +340,29 @@ __device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
   return __any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY);
 }
 
-// finish(index, sum, strained, weights) for every tile of the block, sum[4i + 2r + t] being the one
-// of
+// tile_epilogue(index, sum, imprecise, weights) for every tile of the block, sum[4i + 2r + t] being
+// the one of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
-// still in the scale of x's row, and the strained rows of x and of the weight; then
-// finish.repair().
+// still in the scale of x's row, and the imprecise rows of x and of the weight; then
+// tile_epilogue.repair().
 //
 // What decides the speed is the path from one product's end to the next one's issue: promote,
 // split, issue. It must be shorter than the other consumer's products. All else stands after the
 // issue, where the warp would only wait.
-template <bool kTurned, class X, class Finish>
+template <bool kNMajor, class X, class TileEpilogue>
 __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& shared, int consumer,
-                                        Finish& finish) {
+                                        TileEpilogue& tile_epilogue) {
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
   const int g = lane / 4;
   const int c = lane % 4;
   const int row = consumer * 64 + thread / 32 * 16 + g;
-  const uint32_t place = RawWeight<kTurned>::place_of(row, g, c);
+  const uint32_t place = RawWeight<kNMajor>::place_of(row, g, c);
   const int k_tiles = (args.planes.k + kTileK - 1) / kTileK;
 
-  Cursor stage;  // that is read next, or whose products are issued next
-  RawWeight<kTurned> raw;
-  const auto read = [&](const Cursor& from) {
+  PipelineState stage;  // that is read next, or whose products are issued next
+  RawWeight<kNMajor> raw;
+  const auto read = [&](const PipelineState& from) {
     from.wait_until_full(shared.of_weight);
     from.wait_until_full(shared.of_x);
     raw.load(ptx::shared_address(shared.weight[from.slot].box) + place);
@@ -369,16 +371,16 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[slot]));
   };
 
-  const Turn turn{consumer};
-  turn.begin();
-  Walk walk{args, shared};
-  while (walk.next([](bool value) { return __any_sync(0xFFFFFFFF, value) != 0; })) {
-    finish.begin(walk.index);
+  const PingPong ping_pong{consumer};
+  ping_pong.begin();
+  TileScheduler scheduler{args, shared};
+  while (scheduler.next([](bool value) { return __any_sync(0xFFFFFFFF, value) != 0; })) {
+    tile_epilogue.begin(scheduler.index);
     // A guess looks at the first stage, which is needed in registers anyway; the truth takes a pass
     // of its own, here or, for all tiles, in a kernel ahead of this one.
     float largest[2] = {0, 0};
     if (args.weight_factors != nullptr) {
-      const Tile tile = tile_at(args, walk.index);
+      const Tile tile = tile_at(args, scheduler.index);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int n = min(tile.n + row + 8 * r, args.n - 1);
@@ -390,7 +392,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], raw.largest_in_row(r));
     };
-    if (walk.again) {
+    if (scheduler.again) {
 #pragma unroll 1
       for (int i = 0; i < k_tiles; ++i) {
         read(stage);
@@ -408,7 +410,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     float unscale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool is_true = walk.again || args.weight_factors != nullptr;
+      const bool is_true = scheduler.again || args.weight_factors != nullptr;
       const Scale found = Scale::of(largest_in_quad(largest[r]), is_true ? 0 : kHeadRoom);
       scale[r] = found.scale;
       unscale[r] = found.unscale;
@@ -421,12 +423,12 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     float accumulator[64];
     Fragments weight;
     for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
-      if (begin > 0) park(args, sum, /*first=*/begin == kChunkTiles);
+      if (begin > 0) spill_sums(args, sum, /*first=*/begin == kChunkTiles);
       const int end = min(begin + kChunkTiles, k_tiles);
       for (int k_tile = begin; k_tile < end; ++k_tile) {
         const int slot = stage.slot;
         weight.split_of(raw, scale);
-        issue_products<X>(accumulator, weight, shared.x[slot], turn);
+        issue_products<X>(accumulator, weight, shared.x[slot], ping_pong);
         release(shared.of_weight, slot);
         stage.advance();
         if (k_tile + 1 < k_tiles) read(stage);
@@ -439,16 +441,16 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     }
     if (k_tiles > kChunkTiles) unpark(args, sum);
 
-    if (!walk.again) walk.report(is_overflowed(sum));
-    finish.ready();
-    const uint32_t strained = strained_rows(sum, args.least_sum, finish);
-    const uint32_t weights = strained_weights(sum, args.least_sum);
+    if (!scheduler.again) scheduler.report(is_overflowed(sum));
+    tile_epilogue.ready();
+    const uint32_t imprecise = imprecise_rows(sum, args.least_sum, tile_epilogue);
+    const uint32_t weights = imprecise_weights(sum, args.least_sum);
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
-    finish(walk.index, sum, strained, weights);
+    tile_epilogue(scheduler.index, sum, imprecise, weights);
   }
-  turn.end();
-  finish.repair();
+  ping_pong.end();
+  tile_epilogue.repair();
 }
 
 }  // namespace fx_fuser::linear_split

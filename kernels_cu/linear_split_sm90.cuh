@@ -26,10 +26,11 @@
 // - A z that is not finite even then is computed by plain fp32 arithmetic (`repair`): products of
 //   split infinities are NaN, and sums overflow where a weight is beyond about 2^100. So are z that
 //   are too small beside their rows' largest for what the split loses there: large columns of x
-//   meet small ones of the weight, or the other way round (`strained_rows`,
-//   `strained_weights`).
+//   meet small ones of the weight, or the other way round (`imprecise_rows`,
+//   `imprecise_weights`).
 //
-// - A turned weight is one whose n are adjacent in memory (in a backward pass, or written as x w):
+// - An N-major weight is one whose n are adjacent in memory (in a backward pass, or written as x
+// w):
 //   a kernel of its own, which loads columns from shared memory and is else the same.
 //
 // - An x of 16 bits, cast up to fp32 where the product is written, is fp16 without a lo: two
@@ -61,7 +62,7 @@
 
 namespace fx_fuser::linear_split {
 
-template <bool kTurned, class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
+template <bool kNMajor, class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
 __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   static_assert(std::is_same_v<Acc, float> && (std::is_same_v<X, float> || kIs16BitFloat<X>));
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
@@ -77,7 +78,8 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
                            kConsumers * kWarpgroup / 32);
       }
     }
-    ptx::mbarrier_init(ptx::shared_address(&shared.walked), kConsumers * kWarpgroup / 32);
+    ptx::mbarrier_init(ptx::shared_address(&shared.ordinary_tiles_done),
+                       kConsumers * kWarpgroup / 32);
     shared.any_again = 0;
     shared.began = clock64();
     ptx::fence_mbarrier_init();
@@ -89,7 +91,7 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     ptx::give_registers<kProducerRegisters>();
     const int producer = threadIdx.x % kWarpgroup;
     if (producer == 0) {
-      feed_weight<kTurned>(args, shared);
+      feed_weight<kNMajor>(args, shared);
     } else if (producer == 32) {
       ptx::wait_for_prerequisites();  // x as the pre-pass splits it
       feed_x<X>(args, shared);
@@ -97,18 +99,18 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    Finish<X, Epilogue, kScalars, Out, In...> finish{{args, shared}};
-    consume<kTurned, X>(args, shared, warpgroup, finish);
+    TileEpilogue<X, Epilogue, kScalars, Out, In...> tile_epilogue{{args, shared}};
+    consume<kNMajor, X>(args, shared, warpgroup, tile_epilogue);
   }
 }
 
 // The kernels around it, of the macro's arguments.
 template <class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
 struct Around {
-  template <bool kTurned>
+  template <bool kNMajor>
   static __device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
     ptx::launch_dependents();
-    run<kTurned, Partial, 0, float, float, X>(args);
+    run<kNMajor, Partial, 0, float, float, X>(args);
   }
   static __device__ __forceinline__ void run_sum(const LinearSumArgs& args) {
     sum_chunks<Epilogue, kScalars, Out, In...>(args);
@@ -124,36 +126,37 @@ struct Around {
 }  // namespace fx_fuser::linear_split
 
 // FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, X, Operands...)
-#define FX_FUSER_LINEAR_SPLIT(...)                                                                 \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
-      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {              \
-    fx_fuser::linear_split::run<false, __VA_ARGS__>(args);                                         \
-  }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
-      fx_fuser_linear_split_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) {       \
-    fx_fuser::linear_split::run<true, __VA_ARGS__>(args);                                          \
-  }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
-      fx_fuser_linear_split_chunk(const __grid_constant__ fx_fuser::LinearSplitArgs args) {        \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<false>(args);                           \
-  }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                        \
-      fx_fuser_linear_split_chunk_turned(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<true>(args);                            \
-  }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSumThreads)                              \
-      fx_fuser_linear_split_sum(const __grid_constant__ fx_fuser::LinearSumArgs args) {            \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::run_sum(args);                                    \
-  }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                            \
-      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitArgs args) {               \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::split_rows(args);                                 \
-  }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                            \
-      fx_fuser_linear_split_columns(const __grid_constant__ fx_fuser::SplitArgs args) {            \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::split_columns(args);                              \
-  }                                                                                                \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kCopyThreads)                             \
-      fx_fuser_copy_rows(const __grid_constant__ fx_fuser::CopyRowsArgs args) {                    \
-    fx_fuser::copy_rows(args);                                                                     \
+#define FX_FUSER_LINEAR_SPLIT(...)                                                            \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
+      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {         \
+    fx_fuser::linear_split::run<false, __VA_ARGS__>(args);                                    \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
+      fx_fuser_linear_split_n_major(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
+    fx_fuser::linear_split::run<true, __VA_ARGS__>(args);                                     \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
+      fx_fuser_linear_split_chunk(const __grid_constant__ fx_fuser::LinearSplitArgs args) {   \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<false>(args);                      \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
+      fx_fuser_linear_split_chunk_n_major(                                                    \
+          const __grid_constant__ fx_fuser::LinearSplitArgs args) {                           \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<true>(args);                       \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSumThreads)                         \
+      fx_fuser_linear_split_sum(const __grid_constant__ fx_fuser::LinearSumArgs args) {       \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::run_sum(args);                               \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                       \
+      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitArgs args) {          \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::split_rows(args);                            \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                       \
+      fx_fuser_linear_split_columns(const __grid_constant__ fx_fuser::SplitArgs args) {       \
+    fx_fuser::linear_split::Around<__VA_ARGS__>::split_columns(args);                         \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kCopyThreads)                        \
+      fx_fuser_copy_rows(const __grid_constant__ fx_fuser::CopyRowsArgs args) {               \
+    fx_fuser::copy_rows(args);                                                                \
   }

@@ -21,7 +21,7 @@ struct Store {
   // kDirect: stored from the accumulators' layout, in whole sectors: partial sums, and what has
   // neither operands nor scalars, such as a product alone, which backward passes need over few k.
   // kMostWords: registers that one vector of each operand may take; kWordsAhead: that those on
-  // their way may. What would spill is compiled again with fewer (fx_fuser/build.py).
+  // their way may. What would spill is compiled again with fewer (fx_fuser/native/binaries.py).
 #ifdef FX_FUSER_FEW_REGISTERS
   static constexpr bool kDirect = kIsPartial;
   static constexpr int kMostWords = 8;
@@ -247,7 +247,7 @@ struct Store {
 
   // A lane's vectors, kUnits in a batch. In a batch they lie in rows of the result that are 8 of x,
   // or 4 of the weight, apart; the next batch is 32 rows of x further.
-  struct Walked {
+  struct TilePlace {
     int row;
     int column;
     bool transposed;
@@ -290,21 +290,22 @@ struct Store {
     const int columns = transposed ? args.m : args.n;
     const int first_m = tile.m + m;
     const int first_n = tile.n + me.n + n;
-    const Walked walked{transposed ? first_n : first_m, transposed ? first_m : first_n, transposed};
+    const TilePlace place_of_tile{transposed ? first_n : first_m, transposed ? first_m : first_n,
+                                  transposed};
     const auto is_inside = [&](int u) {
-      return walked.row_of(u) < rows && walked.column_of(u) < columns;
+      return place_of_tile.row_of(u) < rows && place_of_tile.column_of(u) < columns;
     };
     const LinearResult& to = args.result;
     const bool keeps_z = to.place[LinearResult::kZ].data != nullptr;
     Vectors ahead[kAhead];
     const auto load = [&](int u) {
       if (!is_inside(u)) return;
-      (load_vector(
-           packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead]),
-           walked.address(exchange.place[LinearResult::kFirstOperand + static_cast<int>(kOperand)],
-                          u, to.operand[kOperand].m, to.operand[kOperand].n, sizeof(In)),
-           to.is_vector(LinearResult::kFirstOperand + static_cast<int>(kOperand)),
-           to.operand[kOperand].n),
+      (load_vector(packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead]),
+                   place_of_tile.address(
+                       exchange.place[LinearResult::kFirstOperand + static_cast<int>(kOperand)], u,
+                       to.operand[kOperand].m, to.operand[kOperand].n, sizeof(In)),
+                   to.is_vector(LinearResult::kFirstOperand + static_cast<int>(kOperand)),
+                   to.operand[kOperand].n),
        ...);
     };
     if constexpr (kOperands > 0) {
@@ -331,12 +332,12 @@ struct Store {
           return result_of<Epilogue, kScalars, Out>(to, in);
         });
         if (is_inside(u)) {
-          char* const to_out =
-              walked.address(exchange.place[LinearResult::kOut], u, to.out_stride, 1, sizeof(Out));
+          char* const to_out = place_of_tile.address(exchange.place[LinearResult::kOut], u,
+                                                     to.out_stride, 1, sizeof(Out));
           *reinterpret_cast<Packed<Out, kLinearVector>*>(to_out) = made;
           if (keeps_z) {
-            char* const to_z =
-                walked.address(exchange.place[LinearResult::kZ], u, to.z_stride, 1, sizeof(float));
+            char* const to_z = place_of_tile.address(exchange.place[LinearResult::kZ], u,
+                                                     to.z_stride, 1, sizeof(float));
             *reinterpret_cast<float4*>(to_z) = all;
           }
 #pragma unroll

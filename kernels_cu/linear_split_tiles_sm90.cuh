@@ -32,8 +32,8 @@ static_assert(kConsumerRegisters * kConsumers + kProducerRegisters <=
 // 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
 struct WeightSlot {
   union {
-    float box[kTileK / kLinearBox][kTileN][kLinearBox];     // [k][n][k]
-    float turned[kTileN / kLinearBox][kTileK][kLinearBox];  // [n][k][n]
+    float box[kTileK / kLinearBox][kTileN][kLinearBox];      // [k][n][k]
+    float n_major[kTileN / kLinearBox][kTileK][kLinearBox];  // [n][k][n]
   };
 };
 struct XSlot {
@@ -49,9 +49,9 @@ struct Barriers {
   uint64_t empty[kLinearStages];
 };
 
-// Of any tile of a warp: has it results to be computed plainly? kStrained: for what the split
+// Of any tile of a warp: has it results to be computed plainly? kImprecise: for what the split
 // loses.
-enum Doubt : int { kSure, kUnsure, kStrained };
+enum Doubt : int { kSure, kUnsure, kImprecise };
 
 // Of a consumer's warp, for the epilogue.
 struct Exchange {
@@ -71,14 +71,15 @@ struct Shared {
   Exchange exchange[kConsumers * kWarpgroup / 32];
   Barriers of_weight;
   Barriers of_x;
-  int64_t began;       // the multiprocessor's clock at the kernel's start
-  uint64_t walked;     // the consumers are through with the ordinary tiles, and any_again is final
-  uint32_t any_again;  // of this block's tiles
+  int64_t began;                 // the multiprocessor's clock at the kernel's start
+  uint64_t ordinary_tiles_done;  // the consumers are through with the ordinary tiles, and any_again
+                                 // is final
+  uint32_t any_again;            // of this block's tiles
 };
 static_assert(sizeof(Shared) == kLinearSharedBytes);
 
 // Where in a ring a reader or writer is.
-struct Cursor {
+struct PipelineState {
   int slot = 0;
   uint32_t phase = 0;
 
@@ -105,8 +106,8 @@ struct Tile {
   Plane at;
 };
 
-// Plane by plane. In one: columns of kLinearGroupM tiles of x; in a group the weight is walked
-// once.
+// Plane by plane. In one: columns of kLinearGroupM tiles of x; in a group the weight is
+// read once.
 __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) {
   const uint32_t plane = divide(static_cast<uint32_t>(index), args.plane_tiles);
   const uint32_t in_plane = index - plane * args.plane_tiles.size;
@@ -120,9 +121,9 @@ __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) 
           static_cast<int>(plane), plane_at(args.planes, plane)};
 }
 
-// A block's tiles, in the order in which all of its warps walk them: every one, then once more
+// A block's tiles, in the order in which all of its warps take them: every one, then once more
 // those where a consumer's warp saw that the scale of a row was guessed too large.
-struct Walk {
+struct TileScheduler {
   const LinearSplitArgs& args;
   Shared& shared;
   bool again = false;
@@ -136,7 +137,7 @@ struct Walk {
       index += gridDim.x;
       if (index >= args.tiles) {
         if (again) return false;
-        ptx::mbarrier_wait(ptx::shared_address(&shared.walked), 0);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.ordinary_tiles_done), 0);
         if (!uniform(shared.any_again != 0)) return false;
         again = true;
         index = static_cast<int>(blockIdx.x);
@@ -151,7 +152,7 @@ struct Walk {
     reinterpret_cast<uint8_t*>(args.again + index)[threadIdx.x / 32] = failed;
     if (failed) atomicOr(&shared.any_again, 1);
     if (index + static_cast<int>(gridDim.x) >= args.tiles) {
-      ptx::mbarrier_arrive(ptx::shared_address(&shared.walked));
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.ordinary_tiles_done));
     }
   }
 };

@@ -245,9 +245,9 @@ __device__ __forceinline__ float load_shared_word(uint32_t address) {
 }
 
 // Four 8 x 8 matrices of 16-bit elements, whose rows of 16 bytes begin where lanes 8i...8i + 7 say
-// for matrix i, turned: of each, a lane gets column lane / 4, rows 2 (lane % 4) and the next.
+// for matrix i, transposed: of each, a lane gets column lane / 4, rows 2 (lane % 4) and the next.
 // (9.7.14.5.15)
-__device__ __forceinline__ void load_turned(uint32_t (&word)[4], uint32_t row) {
+__device__ __forceinline__ void load_transposed(uint32_t (&word)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                : "r"(row)

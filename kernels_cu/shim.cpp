@@ -29,7 +29,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
       "bool");
   m.def("linear_split_choice(int[] sizes, int multiprocessors) -> int[]");
-  m.def("wake_linear_split(int kernels) -> ()");
+  m.def("reset_linear_split(int kernels) -> ()");
   m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
   m.def("load_linear_exact(str name, str cubin, str[] signature, int device) -> int");
   m.def(
@@ -67,7 +67,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
   m.impl("linear_split", TORCH_BOX(&linear_split));
   m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
-  m.impl("wake_linear_split", TORCH_BOX(&wake_linear_split));
+  m.impl("reset_linear_split", TORCH_BOX(&reset_linear_split));
   m.impl("load_linear", TORCH_BOX(&load_linear));
   m.impl("load_linear_exact", TORCH_BOX(&load_linear_exact));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));

@@ -1,5 +1,6 @@
-// What this library assumes of the ops that fx_fuser/ops.py defines, in words: one fact a line. Two
-// texts that lie apart agree, or are told where they differ, before the first kernel runs.
+// What this library assumes of the ops that fx_fuser/ops/library.py defines, in words: one fact a
+// line. Two texts that lie apart agree, or are told where they differ, before the first kernel
+// runs.
 #pragma once
 
 #include <cstddef>

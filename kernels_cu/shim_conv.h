@@ -24,7 +24,7 @@ constexpr std::string_view kConvBatchNormNames =
     "x, weight, bias, running_mean, running_var, gamma, beta, stride, padding, dilation, groups, "
     "tf32, product, backward, again, training, momentum, eps";
 
-// What both ops are called with; fx_fuser/ops.py has their schemas.
+// What both ops are called with; fx_fuser/ops/library.py has their schemas.
 struct Conv {
   const Tensor& x;
   const Tensor& weight;

@@ -101,8 +101,8 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
       "identity, and the result of the product's type, can it do without");
 }
 
-// Is the kernel worth its launch?  What fx_fuser/plan.py measured holds for one size, and a graph
-// may be called with others. The dense product has tiles for all of them.
+// Is the kernel worth its launch?  What fx_fuser/planning/plan.py measured holds for one size, and
+// a graph may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
   const auto forced = forced_weight_first(kernels, weight);
   const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors, {0, forced});
@@ -244,7 +244,7 @@ std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
   return {y, save ? c : nothing()};
 }
 
-// fx_fuser/ops.py has the schemas of all three, and what their arguments mean.
+// fx_fuser/ops/library.py has the schemas of all three, and what their arguments mean.
 std::tuple<Tensor, Tensor> linear_kernel(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::string& product, const std::string& /*backward*/, bool /*again*/,

@@ -27,7 +27,7 @@ namespace {
 struct LinearSplitKernels {
   Kernel split_rows;
   Kernel split_columns;
-  std::array<Kernel, 2> product;  // of a weight as it is, of a turned one
+  std::array<Kernel, 2> product;  // of a weight as it is, of an N-major one
   std::array<Kernel, 2> chunk;
   Kernel sum;
   Kernel copy_rows;
@@ -56,9 +56,9 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   const auto product = [&](const char* name) {
     return get_kernel(library, name, kLinearSharedBytes);
   };
-  kernels->product = {product("fx_fuser_linear_split"), product("fx_fuser_linear_split_turned")};
+  kernels->product = {product("fx_fuser_linear_split"), product("fx_fuser_linear_split_n_major")};
   kernels->chunk = {product("fx_fuser_linear_split_chunk"),
-                    product("fx_fuser_linear_split_chunk_turned")};
+                    product("fx_fuser_linear_split_chunk_n_major")};
   kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
@@ -210,7 +210,7 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
   args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches, parts);
   args.x_factors = work.factors;
   args.weight_factors = work.other_factors;
-  args.parked = work.parked;
+  args.spilled = work.spilled;
   args.unsure = work.unsure;
   args.again = work.again;
   args.least_sum = least_sum(plan);
@@ -396,7 +396,7 @@ std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
   return {choice.plan.chunks, choice.weight_first};
 }
 
-void wake_linear_split(int64_t handle) {
+void reset_linear_split(int64_t handle) {
   const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
   kernels.precision->reset();
   kernels.guesses->reset();

@@ -20,7 +20,7 @@ namespace {
 struct SplitWorkspace {
   Tensor memory;
   void* split;
-  void* parked;
+  void* spilled;
   uint32_t* unsure;
   uint64_t* again;
   SplitRowFactors* factors;
@@ -30,11 +30,11 @@ struct SplitWorkspace {
   // parts: of a value of the operand that is split first. tiles: of all planes. other_rows: of the
   // other operand, whose scales are found too. partials: elements.
   SplitWorkspace(const Tensor& like, int64_t parts, int64_t rows, int64_t padded_k,
-                 int64_t parked_blocks, int64_t tiles, int64_t other_rows, int64_t partials)
+                 int64_t spill_blocks, int64_t tiles, int64_t other_rows, int64_t partials)
       : memory(like) {
     // All are aligned on eight bytes, and what needs more comes first.
-    const int64_t at_parked = parts * rows * padded_k * 2;
-    const int64_t at_unsure = at_parked + parked_blocks * kLinearTileM * kLinearTileN * 4;
+    const int64_t at_spilled = parts * rows * padded_k * 2;
+    const int64_t at_unsure = at_spilled + spill_blocks * kLinearTileM * kLinearTileN * 4;
     const int64_t at_again =
         at_unsure + tiles * (kLinearConsumerThreads / 32) * kLinearUnsureWords * 4;
     const int64_t at_factors = at_again + tiles * 8;
@@ -44,7 +44,7 @@ struct SplitWorkspace {
     memory = new_dense(like, {at_partial + partials * 4}, ScalarType::Byte);
     auto* start = static_cast<uint8_t*>(memory.data_ptr());
     split = start;
-    parked = start + at_parked;
+    spilled = start + at_spilled;
     unsure = reinterpret_cast<uint32_t*>(start + at_unsure);
     again = reinterpret_cast<uint64_t*>(start + at_again);
     factors = reinterpret_cast<SplitRowFactors*>(start + at_factors);

@@ -3,7 +3,7 @@
 // largest.
 //
 // And the pre-pass: rows of x to hi, lo and what is to be known of a row of a plane, in the order
-// of k in which linear_split_sm90.cuh finds the weights in its registers: of turned weights in
+// of k in which linear_split_sm90.cuh finds the weights in its registers: of N-major weights in
 // order; else, in each 32 of k,
 //   position 16j + 8b + 2c + t holds k = 8c + 4j + 2b + t        c < 4; j, b, t < 2
 // One kernel for rows, and one for rows that are columns in memory. Both give the same bits.

@@ -78,34 +78,34 @@ FX_FUSER_WGMMA_OF(__half, 16, "f16", ", 0, 0")
 FX_FUSER_WGMMA_OF(float, 8, "tf32", "")
 
 // d[64 x N] = a[64 x 16] * b[16 x N] + (accumulate ? d : 0), of 16-bit T, a in registers. `run`: b
-// as above. `run_turned`: rows of b, not columns, are contiguous; its descriptor has the distance
-// of 8 columns as stride and of 8 rows as leading offset.
+// as above. `run_transposed`: rows of b, not columns, are contiguous; its descriptor has the
+// distance of 8 columns as stride and of 8 rows as leading offset.
 template <class T>
 struct WgmmaOfRegisters;
 
-#define FX_FUSER_WGMMA_OF_REGISTERS(name, n, registers, a0, a1, a2, a3, b, p, type, turned)  \
-  static __device__ __forceinline__ void name(float (&d)[registers], const uint32_t (&a)[4], \
-                                              uint64_t b_tile, bool accumulate) {            \
-    asm volatile(                                                                            \
-        "{\n"                                                                                \
-        ".reg .pred accumulate;\n"                                                           \
-        "setp.ne.b32 accumulate, %" #p                                                       \
-        ", 0;\n"                                                                             \
-        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                      \
-        " {" FX_FUSER_TEXT_##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b   \
-                                       ", accumulate, 1, 1, " #turned                        \
-                                       ";\n"                                                 \
-                                       "}\n"                                                 \
-        : FX_FUSER_D_##registers(0)                                                          \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile),                           \
-          "r"(static_cast<int>(accumulate)));                                                \
+#define FX_FUSER_WGMMA_OF_REGISTERS(name, n, registers, a0, a1, a2, a3, b, p, type, transposed) \
+  static __device__ __forceinline__ void name(float (&d)[registers], const uint32_t (&a)[4],    \
+                                              uint64_t b_tile, bool accumulate) {               \
+    asm volatile(                                                                               \
+        "{\n"                                                                                   \
+        ".reg .pred accumulate;\n"                                                              \
+        "setp.ne.b32 accumulate, %" #p                                                          \
+        ", 0;\n"                                                                                \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                         \
+        " {" FX_FUSER_TEXT_##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b      \
+                                       ", accumulate, 1, 1, " #transposed                       \
+                                       ";\n"                                                    \
+                                       "}\n"                                                    \
+        : FX_FUSER_D_##registers(0)                                                             \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile),                              \
+          "r"(static_cast<int>(accumulate)));                                                   \
   }
-#define FX_FUSER_WGMMA_OF_REGISTERS_OF(T, type)                                      \
-  template <>                                                                        \
-  struct WgmmaOfRegisters<T> {                                                       \
-    FX_FUSER_WGMMA_OF_REGISTERS(run, 128, 64, 64, 65, 66, 67, 68, 69, type, 0)       \
-    FX_FUSER_WGMMA_OF_REGISTERS(run_turned, 24, 12, 12, 13, 14, 15, 16, 17, type, 1) \
-    FX_FUSER_WGMMA_OF_REGISTERS(run_turned, 72, 36, 36, 37, 38, 39, 40, 41, type, 1) \
+#define FX_FUSER_WGMMA_OF_REGISTERS_OF(T, type)                                          \
+  template <>                                                                            \
+  struct WgmmaOfRegisters<T> {                                                           \
+    FX_FUSER_WGMMA_OF_REGISTERS(run, 128, 64, 64, 65, 66, 67, 68, 69, type, 0)           \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 24, 12, 12, 13, 14, 15, 16, 17, type, 1) \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 72, 36, 36, 37, 38, 39, 40, 41, type, 1) \
   };
 FX_FUSER_WGMMA_OF_REGISTERS_OF(__nv_bfloat16, "bf16")
 FX_FUSER_WGMMA_OF_REGISTERS_OF(__half, "f16")

@@ -1,4 +1,4 @@
-"""Every way to write an op: `fx_fuser.spell`'s table of rules, read backwards.
+"""Every way to write an op: `fx_fuser.graph.canonical`'s table of rules, read backwards.
 
 A rule says what expression a call makes. Called with holes for operands it gives a form; a form
 whose expression fits the wanted one is a way to write it. So the generator writes every spelling
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from fx_fuser import spell
-from fx_fuser.pattern import flatten
-from fx_fuser.spell import Expr, Operand, Unspellable, is_number, meaning
+from fx_fuser.graph import canonical
+from fx_fuser.graph.canonical import Expr, Operand, Unsupported, is_number, meaning
+from fx_fuser.graph.pattern import flatten
 
 INFIX = {
     "mul": "*", "imul": "*", "add": "+", "iadd": "+", "sub": "-", "isub": "-", "truediv": "/",
@@ -93,13 +93,13 @@ def _products(lists: Sequence[list[Any]]) -> Iterator[tuple[Any, ...]]:
 def forms_of(op: str, numbers: frozenset[Any], attrs: tuple[tuple[str, Any], ...]) -> list[Form]:
     """All forms whose outermost op is `op`; constants come from `numbers` and `attrs`."""
     found: list[Form] = []
-    for rule, targets in spell._RULES:
+    for rule, targets in canonical._RULES:
         parameters = inspect.signature(rule).parameters.values()
         options = [_options_for(p, numbers, dict(attrs)) for p in parameters]
         for chosen in _products(options):
             try:
                 expr = _applied(rule, parameters, chosen)
-            except (TypeError, Unspellable):
+            except (TypeError, Unsupported):
                 continue
             if not isinstance(expr, Expr) or expr.op != op:
                 continue
@@ -209,7 +209,7 @@ def numbers_in(e: Operand) -> set[Any]:
 
 def defaults_of(form: Form) -> dict[str, Any]:
     name = form.target[:-1] if isinstance(form.target, str) else form.target
-    rule = spell._RULE_OF.get(form.target) or spell._RULE_OF[name]
+    rule = canonical._RULE_OF.get(form.target) or canonical._RULE_OF[name]
     parameters = inspect.signature(rule).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map
 from writer import Draw, NoSpelling
 
 import fx_fuser
-from fx_fuser.accuracy import PROMISED, Observed, compare
-from fx_fuser.pattern import Pattern
+from fx_fuser.graph.pattern import Pattern
 from fx_fuser.testing import observe
+from fx_fuser.verify.accuracy import PROMISED, Observed, compare
 
 # Named patterns alone: what is expected says which of those fit.
 OPTIONS = {

@@ -10,12 +10,12 @@ import torch.fx
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.apply import forward_specs
-from fx_fuser.bind import Bound, bind
-from fx_fuser.epilogue import Epilogue
-from fx_fuser.kernel_spec import KernelSpec
-from fx_fuser.sites import Site, outermost
-from fx_fuser.view import View
+from fx_fuser.graph.bind import Bound, bind
+from fx_fuser.graph.epilogue import Epilogue
+from fx_fuser.graph.sites import Site, outermost
+from fx_fuser.graph.view import View
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.ops.apply import forward_specs
 
 CHOICES = {"product": LIBRARY, "backward": LIBRARY, "again": False, "tf32": False}
 

@@ -23,7 +23,7 @@ import mutants_masks
 import mutants_provenance
 from test_hazards import ELSEWHERE, TRAPS
 
-from fx_fuser import checks
+from fx_fuser.ops import checks
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("fx_fuser", "patterns", "kernels_cu", "tests", "benchmarks", "pyproject.toml")
@@ -60,85 +60,85 @@ def check_mutants() -> Iterator[Mutant]:
         tests = tuple(_trap(name) for name, trap in TRAPS.items() if trap.check == check)
         if check in ELSEWHERE:
             tests = (f"{HAZARDS}::{ELSEWHERE[check]}",)
-        yield Mutant(f"check {check}", "checks.py", f"\n    {check},\n", "\n", tests)
+        yield Mutant(f"check {check}", "ops/checks.py", f"\n    {check},\n", "\n", tests)
 
 
 CONDITIONS = (
     Mutant(
-        "aliases: views share their base's memory", "nodes.py",
+        "aliases: views share their base's memory", "graph/nodes.py",
         "found.add(tensor.untyped_storage()._cdata)", "found.add(id(node))",
         (_trap("x is written through a view"),),
     ),
     Mutant(
-        "writes: methods that end in _", "nodes.py",
+        "writes: methods that end in _", "graph/nodes.py",
         'changes = in_place_name(name) or name in ("__setitem__", "__delitem__")',
         "changes = False",
         (_trap("x is written"), f"{BETWEEN}[copy_-intermediate]"),
     ),
     Mutant(
-        "writes: setitem", "nodes.py",
+        "writes: setitem", "graph/nodes.py",
         "changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)",
         "changes = target in _IN_PLACE_OPERATORS",
         (_trap("a multiplier is written"), f"{BETWEEN}[setitem-intermediate]"),
     ),
     Mutant(
-        "writes: operators such as +=", "nodes.py",
+        "writes: operators such as +=", "graph/nodes.py",
         "changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)",
         "changes = target in (operator.setitem, operator.delitem)",
         (f"{BETWEEN}[iadd-intermediate]",),
     ),
     Mutant(
-        "writes: out=", "nodes.py",
+        "writes: out=", "graph/nodes.py",
         'written = list(nodes_in(node.kwargs.get("out")))', "written: list[Node] = []",
         (f"{BETWEEN}[out-intermediate]",),
     ),
     Mutant(
-        "writes: torch functions that end in _, or have inplace", "nodes.py",
+        "writes: torch functions that end in _, or have inplace", "graph/nodes.py",
         "    if called_in_place(node):\n        written +=", "    if False:\n        written +=",
         (f"{BETWEEN}[relu_-intermediate]", f"{BETWEEN}[torch_function-intermediate]"),
     ),
     Mutant(
-        "writes: a schema says so", "nodes.py",
+        "writes: a schema says so", "graph/nodes.py",
         "names = [a.name for a in target._schema.arguments if a.is_write]",
         "names: list[str] = []",
         (f"{BETWEEN}[custom_op-intermediate]",),
     ),
     Mutant(
-        "writes: unknown functions", "nodes.py",
+        "writes: unknown functions", "graph/nodes.py",
         "not _is_torch_function(target):\n        return inputs_of(node)",
         "not _is_torch_function(target):\n        return ()",
         (f"{WRITES}::test_operand_written_by_unknown_function",),
     ),
     Mutant(
-        "writes: bodies of higher-order operators", "nodes.py",
+        "writes: bodies of higher-order operators", "graph/nodes.py",
         "            return ()\n        return inputs_of(node)",
         "            return ()\n        return ()",
         (f"{WRITES}::test_operand_given_to_higher_order_op",),
     ),
     Mutant(
-        "writes: in the body of a checkpoint", "nodes.py",
+        "writes: in the body of a checkpoint", "graph/nodes.py",
         "body is not None and not any(map(writes_of, body.graph.nodes))",
         "body is not None",
         (f"{REFUSALS}::test_a_checkpoint_within_a_match[True]",),
     ),
     Mutant(
-        "aliases: an input that only the caller knows to be another", "checks.py",
+        "aliases: an input that only the caller knows to be another", "ops/checks.py",
         "if not own and memory & match.view.graph_inputs:", "if False:",
         (f"{HAZARDS}::test_input_write_is_load_bearing_with_inner_eager",),
     ),
     Mutant(
-        "regions: grad mode", "view.py",
+        "regions: grad mode", "graph/view.py",
         'if name.startswith(("_set_", "set_")) and not inputs_of(node):', "if False:",
         (_trap("no_grad inside"),),
     ),
     Mutant(
-        "regions: autocast", "view.py",
+        "regions: autocast", "graph/view.py",
         'if "_increment_nesting" in name or name.startswith(("_enter_", "_push_")):',
         'if "_increment_nesting" in name:',
         (f"{REGIONS}::test_regions[autocast_tail]",),
     ),
     Mutant(
-        "regions: functorch levels", "checks.py", "    if level is not None:", "    if False:",
+        "regions: functorch levels", "ops/checks.py", "    if level is not None:", "    if False:",
         (_trap("inside vmap"), _trap("inside jvp")),
     ),
     Mutant(
@@ -148,17 +148,17 @@ CONDITIONS = (
         (f"{REFUSALS}::test_selective_checkpoint_policy",),
     ),
     Mutant(
-        "dtypes: of matched values", "checks.py",
+        "dtypes: of matched values", "ops/checks.py",
         "if tensor.dtype not in ANCHOR_DTYPES:", "if False:",
         (f"{REFUSALS}::test_integer_linear",),
     ),
     Mutant(
-        "dtypes: of operands", "checks.py",
+        "dtypes: of operands", "ops/checks.py",
         "if dtype not in CUDA_TYPES:", "if False:",
         (f"{REFUSALS}::test_operand_of_a_dtype_without_a_cuda_type",),
     ),
     Mutant(
-        "dtypes: under autocast a sum is wider than its product", "sites.py",
+        "dtypes: under autocast a sum is wider than its product", "graph/sites.py",
         "if isinstance(product, Node) and _dtype(product) != _dtype(node):", "if False:",
         ("tests/test_operands.py::test_autocast_linear_spelled_as_product",),
     ),
@@ -173,13 +173,13 @@ CONDITIONS = (
 # What runs is the user's own expression, within bounds; a fault costs one site.
 REDESIGN = (
     Mutant(
-        "fits: tensors", "checks.py",
+        "fits: tensors", "ops/checks.py",
         '        ("tensors", tensors + len(bound.tensors), MAX_TENSORS),\n', "",
         (f"{BOUND}::test_tensors_that_a_kernel_takes[16-bias]",
          f"{BOUND}::test_what_z_is_made_of_takes_places_too[norm]"),
     ),
     Mutant(
-        "fits: what z is made of", "checks.py",
+        "fits: what z is made of", "ops/checks.py",
         "tensors + len(bound.tensors), MAX_TENSORS", "1 + len(bound.tensors), MAX_TENSORS",
         (f"{BOUND}::test_what_z_is_made_of_takes_places_too[conv]",
          f"{BOUND}::test_what_z_is_made_of_takes_places_too[norm]"),
@@ -190,201 +190,201 @@ REDESIGN = (
         (f"{BOUND}::test_tensors_that_a_kernel_takes[15-bias]",),
     ),
     Mutant(
-        "fits: numbers", "checks.py",
+        "fits: numbers", "ops/checks.py",
         '        ("numbers", numbers + len(bound.numbers) + len(bound.items), MAX_NUMBERS),\n', "",
         (f"{BOUND}::test_numbers_that_a_kernel_takes[9]",),
     ),
     Mutant(
-        "fits: numbers that change", "checks.py",
+        "fits: numbers that change", "ops/checks.py",
         "len(bound.numbers) + len(bound.items), MAX", "len(bound.numbers), MAX",
         (f"{BOUND}::test_a_number_that_changes_takes_a_place",),
     ),
     Mutant(
-        "fits: operations", "checks.py",
+        "fits: operations", "ops/checks.py",
         '        ("operations", len(bound.epilogue.steps), MAX_STEPS),\n', "",
         (f"{BOUND}::test_operations_that_a_kernel_takes[2]",),
     ),
     Mutant(
-        "fits: exactly the limit", "checks.py",
+        "fits: exactly the limit", "ops/checks.py",
         "        if count > limit:", "        if count >= limit:",
         (f"{BOUND}::test_tensors_that_a_kernel_takes[15-bare]",
          f"{BOUND}::test_numbers_that_a_kernel_takes[8]",
          f"{BOUND}::test_operations_that_a_kernel_takes[1]"),
     ),
     Mutant(
-        "work: its bound", "match.py", "        if self.left < 0:", "        if False:",
+        "work: its bound", "graph/match.py", "        if self.left < 0:", "        if False:",
         (f"{BOUND}::test_a_graph_that_compares_in_many_ways_is_refused_soon",),
     ),
     Mutant(
-        "opened: integers", "match.py",
+        "opened: integers", "graph/match.py",
         "return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())",
         "return tensor is not None",
         (f"{APART}[integers that wrap around]",),
     ),
     Mutant(
-        "opened: all others", "match.py",
+        "opened: all others", "graph/match.py",
         "return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())",
         "return False",
         (f"{BOUND}::test_other_products_are_opened",),
     ),
     Mutant(
-        "numbers: integers that are no floats", "expr.py",
+        "numbers: integers that are no floats", "graph/expr.py",
         "(isinstance(value, int) and abs(value) <= 2**53)", "isinstance(value, int)",
         (f"{BOUND}::test_an_integer_that_is_no_float_is_refused",),
     ),
     Mutant(
-        "bind: a difference is not turned", "epilogue.py",
+        "bind: a difference is not turned", "graph/epilogue.py",
         'COMMUTATIVE = ("add", "mul")', 'COMMUTATIVE = ("add", "mul", "sub")',
         (f"{TEXT}::test_only_sums_and_products_are_turned[sub]",
          f"{TEXT}::test_the_text_is_what_is_written[a difference]"),
     ),
     Mutant(
-        "bind: a quotient is not turned", "epilogue.py",
+        "bind: a quotient is not turned", "graph/epilogue.py",
         'COMMUTATIVE = ("add", "mul")', 'COMMUTATIVE = ("add", "mul", "div")',
         (f"{TEXT}::test_only_sums_and_products_are_turned[truediv]",),
     ),
     Mutant(
-        "bind: a product is turned", "epilogue.py",
+        "bind: a product is turned", "graph/epilogue.py",
         'COMMUTATIVE = ("add", "mul")', 'COMMUTATIVE = ("add",)',
         (f"{TEXT}::test_the_text_is_what_is_written[turned]",
          f"{TEXT}::test_the_text_is_what_is_written[renamed]"),
     ),
     Mutant(
-        "bind: a scaled sum is not turned", "bind.py",
+        "bind: a scaled sum is not turned", "graph/bind.py",
         "if expr.op in COMMUTATIVE and len(made) == 2:", "if expr.op in COMMUTATIVE:",
         (f"{TEXT}::test_a_sum_with_a_factor_is_not_turned",),
     ),
     Mutant(
-        "bind: as written, not as it means", "bind.py",
-        "        written = view.written(node)\n", "        written = view.spell(node)\n",
+        "bind: as written, not as it means", "graph/bind.py",
+        "        written = view.written(node)\n", "        written = view.canonical(node)\n",
         (f"{TEXT}::test_the_text_is_what_is_written[product]",
          f"{TEXT}::test_the_text_is_what_is_written[a quotient]",
          f"{BOUND}::test_what_is_finite_stays_so[lowest-torch.float32-cpu_ops]"),
     ),
     Mutant(
-        "dtypes: a number made in float64", "checks.py",
+        "dtypes: a number made in float64", "ops/checks.py",
         "and _is_wider_number(tensor, match):", "and False:",
         ("tests/test_bound.py::test_a_number_in_float64_is_made_in_float64",),
     ),
     Mutant(
-        "writes: names between underscores", "nodes.py",
+        "writes: names between underscores", "graph/nodes.py",
         'if name.startswith("__i") and name.endswith("__"):', "if False:",
         (f"{EFFECTS}::test_a_write_that_no_name_tells[by_a_dunder_method]",
          f"{EFFECTS}::test_a_write_that_no_name_tells[by_an_unbound_method]"),
     ),
     Mutant(
-        "writes: an embedding that scales its weight", "nodes.py",
+        "writes: an embedding that scales its weight", "graph/nodes.py",
         "target in (F.embedding, F.embedding_bag) and _renormalises(node)", "False",
         (f"{EFFECTS}::test_a_write_that_no_name_tells[by_an_embedding]",
          f"{EFFECTS}::test_a_write_that_no_name_tells[by_an_embedding_bag]"),
     ),
     Mutant(
-        "writes: invert is none", "nodes.py",
+        "writes: invert is none", "graph/nodes.py",
         '(hasattr(operator, n[1:]) or hasattr(operator, f"{n[1:]}_"))',
         'hasattr(operator, f"__{n}__")',
         (f"{EFFECTS}::test_an_inverted_mask_is_another_mask[eval]",
          f"{EFFECTS}::test_an_inverted_mask_is_another_mask[train]"),
     ),
     Mutant(
-        "spell: attributes are floats", "functions.py",
+        "spell: attributes are floats", "graph/functions.py",
         "tuple((name, float(value)) for name", "tuple((name, value) for name",
         (f"{TEXT}::test_an_integer_attribute_is_a_float[power]",
          f"{TEXT}::test_an_integer_attribute_is_a_float[square]",
          f"{TEXT}::test_an_integer_attribute_is_a_float[softplus]"),
     ),
     Mutant(
-        "match: a divisor that is a number", "match.py",
+        "match: a divisor that is a number", "graph/match.py",
         "self._open(target, pattern.op == \"div\")", "self._open(target)",
         (f"{BOUND}::test_a_divisor_is_a_number_or_a_tensor[2-cpu_ops]",
          f"{BOUND}::test_a_quotient_in_the_epilogue_is_one"),
     ),
     Mutant(
-        "text: values that no step before has made", "epilogue.py",
+        "text: values that no step before has made", "graph/epilogue.py",
         "int(value[1] or -1) >= i", "False",
         (f"{TEXT}::test_what_is_no_epilogue_is_an_error[v0 = tanh(v0)]",
          f"{TEXT}::test_what_is_no_epilogue_is_an_error[v0 = mul(z, v1); v1 = tanh(z)]"),
     ),
     Mutant(
-        "text: a step's arguments", "epilogue.py",
+        "text: a step's arguments", "graph/epilogue.py",
         "        _check_arity(steps[-1])\n", "",
         (f"{TEXT}::test_the_arguments_of_a_step_are_those_of_its_op"
          "[v0 = mul(z)-mul takes 2 values, but 'mul(z)' gives it 1]",),
     ),
     Mutant(
-        "names: a write is seen under another", "view.py",
+        "names: a write is seen under another", "graph/view.py",
         'if expr is None or expr.op not in ("identity", "cast"):', "if True:",
         (f"{OPS_TEST}::test_a_write_under_another_name_is_seen[float]",
          f"{OPS_TEST}::test_a_write_under_another_name_is_seen[dropout]"),
     ),
     Mutant(
-        "names: dropout in eval mode returns its input", "nodes.py",
+        "names: dropout in eval mode returns its input", "graph/nodes.py",
         "for node in _with_undropped(nodes):", "for node in nodes:",
         (f"{OPS_TEST}::test_a_write_under_another_name_is_seen[dropout]",),
     ),
     Mutant(
-        "names: one given after a write", "view.py",
+        "names: one given after a write", "graph/view.py",
         "            written[node] = writes.get(first, 0)\n", "            written[node] = 0\n",
         (f"{OPS_TEST}::test_a_name_given_after_a_write_is_of_what_was_written",),
     ),
     Mutant(
-        "spell: dropout in training is random", "functions.py",
+        "spell: dropout in training is random", "graph/functions.py",
         "if training is not False and not (is_number(p) and p == 0):", "if False:",
         (f"{OPS_TEST}::test_dropout_in_training_is_left",
          f"{OPS_TEST}::test_what_only_may_be_an_op_is_none[dropout]"),
     ),
     Mutant(
-        "bind: a weight of lerp without dimensions", "bind.py",
+        "bind: a weight of lerp without dimensions", "graph/bind.py",
         'if expr.op == "lerp" and _has_no_dimensions(expr.args[2]):', "if False:",
         (f"{OPS_TEST}::test_a_weight_of_lerp_without_dimensions_is_refused",),
     ),
     Mutant(
-        "einsum: a size of one is spread", "spell.py",
+        "einsum: a size of one is spread", "graph/canonical.py",
         "if not statically_known_true(left.shape[i] == right.shape[j]):", "if False:",
         ("tests/test_einsum.py::test_an_einsum_that_spreads_a_size_of_one_is_none",),
     ),
     Mutant(
-        "derivative: a product reads its other factor", "epilogue.py",
+        "derivative: a product reads its other factor", "graph/epilogue.py",
         '"mul": Op(operator.mul, _call("mul"), _others, (2,))',
         '"mul": Op(operator.mul, _call("mul"), _none, (2,))',
         (f"{TEXT}::test_gradients_need_no_more_than_is_said_of_an_op[mul]",
          f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = mul(z, t0)]"),
     ),
     Mutant(
-        "derivative: a sum reads nothing", "epilogue.py",
+        "derivative: a sum reads nothing", "graph/epilogue.py",
         '"add": Op(_add, _call("add"), _factor_of(1), (2, 3))',
         '"add": Op(_add, _call("add"), takes=(2, 3))',
         (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = add(z, t0)]",
          f"{KEPT}::test_what_is_kept[z + r]", f"{KEPT}::test_what_is_not_kept_may_be_written_to"),
     ),
     Mutant(
-        "derivative: a scaled sum reads the factor", "epilogue.py",
+        "derivative: a scaled sum reads the factor", "graph/epilogue.py",
         "(2,) if place == scaled and count == 3 else ()", "()",
         (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = add(t0, z, s0)]",),
     ),
     Mutant(
-        "derivative: of a value read on the way", "epilogue.py",
+        "derivative: of a value read on the way", "graph/epilogue.py",
         "read |= made_of[value] if value is not None else frozenset()",
         "read |= {value} if value in epilogue.leaves else frozenset()",
         (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = sigmoid(t0); v1 = mul(v0, z)]",),
     ),
     Mutant(
-        "derivative: c is saved if it is read", "ops.py",
+        "derivative: c is saved if it is read", "ops/library.py",
         'return wanted and "z" in self.reads(needs, needs_t)', "return wanted",
         (f"{KEPT}::test_what_is_kept[z + r]", f"{KEPT}::test_what_is_kept[z * 2]"),
     ),
     Mutant(
-        "derivative: dz where z is read twice", "epilogue.py",
+        "derivative: dz where z is read twice", "graph/epilogue.py",
         "if any(a in chain or a == epilogue.start for a in step.args if a != holding):",
         "if False:",
         (f"{TEXT}::test_dz_of_no_chain_is_not_told[twice-1]",),
     ),
     Mutant(
-        "derivative: dz below a fraction", "epilogue.py",
+        "derivative: dz below a fraction", "graph/epilogue.py",
         'if step.op == "div" and place == 0:', 'if step.op == "div":',
         (f"{TEXT}::test_dz_of_no_chain_is_not_told[below a fraction-1]",),
     ),
     Mutant(
-        "derivative: dz of a subtrahend", "epilogue.py",
+        "derivative: dz of a subtrahend", "graph/epilogue.py",
         'return dy if step.op == "add" else add("neg", dy)', "return dy",
         (f"{TEXT}::test_dz_of_a_chain_is_autograds_bit_for_bit[5]",
          f"{TEXT}::test_dz_of_a_chain_is_autograds_bit_for_bit[16]"),
@@ -403,21 +403,21 @@ REDESIGN = (
         (f"{FAULTS}::test_strict_raises[matching-named]",),
     ),
     Mutant(
-        "faults: planning fails at one site", "plan.py",
+        "faults: planning fails at one site", "planning/plan.py",
         "        if options.strict or isinstance(error, OptionError):\n            raise\n",
         "        raise\n",
         (f"{FAULTS}::test_the_other_site_fuses[the candidates-named-eval]",
          f"{FAULTS}::test_the_other_site_fuses[the call-named-eval]"),
     ),
     Mutant(
-        "faults: strict raises where planning fails", "plan.py",
+        "faults: strict raises where planning fails", "planning/plan.py",
         "if options.strict or isinstance(error, OptionError):",
         "if isinstance(error, OptionError):",
         (f"{FAULTS}::test_strict_raises[the candidates-named]",
          f"{FAULTS}::test_strict_raises[the call-named]"),
     ),
     Mutant(
-        "faults: a bad option is the user's", "plan.py",
+        "faults: a bad option is the user's", "planning/plan.py",
         "if options.strict or isinstance(error, OptionError):", "if options.strict:",
         (f"{FAULTS}::test_a_bad_option_is_no_fault_of_a_site",),
     ),
@@ -439,12 +439,12 @@ REDESIGN = (
         (f"{MATMUL}::test_gradients_have_the_layout_of_their_tensors",),
     ),
     Mutant(
-        "matmul: a weight of two dimensions", "sites.py",
+        "matmul: a weight of two dimensions", "graph/sites.py",
         "if tensor is not None and tensor.ndim != 2:", "if False:",
         (f"{MATMUL}::test_other_products_are_none[a vector]",),
     ),
     Mutant(
-        "growth: the largest region first", "grow.py",
+        "growth: the largest region first", "graph/grow.py",
         "for root, nodes in reversed(closed):", "for root, nodes in closed:",
         (f"{GROW}::test_tails[many-eval]", f"{GROW}::test_tails[two diamonds-eval]"),
     ),
@@ -470,17 +470,17 @@ REDESIGN = (
          "tests/test_grow_told.py::test_nothing_grows[inner eager]"),
     ),
     Mutant(
-        "gate: a fault costs its site", "gate.py",
+        "gate: a fault costs its site", "planning/gate.py",
         "plan.guarded(m, options, measure, i, failed)", "measure(i, m)",
         (f"{GROW_FAULTS}::test_the_other_site_is_grown[the measurement-eval]",),
     ),
     Mutant(
-        "gate: a structure that is compiled is compiled", "gate.py",
+        "gate: a structure that is compiled is compiled", "planning/gate.py",
         "if structure not in _structures and len(", "if len(",
         (f"{GROW_FAULTS}::test_a_structure_that_is_compiled_costs_no_other",),
     ),
     Mutant(
-        "near: one operation off goes before a beginning", "near.py",
+        "near: one operation off goes before a beginning", "graph/near_misses.py",
         "min((*off, *begun),", "min((*begun, *off),",
         ("tests/test_near.py::test_one_operation_off[division]",),
     ),

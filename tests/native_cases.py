@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fx_fuser import native
-from fx_fuser.kernel_spec import POINTWISE, KernelSpec
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 
 DEVICE = "cuda"
 POISON = 97
@@ -55,7 +55,7 @@ def check_weighted_sum(out_like: Tensor, inputs: Sequence[Tensor], offset: int =
     """Runs the kernel into a guarded buffer of out_like's layout and compares every element."""
     spec = weighted_sum(out_like.dtype, *(x.dtype for x in inputs))
     out, check_guards = guarded_like(out_like, offset)
-    native.pointwise(spec, out, inputs, [2.0])
+    launch.pointwise(spec, out, inputs, [2.0])
     expected = sum((i + 1) * x.double() for i, x in enumerate(inputs)) + 2.0
     wrong = out.double() != expected.expand(out.shape)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"
@@ -114,7 +114,7 @@ def check_in_place(shape: Sequence[int], dtype: torch.dtype, offset: int = 0) ->
     out, check_guards = guarded_like(anchor, offset)
     out.copy_(anchor)
     channels = whole_numbers([shape[1], *[1] * (len(shape) - 2)], dtype, 1)
-    native.pointwise(weighted_sum(dtype, dtype, dtype), out, [out, channels], [2.0])
+    launch.pointwise(weighted_sum(dtype, dtype, dtype), out, [out, channels], [2.0])
     assert torch.equal(out, anchor + 2 * channels + 2)
     check_guards()
 
@@ -133,7 +133,7 @@ def stats_data(kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def check_batch_stats(x: Tensor) -> None:
     """Against float64, within what rounding of count, mean and deviations can do."""
-    mean, variance = native.batch_stats(x)
+    mean, variance = launch.batch_stats(x)
     acc = torch.float64 if x.dtype is torch.float64 else torch.float32
     assert mean.dtype == variance.dtype == acc
     dims = [d for d in range(x.dim()) if d != 1]
@@ -145,7 +145,7 @@ def check_batch_stats(x: Tensor) -> None:
     assert ((mean - exact_mean).abs() <= 16 * eps * scale).all(), (mean, exact_mean)
     bound = 64 * eps * exact_var + (16 * eps * scale) ** 2 + 32 * eps * scale * exact_var.sqrt()
     assert ((variance - exact_var).abs() <= bound).all(), (variance, exact_var)
-    again = native.batch_stats(x)
+    again = launch.batch_stats(x)
     assert torch.equal(mean, again[0]) and torch.equal(variance, again[1])
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fx_fuser import build, jobs
-from fx_fuser.kernel_spec import Family, KernelSpec
+from fx_fuser.native import binaries, jobs
+from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -41,4 +41,4 @@ struct Epilogue {{
     inputs = (value, *[f32] * operands)
     spec = KernelSpec(family, "fx_fuser::Epilogue", definition, 1, f32, value, inputs)
     with mock.patch.object(jobs, "FEW_REGISTERS", jobs.FEW_REGISTERS if divides else "-DNONE"):
-        assert build.cubin(spec.text, "sm_90a").stat().st_size > 0
+        assert binaries.cubin(spec.text, "sm_90a").stat().st_size > 0

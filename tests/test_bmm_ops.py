@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fx_fuser
-from fx_fuser import backend, rehearse
-from fx_fuser.plan import Plan
+from fx_fuser import backend
+from fx_fuser.planning import rehearse
+from fx_fuser.planning.plan import Plan
 
 match_of, on_gpu = test_plan.match_of, test_plan.on_gpu
 

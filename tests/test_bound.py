@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.epilogue import MAX_STEPS
-from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS
+from fx_fuser.graph.epilogue import MAX_STEPS
+from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 
 PATHS = {
     "cpu_ops": {"inner": "aot_eager", "cpu_ops": True, "auto": False},

@@ -14,9 +14,10 @@ import pytest
 import torch
 from toolchains import ARCH, SPILLING, needs_compilers
 
-from fx_fuser import build, native
+from fx_fuser import build
 from fx_fuser.errors import BuildError
-from fx_fuser.kernel_spec import LINEAR_SPLIT, MAX_NUMBERS, MAX_TENSORS, POINTWISE
+from fx_fuser.native import binaries, launch
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT, MAX_NUMBERS, MAX_TENSORS, POINTWISE
 
 # ---- refusals ------------------------------------------------------------------------------------
 
@@ -32,21 +33,21 @@ from fx_fuser.kernel_spec import LINEAR_SPLIT, MAX_NUMBERS, MAX_TENSORS, POINTWI
 def test_a_bad_source_fails_and_stays_out_of_the_cache(fake, text, says, calls):
     for attempt in (1, 2):
         with pytest.raises(BuildError, match=says):
-            build.cubin(text, ARCH)
+            binaries.cubin(text, ARCH)
         assert fake.calls == calls * attempt
 
 
 def test_what_spills_is_compiled_again_with_few_registers(fake):
-    paths = build.cubins(["// SPILLS", "// fine"], ARCH)
+    paths = binaries.cubins(["// SPILLS", "// fine"], ARCH)
     assert [path.read_text() for path in paths] == ["// SPILLS", "// fine"]
     assert fake.calls == 3
-    assert build.cubins(["// SPILLS", "// fine"], ARCH) == paths
+    assert binaries.cubins(["// SPILLS", "// fine"], ARCH) == paths
     assert fake.calls == 3
 
 
 def test_every_bad_source_of_a_run_is_named(fake):
     with pytest.raises(BuildError) as caught:
-        build.cubins(["// BROKEN", "// fine", "// SPILLS ALWAYS"], ARCH)
+        binaries.cubins(["// BROKEN", "// fine", "// SPILLS ALWAYS"], ARCH)
     assert "no such thing" in str(caught.value)
     assert "spills" in str(caught.value)
 
@@ -56,7 +57,7 @@ def test_arch_of(monkeypatch):
     names |= {(10, 3): "sm_103a", (12, 0): "sm_120"}
     for capability, name in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        assert build.arch_of(0) == name
+        assert binaries.arch_of(0) == name
 
 
 def test_a_spec_is_its_text_and_its_name():
@@ -65,7 +66,7 @@ def test_a_spec_is_its_text_and_its_name():
     arguments = "fx_fuser::examples::Gate, 0, float, __nv_bfloat16, __half, bool, int64_t"
     assert spec.text.splitlines()[-1] == f"FX_FUSER_POINTWISE({arguments})"
     assert ", ".join(spec.signature) == arguments
-    assert native.operands_of(spec) == 2
+    assert launch.operands_of(spec) == 2
     others = [
         build.example(POINTWISE, "Gate", 1, *types),
         build.example(POINTWISE, "Gate", 0, *types[::-1]),
@@ -81,8 +82,8 @@ def test_a_family_says_where_it_runs(monkeypatch):
     )
     for capability, runs in (((9, 0), True), ((10, 0), False), ((8, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        assert native.runs_on(everywhere, "cuda:0")
-        assert native.runs_on(hopper, "cuda:0") == runs
+        assert launch.runs_on(everywhere, "cuda:0")
+        assert launch.runs_on(hopper, "cuda:0") == runs
 
 
 @pytest.mark.parametrize(
@@ -90,25 +91,26 @@ def test_a_family_says_where_it_runs(monkeypatch):
 )
 def test_the_limits_are_those_of_the_kernels(constant, limit):
     assert (
-        f"constexpr int {constant} = {limit};" in (build.KERNELS / "pointwise_args.h").read_text()
+        f"constexpr int {constant} = {limit};"
+        in (binaries.KERNELS / "pointwise_args.h").read_text()
     )
 
 
 def test_available_says_why_not():
-    assert native.available("cpu") == "cpu is not a CUDA device"
+    assert launch.available("cpu") == "cpu is not a CUDA device"
     if not torch.cuda.is_available():
-        assert "is_available() is False" in (native.available("cuda") or "")
+        assert "is_available() is False" in (launch.available("cuda") or "")
 
 
 def test_cpu_tensors_are_refused_by_name():
     with pytest.raises(BuildError, match="not on cpu"):
-        native.batch_stats(torch.ones(2, 3, 4, 4))
+        launch.batch_stats(torch.ones(2, 3, 4, 4))
 
 
 def test_missing_ninja_names_the_remedy(fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "ninja", None)
     with pytest.raises(BuildError, match="pip install ninja"):
-        build.cubin("// a", ARCH)
+        binaries.cubin("// a", ARCH)
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -130,8 +132,8 @@ def loader(fake, monkeypatch):
 
     ops = SimpleNamespace(load_pointwise=SimpleNamespace(default=load))
     monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
-    monkeypatch.setattr(native, "_load_shim", lambda: None)
-    monkeypatch.setattr(native, "_kernels", {})
+    monkeypatch.setattr(launch, "_load_shim", lambda: None)
+    monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return SimpleNamespace(answers=answers, calls=calls)
 
@@ -140,10 +142,10 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
     """And it is tried again: the next driver, or the next free memory, may take it."""
     loader.answers += [RuntimeError("no kernel image for the device"), 7]
     with pytest.raises(BuildError, match="no kernel image"):
-        native.prepare([SPEC], "cuda:0")
-    assert native._kernels == {}
-    native.prepare([SPEC], "cuda:0")
-    assert native._kernels == {(SPEC.name, 0): 7}
+        launch.prepare([SPEC], "cuda:0")
+    assert launch._kernels == {}
+    launch.prepare([SPEC], "cuda:0")
+    assert launch._kernels == {(SPEC.name, 0): 7}
     name, cubin, signature, index = loader.calls[-1]
     assert (name, signature, index) == (SPEC.name, SPEC.signature, 0)
     assert Path(cubin).read_text() == SPEC.text
@@ -152,8 +154,8 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
 def test_a_kernel_of_another_architecture_is_not_built(loader, fake):
     split = build.example(LINEAR_SPLIT, "Swish", 1, torch.float32, torch.float32, torch.float32)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-        native.prepare([split], "cuda:0")
-    assert native._kernels == {(split.name, 0): native._NO_KERNEL}
+        launch.prepare([split], "cuda:0")
+    assert launch._kernels == {(split.name, 0): launch._NO_KERNEL}
     assert fake.calls == 0 and not loader.calls
 
 
@@ -163,23 +165,23 @@ def test_two_threads_load_once(loader):
 
     def work():
         barrier.wait()
-        native.prepare([SPEC], "cuda:0")
+        launch.prepare([SPEC], "cuda:0")
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(loader.calls) == 1 and native._kernels == {(SPEC.name, 0): 7}
+    assert len(loader.calls) == 1 and launch._kernels == {(SPEC.name, 0): 7}
 
 
 def test_a_shim_that_does_not_load_says_which(tmp_path, monkeypatch):
     shim = tmp_path / "shim.so"
     shim.write_text("no library")
-    monkeypatch.setattr(build, "shim", lambda: shim)
+    monkeypatch.setattr(binaries, "shim", lambda: shim)
     monkeypatch.setattr(torch.ops, "fx_fuser_native", SimpleNamespace(), raising=False)
     with pytest.raises(BuildError, match=r"cannot load .*shim\.so .* does it fit this torch"):
-        native._load_shim()
+        launch._load_shim()
 
 
 # ---- the real compilers --------------------------------------------------------------------------
@@ -190,9 +192,9 @@ def test_the_shim_loads_in_a_fresh_process(tmp_path):
     """Also into a torch without CUDA, where its weak CUDA symbol stays null."""
     code = """
 import torch
-from fx_fuser import build, native
-native._load_shim()
-native._load_shim()
+from fx_fuser.native import launch
+launch._load_shim()
+launch._load_shim()
 try:
     torch.ops.fx_fuser_native.batch_stats(0, torch.ones(2, 3))
 except RuntimeError as error:
@@ -209,7 +211,7 @@ def test_a_pointwise_source_compiles(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     types = (torch.float32, torch.float16, torch.float16, torch.float32)
     spec = build.example(POINTWISE, "EveryFunction", 2, *types)
-    code = build.cubin(spec.text, ARCH).read_bytes()
+    code = binaries.cubin(spec.text, ARCH).read_bytes()
     assert b"fx_fuser_pointwise_u32" in code
     assert b"fx_fuser_pointwise_u64" in code
 
@@ -218,4 +220,4 @@ def test_a_pointwise_source_compiles(tmp_path, monkeypatch):
 def test_ptxas_spills_fail_the_build(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     with pytest.raises(BuildError, match="spills registers"):
-        build.cubin(SPILLING, ARCH)
+        binaries.cubin(SPILLING, ARCH)

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 from toolchains import ARCH
 
-from fx_fuser import build, cache, compilers, jobs, store, timing
+from fx_fuser import cache
+from fx_fuser.native import binaries, compilers, jobs, store
+from fx_fuser.planning import timing
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -30,10 +32,10 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def test_cold_then_warm(fake):
-    cold = build.cubin("// a", ARCH)
+    cold = binaries.cubin("// a", ARCH)
     assert cold.read_text() == "// a"
     assert cold.parent == store.cache_dir()
-    assert build.cubin("// a", ARCH) == cold
+    assert binaries.cubin("// a", ARCH) == cold
     assert fake.calls == 1
     assert not leftovers(cold.parent)
 
@@ -41,7 +43,7 @@ def test_cold_then_warm(fake):
 def test_what_takes_long_says_how_far_it_is(fake, monkeypatch, caplog):
     monkeypatch.setattr(jobs, "_PROGRESS_S", 0.1)
     target, slow = Path("done"), ["sleep", "0.5"]
-    with caplog.at_level(logging.INFO, "fx_fuser.jobs"), subprocess.Popen(slow) as running:
+    with caplog.at_level(logging.INFO, "fx_fuser.native.jobs"), subprocess.Popen(slow) as running:
         jobs._wait_for(running, [target, Path(__file__)])
     assert "compiled 1 of 2 kernels" in caplog.text
     assert running.returncode == 0
@@ -49,14 +51,14 @@ def test_what_takes_long_says_how_far_it_is(fake, monkeypatch, caplog):
 
 def test_several_sources_and_duplicates_in_one_run(fake):
     texts = ["// a", "// b", "// a"]
-    paths = build.cubins(texts, ARCH)
+    paths = binaries.cubins(texts, ARCH)
     assert [path.read_text() for path in paths] == texts
     assert fake.calls == 2
 
 
 def test_a_source_with_shell_characters(fake):
     text = "// $HOME `ls` 'x' \"y\" {source}"
-    assert build.cubin(text, ARCH).read_text() == text
+    assert binaries.cubin(text, ARCH).read_text() == text
 
 
 def truncate(entry: Path) -> None:
@@ -91,35 +93,39 @@ def empty_manifest(entry: Path) -> None:
     ids=lambda f: f.__name__,
 )
 def test_a_damaged_entry_is_built_again(fake, damage):
-    entry = build.cubin("// a", ARCH)
+    entry = binaries.cubin("// a", ARCH)
     damage(entry)
-    assert build.cubin("// a", ARCH).read_text() == "// a"
+    assert binaries.cubin("// a", ARCH).read_text() == "// a"
     assert fake.calls == 2
-    build.cubin("// a", ARCH)
+    binaries.cubin("// a", ARCH)
     assert fake.calls == 2
 
 
 def test_the_key_holds_text_arch_and_headers(fake, tmp_path, monkeypatch):
     headers = tmp_path / "kernels_cu"
-    shutil.copytree(build.KERNELS, headers)
-    monkeypatch.setattr(build, "KERNELS", headers)
-    paths = {build.cubin("// a", ARCH), build.cubin("// b", ARCH), build.cubin("// a", "sm_80")}
-    before = build.fingerprint()
+    shutil.copytree(binaries.KERNELS, headers)
+    monkeypatch.setattr(binaries, "KERNELS", headers)
+    paths = {
+        binaries.cubin("// a", ARCH),
+        binaries.cubin("// b", ARCH),
+        binaries.cubin("// a", "sm_80"),
+    }
+    before = binaries.fingerprint()
     with (headers / "pointwise.cuh").open("a") as header:
         header.write("// changed\n")
-    paths.add(build.cubin("// a", ARCH))
+    paths.add(binaries.cubin("// a", ARCH))
     assert len(paths) == 4
-    assert build.fingerprint() != before
+    assert binaries.fingerprint() != before
 
 
 def test_the_key_holds_the_compilers_version(fake, tmp_path, monkeypatch):
-    before = build.cubin("// a", ARCH)
+    before = binaries.cubin("// a", ARCH)
     newer = tmp_path / "newer"
     newer.mkdir()
     (newer / "nvcc").write_text(fake.nvcc.read_text().replace("fake 1.0", "fake 1.1"))
     (newer / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", str(newer), prepend=os.pathsep)
-    assert build.cubin("// a", ARCH) != before
+    assert binaries.cubin("// a", ARCH) != before
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -127,7 +133,7 @@ def test_the_key_holds_the_compilers_version(fake, tmp_path, monkeypatch):
 
 def _build_at_once(barrier, results) -> None:
     barrier.wait()
-    paths = build.cubins([f"// {i}" for i in range(4)], ARCH)
+    paths = binaries.cubins([f"// {i}" for i in range(4)], ARCH)
     results.put([path.read_text() for path in paths])
 
 
@@ -145,7 +151,9 @@ def test_eight_processes_build_once(fake):
 
 
 def test_a_killed_build_harms_no_later_one(fake):
-    code = f"from fx_fuser import build; build.cubins(['// quick', '// SLOW'], {ARCH!r})"
+    code = (
+        f"from fx_fuser.native import binaries; binaries.cubins(['// quick', '// SLOW'], {ARCH!r})"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     deadline = time.monotonic() + 60
     while fake.calls < 2 and time.monotonic() < deadline:
@@ -155,7 +163,7 @@ def test_a_killed_build_harms_no_later_one(fake):
     assert fake.calls == 2
     assert leftovers(store.cache_dir())
 
-    assert build.cubin("// quick", ARCH).read_text() == "// quick"
+    assert binaries.cubin("// quick", ARCH).read_text() == "// quick"
     assert fake.calls == 3
     assert not leftovers(store.cache_dir())
 
@@ -163,9 +171,9 @@ def test_a_killed_build_harms_no_later_one(fake):
 @pytest.mark.parametrize("to_all", [False, True], ids=["to Python", "to all, as by ctrl-C"])
 def test_an_interrupted_build_leaves_nothing_behind(fake, to_all):
     code = f"""
-from fx_fuser import build
+from fx_fuser.native import binaries
 try:
-    build.cubins(['// quick', '// SLOW'], {ARCH!r})
+    binaries.cubins(['// quick', '// SLOW'], {ARCH!r})
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -182,7 +190,7 @@ except KeyboardInterrupt:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the compiler's
     assert not leftovers(store.cache_dir())
-    assert build.cubin("// quick", ARCH).read_text() == "// quick"
+    assert binaries.cubin("// quick", ARCH).read_text() == "// quick"
     assert fake.calls == 3
 
 
@@ -191,7 +199,7 @@ def test_two_threads_build_once(fake):
 
     def work():
         barrier.wait()
-        found.append(build.cubins([f"// {i}" for i in range(4)], ARCH))
+        found.append(binaries.cubins([f"// {i}" for i in range(4)], ARCH))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -205,7 +213,7 @@ def test_two_threads_build_once(fake):
 def test_a_build_does_not_wait_for_one_of_something_else(fake):
     """Nor does it take the other's folder for a leftover."""
     ours, *others = (
-        store._shard(build._cubin_job(text, ARCH, compilers.nvcc()))
+        store._shard(binaries._cubin_job(text, ARCH, compilers.nvcc()))
         for text in ("// ours", *map(str, range(100)))
     )
     other = next(shard for shard in others if shard != ours)
@@ -214,7 +222,7 @@ def test_a_build_does_not_wait_for_one_of_something_else(fake):
     under_way = folder / f"tmp-{other}-under-way"
     with store._locked(folder, [other]):
         under_way.mkdir()
-        assert build.cubin("// ours", ARCH).read_text() == "// ours"
+        assert binaries.cubin("// ours", ARCH).read_text() == "// ours"
         assert under_way.exists()
 
 
@@ -238,8 +246,8 @@ def test_the_folder_of_an_unusable_cache_outlives_a_forked_child(fake, tmp_path,
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "a_file/cache"))
     code = f"""
 import os, sys
-from fx_fuser import build
-path = build.cubin('// a', {ARCH!r})
+from fx_fuser.native import binaries
+path = binaries.cubin('// a', {ARCH!r})
 child = os.fork()
 if child == 0:
     sys.exit(0)
@@ -257,9 +265,9 @@ print(path)
 def test_an_unusable_cache_folder_costs_one_warning(fake, tmp_path, monkeypatch, caplog, folder):
     (tmp_path / "a_file").touch()
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / folder))
-    with caplog.at_level(logging.WARNING, logger="fx_fuser.store"):
-        first = build.cubin(f"// {folder}", ARCH)
-        build.cubin(f"// {folder} again", ARCH)
+    with caplog.at_level(logging.WARNING, logger="fx_fuser.native.store"):
+        first = binaries.cubin(f"// {folder}", ARCH)
+        binaries.cubin(f"// {folder} again", ARCH)
     assert first.read_text() == f"// {folder}"
     assert tmp_path not in first.parents
     assert len(caplog.records) == 1
@@ -293,9 +301,9 @@ def test_a_folder_that_cannot_be_written_to(
     monkeypatch.setattr(place, name, failing, raising=False)
     if everywhere:
         with pytest.raises(OSError, match=os.strerror(error)):
-            build.cubin(source, ARCH)
+            binaries.cubin(source, ARCH)
     else:
-        path = build.cubin(source, ARCH)
+        path = binaries.cubin(source, ARCH)
         assert path.read_text() == source and folder not in path.parents
     assert not folder.exists() or not leftovers(folder)
 
@@ -311,7 +319,7 @@ def test_a_new_folder_is_ones_own(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "new/cache"))
     old = os.umask(0o002)  # as of distributions whose users have groups of their own
     try:
-        entry = build.cubin("// a", ARCH)
+        entry = binaries.cubin("// a", ARCH)
     finally:
         os.umask(old)
     assert entry.parent.stat().st_mode & 0o777 == 0o700
@@ -320,39 +328,39 @@ def test_a_new_folder_is_ones_own(fake, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode, who", [(0o777, "everybody"), (0o770, "group")])
 def test_nothing_is_loaded_from_a_folder_that_others_may_write(fake, caplog, mode, who):
-    planted = build.cubin("// a", ARCH)
+    planted = binaries.cubin("// a", ARCH)
     planted.parent.chmod(mode)
     store._warn_untrusted.cache_clear()
     for _ in range(2):
-        made = build.cubin("// a", ARCH)
+        made = binaries.cubin("// a", ARCH)
         assert made.read_text() == "// a" and made.parent != planted.parent
     (said,) = warnings_in(caplog)
     assert f"nothing is loaded from {planted.parent}: {who}" in said and "chmod go-w" in said
 
 
 def test_nothing_is_loaded_from_a_folder_of_somebody_else(fake, caplog, monkeypatch):
-    planted = build.cubin("// a", ARCH)
+    planted = binaries.cubin("// a", ARCH)
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     store._warn_untrusted.cache_clear()
     if mine == 0:  # whom everybody trusts
         os.chown(planted.parent, 12345, -1)
-    made = build.cubin("// a", ARCH)
+    made = binaries.cubin("// a", ARCH)
     assert made.parent != planted.parent
     assert "it belongs to user" in warnings_in(caplog)[0]
 
 
 def test_a_file_that_others_may_write_is_made_again(fake, caplog):
-    entry = build.cubin("// a", ARCH)
+    entry = binaries.cubin("// a", ARCH)
     entry.chmod(0o666)
     store._warn_untrusted.cache_clear()
-    assert build.cubin("// a", ARCH) == entry
+    assert binaries.cubin("// a", ARCH) == entry
     assert fake.calls == 2 and store.distrust(entry) == ""
     assert f"nothing is loaded from {entry}: everybody may write to it" in warnings_in(caplog)[0]
 
 
 def test_it_is_shown_and_cleared(fake, capsys):
-    entry = build.cubin("// a", ARCH)
+    entry = binaries.cubin("// a", ARCH)
     (entry.parent / "plans").mkdir(exist_ok=True)
     (entry.parent / "plans/one.json").write_text("{}")
     (entry.parent / "notes.txt").write_text("not ours")
@@ -362,7 +370,7 @@ def test_it_is_shown_and_cleared(fake, capsys):
     assert cache.main(["--clear"]) == 0
     assert "removed 3 files" in capsys.readouterr().out
     assert not entry.exists() and (entry.parent / "notes.txt").exists()
-    assert build.cubin("// a", ARCH).read_text() == "// a" and fake.calls == 2
+    assert binaries.cubin("// a", ARCH).read_text() == "// a" and fake.calls == 2
 
 
 def test_there_may_be_nothing_to_show(monkeypatch, tmp_path, capsys):
@@ -375,8 +383,8 @@ def test_timings_make_the_folder_ones_own_too(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "new/cache"))
     old = os.umask(0)
     try:
-        timing._remember("a", [timing.Took(1.0, 2.0)])
+        timing._remember("a", [timing.Timing(1.0, 2.0)])
     finally:
         os.umask(old)
-    assert timing._recall("a") == [timing.Took(1.0, 2.0)]
+    assert timing._recall("a") == [timing.Timing(1.0, 2.0)]
     assert store.distrust(tmp_path / "new/cache") == ""

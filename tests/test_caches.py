@@ -18,7 +18,7 @@ from helpers import compiled, fused, leaf, linear_program, recorded
 import fx_fuser
 from fx_fuser import backend
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.pattern import trace
+from fx_fuser.graph.pattern import trace
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from toolchains import ARCH, FAKE_NVCC, SPILLING, FakeNvcc, needs_nvrtc, put_nvrtc
 
-from fx_fuser import build, compilers, store
+from fx_fuser import build
 from fx_fuser.errors import BuildError
-from fx_fuser.kernel_spec import POINTWISE
+from fx_fuser.native import binaries, compilers, store
+from fx_fuser.native.kernel_spec import POINTWISE
 
 # ---- which compiles ------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ def test_nvrtc_is_found(
 ):
     monkeypatch.setattr(torch.version, "cuda", None if for_cpu else f"{major}.4")
     put_nvrtc(fake_libnvrtc, tmp_path / libraries, tmp_path / include, major)
-    assert build.cubin("// a", ARCH).read_text() == "// a"
+    assert binaries.cubin("// a", ARCH).read_text() == "// a"
 
 
 def test_nvrtc_of_cuda_home_is_found(bare, fake_libnvrtc, tmp_path, monkeypatch):
@@ -65,14 +66,14 @@ def with_nvcc(monkeypatch, fake: FakeNvcc) -> None:
 def test_the_variable_chooses_and_nvrtc_is_the_default(fake, fake_nvrtc, monkeypatch, chosen):
     with_nvcc(monkeypatch, fake)
     monkeypatch.setenv("FX_FUSER_COMPILER", chosen)
-    build.cubin("// a", ARCH)
+    binaries.cubin("// a", ARCH)
     assert fake.calls == (chosen == "nvcc")
 
 
 def test_an_unknown_compiler_is_refused(fake_nvrtc, monkeypatch):
     monkeypatch.setenv("FX_FUSER_COMPILER", "clang")
     with pytest.raises(BuildError, match="FX_FUSER_COMPILER is 'clang'; set it to nvrtc or nvcc"):
-        build.cubin("// a", ARCH)
+        binaries.cubin("// a", ARCH)
 
 
 @pytest.mark.parametrize("other", [None, 12], ids=["missing", "of another version"])
@@ -80,8 +81,8 @@ def test_nvcc_stands_in_for_nvrtc(fake, bare, fake_libnvrtc, monkeypatch, caplog
     with_nvcc(monkeypatch, fake)
     if other is not None:
         put_nvrtc(fake_libnvrtc, bare / "cu13/lib", bare / "cu13/include", other)
-    with caplog.at_level(logging.INFO, "fx_fuser.compilers"):
-        build.cubin("// a", ARCH)
+    with caplog.at_level(logging.INFO, "fx_fuser.native.compilers"):
+        binaries.cubin("// a", ARCH)
     assert fake.calls == 1
     assert "nvcc compiles the kernels: NVRTC of CUDA 13" in caplog.text
 
@@ -94,7 +95,7 @@ def test_nvrtc_of_another_version_is_named(bare, fake_libnvrtc, tmp_path, monkey
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("FX_FUSER_COMPILER", "nvrtc")
     with pytest.raises(BuildError) as caught:
-        build.cubin("// a", ARCH)
+        binaries.cubin("// a", ARCH)
     text = str(caught.value)
     assert "NVRTC of CUDA 13, for which this torch was built, was found neither" in text
     assert f"only {other}; pip install 'nvidia-cuda-nvrtc==13.*'" in text
@@ -130,14 +131,14 @@ def test_cuda_home_is_searched(fake, tmp_path, monkeypatch):
 
 
 def test_the_key_holds_nvccs_version(fake, tmp_path, monkeypatch):
-    before = build.cubin("// a", ARCH)
+    before = binaries.cubin("// a", ARCH)
     newer = tmp_path / "newer"
     newer.mkdir()
     text = FAKE_NVCC.format(calls=fake.calls_file)
     (newer / "nvcc").write_text(text.replace("fake 1.0", "fake 1.1"))
     (newer / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", str(newer), prepend=os.pathsep)
-    assert build.cubin("// a", ARCH) != before
+    assert binaries.cubin("// a", ARCH) != before
 
 
 @pytest.mark.parametrize(
@@ -150,14 +151,14 @@ def test_the_key_holds_nvccs_version(fake, tmp_path, monkeypatch):
     ],
 )
 def test_the_key_holds_what_only_nvrtc_sees(fake_nvrtc, tmp_path, monkeypatch, changed):
-    shutil.copytree(build.KERNELS, tmp_path / "kernels_cu")
-    monkeypatch.setattr(build, "KERNELS", tmp_path / "kernels_cu")
-    before, fingerprint = build.cubin("// a", ARCH), build.fingerprint()
-    assert build.cubin("// a", ARCH) == before
+    shutil.copytree(binaries.KERNELS, tmp_path / "kernels_cu")
+    monkeypatch.setattr(binaries, "KERNELS", tmp_path / "kernels_cu")
+    before, fingerprint = binaries.cubin("// a", ARCH), binaries.fingerprint()
+    assert binaries.cubin("// a", ARCH) == before
     file = tmp_path / changed
     file.write_bytes((file if file.exists() else fake_nvrtc).read_bytes() + b"\n")
-    assert build.cubin("// a", ARCH) != before
-    assert (build.fingerprint() != fingerprint) == changed.startswith("kernels_cu")
+    assert binaries.cubin("// a", ARCH) != before
+    assert (binaries.fingerprint() != fingerprint) == changed.startswith("kernels_cu")
 
 
 @pytest.mark.parametrize(
@@ -171,18 +172,18 @@ def test_the_key_holds_what_only_nvrtc_sees(fake_nvrtc, tmp_path, monkeypatch, c
 def test_a_bad_source_fails_and_stays_out_of_the_cache(fake_nvrtc, text, says):
     for _ in range(2):
         with pytest.raises(BuildError, match=says):
-            build.cubin(text, ARCH)
+            binaries.cubin(text, ARCH)
     assert not list(store.cache_dir().glob("*.cubin"))
 
 
 def test_what_spills_is_compiled_again_with_few_registers(fake_nvrtc):
-    assert build.cubin("// SPILLS", ARCH).read_text() == "// SPILLS"
+    assert binaries.cubin("// SPILLS", ARCH).read_text() == "// SPILLS"
 
 
 def test_an_nvrtc_that_does_not_load_is_named(fake_nvrtc):
     fake_nvrtc.write_text("no library")
     with pytest.raises(BuildError, match=r"libnvrtc\.so\.13 does not load .*; reinstall NVRTC"):
-        build.cubin("// a", ARCH)
+        binaries.cubin("// a", ARCH)
 
 
 # ---- the real NVRTC ------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def real_nvrtc(tmp_path, monkeypatch):
 def test_nvrtc_compiles_for_every_architecture(real_nvrtc, arch):
     types = (torch.float32, torch.float16, torch.float16, torch.float32)
     spec = build.example(POINTWISE, "EveryFunction", 2, *types)
-    code = build.cubin(spec.text, arch).read_bytes()
+    code = binaries.cubin(spec.text, arch).read_bytes()
     assert code[:4] == b"\x7fELF"
     assert b"fx_fuser_pointwise_u32" in code and b"fx_fuser_pointwise_u64" in code
 
@@ -207,7 +208,7 @@ def test_nvrtc_compiles_for_every_architecture(real_nvrtc, arch):
 @needs_nvrtc
 def test_nvrtcs_log_tells_of_spills(real_nvrtc):
     with pytest.raises(BuildError, match=r"crowded spills registers .*; compile fewer"):
-        build.cubin(SPILLING, ARCH)
+        binaries.cubin(SPILLING, ARCH)
 
 
 # The sums are read before the product is waited for.
@@ -233,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(128, 1) hasty(float* out, uint64_t 
 @needs_nvrtc
 def test_nvrtcs_log_tells_of_serialised_products(real_nvrtc):
     with pytest.raises(BuildError, match="serialises its wgmma"):
-        build.cubin(SERIALISED, ARCH)
+        binaries.cubin(SERIALISED, ARCH)
 
 
 @needs_nvrtc
 def test_a_source_that_nvrtc_refuses_is_told_with_its_line(real_nvrtc):
     with pytest.raises(BuildError, match=r'\(2\): error: identifier "absent" is undefined'):
-        build.cubin("__device__ int f() {\n  return absent; }", ARCH)
+        binaries.cubin("__device__ int f() {\n  return absent; }", ARCH)

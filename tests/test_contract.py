@@ -8,9 +8,9 @@ import pytest
 import torch
 from toolchains import needs_compilers
 
-from fx_fuser import native, store
 from fx_fuser.errors import BuildError
-from fx_fuser.kernel_spec import MAX_NUMBERS, MAX_TENSORS
+from fx_fuser.native import launch, store
+from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 
 LINES = [
     "limit tensors 16",
@@ -30,18 +30,18 @@ def says(monkeypatch):
     ops["contract"] = SimpleNamespace(default=lambda: LINES)
     monkeypatch.setattr(torch.ops, "fx_fuser_native", SimpleNamespace(**ops), raising=False)
     for name in names:
-        monkeypatch.setattr(native, f"_{name}", None, raising=False)
-    monkeypatch.setattr(native, "_expected", None)
-    return lambda lines: native.expect(lambda: lines)
+        monkeypatch.setattr(launch, f"_{name}", None, raising=False)
+    monkeypatch.setattr(launch, "_expected", None)
+    return lambda lines: launch.expect(lambda: lines)
 
 
 def test_without_an_expectation_nothing_is_compared(says):
-    native._load_shim()
+    launch._load_shim()
 
 
 def test_the_order_of_lines_has_no_meaning(says):
     says(LINES[::-1])
-    native._load_shim()
+    launch._load_shim()
 
 
 @pytest.mark.parametrize("line", range(len(LINES)))
@@ -53,7 +53,7 @@ def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line)
     assert changed != LINES[line]
     says([*LINES[:line], changed, *LINES[line + 1 :]])
     with pytest.raises(BuildError) as caught:
-        native._load_shim()
+        launch._load_shim()
     text = str(caught.value)
     assert f"C++:    {LINES[line]}\n" in text and f"Python: {changed}\n" in text
     assert text.count("C++:") == 1
@@ -64,7 +64,7 @@ def test_a_line_that_one_side_lacks_is_named(says):
     more = "schema fx_fuser::one_more(Tensor x) -> Tensor"
     says([*LINES[1:], more])
     with pytest.raises(BuildError) as caught:
-        native._load_shim()
+        launch._load_shim()
     assert f"C++:    {LINES[0]}\n    Python: (nothing)" in str(caught.value)
     assert f"C++:    (nothing)\n    Python: {more}" in str(caught.value)
 
@@ -72,7 +72,7 @@ def test_a_line_that_one_side_lacks_is_named(says):
 @needs_compilers
 def test_the_real_shim_says_what_the_documented_schemas_are():
     """As torch prints them, were they parsed: names, types and their order."""
-    native._load_shim()
+    launch._load_shim()
     lines = torch.ops.fx_fuser_native.contract.default()
     assert f"limit tensors {MAX_TENSORS}" in lines and f"limit numbers {MAX_NUMBERS}" in lines
     assert set(LINES) <= set(lines)

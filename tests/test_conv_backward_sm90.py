@@ -22,10 +22,12 @@ from benchmarks import conv_backward_sm90
 from benchmarks.conv_sm90 import DTYPES, HALVES, NONE
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
-from fx_fuser import backend, build, native, ops
+from fx_fuser import backend
 from fx_fuser.anchors.conv2d import Conv2d
-from fx_fuser.epilogue import linear_backward, parse
-from fx_fuser.kernel_spec import CONV_DIRECT_BACKWARD
+from fx_fuser.graph.epilogue import linear_backward, parse
+from fx_fuser.native import binaries, launch
+from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD
+from fx_fuser.ops import library
 
 RING = 1024
 
@@ -38,10 +40,10 @@ RING = 1024
 @pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
 def test_pieces_cover_the_input(x, weight, padding, multiprocessors, x_bytes) -> None:
     cut = Cut(x, weight, padding, 0, x_bytes)
-    found = native.conv_direct_backward_cut(x, weight, padding, True, multiprocessors, x_bytes)
+    found = launch.conv_direct_backward_cut(x, weight, padding, True, multiprocessors, x_bytes)
     if cut.strips > 1:
         assert not found
-        assert native.conv_direct_backward_cut(x, weight, padding, False, x_bytes=x_bytes)
+        assert launch.conv_direct_backward_cut(x, weight, padding, False, x_bytes=x_bytes)
         return
     units, sample_units, pieces, piece_units, ahead, slots, shared, halo = found
     assert (units, sample_units) == (cut.units, cut.units_per_strip)
@@ -75,7 +77,7 @@ def test_pieces_cover_the_input(x, weight, padding, multiprocessors, x_bytes) ->
     ],
 )
 def test_refused(x, weight, with_input) -> None:
-    assert native.conv_direct_backward_cut(x, weight, NONE, with_input) == []
+    assert launch.conv_direct_backward_cut(x, weight, NONE, with_input) == []
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -122,8 +124,8 @@ def test_a_cpu_tensor_is_an_error() -> None:
     vector = torch.empty(1)
     spec = conv_backward_sm90.IDENTITY[torch.float32]
     arguments = (x, x, x, NONE, None, None, None, vector, vector, [], [])
-    with pytest.raises(build.BuildError, match="CUDA devices"):
-        native.conv_direct_backward(spec, *arguments)
+    with pytest.raises(binaries.BuildError, match="CUDA devices"):
+        launch.conv_direct_backward(spec, *arguments)
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------
@@ -186,7 +188,7 @@ class Scaled(nn.Module):
 def calls(monkeypatch):
     """Of each backward that was made: was it left to torch?"""
     found: list[bool] = []
-    bound, product = ops.FusedCall.bound_backward, Conv2d.product
+    bound, product = library.FusedCall.bound_backward, Conv2d.product
 
     def traced(*arguments):
         found.append(False)
@@ -196,7 +198,7 @@ def calls(monkeypatch):
         found[-1] = True
         return product(*arguments)
 
-    monkeypatch.setattr(ops.FusedCall, "bound_backward", traced)
+    monkeypatch.setattr(library.FusedCall, "bound_backward", traced)
     monkeypatch.setattr(Conv2d, "product", in_torch)
     return found
 
@@ -332,7 +334,7 @@ def test_steps_agree_bit_for_bit_on_streams_and_in_graphs(dtype) -> None:
 @gpu
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_what_the_kernels_do_not_take_goes_to_torch(training) -> None:
-    native.prepare([conv_backward_sm90.IDENTITY[torch.float32]], "cuda")  # registers the op, too
+    launch.prepare([conv_backward_sm90.IDENTITY[torch.float32]], "cuda")  # registers the op, too
     *front, _, _, _ = conv_args("s", torch.float32, training)
     vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
     dy = torch.randn(2, 4, 4, 6)

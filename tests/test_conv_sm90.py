@@ -15,8 +15,8 @@ from toolchains import needs_compilers
 from benchmarks import conv_sm90
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
-from fx_fuser import build, native
-from fx_fuser.kernel_spec import CONV_DIRECT
+from fx_fuser.native import binaries, launch
+from fx_fuser.native.kernel_spec import CONV_DIRECT
 
 CUTS = [
     # x, weight, [left, right, top, bottom]
@@ -43,7 +43,7 @@ class Cut:
     def __init__(
         self, x, weight, padding, out_bytes, x_bytes=4, multiprocessors=MULTIPROCESSORS
     ) -> None:
-        found = native.conv_direct_cut(
+        found = launch.conv_direct_cut(
             x, weight, padding, out_bytes, x_bytes=x_bytes, multiprocessors=multiprocessors
         )
         assert found
@@ -219,23 +219,23 @@ def test_steps_are_the_convolution(x, weight, padding) -> None:
     ],
 )
 def test_refused(x, weight, padding) -> None:
-    assert native.conv_direct_cut(x, weight, padding, 4) == []
+    assert launch.conv_direct_cut(x, weight, padding, 4) == []
 
 
 @needs_compilers
 def test_16_bits_may_have_more_taps() -> None:
     sizes = ((2, 8, 32, 32), (64, 8, 5, 5), (2, 2, 2, 2))
-    assert native.conv_direct_cut(*sizes, 2, x_bytes=2)
-    assert native.conv_direct_cut(*sizes, 4) == []
+    assert launch.conv_direct_cut(*sizes, 2, x_bytes=2)
+    assert launch.conv_direct_cut(*sizes, 4) == []
     larger = ((2, 8, 32, 32), (64, 8, 2, 13), (0, 0, 0, 0))
-    assert native.conv_direct_cut(*larger, 2, x_bytes=2) == []
+    assert launch.conv_direct_cut(*larger, 2, x_bytes=2) == []
 
 
 @needs_compilers
 def test_refused_for_its_operands() -> None:
     sizes = ((2, 8, 16, 16), (64, 8, 3, 3), (0, 0, 0, 0))
-    assert native.conv_direct_cut(*sizes, 4, operands=7)
-    assert native.conv_direct_cut(*sizes, 4, operands=8) == []
+    assert launch.conv_direct_cut(*sizes, 4, operands=7)
+    assert launch.conv_direct_cut(*sizes, 4, operands=8) == []
 
 
 @needs_compilers
@@ -262,8 +262,8 @@ def test_divisions_compile(tmp_path, monkeypatch, operands) -> None:
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
     spec = conv_sm90.IDENTITY.spec
-    with pytest.raises(build.BuildError, match="CUDA devices"):
-        native.conv_direct(spec, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
+    with pytest.raises(binaries.BuildError, match="CUDA devices"):
+        launch.conv_direct(spec, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

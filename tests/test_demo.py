@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import demo
-import fx_fuser.compilers
+import fx_fuser.native.compilers
 from benchmarks import measure
 from benchmarks.problems import PROBLEMS, Size
-from fx_fuser.compilers import Nvcc
 from fx_fuser.errors import BuildError
+from fx_fuser.native.compilers import Nvcc
 
 TINY = {
     "59": Size((64, 48, 2.0), (8, 64)),
@@ -121,11 +121,11 @@ def test_a_rival_that_does_not_work_is_named(
 
 def test_it_says_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = Nvcc(Path("/usr/bin/nvcc"), Path("/usr/bin/g++"), "13")
-    monkeypatch.setattr(fx_fuser.compilers, "of_kernels", lambda: nvcc)
+    monkeypatch.setattr(fx_fuser.native.compilers, "of_kernels", lambda: nvcc)
     assert kernel_compiler() == "nvcc, /usr/bin/nvcc"
 
     def missing() -> Any:
         raise BuildError("nvcc was found nowhere")
 
-    monkeypatch.setattr(fx_fuser.compilers, "of_kernels", missing)
+    monkeypatch.setattr(fx_fuser.native.compilers, "of_kernels", missing)
     assert kernel_compiler() == "none: nvcc was found nowhere"

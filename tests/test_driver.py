@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fx_fuser import build, compilers
+from fx_fuser.native import binaries, compilers
 
-HEADER = build.KERNELS / "shim_driver.h"
+HEADER = binaries.KERNELS / "shim_driver.h"
 # Ours, and cuda.h's.
 NUMBERS = {
     "kDeviceMultiprocessors": "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT",
@@ -82,7 +82,7 @@ def test_it_is_as_in_cuda_h(tmp_path: Path) -> None:
     source.write_text(checks())
     torch_headers = Path(torch.__file__).parent / "include"
     command = ["g++", "-std=c++17", "-fsyntax-only", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    folders = ["-I", build.KERNELS, "-isystem", torch_headers, "-isystem", include]
+    folders = ["-I", binaries.KERNELS, "-isystem", torch_headers, "-isystem", include]
     done = subprocess.run(
         [*command, *map(str, folders), str(source)], capture_output=True, text=True
     )

@@ -10,7 +10,7 @@ import torch
 from helpers import MUL, check, compiled, fused, leaf, linear_program
 from torch import Tensor
 
-from fx_fuser.einsum import Product, classify
+from fx_fuser.graph.einsum import Product, classify
 
 PRODUCTS: dict[str, tuple[str, int, int]] = {
     "ik,kj->ij": ("matmul", 2, 2),

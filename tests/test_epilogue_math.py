@@ -19,9 +19,9 @@ from epilogues import ATTRS, FORMS, every_step
 from toolchains import needs_compilers
 from torch import Tensor
 
-from fx_fuser import build, compilers, native
-from fx_fuser.epilogue import OPS, Epilogue, Step, evaluate, kernel_spec
-from fx_fuser.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
+from fx_fuser.graph.epilogue import OPS, Epilogue, Step, evaluate, kernel_spec
+from fx_fuser.native import binaries, compilers, launch
+from fx_fuser.native.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
 
 CUDA_HEADERS = compilers.DEFAULT_CUDA_HOME / "include"
 needs_host = pytest.mark.skipif(
@@ -153,7 +153,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Non
                 )
             )  # fmt: skip
     (folder / "ops.cpp").write_text("\n".join(lines))
-    include = [f"-I{build.KERNELS}", f"-I{CUDA_HEADERS}"]
+    include = [f"-I{binaries.KERNELS}", f"-I{CUDA_HEADERS}"]
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *include]
     subprocess.run([*command, "ops.cpp", "-o", "ops.so"], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "ops.so"))
@@ -213,7 +213,7 @@ def _all_at_once(dtype: torch.dtype) -> KernelSpec:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_ops_compile_in_one_kernel(arch: str, dtype: torch.dtype) -> None:
     """Without a spill: `build.cubin` raises on one."""
-    assert build.cubin(_all_at_once(dtype).text, arch).stat().st_size > 0
+    assert binaries.cubin(_all_at_once(dtype).text, arch).stat().st_size > 0
 
 
 @needs_compilers
@@ -221,7 +221,7 @@ def test_all_ops_compile_in_one_kernel(arch: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("op", ["sin", "erfc", "mish", "elu", "lerp", "addcdiv", "logsigmoid"])
 def test_the_costliest_ops_fit_the_split_products_epilogue(op: str) -> None:
     spec = _spec(next(every_step(op)), torch.float32, LINEAR_SPLIT)
-    assert build.cubin(spec.text, "sm_90a").stat().st_size > 0
+    assert binaries.cubin(spec.text, "sm_90a").stat().st_size > 0
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_the_costliest_ops_fit_the_split_products_epilogue(op: str) -> None:
 @pytest.fixture(scope="module")
 def prepared() -> None:
     """All kernels, built side by side."""
-    native.prepare([_spec(STEPS[text], dtype) for text, dtype in CASES], torch.device("cuda"))
+    launch.prepare([_spec(STEPS[text], dtype) for text, dtype in CASES], torch.device("cuda"))
 
 
 @pytest.mark.gpu
@@ -243,5 +243,5 @@ def test_an_op_on_the_gpu_is_torchs(text: str, dtype: torch.dtype) -> None:
     tensors = [v for v in values.values() if isinstance(v, Tensor)]
     out = torch.full_like(tensors[0], 7.0)
     numbers = [v for n, v in values.items() if n[0] == "s"]
-    native.pointwise(_spec(step, dtype), out, tensors, numbers)
+    launch.pointwise(_spec(step, dtype), out, tensors, numbers)
     _check(step, out, values, len(_specials(dtype)))

@@ -13,10 +13,11 @@ from kernel_text import epilogue_of
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend, spell
-from fx_fuser.epilogue import OPS
-from fx_fuser.spell import rule_of
-from fx_fuser.view import View
+from fx_fuser import backend
+from fx_fuser.graph import canonical
+from fx_fuser.graph.canonical import rule_of
+from fx_fuser.graph.epilogue import OPS
+from fx_fuser.graph.view import View
 
 Tail = Callable[[Tensor], Tensor]
 
@@ -192,8 +193,8 @@ def test_what_only_may_be_an_op_is_none(name: str) -> None:
 
 
 def test_no_function_stands_for_two_ops() -> None:
-    for rule, targets in spell._RULES:
-        assert all(spell._RULE_OF[target] is rule for target in targets)
+    for rule, targets in canonical._RULES:
+        assert all(canonical._RULE_OF[target] is rule for target in targets)
 
 
 # ---- what is dropped in training stays random ----------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.epilogue import (
+from fx_fuser.graph.epilogue import (
     OPS,
     Epilogue,
     Step,

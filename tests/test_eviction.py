@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fx_fuser import eviction, store
-from fx_fuser.jobs import Job
+from fx_fuser.native import eviction, store
+from fx_fuser.native.jobs import Job
 
 HOUR = 3600
 

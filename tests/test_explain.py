@@ -221,9 +221,9 @@ def test_counters_count_each_site_of_each_graph() -> None:
 
 
 def test_the_log(caplog: Any) -> None:
-    with caplog.at_level(logging.INFO, logger="fx_fuser.report"):
+    with caplog.at_level(logging.INFO, logger="fx_fuser.report.report"):
         fused_compile(Gated())(*_inputs())
-    lines = [r.getMessage() for r in caplog.records if r.name == "fx_fuser.report"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "fx_fuser.report.report"]
     assert lines[0] == f"fused {MUL_MUL} at {_line_of('fused = y * 2.0')}"
     where = _line_of("gate = torch.sigmoid(w)")
     assert lines[1].startswith(f"refused {MUL_ADD} at {where}: ") and "used by" in lines[1]

@@ -28,7 +28,10 @@ from test_faults import (
 )
 from torch import Tensor
 
-from fx_fuser import backend, build, gate, plan, rewrite
+from fx_fuser import backend
+from fx_fuser.graph import rewrite
+from fx_fuser.native import binaries
+from fx_fuser.planning import gate, plan
 
 GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplied by
 
@@ -42,7 +45,7 @@ GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplie
         (plan, "_build_kernels", False),
         (plan, "_build_kernels", True),
         (rewrite, "_erase", True),
-        (build, "fingerprint", True),
+        (binaries, "fingerprint", True),
     ],
     ids=["matching", "growing", "gate", "building", "building all", "rewriting", "compiling"],
 )

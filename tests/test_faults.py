@@ -30,8 +30,12 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import apply, backend, build, calls, checks, ops, plan, rewrite, store
+from fx_fuser import backend
+from fx_fuser.graph import rewrite
+from fx_fuser.native import binaries, store
+from fx_fuser.ops import apply, calls, checks, library
 from fx_fuser.options import Options
+from fx_fuser.planning import plan
 
 
 class Boom(Exception):
@@ -67,10 +71,10 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the second rewrite": (rewrite, "_insert", _after(1, rewrite._insert)),
     "erasing after the call is in": (rewrite, "_erase", _raises),
     "kernels": (plan, "_build_kernels", _raises),
-    "the cache tag": (build, "fingerprint", _raises),
+    "the cache tag": (binaries, "fingerprint", _raises),
     "the report": (fx_fuser.Report, "publish", _raises),
     "the epilogue": (apply, "in_torch", _raises),
-    "the anchor": (ops.ANCHORS["linear"], "product_like", _raises),
+    "the anchor": (library.ANCHORS["linear"], "product_like", _raises),
 }
 
 
@@ -314,7 +318,7 @@ def test_a_source_that_nvrtc_refuses_costs_one_warning(
     fake_nvrtc: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        plan, "_build_kernels", lambda *_: build.cubins(["// a", "// BROKEN"], ARCH)
+        plan, "_build_kernels", lambda *_: binaries.cubins(["// a", "// BROKEN"], ARCH)
     )
     model, x = ThreePatterns().eval(), images()
     with _our_warnings() as messages:
@@ -328,7 +332,7 @@ def test_a_truncated_cubin_is_compiled_again(
 ) -> None:
     built: list[Path] = []
     monkeypatch.setattr(
-        plan, "_build_kernels", lambda *_: built.extend(build.cubins(["// a", "// b"], ARCH))
+        plan, "_build_kernels", lambda *_: built.extend(binaries.cubins(["// a", "// b"], ARCH))
     )
     model, x = ThreePatterns().eval(), images()
     _compile(model, strict=True)(x)
@@ -344,7 +348,7 @@ def test_a_truncated_cubin_is_compiled_again(
 @pytest.fixture
 def builds(fake: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
     """Each compilation builds something, as on a GPU, with a stand-in for nvcc."""
-    monkeypatch.setattr(plan, "_build_kernels", lambda *_: build.cubin("// a", ARCH))
+    monkeypatch.setattr(plan, "_build_kernels", lambda *_: binaries.cubin("// a", ARCH))
     return fake
 
 
@@ -378,7 +382,7 @@ def test_a_cache_that_cannot_be_written_to(
         right(target, jobs)
 
     monkeypatch.setattr(store, "_build", failing)
-    monkeypatch.setattr(plan, "_build_kernels", lambda *_: build.cubin(f"// {error}", ARCH))
+    monkeypatch.setattr(plan, "_build_kernels", lambda *_: binaries.cubin(f"// {error}", ARCH))
     if everywhere:
         shutil.rmtree(store._fallback_dir())
     model, x = ThreePatterns().eval(), images()
@@ -414,7 +418,7 @@ def test_out_of_memory_inside_an_op_is_the_users_to_catch(
     run = fused_compile(model, inner=inner)
     run(x).sum()
     with monkeypatch.context() as patch:
-        patch.setattr(ops.ANCHORS["linear"], op, full)
+        patch.setattr(library.ANCHORS["linear"], op, full)
         with pytest.raises(torch.OutOfMemoryError, match=r"^Tried to allocate 2 GiB"):
             run(x).sum().backward()
     model.zero_grad()

@@ -15,8 +15,9 @@ from torch import nn
 from writer import Draw, NoSpelling
 
 import fx_fuser
-from fx_fuser import backend, checks
-from fx_fuser.epilogue import OPS
+from fx_fuser import backend
+from fx_fuser.graph.epilogue import OPS
+from fx_fuser.ops import checks
 
 SECONDS = 3  # a test; there are four
 

@@ -18,8 +18,9 @@ import fx_fuser
 from benchmarks import measure
 from benchmarks.measure import float32_settings
 from benchmarks.problems import PROBLEMS
-from fx_fuser import native, timing
 from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.native import launch
+from fx_fuser.planning import timing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -365,7 +366,7 @@ def test_a_host_that_slows_down_is_no_time_of_the_gpus() -> None:
             time.sleep(2e-3)
         return x + 1
 
-    ways = [timing.Way(slowing), timing.Way(lambda: x + 1)]
+    ways = [timing.Candidate(slowing), timing.Candidate(lambda: x + 1)]
     slow, prompt = (took.gpu for took in timing.times_of(ways, torch.device("cuda", 0)))
     assert abs(slow - prompt) <= 0.3 * prompt + 5e-3
 
@@ -375,7 +376,7 @@ def test_a_turned_product_is_made_in_parts() -> None:
     """Of rows that are split in little memory, the last part smaller than the others."""
     torch.manual_seed(7)
     dz, x = torch.randn(1024, 5000, device="cuda"), torch.randn(1024, 8192, device="cuda")
-    native.prepare([PRODUCT_ALONE], "cuda")
+    launch.prepare([PRODUCT_ALONE], "cuda")
     kernel = PRODUCT_ALONE.name
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fx_fuser
-from fx_fuser import backend, calls, checks, gate, grow, match, plan, rehearse, sites
+from fx_fuser import backend
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.bind import Bound, bind
 from fx_fuser.errors import OptionError
-from fx_fuser.match import Match
+from fx_fuser.graph import grow, match, sites
+from fx_fuser.graph.bind import Bound, bind
+from fx_fuser.graph.match import Match
+from fx_fuser.ops import calls, checks
 from fx_fuser.options import Options
+from fx_fuser.planning import gate, plan, rehearse
 
 OPTIONS = Options(cpu_ops=True, strict=True, **{**GROWTH, "patterns": ()})
 

@@ -10,7 +10,7 @@ from test_gpu import assert_as_exact_as_eager
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fx_fuser import products
+from fx_fuser.passes import products
 
 ALWAYS = {"plan": "always", "auto": True}
 

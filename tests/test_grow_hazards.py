@@ -28,8 +28,9 @@ from test_hazards import TRAPS, attempt, forward_ad_closed  # noqa: F401
 from test_refused_writes import IN_PLACE, OPERAND_WRITES, STATISTICS, WRITES, bump
 from torch import Tensor, nn
 
-from fx_fuser import backend, checks
-from fx_fuser.match import Fault
+from fx_fuser import backend
+from fx_fuser.graph.match import Fault
+from fx_fuser.ops import checks
 
 NOTHING: list[str] = []
 ALONE = [""]

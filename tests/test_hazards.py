@@ -42,7 +42,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import backend, build, calls, checks, kernel_spec, options, view
+from fx_fuser import backend, options
+from fx_fuser.graph import view
+from fx_fuser.native import binaries, kernel_spec
+from fx_fuser.ops import calls, checks
 
 
 @dataclass
@@ -352,9 +355,9 @@ def test_editing_a_source_changes_the_cache_tag(
     edited: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "fx_fuser"
-    shutil.copytree(build.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(build, "PACKAGE", package)
-    monkeypatch.setattr(build, "KERNELS", package / "kernels_cu")
+    shutil.copytree(binaries.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(binaries, "PACKAGE", package)
+    monkeypatch.setattr(binaries, "KERNELS", package / "kernels_cu")
     before = backend._cache_tag()
     file = package / edited
     if file.is_dir():

@@ -8,8 +8,8 @@ from sm90 import check_compiles, gpu
 from toolchains import needs_compilers
 
 from benchmarks import linear_sm90
-from fx_fuser import build, native
-from fx_fuser.kernel_spec import LINEAR_SPLIT
+from fx_fuser.native import binaries, launch
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 
 # ---- without a GPU -------------------------------------------------------------------------------
 
@@ -26,8 +26,8 @@ def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, o
 @needs_compilers
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(4, 8)
-    with pytest.raises(build.BuildError, match="CUDA devices"):
-        native.linear_split(linear_sm90.IDENTITY.spec, x, x, None, torch.empty(4, 4), None, [], [])
+    with pytest.raises(binaries.BuildError, match="CUDA devices"):
+        launch.linear_split(linear_sm90.IDENTITY.spec, x, x, None, torch.empty(4, 4), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import fx_fuser
 from benchmarks.big_nets import NETS
 from benchmarks.whole_net import Case
-from fx_fuser import masks
-from fx_fuser.report import Report
+from fx_fuser.passes import masks
+from fx_fuser.report.report import Report
 
 S = 6  # positions
 

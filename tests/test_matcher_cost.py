@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fx_fuser import backend, checks, match, nodes, view
+from fx_fuser import backend
+from fx_fuser.graph import match, nodes, view
+from fx_fuser.ops import checks
 from fx_fuser.options import Options
 
 OPTIONS = Options(cpu_ops=True, strict=True, auto=False)

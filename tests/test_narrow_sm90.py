@@ -16,8 +16,9 @@ from torch._dynamo.utils import counters
 from benchmarks import narrow_sm90
 from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
-from fx_fuser import build, products
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
+from fx_fuser.native import binaries
+from fx_fuser.passes import products
 
 # ---- without a GPU -------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, specs, dtype
 ) -> None:
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
-    assert build.cubin(specs[dtype].text, "sm_90a").stat().st_size > 0
+    assert binaries.cubin(specs[dtype].text, "sm_90a").stat().st_size > 0
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])

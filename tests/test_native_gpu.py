@@ -19,9 +19,9 @@ from native_cases import (
     whole_numbers,
 )
 
-from fx_fuser import native
 from fx_fuser.build import example
-from fx_fuser.kernel_spec import POINTWISE, KernelSpec
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def prepared():
     pairs |= {(torch.bfloat16, operand) for operand in INTEGERS}
     specs = [weighted_sum(dtype, dtype, operand) for dtype, operand in pairs]
     specs += [weighted_sum(dtype, operand, dtype) for dtype, operand in pairs]
-    native.prepare(specs, DEVICE)
+    launch.prepare(specs, DEVICE)
 
 
 # ---- pointwise: which element meets which --------------------------------------------------------
@@ -106,7 +106,7 @@ def test_side_stream():
         torch.cuda._sleep(20_000_000)
         late.add_(1)  # a launch on another stream would read late before this
         out = torch.empty_like(x)
-        native.pointwise(spec, out, [late, late], [2.0])
+        launch.pointwise(spec, out, [late, late], [2.0])
     stream.synchronize()
     assert torch.equal(out, 3 * (x + 1) + 2)
 
@@ -115,11 +115,11 @@ def test_cuda_graph():
     x = whole_numbers([4, 8, 7, 7], torch.float32)
     out = torch.empty_like(x)
     spec = weighted_sum(torch.float32, torch.float32, torch.float32)
-    native.batch_stats(x)
+    launch.batch_stats(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        native.pointwise(spec, out, [x, x], [2.0])
-        mean, variance = native.batch_stats(out)
+        launch.pointwise(spec, out, [x, x], [2.0])
+        mean, variance = launch.batch_stats(out)
     x.copy_(whole_numbers(x.shape, torch.float32, 5))
     graph.replay()
     assert torch.equal(out, 3 * x + 2)
@@ -132,7 +132,7 @@ def test_cuda_graph():
 def test_another_device_than_the_current():
     x = whole_numbers([100], torch.float32).to("cuda:1")
     out = torch.empty_like(x)
-    native.pointwise(weighted_sum(x.dtype, x.dtype, x.dtype), out, [x, x], [2.0])
+    launch.pointwise(weighted_sum(x.dtype, x.dtype, x.dtype), out, [x, x], [2.0])
     assert torch.cuda.current_device() == 0
     assert torch.equal(out, 3 * x + 2)
 
@@ -152,7 +152,7 @@ def test_more_than_two_billion_elements(anchor):
     else:
         first = pattern
     spec = weighted_sum(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    native.pointwise(spec, out, [first, row], [2.0])
+    launch.pointwise(spec, out, [first, row], [2.0])
     for start in range(0, rows, 65536):
         part = slice(start, start + 65536)
         assert torch.equal(out[part], pattern + 2 * row[part] + 2)
@@ -201,7 +201,7 @@ def test_values(name, dtype):
     spec = example(POINTWISE, name, len(scalars), wide, *[dtype] * (count + 1))
     inputs = [values((64, 1000), dtype, 0), *(values((1000,), dtype, i) for i in range(1, count))]
     out, check_guards = guarded_like(inputs[0])
-    native.pointwise(spec, out, inputs, scalars)
+    launch.pointwise(spec, out, inputs, scalars)
     check_guards()
     # What the arithmetic and the one rounding at the end may do to a result.
     acc_eps = torch.finfo(wide).eps
@@ -260,10 +260,10 @@ def test_arithmetic_is_torchs_bit_for_bit(dtype):
         ("mul(in[0], scalar[0])", lambda: z * number),
     )
     specs = [of_two(f"math::{body}", dtype) for body, _ in bodies]
-    native.prepare(specs, DEVICE)
+    launch.prepare(specs, DEVICE)
     for spec, (body, expected) in zip(specs, bodies):
         out = torch.empty_like(z)
-        native.pointwise(spec, out, [z, y], [2.0] * spec.scalars)
+        launch.pointwise(spec, out, [z, y], [2.0] * spec.scalars)
         wrong = (out != expected()) & ~(out.isnan() & expected().isnan())
         assert not wrong.any(), (body, out[wrong][:4], expected()[wrong][:4])
 
@@ -275,12 +275,12 @@ def test_sigmoid_and_silu_of_every_magnitude():
     z, scale = z.to(DEVICE), torch.full([], 1e38, device=DEVICE)
     for body, function, bound in (("sigmoid", torch.sigmoid, 2), ("silu", F.silu, 3)):
         out, expected = torch.empty_like(z), function(z)
-        native.pointwise(of_two(f"math::{body}(in[0])"), out, [z, scale], [])
+        launch.pointwise(of_two(f"math::{body}(in[0])"), out, [z, scale], [])
         assert torch.equal(out.isnan(), expected.isnan())
         number = ~expected.isnan()
         ulps = (out[number].view(torch.int32) - expected[number].view(torch.int32)).abs()
         assert ulps.max() <= bound, (body, z[number][ulps.argmax()])  # of one sign, bits count ulps
-        native.pointwise(of_two(f"math::mul(math::{body}(in[0]), in[1])"), out, [z, scale], [])
+        launch.pointwise(of_two(f"math::mul(math::{body}(in[0]), in[1])"), out, [z, scale], [])
         far = {"rtol": 2e-6, "atol": 2**-148 * scale.item()}
         torch.testing.assert_close(out, expected * scale, equal_nan=True, **far)
 
@@ -300,7 +300,7 @@ def test_nan_and_infinity():
         ("math::where(in[0], in[1], in[0])", lambda z, y: torch.where(z != 0, y, z)),
     ):
         out = torch.empty_like(z)
-        native.pointwise(of_two(body), out, [z, y], [])
+        launch.pointwise(of_two(body), out, [z, y], [])
         torch.testing.assert_close(out, function(z, y), equal_nan=True, msg=lambda m, b=body: b + m)
 
 
@@ -326,7 +326,7 @@ def test_refusals(change, says):
     out, x, y = (whole_numbers([8, 8], torch.float32, i) for i in range(3))
     spec = weighted_sum(torch.float32, torch.float32, torch.float32)
     with pytest.raises(RuntimeError, match=says):
-        native.pointwise(spec, *change(out, x, y))
+        launch.pointwise(spec, *change(out, x, y))
 
 
 # ---- batch statistics ----------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_batch_stats_of_a_constant_are_exact():
         for shape in ((8, 3, 31, 33), (2, 64, 126, 126)):
             x = stats_data("constant", shape, dtype)
             for layout in (torch.contiguous_format, torch.channels_last):
-                mean, variance = native.batch_stats(x.to(memory_format=layout))
+                mean, variance = launch.batch_stats(x.to(memory_format=layout))
                 assert (mean == x[0, 0, 0, 0]).all()
                 assert (variance == 0).all()
 
@@ -366,20 +366,20 @@ def test_batch_stats_against_cancellation():
     What is left to us is the rounding of group means, half an ulp of 1e4 = 5e-4 each, at random.
     """
     x = stats_data("large mean", (128, 8, 63, 65), torch.float32)
-    _, variance = native.batch_stats(x)
+    _, variance = launch.batch_stats(x)
     exact = x.double().var((0, 2, 3), correction=0)
     torch.testing.assert_close(variance.double(), exact, rtol=5e-5, atol=0)
 
 
 def test_batch_stats_of_nothing_is_nan():
-    mean, variance = native.batch_stats(torch.empty(0, 3, 4, 4, device=DEVICE))
+    mean, variance = launch.batch_stats(torch.empty(0, 3, 4, 4, device=DEVICE))
     assert mean.isnan().all() and variance.isnan().all()
 
 
 def test_batch_stats_of_nan_and_infinity():
     x = stats_data("normal", (2, 3, 9, 9), torch.float32)
     x[0, 0, 0, 0], x[0, 1, 0, 0] = float("nan"), float("inf")
-    mean, variance = native.batch_stats(x)
+    mean, variance = launch.batch_stats(x)
     assert mean[0].isnan() and variance[0].isnan()
     assert not mean[1].isfinite() and variance[1].isnan()
     assert mean[2].isfinite() and variance[2].isfinite()
@@ -391,7 +391,7 @@ def test_batch_stats_of_more_than_two_billion_elements():
         pytest.skip("not enough memory")
     x = torch.ones(3, 1, 32771, 32768, dtype=torch.bfloat16, device=DEVICE)
     x[2, 0, -1] = 5.0
-    mean, variance = native.batch_stats(x)
+    mean, variance = launch.batch_stats(x)
     share = 1 / (3 * 32771)
     torch.testing.assert_close(mean.item(), 1 + 4 * share, rtol=1e-6, atol=0)
     torch.testing.assert_close(variance.item(), 16 * share * (1 - share), rtol=1e-5, atol=0)

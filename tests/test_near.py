@@ -15,7 +15,8 @@ from helpers import conv_program, linear_program
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import Report, SiteReport, near
+from fx_fuser import Report, SiteReport
+from fx_fuser.graph import near_misses
 
 
 class TwoAndSix(nn.Module):
@@ -414,7 +415,7 @@ def test_an_error_while_explaining_loses_no_fusion(monkeypatch: pytest.MonkeyPat
 def test_supposing_leaves_the_reading_as_it_was() -> None:
     """The readers of the real graph are not those of the supposed ones."""
     seen: list[tuple[Any, ...]] = []
-    original = near.near_miss
+    original = near_misses.near_miss
 
     def spy(view: Any, *rest: Any) -> Any:
         before = {n: list(r) for n, r in view.readers.items()}, list(view.nodes), dict(view.order)

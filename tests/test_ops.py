@@ -12,8 +12,9 @@ from toolchains import needs_compilers
 from torch import Tensor
 from torch.library import opcheck
 
-from fx_fuser import native, ops
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.native import launch as native
+from fx_fuser.ops import library
 
 F64, F32 = torch.float64, torch.float32
 NORM = "conv2d_batchnorm"
@@ -216,7 +217,7 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
 def test_the_shim_is_told_the_leaves_in_their_order(training: bool) -> None:
     """A kernel's text has them in that of `leaves`; the shim compares its own with `contract` when
     it is loaded, and leaves out the bias in training."""
-    (line,) = (line for line in ops.contract() if line.startswith("leaves "))
+    (line,) = (line for line in library.contract() if line.startswith("leaves "))
     anchor = ANCHORS["conv2d_batchnorm"]
     vectors = {n: torch.ones(4) for n in anchor.operands[2:]}
     products = (torch.ones(2, 4, 3, 3), torch.ones(4), torch.ones(4))
@@ -227,7 +228,7 @@ def test_the_shim_is_told_the_leaves_in_their_order(training: bool) -> None:
 
 
 def test_the_shim_is_told_the_places_of_the_operands() -> None:
-    (line,) = (line for line in ops.contract() if line.startswith("places "))
+    (line,) = (line for line in library.contract() if line.startswith("places "))
     told = line.split()[1:]
     names = ANCHORS["conv2d_batchnorm"].operands
     assert dict(zip(told[::2], map(int, told[1::2]))) == {

@@ -14,9 +14,10 @@ from helpers import ADD, CONV, MUL, Program, check, compiled, fused, leaf
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import PatternError, backend, nodes
-from fx_fuser.epilogue import MAX_STEPS, parse
-from fx_fuser.spell import _div, meaning
+from fx_fuser import PatternError, backend
+from fx_fuser.graph import nodes
+from fx_fuser.graph.canonical import _div, meaning
+from fx_fuser.graph.epilogue import MAX_STEPS, parse
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])

@@ -15,10 +15,11 @@ from toolchains import needs_compilers
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import PatternError, backend, build
+from fx_fuser import PatternError, backend
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.pattern import trace
-from fx_fuser.sites import ANCHOR_NAMES
+from fx_fuser.graph.pattern import trace
+from fx_fuser.graph.sites import ANCHOR_NAMES
+from fx_fuser.native import binaries
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 
@@ -213,7 +214,7 @@ def test_cuda_source_compiles(case: Any) -> None:
     text = text_of(source, dtypes, **config)
     op = {"tanh_mul": "tanh", "gelu_add": "gelu", "norm_clamp": "minimum"}[source.__name__]
     assert f"math::{op}(" in text
-    assert build.cubin(text, "sm_80").read_bytes()[:4] == b"\x7fELF"
+    assert binaries.cubin(text, "sm_80").read_bytes()[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("kinds", ["zs", "ts", "tt", "st", "zt", "tz", "zz", "ss"])

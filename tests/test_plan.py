@@ -14,14 +14,17 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import apply, calls, native, ops, plan, rehearse, timing
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
-from fx_fuser.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, KernelSpec
-from fx_fuser.match import Match, Refusal
+from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, KernelSpec
+from fx_fuser.ops import apply, calls
+from fx_fuser.ops import library as ops
 from fx_fuser.options import Options
-from fx_fuser.plan import Plan
-from fx_fuser.timing import Took
+from fx_fuser.planning import plan, rehearse, timing
+from fx_fuser.planning.plan import Plan
+from fx_fuser.planning.timing import Timing
 
 GPU = torch.device("cuda", 0)
 LIBRARY = {"product": "library", "backward": "library", "again": False}
@@ -65,16 +68,16 @@ def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """As if the matches were on a Hopper GPU whose times are given."""
-    times: list[list[Took] | None] = [[Took(1.0), Took(0.5)]]
+    times: list[list[Timing] | None] = [[Timing(1.0), Timing(0.5)]]
     monkeypatch.setattr(plan, "device_of", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
-    monkeypatch.setattr(native, "runs_on", lambda *_: True)
+    monkeypatch.setattr(launch, "runs_on", lambda *_: True)
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])
     precision = torch.backends.cuda.matmul.fp32_precision
 
-    def give(*found: float | Took | None) -> None:
+    def give(*found: float | Timing | None) -> None:
         """Milliseconds of the GPU; None: it had no memory."""
-        made = [took if isinstance(took, Took) else Took(took) for took in found if took]
+        made = [took if isinstance(took, Timing) else Timing(took) for took in found if took]
         times[0] = made or None
 
     yield give
@@ -161,7 +164,7 @@ def test_what_was_not_rehearsed_is_not_taken(
 def keys_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     keys: list[str] = []
     monkeypatch.setattr(
-        timing, "medians", lambda key, *_: keys.append(repr(key)) or [Took(1.0), Took(0.5)]
+        timing, "medians", lambda key, *_: keys.append(repr(key)) or [Timing(1.0), Timing(0.5)]
     )
     return keys
 
@@ -269,7 +272,7 @@ def test_a_product_that_does_not_compile_is_no_choice(
     match = match_of(swish, *linear_tensors())
     on_gpu(1.0, 0.1)
     monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
-    monkeypatch.setattr(native, "prepare", prepare)
+    monkeypatch.setattr(launch, "prepare", prepare)
     if strict:
         with pytest.raises(BuildError, match="it spills"):
             decide(match, strict=True)
@@ -282,7 +285,7 @@ def test_a_product_that_does_not_compile_is_no_choice(
     def nothing_compiles(specs: Sequence[KernelSpec], device: torch.device) -> None:
         raise BuildError("no compiler")
 
-    monkeypatch.setattr(native, "prepare", nothing_compiles)
+    monkeypatch.setattr(launch, "prepare", nothing_compiles)
     with pytest.warns(UserWarning, match="no compiler; please report"):
         decision = decide(match)
     assert isinstance(decision, Refusal) and decision.failed
@@ -363,19 +366,19 @@ def test_exactness_that_torchs_settings_would_not_give_is_fused_always(
 
 
 @pytest.mark.parametrize(
-    "lying, turned, product", [(0.5, 0.99, None), (0.99, 0.5, None), (0.99, 0.99, "direct")]
+    "lying, channels_last, product", [(0.5, 0.99, None), (0.99, 0.5, None), (0.99, 0.99, "direct")]
 )
 def test_where_cudnn_may_take_tf32_that_is_a_rival(
-    match_of: Any, on_gpu: Any, lying: float, turned: float, product: str | None
+    match_of: Any, on_gpu: Any, lying: float, channels_last: float, product: str | None
 ) -> None:
     """It is the default, and what the untouched model runs in."""
-    on_gpu(1.0, 0.9, lying, turned)
+    on_gpu(1.0, 0.9, lying, channels_last)
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     decision = decide(match)
     assert getattr(decision, "choices", {"product": None})["product"] == product
     assert product or "'fp32': 'split'" in decision.help
     note = "library 1 ms, direct 0.9 ms, in TF32 {:g} ms, in TF32 and channels_last {:g} ms"
-    assert note.format(lying, turned) in str(decision)
+    assert note.format(lying, channels_last) in str(decision)
 
 
 @pytest.mark.parametrize("mode, fused", [(None, False), ("reduce-overhead", True)])
@@ -383,11 +386,11 @@ def test_the_hosts_time_counts_against_our_kernels(
     match_of: Any, on_gpu: Any, mode: str | None, fused: bool
 ) -> None:
     """But not where a CUDA graph is replayed."""
-    on_gpu(1.0, Took(0.5, 1.0), 2.0, 2.0)
+    on_gpu(1.0, Timing(0.5, 1.0), 2.0, 2.0)
     direct = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     for match in (direct, match_of(swish, *linear_tensors())):
         assert isinstance(decide(match, mode=mode), Plan) == fused
-    on_gpu(1.0, Took(0.5, 0.8), 2.0, 2.0)
+    on_gpu(1.0, Timing(0.5, 0.8), 2.0, 2.0)
     decision = decide(direct)
     assert isinstance(decision, Plan) and "direct 0.8 ms of the host" in decision.note
 
@@ -400,11 +403,11 @@ def test_a_training_step_that_the_host_limits_is_left(
     match_of: Any, on_gpu: Any, library: float, mode: str | None, fused: bool
 ) -> None:
     """The host's part of a step is ten calls of ours, here 0.25 ms."""
-    on_gpu(library, Took(0.5 * library, 0.025), 0.05, 0.05)
+    on_gpu(library, Timing(0.5 * library, 0.025), 0.05, 0.05)
     x, weight, bias = linear_tensors()
     decision = decide(match_of(swish, x, weight.requires_grad_(), bias), mode=mode)
     assert isinstance(decision, Plan) == fused
-    on_gpu(library, Took(0.5 * library, 0.025))
+    on_gpu(library, Timing(0.5 * library, 0.025))
     assert isinstance(decide(match_of(swish, x, weight.detach(), bias), mode=mode), Plan)
 
 
@@ -485,13 +488,13 @@ def test_the_rehearsal_of_a_convolutions_training(match_of: Any) -> None:
     forms = rehearse.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        rival = rehearse.Rival("in channels_last", CONV, turned=True)
+        rival = rehearse.Rival("in channels_last", CONV, channels_last=True)
         ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, [rival])
-        library, own, turned = (way() for way in ways)
+        library, own, channels_last = (way() for way in ways)
     for way in (library, own):
         assert [v.shape for v in way] == [(2, 4, 6, 6), (4, 3, 3, 3)]  # type: ignore[union-attr]
     torch.testing.assert_close(own[0], library[0])  # type: ignore[index]
-    torch.testing.assert_close(turned, library, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(channels_last, library, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("grads", [False, True], ids=["no_grad", "grad"])
@@ -508,7 +511,7 @@ def test_a_factor_alone_that_learns(match_of: Any, grads: bool) -> None:
     forms = rehearse.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        rival = rehearse.Rival("in channels_last", CONV, turned=True)
+        rival = rehearse.Rival("in channels_last", CONV, channels_last=True)
         for way in rehearse.convolutions(match, [CONV, DIRECT], forms, [rival]):
             assert way()[0].shape == (2, 4, 6, 6)  # type: ignore[index]
 
@@ -636,10 +639,12 @@ def test_both_layouts_are_rehearsed(match_of: Any) -> None:
     match = half_norm(match_of)
     forms = rehearse.tensors_of(match)
     assert forms is not None
-    rival = rehearse.Rival("in channels_last", CONV, turned=True)
-    lying, turned = (way()[0] for way in rehearse.convolutions(match, [CONV], forms, [rival]))  # type: ignore[index]
-    assert lying.is_contiguous() and turned.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(lying, turned)
+    rival = rehearse.Rival("in channels_last", CONV, channels_last=True)
+    lying, channels_last = (
+        way()[0] for way in rehearse.convolutions(match, [CONV], forms, [rival])
+    )  # type: ignore[index]
+    assert lying.is_contiguous() and channels_last.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(lying, channels_last)
 
 
 # ---- the tensors that are timed ------------------------------------------------------------------
@@ -732,7 +737,7 @@ def test_a_library_in_tf32_is_no_measure_of_fp32(
     """option "split" under `high`: what differs by TF32's rounding is as it should be."""
     match = match_of(swish, *linear_tensors())
     monkeypatch.setattr(ops.FusedCall, "bound", library_in_tf32())
-    times = [Took(1.0), Took(0.5)]
+    times = [Timing(1.0), Timing(0.5)]
     monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and times)
     torch.backends.cuda.matmul.fp32_precision = precision
     with warnings.catch_warnings():
@@ -748,7 +753,7 @@ def test_nor_is_a_librarys_convolution_in_tf32(
     """Asked of fx_fuser alone, with torch's own settings as they are."""
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     monkeypatch.setattr(ops.FusedCall, "bound", library_in_tf32())
-    times = [Took(1.0), Took(0.5), *([] if precise else [Took(2.0)])]
+    times = [Timing(1.0), Timing(0.5), *([] if precise else [Timing(2.0)])]
     monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways() and times)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

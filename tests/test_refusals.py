@@ -37,7 +37,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fx_fuser
-from fx_fuser import checks
+from fx_fuser.ops import checks
 
 # ---- an inner value is needed ---------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import Report, traffic
+from fx_fuser import Report
+from fx_fuser.report import traffic
 
 
 class Broken(nn.Module):

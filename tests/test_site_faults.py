@@ -14,12 +14,14 @@ from helpers import ADD, MUL, Program, compiled, fused
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend, calls, checks, plan
+from fx_fuser import backend
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.bind import Bound, bind
 from fx_fuser.errors import OptionError
-from fx_fuser.match import Match
-from fx_fuser.sites import site_at
+from fx_fuser.graph.bind import Bound, bind
+from fx_fuser.graph.match import Match
+from fx_fuser.graph.sites import site_at
+from fx_fuser.ops import calls, checks
+from fx_fuser.planning import plan
 
 
 class Boom(Exception):

@@ -12,8 +12,9 @@ from helpers import CONV, MUL, OPTIONS, conv_program, leaf, linear_program
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fx_fuser import apply, backend, ops
-from fx_fuser.match import Refusal
+from fx_fuser import backend
+from fx_fuser.graph.match import Refusal
+from fx_fuser.ops import apply, library
 from fx_fuser.testing import assert_equivalent, assert_fused
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -126,8 +127,8 @@ def test_a_wrong_kernel_is_caught(only: str, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(apply, "finish", finish)
     else:
-        pull_back = ops._pull_back
-        monkeypatch.setattr(ops, "_pull_back", lambda *a: [g * 1.0001 for g in pull_back(*a)])
+        pull_back = library._pull_back
+        monkeypatch.setattr(library, "_pull_back", lambda *a: [g * 1.0001 for g in pull_back(*a)])
     part = {"values": "output 0", "gradients": "gradient of lin.weight"}[only]
     with pytest.raises(AssertionError, match=f"{part}: error(.|\n)*allowed(.|\n)*fused"):
         assert_equivalent(linear_program(_gate), (leaf(4, 8),), train=True, options=OPTIONS)

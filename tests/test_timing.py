@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fx_fuser import timing
-from fx_fuser.timing import Took
+from fx_fuser.planning import timing
+from fx_fuser.planning.timing import Timing
 
 GPU = torch.device("cuda", 0)
 
@@ -81,7 +81,7 @@ def timed(machine: Machine, hosts: Iterator[float], waits: bool) -> tuple[float,
             machine.synchronize()
         machine.launch(next(hosts), 0.05)
 
-    (took,) = timing.times_of([timing.Way(way)], GPU)
+    (took,) = timing.times_of([timing.Candidate(way)], GPU)
     return took.gpu, flushes
 
 
@@ -117,9 +117,9 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
     """Counts the measurements; each gives other figures."""
     count = [0]
 
-    def measure(make_ways: Any, device: Any) -> list[Took]:
+    def measure(make_ways: Any, device: Any) -> list[Timing]:
         count[0] += 1
-        return [Took(float(count[0]), 0.5), Took(2.0)]
+        return [Timing(float(count[0]), 0.5), Timing(2.0)]
 
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(timing, "_known", {})

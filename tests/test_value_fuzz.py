@@ -18,8 +18,8 @@ from value_patterns import registered
 from value_programs import Program, generate
 from value_writer import NothingToWrite
 
-from fx_fuser import bind, match
-from fx_fuser.epilogue import OPS, Epilogue, Step
+from fx_fuser.graph import bind, match
+from fx_fuser.graph.epilogue import OPS, Epilogue, Step
 
 PROGRAMS = 200  # of a test: as many on a busy machine as on a quiet one
 SECONDS = 60  # it is given up after
@@ -256,7 +256,7 @@ def test_a_fault_is_found(
 
 
 def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fx_fuser import checks
+    from fx_fuser.ops import checks
 
     never = (lambda m: match.Fault(m.root, "never"),)
     monkeypatch.setattr(checks, "CHECKS", never)

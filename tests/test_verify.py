@@ -31,9 +31,12 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import Report, accuracy, apply, backend, build, calls, ops, rivals, verify
+from fx_fuser import Report, backend
 from fx_fuser.errors import VerifyError
-from fx_fuser.kernel_spec import KernelSpec
+from fx_fuser.native import binaries
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.ops import apply, calls, library
+from fx_fuser.verify import accuracy, rivals, verification
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 FIRST, ALWAYS = {"verify": "first_call"}, {"verify": "always"}
@@ -65,14 +68,14 @@ def _break_values(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def _break_gradients(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    right, known = ops._pull_back, _pattern_names(monkeypatch)
+    right, known = library._pull_back, _pattern_names(monkeypatch)
 
     def pull_back(call: Any, *args: Any) -> Any:
         grads = right(call, *args)
         wrong = known[call.anchor.kind, call.epilogue.text] in names
         return [g * 1.0001 for g in grads] if wrong else grads
 
-    monkeypatch.setattr(ops, "_pull_back", pull_back)
+    monkeypatch.setattr(library, "_pull_back", pull_back)
 
 
 BREAKS = {"values": _break_values, "gradients": _break_gradients}
@@ -213,7 +216,7 @@ def test_the_report_and_the_log_say_so(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert miss.reason.startswith("what is fused is wrong on these inputs: output value: error ")
     assert Report.from_json(report.to_json()) == report
     torch._dynamo.reset()
-    with caplog.at_level(logging.INFO, logger="fx_fuser.report"), _told():
+    with caplog.at_level(logging.INFO, logger="fx_fuser.report.report"), _told():
         fused_compile(model, strict=False, **FIRST)(x)
     assert any(f"refused {MUL_ADD}" in m and "is wrong" in m for m in caplog.messages)
 
@@ -303,8 +306,8 @@ def test_no_tensor_no_graph_and_no_input_stays(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(accuracy.Copier, "_copy", noting(accuracy.Copier._copy))
     monkeypatch.setattr(rivals, "_leaf", noting(rivals._leaf))
     monkeypatch.setattr(rivals, "_observe", noting(rivals._observe))
-    monkeypatch.setattr(verify, "_Interpreter", noting(verify._Interpreter))
-    monkeypatch.setattr(verify, "Verification", noting(verify.Verification))
+    monkeypatch.setattr(verification, "_Interpreter", noting(verification._Interpreter))
+    monkeypatch.setattr(verification, "Verification", noting(verification.Verification))
     model, x = ThreePatterns(), images()
     with torch.autocast("cpu", torch.bfloat16):
         run = fused_compile(model, **FIRST)
@@ -343,7 +346,7 @@ def test_an_error_inside_autocast_leaves_no_autocast() -> None:
     graph.output(graph.call_method("no such method", (x,)))
     module = torch.fx.GraphModule({}, graph)
     with pytest.raises(AttributeError, match="no such method"):
-        verify.Verification({module: graph}, {}).run(module, [torch.ones(2)])
+        verification.Verification({module: graph}, {}).run(module, [torch.ones(2)])
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -441,7 +444,7 @@ def test_with_other_things_around(around: str, verified: list[str]) -> None:
 
 
 def test_wrong_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    anchor = ops.ANCHORS["conv2d_batchnorm"]
+    anchor = library.ANCHORS["conv2d_batchnorm"]
     right = anchor.outputs
 
     def outputs(*args: Any) -> list[Tensor]:
@@ -519,7 +522,7 @@ def test_float64_does_not_follow_a_cast(
 
 
 def test_a_graph_with_nothing_to_fuse_is_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "Verification", lambda *a: 1 / 0)
+    monkeypatch.setattr(verification, "Verification", lambda *a: 1 / 0)
     fused_compile(nn.Linear(3, 3), **FIRST)(torch.ones(2, 3))
 
 
@@ -537,7 +540,7 @@ def test_what_cannot_be_verified_is_not_fused_and_says_why(node: str) -> None:
     module = torch.fx.GraphModule({"norm": nn.Identity()}, graph)
     said = {"collective": "all_reduce", "module": "norm", "subclass": "NestedTensor"}[node]
     with pytest.raises(VerifyError, match=f"{said}.*leave option 'verify' out"):
-        verify.Verification({module: graph}, {}).run(module, inputs)
+        verification.Verification({module: graph}, {}).run(module, inputs)
 
 
 def test_an_address_is_no_collective() -> None:
@@ -553,7 +556,7 @@ def test_an_address_is_no_collective() -> None:
     graph = torch.fx.Graph()
     graph.output(graph.call_function(Double(), (graph.placeholder("x"),)))
     module = torch.fx.GraphModule({}, graph)
-    assert verify.Verification({module: graph}, {}).run(module, [torch.ones(2)]) == {}
+    assert verification.Verification({module: graph}, {}).run(module, [torch.ones(2)]) == {}
 
 
 def test_tf32_is_compared_with_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,7 +667,7 @@ def test_always_notices_what_breaks_later(
 def test_an_error_while_verifying_a_call_leaves_it_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = ThreePatterns().eval(), images()
     run = torch.compile(model, backend=_with_fake_inputs(**FIRST))
-    monkeypatch.setattr(verify.Verification, "run", lambda *a: 1 / 0)
+    monkeypatch.setattr(verification.Verification, "run", lambda *a: 1 / 0)
     with _told() as told:
         assert torch.allclose(run(x), model(x), atol=1e-6)
     assert len(told) == 1 and "runs a graph unfused: ZeroDivisionError" in told[0]
@@ -672,7 +675,7 @@ def test_an_error_while_verifying_a_call_leaves_it_unfused(monkeypatch: pytest.M
 
 def test_two_threads_make_the_first_call(verified: list[str]) -> None:
     model, x = ThreePatterns().eval(), images()
-    run = verify.watched(
+    run = verification.watched(
         model.forward,
         torch.fx.symbolic_trace(model),
         lambda gm, inputs: bool(verified.append("")),
@@ -736,4 +739,4 @@ def test_the_kernel_broken_on_purpose_compiles(
         return torch.sigmoid(z) * z * 2.0
 
     text = text_of(swish, {"x": torch.float32, "weight": torch.float32})
-    assert "return Acc(1.001) * v" in text and build.cubin(text, "sm_90a").exists()
+    assert "return Acc(1.001) * v" in text and binaries.cubin(text, "sm_90a").exists()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fx_fuser import build, compilers, wheel
+from fx_fuser import wheel
 from fx_fuser.errors import BuildError
+from fx_fuser.native import binaries, compilers
 
 LISTED = """\
 0000000000000000      DF *UND*	0000000000000000 (GLIBC_2.2.5) memcpy
@@ -25,8 +26,8 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "prebuilt"
     folder.mkdir()
     (folder / "shim.so").touch()
-    (folder / "shim.sources").write_text(build.shim_sources())
-    monkeypatch.setattr(build, "PREBUILT", folder)
+    (folder / "shim.sources").write_text(binaries.shim_sources())
+    monkeypatch.setattr(binaries, "PREBUILT", folder)
     return folder
 
 
@@ -34,7 +35,7 @@ def test_a_shim_that_is_there_needs_no_compiler(
     prebuilt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert build.shim() == prebuilt / "shim.so"
+    assert binaries.shim() == prebuilt / "shim.so"
 
 
 def test_a_shim_of_other_sources_is_not_taken(
@@ -43,11 +44,11 @@ def test_a_shim_of_other_sources_is_not_taken(
     (prebuilt / "shim.sources").write_text("of another version")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BuildError, match=r"g\+\+ was not found"):
-        build.shim()
+        binaries.shim()
 
 
 def test_a_checkout_has_none() -> None:
-    assert build.prebuilt_shim() is None or "site-packages" in str(build.PREBUILT)
+    assert binaries.prebuilt_shim() is None or "site-packages" in str(binaries.PREBUILT)
 
 
 def test_newer_symbols() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fx_fuser import compilers
 from fx_fuser.errors import BuildError
+from fx_fuser.native import compilers
 
 ARCH = "sm_90a"
 

@@ -37,11 +37,12 @@ from value_programs import Named, Program, generate, values
 from value_writer import NothingToWrite
 
 import fx_fuser
-from fx_fuser import backend, plan
-from fx_fuser.match import Match
+from fx_fuser import backend
+from fx_fuser.graph.match import Match
+from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.view import View
 from fx_fuser.options import Options
-from fx_fuser.pattern import Pattern
-from fx_fuser.view import View
+from fx_fuser.planning import plan
 
 SLOW_S = 5.0  # reading a program of some forty operations
 SPACE = {"torch": torch, "F": F, "inf": math.inf, "nan": math.nan}

@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from value_programs import Program
 from value_totals import convolution_totals, norm_totals, product_totals, same, spread_sum
 
-from fx_fuser import apply
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.epilogue import accumulation_dtype
+from fx_fuser.graph.epilogue import accumulation_dtype
+from fx_fuser.ops import apply
 
 _ROUNDINGS = {  # of a CUDA function, at most; arithmetic is exact but for a contraction
     **dict.fromkeys(("sigmoid", "silu", "tanh", "exp", "log", "erf", "rsqrt", "expit"), 6),

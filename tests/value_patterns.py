@@ -1,4 +1,4 @@
-"""Patterns for the value fuzz: beside the built-in ones, every op of `fx_fuser.epilogue.OPS`.
+"""Patterns for the value fuzz: beside the built-in ones, every op of `fx_fuser.graph.epilogue.OPS`.
 
 A wildcard's name says what may stand for it: `cond…` a tensor of booleans, `t…` a tensor, `low` and
 `high` two numbers or two tensors; all others a number, a tensor or the anchor's own value.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.pattern import Pattern
+from fx_fuser.graph.pattern import Pattern
 
 _FOUND: list[Callable[..., Any]] = []
 

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from value_writer import FREE, TailWriter, Text, substitute
 
-from fx_fuser.epilogue import Z
-from fx_fuser.pattern import Pattern, flatten
-from fx_fuser.spell import Arg, Expr, Operand
+from fx_fuser.graph.canonical import Arg, Expr, Operand
+from fx_fuser.graph.epilogue import Z
+from fx_fuser.graph.pattern import Pattern, flatten
 
 inf, nan = math.inf, math.nan
 _F32 = torch.finfo(torch.float32)

@@ -2,7 +2,7 @@
 
 An anchor owns everything about its main operation that is not pointwise: the schema of its
 operands, the product itself, how z comes out of the product, and the non-pointwise backward.
-It knows no pattern. `fx_fuser.ops` makes operators from it.
+It knows no pattern. `fx_fuser.ops.library` makes operators from it.
 
 Vocabulary: *products* are what the main operation leaves in memory, `c` first (for a linear, the
 pre-activation; for a convolution, the result without its bias), then statistics. z is a pointwise

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fx_fuser.epilogue import Epilogue
-from fx_fuser.kernel_spec import POINTWISE, Family, KernelSpec
+from fx_fuser.graph.epilogue import Epilogue
+from fx_fuser.graph.sites import Site
+from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 from fx_fuser.options import Options
-from fx_fuser.sites import Site
 
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
@@ -60,7 +60,7 @@ class Case(Protocol):
 class Anchor(ABC):
     """See the package's docstring for the vocabulary.
 
-    kind: name in `fx_fuser.sites`. title: for the user; the layer that makes such a site.
+    kind: name in `fx_fuser.graph.sites`. title: for the user; the layer that makes such a site.
     role_of_z: what z is to the user. may_be_gate: may a z of one column be spread along its last
     dimension? operands: names, in schema order, of its tensors.
     schema: operand and configuration arguments of its ops. products: names, `c` first.

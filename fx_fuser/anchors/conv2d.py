@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser import native
 from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
 from fx_fuser.anchors.linear import matmul_tf32_requested
-from fx_fuser.epilogue import Epilogue, Step
-from fx_fuser.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINTWISE, Family
-from fx_fuser.nodes import hint_of, meta_tensor
-from fx_fuser.sites import Site
-from fx_fuser.spell import is_number
+from fx_fuser.graph.canonical import is_number
+from fx_fuser.graph.epilogue import Epilogue, Step
+from fx_fuser.graph.nodes import hint_of, meta_tensor
+from fx_fuser.graph.sites import Site
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINTWISE, Family
 
 # Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
 DIRECT = "direct"
@@ -159,9 +159,9 @@ class Conv2d(Anchor):
         if None in (*sizes[0], *sizes[1]) or case.device.type != "cuda":
             return False
         *_, spec = case.specs({"tf32": False, "product": DIRECT, "again": False})
-        if not native.runs_on(spec, case.device):
+        if not launch.runs_on(spec, case.device):
             return False
-        cut = native.conv_direct_cut(
+        cut = launch.conv_direct_cut(
             sizes[0],  # type: ignore[arg-type]
             sizes[1],  # type: ignore[arg-type]
             config["padding"],
@@ -177,7 +177,7 @@ class Conv2d(Anchor):
         if not any(needs.values()) or not case.may_have_own_backward():
             return False
         x, weight = ([hint_of(n) for n in case.operand(name).shape] for name in ("x", "weight"))
-        cut = native.conv_direct_backward_cut(
+        cut = launch.conv_direct_backward_cut(
             x,  # type: ignore[arg-type]
             weight,  # type: ignore[arg-type]
             self.config(case.site)["padding"],

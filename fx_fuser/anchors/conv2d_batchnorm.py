@@ -16,19 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser import native
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import Conv2d, convolve, per_channel
-from fx_fuser.epilogue import Epilogue, Step, accumulation_dtype
-from fx_fuser.nodes import meta_tensor
-from fx_fuser.sites import Site
-from fx_fuser.spell import is_number
+from fx_fuser.graph.canonical import is_number
+from fx_fuser.graph.epilogue import Epilogue, Step, accumulation_dtype
+from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.sites import Site
+from fx_fuser.native import launch
 
 
 def batch_stats(c: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [C] of c [N, C, H, W], in the accumulation dtype."""
     if c.device.type == "cuda":
-        return native.batch_stats(c)
+        return launch.batch_stats(c)
     wide = c.to(accumulation_dtype((c.dtype,)))
     var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
     return mean, var

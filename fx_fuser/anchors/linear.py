@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser import native
 from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
-from fx_fuser.epilogue import Epilogue, kernel_spec
 from fx_fuser.errors import OptionError
-from fx_fuser.kernel_spec import (
+from fx_fuser.graph.epilogue import Epilogue, kernel_spec
+from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.sites import Site
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import (
     LINEAR_DENSE,
     LINEAR_EXACT,
     LINEAR_SPLIT,
@@ -21,9 +23,7 @@ from fx_fuser.kernel_spec import (
     Family,
     KernelSpec,
 )
-from fx_fuser.nodes import meta_tensor
 from fx_fuser.options import Options
-from fx_fuser.sites import Site
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # a bᵀ
 SPLIT = "split"
@@ -96,7 +96,7 @@ class Linear(Anchor):
             return [library]
         backward = SPLIT if product == SPLIT else LIBRARY
         own = {"product": product, "backward": backward, "again": again}
-        fits = all(native.runs_on(spec, case.device) for spec in case.specs(own))
+        fits = all(launch.runs_on(spec, case.device) for spec in case.specs(own))
         return [library, own] if fits else [library]
 
     def _own_product(self, case: Case) -> str | None:

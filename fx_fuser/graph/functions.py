@@ -1,0 +1,166 @@
+"""How a call of an activation or an elementary function becomes an expression: `FUNCTIONS`.
+
+For `fx_fuser.graph.canonical`, whose table they are part of.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fx_fuser.graph.expr import Expr, Unsupported, is_number
+
+
+def unary(op: str) -> Callable[..., Expr]:
+    def rule(input: Any, inplace: Any = False) -> Expr:
+        return Expr(op, (input,))
+
+    return rule
+
+
+def numbers(**named: Any) -> tuple[tuple[str, float], ...]:
+    """Attributes that must be constants; floats, as an epilogue's text is read."""
+    if not all(map(is_number, named.values())):
+        raise Unsupported
+    return tuple((name, float(value)) for name, value in named.items())
+
+
+def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: Any = False) -> Expr:
+    if not is_number(min_val) or not is_number(max_val) or min_val != min_val or max_val != max_val:
+        raise Unsupported
+    return Expr("hardtanh", (input, min_val, max_val))
+
+
+def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: Any = False) -> Expr:
+    return Expr("leaky_relu", (input,), numbers(negative_slope=negative_slope))
+
+
+def _rrelu(
+    input: Any,
+    lower: Any = 1 / 8,
+    upper: Any = 1 / 3,
+    training: Any = False,
+    inplace: Any = False,
+) -> Expr:
+    """In eval mode; in training mode the slope is random."""
+    if training is not False or not is_number(lower) or not is_number(upper):
+        raise Unsupported
+    return _leaky_relu(input, (lower + upper) / 2)
+
+
+def _elu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
+    return _aten_elu(input, alpha)
+
+
+def _aten_elu(input: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Expr:
+    return Expr("elu", (input,), numbers(alpha=alpha, scale=scale, input_scale=input_scale))
+
+
+def _selu(input: Any, inplace: Any = False) -> Expr:
+    """As ATen calls elu."""
+    return _aten_elu(input, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+
+
+def _celu(input: Any, alpha: Any = 1.0, inplace: Any = False) -> Expr:
+    """As ATen calls elu."""
+    if not is_number(alpha) or not alpha:
+        raise Unsupported
+    return _aten_elu(input, alpha, 1.0, 1.0 / alpha)
+
+
+def _threshold(input: Any, threshold: Any, value: Any, inplace: Any = False) -> Expr:
+    return Expr("threshold", (input,), numbers(threshold=threshold, value=value))
+
+
+def _shrink(op: str) -> Callable[..., Expr]:
+    def rule(input: Any, lambd: Any = 0.5) -> Expr:
+        return Expr(op, (input,), numbers(lambd=lambd))
+
+    return rule
+
+
+def _softsign(input: Any) -> Expr:
+    """As torch writes it in Python; tanhshrink too."""
+    return Expr("div", (input, Expr("add", (Expr("abs", (input,)), 1))))
+
+
+def _tanhshrink(input: Any) -> Expr:
+    return Expr("sub", (input, Expr("tanh", (input,))))
+
+
+def _gelu(input: Any, approximate: Any = "none") -> Expr:
+    if approximate not in ("none", "tanh"):
+        raise Unsupported
+    return Expr("gelu", (input,), (("approximate", approximate),))
+
+
+def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
+    return Expr("softplus", (input,), numbers(beta=beta, threshold=threshold))
+
+
+def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Expr:
+    """Where nothing is dropped, torch returns the input itself."""
+    if training is not False and not (is_number(p) and p == 0):
+        raise Unsupported
+    return Expr("identity", (input,))
+
+
+def _alpha_dropout(input: Any, p: Any = 0.5, training: Any = False, inplace: Any = False) -> Expr:
+    return _dropout(input, p, training)
+
+
+def _torch_dropout(input: Any, p: Any, train: Any) -> Expr:
+    return _dropout(input, p, train)
+
+
+# Method names are strings and stand for their in-place twins too.
+FUNCTIONS: list[tuple[Callable[..., Expr], list[Any]]] = [
+    (unary("sigmoid"), [torch.sigmoid, F.sigmoid, torch.special.expit, "sigmoid"]),
+    (unary("sigmoid"), [torch.sigmoid_]),
+    (unary("silu"), [F.silu, torch._C._nn.silu, torch._C._nn.silu_]),
+    (unary("tanh"), [torch.tanh, torch.tanh_, F.tanh, "tanh"]),
+    (unary("relu"), [torch.relu, torch.relu_, F.relu, F.relu_, "relu"]),
+    (lambda input, inplace=False: _hardtanh(input, 0.0, 6.0), [F.relu6]),
+    (_hardtanh, [F.hardtanh, F.hardtanh_]),
+    (unary("exp"), [torch.exp, torch.exp_, "exp"]),
+    (unary("log"), [torch.log, torch.log_, "log"]),
+    (unary("sqrt"), [torch.sqrt, torch.sqrt_, "sqrt"]),
+    (unary("rsqrt"), [torch.rsqrt, torch.rsqrt_, "rsqrt"]),
+    (unary("abs"), [operator.abs, abs, torch.abs, torch.abs_, torch.absolute, "abs", "absolute"]),
+    (unary("erf"), [torch.erf, torch.erf_, torch.special.erf, "erf"]),
+    (unary("erfc"), [torch.erfc, torch.erfc_, torch.special.erfc, "erfc"]),
+    (unary("exp2"), [torch.exp2, torch.exp2_, torch.special.exp2, "exp2"]),
+    (unary("expm1"), [torch.expm1, torch.expm1_, torch.special.expm1, "expm1"]),
+    (unary("log1p"), [torch.log1p, torch.log1p_, torch.special.log1p, "log1p"]),
+    (unary("log2"), [torch.log2, torch.log2_, "log2"]),
+    (unary("sin"), [torch.sin, torch.sin_, "sin"]),
+    (unary("cos"), [torch.cos, torch.cos_, "cos"]),
+    (unary("sign"), [torch.sign, "sign"]),
+    (unary("reciprocal"), [torch.reciprocal, torch.reciprocal_, "reciprocal"]),
+    (unary("hardswish"), [F.hardswish, torch._C._nn.hardswish, torch._C._nn.hardswish_]),
+    (unary("hardsigmoid"), [F.hardsigmoid, torch._C._nn.hardsigmoid, torch._C._nn.hardsigmoid_]),
+    (unary("mish"), [F.mish, torch._C._nn.mish, torch._C._nn.mish_]),
+    (unary("logsigmoid"), [F.logsigmoid]),
+    (_leaky_relu, [F.leaky_relu, F.leaky_relu_, torch._C._nn.leaky_relu]),
+    (_rrelu, [F.rrelu, torch.rrelu, torch.rrelu_]),
+    (_elu, [F.elu]),
+    (_aten_elu, [torch._C._nn.elu, torch._C._nn.elu_]),
+    (_selu, [F.selu, torch.selu, torch.selu_]),
+    (_celu, [F.celu, torch.celu, torch.celu_]),
+    (_threshold, [F.threshold, torch.threshold, torch.threshold_]),
+    (_shrink("hardshrink"), [torch.hardshrink, "hardshrink"]),
+    (_shrink("softshrink"), [F.softshrink]),
+    (_softsign, [F.softsign]),
+    (_tanhshrink, [F.tanhshrink]),
+    (_dropout, [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d]),
+    (_alpha_dropout, [F.alpha_dropout, F.feature_alpha_dropout]),
+    (_torch_dropout, [torch.dropout, torch.dropout_, torch.feature_dropout]),
+    (_torch_dropout, [torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_]),
+    (_torch_dropout, [torch.feature_alpha_dropout, torch.feature_alpha_dropout_]),
+    (_gelu, [F.gelu]),
+    (_softplus, [F.softplus]),
+]

@@ -1,0 +1,113 @@
+"""(site) → the match of the pointwise tail that follows it, where no named pattern fits.
+
+The tail is the largest region of epilogue operations behind the anchor's value z that ends in one
+value: every reader of z, and of what is made of it, leads to that value (it post-dominates z). A
+view, a reduction, an output or any other operation ends the growth; so does a region that a check
+of `ops.checks` refuses, and the next smaller one is tried. At worst z alone is the match: then
+nothing is gained but a faster product.
+
+A grown match is a `Match` of a pattern that nobody wrote, `auto_<anchor>`; all that comes after
+matching treats it as any other. Whether the tail, or z alone, is worth a kernel is for `gate`.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from fx_fuser.graph.bind import Bound
+from fx_fuser.graph.canonical import Operand
+from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
+from fx_fuser.graph.match import CheckAll, Fault, Match, Refusal
+from fx_fuser.graph.naming import statement
+from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.sites import Site
+from fx_fuser.graph.view import View
+
+AUTO = "auto_"  # and the anchor's kind: the names under which grown tails are counted
+
+
+@functools.cache
+def auto_pattern(kind: str) -> Pattern:
+    """What stands for the pattern of a grown match."""
+    return Pattern(f"{AUTO}{kind}", kind, Z, (), None)
+
+
+@dataclass(frozen=True)
+class Grown(Match):
+    """A match that was grown.
+
+    alone: the match of z alone, or None where this is that. stop: where the growth ended and why,
+    in words; empty where nothing follows.
+    """
+
+    alone: Match | None = None
+    stop: str = ""
+
+
+def alone(view: View, site: Site) -> Match:
+    """The match of z alone, unchecked."""
+    return Match(auto_pattern(site.kind), site, site.node, frozenset(site.nodes), {}, view)
+
+
+def grow(view: View, site: Site, check: CheckAll) -> Grown | Refusal:
+    """The match of the largest tail that `check` lets pass; a Refusal if z alone does not."""
+    product = alone(view, site)
+    fault = check(product)
+    if fault is not None:
+        return Refusal.of(product, fault)
+    closed, stop = _regions(view, site)
+    refused: tuple[Node, Fault] | None = None
+    match, wildcards = product, dict[str, Operand]()
+    for root, nodes in reversed(closed):
+        larger = Match(product.pattern, site, root, nodes, {}, view)
+        fault = check(larger)
+        if fault is None:
+            match, wildcards = larger, _named(larger.bound)
+            break
+        refused = root, fault
+    if refused is not None:
+        stop = f"before {statement(refused[0])}: {refused[1].reason}"
+    smaller = None if match is product else product
+    return Grown(product.pattern, site, match.root, match.nodes, wildcards, view, smaller, stop)
+
+
+def _named(bound: Bound) -> dict[str, Operand]:
+    tensors: dict[str, Operand] = {f"t{i}": node for i, node in enumerate(bound.tensors)}
+    return {**tensors, **{f"s{i}": value for i, value in enumerate(bound.numbers)}}
+
+
+def _regions(view: View, site: Site) -> tuple[list[tuple[Node, frozenset[Node]]], str]:
+    """(last node, nodes) of each region that ends in one value, the smallest first, without z
+    alone; and what ended the growth.
+
+    Nodes are taken in the graph's order, so when no reader waits, what was taken last is the only
+    value that anything further can read.
+    """
+    order = view.order
+    nodes = set(site.nodes)
+    waiting = {order[n] for n in view.readers[site.node]}
+    queue = sorted(waiting)
+    closed: list[tuple[Node, frozenset[Node]]] = []
+    while queue:
+        place = heapq.heappop(queue)
+        waiting.discard(place)
+        node = view.nodes[place]
+        written = view.written(node)
+        if written is None or written.op not in OPS:
+            whole = closed[-1][1] if closed else frozenset(site.nodes)
+            is_result = node.op == "output" and not waiting and len(whole) == len(nodes)
+            return closed, "" if is_result else f"before {statement(node)}"
+        if len(nodes) - len(site.nodes) >= MAX_STEPS:
+            return closed, f"after {MAX_STEPS} operations"
+        nodes.add(node)
+        if not waiting:
+            closed.append((node, frozenset(nodes)))
+        for reader in map(order.__getitem__, view.readers[node]):
+            if reader not in waiting:
+                waiting.add(reader)
+                heapq.heappush(queue, reader)
+    return closed, ""

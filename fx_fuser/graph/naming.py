@@ -1,0 +1,144 @@
+"""What a user calls things: nodes of a graph in the names, words and lines of the user's source.
+
+FX names a product `mul_3`; its user wrote `r = z * s`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fx_fuser.graph.canonical import Arg, Expr, Operand
+from fx_fuser.graph.source import op_of, source_of
+from fx_fuser.graph.view import View
+
+_LONGEST = 48  # of what is quoted
+_ITEM = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]")
+
+
+def at(node: Node) -> str:
+    """For the end of a phrase: `, model.py:88`, or nothing where the line is not known."""
+    source = source_of(node)
+    return "" if source is None else f", {source.place}"
+
+
+def place_of(node: Node) -> str:
+    source = source_of(node)
+    return op_of(node) if source is None else source.place
+
+
+def name_of(node: Node) -> str | None:
+    """The user's own name of the value, or None: a variable, an input, `self.up.weight`."""
+    if node.op == "placeholder":
+        return _source_name(node)
+    if node.op == "get_attr":
+        return str(node.target)
+    source, variable = source_of(node), re.sub(r"_\d+$", "", node.name)
+    # Dynamo renames a node to the variable it is stored in.
+    stored = rf"(?<![\w.]){re.escape(variable)}\s*(,[^=]*|:[^=]*|[-+*/@])?=(?!=)"
+    if source is None or not re.search(stored, source.code):
+        return None
+    inner = source.expression and not source.code.endswith(f"= {source.expression}")
+    return None if inner and variable == op_of(node) else variable  # tanh = h * torch.tanh(h)
+
+
+def _source_name(node: Node) -> str | None:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return str(node.target)
+    name: str = source.name
+    if not re.match(r"[LG]\['\w+'\]", name) or "___" in name:
+        return None  # Dynamo's own, such as what was on the stack when a graph broke
+
+    def item(found: re.Match[str]) -> str:
+        member, key = found.groups()
+        if member is None:
+            return f"[{key!r}]"
+        return f".{member}" if member.isidentifier() else f"[{member}]"
+
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", _ITEM.sub(item, name)).replace('"', "'")
+
+
+def called(node: Node) -> str:
+    """The value in the user's words: `z`, or `torch.sigmoid(z)` if it has no name."""
+    name, source = name_of(node), source_of(node)
+    if name is None and source is not None and node.op != "placeholder":
+        name = source.expression
+    if not name:
+        return "a value from before the graph break" if node.op == "placeholder" else op_of(node)
+    return f"`{name if len(name) <= _LONGEST else name[: _LONGEST - 1] + '…'}`"
+
+
+def statement(node: Node) -> str:
+    """What the node does, as it stands in the source: "`x.add_(1)`, model.py:31"."""
+    source = source_of(node)
+    text = op_of(node) if source is None else source.expression or source.code or op_of(node)
+    return f"`{text[:_LONGEST]}`{at(node)}"
+
+
+def infix(expr: Operand, inside: str = "") -> str:
+    """An epilogue as one would write it: `sigmoid(z) * a + b`."""
+    if isinstance(expr, Node):
+        return called(expr).strip("`")
+    if not isinstance(expr, Expr):
+        return expr.name if isinstance(expr, Arg) else str(expr)
+    sign = {"add": " + ", "mul": " * ", "div": " / "}.get(expr.op)
+    if sign is None:
+        parts = [infix(a) for a in expr.args] + [f"{k}={v}" for k, v in expr.attrs]
+        return f"{expr.op}({', '.join(parts)})"
+    text = sign.join(infix(a, expr.op) for a in expr.args)
+    return f"({text})" if inside == "div" or (inside == "mul" and expr.op != "mul") else text
+
+
+@dataclass(frozen=True)
+class End:
+    """Where Dynamo ended a graph. breaks: the rest of the function is in another graph."""
+
+    breaks: bool
+    place: str
+    code: str = ""
+    why: str = ""
+
+
+def returned(view: View) -> str:
+    """Why a value leaves the graph: the user returns it, or needs it after a graph break."""
+    end = view.end
+    if end is None:
+        return "returned"
+    if not end.breaks:
+        return f"returned, {end.place}"
+    code = f" (`{end.code[:_LONGEST]}`)" if end.code else ""
+    return f"needed after the graph breaks at {end.place}{code}"
+
+
+def without_break(view: View) -> str:
+    """The edit that takes the graph break away, if it is one that we know."""
+    if view.end is not None and view.end.breaks and view.end.code.startswith("print("):
+        return "put the print under `if not torch.compiler.is_compiling():`"
+    return ""
+
+
+def end_of(gm: Any) -> End | None:
+    """How the graph Dynamo recorded ends, or None where that is not known."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    why = str(reason.reason).partition("\n")[0] if reason.graph_break else ""
+    return End(bool(reason.graph_break), place, (frame.line or "").strip(), why)
+
+
+def shape_of(value: Any) -> str:
+    """Sizes as in `[3, 6]`, or `[?]` for what is no tensor known when compiling."""
+    known = isinstance(value, torch.Tensor)
+    return "[" + ", ".join(map(str, value.shape)) + "]" if known else "[?]"
+
+
+def dtype_of(value: Any) -> str:
+    return str(getattr(value, "dtype", "unknown")).removeprefix("torch.")

@@ -1,0 +1,268 @@
+"""(site, patterns) → the nearest miss, where none of the patterns fits whole.
+
+Two ways to be near. One operation is off: it is another one, or stands between two of the pattern;
+found by reading the graph as if it were right, and then all checks must pass. Or the pattern
+begins after the anchor, and what would complete it does not follow.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fx_fuser.graph.canonical import Expr, Operand
+from fx_fuser.graph.epilogue import OPS, Z
+from fx_fuser.graph.match import (
+    MAX_WORK,
+    Binding,
+    CheckAll,
+    Fault,
+    Match,
+    Refusal,
+    TooMuchWorkError,
+    Unifier,
+    Work,
+    descendants_of,
+    fits,
+    reads_itself,
+)
+from fx_fuser.graph.naming import at, called, infix, returned, without_break
+from fx_fuser.graph.nodes import inputs_of, meta_tensor, writes_of
+from fx_fuser.graph.pattern import Pattern, size_of
+from fx_fuser.graph.sites import Site
+from fx_fuser.graph.source import op_of
+from fx_fuser.graph.view import View
+
+_WORK = 2 * MAX_WORK
+_REACH = 12  # nodes after the anchor, of which one may be off
+# Beside the epilogue's own ops: what stands where an activation would.
+_ACTIVATIONS = frozenset(
+    "celu elu hardsigmoid hardswish leaky_relu logsigmoid mish selu softsign tanhshrink".split()  # noqa: SIM905
+)
+_CACHED = [n for n, v in vars(View).items() if isinstance(v, functools.cached_property)]
+_EXCHANGED = {"div": "mul", "mul": "add", "add": "mul"}
+
+
+def near_miss(
+    view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll
+) -> Refusal | None:
+    """The pattern that lacks least at this site, if any of it is there beyond the anchor."""
+    own = [p for p in patterns if p.kind == site.kind]
+    work, begun, off = Work(_WORK), list[Refusal](), list[Refusal]()
+    with contextlib.suppress(TooMuchWorkError):  # the misses until then
+        begun += _begun(view, site, own, work)
+        for miss in _one_off(view, site, own, check, work):
+            off.append(miss)
+    return min((*off, *begun), key=lambda m: m.missing, default=None)
+
+
+# ---- one operation is off -------------------------------------------------------------------
+
+
+def _one_off(
+    view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll, work: Work
+) -> Iterator[Refusal]:
+    reached = _reach(view, site)
+    # The pattern's own check sees graphs of the user's only.
+    unchecked = [(pattern, replace(pattern, check=None)) for pattern in patterns]
+    for node in reached[1:]:
+        sources = [v for v in _values_read(view, node) if v in reached]
+        if len(sources) > 1:
+            continue
+        roots = [n for n in reached if view.order[n] >= view.order[node]][::-1]
+        without = _without(view, node, sources[0]) if _could_go(view, node, sources[0]) else None
+        for pattern, supposed in unchecked:
+            says = infix(pattern.epilogue)
+            found = _supposed(without, site, supposed, check, roots[:-1], work) if without else None
+            if found is not None:
+                what = f"which stands in between: without it, this is {says}"
+                yield _off(view, node, found, pattern, what)
+            for wanted, name in _wanted(pattern, view.canonical(node), node, sources[0]):
+                if size_of(wanted) >= pattern.size:
+                    continue  # nothing else of the pattern would be there
+                as_if = _as_if(view, {node: wanted})
+                found = _supposed(as_if, site, supposed, check, roots, work)
+                if found is not None and node in found.nodes:
+                    yield _off(view, node, found, pattern, f"where {says} has {name}")
+
+
+def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
+    said = view.canonical(node)
+    fusible = said is not None and said.op in OPS
+    help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
+    value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
+    place = "" if value else at(node)
+    fault = Fault(node, f"{value}{op_of(node)}{place}, {what}", help)
+    refusal = Refusal.of(match, fault, missing=1)
+    return replace(refusal, pattern=pattern, nodes=match.nodes | {node})
+
+
+def _reach(view: View, site: Site) -> list[Node]:
+    """z and the first nodes that are computed from it."""
+    reached = [site.node]
+    for node in reached:  # which grows
+        readers = [r for r in view.readers[node] if meta_tensor(r) is not None]
+        reached += [r for r in readers if r not in reached]
+        if len(reached) > _REACH:
+            break
+    return sorted(reached, key=view.order.__getitem__)
+
+
+def _values_read(view: View, node: Node) -> list[Node]:
+    return list(dict.fromkeys(view.value(node, n) for n in inputs_of(node)))
+
+
+def _could_go(view: View, node: Node, source: Node) -> bool:
+    """Is it read, and as large as what it was made from?"""
+    before, after = meta_tensor(source), meta_tensor(node)
+    if before is None or after is None:
+        return False
+    sizes = zip(before.shape, after.shape)
+    same = before.ndim == after.ndim and all(statically_known_true(a == b) for a, b in sizes)
+    return same and bool(view.readers[node])
+
+
+def _wanted(
+    pattern: Pattern, said: Expr | None, node: Node, source: Node
+) -> Iterator[tuple[Expr, str]]:
+    """What the node could say instead, by the number of its operands, and how to call that."""
+    within = _operations(pattern.epilogue)
+    known = said is not None and said.op in OPS and said.op != "cast"
+    if said is not None and len(said.args) == 2 and not isinstance(said.args[1], Expr):
+        op = _EXCHANGED.get(said.op)
+        if op is not None and op in {e.op for e in within}:
+            yield Expr(op, said.args), op
+    unary = known and said is not None and said.args == (source,)
+    if unary or (said is None and op_of(node) in _ACTIVATIONS):
+        for e in within:
+            if len(e.args) == 1 and (said is None or (e.op, e.attrs) != (said.op, said.attrs)):
+                yield Expr(e.op, (source,), e.attrs), e.op
+        if {"mul", "sigmoid"} <= {e.op for e in within} and (said is None or said.op != "sigmoid"):
+            yield Expr("mul", (source, Expr("sigmoid", (source,)))), "silu"
+
+
+def _operations(epilogue: Operand) -> list[Expr]:
+    if not isinstance(epilogue, Expr):
+        return []
+    return [epilogue, *(e for a in epilogue.args for e in _operations(a))]
+
+
+def _supposed(
+    view: View,
+    site: Site,
+    pattern: Pattern,
+    check: CheckAll,
+    roots: Sequence[Node],
+    work: Work,
+) -> Match | None:
+    """The pattern in the supposed graph, if it would be fused there."""
+    for root in roots:
+        for match in fits(view, site, pattern, root, work):
+            if reads_itself(match) is None and check(match) is None:
+                return match
+    return None
+
+
+def _as_if(view: View, said: Mapping[Node, Expr]) -> View:
+    """The same graph, in which some nodes say something else."""
+    for name in _CACHED:
+        getattr(view, name)  # once for all that is supposed
+    supposed = copy.copy(view)
+    vars(supposed).pop("batch_norms_at")  # which depends on what nodes say
+    # What is read anew is kept in the supposed one.
+    supposed._written = collections.ChainMap(dict(said), view._written)
+    supposed._spelled = collections.ChainMap(dict(said), view._spelled)
+    return supposed
+
+
+def _without(view: View, node: Node, source: Node) -> View:
+    """The same graph without `node`: who reads it reads what it was made from."""
+
+    def seen(operand: Operand) -> Operand:
+        if isinstance(operand, Expr):
+            return Expr(operand.op, tuple(map(seen, operand.args)), operand.attrs)
+        return source if operand is node else operand
+
+    spelled = ((r, view.canonical(r)) for r in view.readers[node])
+    supposed = _as_if(view, {r: seen(e) for r, e in spelled if e is not None})  # type: ignore[misc]
+    left = {v: [r for r in view.readers[v] if r is not node] for v in _values_read(view, node)}
+    left[source] = list(dict.fromkeys(left[source] + view.readers[node]))
+    supposed.readers = {**view.readers, **left}
+    if writes_of(node):
+        supposed.nodes = [n for n in view.nodes if n is not node]
+        supposed.order = {n: i for i, n in enumerate(supposed.nodes)}
+        for name in _CACHED:
+            vars(supposed).pop(name, None)
+    return supposed
+
+
+# ---- the beginning of a pattern -------------------------------------------------------------
+
+
+def _begun(view: View, site: Site, patterns: Sequence[Pattern], work: Work) -> Iterator[Refusal]:
+    """For each pattern the largest part of its epilogue that is there."""
+    unifier = Unifier(view, site, work)
+    descendants = descendants_of(view, site)
+    for pattern in patterns:
+        found = next(
+            (
+                Refusal(
+                    pattern,
+                    site,
+                    node,
+                    f"{infix(part)} is there, but nothing that makes it {infix(pattern.epilogue)}: "
+                    f"{_next(view, node)}",
+                    _help(view, node),
+                    binding.nodes | set(site.nodes),
+                    size_of(pattern.epilogue) - size_of(part),
+                )
+                for part in _parts(pattern.epilogue)
+                for node in descendants
+                for binding in unifier.fit(part, node, Binding())
+                if not any(value in binding.nodes for _, value in binding.wildcards)
+            ),
+            None,
+        )
+        if found is not None:
+            yield found
+
+
+def _parts(epilogue: Operand) -> list[Expr]:
+    """Parts of an epilogue that hold z, the largest first: also of `a * b * c` the first two."""
+    if not isinstance(epilogue, Expr):
+        return []
+    parts: list[Expr] = []
+    if epilogue.op in ("add", "mul"):
+        cut = [replace(epilogue, args=epilogue.args[:n]) for n in range(2, len(epilogue.args))]
+        parts += [p for p in cut if _holds_z(p)]
+    for arg in epilogue.args:
+        if isinstance(arg, Expr) and _holds_z(arg):
+            parts += [arg, *_parts(arg)]
+    return sorted(parts, key=size_of, reverse=True)
+
+
+def _holds_z(operand: Operand) -> bool:
+    if isinstance(operand, Expr):
+        return any(map(_holds_z, operand.args))
+    return operand == Z
+
+
+def _next(view: View, node: Node) -> str:
+    """What follows instead."""
+    readers = view.readers[node]
+    following = [f"followed by {op_of(r)}{at(r)}" for r in readers if r.op != "output"][:2]
+    if any(r.op == "output" for r in readers):
+        following.append(returned(view))
+    return f"it is {' and '.join(following)}" if following else "nothing follows"
+
+
+def _help(view: View, node: Node) -> str:
+    ends = any(r.op == "output" for r in view.readers[node])
+    return without_break(view) if ends else ""

@@ -1,0 +1,96 @@
+"""Matches → one call node each. Every other node stays as it was, to the letter."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fx_fuser.graph.match import Match
+from fx_fuser.graph.nodes import inputs_of
+
+_KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What to put in: a function of graph values that returns a list of tensors, the result first.
+
+    results: nodes whose tensors take the further outputs, in order, by `copy_`. items: see
+    `fx_fuser.graph.bind.Bound`.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    results: tuple[Any, ...]
+    items: dict[Node, Node] = field(default_factory=dict)
+
+
+def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> None:
+    """Put each call where the last node of its match stood; the matched nodes go.
+
+    A result's `example_value` is that of the node it replaces; nothing else of the old nodes' meta
+    is kept but where in the user's source they came from.
+    """
+    # Whoever else names a matched node means the root's tensor: after an in-place operation under
+    # an older name, and if changed in place since, it is the result that was changed.
+    result_of: dict[Node, Node] = {}
+    for match, call in replacements:
+        result = _insert(match, call)
+        result_of |= dict.fromkeys(match.nodes, result)
+    for node in graph.nodes:
+        if node not in result_of and not result_of.keys().isdisjoint(inputs_of(node)):
+            node.args = torch.fx.node.map_arg(node.args, lambda n: result_of.get(n, n))
+            node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: result_of.get(n, n))
+    _erase(graph, [match for match, _ in replacements])
+
+
+def _insert(match: Match, call: Call) -> Node:
+    """The call before the last matched node; returns the node of its result."""
+    graph, root = match.root.graph, match.root
+    meta = {k: root.meta[k] for k in _KEPT_META if k in root.meta}
+
+    def add(op: str, target: Any, args: tuple[Any, ...], like: Node | None = None) -> Node:
+        node = graph.create_node(op, target, args)
+        node.meta = dict(meta)
+        if like is not None:
+            node.meta["example_value"] = like.meta["example_value"]
+        return node
+
+    with graph.inserting_before(root):
+        scalars: dict[Node, Node] = {}
+        for scalar, item in call.items.items():
+            # Through a product with the number itself: AOTAutograd makes a constant, and a compile
+            # for each value, of every changing number that no tensor op of the graph takes.
+            one = add("call_method", "new_ones", (scalar, ()), scalar)
+            scalars[scalar] = add("call_function", torch.mul, (one, item), scalar)
+        fused = add(
+            "call_function",
+            call.target,
+            torch.fx.node.map_arg(call.args, lambda n: scalars.get(n, n)),
+        )
+        fused.meta["example_value"] = [n.meta["example_value"] for n in (root, *call.results)]
+        result = add("call_function", operator.getitem, (fused, 0), root)
+        for i, destination in enumerate(call.results):
+            value = add("call_function", operator.getitem, (fused, i + 1), destination)
+            add("call_method", "copy_", (destination, value), destination)
+    return result
+
+
+def _erase(graph: Graph, matches: Sequence[Match]) -> None:
+    """Drop the matched nodes, and the transposes of weights that only they used.
+
+    The last first, whosever they are: one match may read what another one makes, in either order.
+    """
+    matched = {node: match.view for match in matches for node in match.nodes}
+    for node in sorted(matched, key=lambda n: matched[n].order[n], reverse=True):
+        producers = [n for n in inputs_of(node) if n not in matched]
+        graph.erase_node(node)
+        for producer in producers:
+            spelled = matched[node].canonical(producer)
+            if spelled is not None and spelled.op == "t" and not producer.users:
+                graph.erase_node(producer)

@@ -1,0 +1,182 @@
+"""Where do anchors stand?  The hand-written main loops an epilogue can be fused to.
+
+| kind               | the value z of the site                                   |
+|--------------------|-----------------------------------------------------------|
+| `linear`           | x · weightᵀ + bias: F.linear, addmm, `x @ w.t() + b`       |
+| `matmul`           | x · weight + bias: `x @ w + b`, addmm, with a 2-D weight    |
+| `bmm`              | x · weight of batches: torch.bmm, `x @ y` of rank 3 or more |
+| `conv2d`           | F.conv2d(x, weight, bias)                                 |
+| `conv2d_batchnorm` | F.batch_norm(F.conv2d(x, weight, bias), …)                |
+
+Without shapes, as in a pattern's trace, `x @ w` is a `matmul`: a pattern that is to reach batches
+of products says torch.bmm. What has a baddbmm or an einsum in it was taken apart before, so that
+the product is a node (`fx_fuser.graph.decompose`).
+
+The names of a site's operands are those of the anchor's op schema in `fx_fuser.anchors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from fx_fuser.graph.canonical import Expr, Operand
+from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.view import View
+
+# Names that anchors give to operands, to what z is made of, and to the result. Values are looked up
+# by name, so a pattern's wildcards have none of these (`graph.pattern` renames those that do).
+ANCHOR_NAMES = frozenset(
+    "x weight bias running_mean running_var gamma beta c mean var eps out".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One anchor in one graph.
+
+    kind: a name of the table above. node: the node whose value is z. nodes: every node the anchor
+    consists of. operands: name → node or None. attrs: name → constant of the call.
+    """
+
+    kind: str
+    node: Node
+    nodes: tuple[Node, ...]
+    operands: dict[str, Node | None]
+    attrs: dict[str, Any]
+
+
+def site_at(view: View, node: Node) -> Site | None:
+    """The anchor whose value `node` is, or None."""
+    expr = view.canonical(node)
+    if expr is None:
+        return None
+    if expr.op == "linear":
+        return _linear("linear", node, (node,), expr.args)
+    if expr.op == "conv2d":
+        return _conv2d(node, expr)
+    if expr.op == "batch_norm":
+        return _conv2d_batchnorm(view, node, expr)
+    if expr.op == "matmul":
+        return _product(view, node, expr)
+    if expr.op == "bmm":
+        return _batched(node, expr)
+    if expr.op == "add":
+        return _product_with_bias(view, node, expr)
+    return None
+
+
+def outermost(view: View) -> list[Site]:
+    """Every anchor of the graph once: no convolution beside the batch_norm it belongs to."""
+    sites = [s for s in (site_at(view, n) for n in view.nodes) if s is not None]
+    inner = {n for s in sites for n in s.nodes if n is not s.node}
+    return [s for s in sites if s.node not in inner]
+
+
+def _nodes_or_none(operands: tuple[Operand, ...]) -> bool:
+    return all(o is None or isinstance(o, Node) for o in operands)
+
+
+def _linear(
+    kind: str, node: Node, nodes: tuple[Node, ...], operands: tuple[Operand, ...]
+) -> Site | None:
+    if not _nodes_or_none(operands):
+        return None
+    return Site(kind, node, nodes, dict(zip(("x", "weight", "bias"), operands)), {})  # type: ignore[arg-type]
+
+
+def _conv2d(node: Node, expr: Expr) -> Site | None:
+    if not _nodes_or_none(expr.args):
+        return None
+    operands = dict(zip(("x", "weight", "bias"), expr.args))
+    return Site("conv2d", node, (node,), operands, dict(expr.attrs))  # type: ignore[arg-type]
+
+
+def _conv2d_batchnorm(view: View, node: Node, expr: Expr) -> Site | None:
+    conv_node = expr.args[0]
+    conv_expr = view.canonical(conv_node) if isinstance(conv_node, Node) else None
+    if conv_expr is None or conv_expr.op != "conv2d":
+        return None
+    assert isinstance(conv_node, Node)
+    conv = _conv2d(conv_node, conv_expr)
+    if conv is None or not _nodes_or_none(expr.args):
+        return None
+    norm = dict(zip(("running_mean", "running_var", "gamma", "beta"), expr.args[1:]))
+    operands = {**conv.operands, **norm}
+    attrs = {**conv.attrs, **dict(expr.attrs)}
+    return Site("conv2d_batchnorm", node, (conv_node, node), operands, attrs)  # type: ignore[arg-type]
+
+
+def _transposed(view: View, operand: Operand) -> Node | None:
+    """w, where the operand is the 2-D w transposed."""
+    expr = view.canonical(operand) if isinstance(operand, Node) else None
+    if expr is None or expr.op != "t" or not isinstance(expr.args[0], Node):
+        return None
+    tensor = meta_tensor(expr.args[0])
+    return expr.args[0] if tensor is not None and tensor.ndim == 2 else None
+
+
+def _product(view: View, node: Node, expr: Expr) -> Site | None:
+    x, right = expr.args
+    if not isinstance(x, Node) or not isinstance(right, Node):
+        return None
+    weight = _transposed(view, right)
+    if weight is not None:
+        return _linear("linear", node, (node,), (x, weight, None))
+    tensor = meta_tensor(right)  # None in a pattern's trace
+    if tensor is not None and tensor.ndim > 2:
+        return _batched(node, expr)
+    if tensor is not None and tensor.ndim != 2:
+        return None
+    return _linear("matmul", node, (node,), (x, right, None))
+
+
+def _batched(node: Node, expr: Expr) -> Site | None:
+    if not all(isinstance(operand, Node) for operand in expr.args):
+        return None
+    return Site("bmm", node, (node,), dict(zip(("x", "weight"), expr.args)), {})  # type: ignore[arg-type]
+
+
+def _product_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
+    """`x @ w.t() + b` in either order, and addmm, where b is a vector of N."""
+    for product, bias in (expr.args, expr.args[::-1]):
+        inner = view.canonical(product) if isinstance(product, Node) else product
+        if not isinstance(inner, Expr) or inner.op != "matmul" or not isinstance(bias, Node):
+            continue
+        if isinstance(product, Node) and view.readers[product] != [node]:
+            continue
+        site = _product(view, node, inner)
+        if site is None or not _is_bias(site, bias, isinstance(product, Node)):
+            continue
+        if isinstance(product, Node) and _dtype(product) != _dtype(node):
+            continue  # under autocast the sum is wider than the product: b is an addend, no bias
+        nodes = (product, node) if isinstance(product, Node) else (node,)
+        operands = (site.operands["x"], site.operands["weight"], bias)
+        return _linear(site.kind, node, nodes, operands)
+    return None
+
+
+def _is_bias(site: Site, bias: Node, added: bool) -> bool:
+    """Is it a vector of N?  In a pattern's trace, which has no shapes, an addmm's input is.
+
+    added: by another node than the product's.
+    """
+    if site.kind == "bmm":
+        return False  # it has none
+    vector, weight = meta_tensor(bias), meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
+    if vector is None or weight is None:
+        return not added and vector is weight
+    n = weight.shape[0 if site.kind == "linear" else 1]
+    return vector.ndim == 1 and _same_int(vector.shape[0], n)
+
+
+def _dtype(node: Node) -> Any:
+    tensor = meta_tensor(node)
+    return None if tensor is None else tensor.dtype
+
+
+def _same_int(a: Any, b: Any) -> bool:
+    """Equal, and known without a guard: comparing a SymInt would add one and cause recompiles."""
+    return isinstance(a, int) and isinstance(b, int) and a == b

@@ -1,0 +1,1 @@
+"""Kernels as binaries: compilers, the cache on disk, the shim, loading and launching."""

@@ -1,0 +1,132 @@
+"""What fx_fuser compiles: the shim, and cubins of kernels' sources, kept in `native.store`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fx_fuser.native import compilers, store
+from fx_fuser.native.compilers import Compiler, Host
+from fx_fuser.native.jobs import Job
+
+PACKAGE = Path(__file__).parent.parent
+KERNELS = PACKAGE / "kernels_cu"
+PREBUILT = PACKAGE / "prebuilt"  # of wheels
+
+LOWEST_CAPABILITY = (8, 0)
+
+_CXX_FLAGS = (
+    *("-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"),
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI as of 2.11
+)
+
+
+def arch_of(device: torch.device | int | None = None) -> str:
+    """The architecture kernels are compiled for: "sm_80", "sm_90a", "sm_100a", "sm_120"...
+
+    Hopper and the datacenter Blackwells get the `a` that their matrix instructions ask for.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
+
+
+def _kernel_sources() -> list[Path]:
+    return sorted(
+        path for path in KERNELS.iterdir() if path.suffix in (".cu", ".cuh", ".cpp", ".h")
+    )
+
+
+def _hash_files(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def fingerprint() -> str:
+    """sha256 over fx_fuser's Python and CUDA sources: a tag for caches of what it compiled."""
+    python = {*PACKAGE.rglob("*.py"), *(PACKAGE / "patterns").glob("*.py")}
+    headers = compilers.nvrtc_headers(KERNELS)
+    return _hash_files([*sorted(python), *_kernel_sources(), *headers])
+
+
+def _key(*parts: str) -> str:
+    text = "\0".join((*parts, _hash_files(_kernel_sources())))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _cubin_job(source: str, arch: str, compiler: Compiler) -> Job:
+    headers = _hash_files(compiler.headers(KERNELS))
+    key = _key(source, *compiler.flags(arch), compiler.version, headers)
+    return Job(key, source, ".cu", ".cubin", compiler.command(arch, KERNELS.resolve()))
+
+
+def shim_command(host: Host, more: Sequence[str] = ()) -> tuple[str, ...]:
+    """With {source} and {target} to fill in. more: flags that go before all others'."""
+    torch_root = Path(torch.__file__).parent
+    include = ("-I", str(KERNELS.resolve()), "-isystem", str(torch_root / "include"))
+    link = (
+        f"-L{torch_root / 'lib'}",
+        # Nothing of torch is called by name of libtorch itself, yet it brings libtorch_cuda along.
+        *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
+    )
+    return (str(host.cxx), *more, *_CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
+
+
+def _shim_job(host: Host) -> Job:
+    command = shim_command(host)
+    key = _key("shim", *command, host.version, torch.__version__)
+    return Job(key, (KERNELS / "shim.cpp").read_text(), ".cpp", ".so", command)
+
+
+def cubin(source: str, arch: str) -> Path:
+    """The cubin of one CUDA source, which may include the headers of kernels_cu.
+
+    Args:
+        source: the text of a .cu file.
+        arch: "sm_90a" and the like, see `arch_of`.
+
+    Raises:
+        BuildError: the source does not compile, or compiles to code that spills registers.
+    """
+    return cubins([source], arch)[0]
+
+
+def cubins(sources: Sequence[str], arch: str) -> list[Path]:
+    """As `cubin`, for several sources at once, compiled in parallel."""
+    compiler = compilers.of_kernels()
+    return store.ensure([_cubin_job(source, arch, compiler) for source in sources])
+
+
+def shim_sources() -> str:
+    """sha256 over what the shim is made of."""
+    return _hash_files([path for path in _kernel_sources() if path.suffix in (".cpp", ".h")])
+
+
+def prebuilt_shim() -> Path | None:
+    """That of the wheel; None in a checkout, and where its sources have changed since."""
+    made_of = PREBUILT / "shim.sources"
+    if not made_of.exists() or made_of.read_text() != shim_sources():
+        return None
+    return PREBUILT / "shim.so"
+
+
+def shim() -> Path:
+    """The shared library with the `torch.ops.fx_fuser_native` ops: the wheel's, or one built here.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    prebuilt = prebuilt_shim()
+    if prebuilt is not None:
+        return prebuilt
+    return store.ensure([_shim_job(compilers.of_shim())])[0]
+
+
+def batch_stats_source() -> str:
+    """The source of the batch-statistics kernels, for `cubin`."""
+    return (KERNELS / "batch_stats.cu").read_text()

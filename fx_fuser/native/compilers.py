@@ -1,0 +1,295 @@
+"""The compilers: of kernels NVRTC, which torch for CUDA brings, or nvcc; of the shim g++."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from fx_fuser.errors import BuildError
+
+log = logging.getLogger("fx_fuser.native.compilers")
+
+DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
+_FLAGS = ("-std=c++17", "-lineinfo")  # of kernels, whoever compiles them
+
+
+class Compiler(Protocol):
+    """What makes cubins. title: what a user calls it. version: tells it from any other, with all
+    that it includes unasked.
+    """
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def flags(self, arch: str) -> tuple[str, ...]:
+        """Those that decide what comes out."""
+
+    def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
+        """With {source} and {target} to fill in. kernels: the folder that sources include from.
+
+        More flags may be put behind it.
+        """
+
+    def headers(self, kernels: Path) -> list[Path]:
+        """Those that only it includes, and that `version` does not speak of."""
+
+
+def of_kernels() -> Compiler:
+    """NVRTC, or nvcc where there is none; the one that $FX_FUSER_COMPILER names, if it does.
+
+    Raises:
+        BuildError: names what is missing and how to get it.
+    """
+    finders: dict[str, Callable[[], Compiler]] = {"nvrtc": nvrtc, "nvcc": nvcc}
+    wanted = os.environ.get("FX_FUSER_COMPILER")
+    if wanted:
+        if wanted not in finders:
+            raise BuildError(f"FX_FUSER_COMPILER is {wanted!r}; set it to nvrtc or nvcc")
+        return finders[wanted]()
+    try:
+        return nvrtc()
+    except BuildError as error:
+        reason = error
+    try:
+        found = nvcc()
+    except BuildError as error:
+        raise BuildError(f"{reason}; or nvcc: {error}") from error
+    log.info("nvcc compiles the kernels: %s", reason)
+    return found
+
+
+# ---- CUDA's files --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaFiles:
+    """CUDA's headers and libraries: those that pip has put beside torch, or a toolkit's."""
+
+    include: Path
+    libraries: tuple[Path, ...]
+
+    def find(self, name: str) -> Path | None:
+        return next((f / name for f in self.libraries if (f / name).exists()), None)
+
+
+def cuda_files() -> Iterator[CudaFiles]:
+    """Those of pip first; of toolkits that of $CUDA_HOME, the usual one and that of nvcc."""
+    for root in _pip_folders():
+        for whole in sorted(root.glob("cu[0-9]*"), reverse=True):  # of CUDA 13 and later
+            yield CudaFiles(whole / "include", (whole / "lib",))
+        libraries = (root / "cuda_nvrtc/lib", root / "cuda_runtime/lib")  # of CUDA 12
+        yield CudaFiles(root / "cuda_runtime/include", libraries)
+    if home := os.environ.get("CUDA_HOME"):
+        yield _toolkit(Path(home))
+    yield _toolkit(DEFAULT_CUDA_HOME)
+    if (found := _which_nvcc()) and (toolkit := _cuda_home_of(str(found))):
+        yield _toolkit(toolkit)
+
+
+def _cuda_of_torch() -> str | None:
+    """The major version, "13"."""
+    return torch.version.cuda.split(".")[0] if torch.version.cuda else None
+
+
+def _toolkit(home: Path) -> CudaFiles:
+    folders = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+    return CudaFiles(home / "include", tuple(home / folder for folder in folders))
+
+
+def _pip_folders() -> list[Path]:
+    """The folders `nvidia` of this environment, that of torch's own first."""
+    beside_torch = Path(torch.__file__).parents[1] / "nvidia"
+    spec = importlib.util.find_spec("nvidia")
+    others = spec.submodule_search_locations if spec is not None else None
+    return list(dict.fromkeys((beside_torch, *map(Path, others or ()))))
+
+
+# ---- NVRTC ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    """library: libnvrtc. include: CUDA's headers of 16-bit floats."""
+
+    library: Path
+    include: Path
+    version: str
+
+    @property
+    def title(self) -> str:
+        return f"NVRTC, {self.library}"
+
+    def flags(self, arch: str) -> tuple[str, ...]:
+        # Unannotated functions are the device's, there being no host; ptxas's options one by one.
+        own = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
+        return (*_FLAGS, *own, "--ptxas-options=-v", "--ptxas-options=-warn-spills")
+
+    def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
+        folders = (kernels / "nvrtc", kernels, self.include)
+        include = (f"-I{folder}" for folder in folders)
+        run = (*_RUN_NVRTC, str(self.library), "{source}", "{target}")
+        return (*run, *self.flags(arch), *include)
+
+    def headers(self, kernels: Path) -> list[Path]:
+        # NVRTC and these are of two packages, each with a version of its own.
+        of_cuda = sorted(self.include.glob("cuda_[bf]*16.h*"))
+        return [*nvrtc_headers(kernels), *of_cuda]
+
+
+# As a file, in a Python that reads nothing of the user's environment: see `fx_fuser.native.nvrtc`.
+_RUN_NVRTC = (sys.executable or "python3", "-I", "-S", str(Path(__file__).with_name("nvrtc.py")))
+
+
+def nvrtc_headers(kernels: Path) -> list[Path]:
+    """Ours, for what NVRTC lacks of a C++ library."""
+    return sorted(path for path in (kernels / "nvrtc").iterdir() if path.is_file())
+
+
+def _version_of_nvrtc(library: Path) -> str:
+    """Builtins are named by version, and its builds differ in size. To load it takes 0.1 s."""
+    builtins = (path.name for path in library.resolve().parent.glob("libnvrtc-builtins.so.*"))
+    return f"{library.name}, {library.stat().st_size} bytes, {', '.join(sorted(builtins))}"
+
+
+def nvrtc() -> Nvrtc:
+    """That of the CUDA version torch was built for; any where it was built for none.
+
+    Raises:
+        BuildError: it is missing or of another version.
+    """
+    wanted = _cuda_of_torch()
+    others: dict[Path, Path] = {}  # folders of a toolkit may be links to each other
+    for files in cuda_files():
+        for library in _libnvrtcs(files):
+            if wanted not in (None, library.suffix[1:]):
+                others.setdefault(library.resolve(), library)
+            elif (files.include / "cuda_fp16.h").exists():
+                return Nvrtc(library, files.include, _version_of_nvrtc(library))
+    of_version = f" of CUDA {wanted}, for which this torch was built," if wanted else ""
+    instead = f", only {', '.join(map(str, others.values()))}" if others else ""
+    ending = "-cu12" if wanted == "12" else f"=={wanted or 13}.*"
+    raise BuildError(
+        f"NVRTC{of_version} was found neither beside torch nor in $CUDA_HOME nor in "
+        f"{DEFAULT_CUDA_HOME}{instead}; pip install 'nvidia-cuda-nvrtc{ending}' "
+        f"'nvidia-cuda-runtime{ending}'"
+    )
+
+
+def _libnvrtcs(files: CudaFiles) -> list[Path]:
+    """libnvrtc.so.13 and the like, the newest first."""
+    found = [path for folder in files.libraries for path in folder.glob("libnvrtc.so.*")]
+    numbered = [path for path in found if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)]
+    return sorted(numbered, key=lambda path: int(path.suffix[1:]), reverse=True)
+
+
+# ---- nvcc ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    nvcc: Path
+    cxx: Path
+    version: str
+
+    @property
+    def title(self) -> str:
+        return f"nvcc, {self.nvcc}"
+
+    def flags(self, arch: str) -> tuple[str, ...]:
+        code = f"arch={arch.replace('sm_', 'compute_')},code={arch}"
+        return ("-cubin", "-O3", *_FLAGS, "-Xptxas", "-v,-warn-spills", "-gencode", code)
+
+    def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
+        include = ("-I", str(kernels), "-ccbin", str(self.cxx))
+        return (str(self.nvcc), *self.flags(arch), *include, "{source}", "-o", "{target}")
+
+    def headers(self, kernels: Path) -> list[Path]:
+        return []
+
+
+def nvcc() -> Nvcc:
+    """Of PATH, $CUDA_HOME or /usr/local/cuda.
+
+    Raises:
+        BuildError: it or g++, which it needs, is missing.
+    """
+    found = _which_nvcc()
+    if found is None:
+        raise BuildError(
+            f"nvcc was found neither on PATH nor in $CUDA_HOME/bin nor in {DEFAULT_CUDA_HOME}/bin; "
+            "install the CUDA toolkit (12.8 or newer) or set CUDA_HOME to where it is"
+        )
+    cxx = _gxx()
+    return Nvcc(found, cxx, _version_of(str(found)) + _version_of(str(cxx)))
+
+
+def _which_nvcc() -> Path | None:
+    folders = [os.environ.get("PATH", "")]
+    if home := os.environ.get("CUDA_HOME"):
+        folders.append(os.path.join(home, "bin"))
+    folders.append(str(DEFAULT_CUDA_HOME / "bin"))
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    return None if found is None else Path(found)
+
+
+@functools.cache
+def _cuda_home_of(nvcc: str) -> Path | None:
+    """The toolkit's root, if nvcc says it; the nvcc on PATH may be a link or a script."""
+    steps = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], check=False, capture_output=True, text=True
+    ).stderr
+    found = re.search(r"^#\$ TOP=(.+?)/?$", steps, re.MULTILINE)
+    return Path(found[1]).resolve() if found else None
+
+
+# ---- g++ -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Host:
+    """g++, which makes the shim and needs no file of CUDA's for it."""
+
+    cxx: Path
+    version: str
+
+
+def of_shim() -> Host:
+    """g++ of PATH.
+
+    Raises:
+        BuildError: names what is missing and how to get it.
+    """
+    cxx = _gxx()
+    return Host(cxx, _version_of(str(cxx)))
+
+
+def _gxx() -> Path:
+    found = shutil.which("g++")
+    if found is None:
+        raise BuildError("g++ was not found on PATH; install it (Debian: apt-get install g++)")
+    return Path(found)
+
+
+@functools.cache
+def _version_of(compiler: str) -> str:
+    try:
+        return subprocess.run(
+            [compiler, "--version"], check=True, capture_output=True, text=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{compiler} --version failed ({error}); reinstall it") from error

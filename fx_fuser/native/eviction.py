@@ -1,0 +1,64 @@
+"""The cache folder stays below a size: what was used least recently goes.
+
+A kernel's last use is the time of its manifest, which `native.store` sets at each use. What was
+used within the last hour stays whatever the size: another process may be about to load it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fx_fuser.native import store
+
+log = logging.getLogger("fx_fuser.native.eviction")
+
+_SAFE_SECONDS = 3600
+_seen = 0  # builds after which the folder was looked at
+
+
+def keep_below(megabytes: int) -> None:
+    """After this process has added to the cache folder."""
+    global _seen
+    if store.builds() != _seen:
+        _seen = store.builds()
+        with contextlib.suppress(OSError):
+            trim(store.cache_dir(), megabytes * 10**6)
+
+
+def trim(folder: Path, size: int, now: float | None = None) -> list[str]:
+    """Remove entries until the folder's have `size` bytes at most; returns their names.
+
+    now: the time, by default the clock's, in seconds.
+    """
+    now = time.time() if now is None else now
+    entries = sorted(_entries(folder))
+    total = sum(bytes_ for _, bytes_, _ in entries)
+    removed: list[str] = []
+    for used, bytes_, manifest in entries:
+        if total <= size or used > now - _SAFE_SECONDS:
+            break
+        # The manifest first: without it the binary is no entry.
+        for path in (manifest, *_binaries(manifest)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        total -= bytes_
+        removed.append(manifest.stem)
+    if removed:
+        log.info("removed %d entries of %s, now %.0f MB", len(removed), folder, total / 1e6)
+    return removed
+
+
+def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """(last use, bytes, manifest) of each kernel and of each timing remembered."""
+    for manifest in (*folder.glob("*.json"), *folder.glob("plans/*.json")):
+        with contextlib.suppress(OSError):  # another process removes as well
+            files = (manifest, *_binaries(manifest))
+            yield manifest.stat().st_mtime, sum(f.stat().st_size for f in files), manifest
+
+
+def _binaries(manifest: Path) -> list[Path]:
+    return [path for path in manifest.parent.glob(f"{manifest.stem}.*") if path != manifest]

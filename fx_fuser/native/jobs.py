@@ -1,0 +1,122 @@
+"""Compiler calls, run side by side by ninja, and what their logs say of the binaries."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fx_fuser.errors import BuildError
+
+log = logging.getLogger("fx_fuser.native.jobs")
+
+FEW_REGISTERS = "-DFX_FUSER_FEW_REGISTERS"  # for what spills; a header may heed it
+_PROGRESS_S = 5.0  # between two lines of the log
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compiler call: `text`, saved as `<key><source_suffix>`, becomes `<key><suffix>`."""
+
+    key: str
+    text: str
+    source_suffix: str
+    suffix: str
+    command: tuple[str, ...]  # with {source} and {target} left to fill in; flags may be added
+
+    def binary(self, folder: Path) -> Path:
+        return folder / f"{self.key}{self.suffix}"
+
+
+def run(work: Path, jobs: Sequence[Job]) -> None:
+    """Leaves each job's binary in the folder `work`.
+
+    Raises:
+        BuildError: names each job that failed, or whose binary would be slow.
+        OSError: the disk is full.
+    """
+    _run_ninja(work, jobs)
+    logs = {job: _read_log(work, job) for job in jobs}
+    if spilled := [job for job in jobs if _SPILL.search(logs[job])]:
+        log.info("compiling %d kernels again with %s", len(spilled), FEW_REGISTERS)
+        _run_ninja(work, [replace(job, command=(*job.command, FEW_REGISTERS)) for job in spilled])
+        logs |= {job: _read_log(work, job) for job in spilled}
+    if failures := [reason for job in jobs if (reason := _failure(work, job, logs[job]))]:
+        raise BuildError("\n\n".join(failures))
+
+
+def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:
+    try:
+        from ninja import BIN_DIR
+    except ImportError as error:
+        raise BuildError("the Python package ninja is missing; pip install ninja") from error
+
+    lines = ["rule run", "  command = $cmd > $out.log 2>&1", ""]
+    for job in jobs:
+        source = f"{job.key}{job.source_suffix}"
+        target = f"{job.key}{job.suffix}"
+        (work / source).write_text(job.text)
+        command = " ".join(
+            _quote(part.format(source=source, target=target)) for part in job.command
+        )
+        lines += [f"build {target}: run {source}", f"  cmd = {command}", ""]
+    (work / "build.ninja").write_text("\n".join(lines))
+    # -k 0: one broken source should not hide what is wrong with the others.
+    ninja = [os.path.join(BIN_DIR, "ninja"), "-k", "0", "-C", str(work)]
+    with subprocess.Popen(ninja, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        try:
+            _wait_for(running, [job.binary(work) for job in jobs])
+        except BaseException:  # as subprocess.run: no compiler outlives an interrupt
+            running.kill()
+            raise
+
+
+def _wait_for(running: subprocess.Popen[bytes], targets: Sequence[Path]) -> None:
+    """What takes long says in the log how far it is."""
+    while True:
+        try:
+            running.wait(_PROGRESS_S)
+            return
+        except subprocess.TimeoutExpired:
+            done = sum(target.exists() for target in targets)
+            log.info("compiled %d of %d kernels", done, len(targets))
+
+
+def _quote(part: str) -> str:
+    return shlex.quote(part).replace("$", "$$")  # once for the shell, once for ninja
+
+
+def _read_log(work: Path, job: Job) -> str:
+    try:
+        return (work / f"{job.key}{job.suffix}.log").read_text(errors="replace")
+    except FileNotFoundError:
+        return "(the compiler was not started)"
+
+
+# ptxas only warns of these. Results stay right, but the kernel is then several times slower than
+# the one that was measured.
+_SPILL = re.compile(r"\b[1-9]\d* bytes spill|Registers are spilled")
+_SERIALISED = re.compile(r"C75[01]\d|[Pp]otential [Pp]erformance [Ll]oss: wgmma")
+
+
+def _failure(work: Path, job: Job, text: str) -> str | None:
+    if "No space left on device" in text:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if not job.binary(work).exists():
+        return f"{' '.join(job.command)} failed:\n{text[:4000]}"
+    for pattern, meaning in ((_SPILL, "spills registers"), (_SERIALISED, "serialises its wgmma")):
+        if found := pattern.search(text):
+            before, line = text[: found.start()].rpartition("\n")[::2]
+            line = (line + text[found.start() :].partition("\n")[0]).strip()
+            kernel = re.findall(r"function '(\w+)'", f"{before}\n{line}")
+            return (
+                f"{kernel[-1] if kernel else job.key} {meaning} ({line}); "
+                "compile fewer operands or operations into one kernel"
+            )
+    return None

@@ -1,0 +1,193 @@
+"""The epilogue, applied to an anchor's products: as the kernel of a main loop, or in torch ops.
+
+Values meet names here. The *leaves* of a fused computation are what the anchor's z is made of
+(`Anchor.leaves`), then the epilogue's tensors t0… and numbers s0….
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_fuser.anchors import Anchor
+from fx_fuser.anchors.conv2d import BACKWARD
+from fx_fuser.graph.epilogue import (
+    Epilogue,
+    Step,
+    accumulation_dtype,
+    casts_of,
+    evaluate,
+    kernel_spec,
+    linear_backward,
+)
+from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
+
+
+def named(t: Sequence[Any], s: Sequence[Any]) -> dict[str, Any]:
+    """By the names that an epilogue gives its tensors and numbers."""
+    return {**{f"t{i}": v for i, v in enumerate(t)}, **{f"s{i}": v for i, v in enumerate(s)}}
+
+
+def wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
+    """Of the tensors that count in type promotion: a 0-d float64 scale does not widen float32."""
+    return [v.dtype for v in values if isinstance(v, Tensor) and v.ndim > 0]
+
+
+def accumulator_of(epilogue: Epilogue, tensors: Iterable[Any], out: torch.dtype) -> torch.dtype:
+    """The dtype in which an epilogue of these tensors is computed, with this result."""
+    return accumulation_dtype([*wide_dtypes(tensors), out, *casts_of(epilogue)])
+
+
+def _evaluated(
+    epilogue: Epilogue, z: Tensor, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
+) -> Tensor:
+    """In the accumulation dtype of all that takes part."""
+    acc = accumulator_of(epilogue, (z, *t), dtype)
+    wide: Tensor = evaluate(epilogue, {"z": z.to(acc), **named([v.to(acc) for v in t], s)})
+    return wide
+
+
+def in_torch(
+    epilogue: Epilogue, z: Tensor, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
+) -> Tensor:
+    """The epilogue in plain torch ops: accumulation dtype inside, one rounding at the end."""
+    return _evaluated(epilogue, z, t, s, dtype).to(dtype) if epilogue.steps else z.to(dtype)
+
+
+def derivative_in_torch(
+    slope: Epilogue, dy: Tensor, t: Sequence[Tensor], s: Sequence[float]
+) -> Tensor:
+    """dz from dy in the accumulation dtype; slope: see `graph.epilogue.linear_backward`."""
+    return _evaluated(slope, dy, t, s, dy.dtype).expand(dy.shape)
+
+
+def z_in_torch(
+    anchor: Anchor,
+    operands: Mapping[str, Any],
+    products: Sequence[Tensor],
+    config: Mapping[str, Any],
+    acc: torch.dtype,
+) -> Tensor:
+    """z from the products, in plain torch ops, in the accumulation dtype `acc`."""
+    leaves = anchor.leaves(operands, products, config)
+    values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in leaves.items()}
+    z: Tensor = evaluate(anchor.z(operands, config), values)
+    return z
+
+
+def finish(
+    epilogue: Epilogue,
+    anchor: Anchor,
+    operands: Mapping[str, Any],
+    products: Sequence[Tensor],
+    config: Mapping[str, Any],
+    t: Sequence[Tensor],
+    s: Sequence[float],
+    out: Tensor,
+) -> None:
+    """out ← epilogue(z(products)), on a CPU; on CUDA it is kernels_cu/shim_pointwise.h."""
+    acc = accumulator_of(epilogue, (*products, *t), out.dtype)
+    z = z_in_torch(anchor, operands, products, config, acc)
+    out.copy_(in_torch(epilogue, z, t, s, out.dtype))
+
+
+# ---- kernels --------------------------------------------------------------------------------
+
+
+def travels_as_number(value: Any) -> bool:
+    """Numbers, and 0-d CPU tensors beside CUDA ones."""
+    return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
+
+
+def spec_of(
+    epilogue: Epilogue,
+    leaves: Mapping[str, Any],
+    t: Sequence[Tensor],
+    s: Sequence[float],
+    out: torch.dtype,
+    family: Family = POINTWISE,
+) -> KernelSpec:
+    """The kernel that reads these leaves, then t and s.
+
+    It takes the tensors in this order, and of the numbers those among the leaves, s, and those of t
+    that are 0-d CPU tensors: the order of kernels_cu/shim_linear.h and shim_conv.h.
+    """
+    tensors = {n: v.dtype for n, v in leaves.items() if isinstance(v, Tensor)}
+    numbers = [n for n, v in leaves.items() if not isinstance(v, Tensor)]
+    numbers += [f"s{i}" for i in range(len(s))]
+    for i, value in enumerate(t):
+        if travels_as_number(value):
+            numbers.append(f"t{i}")
+        else:
+            tensors[f"t{i}"] = value.dtype
+    acc = accumulator_of(epilogue, (*leaves.values(), *t), out)
+    return kernel_spec(epilogue, tensors, numbers, out, family, acc)
+
+
+def forward_specs(
+    anchor: Anchor,
+    config: Mapping[str, Any],
+    epilogue: Epilogue,
+    operands: Mapping[str, Any],
+    t: Sequence[Tensor],
+    s: Sequence[float],
+    c: torch.dtype,
+    out: torch.dtype,
+) -> list[KernelSpec]:
+    """The kernels that the anchor's op launches; none if the library's product is the result.
+
+    operands, t: of these dtypes, ranks and devices; c: the dtype of the product.
+    """
+    families = anchor.kernels(config)
+    z = anchor.z(operands, config)
+    if len(families) == 1 and not (z.steps or epilogue.steps) and c == out:
+        return []
+    cast = {n: c if n in anchor.cast else v.dtype for n, v in operands.items() if v is not None}
+    like = {n: torch.empty(1, dtype=d, device="meta") for n, d in cast.items()}
+    statistic = torch.empty(1, dtype=accumulation_dtype((c,)), device="meta")
+    products = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
+    known = {n: like.get(n) for n in anchor.operands}
+    leaves = anchor.leaves(known, products[: len(anchor.products)], config)
+    return [spec_of(epilogue.after(z), leaves, t, s, out, family) for family in families]
+
+
+def backward_of(
+    epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float]
+) -> tuple[Epilogue, list[Tensor], list[float]] | None:
+    """dz from dy with what it reads, under names of its own, if it can be told without z."""
+    slope = linear_backward(epilogue)
+    if slope is None:
+        return None
+    values = {n: v for n, v in named(t, s).items() if n in slope.leaves}
+    tensors, numbers = ([n for n in values if n[0] == letter] for letter in "ts")
+    names = {n: f"{n[0]}{i}" for part in (tensors, numbers) for i, n in enumerate(part)}
+    steps = (Step(p.op, tuple(a and names.get(a, a) for a in p.args), p.attrs) for p in slope.steps)
+    return Epilogue(tuple(steps)), [values[n] for n in tensors], [values[n] for n in numbers]
+
+
+def backward_spec(
+    epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
+) -> KernelSpec | None:
+    """The kernels that make a convolution's gradients from dy.
+
+    dtype: of dy and the convolution.
+
+    None where the epilogue's derivative depends on z, or is not a number a channel.
+    """
+    found = backward_of(epilogue, t, s)
+    if found is None:
+        return None
+    slope, factors, numbers = found
+    for v in factors:
+        if not travels_as_number(v) and not (_is_per_channel(v) and v.dtype != torch.float64):
+            return None
+    dy = torch.empty(1, dtype=dtype, device="meta")
+    return spec_of(slope, {"z": dy}, factors, numbers, dtype, BACKWARD)
+
+
+def _is_per_channel(tensor: Tensor) -> bool:
+    sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    return len(sizes) == 4 and sizes[0] == sizes[2] == sizes[3] == 1

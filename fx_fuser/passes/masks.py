@@ -1,0 +1,365 @@
+"""Masks of attention that a graph makes itself and that are causal, or hide nothing.
+
+transformers gives a causal language model `is_causal=True` in eager mode, and builds the mask out
+of `arange`s as soon as it is traced. torch's kernels then read a mask, and compute what it hides:
+on an H200 (2026-11-23, torch 2.11.0+cu130, Inductor), GPT-2's training step at 4 × 1024 in fp32
+spends 20.7 ms in attention for eager mode's 13.4, and in 16 bits FlashAttention takes no mask at
+all. What such a mask is made of reads nothing that the model is given, so it is the same in every
+call: it is made once, here, and looked at.
+
+`is_causal`: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._functorch import predispatch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Node
+
+from fx_fuser.graph.naming import called, statement
+from fx_fuser.graph.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
+
+# What masks are made of: nothing that is random, waits for another process, or leaves memory as it
+# was. In place too (`masked_fill_`), and as operators (`__and__`).
+_RUN_AHEAD = frozenset(
+    """
+    arange ones zeros full tensor scalar_tensor ones_like zeros_like full_like new_ones new_zeros
+    new_full new_tensor eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and
+    bitwise_or bitwise_not bitwise_xor and or xor not invert iand ior ixor where masked_fill fill
+    zero tril triu add sub mul iadd isub imul rsub radd rmul neg abs minimum maximum clamp cumsum
+    diff getitem setitem index index_select expand expand_as unsqueeze squeeze view reshape flatten
+    permute transpose swapaxes t repeat cat concat stack to type type_as bool int long float half
+    bfloat16 double contiguous clone detach size dim numel getattr numpy_T mT add_batch_dim
+    remove_batch_dim
+    """.split()  # noqa: SIM905
+)
+_MODULES = {"builtins", "_operator", "torch", "torch.functional", "torch._ops.aten"}
+_MODULES |= {predispatch.__name__}
+# Of their first argument they read what kind of a tensor it is.
+_LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
+_LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
+_NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
+_LARGEST = 1 << 29  # elements of what is run ahead
+# Of `scaled_dot_product_attention`.
+_MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One of an attention. done: "causal" or "open" where it is not read any more; else reason."""
+
+    node: Node
+    done: str = ""
+    reason: str = ""
+
+
+class _Stays(Exception):
+    """Why a mask is left where it is."""
+
+
+@dataclass
+class _Scope:
+    """The nodes of a graph before one of them.
+
+    writes: of those that write, to what. outer, given: where the graph is the body of a region that
+    is called once, what comes before the call, and what a placeholder stands for there.
+    """
+
+    nodes: Sequence[Node]
+    writes: Mapping[Node, Sequence[Node]]
+    outer: _Scope | None = None
+    given: Mapping[Node, Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, outer: _Scope | None, call: Node | None) -> _Scope:
+        nodes = list(graph.nodes)
+        writes = {node: written for node in nodes if (written := writes_of(node))}
+        if outer is None or call is None:
+            return cls(nodes, writes)
+        inputs = graph.find_nodes(op="placeholder")
+        arguments = call.args[len(call.args) - len(inputs) :]
+        given = {p: a for p, a in zip(inputs, arguments) if isinstance(a, Node)}
+        return cls(nodes, writes, outer, given)
+
+    def before(self, at: int) -> _Scope:
+        return replace(self, nodes=self.nodes[:at])
+
+    def all_given(self) -> dict[Node, Node]:
+        outer = {} if self.outer is None else self.outer.all_given()
+        return {**outer, **self.given}
+
+
+class Reader:
+    """Of the graphs of one module, those of regions after those that call them."""
+
+    def __init__(self) -> None:
+        self._calls: dict[GraphModule, list[tuple[_Scope, Node]]] = {}
+
+    def simplify(self, module: GraphModule, graph: Graph) -> list[Mask]:
+        """Take proven masks from the attentions of a Dynamo graph, which is edited.
+
+        graph: the module's, or a copy.
+        """
+        calls = self._calls.get(module, [])
+        scope = _Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
+        known: dict[tuple[Any, ...], tuple[str, str]] = {}
+        found: list[Mask] = []
+        for at, node in enumerate(scope.nodes):
+            body = body_of(node)
+            # An `invoke_subgraph` may share its body with others, in other graphs.
+            if body is not None and getattr(node.target, "__name__", "") != "invoke_subgraph":
+                self._calls.setdefault(body, []).append((scope.before(at), node))
+            mask = _mask_of(node)
+            if mask is None:
+                continue
+            try:
+                kind, makers = _proven(node, mask, scope.before(at), known)
+                _take_away(node, kind)
+            except _Stays as stays:
+                found.append(Mask(node, reason=str(stays)))
+                continue
+            found.append(Mask(node, kind))
+            _erase(mask, makers)
+        return found
+
+
+def _mask_of(node: Node) -> Node | None:
+    """Of an attention, where it has one and is not causal beside."""
+    if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
+        return None
+    mask = argument_of(node, *_MASK)
+    causal = argument_of(node, *_CAUSAL) not in (None, False)
+    return mask if isinstance(mask, Node) and not causal else None
+
+
+def _proven(
+    node: Node, mask: Node, scope: _Scope, known: dict[tuple[Any, ...], tuple[str, str]]
+) -> tuple[str, list[Node]]:
+    """ "causal" or "open", and what makes it; raises _Stays if it is neither or cannot be told."""
+    length, makers = _length(node), _makers([mask], scope)
+    key = (mask, length, *makers)
+    if key not in known:
+        known[key] = _what_it_is(mask, makers, scope, length)
+    kind, reason = known[key]
+    if reason:
+        raise _Stays(reason)
+    return kind, makers
+
+
+def _length(node: Node) -> tuple[int, int]:
+    """Of queries and of keys."""
+    tensors = [meta_tensor(a) for a in node.args[:3] if isinstance(a, Node)]
+    named = (node.kwargs.get(n) for n in ("query", "key", "value"))
+    tensors += [meta_tensor(a) for a in named if isinstance(a, Node)]
+    if len(tensors) != 3 or any(type(t) is not FakeTensor for t in tensors):
+        raise _Stays("its operands are no plain tensors")
+    lengths = tuple(t.shape[-2] for t in tensors[:2])  # type: ignore[union-attr]
+    if not all(isinstance(n, int) for n in lengths):
+        raise _Stays("its lengths are dynamic")
+    return lengths  # type: ignore[return-value]
+
+
+def _what_it_is(
+    mask: Node, makers: Sequence[Node], scope: _Scope, length: tuple[int, int]
+) -> tuple[str, str]:
+    """ "causal" or "open"; or "" and the reason why it is neither."""
+    try:
+        return _kind_of(_evaluated(mask, makers, scope.all_given()), length), ""
+    except _Stays as stays:
+        return "", str(stays)
+    except Exception as error:  # the user's program may raise what it likes
+        return "", f"its mask cannot be made ahead: {type(error).__name__}: {error}"
+
+
+def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
+    """All nodes that make the masks or write to what they are made of, in order."""
+    makers: set[Node] = set()
+    todo = list(masks)
+    while todo:
+        while todo:
+            node = todo.pop()
+            if node not in makers:
+                if node not in scope.given:
+                    _check(node)
+                makers.add(node)
+                todo += _values_read(node)
+        memory = storages(makers)
+        for node in scope.nodes:
+            written = scope.writes.get(node, ()) if node not in makers else ()
+            if not makers.isdisjoint(written) or not memory.isdisjoint(storages(written)):
+                todo.append(node)
+    if any(_name_of_call(n) == "add_batch_dim" for n in makers):
+        makers.update(n for n in scope.nodes if n.target in _NESTING)
+    for node in makers:
+        like = _like(node)
+        # Without the mask it would be dead, and if it is random it must still draw its numbers.
+        if like is None or like in makers or like.op in ("placeholder", "get_attr"):
+            continue
+        if makers.issuperset(like.users):
+            raise _Stays(f"its mask is of the kind of {called(like)}, which nothing else reads")
+    given = [scope.given[n] for n in makers if n in scope.given]
+    outer = _makers(given, scope.outer) if given and scope.outer is not None else []
+    return outer + [n for n in scope.nodes if n in makers]
+
+
+def _like(node: Node) -> Node | None:
+    """Of which the node reads what kind of a tensor it is, and nothing else."""
+    first = node.args[0] if _name_of_call(node) in _LIKE and node.args else None
+    return first if isinstance(first, Node) else None
+
+
+def _values_read(node: Node) -> tuple[Node, ...]:
+    rest = node.args[1:] if _name_of_call(node) in _LIKE else node.args
+    return tuple(dict.fromkeys(nodes_in((rest, node.kwargs))))
+
+
+def _name_of_call(node: Node) -> str:
+    """`and` of `operator.and_`, `Tensor.__and__`; `masked_fill` of `masked_fill_`."""
+    return str(getattr(node.target, "__name__", node.target)).strip("_")
+
+
+def _check(node: Node) -> None:
+    """Raises _Stays where the node cannot be run ahead."""
+    if node.op in ("placeholder", "get_attr"):
+        raise _Stays(f"its mask depends on {called(node)}")
+    is_call = node.op in ("call_function", "call_method")
+    if node.op == "call_function":  # a function of the user's may have any name
+        module = getattr(node.target, "__module__", None) or "builtins"
+        is_call = module in _MODULES
+    if not is_call or _name_of_call(node) not in _RUN_AHEAD:
+        raise _Stays(f"its mask is made by {statement(node)}, which is not run ahead")
+    value = node.meta.get("example_value")
+    if isinstance(value, Tensor):
+        if not all(isinstance(n, int) for n in value.shape):
+            raise _Stays("its mask has dynamic sizes")
+        if _elements(value) > _LARGEST:
+            raise _Stays(f"its mask is made of {_elements(value)} elements, too many to look at")
+
+
+def _elements(value: Tensor) -> int:
+    """In memory, where an expanded tensor has few."""
+    try:
+        return min(value.numel(), value.untyped_storage().nbytes() // value.element_size())
+    except (NotImplementedError, RuntimeError):  # within a vmap
+        return value.numel()
+
+
+def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -> Tensor:
+    """What the graph makes, on the device on which it does."""
+    last = {n: node for node in makers for n in _values_read(node)}
+    kept = {mask, *given.values()}
+    values: dict[Node, Any] = {}
+    depth = 0
+
+    with unset_fake_temporarily(), torch.no_grad():
+        try:
+            for node in makers:
+                like = _like(node)
+                known = values if like is None else {**values, like: _one_like(like)}
+                args = torch.fx.map_arg(node.args, known.__getitem__)
+                kwargs = torch.fx.map_arg(node.kwargs, known.__getitem__)
+                if node in given:
+                    values[node] = values[given[node]]
+                elif node.op == "call_method":
+                    values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                    depth += _NESTING.get(node.target, 0)  # type: ignore[arg-type]
+                if depth == 0:
+                    _check_made(values[node], node)
+                for n in _values_read(node):
+                    if last[n] is node and n not in kept:
+                        del values[n]
+        finally:
+            for _ in range(depth):
+                predispatch._vmap_decrement_nesting()
+    made: Tensor = values[mask]
+    return made
+
+
+def _check_made(made: Any, node: Node) -> None:
+    """Raises _Stays where a tensor is another one than was traced, or lies otherwise in memory."""
+    traced = meta_tensor(node)
+    if traced is None and not isinstance(made, Tensor):
+        return
+    if traced is not None and isinstance(made, Tensor):
+        same = (made.dtype, made.shape) == (traced.dtype, traced.shape)
+        sizes = zip(made.shape, made.stride(), traced.stride())
+        if same and all(size < 2 or mine == its for size, mine, its in sizes):
+            return
+    raise _Stays(f"its mask is made by {statement(node)}, which ahead is not as it was traced")
+
+
+def _one_like(node: Node) -> Tensor:
+    """A tensor of this kind in the memory of one element, for what does not read its values."""
+    kind = meta_tensor(node)
+    if kind is None or not all(isinstance(n, int) for n in kind.shape):
+        raise _Stays("its mask has dynamic sizes")
+    return torch.zeros((), dtype=kind.dtype, device=kind.device).expand(kind.shape)
+
+
+def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
+    """ "causal" or "open"; raises _Stays if it is neither."""
+    with torch.no_grad():
+        while mask.dim() > 2 and mask.stride(0) == 0 and mask.shape[0] > 0:
+            mask = mask[0]  # all are this one
+        if mask.dtype is torch.bool:
+            seen = mask
+        else:
+            seen = mask == 0
+            # transformers writes the least number instead of an infinity.
+            hidden = mask <= torch.finfo(mask.dtype).min
+            if not bool((seen | hidden).all()):
+                raise _Stays("its mask adds other values than zero and the least")
+        if bool(seen.all()):
+            return "open"
+        if length[0] != length[1]:  # kernels differ in where they begin to count
+            raise _Stays(f"its mask is of {length[0]} queries and {length[1]} keys")
+        causal = torch.ones(length, dtype=torch.bool, device=mask.device).tril()
+        if not bool((seen == causal).all()):
+            raise _Stays("its mask is not causal")
+        return "causal"
+
+
+def _take_away(node: Node, kind: str) -> None:
+    """Raises _Stays where the result would lie in memory in another way."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for (place, name), value in ((_MASK, None), (_CAUSAL, kind == "causal")):
+        if len(args) > place:
+            args[place] = value
+        else:
+            kwargs[name] = value
+    was = meta_tensor(node)
+    if type(was) is not FakeTensor:
+        raise _Stays("its result is no plain tensor")
+    try:
+        with was.fake_mode, torch.set_grad_enabled(was.requires_grad):
+            fake: Any = torch.fx.map_arg((tuple(args), kwargs), lambda n: n.meta["example_value"])
+            now = F.scaled_dot_product_attention(*fake[0], **fake[1])
+    except Exception as error:
+        raise _Stays(f"without its mask it fails: {type(error).__name__}: {error}") from error
+    for what, mine, its in (
+        ("dtype", now.dtype, was.dtype),  # under autocast
+        ("strides", now.stride(), was.stride()),
+    ):
+        if mine != its:
+            raise _Stays(f"its result would have {what} {mine}, not {its}")
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _erase(mask: Node, makers: Sequence[Node]) -> None:
+    """With all that it alone was made of; what writes in place stays, and its operands."""
+    todo = [mask]
+    while todo:
+        node = todo.pop()
+        is_call = node.op in ("call_function", "call_method")
+        if node in makers and is_call and not (node._erased or node.users or writes_of(node)):
+            todo += node.all_input_nodes
+            node.graph.erase_node(node)

@@ -1,0 +1,340 @@
+"""Inductor's graph of forward and backward → the same, with fp32 products of operands that were
+cast up from 16 bits by kernels that read the 16-bit tensors.
+
+`x.float() @ w.float().t()`, as routers and heads have it, is in fp32 for the sake of its sums: its
+products are exact, so that one product on the tensor cores is enough (`LINEAR_EXACT`), where two
+fp32 operands need three. Where one was cast up, as in the backward of such a product, two are. A
+graph of ATen operations is functional, so a value that a cast made is what its operand was,
+wherever it is read.
+
+The pass runs before the graph is parted into forward and backward (`joint_custom_post_pass`), so
+what is kept for backward is of 16 bits. What the cast made was nobody else's; its operand may be
+written to before backward runs, if the user has it, and a copy is kept then (`_Kept`). A cast that
+nothing else reads goes; one that has other readers stays for them.
+
+Dynamo's graph shows what the pass will find: where that is better nothing is fused (`why_left`),
+and the kernels are loaded for the dtypes that are cast up (`narrow_dtypes`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.fx_utils import get_node_storage
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from fx_fuser.anchors.linear import (
+    EXACT_PRODUCTS,
+    MIXED_PRODUCTS,
+    PRODUCT_ALONE,
+    SPLIT,
+    asked_product,
+)
+from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
+from fx_fuser.graph.sites import Site
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
+from fx_fuser.passes import products
+from fx_fuser.passes.products import SPLIT_PRODUCT, Products, call, fastest, put
+from fx_fuser.planning import rehearse
+from fx_fuser.planning.gate import PRODUCTS, VIEWS, called_name
+from fx_fuser.planning.rehearse import TensorForm
+from fx_fuser.planning.timing import Candidate
+
+NARROW = tuple(EXACT_PRODUCTS)
+_KINDS = {"linear", "matmul", "bmm"}  # of sites
+_CASTS = {"float", "to", "type", "type_as"}
+_aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+_ATEN_VIEWS = {
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.expand.default,
+    _aten.permute.default,
+    _aten.reshape.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+}
+
+
+# ---- in Dynamo's graph -------------------------------------------------------------------------
+
+
+def widened_from(node: Node | None) -> torch.dtype | None:
+    """The 16-bit dtype from which this fp32 value was cast, views looked through; or None."""
+    while node is not None and node.op in ("call_function", "call_method"):
+        first = next(iter(inputs_of(node)), None)
+        before = None if first is None else meta_tensor(first)
+        value = meta_tensor(node)
+        if before is None or value is None or value.dtype != torch.float32:
+            return None
+        name = called_name(node)
+        if name in _CASTS and before.dtype in NARROW:
+            return before.dtype
+        if name not in VIEWS:
+            return None
+        node = first
+    return None
+
+
+def narrow_dtypes(gm: GraphModule) -> tuple[torch.dtype, ...]:
+    """Those from which operands of products are cast up."""
+    found = set()
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if called_name(node) in PRODUCTS:
+                found |= {widened_from(operand) for operand in inputs_of(node)}
+    return tuple(dtype for dtype in NARROW if dtype in found)
+
+
+def why_left(site: Site, options: Options, has_tail: bool) -> str:
+    """Why the product is for the pass, which leaves the tail to Inductor; empty if it is not.
+
+    One of two operands that were cast up is: it needs a third of what a kernel with the tail would
+    multiply. Of one it is two thirds, and then a kernel with the tail may be as good.
+    """
+    runs = options.inner == "inductor" and options.plan == "measure"
+    if site.kind not in _KINDS or not runs or asked_product(options) != SPLIT:
+        return ""
+    x, weight = (widened_from(site.operands[name]) for name in ("x", "weight"))
+    both, none = x is not None and x == weight, x is None and weight is None
+    if none or (has_tail and not both):
+        return ""
+    return "an operand is cast up from 16 bits, which a pass over Inductor's graph reads"
+
+
+# ---- in Inductor's -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Provenance(Products):
+    """The pass. narrow: dtypes whose kernels are loaded."""
+
+    narrow: tuple[torch.dtype, ...] = ()
+
+    def settings(self) -> tuple[Any, ...]:
+        kernels = (made[d].name for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for d in self.narrow)
+        return *super().settings(), *kernels
+
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        return functools.partial(self._replace_by_narrow, graph, _Kept(graph))
+
+    def _replace_by_narrow(self, graph: Graph, kept: _Kept, node: Node) -> str | None:
+        factors = self.factors(node)
+        if factors is None:
+            return None
+        left, right = (_source_of(factor, self.narrow) for factor in factors)
+        sources = left, None if right is None else right.as_matrix()
+        recipes = [*_recipes(*sources)]
+        if len(recipes) == 1:
+            return None
+        best: int | None = 0
+        if not self.on_cpu:
+            a, b = (rehearse.form_of_value(f.meta["val"]) for f in factors)
+            assert a is not None and b is not None
+            narrow = [None if s is None else rehearse.form_of_value(s.value) for s in sources]
+            key = ("provenance", [r.spec.name for r in recipes], str(a), str(b), str(narrow))
+            make_candidates = functools.partial(_ways, recipes, (a, b), narrow)
+            best = fastest(node.target, a, b, key, make_candidates)
+        recipe = None if best is None else recipes[best]
+        if recipe is None or recipe.spec == PRODUCT_ALONE:  # the last pass finds it again
+            return None
+        with graph.inserting_before(node):
+            read = [
+                source.build(graph, node, kept.readable(source, node)) if source else factor
+                for factor, source in zip(factors, recipe.choose((None, None), sources))
+            ]
+        put(graph, node, recipe.op, read, recipe.spec, recipe.dense)
+        for factor in dict.fromkeys(factors):
+            _drop(graph, factor)
+        dtypes = [str(f.meta["val"].dtype).removeprefix("torch.") for f in read]
+        return f" of {' and '.join(dict.fromkeys(dtypes))}"
+
+
+def passes(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> dict[str, Any]:
+    """What Inductor is to run over what becomes of Dynamo's untouched graph, by its settings."""
+    narrow = narrow_dtypes(gm)
+    last = products.pass_for(options, inputs, narrow)
+    found = {JOINT_PASS: pass_for(options, last, narrow), LAST_PASS: last}
+    return {setting: made for setting, made in found.items() if made is not None}
+
+
+def pass_for(
+    options: Options, last: Products | None, narrow: Sequence[torch.dtype]
+) -> Provenance | None:
+    """last: the pass over what becomes of the graph, by which all kernels are loaded."""
+    if last is None or not narrow:
+        return None
+    return Provenance(last.strict, last.on_cpu, options.users_pass(JOINT_PASS), tuple(narrow))
+
+
+class _Kept:
+    """Of one graph: what a cast's operand is to the products of a graph with a backward. It is read
+    there long after the cast, and where the user has its memory, as an input or a result, may be
+    another by then. Torch's own passes keep what the cast made; here it is a copy of 16 bits, which
+    forward's products read too: what forward needs is not made again in backward."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.copies: dict[Node, Node] = {}
+        self.backward: set[Node] = set()
+        for node in graph.nodes:
+            is_first = node.op == "placeholder" and "tangents" in str(node.target)
+            if is_first or not self.backward.isdisjoint(node.all_input_nodes):
+                self.backward.add(node)
+        ends = (n for n in graph.nodes if n.op in ("placeholder", "get_attr", "output"))
+        users = (o for n in ends for o in ([n] if n.op != "output" else n.all_input_nodes))
+        self.users = {get_node_storage(node) for node in users}
+
+    def readable(self, source: _Source, reader: Node) -> Node:
+        """What the reader may read in place of the operand."""
+        node = source.node
+        is_later = bool(self.backward) and source.cast not in self.backward
+        if not is_later or get_node_storage(node) not in self.users:
+            return node
+        if node not in self.copies:
+            graph = node.graph
+            with graph.inserting_before(source.cast):
+                self.copies[node] = call(graph, source.cast, torch.ops.fx_fuser.kept.default, node)
+        return self.copies[node]
+
+
+def _drop(graph: Graph, node: Node) -> None:
+    """The node, its cast and what lies between, where nothing reads them any more."""
+    while not node._erased and not node.users and node.target in (*_ATEN_VIEWS, _CAST):
+        above = node.args[0]
+        graph.erase_node(node)
+        node = above  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What an fp32 value was cast up from.
+
+    cast: the node, and node: its operand. views: what was made of the cast, first to last, as
+    operation, its other arguments by place and by name. value: the 16-bit tensor, so viewed.
+    """
+
+    cast: Node
+    node: Node
+    views: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
+    value: Tensor
+
+    def seen_as(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Source:
+        fakes, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.value.fake_mode:  # type: ignore[attr-defined]
+            value = target(self.value, *fakes, **named)
+        return replace(self, views=(*self.views, (target, args, kwargs)), value=value)
+
+    def as_matrix(self) -> _Source:
+        """One matrix, where it is a batch of the same: so an operand that all rows share becomes
+        one of a bmm."""
+        value = self.value
+        shared = value.ndim == 3 and (hint_of(value.stride(0)) == 0 or hint_of(value.size(0)) == 1)
+        return self.seen_as(_aten.select.int, (0, 0), {}) if shared else self
+
+    def build(self, graph: Graph, like: Node, operand: Node) -> Node:
+        """The value, made of the cast's operand or of a copy of it."""
+        made = operand
+        for target, args, kwargs in self.views:
+            made = call(graph, like, target, made, *args, **kwargs)
+        return made
+
+
+def _source_of(node: Node, dtypes: Sequence[torch.dtype]) -> _Source | None:
+    seen: list[Node] = []
+    while node.op == "call_function" and node.target in _ATEN_VIEWS:
+        seen.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target != _CAST:
+        return None
+    source = node.args[0]
+    value = source.meta.get("val") if isinstance(source, Node) else None
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        return None
+    found = _Source(node, source, (), value)  # type: ignore[arg-type]
+    for view in reversed(seen):
+        others = view.args[1:], dict(view.kwargs)
+        try:
+            found = found.seen_as(view.target, *others)
+        except (RuntimeError, ValueError):  # the cast's result had no gaps where its operand has
+            dense = found.seen_as(
+                _aten.clone.default, (), {"memory_format": torch.contiguous_format}
+            )
+            found = dense.seen_as(view.target, *others)
+    return found
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A kernel of ours for left @ right. op: of `torch.ops.fx_fuser`. reads: which factors it reads
+    in 16 bits. dense: it takes rows of K that are adjacent in memory, and others as a copy."""
+
+    op: Callable[[Tensor, Tensor, str], Tensor]
+    spec: KernelSpec
+    reads: tuple[bool, bool]
+    dense: bool
+
+    def choose(self, wide: Sequence[Any], narrow: Sequence[Any]) -> list[Any]:
+        """Of each pair the one for what the kernel reads."""
+        return [n if reads else w for w, n, reads in zip(wide, narrow, self.reads)]
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        rows = right.mT
+        if self.dense:
+            left, rows = left.contiguous(), rows.contiguous()
+        return self.op(left, rows, self.spec.name)
+
+
+def _recipes(left: _Source | None, right: _Source | None) -> Iterator[_Recipe]:
+    """The likeliest to be the fastest first; the last reads what was cast."""
+    dtypes = [None if source is None else source.value.dtype for source in (left, right)]
+    if right is not None and dtypes[0] == dtypes[1] and right.value.ndim == 2:
+        exact = torch.ops.fx_fuser.exact_product.default
+        yield _Recipe(exact, EXACT_PRODUCTS[right.value.dtype], (True, True), dense=True)
+    for dtype, reads in zip(dtypes, ((True, False), (False, True))):
+        if dtype is not None:
+            yield _Recipe(SPLIT_PRODUCT, MIXED_PRODUCTS[dtype], reads, dense=False)
+    yield _Recipe(SPLIT_PRODUCT, PRODUCT_ALONE, (False, False), dense=False)
+
+
+def _ways(
+    recipes: Sequence[_Recipe],
+    forms: Sequence[TensorForm],
+    narrow: Sequence[TensorForm | None],
+) -> list[Candidate]:
+    """The library's product of what is cast, and each recipe's of the 16-bit tensors."""
+    generator = torch.Generator(forms[0].device).manual_seed(0)
+    deviations = (1.0, hint_of(forms[1].size[-2]) ** -0.5)  # type: ignore[operator]
+    wide, read = [], []
+    for form, of_source, deviation in zip(forms, narrow, deviations):
+        read.append((of_source or form).random(generator, deviation))
+        wide.append(read[-1].float().expand(form.size))
+
+    def library() -> Sequence[Tensor]:
+        return (wide[0] @ wide[1],)
+
+    def made_by(recipe: _Recipe) -> Sequence[Tensor]:
+        return (recipe.multiply(*recipe.choose(wide, read)),)
+
+    launch.reset_fallback(
+        [recipe.spec for recipe in recipes], forms[0].device
+    )  # others than split do not sleep
+    ours = [functools.partial(made_by, recipe) for recipe in recipes]
+    for made in ours:
+        rehearse.compare([library, made], [{"product": SPLIT}], torch.float32)
+    return [Candidate(library), *map(Candidate, ours)]

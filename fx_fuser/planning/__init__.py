@@ -1,0 +1,1 @@
+"""Which backend computes a site, measured: candidates, timing, the gate of growth."""

@@ -1,0 +1,225 @@
+"""(matches, options) → how each runs, where a match that was grown must earn its kernel.
+
+At a site that no named pattern takes first z alone is planned as any other match is: one kernel
+serves all of them, and where it does not gain nothing is compiled at all. Where it does, and a
+pointwise tail follows, a kernel of both is compiled and timed beside the product alone followed by
+a pointwise kernel, which stands for what the inner compiler makes of the tail.
+
+The inner compiler may make less of it than a kernel of its own: a tail that a norm or another
+reduction reads is computed in that kernel, which then reads z instead of the result; and a tensor
+that the tail reads may be computed in the tail's kernel, where ours needs it in memory. Both are
+counted in bytes (`_Neighbours`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.conv2d import Conv2d
+from fx_fuser.errors import BuildError
+from fx_fuser.graph.grow import Grown
+from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.ops import calls
+from fx_fuser.options import Options
+from fx_fuser.planning import plan, rehearse, timing
+from fx_fuser.planning.plan import Plan
+from fx_fuser.planning.rehearse import TensorForm
+
+log = logging.getLogger("fx_fuser.planning.gate")
+
+_structures: set[frozenset[str]] = set()  # of the tails that this process compiled the kernels
+
+
+def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
+    """For each match how it runs, with all its kernels built and loaded; a Refusal leaves it alone.
+
+    Raises: as `plan.decide`.
+    """
+    first = [_first(match, options) for match in matches]
+    plans = plan.decide(first, options)
+    grown: dict[int, tuple[Grown, Plan]] = {}
+    for i, (match, chosen) in enumerate(zip(matches, plans)):
+        if first[i] is not match and isinstance(chosen, Plan):
+            plans[i] = replace(chosen, match=first[i])
+            grown[i] = (match, chosen)  # type: ignore[assignment]
+    failed: dict[int, Refusal] = {}
+    for i, note in _with_tails(grown, options, failed).items():
+        plans[i] = replace(grown[i][1], note=note)
+    return [failed.get(i, chosen) for i, chosen in enumerate(plans)]
+
+
+def _first(match: Match, options: Options) -> Match:
+    """What is planned first: z alone, where that can be told apart from the whole.
+
+    A convolution has a kernel of ours only where it has few channels, so seldom that its tail is
+    compiled at once.
+    """
+    on_cuda = plan.device_of(match).type == "cuda" and options.plan == "measure"
+    is_conv = isinstance(ANCHORS[match.site.kind], Conv2d)
+    if isinstance(match, Grown) and match.alone is not None and on_cuda and not is_conv:
+        return match.alone
+    return match
+
+
+def _with_tails(
+    grown: Mapping[int, tuple[Grown, Plan]], options: Options, failed: dict[int, Refusal]
+) -> dict[int, str]:
+    """Of these those whose tail is worth a kernel, with what was measured.
+
+    failed: takes those at which fx_fuser itself fails.
+    """
+
+    def measure(i: int, match: Match) -> str:
+        assert isinstance(match, Grown)
+        return _measured(match, grown[i][1], options)
+
+    known = {i: (match, chosen.choices) for i, (match, chosen) in grown.items()}
+    built = _built(known, options, failed)
+    notes = {i: plan.guarded(m, options, measure, i, failed) for i, m in built.items()}
+    return {i: note for i, note in notes.items() if note}
+
+
+def _built(
+    grown: Mapping[int, tuple[Grown, Mapping[str, Any]]],
+    options: Options,
+    failed: dict[int, Refusal],
+) -> dict[int, Grown]:
+    """Those whose kernels are compiled: all in one run, as many structures as the options allow."""
+
+    def is_taken(i: int, match: Match) -> bool:
+        if rehearse.tensors_of(match) is None:
+            return False
+        # What z alone takes, its tail may forbid: the kernels' accumulators are float.
+        case = plan.MatchCase(match, options)
+        offered = ANCHORS[match.site.kind].candidates(case)
+        if grown[i][1]["product"] not in [choices["product"] for choices in offered]:
+            return False
+        structure = frozenset(spec.name for spec in calls.kernel_specs(match, grown[i][1]))
+        if structure not in _structures and len(_structures) >= options.max_structures:
+            log.info(
+                "no kernel for %s: %d structures are compiled",
+                match.bound.epilogue.text,
+                options.max_structures,
+            )
+            return False
+        _structures.add(structure)
+        return True
+
+    taken = {i: m for i, (m, _) in grown.items() if plan.guarded(m, options, is_taken, i, failed)}
+    try:
+        plan.prepare([(m, [grown[i][1]]) for i, m in taken.items()])
+    except BuildError as error:
+        if options.strict:
+            raise
+        warnings.warn(
+            f"fx_fuser: a product is fused alone where its tail does not compile: {error}; "
+            "please report it",
+            stacklevel=2,
+        )
+        taken = {i: m for i, m in taken.items() if _compiles(m, grown[i][1])}
+    return taken
+
+
+def _compiles(match: Match, choices: Mapping[str, Any]) -> bool:
+    try:
+        plan.prepare([(match, [choices])])
+    except BuildError:
+        return False
+    return True
+
+
+def _measured(match: Grown, alone: Plan, options: Options) -> str:
+    """What was measured, if one kernel of product and tail gains; else nothing."""
+    tensors = rehearse.tensors_of(match)
+    assert tensors is not None and match.alone is not None
+    choices = alone.choices
+    key = ("tail", *plan.timing_key(match, [choices], tensors))
+    rehearsal = functools.partial(rehearse.tail, match, choices, tensors)
+    try:
+        times = timing.medians(key, rehearsal, plan.device_of(match))
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return ""
+    if times is None:
+        return ""
+    product, both, whole = (took.gpu for took in times)
+    share, extra = _Neighbours(match).of_tail(tensors)
+    apart = product + share * max(both - product, 0)
+    ours = whole + extra / plan.BANDWIDTH
+    measured = f"with its tail {whole:.4g} ms, in two kernels {both:.4g}"
+    log.info("%s: %s, of which %.0f %% counts", match.bound.epilogue.text, measured, 100 * share)
+    return f"{alone.note}; {measured}" if plan.gains(ours, apart) else ""
+
+
+PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
+# What the inner compiler fuses with nothing; views are looked through.
+_OPAQUE = PRODUCTS | {"output"}
+_OPAQUE |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
+VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten"}
+VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr", "numpy_T", "mT"}
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """What stands around a tail in the graph."""
+
+    match: Grown
+
+    def of_tail(self, tensors: Sequence[TensorForm | None]) -> tuple[float, int]:
+        """How much of the tail's own kernel the inner compiler would run, as a share of its bytes;
+        and the bytes that only our kernel needs written."""
+        match = self.match
+        read = dict(zip(match.bound.tensors, tensors[-len(match.bound.tensors) :]))
+        sizes = {n: _bytes_of(form) for n, form in read.items() if form is not None}
+        made = {n for n in sizes if self._is_made_for_tail(n)}
+        z, y = (_bytes_of_value(n) for n in (match.site.node, match.root))
+        apart = sum(size for n, size in sizes.items() if n not in made)
+        whole = sum(sizes.values()) + z + y
+        if not self._is_read_by_fusible(match.root):
+            apart += z + y
+        return (apart / whole if whole else 1.0), sum(sizes[n] for n in made)
+
+    def _is_made_for_tail(self, node: Node) -> bool:
+        readers = self.match.view.readers[node]
+        return _is_fusible(node) and all(reader in self.match.nodes for reader in readers)
+
+    def _is_read_by_fusible(self, node: Node, depth: int = 8) -> bool:
+        for reader in self.match.view.readers[node]:
+            if called_name(reader) in VIEWS and depth:
+                if self._is_read_by_fusible(reader, depth - 1):
+                    return True
+            elif _is_fusible(reader):
+                return True
+        return False
+
+
+def _is_fusible(node: Node) -> bool:
+    return node.op in ("call_function", "call_method") and not {called_name(node)} & (
+        _OPAQUE | VIEWS
+    )
+
+
+def called_name(node: Node) -> str:
+    """Of a function or a method, without what says that it is in place."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return "output" if node.op == "output" else str(name).rstrip("_")
+
+
+def _bytes_of(form: TensorForm) -> int:
+    """In memory: a broadcast dimension is read once."""
+    held = (n for n, step in zip(form.size, form.stride) if step)
+    return math.prod(held) * form.dtype.itemsize
+
+
+def _bytes_of_value(node: Node) -> int:
+    form = rehearse.form_of(node)
+    return _bytes_of(form) if form else 0

@@ -1,0 +1,333 @@
+"""A match's kernel op on tensors of our own, as the compiled model will call it: for timing."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.conv2d import Conv2d, conv_tf32_allowed
+from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
+from fx_fuser.graph.grow import Grown
+from fx_fuser.graph.match import Match
+from fx_fuser.graph.nodes import hint_of, meta_tensor
+from fx_fuser.native import launch
+from fx_fuser.ops.apply import travels_as_number
+from fx_fuser.ops.calls import fake_tensors, fused_call, kernel_specs
+from fx_fuser.ops.library import FusedCall, gradients
+from fx_fuser.planning.timing import Candidate
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """All of a tensor but its values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def random(self, generator: torch.Generator, deviation: float = 1.0) -> Tensor:
+        """Normal values around 0, or zeros and ones where the dtype is no float."""
+        extent = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride))
+        memory = torch.empty(max(extent, 0), dtype=self.dtype, device=self.device)
+        if self.device != generator.device:
+            memory.fill_(1)
+        elif self.dtype.is_floating_point:
+            memory.normal_(0, deviation, generator=generator)
+        else:
+            memory.random_(0, 2, generator=generator)
+        return memory.as_strided(self.size, self.stride)
+
+
+def form_of(node: Node, dtype: torch.dtype | None = None) -> TensorForm | None:
+    """At the sizes of this trace, or None if one is not known when compiling; dtype: its own."""
+    return form_of_value(meta_tensor(node), dtype)
+
+
+def form_of_value(tensor: Any, dtype: torch.dtype | None = None) -> TensorForm | None:
+    """As `form_of`, of a fake tensor."""
+    size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
+    if None in size or None in stride:
+        return None
+    return TensorForm(size, stride, dtype or tensor.dtype, tensor.device)  # type: ignore[arg-type]
+
+
+def tensors_of(match: Match) -> list[TensorForm | None] | None:
+    """The kernel op's tensors, operands and the epilogue's, at the sizes of this trace.
+
+    None if a size is not known when compiling.
+    """
+    site = match.site
+    anchor = ANCHORS[site.kind]
+    c = meta_tensor(site.nodes[0])
+    forms: list[TensorForm | None] = []
+    free = (("", node) for node in match.bound.tensors)
+    for name, node in (*((n, site.operands[n]) for n in anchor.operands), *free):
+        if node is None or meta_tensor(node) is None:
+            forms.append(None)
+            continue
+        form = form_of(node, c.dtype if name in anchor.cast else None)  # type: ignore[union-attr]
+        if form is None:
+            return None
+        forms.append(form)
+    return forms
+
+
+def gradients_of(match: Match) -> dict[str, bool]:
+    """Of which operands of the anchor a gradient is asked for; empty if nothing is to be saved."""
+    z: Any = meta_tensor(match.site.node)
+    if not z.requires_grad:
+        return {}
+    nodes = {name: match.site.operands[name] for name in ANCHORS[match.site.kind].operands}
+    tensors = {name: node and meta_tensor(node) for name, node in nodes.items()}
+    return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
+
+
+def gradients_of_tensors(match: Match) -> list[bool]:
+    """Of which of the epilogue's tensors a gradient is asked for."""
+    result: Any = meta_tensor(match.root)  # parameters ask for theirs under no_grad, too
+    return [result.requires_grad and tensor.requires_grad for tensor in fake_tensors(match)]
+
+
+def saves(match: Match) -> bool:
+    """Is there anything to keep for a backward?"""
+    return any(gradients_of(match).values()) or any(gradients_of_tensors(match))
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What stands for the inner compiler's code of a convolution: the kernel op with other choices.
+
+    channels_last: x and weight are in channels_last, as if it cost nothing to turn them.
+    """
+
+    name: str
+    choices: Mapping[str, Any]
+    channels_last: bool = False
+
+
+def convolutions(
+    match: Match,
+    candidates: Sequence[Mapping[str, Any]],
+    tensors: Sequence[TensorForm | None],
+    rivals: Sequence[Rival],
+) -> list[Candidate]:
+    """A convolution's kernel op with each of plan's candidates, as the match will call it, and the
+    rivals.
+
+    Where gradients are asked for, followed by its backward: of the library's the convolutions
+    alone, since the inner compiler needs fewer passes for the rest than torch's ops do.
+    """
+    run = _Rehearsal(match, tensors)
+    ahead = [run.forward(choices, run.operands) for choices in candidates]
+    if len(candidates) > 1:
+        compare(ahead, candidates, run.c.dtype)
+    dy = run.gradient_of_z() if run.saves else None
+    if dy is not None and len(candidates) > 1:
+        whole = [functools.partial(run.step, dy, c, run.operands) for c in candidates]
+        in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
+        compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+    x, weight, *others = run.operands
+
+    def step_of(choices: Mapping[str, Any], channels_last: bool = False) -> Callable[[], object]:
+        def laid(tensor: Tensor) -> Tensor:
+            return tensor.contiguous(memory_format=torch.channels_last) if channels_last else tensor
+
+        operands = [laid(x), laid(weight), *others]
+        if dy is None:
+            return run.forward(choices, operands)
+        return functools.partial(run.least_step, laid(dy), choices, operands)
+
+    timed = [Candidate(step_of(library)) for library in candidates[:1]]
+    timed += [Candidate(step_of(own), run.calls(dy, own)) for own in candidates[1:]]
+    return timed + [Candidate(step_of(rival.choices, rival.channels_last)) for rival in rivals]
+
+
+def rehearsals(
+    match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
+) -> list[Candidate]:
+    """A Linear's kernel op with each of plan's candidates, as the match will call it.
+
+    In training followed by the anchor's backward with each of them.
+    """
+    run = _Rehearsal(match, tensors)
+    if run.c.device.type == "cuda":
+        # What other data did to a kernel is not what this rehearsal is about.
+        own = [spec for choices in candidates for spec in kernel_specs(match, choices)]
+        launch.reset_fallback(own, run.c.device)
+    ahead = [run.forward(choices, run.operands) for choices in candidates]
+    compare(ahead, candidates, run.c.dtype)
+    # The library's stands for the inner compiler's code, of which the host's time is not known.
+    timed = [Candidate(call, None if i == 0 else call) for i, call in enumerate(ahead)]
+    if not run.needs:
+        return timed
+    dz = run.gradient_of_z()
+    back = [functools.partial(run.backward, choices, dz) for choices in candidates]
+    compare(back, candidates, run.c.dtype)
+    return [*timed, *map(Candidate, back)]
+
+
+def tail(
+    match: Grown, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
+) -> list[Candidate]:
+    """Of a grown match with a product of ours: z alone, then also the tail in a kernel of its own,
+    which finds some of z in the L2 cache, and both in one kernel."""
+    assert match.alone is not None
+    whole = _Rehearsal(match, tensors)
+    product = _Rehearsal(match.alone, tensors[: len(whole.operands)])
+    launch.reset_fallback(kernel_specs(match, choices)[1:], whole.c.device)
+    launch.reset_fallback(kernel_specs(match.alone, choices)[1:], whole.c.device)
+    alone = product.forward(choices, product.operands)
+    fused = whole.forward(choices, whole.operands)
+    pointwise = kernel_specs(match, choices)[0]
+    held = [t for t in whole.t if not travels_as_number(t)]
+    numbers = [*match.bound.numbers, *(float(t) for t in whole.t if travels_as_number(t))]
+    y = torch.empty_like(fused()[0])
+
+    def apart() -> tuple[Tensor]:
+        launch.pointwise(pointwise, y, [alone()[0], *held], numbers)
+        return (y,)
+
+    compare([apart, lambda: fused()[:1]], [choices], whole.c.dtype)
+    return [Candidate(alone), Candidate(apart), Candidate(fused)]
+
+
+class DisagreementError(RuntimeError):
+    """A kernel of ours is further from the library's result than rounding explains."""
+
+
+# Between two ways to round: far above what either differs from the true product, far below what
+# a wrong index or a lost tile does.
+_FAR = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-5}
+_FAR_IN_TF32 = 1e-2
+_COMPARED = 2**22  # elements at most, in evenly spaced rows
+
+
+def compare(
+    runs: Sequence[Callable[[], Sequence[Tensor]]],
+    candidates: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+    far: float | None = None,
+) -> None:
+    """Raises where the last candidate's tensors are not those of the first."""
+    in_tf32 = any(choices.get("tf32") or DENSE in choices.values() for choices in candidates)
+    far = far or _FAR[dtype]
+    if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
+        far = _FAR_IN_TF32
+    for library, own in zip(runs[0](), runs[-1]()):
+        step = 1 + library.numel() // _COMPARED
+        exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, own))
+        usual = exact.isfinite()  # an epilogue may take a logarithm
+        exact, found = (torch.where(usual, v.double(), 0.0) for v in (exact, found))
+        size, distance = (torch.linalg.vector_norm(v).item() for v in (exact, found - exact))
+        if not distance <= far * size:
+            raise DisagreementError(
+                f"the {candidates[-1]['product']} product {list(library.shape)} in {dtype} is "
+                f"{distance / max(size, 1e-30):.1g} from the library's"
+            )
+
+
+class _Rehearsal:
+    """One match's op and its random tensors."""
+
+    def __init__(self, match: Match, tensors: Sequence[TensorForm | None]) -> None:
+        self.match, self.anchor = match, ANCHORS[match.site.kind]
+        c = meta_tensor(match.site.nodes[0])
+        assert c is not None
+        self.c = c
+        # Its own: the user's random state stays as it is.
+        self.generator = torch.Generator(c.device).manual_seed(0)
+        count = len(self.anchor.operands)
+        names = (*self.anchor.operands, *[""] * (len(tensors) - count))
+        values: list[Any] = []
+        for name, form in zip(names, tensors):
+            # A weight of deviation 1 would saturate the epilogue.
+            deviation = math.prod(form.size[1:]) ** -0.5 if form and name == "weight" else 1.0
+            value = form and form.random(self.generator, deviation)
+            if name == "running_var" and isinstance(value, Tensor):
+                value.abs_().add_(0.1)
+            values.append(value)
+        self.operands, self.t = values[:count], values[count:]
+        self.needs = gradients_of(match)
+        self.needs_t = gradients_of_tensors(match)
+        self.saves = saves(match)
+
+    def call(
+        self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> tuple[FusedCall, dict[str, Tensor | None], bool]:
+        """The call, the operands that its op reads, and whether its backward is ours."""
+        call = fused_call(self.match, choices)
+        named = dict(zip(self.anchor.operands, operands))
+        read = dict(zip(named, self.anchor.kernel_operands(named, call.config)))
+        own = self.saves and call.has_own_backward([*read.values()], self.t, self.needs_t)
+        return call, read, own
+
+    def forward(
+        self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """The op with all of its arguments."""
+        call, read, _ = self.call(choices, operands)
+        return call.bound([*read.values()], self.t, save=self._saves(call, False))
+
+    def _saves(self, call: FusedCall, own_backward: bool) -> bool:
+        needs = {name: self.needs.get(name, False) for name in self.anchor.operands}
+        return self.saves and call.saves(own_backward, needs, self.needs_t)
+
+    def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
+        """The ops of ours that a compiled graph calls: the forward and, if it is ours, backward."""
+        call, read, own = self.call(choices, self.operands)
+        ahead = call.bound([*read.values()], self.t, save=self._saves(call, own))
+        if dy is None or not own:
+            return ahead
+        _, _, *statistics = ahead()
+        _, back = call.bound_backward(read, self.t, statistics, dy, self.needs)
+        return lambda: (ahead(), back())
+
+    def step(
+        self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The result and the gradients that are asked for."""
+        call, read, own = self.call(choices, operands)
+        y, *products = call.run([*read.values()], self.t, save=self._saves(call, own))
+        grads, dt = gradients(call, read, self.t, products, dy, self.needs, self.needs_t)
+        if call.config.get("training"):
+            grads.pop("bias", None)  # zero, but for what rounding leaves of it
+        found = [*(grads.get(name) for name in self.anchor.operands), *dt]
+        return [y, *(grad for grad in found if grad is not None)]
+
+    def least_step(
+        self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """As `step`, of a backward that is not ours the convolutions alone."""
+        call, read, own = self.call(choices, operands)
+        if own:
+            return self.step(dy, choices, operands)
+        assert isinstance(self.anchor, Conv2d)
+        y, *products = call.run([*read.values()], self.t, save=self._saves(call, own))
+        if call.config["again"]:
+            products[0] = self.anchor.product_again(read, call.config)
+        needs = {name: self.needs.get(name, False) for name in read}
+        grads = Conv2d.backward(self.anchor, read, products, call.config, dy, needs)
+        return [y, *grads.values()]
+
+    def gradient_of_z(self) -> Tensor:
+        sizes: Any = tuple(map(hint_of, self.c.shape))
+        return torch.empty(sizes, dtype=self.c.dtype, device=self.c.device).normal_(
+            generator=self.generator
+        )
+
+    def backward(self, choices: Mapping[str, Any], dz: Tensor) -> list[Tensor]:
+        named = dict(zip(self.anchor.operands, self.operands))
+        return list(
+            self.anchor.backward(
+                named, (), fused_call(self.match, choices).config, dz, self.needs
+            ).values()
+        )

@@ -1,0 +1,223 @@
+"""Which of several candidates is fastest on this machine?  Measured once, remembered on disk.
+
+Medians of the GPU's time over interleaved rounds, each with a cold L2 cache and with the whole
+candidate queued before the GPU comes to it. The answers lie beside the kernels, in `plans` of the
+build cache, a file each, under the hash of all that they depend on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fx_fuser.native import binaries, compilers, store
+
+_BUDGET_MS = 40.0  # for the rounds of one candidate
+_ROUNDS = (5, 25)  # at least, at most
+_CALLS = 10  # that the host is timed over
+# From here on flushes are not doubled: the queue holds some 1000 launches, with the candidate's. A
+# host that finds it full waits, and gets no further ahead.
+_FLUSHES = 256
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """run: what the GPU is timed on. call: the op alone, where the host's time for it matters."""
+
+    run: Callable[[], object]
+    call: Callable[[], object] | None = None
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+class Timing(NamedTuple):
+    """Milliseconds, of the host 0 where they do not matter."""
+
+    gpu: float
+    host: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        """Of a graph's node at best: the two work side by side."""
+        return max(self)
+
+    def __str__(self) -> str:
+        return f"{self.ms:.4g} ms{' of the host' if self.host > self.gpu else ''}"
+
+
+_lock = threading.Lock()
+_known: dict[str, list[Timing]] = {}
+
+
+def medians(
+    key: Sequence[Any],
+    make_candidates: Callable[[], Sequence[Candidate]],
+    device: torch.device,
+) -> list[Timing] | None:
+    """What each candidate takes on a CUDA device; None if its memory does not suffice.
+
+    key: what the answer depends on besides GPU, driver, torch, fx_fuser and the compiler of its
+        kernels; its text counts.
+    make_candidates: called only where the answer is not known. They run without gradients.
+    """
+    name = hashlib.sha256(repr((_machine(device), key)).encode()).hexdigest()[:32]
+    with _lock:
+        if name not in _known:
+            found = _recall(name)
+            if found is None:
+                found = _measure(make_candidates, device)
+                if found is None:
+                    return None
+                _remember(name, found)
+            _known[name] = found
+        return _known[name]
+
+
+def _machine(device: torch.device) -> tuple[object, ...]:
+    gpu = torch.cuda.get_device_properties(device)
+    versions = _driver(), torch.__version__, compilers.of_kernels().version, binaries.fingerprint()
+    return gpu.name, gpu.multi_processor_count, *versions
+
+
+@functools.cache
+def _driver() -> int:
+    """The CUDA version of the driver, times 1000; torch has no name for it."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def _measure(
+    make_candidates: Callable[[], Sequence[Candidate]], device: torch.device
+) -> list[Timing] | None:
+    # Dynamo may have a mode of its own in place; autocast would cast what is cast already.
+    with (
+        _disable_current_modes(),
+        torch.no_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.cuda.device(device),
+    ):
+        try:
+            return times_of(make_candidates(), device)
+        except RuntimeError as error:  # an OutOfMemoryError, or what our own ops make of one
+            if "out of memory" not in str(error):
+                raise
+            return None
+        finally:
+            torch.cuda.empty_cache()
+
+
+def times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Timing]:
+    """Medians of each candidate's times, measured anew; all are on `device`, a CUDA device."""
+    size = torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(2 * size, dtype=torch.int8, device=device)
+    one_flush = _Timer(flush.zero_, flush).least(3)
+    timers, rounds = [], []
+    for candidate in candidates:
+        _host_ms(candidate)  # the first call takes memory
+        timers.append(_Timer(candidate, flush, 1 + math.ceil(_host_ms(candidate) / one_flush)))
+        first = timers[-1].least(3)
+        rounds.append(max(_ROUNDS[0], min(_ROUNDS[1], int(_BUDGET_MS / first))))
+    samples: list[list[float]] = [[] for _ in candidates]
+    for i in range(max(rounds)):
+        for timer, count, found in zip(timers, rounds, samples):
+            if i < count:
+                found.append(timer.gpu_ms())
+    hosts = [
+        min(_host_ms(candidate.call, _CALLS) for _ in range(3)) if candidate.call else 0
+        for candidate in candidates
+    ]
+    return [Timing(median(found), host) for found, host in zip(samples, hosts)]
+
+
+@dataclass
+class _Timer:
+    """flushes: of the L2 cache; they keep the GPU busy while the host queues the candidate."""
+
+    candidate: Callable[[], object]
+    flush: torch.Tensor
+    flushes: int = 1
+
+    def least(self, samples: int) -> float:
+        return min(self.gpu_ms() for _ in range(samples))
+
+    def gpu_ms(self) -> float:
+        """The GPU's time: where the host was late it may be in a sample, which is not taken then.
+
+        A host that never gets ahead, as where the candidate synchronises, is in the least found.
+        """
+        least = math.inf
+        while True:
+            found, ahead = self._sample()
+            if ahead:
+                return found
+            least = min(least, found)
+            if self.flushes >= _FLUSHES:
+                return least
+            self.flushes *= 2
+
+    def _sample(self) -> tuple[float, bool]:
+        """Milliseconds, and whether the host had queued all before the GPU came to it."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(self.flushes):
+            self.flush.zero_()
+        start.record()
+        self.candidate()
+        end.record()
+        ahead = not start.query()  # the GPU is at the flushes still
+        end.synchronize()
+        return max(start.elapsed_time(end), 1e-3), ahead
+
+
+def _host_ms(call: Callable[[], object], calls: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    found = (time.perf_counter() - start) * 1e3 / calls
+    torch.cuda.synchronize()
+    return found
+
+
+def _folder() -> Path:
+    return store.cache_dir() / "plans"
+
+
+def _recall(name: str) -> list[Timing] | None:
+    try:
+        path = _folder() / f"{name}.json"
+        found = json.loads(path.read_text())
+        os.utime(path)  # for `fx_fuser.native.eviction`
+        return [Timing(float(gpu), float(host)) for gpu, host in found]
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _remember(name: str, times: list[Timing]) -> None:
+    """Whole or not at all; a cache that cannot be written to costs another measurement, no more."""
+    with contextlib.suppress(OSError):
+        store.make(store.cache_dir())
+        store.make(_folder())
+        handle, partial = tempfile.mkstemp(dir=_folder())
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(times, file)
+            os.replace(partial, _folder() / f"{name}.json")
+        except OSError:
+            os.unlink(partial)

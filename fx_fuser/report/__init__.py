@@ -1,0 +1,1 @@
+"""What was fused, what was not, and why: text, tables and HTML."""

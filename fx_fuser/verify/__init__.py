@@ -1,0 +1,1 @@
+"""Fused sites against the model's own operations, in float64."""

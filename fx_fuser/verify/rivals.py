@@ -1,0 +1,189 @@
+"""One site on given values: the fused op beside the user's own operations and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
+
+from fx_fuser.graph.match import Match
+from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.rewrite import Call
+from fx_fuser.verify.accuracy import PROMISED, Observed, compare
+
+# Where terms cancel, or a tensor has few elements, eager's own error may be small by luck, and then
+# bounds nothing. As good a bound is its error on operands that differ by a rounding: so many are
+# tried before a site is called wrong.
+_PEERS = 16
+_BOUND = replace(PROMISED, strides=False)  # nothing is promised of a gradient's layout
+_STATISTICS = ("running_mean", "running_var")
+_NARROWING = ("float", "half", "bfloat16")  # methods
+
+Leaves = Mapping[Node, Tensor]
+
+
+def fault_of(
+    match: Match, call: Call, values: Mapping[Node, Any], value: Tensor, tf32: bool
+) -> str:
+    """What is wrong with the fused op on these values of its operands, or nothing.
+
+    value: of the last matched node, as the graph has it.
+    """
+    root: Any = meta_tensor(match.root)
+    product: Any = meta_tensor(match.site.nodes[0])  # under autocast narrower than operands
+    generator = torch.Generator(root.device).manual_seed(0)
+
+    def rounded(tensor: Tensor) -> Tensor:
+        """Off by half a unit at most of the last place of its dtype, or of the product's."""
+        eps = max(torch.finfo(t.dtype).eps for t in (tensor, product))
+        on = {"dtype": torch.float64, "device": root.device}
+        noise = torch.rand(tensor.shape, generator=generator, **on) - 0.5
+        return (tensor.double() * (1 + noise.to(tensor.device) * eps)).to(tensor.dtype)
+
+    def as_written(leaves: Leaves) -> list[Tensor]:
+        with _precision(tf32):
+            return [_replay(match, leaves, wide=False), *(leaves[n] for n in call.results)]
+
+    def in_float64(leaves: Leaves) -> list[Tensor]:
+        return [_replay(match, leaves, wide=True), *(leaves[n] for n in call.results)]
+
+    def fused(leaves: Leaves) -> list[Tensor]:
+        return call.target(*torch.fx.node.map_arg(call.args, leaves.__getitem__))
+
+    eager = _observe(match, values, as_written)
+    exact = _observe(match, values, in_float64, Tensor.double)
+
+    def faults_of(found: Observed, eager: Observed, exact: Observed) -> list[str]:
+        """Those that remain beside each of the peers."""
+        faults = compare(found, eager, exact, _BOUND)
+        for _ in range(_PEERS if faults else 0):
+            peer = _observe(match, values, as_written, rounded)
+            again = {_name(fault) for fault in compare(found, eager, exact, _BOUND, [peer])}
+            faults = [fault for fault in faults if _name(fault) in again]
+            if not faults:
+                break
+        return faults
+
+    # All the rivals read the same operands: were they those that the graph reads?
+    in_graph = Observed({"value": value.detach()})
+    alone = eager.outputs["value"]
+    same = (value.dtype, value.shape) == (alone.dtype, alone.shape)
+    same = same and torch.allclose(value, alone, rtol=0, atol=0, equal_nan=True)
+    if not same and faults_of(in_graph, Observed(eager.outputs), Observed(exact.outputs)):
+        return "the matched operations by themselves give another result than in the graph"
+    try:
+        found = _observe(match, values, fused)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(faults_of(found, eager, exact))
+
+
+def _name(fault: str) -> str:
+    return fault.partition(":")[0]
+
+
+def _observe(
+    match: Match,
+    values: Mapping[Node, Any],
+    run: Callable[[Leaves], list[Tensor]],
+    change: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Observed:
+    """One of the rivals: its values, and the gradients of the operands that ask for one.
+
+    change: of the operands, where they are floating-point.
+    """
+    root: Any = meta_tensor(match.root)
+    leaves = {node: _leaf(match, node, values[node], change) for node in match.operands}
+    with _by_itself(), torch.set_grad_enabled(root.requires_grad):
+        y, *statistics = run(leaves)
+        seen = Observed({"value": y.detach()}, differentiable=[y.requires_grad])
+        seen.state = dict(zip(_STATISTICS, statistics))
+        if root.requires_grad:
+            generator = torch.Generator(y.device).manual_seed(1)
+            dy = torch.randn(y.shape, generator=generator, dtype=root.dtype, device=y.device)
+            with torch.autocast(y.device.type, enabled=False):
+                torch.autograd.backward(y, dy.to(y.dtype))
+    roles = {**match.site.operands, **match.wildcards}
+    grads = {n: leaves[o].grad for n, o in roles.items() if isinstance(o, Node)}
+    seen.grads = {name: grad for name, grad in grads.items() if grad is not None}
+    return seen
+
+
+def _leaf(match: Match, node: Node, value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """An operand on its own: what is computed from it reaches nothing else."""
+    leaf = value.detach()
+    if node in [match.site.operands.get(name) for name in _STATISTICS]:
+        leaf = leaf.clone()  # the only operands that a matched node writes to
+    if leaf.is_floating_point():
+        leaf = change(leaf)
+    return leaf.requires_grad_(meta_tensor(node).requires_grad)  # type: ignore[union-attr]
+
+
+def _replay(match: Match, leaves: Leaves, wide: bool) -> Tensor:
+    """The matched nodes, from the operands; wide: whatever they cast to is float64 instead."""
+    view, known = match.view, dict[Node, Any]()
+
+    def value_of(reader: Node, node: Node) -> Any:
+        if node not in known:
+            read = view.value(reader, node)
+            # Between an operand and the match: a weight's transpose, a 0-d tensor's item().
+            known[node] = leaves[read] if read in leaves else run(node)
+        return known[node]
+
+    def run(node: Node) -> Any:
+        def argument(a: Any) -> Any:
+            if isinstance(a, Node):
+                return value_of(node, a)
+            cast = wide and isinstance(a, torch.dtype) and a.is_floating_point
+            return torch.float64 if cast else a
+
+        args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), argument)
+        if node.op == "call_function":
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        method = "double" if wide and node.target in _NARROWING else str(node.target)
+        return getattr(args[0], method)(*args[1:], **kwargs)
+
+    for node in sorted(match.nodes, key=view.order.__getitem__):
+        known[node] = run(node)
+    return known[match.root]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Autograd without what the user has set around the model.
+
+    That is the hooks by which a checkpoint ends its recomputation, compiled autograd, and the cache
+    in which autocast keeps the casts of leaves until its region ends.
+    """
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with saved_tensors_hooks(_itself, _itself), compiled_autograd._disable():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+
+
+@contextmanager
+def _precision(tf32: bool) -> Iterator[None]:
+    """The user's own products may take TF32 as well, where the fused one was told to."""
+    settings: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings if tf32 else ():
+            setting.fp32_precision = "tf32"
+        yield
+    finally:
+        for setting, value in zip(settings, before):
+            setting.fp32_precision = value

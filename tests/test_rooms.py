@@ -1,0 +1,117 @@
+"""Imports among fx_fuser's rooms go one way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fx_fuser
+
+ROOT = Path(fx_fuser.__file__).parent
+# From the ground up: a room imports from those before it, and from itself.
+FLOORS = (
+    ("errors", "options"),
+    ("native",),
+    ("graph",),
+    ("anchors",),
+    ("ops",),
+    ("planning",),
+    ("passes",),
+    ("verify",),
+    ("report",),
+    ("backend", "__init__", "explain", "testing", "cache", "build", "wheel"),
+)
+FLOOR_OF = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def modules(root: Path) -> Iterator[tuple[str, Path]]:
+    """fx_fuser's own modules, by dotted name below it; patterns are a user's code."""
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] not in ("patterns", "kernels_cu"):
+            yield ".".join(parts), path
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of fx_fuser that it names in an import anywhere, but for annotations alone."""
+    tree = ast.parse(path.read_text())
+    for guard in ast.walk(tree):
+        if isinstance(guard, ast.If) and "TYPE_CHECKING" in ast.unparse(guard.test):
+            guard.body = [ast.Pass()]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            package, _, rest = node.module.partition(".")
+            if package == "fx_fuser":
+                yield from (f"{rest}.{alias.name}".strip(".") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names = (alias.name.partition(".") for alias in node.names)
+            yield from (rest for package, _, rest in names if package == "fx_fuser")
+
+
+def back_edges(root: Path) -> list[str]:
+    found = []
+    for name, path in modules(root):
+        floor = FLOOR_OF[name.split(".")[0]]
+        for target in imported(path):
+            room = target.split(".")[0]
+            if room in FLOOR_OF and FLOOR_OF[room] > floor:
+                found.append(f"{name} imports {target}")
+    return found
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """The modules on a circle of imports, and those that import them; or none."""
+    while ends := {name for name, targets in edges.items() if not targets}:
+        edges = {name: targets - ends for name, targets in edges.items() if name not in ends}
+    return sorted(edges)
+
+
+def _module_of(target: str, names: set[str]) -> str:
+    """graph.nodes of graph.nodes.Node, and anchors.__init__ of anchors.ANCHORS; "" of none."""
+    of_room = f"{target.split('.')[0]}.__init__"
+    tried = (target, target.rpartition(".")[0], of_room)
+    return next((name for name in tried if name in names), "")
+
+
+def module_edges(root: Path) -> dict[str, set[str]]:
+    names = {name for name, _ in modules(root)}
+    edges: dict[str, set[str]] = {}
+    for name, path in modules(root):
+        targets = {_module_of(target, names) for target in imported(path)}
+        edges[name] = targets - {"", name}
+    return edges
+
+
+def test_every_module_has_a_floor() -> None:
+    assert {name.split(".")[0] for name, _ in modules(ROOT)} == set(FLOOR_OF)
+
+
+def test_imports_go_down() -> None:
+    assert not back_edges(ROOT)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not circle(module_edges(ROOT))
+
+
+@pytest.mark.parametrize(
+    ("line", "target"),
+    [
+        ("from fx_fuser.planning import plan", "planning.plan"),
+        ("from fx_fuser.planning.plan import plan", "planning.plan.plan"),
+        ("import fx_fuser.ops.calls", "ops.calls"),
+        ("from fx_fuser import backend", "backend"),
+    ],
+)
+def test_a_back_edge_is_noticed(tmp_path: Path, line: str, target: str) -> None:
+    room = tmp_path / "graph"
+    room.mkdir()
+    (room / "match.py").write_text(f"def late():\n    {line}\n")
+    assert back_edges(tmp_path) == [f"graph.match imports {target}"]
+
+
+def test_a_circle_is_noticed() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
