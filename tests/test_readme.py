@@ -1,4 +1,4 @@
-"""README's code runs, its commands are the ones CI runs, and what it names exists."""
+"""The pages' code runs, their commands are the ones CI runs, and what they name exists."""
 
 from __future__ import annotations
 
@@ -15,14 +15,29 @@ import pytest
 from fx_fuser.options import Options
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in PAGES}
+README = TEXTS["README.md"]
+OPTIONS = TEXTS["docs/options.md"]
+LONGEST_README = 220  # lines
+WIDTH = 100  # of a line
 
 
 def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.split("\n\n")[1][:30])
+PYTHON = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name, text in TEXTS.items()
+    for number, code in enumerate(blocks("python", text))
+]
+
+
+@pytest.mark.parametrize("code", PYTHON)
 def test_python_block_runs_by_itself(code: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(code)
@@ -50,15 +65,79 @@ def test_set_up_commands_are_those_of_ci() -> None:
     assert len(shown) == 2
 
 
+def option_table(page: str) -> dict[str, str]:
+    """Option → its default, of the table under the page's heading Options."""
+    table = page.partition("# Options\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE))
+
+
 def test_option_table_lists_every_option() -> None:
-    table = README.partition("\n## Options\n")[2].partition("\n## ")[0]
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    own = {option.name for option in dataclasses.fields(Options)} - {"inductor"}  # all other keys
-    assert sorted(listed) == sorted(own)
+    native = {option.name for option in dataclasses.fields(Options)} - {"inductor"}  # other keys
+    assert sorted(option_table(OPTIONS)) == sorted(native)
 
 
-def test_files_it_names_exist() -> None:
-    paths = re.findall(r"`((?:fx_fuser|patterns|kernels_cu|benchmarks)/[\w./]*)`", README)
-    paths += re.findall(r"\]\(([\w./-]+)\)", README)
-    assert paths
+def test_readme_lists_options_with_their_defaults() -> None:
+    shown = option_table(README)
+    assert shown
+    assert shown.items() <= option_table(OPTIONS).items()
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= LONGEST_README
+
+
+def prose(text: str) -> str:
+    """Without code blocks and code spans."""
+    return re.sub(r"`[^`]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_lines_are_short(name: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > WIDTH] == []
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub calls the headings: a heading that occurs again has a number behind it."""
+    found: set[str] = set()
+    for heading in re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    ):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        number = 1
+        name = slug
+        while name in found:
+            name = f"{slug}-{number}"
+            number += 1
+        found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name: str) -> None:
+    broken = []
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(TEXTS[name])):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_page_is_reached(name: str) -> None:
+    """From README by one link."""
+    targets = {t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", prose(README))}
+    assert name == "README.md" or name in targets
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_it_names_exist(name: str) -> None:
+    folders = ["patterns", "kernels_cu", "benchmarks", "tests"]
+    if (ROOT / "fx_fuser/graph").is_dir():  # else the modules have not moved to where pages say
+        folders.append("fx_fuser")
+    paths = re.findall(rf"`((?:{'|'.join(folders)})/[\w./]*)`", TEXTS[name])
     assert [path for path in paths if not (ROOT / path).exists()] == []
