@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import socket
@@ -86,52 +87,59 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= LONGEST_README
 
 
-def prose(text: str) -> str:
-    """Without code blocks and code spans."""
-    return re.sub(r"`[^`]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_lines_are_short(name: str) -> None:
-    text = re.sub(r"^```.*?^```$", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
-    lines = [line for line in text.splitlines() if not line.startswith("|")]
-    assert [line for line in lines if len(line) > WIDTH] == []
+def links(text: str) -> list[str]:
+    """Targets within the repository; brackets in code are no links."""
+    prose = re.sub(r"`[^`]*`", "", without_blocks(text))
+    targets = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose)
+    return [target for target in targets if not re.match(r"\w+:", target)]
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub calls the headings: a heading that occurs again has a number behind it."""
+    """What GitHub calls the headings: one that occurs again has a number behind it."""
     found: set[str] = set()
-    for heading in re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
-    ):
+    for heading in re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-        number = 1
-        name = slug
-        while name in found:
-            name = f"{slug}-{number}"
-            number += 1
-        found.add(name)
+        again = (f"{slug}-{number}" for number in itertools.count(1))
+        found.add(next(name for name in (slug, *itertools.islice(again, 9)) if name not in found))
     return found
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_links_lead_somewhere(name: str) -> None:
+def broken_links(name: str, text: str) -> list[str]:
+    """name: of the page that the targets are relative to."""
     broken = []
-    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(TEXTS[name])):
-        if re.match(r"\w+:", target):
-            continue
+    for target in links(text):
         path, _, anchor = target.partition("#")
         file = (ROOT / name).parent / path if path else ROOT / name
         if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
             broken.append(target)
-    assert broken == []
+    return broken
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name: str) -> None:
+    assert broken_links(name, TEXTS[name]) == []
+
+
+def test_broken_links_are_found() -> None:
+    text = "[a](README.md) [b](docs/none.md) [c](README.md#none) [d](#none) [e](https://x.org)"
+    assert broken_links("README.md", text) == ["docs/none.md", "README.md#none", "#none"]
+    assert anchors("# A `b`, c\n## A\n## A\n```\n# no\n```\n") == {"a-b-c", "a", "a-1"}
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_page_is_reached(name: str) -> None:
     """From README by one link."""
-    targets = {t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", prose(README))}
-    assert name == "README.md" or name in targets
+    assert name == "README.md" or name in {target.partition("#")[0] for target in links(README)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_lines_are_short(name: str) -> None:
+    lines = without_blocks(TEXTS[name]).splitlines()
+    assert [line for line in lines if len(line) > WIDTH and not line.startswith("|")] == []
 
 
 @pytest.mark.parametrize("name", TEXTS)
