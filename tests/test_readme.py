@@ -104,7 +104,7 @@ def anchors(text: str) -> set[str]:
     for heading in re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
         again = (f"{slug}-{number}" for number in itertools.count(1))
-        found.add(next(name for name in (slug, *itertools.islice(again, 9)) if name not in found))
+        found.add(slug if slug not in found else next(a for a in again if a not in found))
     return found
 
 
