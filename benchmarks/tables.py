@@ -279,6 +279,7 @@ def whole_nets_section(rows: Sequence[Row]) -> str:
 # ---- README -----------------------------------------------------------------------------------
 
 STEPS = {"eval": "evaluation", "train": "training step"}
+NETS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit_b": "ViT-B"}
 
 
 def narrow_nets_table(rows: Sequence[Row]) -> str:
@@ -293,7 +294,7 @@ def narrow_nets_table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["precision"] != "highest":
             continue
-        line = [row["net"], STEPS[row["phase"]]]
+        line = [NETS.get(row["net"], row["net"]), STEPS[row["phase"]]]
         line += [cell(row, mode, "gpu_ms", ".1f") for mode in ("inductor", "fx_fuser")]
         gain = factor(ratio(row, "gpu_ms"))
         line += [f"**{gain}**" if gain else "", peak(row)]

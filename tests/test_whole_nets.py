@@ -275,8 +275,8 @@ def test_pages_show_whole_nets_and_check_sees_a_change(tmp_path: Path) -> None:
     assert ours[4:10] == ["15.00", "0.00", "0.00", "0.00", "5.00", "0.00"]
     assert ours[-1] == "73 auto_linear, 2 left"
     narrow = (tmp_path / "README.md").read_text().splitlines()
-    (found,) = (cells(line) for line in narrow if line.startswith("| vit_b"))
-    assert found == ["vit_b", "evaluation", "60.0", "20.0", "**3.00×**", "+1.0 %", "1.25×"]
+    (found,) = (cells(line) for line in narrow if line.startswith("| ViT-B"))
+    assert found == ["ViT-B", "evaluation", "60.0", "20.0", "**3.00×**", "+1.0 %", "1.25×"]
 
 
 def cells(line: str) -> list[str]:
