@@ -294,7 +294,8 @@ def narrow_nets_table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["precision"] != "highest":
             continue
-        line = [NETS.get(row["net"], row["net"]), STEPS[row["phase"]]]
+        name: str = row["net"]
+        line = [NETS.get(name, name), STEPS[row["phase"]]]
         line += [cell(row, mode, "gpu_ms", ".1f") for mode in ("inductor", "fx_fuser")]
         gain = factor(ratio(row, "gpu_ms"))
         line += [f"**{gain}**" if gain else "", peak(row)]
