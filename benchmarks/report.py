@@ -1,6 +1,8 @@
-"""Write the results into README's tables and a picture:  python -m benchmarks.report [--check]
+"""Write the results into the tables of README and docs/results.md, and a picture:
 
-`--check` writes nothing and fails where README or a picture is not what the results say.
+python -m benchmarks.report [--check]
+
+`--check` writes nothing and fails where a page or a picture is not what the results say.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tabulate import tabulate
@@ -17,7 +20,12 @@ from benchmarks import results, tables
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+# Page → the marks between which its generated text stands. README has the narrow table alone.
+PAGES = {
+    "README.md": ("summary",),
+    "docs/results.md": ("whole-nets", "kernelbench", "seed-problems", "linear-fp32"),
+}
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 SYSTEMS = ("eager", "inductor", "max-autotune", "inductor-ieee", "fx_fuser")
 SHOWN = ("fp32", "bf16")  # the other precisions are folded away
@@ -102,7 +110,7 @@ def caption(rows: list[Row]) -> str:
     days = sorted(row["date"][:10] for row in rows)
     when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
     driver = f", driver {values(rows, 'driver')}" if values(rows, "driver") else ""
-    return (
+    return tables.wrapped(
         f"{values(rows, 'gpu')}{driver}, torch {values(rows, 'torch')}, measured {when} "
         f"at {values(rows, 'commit')}."
     )
@@ -115,11 +123,10 @@ def section(path: Path, rows: list[Row]) -> str:
     parts += [f"**{name}**\n\n{table(rows, name)}" for name in present if name in SHOWN]
     folded = [name for name in present if name not in SHOWN]
     if folded:
-        tables = "\n\n".join(f"**{name}**\n\n{table(rows, name)}" for name in folded)
-        summary = " and ".join(folded)
-        parts.append(f"<details><summary>{summary}</summary>\n\n{tables}\n\n</details>")
+        body = "\n\n".join(f"**{name}**\n\n{table(rows, name)}" for name in folded)
+        parts.append(tables.folded(" and ".join(folded), body))
     picture = path.with_suffix(".svg")
-    parts.append(f"![speed-ups](benchmarks/results/{picture.name})")
+    parts.append(f"![speed-ups](../benchmarks/results/{picture.name})")
     return "\n\n".join(parts)
 
 
@@ -155,40 +162,53 @@ def linear_section(figures: Figures) -> str:
     header = ["by itself", "ms", "back to back", "eager", "TFLOP/s"]
     return "\n\n".join(
         (
-            "Relative Frobenius error against float64 in 1e-7, of [256, K] × [384, K]ᵀ (in "
-            "brackets cuBLAS SGEMM's):",
+            tables.wrapped(
+                "Relative Frobenius error against float64 in units of 1e-7, for "
+                "[256, K] × [384, K]ᵀ. cuBLAS SGEMM's error is in brackets."
+            ),
             accuracy_table(figures),
-            f"The worst row of an output by itself is at {worst['worst_row']:.1e} "
-            f"({worst['data']}, K = {worst['k']:,}; SGEMM's {worst['sgemm_worst_row']:.1e}).",
+            tables.wrapped(
+                f"The worst single row of an output is at {worst['worst_row']:.1e} "
+                f"({worst['data']}, K = {worst['k']:,}; SGEMM's {worst['sgemm_worst_row']:.1e})."
+            ),
             tabulate(times, header, "github", disable_numparse=True),
-            f"{figures['gpu']}, driver {figures['driver']}, torch {figures['torch']}, measured "
-            f"{figures['date'][:10]} at {figures['commit']} by `python -m benchmarks.linear_sm90`; "
-            "back to back is the mean of 0.4 s, where the power cap binds.",
+            tables.wrapped(
+                f"{figures['gpu']}, driver {figures['driver']}, torch {figures['torch']}, measured "
+                f"{figures['date'][:10]} at {figures['commit']} by "
+                "`python -m benchmarks.linear_sm90`; back to back is the mean of 0.4 s, where the "
+                "power cap binds."
+            ),
         )
     )
 
 
-def between_marks(readme: str, mark: str, body: str) -> str:
+def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path) -> dict[str, str]:
+    """Mark → its text. folder: of the results of whole nets and KernelBench."""
+    sections = [section(path, rows) for path, rows in files.items()]
+    return {
+        **tables.sections(folder),
+        "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
+        "linear-fp32": "\n\n".join(map(linear_section, linear)),
+    }
+
+
+def between_marks(page: str, mark: str, body: str) -> str:
     """The text with what stands between the marks replaced."""
     begin, end = BEGIN.format(mark), END.format(mark)
-    before, found_begin, rest = readme.partition(begin)
+    before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise SystemExit(f"README has no {begin} … {end}")
+        raise SystemExit(f"a page lacks {begin} … {end}")
     return (
         f"{before}{begin}\n\n{body}\n\n{end}{after}" if body else f"{before}{begin}\n{end}{after}"
     )
 
 
-def render(readme: str, files: dict[Path, list[Row]], linear: list[Figures], nets: str = "") -> str:
-    """README's text with everything between the marks written anew.
-
-    nets: what `tables.sections` makes of whole nets and KernelBench.
-    """
-    readme = between_marks(readme, "nets", nets)
-    sections = [section(path, rows) for path, rows in files.items()]
-    readme = between_marks(readme, "benchmark", "\n\n".join([*sections, LEGEND] if files else []))
-    return between_marks(readme, "linear-fp32", "\n\n".join(map(linear_section, linear)))
+def render(page: str, marks: tuple[str, ...], texts: Mapping[str, str]) -> str:
+    """A page's text with everything between its marks written anew."""
+    for mark in marks:
+        page = between_marks(page, mark, texts[mark])
+    return page
 
 
 Bars = dict[str, dict[str, float]]  # precision → label of the group → speed-up
@@ -238,12 +258,12 @@ def draw(path: Path, rows: list[Row]) -> None:
     pyplot.close(figure)
 
 
-def stale(
-    readme: Path, files: dict[Path, list[Row]], linear: list[Figures], nets: str = ""
-) -> list[str]:
+def stale(root: Path, files: dict[Path, list[Row]], texts: Mapping[str, str]) -> list[str]:
     found = []
-    if readme.read_text() != render(readme.read_text(), files, linear, nets):
-        found.append(f"{readme.name} does not show what the results say")
+    for name, marks in PAGES.items():
+        page = (root / name).read_text()
+        if page != render(page, marks, texts):
+            found.append(f"{name} does not show what the results say")
     for path, rows in files.items():
         picture = path.with_suffix(".svg")
         if not picture.exists() or digest(bars(rows)) not in picture.read_text():
@@ -255,16 +275,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where stale")
     parser.add_argument("--results", type=Path, default=results.FOLDER, metavar="FOLDER")
-    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="of the pages")
     args = parser.parse_args(arguments)
 
     files = {path: results.read(path) for path in sorted(args.results.glob("*.json"))}
-    linear, nets = results.read_linear(args.results), tables.sections(args.results)
+    texts = generated(files, results.read_linear(args.results), args.results)
     if not args.check:
         for path, rows in files.items():
             draw(path.with_suffix(".svg"), rows)
-        args.readme.write_text(render(args.readme.read_text(), files, linear, nets))
-    problems = stale(args.readme, files, linear, nets)
+        for name, marks in PAGES.items():
+            page = args.root / name
+            page.write_text(render(page.read_text(), marks, texts))
+    problems = stale(args.root, files, texts)
     for problem in problems:
         print(f"{problem}: run python -m benchmarks.report", file=sys.stderr)
     return 1 if problems else 0

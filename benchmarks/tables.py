@@ -1,6 +1,6 @@
-"""Tables of KernelBench and of whole nets, for the terminal and README:
+"""Tables of KernelBench and of whole nets, for the terminal, README and docs/results.md:
 
-python -m benchmarks.tables FILE …  # puts the rows of parts into the files that README shows
+python -m benchmarks.tables FILE …  # puts the rows of parts into the files that those pages show
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,7 @@ def caption(rows: Sequence[Row], command: str) -> str:
 
     days = sorted(row["date"][:10] for row in rows)
     when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-    return (
+    return wrapped(
         f"{all_of('gpu')}, driver {all_of('driver')}, torch {all_of('torch')}, measured {when} at "
         f"{all_of('commit')} by `python -m benchmarks.{command}`."
     )
@@ -83,6 +85,13 @@ def caption(rows: Sequence[Row], command: str) -> str:
 def table(lines: Sequence[Sequence[str]], header: Sequence[str], left: int) -> str:
     align = ("left",) * left + ("right",) * (len(header) - left)
     return tabulate(lines, header, "github", colalign=align, disable_numparse=True)
+
+
+def wrapped(text: str) -> str:
+    """In lines of a page's width; what stands in backticks is not broken."""
+    whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.fill(whole, 100, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
 
 
 def folded(summary: str, body: str) -> str:
@@ -144,7 +153,8 @@ def kernelbench_groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     }
 
 
-def kernelbench_summary(rows: Sequence[Row]) -> str:
+def kernelbench_groups_table(rows: Sequence[Row]) -> str:
+    """By group; empty where nothing was timed."""
     lines = []
     for name, group in kernelbench_groups(rows).items():
         by_gpu, by_wall = (
@@ -162,13 +172,18 @@ def kernelbench_summary(rows: Sequence[Row]) -> str:
         lines.append(line)
     header = ["KernelBench, over Inductor", "measured", "GPU time, geometric mean", "least"]
     header += ["wall time, geometric mean", "within 1e-4 of eager"]
+    return table(lines, header, 1) if lines else ""
+
+
+def kernelbench_summary(rows: Sequence[Row]) -> str:
     slow = [
         f"{row['level']}/{row['problem']} ({r:.2f}×)"
         for row in rows
         if (r := ratio(row, "gpu_ms")) is not None and r < SLOWER
     ]
     below = f"\n\nBelow {SLOWER}× by GPU time: {', '.join(slow) or 'none'}."
-    return table(lines, header, 1) + below if lines else "nothing was timed"
+    shown = kernelbench_groups_table(rows)
+    return shown + below if shown else "nothing was timed"
 
 
 def kernelbench_table(rows: Sequence[Row]) -> str:
@@ -190,12 +205,13 @@ def kernelbench_table(rows: Sequence[Row]) -> str:
 
 def kernelbench_section(rows: Sequence[Row]) -> str:
     said = (
-        "GPU times in ms, medians with a cleared L2 cache; error: relative Frobenius error against "
-        "float64. Weights and inputs by KernelBench's rules, no `.eval()`, fp32, torch's defaults."
+        "GPU times in ms: medians with a cleared L2 cache. Error: relative Frobenius error against "
+        "float64. Weights and inputs follow KernelBench's rules: no `.eval()`, fp32, torch's "
+        "defaults."
     )
     if any(row["on_device"] for row in rows):
-        said += " Some weights and inputs were drawn on the GPU: other numbers than KernelBench's."
-    body = f"{kernelbench_table(rows)}\n\n{said}"
+        said += " Some weights and inputs were drawn on the GPU, so they differ from KernelBench's."
+    body = f"{kernelbench_table(rows)}\n\n{wrapped(said)}"
     parts = [caption(rows, "kernelbench"), kernelbench_summary(rows)]
     return "\n\n".join([*parts, folded("every problem", body)])
 
@@ -210,7 +226,7 @@ def peak(row: Row) -> str:
 
 def whole_nets_table(rows: Sequence[Row]) -> str:
     modes = shown(rows)
-    header = ["net", "batch", "step", "fp32 products", *map(title, modes), "over Inductor", "wall"]
+    header = ["net", "batch", "step", "precision", *map(title, modes), "over Inductor", "wall"]
     header += ["peak memory", "error: eager", "Inductor", "fx_fuser", "accurate"]
     lines = []
     for row in rows:
@@ -227,15 +243,16 @@ def whole_nets_table(rows: Sequence[Row]) -> str:
 
 
 def kinds_table(rows: Sequence[Row]) -> str:
-    header = ["net", "step", "fp32 products", "system", *KINDS, "wall", "compile: cold, s"]
+    kinds = ("fx_fuser" if kind == "ours" else kind for kind in KINDS)
+    header = ["net", "step", "precision", "system", *kinds, "wall", "compile: cold, s"]
     header += ["warm, s", "peak, MiB", "worst gradient", "median gradient", "sites"]
     lines = []
     for row in rows:
         for mode in shown([row]):
             result = row["modes"][mode]
-            kinds = result.get("kinds", {})
+            by_kind = result.get("kinds", {})
             line = [row["net"], row["phase"], row["precision"], title(mode)]
-            line += [number(kinds.get(kind), ".2f") for kind in KINDS]
+            line += [number(by_kind.get(kind), ".2f") for kind in KINDS]
             line.append(cell(row, mode, "wall_ms", ".2f"))
             line += [cell(row, mode, field, ".1f") for field in ("cold_s", "warm_s")]
             line.append(cell(row, mode, "peak_mib", ".0f"))
@@ -247,14 +264,70 @@ def kinds_table(rows: Sequence[Row]) -> str:
 
 def whole_nets_section(rows: Sequence[Row]) -> str:
     said = (
-        "Medians in ms; a training step is forward, loss and backward. GPU time is what the GPU "
-        "is busy. Error: relative Frobenius error of the logits against float64; accurate: "
-        "every output and gradient within the bound of Accuracy, or within the same of Inductor's "
-        "error, whose the other operations are. Dropout is off for these two."
+        "Medians in ms; a training step is forward, loss and backward. GPU time is the time the "
+        "GPU is busy. Precision: of `torch.set_float32_matmul_precision`. Error: relative "
+        "Frobenius error of the logits against float64. Accurate: yes where every output and "
+        "gradient is within the bound of [Accuracy](accuracy.md), as Inductor where the rest is "
+        "within the same bound of Inductor's error, because Inductor computes the operations in "
+        "question. Errors are taken without dropout."
     )
     body = kinds_table(rows)
-    parts = [caption(rows, "whole_nets"), whole_nets_table(rows), said]
+    parts = [caption(rows, "whole_nets"), whole_nets_table(rows), wrapped(said)]
     return "\n\n".join([*parts, folded("GPU time by kind, compile times, memory", body)])
+
+
+# ---- README -----------------------------------------------------------------------------------
+
+STEPS = {"eval": "evaluation", "train": "training step"}
+NETS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit_b": "ViT-B"}
+
+
+def narrow_nets_table(rows: Sequence[Row]) -> str:
+    """A row a net and step at torch's default precision, the gain at "high" beside it."""
+    header = ["net", "step", "Inductor", "fx_fuser", "speed-up", "peak memory", 'at "high"']
+    at_high = {
+        (row["net"], row["phase"]): factor(ratio(row, "gpu_ms"))
+        for row in rows
+        if row["precision"] == "high"
+    }
+    lines = []
+    for row in rows:
+        if row["precision"] != "highest":
+            continue
+        name: str = row["net"]
+        line = [NETS.get(name, name), STEPS[row["phase"]]]
+        line += [cell(row, mode, "gpu_ms", ".1f") for mode in ("inductor", "fx_fuser")]
+        gain = factor(ratio(row, "gpu_ms"))
+        line += [f"**{gain}**" if gain else "", peak(row)]
+        lines.append([*line, at_high.get((row["net"], row["phase"]), "")])
+    return table(lines, header, 2)
+
+
+def narrow_kernelbench_table(rows: Sequence[Row]) -> str:
+    header = ["KernelBench", "problems", "speed-up, geometric mean", "least"]
+    lines = []
+    for name, group in kernelbench_groups(rows).items():
+        gains = [r for row in group if (r := ratio(row, "gpu_ms")) is not None]
+        if gains:
+            mean_gain = f"**{factor(mean(gains))}**"
+            lines.append([name, str(len(gains)), mean_gain, factor(min(gains))])
+    return table(lines, header, 1) if lines else ""
+
+
+def summary(nets: Sequence[Row], kernelbench: Sequence[Row]) -> str:
+    """README's tables of one GPU."""
+    measured = [row for row in (*nets, *kernelbench) if "error" not in row]
+    parts = [narrow_nets_table(nets)] if nets else []
+    parts += [found] if (found := narrow_kernelbench_table(kernelbench)) else []
+    days = sorted(row["date"][:10] for row in measured)
+    machine = ", ".join(sorted({row["gpu"] for row in measured}))
+    versions = ", ".join(sorted({row["torch"] for row in measured}))
+    said = (
+        f"GPU time in ms of fp32 models, {machine}, torch {versions}, {days[0]} to {days[-1]}. "
+        'Inductor is `torch.compile(model)`; speed-up is its time over fx_fuser\'s. At "high": '
+        'the same speed-up under `torch.set_float32_matmul_precision("high")`, which allows TF32.'
+    )
+    return "\n\n".join([*parts, wrapped(said)])
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -268,11 +341,19 @@ def kernelbench_place(row: Row) -> tuple[int, int]:
     return row["level"], row["problem"]
 
 
-def sections(folder: Path) -> str:
-    """For README; empty where there are no results."""
-    found = [whole_nets_section(rows) for rows in read_all(folder, "whole_nets") if rows]
-    found += [kernelbench_section(rows) for rows in read_all(folder, "kernelbench") if rows]
-    return "\n\n".join(found)
+def sections(folder: Path) -> dict[str, str]:
+    """Mark → text, for `benchmarks.report`; empty texts where there are no results."""
+    nets = [rows for rows in read_all(folder, "whole_nets") if rows]
+    kernelbench = [rows for rows in read_all(folder, "kernelbench") if rows]
+    of_gpu: dict[str, tuple[list[Row], list[Row]]] = {}
+    for place, files in enumerate((nets, kernelbench)):
+        for rows in files:
+            of_gpu.setdefault(rows[0]["gpu"], ([], []))[place].extend(rows)
+    return {
+        "summary": "\n\n".join(summary(*of_gpu[gpu]) for gpu in sorted(of_gpu)),
+        "whole-nets": "\n\n".join(map(whole_nets_section, nets)),
+        "kernelbench": "\n\n".join(map(kernelbench_section, kernelbench)),
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -286,7 +367,8 @@ def main(arguments: list[str] | None = None) -> int:
             place = nets_place if field == "net" else kernelbench_place
             path = results.path_for(row["gpu"], args.results / _FOLDERS[field])
             results.replace_rows(path, [row], place, place)
-    print(sections(args.results))
+    found = sections(args.results)
+    print("\n\n".join(filter(None, (found["whole-nets"], found["kernelbench"]))))
     return 0
 
 

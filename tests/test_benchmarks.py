@@ -196,28 +196,38 @@ def test_a_run_writes_rows_that_say_what_they_are(
     assert all(fields <= set(r) and r["commit"] == "0123abc" for r in rows)
 
 
-def readme(folder: Path) -> Path:
-    path = folder / "README.md"
-    path.write_text(marked("old\n"))
-    return path
+def pages(folder: Path) -> Path:
+    """The folder, with a page of old text for each of the report's."""
+    (folder / "docs").mkdir()
+    for name, marks in report.PAGES.items():
+        (folder / name).write_text(marked(marks, "old\n"))
+    return folder
 
 
-def marked(body: str) -> str:
-    """A README with this between each pair of marks."""
-    marks = (
-        f"{report.BEGIN.format(mark)}\n{body}{report.END.format(mark)}"
-        for mark in ("nets", "benchmark", "linear-fp32")
-    )
-    return "before\n" + "\nbetween\n".join(marks) + "\nafter\n"
+def marked(marks: tuple[str, ...], body: str) -> str:
+    """A page with this between each pair of marks."""
+    parts = (f"{report.BEGIN.format(mark)}\n{body}{report.END.format(mark)}" for mark in marks)
+    return "before\n" + "\nbetween\n".join(parts) + "\nafter\n"
 
 
-def test_without_results_the_table_is_empty(tmp_path: Path) -> None:
-    path = readme(tmp_path)
-    arguments = ["--results", str(tmp_path), "--readme", str(path)]
+def test_without_results_the_tables_are_empty(tmp_path: Path) -> None:
+    arguments = ["--results", str(tmp_path), "--root", str(pages(tmp_path))]
     assert report.main([*arguments, "--check"]) == 1
     assert report.main(arguments) == 0
-    assert path.read_text() == marked("")
+    for name, marks in report.PAGES.items():
+        assert (tmp_path / name).read_text() == marked(marks, "")
     assert report.main([*arguments, "--check"]) == 0
+
+
+@pytest.mark.parametrize("name", report.PAGES)
+def test_check_reads_every_page(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--results", str(tmp_path), "--root", str(pages(tmp_path))]
+    assert report.main(arguments) == 0
+    (tmp_path / name).write_text(marked(report.PAGES[name], "old\n"))
+    assert report.main([*arguments, "--check"]) == 1
+    assert capsys.readouterr().err.startswith(f"{name} does not show")
 
 
 def test_the_table_shows_times_speed_ups_and_errors() -> None:
@@ -236,12 +246,11 @@ def test_the_table_shows_times_speed_ups_and_errors() -> None:
 
 def test_check_fails_when_results_change(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = readme(tmp_path)
     json_file = tmp_path / "nvidia-test.json"
     results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 1.0)])
-    arguments = ["--results", str(tmp_path), "--readme", str(path)]
+    arguments = ["--results", str(tmp_path), "--root", str(pages(tmp_path))]
     assert report.main(arguments) == 0
-    assert "**2.00×**" in path.read_text()
+    assert "**2.00×**" in (tmp_path / "docs/results.md").read_text()
     assert report.main([*arguments, "--check"]) == 0
     results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 0.5)])
     assert report.main([*arguments, "--check"]) == 1
@@ -261,11 +270,11 @@ def test_the_accuracy_table_is_what_the_kernels_harness_found(tmp_path: Path) ->
     file.write_text(
         json.dumps({**machine, "commit": "abc", "accuracy": accuracy, "timing": timing})
     )
-    path = readme(tmp_path)
-    assert report.main(["--results", str(tmp_path), "--readme", str(path)]) == 0
+    assert report.main(["--results", str(tmp_path), "--root", str(pages(tmp_path))]) == 0
+    page = (tmp_path / "docs/results.md").read_text()
     cells = {
         tuple(cell.strip() for cell in line.strip("|").split("|"))
-        for line in path.read_text().splitlines()
+        for line in page.splitlines()
         if line.startswith("|")
     }
     assert {
@@ -274,27 +283,29 @@ def test_the_accuracy_table_is_what_the_kernels_harness_found(tmp_path: Path) ->
         ("outliers", "3.0 (2.0)", ""),
         ("#70", "0.600", "0.700", "2.800", "210"),
     } <= cells
-    assert "worst row of an output by itself is at 6.0e-07 (outliers, K = 64" in path.read_text()
+    assert "The worst single row of an output is at 6.0e-07 (outliers, K = 64" in page
 
 
 def test_check_needs_no_matplotlib_to_see_a_stale_picture(tmp_path: Path) -> None:
     json_file = tmp_path / "nvidia-test.json"
     results.replace_group(json_file, [row("inductor", 2.0), row("fx_fuser", 1.0)])
-    path = readme(tmp_path)
     files = {json_file: results.read(json_file)}
-    path.write_text(report.render(path.read_text(), files, []))
+    texts = report.generated(files, [], tmp_path)
+    pages(tmp_path)
+    for name, marks in report.PAGES.items():
+        (tmp_path / name).write_text(report.render((tmp_path / name).read_text(), marks, texts))
     picture = tmp_path / "nvidia-test.svg"
     picture.write_text("<svg/>")
-    assert report.stale(path, files, []) == [
+    assert report.stale(tmp_path, files, texts) == [
         "nvidia-test.svg does not show what nvidia-test.json says"
     ]
     picture.write_text(f"<svg>{report.digest(report.bars(files[json_file]))}</svg>")
-    assert report.stale(path, files, []) == []
+    assert report.stale(tmp_path, files, texts) == []
 
 
-def test_a_readme_without_marks_is_refused() -> None:
-    with pytest.raises(SystemExit, match="nets:begin"):
-        report.render("no marks", {}, [])
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(SystemExit, match="summary:begin"):
+        report.render("no marks", ("summary",), {"summary": ""})
 
 
 def test_the_seed_models_compute_what_they_are_named_for() -> None:

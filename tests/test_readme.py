@@ -1,8 +1,9 @@
-"""README's code runs, its commands are the ones CI runs, and what it names exists."""
+"""The pages' code runs, their commands are the ones CI runs, and what they name exists."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import socket
@@ -15,14 +16,29 @@ import pytest
 from fx_fuser.options import Options
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in PAGES}
+README = TEXTS["README.md"]
+OPTIONS = TEXTS["docs/options.md"]
+LONGEST_README = 220  # lines
+WIDTH = 100  # of a line
 
 
 def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.split("\n\n")[1][:30])
+PYTHON = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name, text in TEXTS.items()
+    for number, code in enumerate(blocks("python", text))
+]
+
+
+@pytest.mark.parametrize("code", PYTHON)
 def test_python_block_runs_by_itself(code: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(code)
@@ -50,15 +66,84 @@ def test_set_up_commands_are_those_of_ci() -> None:
     assert len(shown) == 2
 
 
+def option_table(page: str) -> dict[str, str]:
+    """Option → its default, of the table under the page's heading Options."""
+    table = page.partition("# Options\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE))
+
+
 def test_option_table_lists_every_option() -> None:
-    table = README.partition("\n## Options\n")[2].partition("\n## ")[0]
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    own = {option.name for option in dataclasses.fields(Options)} - {"inductor"}  # all other keys
-    assert sorted(listed) == sorted(own)
+    native = {option.name for option in dataclasses.fields(Options)} - {"inductor"}  # other keys
+    assert sorted(option_table(OPTIONS)) == sorted(native)
 
 
-def test_files_it_names_exist() -> None:
-    paths = re.findall(r"`((?:fx_fuser|patterns|kernels_cu|benchmarks)/[\w./]*)`", README)
-    paths += re.findall(r"\]\(([\w./-]+)\)", README)
-    assert paths
+def test_readme_lists_options_with_their_defaults() -> None:
+    shown = option_table(README)
+    assert shown
+    assert shown.items() <= option_table(OPTIONS).items()
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= LONGEST_README
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def links(text: str) -> list[str]:
+    """Targets within the repository; brackets in code are no links."""
+    prose = re.sub(r"`[^`]*`", "", without_blocks(text))
+    targets = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose)
+    return [target for target in targets if not re.match(r"\w+:", target)]
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub calls the headings: one that occurs again has a number behind it."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        again = (f"{slug}-{number}" for number in itertools.count(1))
+        found.add(slug if slug not in found else next(a for a in again if a not in found))
+    return found
+
+
+def broken_links(name: str, text: str) -> list[str]:
+    """name: of the page that the targets are relative to."""
+    broken = []
+    for target in links(text):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name: str) -> None:
+    assert broken_links(name, TEXTS[name]) == []
+
+
+def test_broken_links_are_found() -> None:
+    text = "[a](README.md) [b](docs/none.md) [c](README.md#none) [d](#none) [e](https://x.org)"
+    assert broken_links("README.md", text) == ["docs/none.md", "README.md#none", "#none"]
+    assert anchors("# A `b`, c\n## A\n## A\n```\n# no\n```\n") == {"a-b-c", "a", "a-1"}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_page_is_reached(name: str) -> None:
+    """From README by one link."""
+    assert name == "README.md" or name in {target.partition("#")[0] for target in links(README)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_lines_are_short(name: str) -> None:
+    lines = without_blocks(TEXTS[name]).splitlines()
+    assert [line for line in lines if len(line) > WIDTH and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_it_names_exist(name: str) -> None:
+    folders = "fx_fuser|patterns|kernels_cu|benchmarks|tests"
+    paths = re.findall(rf"`((?:{folders})/[\w./]*)`", TEXTS[name])
     assert [path for path in paths if not (ROOT / path).exists()] == []

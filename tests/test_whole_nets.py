@@ -247,31 +247,37 @@ def made_up(name: str, phase: str) -> Row:
     }
 
 
-def test_readme_shows_whole_nets_first_and_check_sees_a_change(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    marks = ("nets", "benchmark", "linear-fp32")
-    readme.write_text("".join(f"<!-- {m}:begin -->\n<!-- {m}:end -->\n" for m in marks))
+def test_pages_show_whole_nets_and_check_sees_a_change(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name, marks in report.PAGES.items():
+        empty = "".join(f"<!-- {m}:begin -->\n<!-- {m}:end -->\n" for m in marks)
+        (tmp_path / name).write_text(empty)
     stamp = {"gpu": "NVIDIA Test", "driver": "1.2", "torch": "2.11.0"}
     row = {**made_up("vit_b", "eval"), **stamp, "date": "2026-11-22 10:00", "commit": "abc"}
+    at_high = {**row, "precision": "high", "modes": {**row["modes"], "fx_fuser": {"gpu_ms": 48.0}}}
     part = tmp_path / "part.json"
-    results.replace_rows(part, [row], tables.nets_place, tables.nets_place)
-    arguments = ["--results", str(tmp_path / "results"), "--readme", str(readme)]
+    results.replace_rows(part, [row, at_high], tables.nets_place, tables.nets_place)
+    arguments = ["--results", str(tmp_path / "results"), "--root", str(tmp_path)]
     assert report.main([*arguments, "--check"]) == 0  # no results: nothing to show
     assert tables.main([str(part), "--results", str(tmp_path / "results")]) == 0
     assert (tmp_path / "results" / "whole_nets" / "nvidia-test.json").exists()
     assert report.main([*arguments, "--check"]) == 1
     assert report.main(arguments) == 0 and report.main([*arguments, "--check"]) == 0
-    lines = readme.read_text().splitlines()
-    assert lines[0] == "<!-- nets:begin -->"
+    lines = (tmp_path / "docs/results.md").read_text().splitlines()
+    assert lines[0] == "<!-- whole-nets:begin -->"
     assert lines[2].startswith("NVIDIA Test, driver 1.2, torch 2.11.0, measured 2026-11-22 at abc")
-    (shown, ours) = (
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in lines
-        if line.startswith("| vit_b") and ("224" in line or "fx_fuser" in line)
-    )
+    of_net = [line for line in lines if "| highest" in line]
+    (shown, ours) = (cells(line) for line in of_net if "224" in line or "fx_fuser" in line)
     assert shown == [
         *("vit_b", "64 × 3 × 224 × 224", "eval", "highest", "60.00", "60.00", "20.00"),
         *("**3.00×**", "2.00×", "+1.0 %", "1.0e-06", "1.0e-06", "2.0e-07", "yes"),
     ]
     assert ours[4:10] == ["15.00", "0.00", "0.00", "0.00", "5.00", "0.00"]
     assert ours[-1] == "73 auto_linear, 2 left"
+    narrow = (tmp_path / "README.md").read_text().splitlines()
+    (found,) = (cells(line) for line in narrow if line.startswith("| ViT-B"))
+    assert found == ["ViT-B", "evaluation", "60.0", "20.0", "**3.00×**", "+1.0 %", "1.25×"]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
