@@ -40,7 +40,7 @@ from benchmarks import (
 from benchmarks.run import commit_here
 from fx_fuser import build
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
-from fx_fuser.native import compilers, launch
+from fx_fuser.native import compilers, launch, load
 from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 from fx_fuser.planning import timing
 
@@ -138,9 +138,9 @@ def _by(compiler: str, specs: list[KernelSpec]) -> dict[str, dict[object, int]]:
     """The kernels as that compiler makes them, in the tables where `native` looks for them."""
     os.environ["FX_FUSER_COMPILER"] = compiler
     loaded: dict[str, dict[object, int]] = {"_kernels": {}, "_batch_stats": {}}
-    vars(launch).update(loaded)
-    launch.prepare(specs, CUDA)
-    launch.prepare_batch_stats(CUDA)
+    vars(load).update(loaded)
+    load.prepare(specs, CUDA)
+    load.prepare_batch_stats(CUDA)
     return loaded
 
 
@@ -154,7 +154,7 @@ def kernels(failures: list[str]) -> str:
     for row in every_row():
 
         def run(compiler: str, row: Row = row) -> Tensor:
-            vars(launch).update(by[compiler])
+            vars(load).update(by[compiler])
             return row.run()
 
         first, second = (run(compiler).clone().double() for compiler in COMPILERS)

@@ -26,7 +26,7 @@ from benchmarks.conv_sm90 import CUDA, DTYPES, NONE, ROUNDED, Padding, convolve,
 from benchmarks.linear_sm90 import SENTINEL
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
 from fx_fuser.native.launch import Normalisation
 
@@ -449,7 +449,7 @@ def timing() -> list[list[object]]:
 def main() -> int:
     chosen = harness.parser("conv_backward_sm90", cases=60).parse_args()
     done = harness.progress()
-    launch.prepare([*IDENTITY.values(), *SCALED.values()], CUDA)
+    load.prepare([*IDENTITY.values(), *SCALED.values()], CUDA)
     done("built")
     failures: list[str] = []
     table: list[list[object]] = []

@@ -24,7 +24,7 @@ from benchmarks import harness
 from benchmarks.linear_sm90 import FLOOR, SENTINEL, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT, KernelSpec
 
 CUDA = torch.device("cuda")
@@ -515,8 +515,8 @@ def timing(failures: list[str]) -> list[list[object]]:
 def main() -> int:
     chosen = harness.parser("conv_sm90", cases=150).parse_args()
     done = harness.progress()
-    launch.prepare([e.spec for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
-    launch.prepare_batch_stats(CUDA)
+    load.prepare([e.spec for e in (*EXAMPLES, *HALF_EXAMPLES)], CUDA)
+    load.prepare_batch_stats(CUDA)
     done("built")
     failures: list[str] = []
     errors: list[list[object]] = []

@@ -24,7 +24,7 @@ from benchmarks import harness
 from benchmarks.linear_sm90 import SENTINEL, host_us, random_operand, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser import build
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import LINEAR_DENSE, POINTWISE, Family, KernelSpec
 
 CUDA = torch.device("cuda")
@@ -317,7 +317,7 @@ def main() -> int:
     specs = [e.spec(dtype, family) for e, dtype in timed for family in (LINEAR_DENSE, POINTWISE)]
     if not chosen.skip_checks:
         specs += [e.spec(dtype) for e in EXAMPLES for dtype in DTYPES]
-    launch.prepare(specs, CUDA)
+    load.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []
     times: list[list[object]] = []

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks import harness, results
 from benchmarks.measure import float32_settings, machine, median_ms
 from fx_fuser import build
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
 
 CUDA = torch.device("cuda")
@@ -508,7 +508,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what is measured, for the results")
     chosen = parser.parse_args()
     done = harness.progress()
-    launch.prepare([e.spec for e in EXAMPLES], CUDA)
+    load.prepare([e.spec for e in EXAMPLES], CUDA)
     done("built")
     failures: list[str] = []
     errors: list[Accuracy] = []

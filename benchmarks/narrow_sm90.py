@@ -32,7 +32,7 @@ from benchmarks.linear_sm90 import (
 )
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 
 DTYPES = tuple(EXACT_PRODUCTS)
 WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
@@ -259,7 +259,7 @@ def main() -> int:
     chosen = harness.parser("narrow_sm90", cases=200).parse_args()
     done = harness.progress()
     specs = [PRODUCT_ALONE, *EXACT_PRODUCTS.values(), *MIXED_PRODUCTS.values()]
-    launch.prepare(specs, CUDA)
+    load.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []
     tables: list[str] = []

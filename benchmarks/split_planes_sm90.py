@@ -40,7 +40,7 @@ from benchmarks.linear_sm90 import (
 )
 from benchmarks.measure import float32_settings, median_ms
 from fx_fuser.anchors.linear import PRODUCT_ALONE
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 
 NAN = float("nan")
 ROLES: tuple[First, ...] = ("", "x", "weight")
@@ -209,7 +209,7 @@ def same_bits(failures: list[str]) -> None:
 
 def by_the_op(failures: list[str]) -> None:
     """Layouts of both operands through `split_product`, large enough for its own kernel."""
-    launch.prepare([PRODUCT_ALONE], CUDA)
+    load.prepare([PRODUCT_ALONE], CUDA)
     for m, n, k in ((768, 3072, 6304), (3072, 768, 6304), (1021, 1027, 1023)):
         a, b = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
         exact = a.double() @ b.double().t()
@@ -243,7 +243,7 @@ KNOWN_AFTER = 16  # calls that are a little slow
 
 def fallbacks(failures: list[str]) -> None:
     """After data that is slow in one way the op goes another one, and only then."""
-    launch.prepare([PRODUCT_ALONE], CUDA)
+    load.prepare([PRODUCT_ALONE], CUDA)
 
     def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
         found = split_bytes(a, b)
@@ -465,7 +465,7 @@ def timing(failures: list[str]) -> list[Timing]:
 def main() -> int:
     chosen = harness.parser("split_planes_sm90", cases=200).parse_args()
     done = harness.progress()
-    launch.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
+    load.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
     done("built")
     failures: list[str] = []
     tables = []

@@ -17,7 +17,7 @@ from benchmarks import (
     split_planes_sm90,
 )
 from benchmarks.measure import float32_settings
-from fx_fuser.native import binaries, launch
+from fx_fuser.native import binaries, load
 
 for case in SMALL_CASES:
     case()
@@ -33,22 +33,22 @@ if binaries.arch_of() == "sm_90a":
     sweep(linear_sm90, 8)
     sweep(split_planes_sm90, 16)
     narrow = [*narrow_sm90.EXACT_PRODUCTS.values(), *narrow_sm90.MIXED_PRODUCTS.values()]
-    launch.prepare(narrow, "cuda")
+    load.prepare(narrow, "cuda")
     sweep(narrow_sm90, 24, narrow_sm90.small_sizes)
     dense = linear_dense_sm90
-    launch.prepare([e.spec(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
+    load.prepare([e.spec(dtype) for e in dense.EXAMPLES for dtype in dense.DTYPES], "cuda")
     with float32_settings("tf32"):
         sweep(dense, 16, dense.small_sizes)
     for examples in (conv_sm90.EXAMPLES, conv_sm90.HALF_EXAMPLES):
-        launch.prepare([e.spec for e in examples], "cuda")
+        load.prepare([e.spec for e in examples], "cuda")
         sweep(conv_sm90, 12, conv_sm90.small_case, examples)
         sweep(conv_sm90, 2, conv_sm90.wide_case, examples)
     backward = conv_backward_sm90
-    launch.prepare([*backward.IDENTITY.values(), *backward.SCALED.values()], "cuda")
+    load.prepare([*backward.IDENTITY.values(), *backward.SCALED.values()], "cuda")
     for dtype in conv_sm90.DTYPES:
         sweep(backward, 8, conv_sm90.small_case, [dtype])
     product_alone = linear_sm90.IDENTITY.spec
-    launch.prepare([product_alone], "cuda")
+    load.prepare([product_alone], "cuda")
     # Small, but large enough for the op to take its own kernel. Both operands are transposed views.
     a, b = (torch.randn(200, 2048, device="cuda").t() for _ in range(2))
     product = torch.ops.fx_fuser.split_product.default(a, b, product_alone.name)

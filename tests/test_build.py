@@ -16,7 +16,7 @@ from toolchains import ARCH, SPILLING, needs_compilers
 
 from fx_fuser import build
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, launch
+from fx_fuser.native import binaries, launch, load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, MAX_NUMBERS, MAX_TENSORS, POINTWISE
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ def test_a_family_says_where_it_runs(monkeypatch):
     )
     for capability, runs in (((9, 0), True), ((10, 0), False), ((8, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        assert launch.runs_on(everywhere, "cuda:0")
-        assert launch.runs_on(hopper, "cuda:0") == runs
+        assert load.runs_on(everywhere, "cuda:0")
+        assert load.runs_on(hopper, "cuda:0") == runs
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_the_limits_are_those_of_the_kernels(constant, limit):
 
 
 def test_available_says_why_not():
-    assert launch.available("cpu") == "cpu is not a CUDA device"
+    assert load.available("cpu") == "cpu is not a CUDA device"
     if not torch.cuda.is_available():
-        assert "is_available() is False" in (launch.available("cuda") or "")
+        assert "is_available() is False" in (load.available("cuda") or "")
 
 
 def test_cpu_tensors_are_refused_by_name():
@@ -123,17 +123,17 @@ def loader(fake, monkeypatch):
     """native on a machine with a GPU: the answers of its loading op, one for each call."""
     answers, calls = [], []
 
-    def load(*arguments):
+    def loading(*arguments):
         calls.append(arguments)
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    ops = SimpleNamespace(load_pointwise=SimpleNamespace(default=load))
+    ops = SimpleNamespace(load_pointwise=SimpleNamespace(default=loading))
     monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
-    monkeypatch.setattr(launch, "_load_shim", lambda: None)
-    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(load, "load_shim", lambda: None)
+    monkeypatch.setattr(load, "_kernels", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return SimpleNamespace(answers=answers, calls=calls)
 
@@ -142,10 +142,10 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
     """And it is tried again: the next driver, or the next free memory, may take it."""
     loader.answers += [RuntimeError("no kernel image for the device"), 7]
     with pytest.raises(BuildError, match="no kernel image"):
-        launch.prepare([SPEC], "cuda:0")
-    assert launch._kernels == {}
-    launch.prepare([SPEC], "cuda:0")
-    assert launch._kernels == {(SPEC.name, 0): 7}
+        load.prepare([SPEC], "cuda:0")
+    assert load._kernels == {}
+    load.prepare([SPEC], "cuda:0")
+    assert load._kernels == {(SPEC.name, 0): 7}
     name, cubin, signature, index = loader.calls[-1]
     assert (name, signature, index) == (SPEC.name, SPEC.signature, 0)
     assert Path(cubin).read_text() == SPEC.text
@@ -154,8 +154,8 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
 def test_a_kernel_of_another_architecture_is_not_built(loader, fake):
     split = build.example(LINEAR_SPLIT, "Swish", 1, torch.float32, torch.float32, torch.float32)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-        launch.prepare([split], "cuda:0")
-    assert launch._kernels == {(split.name, 0): launch._NO_KERNEL}
+        load.prepare([split], "cuda:0")
+    assert load._kernels == {(split.name, 0): load.NO_KERNEL}
     assert fake.calls == 0 and not loader.calls
 
 
@@ -165,14 +165,14 @@ def test_two_threads_load_once(loader):
 
     def work():
         barrier.wait()
-        launch.prepare([SPEC], "cuda:0")
+        load.prepare([SPEC], "cuda:0")
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(loader.calls) == 1 and launch._kernels == {(SPEC.name, 0): 7}
+    assert len(loader.calls) == 1 and load._kernels == {(SPEC.name, 0): 7}
 
 
 def test_a_shim_that_does_not_load_says_which(tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_shim_that_does_not_load_says_which(tmp_path, monkeypatch):
     monkeypatch.setattr(binaries, "shim", lambda: shim)
     monkeypatch.setattr(torch.ops, "fx_fuser_native", SimpleNamespace(), raising=False)
     with pytest.raises(BuildError, match=r"cannot load .*shim\.so .* does it fit this torch"):
-        launch._load_shim()
+        load.load_shim()
 
 
 # ---- the real compilers --------------------------------------------------------------------------
@@ -192,9 +192,9 @@ def test_the_shim_loads_in_a_fresh_process(tmp_path):
     """Also into a torch without CUDA, where its weak CUDA symbol stays null."""
     code = """
 import torch
-from fx_fuser.native import launch
-launch._load_shim()
-launch._load_shim()
+from fx_fuser.native import load
+load.load_shim()
+load.load_shim()
 try:
     torch.ops.fx_fuser_native.batch_stats(0, torch.ones(2, 3))
 except RuntimeError as error:

@@ -9,7 +9,7 @@ import torch
 from toolchains import needs_compilers
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native import launch, store
+from fx_fuser.native import load, store
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 
 LINES = [
@@ -24,24 +24,19 @@ LINES = [
 @pytest.fixture
 def says(monkeypatch):
     """A loaded shim whose contract is LINES, and a Python whose is what the test says."""
-    named = ("pointwise", "linear_split", "linear_dense", "conv_direct")
-    names = (*named, "conv_direct_statistics", "conv_direct_backward")
-    ops = {name: SimpleNamespace(default=None) for name in names}
-    ops["contract"] = SimpleNamespace(default=lambda: LINES)
+    ops = {"pointwise": None, "contract": SimpleNamespace(default=lambda: LINES)}
     monkeypatch.setattr(torch.ops, "fx_fuser_native", SimpleNamespace(**ops), raising=False)
-    for name in names:
-        monkeypatch.setattr(launch, f"_{name}", None, raising=False)
-    monkeypatch.setattr(launch, "_expected", None)
-    return lambda lines: launch.expect(lambda: lines)
+    monkeypatch.setattr(load, "_expected", None)
+    return lambda lines: load.expect(lambda: lines)
 
 
 def test_without_an_expectation_nothing_is_compared(says):
-    launch._load_shim()
+    load.load_shim()
 
 
 def test_the_order_of_lines_has_no_meaning(says):
     says(LINES[::-1])
-    launch._load_shim()
+    load.load_shim()
 
 
 @pytest.mark.parametrize("line", range(len(LINES)))
@@ -53,7 +48,7 @@ def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line)
     assert changed != LINES[line]
     says([*LINES[:line], changed, *LINES[line + 1 :]])
     with pytest.raises(BuildError) as caught:
-        launch._load_shim()
+        load.load_shim()
     text = str(caught.value)
     assert f"C++:    {LINES[line]}\n" in text and f"Python: {changed}\n" in text
     assert text.count("C++:") == 1
@@ -64,7 +59,7 @@ def test_a_line_that_one_side_lacks_is_named(says):
     more = "schema fx_fuser::one_more(Tensor x) -> Tensor"
     says([*LINES[1:], more])
     with pytest.raises(BuildError) as caught:
-        launch._load_shim()
+        load.load_shim()
     assert f"C++:    {LINES[0]}\n    Python: (nothing)" in str(caught.value)
     assert f"C++:    (nothing)\n    Python: {more}" in str(caught.value)
 
@@ -72,7 +67,7 @@ def test_a_line_that_one_side_lacks_is_named(says):
 @needs_compilers
 def test_the_real_shim_says_what_the_documented_schemas_are():
     """As torch prints them, were they parsed: names, types and their order."""
-    launch._load_shim()
+    load.load_shim()
     lines = torch.ops.fx_fuser_native.contract.default()
     assert f"limit tensors {MAX_TENSORS}" in lines and f"limit numbers {MAX_NUMBERS}" in lines
     assert set(LINES) <= set(lines)

@@ -25,7 +25,7 @@ from benchmarks.measure import float32_settings
 from fx_fuser import backend
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import linear_backward, parse
-from fx_fuser.native import binaries, launch
+from fx_fuser.native import binaries, launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD
 from fx_fuser.ops import library
 
@@ -334,7 +334,7 @@ def test_steps_agree_bit_for_bit_on_streams_and_in_graphs(dtype) -> None:
 @gpu
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_what_the_kernels_do_not_take_goes_to_torch(training) -> None:
-    launch.prepare([conv_backward_sm90.IDENTITY[torch.float32]], "cuda")  # registers the op, too
+    load.prepare([conv_backward_sm90.IDENTITY[torch.float32]], "cuda")  # registers the op, too
     *front, _, _, _ = conv_args("s", torch.float32, training)
     vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
     dy = torch.randn(2, 4, 4, 6)

@@ -20,7 +20,7 @@ from toolchains import needs_compilers
 from torch import Tensor
 
 from fx_fuser.graph.epilogue import OPS, Epilogue, Step, evaluate, kernel_spec
-from fx_fuser.native import binaries, compilers, launch
+from fx_fuser.native import binaries, compilers, launch, load
 from fx_fuser.native.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
 
 CUDA_HEADERS = compilers.DEFAULT_CUDA_HOME / "include"
@@ -230,7 +230,7 @@ def test_the_costliest_ops_fit_the_split_products_epilogue(op: str) -> None:
 @pytest.fixture(scope="module")
 def prepared() -> None:
     """All kernels, built side by side."""
-    launch.prepare([_spec(STEPS[text], dtype) for text, dtype in CASES], torch.device("cuda"))
+    load.prepare([_spec(STEPS[text], dtype) for text, dtype in CASES], torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from benchmarks import measure
 from benchmarks.measure import float32_settings
 from benchmarks.problems import PROBLEMS
 from fx_fuser.anchors.linear import PRODUCT_ALONE
-from fx_fuser.native import launch
+from fx_fuser.native import load
 from fx_fuser.planning import timing
 
 pytestmark = [
@@ -376,7 +376,7 @@ def test_a_turned_product_is_made_in_parts() -> None:
     """Of rows that are split in little memory, the last part smaller than the others."""
     torch.manual_seed(7)
     dz, x = torch.randn(1024, 5000, device="cuda"), torch.randn(1024, 8192, device="cuda")
-    launch.prepare([PRODUCT_ALONE], "cuda")
+    load.prepare([PRODUCT_ALONE], "cuda")
     kernel = PRODUCT_ALONE.name
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

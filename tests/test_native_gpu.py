@@ -20,7 +20,7 @@ from native_cases import (
 )
 
 from fx_fuser.build import example
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 
 pytestmark = [
@@ -38,7 +38,7 @@ def prepared():
     pairs |= {(torch.bfloat16, operand) for operand in INTEGERS}
     specs = [weighted_sum(dtype, dtype, operand) for dtype, operand in pairs]
     specs += [weighted_sum(dtype, operand, dtype) for dtype, operand in pairs]
-    launch.prepare(specs, DEVICE)
+    load.prepare(specs, DEVICE)
 
 
 # ---- pointwise: which element meets which --------------------------------------------------------
@@ -260,7 +260,7 @@ def test_arithmetic_is_torchs_bit_for_bit(dtype):
         ("mul(in[0], scalar[0])", lambda: z * number),
     )
     specs = [of_two(f"math::{body}", dtype) for body, _ in bodies]
-    launch.prepare(specs, DEVICE)
+    load.prepare(specs, DEVICE)
     for spec, (body, expected) in zip(specs, bodies):
         out = torch.empty_like(z)
         launch.pointwise(spec, out, [z, y], [2.0] * spec.scalars)

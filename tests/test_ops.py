@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.native import launch as native
+from fx_fuser.native import load
 from fx_fuser.ops import library
 
 F64, F32 = torch.float64, torch.float32
@@ -189,7 +189,7 @@ def test_opcheck_linear_kernel(kind: str, tail: str, kinds: str, save: bool) -> 
 @needs_compilers
 def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     """As far as a CPU can tell: they are reached, and refuse its tensors."""
-    native._load_shim()
+    load.load_shim()
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     *front, _, out, _ = _detached(list(linear_args("nf", F32)))
     *turned, _, _, _ = _detached(list(linear_args("nf", F32, kind="matmul")))

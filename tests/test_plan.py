@@ -17,7 +17,7 @@ import fx_fuser
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Match, Refusal
-from fx_fuser.native import launch
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.ops import library as ops
@@ -71,7 +71,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     times: list[list[Timing] | None] = [[Timing(1.0), Timing(0.5)]]
     monkeypatch.setattr(plan, "device_of", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
-    monkeypatch.setattr(launch, "runs_on", lambda *_: True)
+    monkeypatch.setattr(load, "runs_on", lambda *_: True)
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])
     precision = torch.backends.cuda.matmul.fp32_precision
 
@@ -272,7 +272,7 @@ def test_a_product_that_does_not_compile_is_no_choice(
     match = match_of(swish, *linear_tensors())
     on_gpu(1.0, 0.1)
     monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
-    monkeypatch.setattr(launch, "prepare", prepare)
+    monkeypatch.setattr(load, "prepare", prepare)
     if strict:
         with pytest.raises(BuildError, match="it spills"):
             decide(match, strict=True)
@@ -285,7 +285,7 @@ def test_a_product_that_does_not_compile_is_no_choice(
     def nothing_compiles(specs: Sequence[KernelSpec], device: torch.device) -> None:
         raise BuildError("no compiler")
 
-    monkeypatch.setattr(launch, "prepare", nothing_compiles)
+    monkeypatch.setattr(load, "prepare", nothing_compiles)
     with pytest.warns(UserWarning, match="no compiler; please report"):
         decision = decide(match)
     assert isinstance(decision, Refusal) and decision.failed

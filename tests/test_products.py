@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native import launch
+from fx_fuser.native import load
 from fx_fuser.options import Options
 from fx_fuser.passes import products
 from fx_fuser.planning import plan
@@ -207,7 +207,7 @@ def test_the_kernel_is_loaded_whatever_inductors_cache_has(
     loaded: list[torch.device] = []
     monkeypatch.setattr(products, "prepare", loaded.append)
     monkeypatch.setattr(plan, "unavailable", lambda device: None)
-    monkeypatch.setattr(launch, "runs_on", lambda spec, device: True)
+    monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
     with FakeTensorMode():
         inputs = [torch.empty(4, 4, device="cuda:0"), torch.empty(4, 4), 3]
     assert products.pass_for(Options(), inputs) == products.Products()
@@ -262,7 +262,7 @@ def test_a_kernel_that_does_not_compile_costs_the_pass_alone(
 
     monkeypatch.setattr(products, "prepare", broken)
     monkeypatch.setattr(plan, "unavailable", lambda device: None)
-    monkeypatch.setattr(launch, "runs_on", lambda spec, device: True)
+    monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
     with FakeTensorMode():
         x = torch.empty(4, 4, device="cuda")
     with pytest.warns(UserWarning, match="leaves the products of Inductor's graph to the library"):
@@ -275,7 +275,7 @@ def test_a_kernel_that_does_not_compile_costs_the_pass_alone(
 def test_no_pass_where_no_device_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's own settings stay as they are there."""
     monkeypatch.setattr(plan, "unavailable", lambda device: None)
-    monkeypatch.setattr(launch, "runs_on", lambda spec, device: False)
+    monkeypatch.setattr(load, "runs_on", lambda spec, device: False)
     with FakeTensorMode():
         x = torch.empty(4, 4, device="cuda")
     assert products.pass_for(Options(), [x]) is None

@@ -22,7 +22,7 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser.native import launch
+from fx_fuser.native import load
 from fx_fuser.options import JOINT_PASS, Options
 from fx_fuser.passes import products, provenance
 from fx_fuser.planning import plan
@@ -505,7 +505,7 @@ def test_the_kernels_are_loaded_for_the_dtypes_that_are_cast(
     loaded: list[Any] = []
     monkeypatch.setattr(products, "prepare", lambda *what: loaded.append(what))
     monkeypatch.setattr(plan, "unavailable", lambda device: None)
-    monkeypatch.setattr(launch, "runs_on", lambda spec, device: True)
+    monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
     with FakeTensorMode():
         inputs = [torch.empty(4, 4, device="cuda:0", dtype=BF16)]
     last = products.pass_for(Options(), inputs, (BF16,))

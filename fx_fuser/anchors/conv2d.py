@@ -21,7 +21,7 @@ from fx_fuser.graph.canonical import is_number
 from fx_fuser.graph.epilogue import Epilogue, Step
 from fx_fuser.graph.nodes import hint_of, meta_tensor
 from fx_fuser.graph.sites import Site
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINTWISE, Family
 
 # Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
@@ -159,7 +159,7 @@ class Conv2d(Anchor):
         if None in (*sizes[0], *sizes[1]) or case.device.type != "cuda":
             return False
         *_, spec = case.specs({"tf32": False, "product": DIRECT, "again": False})
-        if not launch.runs_on(spec, case.device):
+        if not load.runs_on(spec, case.device):
             return False
         cut = launch.conv_direct_cut(
             sizes[0],  # type: ignore[arg-type]

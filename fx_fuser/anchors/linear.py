@@ -14,7 +14,7 @@ from fx_fuser.errors import OptionError
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.sites import Site
-from fx_fuser.native import launch
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import (
     LINEAR_DENSE,
     LINEAR_EXACT,
@@ -96,7 +96,7 @@ class Linear(Anchor):
             return [library]
         backward = SPLIT if product == SPLIT else LIBRARY
         own = {"product": product, "backward": backward, "again": again}
-        fits = all(launch.runs_on(spec, case.device) for spec in case.specs(own))
+        fits = all(load.runs_on(spec, case.device) for spec in case.specs(own))
         return [library, own] if fits else [library]
 
     def _own_product(self, case: Case) -> str | None:

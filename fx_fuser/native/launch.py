@@ -1,59 +1,22 @@
 """The compiled kernels as Python functions. Nothing touches CUDA before the first call.
 
-Kernels are built and loaded once per spec and device; after that a call is one dictionary lookup
-and one op.
+After a kernel's first use, which builds and loads it, a call is one dictionary lookup and one op.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, compilers, store
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
 
-_lock = threading.RLock()
-_pointwise: Callable[[int, Tensor, Sequence[Tensor], Sequence[float]], None]
-_linear_split: Callable[..., bool]
-_linear_dense: Callable[..., bool]
-_conv_direct: Callable[..., bool]
-_conv_direct_statistics: Callable[..., bool]
-_conv_direct_backward: Callable[..., bool]
-_kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
-_batch_stats: dict[int, int] = {}  # device index → handle
-
-_expected: Callable[[], Sequence[str]] | None = None
-_NO_KERNEL = 0  # the handle where the device has no such kernel
 _MULTIPROCESSORS = 132  # of an H200
-
-
-def available(device: torch.device | str | int) -> str | None:
-    """None if kernels can be built for and run on `device`, else the reason in words."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return f"{device} is not a CUDA device"
-    if not torch.cuda.is_available():
-        return "torch.cuda.is_available() is False"
-    if torch.version.hip is not None:
-        return "this build of torch is for ROCm"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < binaries.LOWEST_CAPABILITY:
-        lowest = ".".join(map(str, binaries.LOWEST_CAPABILITY))
-        return f"compute capability {major}.{minor} is below {lowest}"
-    try:
-        compilers.of_kernels()
-        if binaries.prebuilt_shim() is None:
-            compilers.of_shim()
-    except BuildError as error:
-        return str(error)
-    return None
+_ops = torch.ops.fx_fuser_native
 
 
 def pointwise(
@@ -72,17 +35,8 @@ def pointwise(
         BuildError: the kernel does not compile or load.
         RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
-    handle = _handle_of(spec, out)
-    _pointwise(handle, out, inputs, scalars)
-
-
-def _handle_of(spec: KernelSpec, tensor: Tensor) -> int:
-    """The kernel on the tensor's device; built and loaded at its first use."""
-    handle = _kernels.get((spec.name, tensor.get_device()))
-    if handle is None:
-        prepare([spec], tensor.device)
-        handle = _kernels[spec.name, tensor.get_device()]
-    return handle
+    handle = load.handle_of(spec, out)
+    _ops.pointwise.default(handle, out, inputs, scalars)
 
 
 def linear_split(
@@ -133,10 +87,12 @@ def linear_split(
         BuildError: the kernel does not compile or load.
         RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
-    handle = _handle_of(spec, out)
-    if handle == _NO_KERNEL:
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
         return False
-    return _linear_split(handle, x, weight, bias, out, z, operands, scalars, chunks, first, exact)
+    return _ops.linear_split.default(
+        handle, x, weight, bias, out, z, operands, scalars, chunks, first, exact
+    )
 
 
 @dataclass(frozen=True)
@@ -157,9 +113,8 @@ def linear_split_choice(
     Raises:
         BuildError: the shim does not compile or load.
     """
-    with _lock:
-        _load_shim()
-    op = torch.ops.fx_fuser_native.linear_split_choice.default
+    load.load_shim()
+    op = _ops.linear_split_choice.default
     chunks, weight_first = op([batches, m, n, k], multiprocessors)
     return SplitChoice(chunks, bool(weight_first))
 
@@ -171,9 +126,9 @@ def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
     after operands whose scales were often guessed wrong they find them ahead for as many.
     """
     for spec in specs:
-        handle = _kernels[spec.name, _index_of(device)]
-        if spec.family == LINEAR_SPLIT and handle != _NO_KERNEL:
-            torch.ops.fx_fuser_native.reset_linear_split.default(handle)
+        handle = load.loaded(spec, device)
+        if spec.family == LINEAR_SPLIT and handle != load.NO_KERNEL:
+            _ops.reset_linear_split.default(handle)
 
 
 def linear_dense(
@@ -197,10 +152,10 @@ def linear_dense(
 
     Returns, raises: as `linear_split`.
     """
-    handle = _handle_of(spec, out)
-    if handle == _NO_KERNEL:
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
         return False
-    return _linear_dense(handle, x, weight, bias, out, z, operands, scalars)
+    return _ops.linear_dense.default(handle, x, weight, bias, out, z, operands, scalars)
 
 
 def conv_direct_cut(
@@ -226,10 +181,9 @@ def conv_direct_cut(
     Raises:
         BuildError: the shim does not compile or load.
     """
-    with _lock:
-        _load_shim()
+    load.load_shim()
     sizes = [*x, weight[0], *weight[2:], *padding]
-    cut_of = torch.ops.fx_fuser_native.conv_direct_cut.default
+    cut_of = _ops.conv_direct_cut.default
     cut: list[int] = cut_of(sizes, x_bytes, out_bytes, operands, multiprocessors)
     return cut
 
@@ -267,10 +221,10 @@ def conv_direct(
         BuildError: the kernel does not compile or load.
         RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
     """
-    handle = _handle_of(spec, out)
-    if handle == _NO_KERNEL:
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
         return False
-    return _conv_direct(handle, x, weight, padding, out, c, operands, scalars)
+    return _ops.conv_direct.default(handle, x, weight, padding, out, c, operands, scalars)
 
 
 def conv_direct_statistics(
@@ -287,13 +241,13 @@ def conv_direct_statistics(
 
     Returns, raises: as `conv_direct`.
     """
-    handle = _handle_of(spec, x)
-    if handle == _NO_KERNEL:
+    handle = load.handle_of(spec, x)
+    if handle == load.NO_KERNEL:
         return False
-    batch_stats = _batch_stats.get(x.get_device())
-    if batch_stats is None:
-        batch_stats = prepare_batch_stats(x.device)
-    return _conv_direct_statistics(handle, batch_stats, x, weight, padding, mean, variance)
+    batch_stats = load.prepare_batch_stats(x.device)
+    return _ops.conv_direct_statistics.default(
+        handle, batch_stats, x, weight, padding, mean, variance
+    )
 
 
 def conv_direct_backward_cut(
@@ -317,10 +271,9 @@ def conv_direct_backward_cut(
     Raises:
         BuildError: the shim does not compile or load.
     """
-    with _lock:
-        _load_shim()
+    load.load_shim()
     sizes = [*x, weight[0], *weight[2:], *padding]
-    op = torch.ops.fx_fuser_native.conv_direct_backward_cut.default
+    op = _ops.conv_direct_backward_cut.default
     cut: list[int] = op(sizes, x_bytes, with_input, multiprocessors)
     return cut
 
@@ -371,8 +324,8 @@ def conv_direct_backward(
 
     Returns, raises: as `conv_direct`.
     """
-    handle = _handle_of(spec, dy)
-    if handle == _NO_KERNEL:
+    handle = load.handle_of(spec, dy)
+    if handle == load.NO_KERNEL:
         return False
     of_norm = (
         (norm.mean, norm.variance, norm.gamma, norm.bias, norm.eps, norm.training)
@@ -380,7 +333,7 @@ def conv_direct_backward(
         else (None, None, None, None, 0.0, False)
     )
     results = (dx, dweight, dgamma, dbeta)
-    return _conv_direct_backward(
+    return _ops.conv_direct_backward.default(
         handle, dy, x, weight, padding, *of_norm, *results, operands, scalars
     )
 
@@ -388,40 +341,6 @@ def conv_direct_backward(
 def operands_of(spec: KernelSpec) -> int:
     """How many tensors the kernel reads besides the anchor's value."""
     return len(spec.inputs) - 1
-
-
-def runs_on(spec: KernelSpec, device: torch.device | str | int) -> bool:
-    """Is there such a kernel for the architecture of this device?"""
-    return spec.family.arch in (None, binaries.arch_of(torch.device(device)))
-
-
-def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> None:
-    """Builds (in parallel) and loads the kernels ahead of their use.
-
-    Raises:
-        BuildError: a kernel does not compile or load, or the shim does not fit this Python code.
-    """
-    device = torch.device(device)
-    index = _index_of(device)
-    with _lock:
-        missing = [s for s in dict.fromkeys(specs) if (s.name, index) not in _kernels]
-        if not missing:
-            return
-        _load_shim()
-        arch = binaries.arch_of(device)
-        for spec in [s for s in missing if not runs_on(s, device)]:
-            _kernels[spec.name, index] = _NO_KERNEL
-            missing.remove(spec)
-        paths = binaries.cubins([spec.text for spec in missing], arch)
-        for spec, path in zip(missing, paths, strict=True):
-            arguments = (spec.name, str(path), spec.signature, index)
-            _kernels[spec.name, index] = _load(spec.family.loader, *arguments)
-
-
-def expect(contract: Callable[[], Sequence[str]]) -> None:
-    """What the shim's own `contract()` must say, line by line; it is compared when it is loaded."""
-    global _expected
-    _expected = contract
 
 
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -433,97 +352,8 @@ def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
         BuildError: the kernels do not compile or load.
         RuntimeError: x is not a CUDA tensor of a float dtype with at least two dimensions.
     """
-    index = x.get_device()
-    handle = _batch_stats.get(index)
-    if handle is None:
-        handle = prepare_batch_stats(x.device)
+    handle = load.prepare_batch_stats(x.device)
     if not x.is_contiguous() and not x.movedim(1, -1).is_contiguous():
         x = x.contiguous()
-    mean, variance = torch.ops.fx_fuser_native.batch_stats.default(handle, x)
+    mean, variance = _ops.batch_stats.default(handle, x)
     return mean, variance
-
-
-def prepare_batch_stats(device: torch.device) -> int:
-    """Builds and loads the statistics kernels ahead of their use; returns their handle.
-
-    Raises:
-        BuildError: they do not compile or load.
-    """
-    index = _index_of(device)
-    with _lock:
-        if index not in _batch_stats:
-            _load_shim()
-            path = binaries.cubin(binaries.batch_stats_source(), binaries.arch_of(device))
-            _batch_stats[index] = _load("load_batch_stats", str(path), index)
-        return _batch_stats[index]
-
-
-def _index_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        raise BuildError(f"kernels run on CUDA devices, not on {device}; move the tensors")
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _load_shim() -> None:
-    """Registers the ops, once per process: a second library with their namespace would abort it."""
-    global _conv_direct, _conv_direct_backward, _conv_direct_statistics
-    global _linear_dense, _linear_split, _pointwise
-    if not hasattr(torch.ops.fx_fuser_native, "pointwise"):
-        path = binaries.shim()
-        try:
-            torch.ops.load_library(path)
-        except OSError as error:
-            raise BuildError(f"cannot load {path} ({error}); does it fit this torch?") from error
-    _check_contract()
-    if torch.cuda.is_available():
-        _load("use_driver", _get_proc_address())
-    _pointwise = torch.ops.fx_fuser_native.pointwise.default
-    _linear_split = torch.ops.fx_fuser_native.linear_split.default
-    _linear_dense = torch.ops.fx_fuser_native.linear_dense.default
-    _conv_direct = torch.ops.fx_fuser_native.conv_direct.default
-    _conv_direct_statistics = torch.ops.fx_fuser_native.conv_direct_statistics.default
-    _conv_direct_backward = torch.ops.fx_fuser_native.conv_direct_backward.default
-
-
-def _get_proc_address() -> int:
-    """Where the function of the CUDA driver is that finds its others; torch has it loaded."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    return ctypes.cast(driver.cuGetProcAddress_v2, ctypes.c_void_p).value or 0
-
-
-def _check_contract() -> None:
-    """Compares what C++ assumes of Python with what Python says.
-
-    The dispatcher does not: an op in C++ reads its arguments off a stack, by place.
-    """
-    if _expected is None:
-        return
-    found = torch.ops.fx_fuser_native.contract.default()
-    cpp, python = ({_subject(line): line for line in lines} for lines in (found, _expected()))
-    differences = [
-        f"  {subject}\n    C++:    {cpp.get(subject, '(nothing)')}\n"
-        f"    Python: {python.get(subject, '(nothing)')}"
-        for subject in (cpp | python)
-        if cpp.get(subject) != python.get(subject)
-    ]
-    if differences:
-        raise BuildError(
-            "the compiled shim and fx_fuser's Python code are of different versions:\n"
-            + "\n".join(differences)
-            + f"\nRemove the cache folder {store.cache_dir()} and start again; if they still "
-            "differ, reinstall fx_fuser"
-        )
-
-
-def _subject(line: str) -> str:
-    """What a line of a contract is about: `limit tensors`, `schema fx_fuser::conv2d_kernel`..."""
-    kind, _, rest = line.partition(" ")
-    return f"{kind} {rest.split('(')[0].split()[0]}" if kind in ("limit", "schema") else kind
-
-
-def _load(op: str, *arguments: object) -> int:
-    try:
-        handle: int = getattr(torch.ops.fx_fuser_native, op).default(*arguments)
-        return handle
-    except RuntimeError as error:
-        raise BuildError(str(error)) from error

@@ -35,7 +35,7 @@ from torch import Tensor
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, Conv2d, library_convolution
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative
-from fx_fuser.native import launch as native
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 from fx_fuser.ops import apply
 
@@ -210,7 +210,7 @@ class FusedCall:
         if x.device.type != "cuda":
             return []
         if self.config.get("training", False) and _is_real(x):
-            native.prepare_batch_stats(x.device)
+            load.prepare_batch_stats(x.device)
         wanted = (self.anchor, self.config, self.epilogue, named, t, self.s, x.dtype, self.out)
         return _prepared(apply.forward_specs(*wanted), x)
 
@@ -277,7 +277,7 @@ def _is_real(tensor: Tensor) -> bool:
 def _prepared(specs: Sequence[KernelSpec], like: Tensor) -> list[str]:
     """The kernels' names; loads them, unless the tensor is fake: `plan` then has."""
     if _is_real(like):
-        native.prepare(specs, like.device)
+        load.prepare(specs, like.device)
     return [spec.name for spec in specs]
 
 
@@ -485,4 +485,4 @@ def contract() -> list[str]:
     ]
 
 
-native.expect(contract)
+load.expect(contract)

@@ -37,7 +37,7 @@ from fx_fuser.anchors.linear import (
 )
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.nodes import hint_of
-from fx_fuser.native import binaries, launch
+from fx_fuser.native import binaries, launch, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.planning import plan, rehearse, timing
@@ -133,7 +133,7 @@ class Products(CustomGraphPass):
         if device.type != "cuda":
             return tuple(factors) if self.on_cpu else None  # type: ignore[return-value]
         a, b = forms
-        if not launch.runs_on(PRODUCT_ALONE, device) or is_small(a.size, b.size):  # type: ignore[union-attr]
+        if not load.runs_on(PRODUCT_ALONE, device) or is_small(a.size, b.size):  # type: ignore[union-attr]
             return None
         return tuple(factors)  # type: ignore[return-value]
 
@@ -153,7 +153,7 @@ def pass_for(
     used = {value.device for value in tensors if value.device.type == "cuda"}
     if any(plan.unavailable(device) is not None for device in used):
         return None
-    on_cuda = {device for device in used if launch.runs_on(PRODUCT_ALONE, device)}
+    on_cuda = {device for device in used if load.runs_on(PRODUCT_ALONE, device)}
     if used and not on_cuda:
         return None
     for device in on_cuda:
@@ -175,9 +175,9 @@ def pass_for(
 
 def prepare(device: torch.device, *narrow: torch.dtype) -> None:
     """Loads the kernels: where Inductor's cache has the graph, no pass runs."""
-    if launch.runs_on(PRODUCT_ALONE, device):
+    if load.runs_on(PRODUCT_ALONE, device):
         of_narrow = (made[dtype] for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for dtype in narrow)
-        launch.prepare([PRODUCT_ALONE, *of_narrow], device)
+        load.prepare([PRODUCT_ALONE, *of_narrow], device)
 
 
 def put(

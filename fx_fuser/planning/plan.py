@@ -40,7 +40,7 @@ from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.sites import Site
-from fx_fuser.native import launch as native
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options
@@ -83,7 +83,7 @@ def unavailable(device: torch.device) -> str | None:
     """Why fused kernels cannot run on this device, or None; a missing toolchain warns once."""
     if device.type == "cpu":
         return None
-    reason = native.available(device)
+    reason = load.available(device)
     if reason is not None:
         warnings.warn(f"fx_fuser fuses nothing on {device}: {reason}", stacklevel=2)
     return reason
@@ -264,9 +264,9 @@ def prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:
             for choice in choices:
                 by_device.setdefault(device, []).extend(calls.kernel_specs(match, choice))
             if match.site.attrs.get("training"):
-                native.prepare_batch_stats(device)
+                load.prepare_batch_stats(device)
     for device, specs in by_device.items():
-        native.prepare(specs, device)
+        load.prepare(specs, device)
 
 
 def _pick(

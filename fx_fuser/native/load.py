@@ -1,0 +1,176 @@
+"""Kernels by spec and device: built, loaded, and remembered as handles that the ops take.
+
+Nothing touches CUDA before the first kernel is asked for. A kernel is built and loaded once per
+spec and device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fx_fuser.errors import BuildError
+from fx_fuser.native import binaries, compilers, store
+from fx_fuser.native.kernel_spec import KernelSpec
+
+_lock = threading.RLock()
+_kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
+_batch_stats: dict[int, int] = {}  # device index → handle
+_expected: Callable[[], Sequence[str]] | None = None
+NO_KERNEL = 0  # the handle where the device has no such kernel
+
+
+def available(device: torch.device | str | int) -> str | None:
+    """None if kernels can be built for and run on `device`, else the reason in words."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"{device} is not a CUDA device"
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False"
+    if torch.version.hip is not None:
+        return "this build of torch is for ROCm"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < binaries.LOWEST_CAPABILITY:
+        lowest = ".".join(map(str, binaries.LOWEST_CAPABILITY))
+        return f"compute capability {major}.{minor} is below {lowest}"
+    try:
+        compilers.of_kernels()
+        if binaries.prebuilt_shim() is None:
+            compilers.of_shim()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def loaded(spec: KernelSpec, device: torch.device) -> int:
+    """The handle of a kernel that has been loaded."""
+    return _kernels[spec.name, _index_of(device)]
+
+
+def handle_of(spec: KernelSpec, tensor: Tensor) -> int:
+    """The kernel on the tensor's device; built and loaded at its first use."""
+    handle = _kernels.get((spec.name, tensor.get_device()))
+    if handle is None:
+        prepare([spec], tensor.device)
+        handle = _kernels[spec.name, tensor.get_device()]
+    return handle
+
+
+def runs_on(spec: KernelSpec, device: torch.device | str | int) -> bool:
+    """Is there such a kernel for the architecture of this device?"""
+    return spec.family.arch in (None, binaries.arch_of(torch.device(device)))
+
+
+def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> None:
+    """Builds (in parallel) and loads the kernels ahead of their use.
+
+    Raises:
+        BuildError: a kernel does not compile or load, or the shim does not fit this Python code.
+    """
+    device = torch.device(device)
+    index = _index_of(device)
+    with _lock:
+        missing = [s for s in dict.fromkeys(specs) if (s.name, index) not in _kernels]
+        if not missing:
+            return
+        load_shim()
+        arch = binaries.arch_of(device)
+        for spec in [s for s in missing if not runs_on(s, device)]:
+            _kernels[spec.name, index] = NO_KERNEL
+            missing.remove(spec)
+        paths = binaries.cubins([spec.text for spec in missing], arch)
+        for spec, path in zip(missing, paths, strict=True):
+            arguments = (spec.name, str(path), spec.signature, index)
+            _kernels[spec.name, index] = _load(spec.family.loader, *arguments)
+
+
+def expect(contract: Callable[[], Sequence[str]]) -> None:
+    """What the shim's own `contract()` must say, line by line; it is compared when it is loaded."""
+    global _expected
+    _expected = contract
+
+
+def prepare_batch_stats(device: torch.device) -> int:
+    """Builds and loads the statistics kernels ahead of their use; returns their handle.
+
+    Raises:
+        BuildError: they do not compile or load.
+    """
+    index = _index_of(device)
+    if index in _batch_stats:
+        return _batch_stats[index]
+    with _lock:
+        if index not in _batch_stats:
+            load_shim()
+            path = binaries.cubin(binaries.batch_stats_source(), binaries.arch_of(device))
+            _batch_stats[index] = _load("load_batch_stats", str(path), index)
+        return _batch_stats[index]
+
+
+def _index_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        raise BuildError(f"kernels run on CUDA devices, not on {device}; move the tensors")
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def load_shim() -> None:
+    """Registers the ops, once per process: a second library with their namespace would abort it."""
+    with _lock:
+        if not hasattr(torch.ops.fx_fuser_native, "pointwise"):
+            path = binaries.shim()
+            try:
+                torch.ops.load_library(path)
+            except OSError as error:
+                text = f"cannot load {path} ({error}); does it fit this torch?"
+                raise BuildError(text) from error
+        _check_contract()
+        if torch.cuda.is_available():
+            _load("use_driver", _get_proc_address())
+
+
+def _get_proc_address() -> int:
+    """Where the function of the CUDA driver is that finds its others; torch has it loaded."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    return ctypes.cast(driver.cuGetProcAddress_v2, ctypes.c_void_p).value or 0
+
+
+def _check_contract() -> None:
+    """Compares what C++ assumes of Python with what Python says.
+
+    The dispatcher does not: an op in C++ reads its arguments off a stack, by place.
+    """
+    if _expected is None:
+        return
+    found = torch.ops.fx_fuser_native.contract.default()
+    cpp, python = ({_subject(line): line for line in lines} for lines in (found, _expected()))
+    differences = [
+        f"  {subject}\n    C++:    {cpp.get(subject, '(nothing)')}\n"
+        f"    Python: {python.get(subject, '(nothing)')}"
+        for subject in (cpp | python)
+        if cpp.get(subject) != python.get(subject)
+    ]
+    if differences:
+        raise BuildError(
+            "the compiled shim and fx_fuser's Python code are of different versions:\n"
+            + "\n".join(differences)
+            + f"\nRemove the cache folder {store.cache_dir()} and start again; if they still "
+            "differ, reinstall fx_fuser"
+        )
+
+
+def _subject(line: str) -> str:
+    """What a line of a contract is about: `limit tensors`, `schema fx_fuser::conv2d_kernel`..."""
+    kind, _, rest = line.partition(" ")
+    return f"{kind} {rest.split('(')[0].split()[0]}" if kind in ("limit", "schema") else kind
+
+
+def _load(op: str, *arguments: object) -> int:
+    try:
+        handle: int = getattr(torch.ops.fx_fuser_native, op).default(*arguments)
+        return handle
+    except RuntimeError as error:
+        raise BuildError(str(error)) from error
