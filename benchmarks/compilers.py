@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks import (
     conv_backward_sm90,
+    conv_cases,
     conv_sm90,
     harness,
     linear_dense_sm90,
@@ -38,6 +39,7 @@ from benchmarks import (
     narrow_sm90,
 )
 from benchmarks.run import commit_here
+from benchmarks.sm90 import n_major, relative
 from fx_fuser import build
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
 from fx_fuser.native import compilers, launch, load
@@ -68,9 +70,8 @@ def _products() -> Iterator[Row]:
         x, weight = torch.rand(m, k, device=CUDA), torch.randn(n, k, device=CUDA) / k**0.5
         yield Row(name, (example.spec,), partial(linear_sm90.run, example, x, weight))
     x, weight = torch.randn(4096, 2048, device=CUDA), torch.randn(8192, 2048, device=CUDA)
-    n_major = linear_sm90.n_major(weight)
-    product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major)
-    yield Row("n_major weight", (linear_sm90.IDENTITY.spec,), product)
+    product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major(weight))
+    yield Row("N-major weight", (linear_sm90.IDENTITY.spec,), product)
     for way in narrow_sm90.WAYS:
         spec = (EXACT_PRODUCTS if way == "exact" else MIXED_PRODUCTS)[torch.bfloat16]
         operands = narrow_sm90.cast(way, torch.bfloat16, x, weight)
@@ -96,7 +97,7 @@ def _convolutions() -> Iterator[Row]:
         vectors = [torch.rand(64, 1, 1, device=CUDA) + 0.1 for _ in range(4)]
         vectors.append(torch.tensor(2.0, device=CUDA))
         norm = conv_sm90.of_dtype(conv_sm90.NORM, dtype)
-        forward = partial(conv_sm90.run, norm, x, weight, conv_sm90.NONE, vectors, [1e-5])
+        forward = partial(conv_sm90.run, norm, x, weight, conv_cases.NONE, vectors, [1e-5])
         yield Row(f"#73 {of_dtype}", (norm.spec,), forward)
         alone = conv_sm90.of_dtype(conv_sm90.IDENTITY, dtype).spec
 
@@ -158,7 +159,7 @@ def kernels(failures: list[str]) -> str:
             return row.run()
 
         first, second = (run(compiler).clone().double() for compiler in COMPILERS)
-        apart = linear_sm90.relative(first, second)
+        apart = relative(first, second)
         if not apart <= (conv_sm90.ROUNDED[row.run().dtype]):
             failures.append(f"{row.name}: the compilers' results are {apart:.1e} apart")
         del first, second

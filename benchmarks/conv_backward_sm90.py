@@ -22,9 +22,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.conv_sm90 import CUDA, DTYPES, NONE, ROUNDED, Padding, convolve, random_case
-from benchmarks.linear_sm90 import SENTINEL
+from benchmarks.conv_cases import NONE, Padding, convolve, random_case
+from benchmarks.conv_sm90 import CUDA, DTYPES, ROUNDED
 from benchmarks.measure import float32_settings, median_ms
+from benchmarks.sm90 import SENTINEL
 from fx_fuser import build
 from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec

@@ -21,8 +21,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.linear_sm90 import SENTINEL, host_us, random_operand, relative, sustained_ms
 from benchmarks.measure import float32_settings, median_ms
+from benchmarks.sm90 import SENTINEL, host_us, random_operand, relative, sustained_ms
 from fx_fuser import build
 from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import LINEAR_DENSE, POINTWISE, Family, KernelSpec

@@ -20,17 +20,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.linear_sm90 import (
-    CUDA,
-    GUESSED,
-    SENTINEL,
-    compare,
-    families,
-    n_major,
-    relative,
-    special_values,
-)
+from benchmarks.linear_sm90 import compare, families, special_values
 from benchmarks.measure import float32_settings, median_ms
+from benchmarks.sm90 import CUDA, GUESSED, SENTINEL, n_major, relative
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
 from fx_fuser.native import launch, load
 

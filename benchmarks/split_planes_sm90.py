@@ -20,25 +20,20 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.linear_sm90 import (
-    CUDA,
     EXAMPLES,
-    GUESSED,
     IDENTITY,
     OPERANDS,
-    SENTINEL,
     SWISH,
     First,
     compare,
     families,
     imprecise_neighbours,
-    misleading,
-    n_major,
-    relative,
     run,
     special_values,
     wrong_guesses,
 )
 from benchmarks.measure import float32_settings, median_ms
+from benchmarks.sm90 import CUDA, GUESSED, SENTINEL, misleading, n_major, relative
 from fx_fuser.anchors.linear import PRODUCT_ALONE
 from fx_fuser.native import launch, load
 

@@ -1,7 +1,7 @@
 // Of the direct convolution: all taps' products of a unit's pixels with the weights.
 #pragma once
 
-#include "conv_direct_units_sm90.cuh"
+#include "conv_direct_load_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
 namespace fx_fuser::conv_direct {

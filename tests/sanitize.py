@@ -10,6 +10,7 @@ from native_cases import SMALL_CASES
 
 from benchmarks import (
     conv_backward_sm90,
+    conv_cases,
     conv_sm90,
     linear_dense_sm90,
     linear_sm90,
@@ -17,6 +18,7 @@ from benchmarks import (
     split_planes_sm90,
 )
 from benchmarks.measure import float32_settings
+from benchmarks.sm90 import relative
 from fx_fuser.native import binaries, load
 
 for case in SMALL_CASES:
@@ -41,19 +43,19 @@ if binaries.arch_of() == "sm_90a":
         sweep(dense, 16, dense.small_sizes)
     for examples in (conv_sm90.EXAMPLES, conv_sm90.HALF_EXAMPLES):
         load.prepare([e.spec for e in examples], "cuda")
-        sweep(conv_sm90, 12, conv_sm90.small_case, examples)
-        sweep(conv_sm90, 2, conv_sm90.wide_case, examples)
+        sweep(conv_sm90, 12, conv_cases.small_case, examples)
+        sweep(conv_sm90, 2, conv_cases.wide_case, examples)
     backward = conv_backward_sm90
     load.prepare([*backward.IDENTITY.values(), *backward.SCALED.values()], "cuda")
     for dtype in conv_sm90.DTYPES:
-        sweep(backward, 8, conv_sm90.small_case, [dtype])
+        sweep(backward, 8, conv_cases.small_case, [dtype])
     product_alone = linear_sm90.IDENTITY.spec
     load.prepare([product_alone], "cuda")
     # Small, but large enough for the op to take its own kernel. Both operands are transposed views.
     a, b = (torch.randn(200, 2048, device="cuda").t() for _ in range(2))
     product = torch.ops.fx_fuser.split_product.default(a, b, product_alone.name)
     exact = a.double() @ b.double().t()
-    if not linear_sm90.relative(product, exact) <= 1e-6:
+    if not relative(product, exact) <= 1e-6:
         failures.append("split_product")
     assert not failures, failures
     ran += 1

@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 import fx_fuser
 from benchmarks import conv_backward_sm90
-from benchmarks.conv_sm90 import DTYPES, HALVES, NONE
-from benchmarks.linear_sm90 import relative
+from benchmarks.conv_cases import NONE
+from benchmarks.conv_sm90 import DTYPES, HALVES
 from benchmarks.measure import float32_settings
+from benchmarks.sm90 import relative
 from fx_fuser import backend
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import linear_backward, parse

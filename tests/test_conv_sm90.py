@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from sm90 import check_compiles, gpu
 from toolchains import needs_compilers
 
-from benchmarks import conv_sm90
-from benchmarks.linear_sm90 import relative
+from benchmarks import conv_cases, conv_sm90
 from benchmarks.measure import float32_settings
+from benchmarks.sm90 import relative
 from fx_fuser.native import binaries, launch
 from fx_fuser.native.kernel_spec import CONV_DIRECT
 
@@ -275,7 +275,7 @@ def test_a_cpu_tensor_is_an_error() -> None:
 def test_random_sizes_and_operands(seed, examples) -> None:
     failures: list[str] = []
     conv_sm90.sweep(60, seed, failures, examples=examples)
-    conv_sm90.sweep(6, seed, failures, conv_sm90.wide_case, examples)
+    conv_sm90.sweep(6, seed, failures, conv_cases.wide_case, examples)
     assert not failures
 
 

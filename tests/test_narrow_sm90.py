@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks import narrow_sm90
-from benchmarks.linear_sm90 import relative
 from benchmarks.measure import float32_settings
+from benchmarks.sm90 import relative
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
 from fx_fuser.native import binaries
 from fx_fuser.passes import products
