@@ -181,7 +181,15 @@ def median_ms(
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median over rounds, each of which takes all in an order drawn anew, none twice running.
+    """Medians of `interleaved_rounds`."""
+    samples = interleaved_rounds(timers, rounds)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def interleaved_rounds(
+    timers: Mapping[str, Callable[[], float]], rounds: int
+) -> dict[str, list[float]]:
+    """What each timer says in each round, all in an order drawn anew, none twice running.
 
     How warm the one before leaves the GPU is worth a tenth of the time where its power is capped
     (kernels_cu/NOTES.md, Power): none may always be behind the same one.
@@ -196,7 +204,15 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[
             order.append(order.pop(0))
         for name in order:
             samples[name].append(timers[name]())
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return samples
+
+
+def ratio_text(others: list[float], ours: list[float]) -> str:
+    """ "1.25×" of medians, or "same" where rounds do not agree on which of the two is faster."""
+    ratios = [other / own for other, own in zip(others, ours)]
+    if len(ratios) > 1 and min(ratios) <= 1 <= max(ratios):
+        return "same"
+    return f"{statistics.median(others) / statistics.median(ours):.2f}×"
 
 
 def gpu_ms(

@@ -150,6 +150,13 @@ def test_rounds_take_all_in_changing_orders_and_none_twice_running(names: str) -
         assert all(len({a for a, b in behind if b == name}) > 1 for name in names)
 
 
+def test_rounds_that_disagree_are_no_ratio() -> None:
+    assert measure.ratio_text([2.0, 2.2, 1.9], [1.0, 1.0, 1.0]) == "2.00×"
+    assert measure.ratio_text([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]) == "0.50×"
+    assert measure.ratio_text([1.0, 1.2, 0.9], [1.0, 1.0, 1.0]) == "same"
+    assert measure.ratio_text([3.0], [2.0]) == "1.50×"
+
+
 def test_float32_settings_are_put_back() -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     with measure.float32_settings("tf32", cudnn_tf32=False):
