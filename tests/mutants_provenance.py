@@ -28,7 +28,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "provenance: a cast that others read stays", "passes/provenance.py",
-        "while not node.users and (", "while (",
+        "while not node._erased and not node.users and", "while not node._erased and",
         (f"{FILE}::test_a_cast_that_others_read_stays_for_them",),
     ),
     (

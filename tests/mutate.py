@@ -142,7 +142,7 @@ CONDITIONS = (
         (_trap("inside vmap"), _trap("inside jvp")),
     ),
     Mutant(
-        "regions: a checkpoint's policy", "backend.py",
+        "regions: a checkpoint's policy", "graph/bodies.py",
         "if not isinstance(body, GraphModule) or _has_policy(body):",
         "if not isinstance(body, GraphModule):",
         (f"{REFUSALS}::test_selective_checkpoint_policy",),
@@ -510,11 +510,14 @@ def survives(mutant: Mutant) -> bool:
     return f"{len(mutant.tests)} failed" not in done.stdout
 
 
+def all_mutants() -> list[Mutant]:
+    listed = (*mutants_bmm.MUTANTS, *mutants_masks.MUTANTS, *mutants_provenance.MUTANTS)
+    return [*check_mutants(), *CONDITIONS, *REDESIGN, *(Mutant(*parts) for parts in listed)]
+
+
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    listed = (*mutants_bmm.MUTANTS, *mutants_masks.MUTANTS, *mutants_provenance.MUTANTS)
-    batches = (Mutant(*parts) for parts in listed)
-    mutants = [m for m in (*check_mutants(), *CONDITIONS, *REDESIGN, *batches) if wanted in m.name]
+    mutants = [mutant for mutant in all_mutants() if wanted in mutant.name]
     surviving = []
     for mutant in mutants:
         start = time.monotonic()
