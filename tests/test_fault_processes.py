@@ -33,6 +33,7 @@ from fx_fuser import backend, build, gate, plan, rewrite
 GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplied by
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "owner, name, auto",
     [

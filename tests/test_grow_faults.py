@@ -87,6 +87,7 @@ def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_the_other_site_is_grown(place: str, train: bool) -> None:
     model, x = _model().train(train), torch.randn(4, 8)

@@ -415,6 +415,7 @@ CONVS = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
     ("module", "expected", "inputs"), CONVS, ids=[case[0].__name__ for case in CONVS]

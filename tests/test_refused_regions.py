@@ -102,7 +102,7 @@ def test_spelled_around_a_write(anchor: Body, tail: Tail, dynamic: bool) -> None
 
 
 @static_dynamic
-@pytest.mark.parametrize("anchor, tail", SPELLED_CONV.values(), ids=SPELLED_CONV.keys())
+@every_third(SPELLED_CONV)
 def test_conv_spelled_across_no_grad(anchor: Body, tail: Body, dynamic: bool) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_conv_spelled_across_no_grad(anchor: Body, tail: Body, dynamic: bool) ->
 
 
 @static_dynamic
-@pytest.mark.parametrize("anchor, tail", SPELLED_CONV.values(), ids=SPELLED_CONV.keys())
+@every_third(SPELLED_CONV)
 def test_conv_spelled_around_a_write(anchor: Body, tail: Body, dynamic: bool) -> None:
     def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x * 1.0
