@@ -16,7 +16,7 @@ import torch._dynamo.guards
 from toolchains import bare, fake, fake_libnvrtc, fake_nvrtc  # noqa: F401
 from torch._dynamo.utils import counters
 
-# A shell begins what it puts into the background with this, and the tests' own processes inherit it.
+# A shell begins what it puts into the background with this, and tests' own processes inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -223,10 +223,10 @@ def test_work_grows_with_the_graph(
     graph: Callable[[int], GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # From 64 on a tail is as long as it may be.
-    (once, few), (twice, more) = (work(monkeypatch, graph(n), OPTIONS) for n in (300, 600))
+    (once, few), (twice, more) = (work(monkeypatch, graph(n), OPTIONS) for n in (100, 200))
     assert 0 < twice <= 2.2 * once
     if GROWN[graph]:
-        assert (len(few), len(more)) == (300, 600)
+        assert (len(few), len(more)) == (100, 200)
     assert all(name.startswith("auto_") for name in (*few, *more))
 
 

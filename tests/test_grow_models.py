@@ -73,6 +73,7 @@ def test_through_inductor() -> None:
     )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_resnet(training: bool) -> None:
     model = _resnet().train(training)

@@ -192,6 +192,7 @@ def test_eager(name: str, kind: Any) -> None:
     assert fused() == {}
 
 
+@pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("path", ["lin.weight", "conv.weight", "bn.weight", "bn.running_mean"])
 def test_parameter_and_buffer(path: str, train: bool) -> None:
