@@ -258,5 +258,9 @@ def test_deep_nets_fuse_in_all_sites(n: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_deeper_graph_than_pythons_stack() -> None:
-    n = sys.getrecursionlimit() + 1
-    assert len(backend.fuse(residual_layers(n), OPTIONS).matches) == n
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)  # Dynamo may have raised it
+    try:
+        assert len(backend.fuse(residual_layers(1100), OPTIONS).matches) == 1100
+    finally:
+        sys.setrecursionlimit(before)
