@@ -47,7 +47,7 @@ def fresh() -> Iterator[None]:
 # ---- the marks each_once and each_pair -----------------------------------------------------------
 
 
-def _few(combinations: Sequence[tuple[int, ...]], size: int) -> set[tuple[int, ...]]:
+def few(combinations: Sequence[tuple[int, ...]], size: int) -> set[tuple[int, ...]]:
     """Few of them, in which every value of each parameter occurs, or of each `size` parameters.
 
     The k-th has the k-th value of the parameter with the most, and the others count on as digits
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 tests[item.nodeid.partition("[")[0]].append(item)
         for own in tests.values():
             combinations = list(zip(*_values(own)))
-            chosen = _few(combinations, size)
+            chosen = few(combinations, size)
             for item, combination in zip(own, combinations):
                 if combination not in chosen:
                     item.add_marker(pytest.mark.slow)

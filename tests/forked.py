@@ -10,8 +10,11 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
+_CHECKOUT = Path(__file__).parent.parent
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["fx_fuser", "torch._inductor.compile_fx", "torch.distributed"])
 
@@ -20,6 +23,8 @@ def run_script(
     script: Path, environment: Mapping[str, str] | None = None, as_tests: bool = False
 ) -> tuple[int, str]:
     """In the script's folder, with variables added; its exit status and what it has printed."""
+    with mock.patch.dict(os.environ, PYTHONPATH=str(_CHECKOUT)):  # what it imports beforehand
+        forkserver.ensure_running()
     said = script.with_suffix(".out")
     arguments = (script, dict(environment or {}), as_tests, said)
     process = _SERVER.Process(target=_run, args=arguments)
