@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 import random
 import signal
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+import torch._dynamo.guards
 from toolchains import bare, fake, fake_libnvrtc, fake_nvrtc  # noqa: F401
 from torch._dynamo.utils import counters
 
 # A shell begins background jobs so, and the processes that tests begin inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Neither is of any use to a test, and together they take a fifth of the whole suite's time. pytest
+# gives its handlers to every logger that does not propagate; where torch's trace for tlparse has
+# one, torch writes all its graphs and guards into it, as text and JSON.
+if "TORCH_TRACE" not in os.environ:
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.propagate = True
+# After a compile Dynamo times its guards, with caches that it flushes first.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +42,66 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     # torch 2.11 leaves it on where a graph raises within it and nothing compiles that graph.
     torch.set_autocast_enabled("cpu", False)
+
+
+# ---- the marks each_once and each_pair -----------------------------------------------------------
+
+
+def few(combinations: Sequence[tuple[int, ...]], size: int) -> set[tuple[int, ...]]:
+    """Few of them, in which every value of each parameter occurs, or of each `size` parameters.
+
+    The k-th has the k-th value of the parameter with the most, and the others count on as digits
+    do: beside 20 values of one all combinations of two others occur, if they are fewer than 20.
+    """
+    values = [sorted(set(column)) for column in zip(*combinations)]
+    longest = max(range(len(values)), key=lambda i: len(values[i]))
+    most, whole, strides = len(values[longest]), 1, []
+    for i, own in enumerate(values):
+        digit = i != longest and whole * len(own) <= most
+        strides.append(whole if digit else 1)
+        whole *= len(own) if digit else 1
+    chosen = {
+        tuple(own[k // stride % len(own)] for own, stride in zip(values, strides))
+        for k in range(most)
+    }
+    chosen &= set(combinations)
+
+    parts = {c: set(itertools.combinations(enumerate(c), size)) for c in combinations}
+    missing = set().union(*parts.values()).difference(*(parts[c] for c in chosen))
+    while missing:
+        best = max(combinations, key=lambda c: len(parts[c] & missing))
+        chosen.add(best)
+        missing -= parts[best]
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is obeyed
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What the marks leave out of the default run is slow."""
+    for size, name in enumerate(("each_once", "each_pair"), 1):
+        tests: dict[str, list[pytest.Function]] = defaultdict(list)
+        for item in items:
+            if item.get_closest_marker(name) and not item.get_closest_marker("slow"):
+                assert isinstance(item, pytest.Function)
+                tests[item.nodeid.partition("[")[0]].append(item)
+        for own in tests.values():
+            combinations = list(zip(*_values(own)))
+            chosen = few(combinations, size)
+            for item, combination in zip(own, combinations):
+                if combination not in chosen:
+                    item.add_marker(pytest.mark.slow)
+
+
+def _values(tests: Sequence[pytest.Function]) -> Iterator[list[int]]:
+    """By parametrization, which of its values each of these tests of one function has."""
+    names = set(tests[0].callspec.params)
+    together = []
+    for mark in tests[0].iter_markers("parametrize"):
+        of_mark = mark.args[0]
+        together.append(of_mark.replace(",", " ").split() if isinstance(of_mark, str) else of_mark)
+        names -= set(together[-1])
+    together += [[name] for name in sorted(names)]  # the fixtures'
+    for group in together:
+        column = [tuple(id(test.callspec.params[name]) for name in group) for test in tests]
+        numbers = {value: i for i, value in enumerate(dict.fromkeys(column))}
+        yield [numbers[value] for value in column]

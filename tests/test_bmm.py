@@ -85,6 +85,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tupl
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @paths
 @train_eval
 @pytest.mark.parametrize("form", FORMS)
@@ -97,6 +98,7 @@ def test_forms(form: str, train: bool, path: str) -> None:
     assert not calls(graphs).keys() & {"matmul", "bmm", "sigmoid"}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes_and_sizes(dtype: torch.dtype, dynamic: bool) -> None:
@@ -186,6 +188,7 @@ BADDBMM: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.each_once
 @paths
 @train_eval
 @pytest.mark.parametrize("form", BADDBMM)
@@ -203,6 +206,7 @@ def test_its_addend_may_be_spread(shape: tuple[int, ...]) -> None:
     check(model, addend, leaf(*A), leaf(*B), fuses={"summed_batch": 1})
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("learns", [*itertools.product([False, True], repeat=3)], ids=str)
 def test_gradients_of_a_baddbmm(learns: tuple[bool, ...]) -> None:
     model = Program(lambda m, r, x, w: torch.baddbmm(r, x, w))
@@ -346,6 +350,7 @@ def test_a_near_miss_and_a_site_of_nothing() -> None:
 # ---- operands of the epilogue --------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("shape", [
     (2, 3, 4, 6), (6,), (4, 6), (4, 1), (2, 1, 1, 6), (2, 1, 4, 6), (3, 1, 1), (1,), (),
 ], ids=str)  # fmt: skip
@@ -407,6 +412,7 @@ class Attention(nn.Module):
         return y
 
 
+@pytest.mark.each_pair
 @paths
 @train_eval
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

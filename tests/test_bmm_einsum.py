@@ -37,6 +37,7 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.each_once
 @paths
 @train_eval
 @pytest.mark.parametrize("form", FORMS)
@@ -53,6 +54,7 @@ PERMUTED = {
 }
 
 
+@pytest.mark.each_once
 @paths
 @train_eval
 @pytest.mark.parametrize("form", PERMUTED)
@@ -77,6 +79,7 @@ class Attention(nn.Module):
         return torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, s, width)
 
 
+@pytest.mark.each_pair
 @paths
 @train_eval
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

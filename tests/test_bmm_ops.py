@@ -53,6 +53,7 @@ leads = pytest.mark.parametrize("lead", LEADS, ids=str)
 layouts = pytest.mark.parametrize("layout", ["rows", "columns", "heads"])
 
 
+@pytest.mark.each_once
 @leads
 @layouts
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
@@ -66,6 +67,7 @@ def test_gradcheck(lead: tuple[int, ...], layout: str, native: bool) -> None:
     assert torch.autograd.gradcheck(run, _tensors(lead, torch.float64, layout))
 
 
+@pytest.mark.each_once
 @leads
 @layouts
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
@@ -101,6 +103,7 @@ def _args(dtype: torch.dtype, layout: str = "heads", lead: tuple[int, ...] = (2,
     return (x, w, "library", "library", False, TEXT, [r], [0.75], dtype, dtype, True)
 
 
+@pytest.mark.each_once
 @layouts
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -114,6 +117,7 @@ def _detached(values: Any) -> Any:
     return values.detach() if isinstance(values, Tensor) else values
 
 
+@pytest.mark.each_once
 @leads
 @layouts
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])

@@ -150,16 +150,26 @@ def test_eight_processes_build_once(fake):
     assert fake.calls == 4
 
 
+def _build_in_a_session_of_its_own() -> None:
+    os.setsid()
+    try:
+        binaries.cubins(["// quick", "// SLOW"], ARCH)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+INTERRUPTED = 42
+
+
 def test_a_killed_build_harms_no_later_one(fake):
-    code = (
-        f"from fx_fuser.native import binaries; binaries.cubins(['// quick', '// SLOW'], {ARCH!r})"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_build_in_a_session_of_its_own)
+    process.start()
     deadline = time.monotonic() + 60
     while fake.calls < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     assert fake.calls == 2
     assert leftovers(store.cache_dir())
 
@@ -170,22 +180,16 @@ def test_a_killed_build_harms_no_later_one(fake):
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["to Python", "to all, as by ctrl-C"])
 def test_an_interrupted_build_leaves_nothing_behind(fake, to_all):
-    code = f"""
-from fx_fuser.native import binaries
-try:
-    binaries.cubins(['// quick', '// SLOW'], {ARCH!r})
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-    command = [sys.executable, "-c", code]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_build_in_a_session_of_its_own)
+    process.start()
     try:
         deadline = time.monotonic() + 60
         while fake.calls < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
-        assert process.communicate(timeout=60)[0] == "interrupted\n"
-        assert process.returncode == 0
+        process.join(timeout=60)
+        assert process.exitcode == INTERRUPTED
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the compiler's

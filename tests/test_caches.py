@@ -127,6 +127,7 @@ def _run(*names: str, cache: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # two processes and eight kernels by g++; what the key is of is tested above
 def test_processes_that_share_inductors_cache(tmp_path: Path) -> None:
     """Patterns registered in opposite order, and under each other's names: forward and backward
     are right, and what is the same is taken from the cache."""

@@ -115,6 +115,7 @@ def test_fullgraph() -> None:
         torch.compile(Broken(), backend="fx_fuser", fullgraph=True, options=CPU_OPS)(torch.ones(6))
 
 
+@pytest.mark.each_once
 @needs_inductor
 @pytest.mark.parametrize(
     "how",
@@ -255,7 +256,8 @@ def _distributed_step(rank: int, port: int, kind: str, out: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow  # DDP: in one process in tests/test_verify.py and in README
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_ranks_on_gloo(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "grads.pt"
     mp.spawn(_distributed_step, args=(_free_port(), kind, str(out)), nprocs=2)
@@ -309,6 +311,7 @@ def test_installed_it_needs_no_import(tmp_path: Path) -> None:
     assert _run(_USE, tmp_path, tmp_path) == "1"
 
 
+@pytest.mark.slow  # as every test does it
 @in_checkout
 def test_from_a_checkout_after_the_import(tmp_path: Path) -> None:
     assert _run("import fx_fuser\n" + textwrap.dedent(_USE), tmp_path, CHECKOUT) == "1"

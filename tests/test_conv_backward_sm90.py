@@ -4,7 +4,6 @@ as meant and, on a Hopper GPU, is right."""
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -81,14 +80,11 @@ def test_refused(x, weight, with_input) -> None:
     assert launch.conv_direct_backward_cut(x, weight, NONE, with_input) == []
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-
-
+# linear_dense's is compiled by default; CI also compiles every kernel by itself.
+@pytest.mark.slow
 @needs_compilers
-@pytest.mark.parametrize(
-    "value", [torch.float32, slow(torch.bfloat16), slow(torch.float16)], ids=str
-)
-@pytest.mark.parametrize("operands", [0, slow(7)])
+@pytest.mark.parametrize("value", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("operands", [0, 7])
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, operands, value
 ) -> None:

@@ -43,6 +43,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "median_ms", lambda step, leaves, device, warmup, rep: 1.0)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("train", [[], ["--train"]])
 def test_all_problems_pass(

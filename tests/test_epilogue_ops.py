@@ -135,6 +135,7 @@ def test_the_text_of_the_op(text: str) -> None:
     assert epilogue_of(_source(SPELLINGS[text][0])).text == text
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("text, place", CASES)
 def test_a_spelling_fuses(text: str, place: int, train: bool) -> None:
@@ -156,6 +157,7 @@ def test_every_new_op_is_there() -> None:
     }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("text", [t for t in SPELLINGS if "cast" not in t])
 def test_an_op_in_another_dtype(text: str, dtype: torch.dtype) -> None:
@@ -233,6 +235,7 @@ def test_a_weight_of_lerp_without_dimensions_is_refused() -> None:
 # ---- masks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     "fill",
@@ -340,6 +343,7 @@ def test_an_operand_under_another_name() -> None:
     check(linear_program(body), leaf(4, 8), leaf(4, 6), fuses={ADD: 1})
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
     "tail",

@@ -234,13 +234,9 @@ def test_the_log_is_silent_by_default(capfd: Any) -> None:
     assert "fx_fuser" not in "".join(capfd.readouterr())
 
 
-def test_torch_logs_shows_the_log(tmp_path: Path) -> None:
-    done = _run_gated({"TORCH_LOGS": "+fx_fuser"})
+def test_torchs_log_and_its_trace_have_the_report(tmp_path: Path) -> None:
+    done = _run_gated({"TORCH_LOGS": "+fx_fuser", "TORCH_TRACE": str(tmp_path)})
     assert f"fused {MUL_MUL} at " in done.stderr
-
-
-def test_the_trace_artifact(tmp_path: Path) -> None:
-    _run_gated({"TORCH_TRACE": str(tmp_path)})
     text = "".join(f.read_text() for f in tmp_path.iterdir())
     _, found, rest = text.partition('"fx_fuser_report"')
     assert found

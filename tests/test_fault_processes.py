@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from compare import (
     images,
     sites,
 )
+from forked import run_script
 from test_faults import (
     Recorder,
     _after,
@@ -36,6 +34,7 @@ from fx_fuser.planning import gate, plan
 GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplied by
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "owner, name, auto",
     [
@@ -110,18 +109,12 @@ print("both live")
         pytest.param("inner='inductor'", id="inductor", marks=pytest.mark.slow),
     ],
 )
-def test_a_fork_after_initialisation(options: str) -> None:
+def test_a_fork_after_initialisation(options: str, tmp_path: Path) -> None:
     """Parent and child go on: with what is compiled, and compiling."""
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKED.format(options=options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "both live\n"), done.stderr
+    script = tmp_path / "forks.py"
+    script.write_text(_FORKED.format(options=options))
+    status, said = run_script(script)
+    assert status == 0 and said.endswith("both live\n"), said
 
 
 def test_two_threads_compile_and_one_fails(

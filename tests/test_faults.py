@@ -134,6 +134,7 @@ def _compile(model: nn.Module, strict: bool = False, auto: bool = False) -> Any:
     return torch.compile(model, backend="fx_fuser", options=options)
 
 
+@pytest.mark.each_once
 @grown
 def test_one_warning_the_untouched_graph_and_the_right_result(
     auto: bool, fault: str, recorder: Recorder
@@ -157,6 +158,7 @@ def test_one_warning_the_untouched_graph_and_the_right_result(
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.each_once
 @grown
 def test_strict_raises_the_cause(auto: bool, fault: str, recorder: Recorder) -> None:
     with pytest.raises(Exception, match="our own fault"):

@@ -22,6 +22,7 @@ from fx_fuser.ops import checks
 SECONDS = 3  # a test; there are four
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("first", [0, 10_000])
 def test_programs(first: int, train: bool) -> None:

@@ -134,6 +134,7 @@ TAILS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("name", TAILS)
 def test_tails(name: str, train: bool) -> None:
@@ -156,6 +157,7 @@ ANCHORS: dict[str, tuple[Body, str]] = {
 }
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("name", ANCHORS)
 def test_anchors(name: str, train: bool) -> None:
@@ -191,6 +193,7 @@ CONVS: dict[str, tuple[Body, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("name", CONVS)
 def test_convolutions(name: str, train: bool) -> None:
@@ -247,6 +250,7 @@ SEVERAL: dict[str, tuple[Body, list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_anchors(name: str, train: bool) -> None:
@@ -384,6 +388,7 @@ def test_autocast_that_ends_ends_the_growth() -> None:
     torch.testing.assert_close(value, model(x), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes(dtype: torch.dtype, train: bool) -> None:

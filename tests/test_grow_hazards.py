@@ -126,6 +126,7 @@ def test_in_place_on_an_operand_in_training() -> None:
     assert epilogues(graphs) == [SCALED]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("is_input", [False, True], ids=["intermediate", "input"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_x_written_in_between(write: Callable[[Tensor], None], is_input: bool) -> None:

@@ -50,6 +50,7 @@ def test_gates(module: Any, named: dict[str, int], inputs: Any) -> None:
     assert_same_as_eager(model, tensors, _with_grown(model, named), **GROWN)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
     ("module", "named", "inputs"), CONVS, ids=[case[0].__name__ for case in CONVS]
@@ -72,6 +73,7 @@ def test_through_inductor() -> None:
     )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_resnet(training: bool) -> None:
     model = _resnet().train(training)

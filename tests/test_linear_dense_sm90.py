@@ -17,7 +17,9 @@ from fx_fuser.native.kernel_spec import LINEAR_DENSE
 
 
 @needs_compilers
-@pytest.mark.parametrize("value", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "value", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=str
+)
 @pytest.mark.parametrize("operands", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_compiles_without_spills_or_serialised_products(
     tmp_path, monkeypatch, value, operands

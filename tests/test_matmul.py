@@ -54,6 +54,7 @@ def gpt2() -> tuple[nn.Module, Any]:
     return model, ((), {"input_ids": tokens, "return_dict": False})
 
 
+@pytest.mark.each_once
 @paths
 @train_eval
 def test_every_projection_of_gpt2_fuses(gpt2: Any, train: bool, path: str) -> None:
@@ -101,6 +102,7 @@ FORMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.each_once
 @paths
 @train_eval
 @pytest.mark.parametrize("form", FORMS)
@@ -224,6 +226,7 @@ def test_layouts_of_the_weight(layout: str) -> None:
 # ---- gradients -----------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("shape", [(4, 3), (2, 3, 3), (3,)], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])

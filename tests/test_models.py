@@ -415,6 +415,7 @@ CONVS = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
     ("module", "expected", "inputs"), CONVS, ids=[case[0].__name__ for case in CONVS]
@@ -485,6 +486,7 @@ def _assert_untouched(model: nn.Module, x: Tensor) -> None:
         assert torch.equal(mine, its)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_resnet_has_no_site_and_is_unchanged(training: bool) -> None:
     _assert_untouched(_resnet().train(training), images())

@@ -24,7 +24,11 @@ from fx_fuser.passes import products
 
 
 @needs_compilers
-@pytest.mark.parametrize("specs", [EXACT_PRODUCTS, MIXED_PRODUCTS], ids=["exact", "mixed"])
+@pytest.mark.parametrize(
+    "specs",
+    [EXACT_PRODUCTS, pytest.param(MIXED_PRODUCTS, marks=pytest.mark.slow)],
+    ids=["exact", "mixed"],
+)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
 )

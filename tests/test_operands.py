@@ -70,6 +70,7 @@ FORMS: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
 
 
 # Evaluation of the first form by default: training computes the same values.
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "form, train",
     [
@@ -110,6 +111,7 @@ CONV_OPERANDS: dict[str, Callable[[], Any]] = {  # beside z of [3, 6, 6, 7]
 }
 
 
+@pytest.mark.each_once
 @train_eval
 @cases(CONV_OPERANDS)
 def test_conv(case: Callable[[], Any], train: bool) -> None:
@@ -165,6 +167,7 @@ def _body(pattern: str) -> Callable[..., Tensor]:
     return lambda m, x: (lambda z: z + torch.sigmoid(z) * 2.0)(m.lin(x))
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @pytest.mark.parametrize("shape", [(8,), (4, 8), (1, 8), (0, 8), (2, 4, 8), (2, 3, 1, 8)], ids=str)
@@ -173,6 +176,7 @@ def test_rank_of_x(shape: tuple[int, ...], pattern: str, train: bool) -> None:
     check(model, leaf(*shape), fuses={pattern: 1}, train=train)
 
 
+@pytest.mark.each_pair
 @train_eval
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @pytest.mark.parametrize("lead", [(4,), (2, 3)], ids=["2-D", "3-D"])
@@ -222,6 +226,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @cases(LAYOUTS)
@@ -263,6 +268,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @dtypes
@@ -271,6 +277,7 @@ def test_dtype_of_linear(dtype: torch.dtype, pattern: str, train: bool) -> None:
     check(model, leaf(4, 8, dtype=dtype), fuses={pattern: 1}, train=train)
 
 
+@pytest.mark.each_once
 @train_eval
 @dtypes
 def test_dtype_of_conv(dtype: torch.dtype, train: bool) -> None:
@@ -280,6 +287,7 @@ def test_dtype_of_conv(dtype: torch.dtype, train: bool) -> None:
     check(model, leaf(3, 4, 8, 9, dtype=dtype), fuses={CONV: 1}, train=train)
 
 
+@pytest.mark.each_pair
 @train_eval
 @pytest.mark.parametrize("other", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("form", ["mul", "add"])
@@ -324,6 +332,7 @@ def _around(dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., 
     return wrap
 
 
+@pytest.mark.each_pair
 @train_eval
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -369,6 +378,7 @@ def test_autocast_linear_spelled_as_product() -> None:
 # ---- modes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
 def test_gradient_modes(pattern: str, mode: Any) -> None:

@@ -120,6 +120,7 @@ LINEAR_KINDS = ["zs", "sz", "ss", "zz", "0z", "z0", "nz", "zn", "mf", "fm", "ff"
 CONV_KINDS = ["z", "s", "0", "n", "m", "c", "f"]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("kinds", LINEAR_KINDS)
 @pytest.mark.parametrize("tail", [MUL, ADD])
@@ -128,12 +129,14 @@ def test_gradcheck_linear(kind: str, tail: str, kinds: str, bias: bool) -> None:
     _gradcheck(kind, linear_args(kinds, F64, bias, tail=tail, kind=kind))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kinds", CONV_KINDS)
 def test_gradcheck_conv(kinds: str, training: bool) -> None:
     _gradcheck(NORM, conv_args(kinds, F64, training))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     "settings",
@@ -155,6 +158,7 @@ def test_gradcheck_plain_ops(kind: str, args: tuple) -> None:
     _gradcheck(kind, args)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 @pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16], ids=["f64", "f32", "bf16"])
 @pytest.mark.parametrize("tail", [MUL, ADD])
@@ -164,6 +168,7 @@ def test_opcheck_linear(kind: str, tail: str, dtype: torch.dtype, native: bool) 
     opcheck(getattr(torch.ops.fx_fuser, kind).default, args)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kinds", ["s", "f"])
 def test_opcheck_conv(kinds: str, training: bool) -> None:
@@ -176,6 +181,7 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
 @pytest.mark.parametrize("kinds", ["zs", "nf"])
 @pytest.mark.parametrize("tail", [MUL, ADD])
@@ -237,6 +243,7 @@ def test_the_shim_is_told_the_places_of_the_operands() -> None:
     assert names[:3] == ANCHORS["conv2d"].operands
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
@@ -249,6 +256,7 @@ def test_opcheck_conv_kernel(last: bool, training: bool, save: bool) -> None:
     opcheck(op, (*front, [], out, save))
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, "mixed"], ids=str)
 @pytest.mark.parametrize("affine", [False, True], ids=["bare", "affine"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

@@ -161,6 +161,7 @@ NEW = [tanh_mul, gelu_add, norm_clamp]
 new_patterns = pytest.mark.parametrize("pattern", NEW, ids=lambda f: f.__name__)
 
 
+@pytest.mark.each_pair
 @train_eval
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @new_patterns
@@ -334,6 +335,7 @@ def test_smaller_pattern_where_the_larger_is_refused() -> None:
     check(model, leaf(4, 8), fuses={"smallest": 1}, leaves=("mul",))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "op",
     ["sub", "neg", "div", "silu", "relu", "exp", "log", "sqrt", "rsqrt", "abs", "pow", "minimum",

@@ -78,6 +78,7 @@ class Recurrent(nn.Module):
         return h
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     "model, x", [(Attention(), (2, 5, 16)), (Einsum(), (2, 5, 8)), (Recurrent(), (2, 5, 8))]

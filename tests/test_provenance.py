@@ -111,6 +111,7 @@ BOTH: dict[str, Body] = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "body, dtype",
     [*((body, BF16) for body in BOTH.values()), (BOTH["linear"], F16)],

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_script
 
 from fx_fuser.options import Options
 
@@ -46,16 +44,9 @@ def test_python_block_runs_by_itself(code: str, tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **torchrun, "MASTER_PORT": port}
-    runner = ["-m", "pytest", "-q"] if "\ndef test_" in code else []
-    done = subprocess.run(
-        [sys.executable, *runner, script],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {**torchrun, "MASTER_PORT": port}
+    status, said = run_script(script, environment, as_tests="\ndef test_" in code)
+    assert status == 0, said
 
 
 def test_set_up_commands_are_those_of_ci() -> None:

@@ -65,6 +65,7 @@ def _conv_parts(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 LINEAR_PARTS = {"mul": _mul_parts, "add": _add_parts}
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("used", [False, True], ids=["returned", "used"])
 @pytest.mark.parametrize("inner", [0, 1, 2])
@@ -188,6 +189,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {  # x, y, fea
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
@@ -304,6 +306,7 @@ OTHER_LINEAR: dict[str, Body] = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("body", OTHER_LINEAR.values(), ids=OTHER_LINEAR.keys())
 def test_other_epilogues_of_linear(body: Body, train: bool) -> None:
@@ -358,6 +361,7 @@ OTHER_CONV: dict[str, tuple[Body, nn.Module, nn.Module, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", OTHER_CONV.values(), ids=OTHER_CONV.keys())
 def test_other_convolutions(case: Any, train: bool) -> None:

@@ -229,6 +229,7 @@ WRITES = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("is_input", [False, True], ids=["intermediate", "input"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_x_written_in_between(write: Callable[[Tensor], None], is_input: bool) -> None:

@@ -54,6 +54,7 @@ def saved_elements(model: nn.Module, x: Tensor, options: dict[str, Any]) -> int:
     return max(t.numel() for t in y.grad_fn.saved_tensors if t is not None)  # type: ignore[attr-defined]
 
 
+@pytest.mark.each_once
 @cases
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_memory_keeps_no_product(make: Any, shape: Any, product: int, inner: str) -> None:

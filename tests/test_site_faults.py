@@ -97,6 +97,7 @@ def told(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     return value, [str(w.message) for w in caught if "fx_fuser" in str(w.message)]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @grown
 def test_the_other_site_fuses(auto: bool, place: str, train: bool) -> None:
@@ -115,12 +116,14 @@ def test_the_other_site_fuses(auto: bool, place: str, train: bool) -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.each_once
 @grown
 def test_strict_raises(auto: bool, place: str) -> None:
     with pytest.raises(Exception, match="our own fault"):
         compiled(_model(), strict=True, auto=auto)(torch.randn(4, 8))
 
 
+@pytest.mark.each_once
 @grown
 def test_the_report_says_so(auto: bool, place: str) -> None:
     options = {"cpu_ops": True, "auto": auto}

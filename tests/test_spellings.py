@@ -151,6 +151,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.each_once
 @modes_of_products
 @cases(PRODUCTS)
 def test_products(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -272,6 +273,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.each_once
 @modes
 @cases(SUMS)
 def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -332,6 +334,7 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("pattern", [MUL, ADD])
 @cases(LINEARS)
@@ -370,6 +373,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
@@ -393,6 +397,7 @@ FUNCTIONAL_CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.each_once
 @modes
 @cases(FUNCTIONAL_CONVOLUTIONS)
 def test_functional_convolutions(
@@ -413,6 +418,7 @@ NORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS.keys())
@@ -457,6 +463,7 @@ FUNCTIONAL_NORMS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @modes
 @cases(FUNCTIONAL_NORMS)
 def test_functional_norms(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -496,6 +503,7 @@ SCALES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.each_once
 @modes
 @cases(SCALES)
 def test_scales(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:

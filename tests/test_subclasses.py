@@ -136,6 +136,7 @@ def _same(ours: tuple[type, list[Tensor]], theirs: tuple[type, list[Tensor]]) ->
         assert torch.equal(mine, its)
 
 
+@pytest.mark.each_once
 @modes
 @kind
 @case
@@ -149,6 +150,7 @@ def test_input(name: str, kind: Any, train: bool) -> None:
     assert fused() == {}
 
 
+@pytest.mark.each_once
 @modes
 @case
 def test_first_call_is_as_aot_eagers(name: str, train: bool) -> None:
@@ -177,6 +179,7 @@ def test_inductor_runs(name: str) -> None:
     assert fused() == {}
 
 
+@pytest.mark.each_once
 @kind
 @case
 def test_eager(name: str, kind: Any) -> None:
@@ -189,6 +192,7 @@ def test_eager(name: str, kind: Any) -> None:
     assert fused() == {}
 
 
+@pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("path", ["lin.weight", "conv.weight", "bn.weight", "bn.running_mean"])
 def test_parameter_and_buffer(path: str, train: bool) -> None:

@@ -132,6 +132,7 @@ def test_create_graph_alone_is_no_double_backward() -> None:
         torch.testing.assert_close(mine.grad, its.grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "around",
@@ -179,6 +180,7 @@ def _swap_module(model: Swish, new: Swish) -> None:
     model.linear = copy.deepcopy(new.linear)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "change", [_load_state_dict, _edit_data, _copy, _swap_parameters, _swap_module]
 )
@@ -289,6 +291,7 @@ def test_train_eval_train() -> None:
     assert sites() == {CONV: 2}  # one graph in training, one in evaluation
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "norm",
     [

@@ -226,6 +226,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
 ONLY_TO_THE_BIT = {"silu as a product", "silu differentiated as a product"}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "bounded, auto",
     [(False, False), (True, False), (False, True)],

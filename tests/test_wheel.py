@@ -58,11 +58,13 @@ def test_newer_symbols() -> None:
     ]
 
 
+# Slow: .ci/run makes a wheel, whose shim is compiled and checked so.
 needs_gxx = pytest.mark.skipif(
     shutil.which("g++") is None or shutil.which("objdump") is None, reason="no g++, or no objdump"
 )
 
 
+@pytest.mark.slow
 @needs_gxx
 def test_the_shim_of_wheels_asks_for_nothing_new(tmp_path: Path) -> None:
     target = tmp_path / "shim.so"
@@ -72,6 +74,7 @@ def test_the_shim_of_wheels_asks_for_nothing_new(tmp_path: Path) -> None:
     assert needed <= {"libtorch", "libtorch_cpu", "libstdc++", "libm", "libgcc_s", "libc"}
 
 
+@pytest.mark.slow
 @needs_gxx
 def test_one_that_asks_for_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(wheel.NEWEST, "GLIBC", (2, 2))

@@ -1,0 +1,51 @@
+"""Programs that need an interpreter of their own, but not one more import of torch.
+
+A server that has imported torch and fx_fuser, and has compiled nothing, forks for each of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+_CHECKOUT = Path(__file__).parent.parent
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["fx_fuser", "torch._inductor.compile_fx", "torch.distributed"])
+
+
+def run_script(
+    script: Path, environment: Mapping[str, str] | None = None, as_tests: bool = False
+) -> tuple[int, str]:
+    """In the script's folder, with variables added; its exit status and what it has printed."""
+    with mock.patch.dict(os.environ, PYTHONPATH=str(_CHECKOUT)):  # what it imports beforehand
+        forkserver.ensure_running()
+    said = script.with_suffix(".out")
+    arguments = (script, dict(environment or {}), as_tests, said)
+    process = _SERVER.Process(target=_run, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, said.read_text()
+
+
+def _run(script: Path, environment: dict[str, str], as_tests: bool, said: Path) -> None:
+    with open(said, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    # The server's are those of whoever was first to need it.
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+    os.environ.update(environment)
+    os.chdir(script.parent)
+    sys.argv = [str(script)]
+    if as_tests:
+        import pytest
+
+        sys.exit(pytest.main(["-q", str(script)]))
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
