@@ -19,7 +19,8 @@ from compare import (
     images,
     sites,
 )
-from test_models import CONVS, GATES, LAYERS, TriangleMultiplication, _llama, _resnet, _step
+from test_models import GATES, LAYERS, TriangleMultiplication, _llama, _step
+from test_models_conv import CONVS, _resnet
 from torch import nn
 
 GROWN = {"auto": None}  # the default: named patterns first, then growth

@@ -19,14 +19,12 @@ from helpers import (
     refused,
 )
 from test_spellings import (
-    FUNCTIONAL_CONVOLUTIONS,
-    FUNCTIONAL_NORMS,
     LINEARS,
     ONLY_INFERENCE,
     PRODUCTS,
-    SCALES,
     SUMS,
 )
+from test_spellings_conv import FUNCTIONAL_CONVOLUTIONS, FUNCTIONAL_NORMS, SCALES
 from torch import Tensor, nn
 
 # ---- every spelling, where it must not fuse --------------------------------------------------
