@@ -115,3 +115,17 @@ def test_a_back_edge_is_noticed(tmp_path: Path, line: str, target: str) -> None:
 
 def test_a_circle_is_noticed() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_no_file_is_longer_than_500_lines() -> None:
+    """The log of what was tried, which only grows, aside."""
+    folders = ("fx_fuser", "patterns", "kernels_cu", "benchmarks", "tests", "docs")
+    suffixes = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
+    files = [path for folder in folders for path in (ROOT.parent / folder).rglob("*")]
+    long = [
+        str(path)
+        for path in [*files, ROOT.parent / "README.md", ROOT.parent / "demo.py"]
+        if path.suffix in suffixes and path.name != "NOTES.md" and path.is_file()
+        if "results" not in path.parts and len(path.read_text().splitlines()) > 500
+    ]
+    assert not long
