@@ -31,6 +31,13 @@ if "TORCH_TRACE" not in os.environ:
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist takes "load" for what is not said
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Workers steal tests from each other; said in addopts, it would ask for xdist without -n too."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch.set_num_threads(1)  # tiny tensors, and one process a core
