@@ -33,7 +33,7 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 @pytest.hookimpl(tryfirst=True)  # before xdist takes "load" for what is not said
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Workers steal tests from each other; said in addopts, it would ask for xdist without -n too."""
+    """Workers steal tests. In addopts, that would ask for xdist where it is not used."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
 
