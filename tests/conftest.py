@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 import torch._dynamo.guards
+from plan_cases import match_of, on_gpu  # noqa: F401
 from toolchains import bare, fake, fake_libnvrtc, fake_nvrtc  # noqa: F401
 from torch._dynamo.utils import counters
+from verify_cases import verified  # noqa: F401
 
 # A shell begins background jobs so, and the processes that tests begin inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import test_plan
 import torch
+from plan_cases import LIBRARY, SPLIT, decide
 from test_bmm import gated_batch
-from test_plan import LIBRARY, SPLIT, decide
 from torch import Tensor
 from torch.library import opcheck
 

@@ -24,8 +24,9 @@ from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser import backend
 from fx_fuser.anchors.conv2d import Conv2d
+from fx_fuser.errors import BuildError
 from fx_fuser.graph.epilogue import linear_backward, parse
-from fx_fuser.native import binaries, launch, load
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD
 from fx_fuser.ops import library
 
@@ -121,7 +122,7 @@ def test_a_cpu_tensor_is_an_error() -> None:
     vector = torch.empty(1)
     spec = conv_backward_sm90.IDENTITY[torch.float32]
     arguments = (x, x, x, NONE, None, None, None, vector, vector, [], [])
-    with pytest.raises(binaries.BuildError, match="CUDA devices"):
+    with pytest.raises(BuildError, match="CUDA devices"):
         launch.conv_direct_backward(spec, *arguments)
 
 

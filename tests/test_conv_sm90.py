@@ -15,7 +15,8 @@ from toolchains import needs_compilers
 from benchmarks import conv_cases, conv_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
-from fx_fuser.native import binaries, launch
+from fx_fuser.errors import BuildError
+from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import CONV_DIRECT
 
 CUTS = [
@@ -262,7 +263,7 @@ def test_divisions_compile(tmp_path, monkeypatch, operands) -> None:
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
     spec = conv_sm90.IDENTITY.spec
-    with pytest.raises(binaries.BuildError, match="CUDA devices"):
+    with pytest.raises(BuildError, match="CUDA devices"):
         launch.conv_direct(spec, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CONV, GROWTH, MUL, Body, check, compiled, fused, leaf, linear_program
-from test_verify import BREAKS
 from torch import Tensor
 from torch._dynamo.utils import counters
+from verify_cases import BREAKS
 
 import fx_fuser
 from fx_fuser import backend

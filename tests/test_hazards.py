@@ -350,7 +350,9 @@ def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- A: caches ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("edited", ["ops.py", "patterns/conv2d_batchnorm_mul.py", "kernels_cu"])
+@pytest.mark.parametrize(
+    "edited", ["ops/library.py", "patterns/conv2d_batchnorm_mul.py", "kernels_cu"]
+)
 def test_editing_a_source_changes_the_cache_tag(
     edited: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

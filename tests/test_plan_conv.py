@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_plan import (
+from plan_cases import (
     BOTH_WAYS,
     CONV,
     DIRECT,

@@ -18,19 +18,11 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from compare import ALL_THREE, CONV, MUL_ADD, MUL_MUL, ThreePatterns, fused_compile, images, sites
 from helpers import linear_program
-from test_verify import (
-    ALWAYS,
-    FIRST,
-    _break_gradients,
-    _break_values,
-    _same,
-    _step,
-    _told,
-)
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from verify_cases import ALWAYS, FIRST, _break_gradients, _break_values, _same, _step, _told
 
 import fx_fuser
 from fx_fuser import backend
