@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import test_plan
 import torch
 from plan_cases import LIBRARY, SPLIT, decide
 from test_bmm import gated_batch
@@ -17,8 +16,6 @@ import fx_fuser
 from fx_fuser import backend
 from fx_fuser.planning import rehearse
 from fx_fuser.planning.plan import Plan
-
-match_of, on_gpu = test_plan.match_of, test_plan.on_gpu
 
 
 @pytest.fixture(autouse=True)
