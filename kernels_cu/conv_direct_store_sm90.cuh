@@ -9,7 +9,7 @@
 namespace fx_fuser::conv_direct {
 
 // For epilogues with which a kernel spills otherwise, as divisions by five operands:
-// fx_fuser.native.binaries.
+// fx_fuser/native/jobs.py.
 #ifdef FX_FUSER_FEW_REGISTERS
 constexpr bool kFewRegisters = true;
 #else

@@ -21,7 +21,7 @@ struct Store {
   // kDirect: stored from the accumulators' layout, in whole sectors: partial sums, and what has
   // neither operands nor scalars, such as a product alone, which backward passes need over few k.
   // kMostWords: registers that one vector of each operand may take; kWordsAhead: that those on
-  // their way may. What would spill is compiled again with fewer (fx_fuser/native/binaries.py).
+  // their way may. What would spill is compiled again with fewer (fx_fuser/native/jobs.py).
 #ifdef FX_FUSER_FEW_REGISTERS
   static constexpr bool kDirect = kIsPartial;
   static constexpr int kMostWords = 8;
