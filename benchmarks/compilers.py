@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -252,12 +253,14 @@ def main() -> int:
         return 0
     failures: list[str] = []
     here = measure.machine(CUDA)
-    of = [compilers.nvrtc().version, compilers.nvcc().version.strip().splitlines()[-1]]
+    of = f"NVRTC: {compilers.nvrtc().version}."
+    if not chosen.skip_kernels:
+        of += f" nvcc: {' '.join(re.findall('V[0-9.]+', compilers.nvcc().version))}."
     date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     head = (
         f"{here['gpu']}, driver {here['driver']}, torch {here['torch']}, {date}, "
         f"{chosen.commit or commit_here()}, by `python -m benchmarks.compilers`. "
-        f"NVRTC: {of[0]}. nvcc: {of[1]}."
+        f"{of}"
     )
     parts = ["# NVRTC beside nvcc, and the first call", head]
     if not chosen.skip_first:

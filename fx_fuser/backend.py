@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from fx_fuser.options import Options
 from fx_fuser.passes import masks, provenance
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import gate, plan
+from fx_fuser.planning.ahead import Kernels
 from fx_fuser.report.report import Report
 from fx_fuser.report.traffic import Saved, kept, saved
 from fx_fuser.verify import verification
@@ -110,8 +112,9 @@ def fx_fuser(
     with restorable(gm) as restore:
         try:
             as_written = twin(gm) if chosen.verify != "never" and at_calls else None
-            passes = provenance.passes(gm, chosen, example_inputs)
-            outcome = fuse(gm, chosen, inputs=example_inputs)
+            coming = provenance.Passes.over(gm, chosen, example_inputs)
+            outcome = fuse(gm, chosen, inputs=example_inputs, beside=coming.kernels or {})
+            passes = coming.load()
             outcome.tell(chosen.strict)
             if outcome.matches or passes:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
@@ -194,12 +197,14 @@ def fuse(
     options: Options,
     explained: Report | None = None,
     inputs: Sequence[Any] = (),
+    beside: Kernels = MappingProxyType({}),
 ) -> Outcome:
     """Rewrite every match in the module's graph and in the bodies of its transparent regions.
 
     Graphs are replaced, not edited: those in place before stay as they were.
     explained: a report to add to, with the graphs; then nothing is rewritten.
     inputs: the graph's, on which to verify what is to be fused, if the options say so.
+    beside: kernels that others need, which compile beside those of the matches.
     """
     outcome = Outcome() if explained is None else Outcome(explained)
     report = outcome.report
@@ -218,7 +223,7 @@ def fuse(
         found.append((module, graph, read))
     # All at once: kernels compile side by side.
     matches = [match for *_, read in found for match in read.matches]
-    sites = _planned(matches, options)
+    sites = _planned(matches, options, beside)
     faults = _faults(gm, found, sites, options, inputs)
     decided = iter(sites)
     for index, (module, graph, read) in enumerate(found, len(report.graphs)):
@@ -272,9 +277,11 @@ class Planned:
     kept: dict[str, int] | None
 
 
-def _planned(matches: Sequence[Match], options: Options) -> list[Planned | Refusal]:
+def _planned(
+    matches: Sequence[Match], options: Options, beside: Kernels
+) -> list[Planned | Refusal]:
     """For each match its call, or why there is none. What fails, fails at its site alone."""
-    plans = gate.decide(matches, options)
+    plans = gate.decide(matches, options, beside)
     failed: dict[int, Refusal] = {}
 
     def complete(i: int, match: Match) -> Planned | Refusal:

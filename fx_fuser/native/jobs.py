@@ -34,11 +34,12 @@ class Job:
         return folder / f"{self.key}{self.suffix}"
 
 
-def run(work: Path, jobs: Sequence[Job]) -> None:
-    """Leaves each job's binary in the folder `work`.
+def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
+    """Leaves each job's binary in the folder `work`; returns those that failed, or whose binary
+    would be slow, with what is wrong.
 
     Raises:
-        BuildError: names each job that failed, or whose binary would be slow.
+        BuildError: ninja is missing.
         OSError: the disk is full.
     """
     _run_ninja(work, jobs)
@@ -47,8 +48,7 @@ def run(work: Path, jobs: Sequence[Job]) -> None:
         log.info("compiling %d kernels again with %s", len(spilled), FEW_REGISTERS)
         _run_ninja(work, [replace(job, command=(*job.command, FEW_REGISTERS)) for job in spilled])
         logs |= {job: _read_log(work, job) for job in spilled}
-    if failures := [reason for job in jobs if (reason := _failure(work, job, logs[job]))]:
-        raise BuildError("\n\n".join(failures))
+    return {job: reason for job in jobs if (reason := _failure(work, job, logs[job]))}
 
 
 def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:

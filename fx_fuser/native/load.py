@@ -74,8 +74,7 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> No
     device = torch.device(device)
     index = _index_of(device)
     with _lock:
-        missing = [s for s in dict.fromkeys(specs) if (s.name, index) not in _kernels]
-        if not missing:
+        if not (missing := not_loaded(specs, device)):
             return
         load_shim()
         arch = binaries.arch_of(device)
@@ -86,6 +85,24 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> No
         for spec, path in zip(missing, paths, strict=True):
             arguments = (spec.name, str(path), spec.signature, index)
             _kernels[spec.name, index] = _load(spec.family.loader, *arguments)
+
+
+def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:
+    """Those that `prepare` would have work with, each once."""
+    index = _index_of(device)
+    return [spec for spec in dict.fromkeys(specs) if (spec.name, index) not in _kernels]
+
+
+def build(specs: Sequence[KernelSpec], device: torch.device, batch_stats: bool = False) -> None:
+    """Builds the kernels in parallel, and the statistics kernels if asked, and loads none.
+
+    Raises:
+        BuildError: a kernel does not compile; the others are built.
+    """
+    texts = [spec.text for spec in not_loaded(specs, device) if runs_on(spec, device)]
+    if batch_stats and _index_of(device) not in _batch_stats:
+        texts.append(binaries.batch_stats_source())
+    binaries.cubins(texts, binaries.arch_of(device))
 
 
 def expect(contract: Callable[[], Sequence[str]]) -> None:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from fx_fuser.errors import BuildError
 from fx_fuser.native import jobs
 from fx_fuser.native.jobs import Job
 
@@ -155,14 +156,16 @@ def _is_cached(folder: Path, job: Job) -> bool:
 
 
 def _build(folder: Path, missing: Sequence[Job]) -> None:
+    """One that fails raises BuildError when the others have become entries."""
     global _builds
     shards = sorted({_shard(job) for job in missing})
     _remove_leftovers(folder, shards)
     work = Path(tempfile.mkdtemp(prefix=f"tmp-{shards[0]}-", dir=folder))
     started = time.perf_counter()
     try:
-        jobs.run(work, missing)
-        for job in missing:
+        failed = jobs.run(work, missing)
+        built = [job for job in missing if job not in failed]
+        for job in built:
             manifest = {"sha256": _digest(job.binary(work).read_bytes())}
             _manifest(work, job).write_text(json.dumps(manifest))
             for path in (job.binary(work), _manifest(work, job)):  # whatever the umask
@@ -172,8 +175,10 @@ def _build(folder: Path, missing: Sequence[Job]) -> None:
             os.replace(_manifest(work, job), _manifest(folder, job))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    _builds += 1
-    log.info("built %d binaries in %.1f s", len(missing), time.perf_counter() - started)
+    _builds += bool(built)
+    log.info("built %d binaries in %.1f s", len(built), time.perf_counter() - started)
+    if failed:
+        raise BuildError("\n\n".join(failed.values()))
 
 
 def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:

@@ -143,20 +143,12 @@ def pass_for(
 ) -> Products | None:
     """The pass over what becomes of a graph with these inputs, where options and devices allow.
 
-    narrow: dtypes from which the graph casts operands of fp32 products up
-    (`fx_fuser.passes.provenance`, whose kernels are loaded too).
+    narrow: as of `kernels_for`, which are loaded.
     """
-    if options.inner != "inductor" or not options.grows or asked_product(options) != SPLIT:
+    kernels = kernels_for(options, inputs, narrow)
+    if kernels is None:
         return None
-    dtypes = {torch.float32, *narrow}
-    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in dtypes]
-    used = {value.device for value in tensors if value.device.type == "cuda"}
-    if any(plan.unavailable(device) is not None for device in used):
-        return None
-    on_cuda = {device for device in used if load.runs_on(PRODUCT_ALONE, device)}
-    if used and not on_cuda:
-        return None
-    for device in on_cuda:
+    for device in kernels:
         try:
             prepare(device, *narrow)
         except BuildError as error:
@@ -168,16 +160,42 @@ def pass_for(
                 stacklevel=2,
             )
             return None
+    return Products(options.strict, not kernels, options.users_pass(LAST_PASS))
+
+
+def kernels_for(
+    options: Options, inputs: Sequence[Any], narrow: Sequence[torch.dtype] = ()
+) -> dict[torch.device, list[KernelSpec]] | None:
+    """What the pass over what becomes of a graph with these inputs will call, by GPU; None where
+    there is to be no pass.
+
+    narrow: dtypes from which the graph casts operands of fp32 products up
+    (`fx_fuser.passes.provenance`, whose kernels are among these).
+    """
+    if options.inner != "inductor" or not options.grows or asked_product(options) != SPLIT:
+        return None
+    dtypes = {torch.float32, *narrow}
+    tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in dtypes]
+    used = {value.device for value in tensors if value.device.type == "cuda"}
+    if any(plan.unavailable(device) is not None for device in used):
+        return None
+    on_cuda = {device for device in used if load.runs_on(PRODUCT_ALONE, device)}
+    if used and not on_cuda:
+        return None
     if not on_cuda and not (tensors and options.cpu_ops):
         return None
-    return Products(options.strict, not on_cuda, options.users_pass(LAST_PASS))
+    return {device: _specs(narrow) for device in on_cuda}
+
+
+def _specs(narrow: Sequence[torch.dtype]) -> list[KernelSpec]:
+    of_narrow = (made[dtype] for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for dtype in narrow)
+    return [PRODUCT_ALONE, *of_narrow]
 
 
 def prepare(device: torch.device, *narrow: torch.dtype) -> None:
     """Loads the kernels: where Inductor's cache has the graph, no pass runs."""
     if load.runs_on(PRODUCT_ALONE, device):
-        of_narrow = (made[dtype] for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for dtype in narrow)
-        load.prepare([PRODUCT_ALONE, *of_narrow], device)
+        load.prepare(_specs(narrow), device)
 
 
 def put(

@@ -19,7 +19,7 @@ and the kernels are loaded for the dtypes that are cast up (`narrow_dtypes`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,23 @@ from fx_fuser.planning.timing import Candidate
 
 NARROW = tuple(EXACT_PRODUCTS)
 _KINDS = {"linear", "matmul", "bmm"}  # of sites
+_CONSIST_OF_PRODUCTS = PRODUCTS | {
+    "addbmm",
+    "bilinear",
+    "cdist",
+    "chain_matmul",
+    "gru",
+    "inner",
+    "linear_cross_entropy",
+    "lstm",
+    "matrix_power",
+    "multi_dot",
+    "multi_head_attention_forward",
+    "rnn_relu",
+    "rnn_tanh",
+    "scaled_dot_product_attention",
+    "tensordot",
+}
 _CASTS = {"float", "to", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -90,6 +107,16 @@ def widened_from(node: Node | None) -> torch.dtype | None:
             return None
         node = first
     return None
+
+
+def has_products(gm: GraphModule) -> bool:
+    """May Inductor's graph have a product of matrices? Else no kernel is compiled for one."""
+    return any(
+        called_name(node) in _CONSIST_OF_PRODUCTS
+        for module in gm.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def narrow_dtypes(gm: GraphModule) -> tuple[torch.dtype, ...]:
@@ -166,12 +193,32 @@ class Provenance(Products):
         return f" of {' and '.join(dict.fromkeys(dtypes))}"
 
 
-def passes(gm: GraphModule, options: Options, inputs: Sequence[Any]) -> dict[str, Any]:
-    """What Inductor is to run over what becomes of Dynamo's untouched graph, by its settings."""
-    narrow = narrow_dtypes(gm)
-    last = products.pass_for(options, inputs, narrow)
-    found = {JOINT_PASS: pass_for(options, last, narrow), LAST_PASS: last}
-    return {setting: made for setting, made in found.items() if made is not None}
+@dataclass(frozen=True)
+class Passes:
+    """What Inductor is to run over what becomes of Dynamo's graph. narrow: as of `Provenance`.
+
+    kernels: what they call, by GPU; None where there is to be no pass.
+    """
+
+    options: Options
+    inputs: Sequence[Any]
+    narrow: tuple[torch.dtype, ...]
+    kernels: Mapping[torch.device, Sequence[KernelSpec]] | None
+
+    @classmethod
+    def over(cls, gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Passes:
+        """gm: untouched. Nothing is compiled yet."""
+        narrow = narrow_dtypes(gm)
+        kernels = products.kernels_for(options, inputs, narrow) if has_products(gm) else None
+        return cls(options, inputs, narrow, kernels)
+
+    def load(self) -> dict[str, Any]:
+        """By Inductor's settings, with their kernels compiled and loaded."""
+        if self.kernels is None:
+            return {}
+        last = products.pass_for(self.options, self.inputs, self.narrow)
+        found = {JOINT_PASS: pass_for(self.options, last, self.narrow), LAST_PASS: last}
+        return {setting: made for setting, made in found.items() if made is not None}
 
 
 def pass_for(

@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch.fx import Node
@@ -30,7 +31,7 @@ from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import plan, rehearse, timing
+from fx_fuser.planning import ahead, plan, rehearse, timing
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.rehearse import TensorForm
 
@@ -39,12 +40,18 @@ log = logging.getLogger("fx_fuser.planning.gate")
 _structures: set[frozenset[str]] = set()  # of the tails that this process compiled the kernels
 
 
-def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
+def decide(
+    matches: Sequence[Match], options: Options, beside: ahead.Kernels = MappingProxyType({})
+) -> list[Plan | Refusal]:
     """For each match how it runs, with all its kernels built and loaded; a Refusal leaves it alone.
 
+    beside: kernels that others need, which compile beside these.
     Raises: as `plan.decide`.
     """
     first = [_first(match, options) for match in matches]
+    if matches:
+        most = options.max_structures - len(_structures)
+        ahead.build(first, matches, beside, options, most)
     plans = plan.decide(first, options)
     grown: dict[int, tuple[Grown, Plan]] = {}
     for i, (match, chosen) in enumerate(zip(matches, plans)):

@@ -1,0 +1,175 @@
+"""All kernels that a graph may come to need are compiled in one run, as far as cores are idle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.graph.grow import Grown
+from fx_fuser.graph.match import Match
+from fx_fuser.native import binaries, load
+from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.options import Options
+from fx_fuser.passes import products, provenance
+from fx_fuser.planning import ahead, gate, plan
+from tests.plan_cases import GPU
+
+
+def tail(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(F.linear(x, weight)) * 2.0
+
+
+@pytest.fixture
+def grown(match_of: Callable[..., Match]) -> Grown:
+    found = match_of(
+        tail, torch.randn(4, 16), torch.randn(8, 16), options={"cpu_ops": True, "verify": "never"}
+    )
+    assert isinstance(found, Grown) and found.alone is not None
+    return found
+
+
+@pytest.fixture
+def built(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The specs' names of each run."""
+    runs: list[list[str]] = []
+    monkeypatch.setattr(load, "build", lambda specs, *_: runs.append([s.name for s in specs]))
+    monkeypatch.setattr(load, "_index_of", lambda _: 0)
+    return runs
+
+
+def _on(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+
+def _build(grown: Grown, beside: Sequence[KernelSpec] = (), most: int = 64) -> None:
+    ahead.build([grown.alone], [grown], {GPU: beside}, Options(), most)  # type: ignore[list-item]
+
+
+def test_z_alone_its_tail_and_what_passes_need_are_one_run(
+    grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on(16, monkeypatch)
+    _build(grown, [PRODUCT_ALONE])
+    (names,) = built
+    assert len(names) == len(set(names))
+    assert PRODUCT_ALONE.name in names
+    for match, own in ((grown.alone, False), (grown, True)):
+        assert match is not None
+        case = plan.MatchCase(match, Options())
+        for choices in plan.ANCHORS["linear"].candidates(case)[own:]:
+            assert {spec.name for spec in case.specs(choices)} <= set(names)
+
+
+@pytest.mark.parametrize("cores, most", [(1, 64), (16, 0)], ids=["no core", "no structure"])
+def test_a_tail_waits_where_nothing_is_idle(
+    cores: int,
+    most: int,
+    grown: Grown,
+    built: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _on(16, monkeypatch)
+    _build(grown)
+    _on(cores, monkeypatch)
+    _build(grown, most=most)
+    with_tail, alone = map(set, built)
+    assert alone < with_tail and alone
+    assert not any("tanh" in s.text for s in map(_spec_of(grown), alone))
+
+
+def _spec_of(grown: Grown) -> Callable[[str], KernelSpec]:
+    specs = {
+        spec.name: spec
+        for match in (grown, grown.alone)
+        if match is not None
+        for choices in plan.ANCHORS["linear"].candidates(plan.MatchCase(match, Options()))
+        for spec in plan.MatchCase(match, Options()).specs(choices)
+    }
+    return specs.__getitem__
+
+
+def test_what_is_loaded_is_not_built(
+    grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on(16, monkeypatch)
+    _build(grown)
+    monkeypatch.setattr(load, "_kernels", {(name, 0): 1 for name in built[0]})
+    _build(grown)
+    assert built[1] == []
+
+
+def test_what_fails_is_left_to_those_who_ask(
+    grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    for owner, name in ((load, "build"), (ahead.calls, "kernel_specs")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            _build(grown)
+
+
+def test_the_gate_gives_what_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(ahead, "build", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(products, "kernels_for", lambda *_: {GPU: [PRODUCT_ALONE]})
+    monkeypatch.setattr(products, "pass_for", lambda *_: None)
+    monkeypatch.setattr(gate, "_structures", {frozenset("a")})
+    torch.compile(tail, backend="fx_fuser", options={"cpu_ops": True, "verify": "never"})(
+        torch.randn(4, 16), torch.randn(8, 16)
+    )
+    ((first, whole, beside, _, most),) = given
+    assert first == whole and len(whole) == 1
+    assert beside == {GPU: [PRODUCT_ALONE]} and most == 63
+
+
+def test_build_compiles_what_is_missing(
+    fake: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binaries, "arch_of", lambda _: "sm_90a")
+    monkeypatch.setattr(load, "_index_of", lambda _: 0)
+    load.build([PRODUCT_ALONE, PRODUCT_ALONE], GPU, batch_stats=True)
+    assert fake.calls == 2
+    load.build([PRODUCT_ALONE], GPU)
+    assert fake.calls == 2
+    assert (PRODUCT_ALONE.name, 0) not in load._kernels
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
+    "matmul": lambda x: x @ x,
+    "method": lambda x: x.mm(x),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "multi-head": lambda x: nn.MultiheadAttention(4, 1)(x, x, x)[0],
+    "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(
+        lambda v: torch.sin(v @ v), x, use_reentrant=False
+    ),
+}
+NONE: dict[str, Callable[[Tensor], Any]] = {
+    "pointwise": lambda x: torch.sin(x) * x,
+    "convolution": lambda x: F.conv2d(x[None, None], x[None, None, :2, :2]),
+    "reduction": lambda x: F.layer_norm(x, (4,)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, *NONE])
+def test_no_kernel_is_compiled_for_a_graph_without_a_product(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(products, "kernels_for", lambda *_: asked.append(_))
+    torch._dynamo.reset()
+    torch.compile({**PRODUCTS, **NONE}[name], backend="fx_fuser")(torch.randn(4, 4))
+    assert bool(asked) == (name in PRODUCTS)
+
+
+def test_the_passes_load_nothing_where_they_have_no_kernel() -> None:
+    assert provenance.Passes(Options(), [], (), None).load() == {}
