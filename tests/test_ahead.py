@@ -143,12 +143,17 @@ def test_build_compiles_what_is_missing(
     assert (PRODUCT_ALONE.name, 0) not in load._kernels
 
 
+def _cell(x: Tensor) -> Tensor:
+    return nn.GRUCell(4, 4)(x)
+
+
 PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
     "matmul": lambda x: x @ x,
     "method": lambda x: x.mm(x),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
     "multi-head": lambda x: nn.MultiheadAttention(4, 1)(x, x, x)[0],
+    "cell": _cell,
     "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(
         lambda v: torch.sin(v @ v), x, use_reentrant=False
     ),
@@ -156,6 +161,9 @@ PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
 NONE: dict[str, Callable[[Tensor], Any]] = {
     "pointwise": lambda x: torch.sin(x) * x,
     "convolution": lambda x: F.conv2d(x[None, None], x[None, None, :2, :2]),
+    "norm and pooling": lambda x: F.max_pool2d(
+        F.relu_(F.batch_norm(x[None, None], None, None, training=True)), 2
+    ).flatten(1),
     "reduction": lambda x: F.layer_norm(x, (4,)).sum(),
 }
 

@@ -50,23 +50,19 @@ from fx_fuser.planning.timing import Candidate
 
 NARROW = tuple(EXACT_PRODUCTS)
 _KINDS = {"linear", "matmul", "bmm"}  # of sites
-_CONSIST_OF_PRODUCTS = PRODUCTS | {
-    "addbmm",
-    "bilinear",
-    "cdist",
-    "chain_matmul",
-    "gru",
-    "inner",
-    "linear_cross_entropy",
-    "lstm",
-    "matrix_power",
-    "multi_dot",
-    "multi_head_attention_forward",
-    "rnn_relu",
-    "rnn_tanh",
-    "scaled_dot_product_attention",
-    "tensordot",
-}
+# That no product of matrices comes of, forward or backward; any other may be made of some.
+_NAMES = """
+abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d add all amax amin any arange
+argmax argmin avg_pool1d avg_pool2d avg_pool3d batch_norm bool cat ceil clamp clone concat
+conv1d conv2d conv3d cos cross_entropy cumsum detach dim div dropout dropout2d eq erf exp fill
+float floor full ge gelu getattr getitem glu group_norm gt half hardsigmoid hardswish hardtanh
+index instance_norm int interpolate l1_loss layer_norm le leaky_relu log log1p log_softmax long
+lt masked_fill max max_pool1d max_pool2d max_pool3d mean min mish mse_loss mul narrow ne neg
+new_empty new_full new_ones new_zeros normalize numel ones ones_like pad pow prod relu relu6
+rms_norm rsqrt select setattr setitem shape sigmoid silu sin size softmax softplus sqrt stack
+std sub sum tanh to truediv type type_as var where zeros zeros_like
+"""
+_WITHOUT_PRODUCTS = VIEWS | set(_NAMES.split())
 _CASTS = {"float", "to", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -112,10 +108,11 @@ def widened_from(node: Node | None) -> torch.dtype | None:
 def has_products(gm: GraphModule) -> bool:
     """May Inductor's graph have a product of matrices? Else no kernel is compiled for one."""
     return any(
-        called_name(node) in _CONSIST_OF_PRODUCTS
+        called_name(node) not in _WITHOUT_PRODUCTS
         for module in gm.modules()
         if isinstance(module, GraphModule)
         for node in module.graph.nodes
+        if node.op in ("call_function", "call_method", "call_module")
     )
 
 
