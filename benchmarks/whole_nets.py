@@ -90,9 +90,13 @@ def compile_times(job: Job, caches: Path, budget: harness.Budget) -> dict[str, R
     What the processes leave in their caches goes to `caches`.
     """
 
-    modes = {mode: caches / f"of-{mode}" for mode in job.modes if mode != "eager"}
-    for own in modes.values():
-        own.mkdir(parents=True)
+    caches.mkdir(parents=True, exist_ok=True)
+    # Of other names than the last job's, whose compile workers may still write to theirs.
+    modes = {
+        mode: Path(tempfile.mkdtemp(prefix=f"of-{mode}-", dir=caches))
+        for mode in job.modes
+        if mode != "eager"
+    }
 
     def of_mode(mode: str) -> Result:
         found: Result = {}
@@ -109,7 +113,7 @@ def compile_times(job: Job, caches: Path, budget: harness.Budget) -> dict[str, R
         times = dict(zip(modes, pool.map(of_mode, modes)))
     for own in modes.values():
         shutil.copytree(own, caches, dirs_exist_ok=True)
-        shutil.rmtree(own)
+        shutil.rmtree(own, ignore_errors=True)
     return times
 
 
