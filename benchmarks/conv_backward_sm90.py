@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, kernels
 from benchmarks.conv_cases import NONE, Padding, convolve, random_case
 from benchmarks.conv_sm90 import CUDA, DTYPES, ROUNDED
+from benchmarks.kernels import Normalisation
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import SENTINEL
 from fx_fuser import build
 from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
-from fx_fuser.native.launch import Normalisation
 
 EPS = 1e-5
 MODES = ("training", "evaluation", "plain")
@@ -146,7 +146,7 @@ def run(
         of_norm = (problem.mean, problem.variance, problem.gamma, problem.bias)
         norm = Normalisation(*of_norm, EPS, False)
     dgamma, dbeta = torch.full((2, len(problem.weight)), float("nan"), device=CUDA)
-    taken = launch.conv_direct_backward(
+    taken = kernels.conv_direct_backward(
         (SCALED if problem.operands else IDENTITY)[problem.x.dtype],
         *(problem.dy, problem.x, problem.weight, problem.padding, norm),
         *(dx, dweight, dgamma, dbeta),
@@ -343,7 +343,7 @@ def refusals(failures: list[str]) -> None:
     def attempt(problem: Problem) -> bool:
         dweight = torch.empty_like(problem.weight, dtype=torch.float32)
         dgamma, dbeta = dweight.new_empty((2, len(problem.weight)))
-        return launch.conv_direct_backward(
+        return kernels.conv_direct_backward(
             (SCALED if problem.operands else IDENTITY)[problem.x.dtype],
             *(problem.dy, problem.x, problem.weight, problem.padding, None),
             *(torch.empty_like(problem.x), dweight, dgamma, dbeta),

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from benchmarks import harness
+from benchmarks import harness, kernels
 from benchmarks.conv_cases import (
     NONE,
     Padding,
@@ -33,7 +33,7 @@ from benchmarks.conv_cases import (
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import FLOOR, SENTINEL, relative, sustained_ms
 from fx_fuser import build
-from fx_fuser.native import launch, load
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import CONV_DIRECT, KernelSpec
 
 CUDA = torch.device("cuda")
@@ -103,7 +103,7 @@ def run(
         height = x.shape[2] + top + bottom - weight.shape[2] + 1
         width = x.shape[3] + left + right - weight.shape[3] + 1
         out = x.new_empty((len(x), len(weight), height, width), dtype=example.out)
-    taken = launch.conv_direct(
+    taken = kernels.conv_direct(
         *(example.spec, x, weight, padding, out, c),
         operands or [],
         scalars or [2.0] * example.scalars,
@@ -115,7 +115,7 @@ def run(
 def statistics(x: Tensor, weight: Tensor, padding: Padding = NONE) -> tuple[Tensor, Tensor]:
     mean, variance = torch.full((2, len(weight)), float("nan"), device=CUDA)
     spec = of_dtype(IDENTITY, x.dtype).spec
-    taken = launch.conv_direct_statistics(spec, x, weight, padding, mean, variance)
+    taken = kernels.conv_direct_statistics(spec, x, weight, padding, mean, variance)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return mean, variance
 
@@ -344,7 +344,7 @@ def refusals(failures: list[str]) -> None:
         ("a weight in channels_last", x, weight.to(memory_format=last), out),
         ("out in channels_last", x, weight, out.to(memory_format=last)),
     ):
-        if launch.conv_direct(IDENTITY.spec, a, b, NONE, result, None, [], []):
+        if kernels.conv_direct(IDENTITY.spec, a, b, NONE, result, None, [], []):
             failures.append(f"{what} was not refused")
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, kernels
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import SENTINEL, host_us, random_operand, relative, sustained_ms
 from fx_fuser import build
@@ -77,7 +77,7 @@ def run(
         out = x.new_empty((*x.shape[:-1], len(weight)), dtype=example.out)
     scalars = [2.0] * example.scalars if scalars is None else scalars
     spec = example.spec(x.dtype)
-    taken = launch.linear_dense(spec, x, weight, bias, out, z, operands or [], scalars)
+    taken = kernels.linear_dense(spec, x, weight, bias, out, z, operands or [], scalars)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
 
@@ -222,7 +222,7 @@ def refusals(failures: list[str]) -> None:
         ("x with one row for all", values(1, 64).expand(8, 64), values(16, 64)),
         ("K = 0", x[:, :0], weight[:, :0]),
     ):
-        if launch.linear_dense(IDENTITY.spec(x.dtype), a, b, None, out, None, [], []):
+        if kernels.linear_dense(IDENTITY.spec(x.dtype), a, b, None, out, None, [], []):
             failures.append(f"{what} was not refused")
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import harness, results
+from benchmarks import harness, kernels, results
 from benchmarks.measure import float32_settings, machine, median_ms
 from benchmarks.sm90 import (
     CUDA,
@@ -40,7 +40,7 @@ from benchmarks.sm90 import (
     worst_row,
 )
 from fx_fuser import build
-from fx_fuser.native import launch, load
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
 
 First = Literal["", "x", "weight"]  # the operand that is split first
@@ -93,7 +93,7 @@ def run(
     if out is None:
         out = x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=example.out)
     numbers = scalars or [2.0] * example.scalars
-    taken = launch.linear_split(
+    taken = kernels.linear_split(
         example.spec, x, weight, bias, out, z, operands or [], numbers, chunks, first, exact
     )
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
@@ -355,7 +355,7 @@ def refusals(failures: list[str]) -> None:
         ("K = 0", x[:, :0], weight[:, :0], out),
         ("scattered rows", scattered, weight[:, :32], out.new_empty(2, 2, 2, 2, 16)),
     ):
-        if launch.linear_split(IDENTITY.spec, a, b, None, o, None, [], []):
+        if kernels.linear_split(IDENTITY.spec, a, b, None, o, None, [], []):
             failures.append(f"{what} was not refused")
 
 

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, kernels
 from benchmarks.linear_sm90 import compare, families, special_values
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA, GUESSED, SENTINEL, n_major, relative
 from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
-from fx_fuser.native import launch, load
+from fx_fuser.native import load
 
 DTYPES = tuple(EXACT_PRODUCTS)
 WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
@@ -58,10 +58,10 @@ def by_kernel(
         out = torch.full((*x.shape[:-1], weight.shape[-2]), float("nan"), device=x.device)
     if way == "exact":
         spec = EXACT_PRODUCTS[dtype]
-        taken = launch.linear_dense(spec, x, weight, None, out, None, [], [])
+        taken = kernels.linear_dense(spec, x, weight, None, out, None, [], [])
     else:
         spec = MIXED_PRODUCTS[dtype]
-        taken = launch.linear_split(spec, x, weight, None, out, None, [], [], chunks)
+        taken = kernels.linear_split(spec, x, weight, None, out, None, [], [], chunks)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
 

@@ -185,7 +185,7 @@ class Registry {
     const std::lock_guard lock(mutex_);
     const auto found = kernels_.find({name, device});
     STD_TORCH_CHECK(found != kernels_.end(), "fx_fuser: kernel ", name,
-                    " is not loaded on cuda:", device, "; fx_fuser.native.launch.prepare loads it");
+                    " is not loaded on cuda:", device, "; fx_fuser.native.load.prepare loads it");
     return *found->second;
   }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import fx_fuser
-from benchmarks import conv_backward_sm90
+from benchmarks import conv_backward_sm90, kernels
 from benchmarks.conv_cases import NONE
 from benchmarks.conv_sm90 import DTYPES, HALVES
 from benchmarks.measure import float32_settings
@@ -123,7 +123,7 @@ def test_a_cpu_tensor_is_an_error() -> None:
     spec = conv_backward_sm90.IDENTITY[torch.float32]
     arguments = (x, x, x, NONE, None, None, None, vector, vector, [], [])
     with pytest.raises(BuildError, match="CUDA devices"):
-        launch.conv_direct_backward(spec, *arguments)
+        kernels.conv_direct_backward(spec, *arguments)
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

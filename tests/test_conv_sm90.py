@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from sm90 import check_compiles, gpu
 from toolchains import needs_compilers
 
-from benchmarks import conv_cases, conv_sm90
+from benchmarks import conv_cases, conv_sm90, kernels
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.errors import BuildError
@@ -264,7 +264,7 @@ def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(1, 2, 8, 8)
     spec = conv_sm90.IDENTITY.spec
     with pytest.raises(BuildError, match="CUDA devices"):
-        launch.conv_direct(spec, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
+        kernels.conv_direct(spec, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -8,10 +8,9 @@ import torch
 from sm90 import check_compiles, gpu
 from toolchains import needs_compilers
 
-from benchmarks import linear_dense_sm90
+from benchmarks import kernels, linear_dense_sm90
 from benchmarks.measure import float32_settings
 from fx_fuser.errors import BuildError
-from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import LINEAR_DENSE
 
 # ---- without a GPU -------------------------------------------------------------------------------
@@ -34,7 +33,7 @@ def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(4, 8)
     spec = linear_dense_sm90.IDENTITY.spec(x.dtype)
     with pytest.raises(BuildError, match="CUDA devices"):
-        launch.linear_dense(spec, x, x, None, torch.empty(4, 4), None, [], [])
+        kernels.linear_dense(spec, x, x, None, torch.empty(4, 4), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -7,9 +7,8 @@ import torch
 from sm90 import check_compiles, gpu
 from toolchains import needs_compilers
 
-from benchmarks import linear_sm90
+from benchmarks import kernels, linear_sm90
 from fx_fuser.errors import BuildError
-from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 
 # ---- without a GPU -------------------------------------------------------------------------------
@@ -28,7 +27,7 @@ def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, o
 def test_a_cpu_tensor_is_an_error() -> None:
     x = torch.randn(4, 8)
     with pytest.raises(BuildError, match="CUDA devices"):
-        launch.linear_split(linear_sm90.IDENTITY.spec, x, x, None, torch.empty(4, 4), None, [], [])
+        kernels.linear_split(linear_sm90.IDENTITY.spec, x, x, None, torch.empty(4, 4), None, [], [])
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

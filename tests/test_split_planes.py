@@ -9,9 +9,8 @@ import torch
 from sm90 import gpu
 from toolchains import needs_compilers
 
-from benchmarks import split_planes_sm90
+from benchmarks import kernels, split_planes_sm90
 from fx_fuser.anchors.linear import split_product
-from fx_fuser.native import launch
 
 # ---- without a GPU -------------------------------------------------------------------------------
 
@@ -48,7 +47,7 @@ def stages(batches: int, m: int, n: int, k: int, chunks: int) -> int:
 )
 def test_few_tiles_of_a_long_k_fill_the_gpu(sizes) -> None:
     *_, k = sizes
-    chunks = launch.linear_split_choice(*sizes).chunks
+    chunks = kernels.linear_split_choice(*sizes).chunks
     ideal = sizes[0] * ceil(sizes[1] / TILE) * ceil(sizes[2] / TILE) * (k / STAGE) / SMS
     assert chunks > 1 and k / STAGE / chunks >= 3
     assert stages(*sizes, chunks) <= 1.3 * ideal < stages(*sizes, 1)
@@ -66,7 +65,7 @@ def test_few_tiles_of_a_long_k_fill_the_gpu(sizes) -> None:
     ],
 )
 def test_one_chunk_where_more_gain_nothing(sizes) -> None:
-    assert launch.linear_split_choice(*sizes).chunks == 1
+    assert kernels.linear_split_choice(*sizes).chunks == 1
 
 
 @needs_compilers
@@ -82,7 +81,7 @@ def test_one_chunk_where_more_gain_nothing(sizes) -> None:
     ],
 )
 def test_the_smaller_operand_is_split_first(sizes, weight_first) -> None:
-    assert launch.linear_split_choice(*sizes).weight_first == weight_first
+    assert kernels.linear_split_choice(*sizes).weight_first == weight_first
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -21,7 +21,7 @@ from fx_fuser.graph.canonical import is_number
 from fx_fuser.graph.epilogue import Epilogue, Step
 from fx_fuser.graph.nodes import hint_of, meta_tensor
 from fx_fuser.graph.sites import Site
-from fx_fuser.native import launch, load
+from fx_fuser.native import launch, limits, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINTWISE, Family
 
 # Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
@@ -168,6 +168,7 @@ class Conv2d(Anchor):
             case.out.itemsize,
             operands=len(spec.inputs) - 1,
             x_bytes=c.dtype.itemsize,
+            multiprocessors=limits.of(case.device).multiprocessors,
         )
         return bool(cut)
 
@@ -183,6 +184,7 @@ class Conv2d(Anchor):
             self.config(case.site)["padding"],
             needs["x"],
             x_bytes=case.tensors[0].dtype.itemsize,
+            multiprocessors=limits.of(case.device).multiprocessors,
         )
         return bool(cut)
 

@@ -18,7 +18,7 @@ so that nothing here knows a pattern, and no cache by name or number can be stal
     native        kernel op and autograd.Function, or plain torch ops
 
 and of the kernel op, kernels (on CUDA the names of those of `apply.forward_specs`, which
-`fx_fuser.native.launch` has loaded), and save: return c too, else an empty tensor in its place.
+`fx_fuser.native.load` has loaded), and save: return c too, else an empty tensor in its place.
 """
 
 from __future__ import annotations

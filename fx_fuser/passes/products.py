@@ -37,11 +37,11 @@ from fx_fuser.anchors.linear import (
 )
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.nodes import hint_of
-from fx_fuser.native import binaries, launch, load
+from fx_fuser.native import binaries, launch, limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.planning import plan, rehearse, timing
-from fx_fuser.planning.plan import BANDWIDTH, gains, is_small
+from fx_fuser.planning.plan import gains, is_small
 from fx_fuser.planning.rehearse import TensorForm
 from fx_fuser.planning.timing import Candidate
 
@@ -276,7 +276,7 @@ def fastest(
     added = 0.0
     if _PRODUCTS[target][0]:  # what is added takes a pass of its own at worst
         result = math.prod(a.size[:-1]) * b.size[-1] * a.dtype.itemsize
-        added = 2 * result / BANDWIDTH
+        added = 1e3 * 2 * result / limits.of(a.device).bandwidth
     return best if gains(ours[best] + added, library) else None
 
 

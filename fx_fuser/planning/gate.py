@@ -29,6 +29,7 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
 from fx_fuser.planning import ahead, plan, rehearse, timing
@@ -161,7 +162,7 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     product, both, whole = (took.gpu for took in times)
     share, extra = _Neighbours(match).of_tail(tensors)
     apart = product + share * max(both - product, 0)
-    ours = whole + extra / plan.BANDWIDTH
+    ours = whole + 1e3 * extra / limits.of(plan.device_of(match)).bandwidth
     measured = f"with its tail {whole:.4g} ms, in two kernels {both:.4g}"
     log.info("%s: %s, of which %.0f %% counts", match.bound.epilogue.text, measured, 100 * share)
     return f"{alone.note}; {measured}" if plan.gains(ours, apart) else ""

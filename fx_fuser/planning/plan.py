@@ -40,7 +40,7 @@ from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.sites import Site
-from fx_fuser.native import load
+from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options
@@ -49,8 +49,6 @@ from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.plan")
 
-# Bytes a ms of the GPU's memory (an H200): for what is counted and not timed.
-BANDWIDTH = 3e9
 # What a kernel of ours must stay below to be taken: this much of the library's time and, since
 # events are 0.5 us apart, this many ms less.
 _GAIN = 0.98
@@ -117,11 +115,12 @@ def has_own_product(match: Match, options: Options) -> bool:
 def is_small(x: Sequence[int], product: Sequence[int]) -> bool:
     """Does an fp32 product of these sizes, [*, K] to [*, N], take a library some 10 us at most?
 
-    Ours needs as much to begin. By the rates of an H200.
+    Ours needs as much to begin.
     """
     rows, k, n = math.prod(x[:-1]), x[-1], product[-1]
     operations, elements = 2 * rows * n * k, rows * k + rows * n + n * k
-    return max(operations / 50e12, 4 * elements / 4e12) < 10e-6
+    rates = limits.H200
+    return max(operations / rates.fp32, 4 * elements / rates.copy) < 10e-6
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,248 @@
+"""Products and convolutions as Python functions that launch one kernel: for benchmarks and tests.
+
+The package launches them in its ops (`fx_fuser.ops.library`), with what the ops add: copies where
+strides ask for them, and the library where a kernel does not take a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fx_fuser.native import limits, load
+from fx_fuser.native.kernel_spec import KernelSpec
+
+_ops = torch.ops.fx_fuser_native
+
+
+def linear_split(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+    chunks: int = 0,
+    first: Literal["", "x", "weight"] = "",
+    exact: bool = False,
+) -> bool:
+    """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
+
+    x and weight are float32, or one of them is of the dtype of the spec's first input, of 16 bits.
+
+    No scales of an earlier weight are kept; replays of a CUDA graph read the tensors anew. Of data
+    that splits hold badly the kernel remembers only that it met them: see `reset_fallback`.
+
+    Args:
+        spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear_split_sm90.cuh.
+        x: [*, K] or, with batches, [*, M, K].
+        weight: [N, K] or, with batches, [*, N, K] of x's leading sizes. One that the copy engine
+            does not take (it takes rows or columns that are 16-byte aligned) is copied; so is x
+            where the weight is split first.
+        bias: [N], float32.
+        out: [*, N] of the dtype that `spec` names. Shares memory with no other tensor here.
+        z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
+        operands: of the dtypes that `spec` names; each broadcasts to out's shape.
+        scalars: as many as `spec` names.
+        chunks: into which K is divided, or a few less; 0: as many as pay.
+        first: the operand that is split ahead of the product's kernel, with exact scales; "": the
+            one with which the product is faster. One of 16 bits is, whatever is said here.
+        exact: find the scales of the other operand's rows by a pass over it, too. Else they are
+            guessed, from 64 values a row, and the tiles of guesses that fail are made again.
+
+    Strides are any with which the tensors' leading dimensions merge into three, the last of which
+    are rows.
+
+    Returns:
+        False, with nothing done, where the kernel does not take this device, these strides or
+        K = 0; the caller then goes another way.
+
+    Raises:
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
+    """
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
+        return False
+    return _ops.linear_split.default(
+        handle, x, weight, bias, out, z, operands, scalars, chunks, first, exact
+    )
+
+
+@dataclass(frozen=True)
+class SplitChoice:
+    """chunks: of K. weight_first: the weight is split ahead of the product's kernel, else x."""
+
+    chunks: int
+    weight_first: bool
+
+
+def linear_split_choice(
+    batches: int, m: int, n: int, k: int, multiprocessors: int = limits.H200.multiprocessors
+) -> SplitChoice:
+    """How `linear_split` multiplies x [batches, M, K] by a weight [..., N, K], 16-byte aligned.
+
+    Needs no GPU.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    load.load_shim()
+    op = _ops.linear_split_choice.default
+    chunks, weight_first = op([batches, m, n, k], multiprocessors)
+    return SplitChoice(chunks, bool(weight_first))
+
+
+def linear_dense(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """As `linear_split`, in bfloat16, float16 or, for float32 tensors, with TF32 products.
+
+    Args:
+        spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear_dense_sm90.cuh. Its first
+            input is the dtype of x, weight, bias and z. The epilogue sees z in float32, unrounded.
+        x: [*, K], rows 16-byte aligned, evenly spaced and not overlapping.
+        weight: [N, K], rows 16-byte aligned.
+        bias, out, z, operands, scalars: as `linear_split`'s.
+
+    Returns, raises: as `linear_split`.
+    """
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
+        return False
+    return _ops.linear_dense.default(handle, x, weight, bias, out, z, operands, scalars)
+
+
+def conv_direct(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    out: Tensor,
+    c: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """out = epilogue(conv2d(x, weight), operands, scalars), as exact as an fp32 convolution.
+
+    In bfloat16 and float16 too, where the epilogue sees the convolution in float32, unrounded.
+
+    Args:
+        spec: a kernel of the family CONV_DIRECT, see kernels_cu/conv_direct_sm90.cuh. Its first
+            input is the dtype of x, weight and c: float32, bfloat16 or float16.
+        x: [N, C, H, W].
+        weight: [O, C, kh, kw]. Stride and dilation are 1, there is one group.
+        padding: [left, right, top, bottom], zeros.
+        out: contiguous, of the dtype that `spec` names. Shares memory with no other tensor here.
+        c: contiguous, receives the convolution. Shares memory with no other tensor here.
+        operands: of the dtypes that `spec` names; each broadcasts to out's shape.
+        scalars: as many as `spec` names.
+
+    Returns:
+        False, with nothing done, where the kernel does not take this device, these sizes
+        (`conv_direct_cut`) or these strides; the caller then goes another way.
+
+    Raises:
+        BuildError: the kernel does not compile or load.
+        RuntimeError: tensors do not fit the kernel or each other, or the launch fails.
+    """
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
+        return False
+    return _ops.conv_direct.default(handle, x, weight, padding, out, c, operands, scalars)
+
+
+def conv_direct_statistics(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    mean: Tensor,
+    variance: Tensor,
+) -> bool:
+    """Mean and biased variance [O] of conv2d(x, weight), which is not written. Deterministic.
+
+    Args: as `conv_direct`'s, with any epilogue; the results are float32 always.
+
+    Returns, raises: as `conv_direct`.
+    """
+    handle = load.handle_of(spec, x)
+    if handle == load.NO_KERNEL:
+        return False
+    batch_stats = load.prepare_batch_stats(x.device)
+    return _ops.conv_direct_statistics.default(
+        handle, batch_stats, x, weight, padding, mean, variance
+    )
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """z = gamma (c + bias - mean) / sqrt(variance + eps) + beta, in float32.
+
+    training: mean and variance are those of c, and depend on it; there is no bias then.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    gamma: Tensor | None
+    bias: Tensor | None
+    eps: float
+    training: bool
+
+
+def conv_direct_backward(
+    spec: KernelSpec,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    norm: Normalisation | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dgamma: Tensor,
+    dbeta: Tensor,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """The gradients of y = epilogue(z), z = norm(conv2d(x, weight)). Deterministic.
+
+    The epilogue is linear in z; what it adds to that does not matter.
+
+    Args:
+        spec: a kernel of the family CONV_DIRECT_BACKWARD, see
+            kernels_cu/conv_direct_backward_sm90.cuh, with that epilogue.
+        dy: contiguous, of x's dtype.
+        x, weight, padding: as `conv_direct`'s.
+        norm: None: z is the convolution.
+        dx, dweight: receive the gradients, contiguous, of x's dtype and float32; None: not wanted.
+        dgamma, dbeta: [O], float32, receive the sums of dz times the normalised c, and of dz.
+        operands: of the dtypes that `spec` names, each a number a channel: [O, 1, 1] or [].
+        scalars: as many as `spec` names.
+
+    Returns, raises: as `conv_direct`.
+    """
+    handle = load.handle_of(spec, dy)
+    if handle == load.NO_KERNEL:
+        return False
+    of_norm = (
+        (norm.mean, norm.variance, norm.gamma, norm.bias, norm.eps, norm.training)
+        if norm
+        else (None, None, None, None, 0.0, False)
+    )
+    results = (dx, dweight, dgamma, dbeta)
+    return _ops.conv_direct_backward.default(
+        handle, dy, x, weight, padding, *of_norm, *results, operands, scalars
+    )
