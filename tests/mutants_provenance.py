@@ -1,8 +1,10 @@
-"""Mutants of products of what was cast up, and of what Inductor is told, for tests/mutate.py."""
+"""Mutants of products of what was cast up, of what Inductor is told and of what is compiled ahead,
+for tests/mutate.py."""
 
 from __future__ import annotations
 
 FILE = "tests/test_provenance.py"
+AHEAD = "tests/test_ahead.py"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -35,5 +37,30 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "options: no padded strides beside our ops", "options.py",
         '_WITH_OWN_OPS = {"comprehensive_padding": False}', "_WITH_OWN_OPS = {}",
         ("tests/test_inductor.py::test_strides_are_padded_only_where_the_user_asks",),
+    ),
+    (
+        "ahead: tails wait for idle cores", "planning/ahead.py",
+        "tails[: min(idle, most)]", "tails[:most]",
+        (f"{AHEAD}::test_a_tail_waits_where_nothing_is_idle[no core]",),
+    ),
+    (
+        "ahead: as many structures as the options allow", "planning/ahead.py",
+        "tails[: min(idle, most)]", "tails[:idle]",
+        (f"{AHEAD}::test_a_tail_waits_where_nothing_is_idle[no structure]",),
+    ),
+    (
+        "ahead: what fails is asked for again", "planning/ahead.py",
+        "    except Exception:", "    except ZeroDivisionError:",
+        (f"{AHEAD}::test_what_fails_is_left_to_those_who_ask",),
+    ),
+    (
+        "store: what builds beside a failure is kept", "native/store.py",
+        "built = [job for job in missing if job not in failed]", "built = [] if failed else missing",
+        ("tests/test_build.py::test_what_builds_beside_a_bad_source_is_kept",),
+    ),
+    (
+        "passes: no kernel where no product comes of the graph", "passes/provenance.py",
+        "if has_products(gm) else None", "if True else None",
+        (f"{AHEAD}::test_no_kernel_is_compiled_for_a_graph_without_a_product[convolution]",),
     ),
 )  # fmt: skip

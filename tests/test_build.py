@@ -51,6 +51,14 @@ def test_every_bad_source_of_a_run_is_named(fake):
     assert "spills" in str(caught.value)
 
 
+def test_what_builds_beside_a_bad_source_is_kept(fake):
+    with pytest.raises(BuildError):
+        binaries.cubins(["// BROKEN", "// fine"], ARCH)
+    calls = fake.calls
+    assert binaries.cubin("// fine", ARCH).read_text() == "// fine"
+    assert fake.calls == calls
+
+
 def test_arch_of(monkeypatch):
     names = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a"}
     names |= {(10, 3): "sm_103a", (12, 0): "sm_120"}
