@@ -55,7 +55,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "store: what builds beside a failure is kept", "native/store.py",
-        "built = [job for job in missing if job not in failed]", "built = [] if failed else missing",
+        "built = [job for job in missing if job not in failed]",
+        "built = [] if failed else missing",
         ("tests/test_build.py::test_what_builds_beside_a_bad_source_is_kept",),
     ),
     (
