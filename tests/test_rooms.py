@@ -1,8 +1,9 @@
-"""Imports among fx_fuser's rooms go one way."""
+"""Imports among fx_fuser's rooms go one way, and so do includes among those of kernels_cu."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,15 @@ FLOORS = (
     ("backend", "__init__", "explain", "testing", "cache", "build", "wheel"),
 )
 FLOOR_OF = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+# What the rooms of kernels_cu include: the host, of other rooms, only what both sides share.
+CUDA_ROOMS = {
+    "common": ("common/",),
+    "pointwise": ("pointwise/", "common/"),
+    "linear": ("linear/", "common/"),
+    "conv": ("conv/", "common/"),
+    "host": ("host/", r"(common|pointwise|linear|conv)/\w+\.h$"),
+    "nvrtc": (),
+}
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
@@ -85,6 +95,26 @@ def module_edges(root: Path) -> dict[str, set[str]]:
     return edges
 
 
+def includes(kernels: Path) -> dict[str, set[str]]:
+    """What each CUDA source below kernels_cu includes, but for headers of others."""
+    sources = (path for path in kernels.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp"))
+    return {
+        path.relative_to(kernels).as_posix(): set(
+            re.findall(r'^ *# *include *"(.*)"', path.read_text(), re.MULTILINE)
+        )
+        for path in sources
+    }
+
+
+def back_includes(kernels: Path) -> list[str]:
+    return [
+        f"{name} includes {target}"
+        for name, targets in includes(kernels).items()
+        for target in targets
+        if not any(re.match(allowed, target) for allowed in CUDA_ROOMS[name.split("/")[0]])
+    ]
+
+
 def test_every_module_has_a_floor() -> None:
     assert {name.split(".")[0] for name, _ in modules(ROOT)} == set(FLOOR_OF)
 
@@ -115,6 +145,29 @@ def test_a_back_edge_is_noticed(tmp_path: Path, line: str, target: str) -> None:
 
 def test_a_circle_is_noticed() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_includes_name_a_room_and_go_down() -> None:
+    kernels = ROOT / "kernels_cu"
+    assert {name.split("/")[0] for name in includes(kernels)} == set(CUDA_ROOMS)
+    assert not back_includes(kernels)
+    assert not circle(includes(kernels))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("common/split_sm90.cuh", "linear/linear_split_args.h"),
+        ("linear/linear_split_args.h", "pointwise/pointwise_args.h"),
+        ("conv/conv_direct_args.h", "host/device.h"),
+        ("host/split_operands.h", "common/copy_rows.cuh"),
+        ("host/linear.h", "split_call.h"),
+    ],
+)
+def test_a_back_include_is_noticed(tmp_path: Path, source: str, target: str) -> None:
+    (tmp_path / source).parent.mkdir()
+    (tmp_path / source).write_text(f'#pragma once\n\n#include <cstdint>\n#include "{target}"\n')
+    assert back_includes(tmp_path) == [f"{source} includes {target}"]
 
 
 def test_no_file_is_longer_than_500_lines() -> None:
