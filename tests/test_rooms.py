@@ -1,4 +1,5 @@
-"""Imports among fx_fuser's rooms go one way, and so do includes among those of kernels_cu."""
+"""Imports among fx_fuser's rooms go one way, and so do includes among those of kernels_cu. And no
+file is long, and no function."""
 
 from __future__ import annotations
 
@@ -115,6 +116,49 @@ def back_includes(kernels: Path) -> list[str]:
     ]
 
 
+def files(*suffixes: str) -> Iterator[Path]:
+    """Those that this repository's people wrote."""
+    for folder in ("fx_fuser", "patterns", "kernels_cu", "benchmarks", "tests", "docs"):
+        found = (path for path in (ROOT.parent / folder).rglob("*") if path.suffix in suffixes)
+        yield from (path for path in found if "results" not in path.parts)
+    yield from (ROOT.parent / name for name in ("README.md", "demo.py") if name.endswith(suffixes))
+
+
+def python_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of each."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1
+
+
+# Comments, texts and directives with the lines that these go on with: no brace there counts.
+_NO_CODE = re.compile(
+    r"""//[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
+    re.MULTILINE,
+)
+_HOLDS_FUNCTIONS = re.compile(
+    r"(template\s*<.*>\s*)?(namespace|struct|class|union|enum)\b|extern$", re.DOTALL
+)
+
+
+def cuda_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Head and number of lines of each function: of a block that only types and namespaces hold."""
+    text = _NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    heads: list[tuple[str, int]] = []  # of the blocks that are open, and where each begins
+    start = 0  # of the next head
+    for found in re.finditer(r"[{};]|\b(public|private|protected):", text):
+        if found[0] == "{":
+            head = text[start : found.start()]
+            heads.append((head.strip(), start + len(head) - len(head.lstrip())))
+        elif found[0] == "}":
+            head, begin = heads.pop()
+            inside = any(not _HOLDS_FUNCTIONS.match(outer) for outer, _ in heads)
+            if not inside and not _HOLDS_FUNCTIONS.match(head):
+                yield " ".join(head.split()), text.count("\n", begin, found.end()) + 1
+        start = found.end()
+    assert not heads
+
+
 def test_every_module_has_a_floor() -> None:
     assert {name.split(".")[0] for name, _ in modules(ROOT)} == set(FLOOR_OF)
 
@@ -172,13 +216,57 @@ def test_a_back_include_is_noticed(tmp_path: Path, source: str, target: str) -> 
 
 def test_no_file_is_longer_than_500_lines() -> None:
     """The log of what was tried, which only grows, aside."""
-    folders = ("fx_fuser", "patterns", "kernels_cu", "benchmarks", "tests", "docs")
-    suffixes = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
-    files = [path for folder in folders for path in (ROOT.parent / folder).rglob("*")]
-    long = [
+    found = files(".py", ".cu", ".cuh", ".h", ".cpp", ".md")
+    assert not [
         str(path)
-        for path in [*files, ROOT.parent / "README.md", ROOT.parent / "demo.py"]
-        if path.suffix in suffixes and path.name != "NOTES.md" and path.is_file()
-        if "results" not in path.parts and len(path.read_text().splitlines()) > 500
+        for path in found
+        if path.name != "NOTES.md" and len(path.read_text().splitlines()) > 500
     ]
-    assert not long
+
+
+def test_no_function_is_longer_than_100_lines() -> None:
+    python = [(path, python_functions(path.read_text())) for path in files(".py")]
+    cuda = [(path, cuda_functions(path.read_text())) for path in files(".cu", ".cuh", ".h", ".cpp")]
+    found = [(str(path), *one) for path, of_file in python + cuda for one in of_file]
+    assert len(found) > 3000
+    assert not [(path, name, lines) for path, name, lines in found if lines > 100]
+
+
+CUDA = r"""
+#define TWO(name) \
+  void name() {   \
+  }
+namespace a::b {
+constexpr int kThree[] = {1, 2,
+                          3};
+template <class T>
+struct Four : Base<T> {
+  int five;
+  static void six(int by) {  // {
+    for (int i = 0; i < by; ++i) five += '{' + [&] { return 1; }();
+  }
+
+ private:
+  const char* seven() const { return "}"; }
+};
+}  // namespace a::b
+extern "C" {
+extern "C" __global__ void eight(
+    float* to) {
+  if (to) {
+    *to = 8;
+  }
+}
+}
+"""
+
+
+def test_lines_of_functions_are_counted() -> None:
+    assert [(head.split("(")[0].split()[-1], lines) for head, lines in cuda_functions(CUDA)] == [
+        ("=", 2),
+        ("six", 3),
+        ("seven", 1),
+        ("eight", 6),
+    ]
+    python = "class A:\n  @cache\n  def b(self):\n    def c():\n      pass\n    return c\n"
+    assert list(python_functions(python)) == [("b", 4), ("c", 2)]

@@ -90,6 +90,36 @@ inline void set_slots(ConvDirectArgs& args, int64_t slots) {
   args.tail_bytes = kConvTailBytes + args.slots * args.paired * kConvPlaceBytes;
 }
 
+// Whether the kernels take it at all.
+inline bool conv_takes(const ConvShape& shape, bool split) {
+  const int64_t taps = shape.kernel_h * shape.kernel_w;
+  const bool padded_both_ways = std::min({shape.left, shape.right, shape.top, shape.bottom}) >= 0;
+  if (shape.samples < 1 || shape.channels < 1 || shape.channels > kConvChannels ||
+      shape.outputs < 1 || taps < 1 || taps > (split ? kConvMaxTaps : kConvMaxTapsOf16Bits) ||
+      !padded_both_ways || shape.out_h() < 1 || shape.out_w() < 1) {
+    return false;
+  }
+  // What is within an image has 32-bit indices.
+  const int64_t padded =
+      (shape.h + shape.top + shape.bottom) * (shape.w + shape.left + shape.right);
+  return padded <= kConvHighest / kConvChannels && shape.outputs <= kConvHighest / kConvGroup;
+}
+
+inline void set_shape(ConvDirectArgs& args, const ConvShape& shape) {
+  const auto narrow = [](int64_t value) { return static_cast<int32_t>(value); };
+  args.samples = narrow(shape.samples);
+  args.channels = narrow(shape.channels);
+  args.h = narrow(shape.h);
+  args.w = narrow(shape.w);
+  args.outputs = narrow(shape.outputs);
+  args.out_h = narrow(shape.out_h());
+  args.out_w = narrow(shape.out_w());
+  args.kernel_h = narrow(shape.kernel_h);
+  args.kernel_w = narrow(shape.kernel_w);
+  args.top = narrow(shape.top);
+  args.left = narrow(shape.left);
+}
+
 // Cuts a convolution into units. Nothing where the kernels do not take it. `x_bytes`: of an element
 // of x and weight, 4 or 2. `out_bytes`: of one of the result, 0 where only sums are made.
 // `positions`: of a unit; see conv_statistics_geometry.
@@ -100,18 +130,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   const int64_t gap = shape.kernel_w - 1;
   const bool split = x_bytes == 4;
   const int64_t planes = split ? 2 : 1;
-  const bool padded_both_ways = std::min({shape.left, shape.right, shape.top, shape.bottom}) >= 0;
-  if (shape.samples < 1 || shape.channels < 1 || shape.channels > kConvChannels ||
-      shape.outputs < 1 || taps < 1 || taps > (split ? kConvMaxTaps : kConvMaxTapsOf16Bits) ||
-      !padded_both_ways || shape.out_h() < 1 || shape.out_w() < 1) {
-    return std::nullopt;
-  }
-  // What is within an image has 32-bit indices.
-  const int64_t padded =
-      (shape.h + shape.top + shape.bottom) * (shape.w + shape.left + shape.right);
-  if (padded > kConvHighest / kConvChannels || shape.outputs > kConvHighest / kConvGroup) {
-    return std::nullopt;
-  }
+  if (!conv_takes(shape, split)) return std::nullopt;
 
   ConvDirectArgs args{};
   args.positions = static_cast<int32_t>(positions);
@@ -168,17 +187,7 @@ inline std::optional<ConvDirectArgs> conv_geometry(const ConvShape& shape, int x
   if (units > kConvHighest) return std::nullopt;
 
   const auto narrow = [](int64_t value) { return static_cast<int32_t>(value); };
-  args.samples = narrow(shape.samples);
-  args.channels = narrow(shape.channels);
-  args.h = narrow(shape.h);
-  args.w = narrow(shape.w);
-  args.outputs = narrow(shape.outputs);
-  args.out_h = narrow(shape.out_h());
-  args.out_w = narrow(shape.out_w());
-  args.kernel_h = narrow(shape.kernel_h);
-  args.kernel_w = narrow(shape.kernel_w);
-  args.top = narrow(shape.top);
-  args.left = narrow(shape.left);
+  set_shape(args, shape);
   args.strip = make_divisor(static_cast<uint32_t>(strip));
   args.pitch = make_divisor(static_cast<uint32_t>(pitch));
   args.strips = make_divisor(static_cast<uint32_t>(strips));

@@ -32,7 +32,7 @@ static_assert(sizeof(Coefficients) <= kConvCoefficientBytes);
 struct BackwardShared : Shared {
   Coefficients* coefficients;
   float* given;  // [position][tap of nine][input channel]: what the outputs there give to the input
-  double* sums;  // of the kernel that has no `given`, see accumulate_units
+  double* sums;  // of the kernel that has no `given`, see ThreadSums
   float* ring;   // [position % kConvRing][input channel]: the input's gradient, not complete yet
 
   static __device__ __forceinline__ BackwardShared of(const ConvDirectArgs& args) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "conv/conv_direct_factors_sm90.cuh"
-#include "conv/conv_direct_reduce.cuh"
 
 namespace fx_fuser::conv_direct {
 
@@ -157,6 +156,174 @@ __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, cons
   }
 }
 
+// A thread's sums, in shared memory: [of dy, of dy d][channel][thread]. In registers they would be
+// spilled.
+template <int kWorkers>
+struct ThreadSums {
+  double* sums;
+
+  __device__ __forceinline__ double& at(int s, int r) const {
+    return sums[(2 * s + r) * kWorkers * kWarpgroup];
+  }
+  __device__ __forceinline__ void clear() const {
+    for (int i = 0; i < 4; ++i) at(i / 2, i % 2) = 0;
+  }
+  __device__ __forceinline__ void add(const float (&of_tile)[2][2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) at(s, r) += static_cast<double>(of_tile[s][r]);
+    }
+  }
+};
+
+// The split's sums of dz and of dz x̂, for an output channel, if the thread `stores` them. Returns
+// that of dc, if not in training.
+template <class Sums>
+__device__ __forceinline__ double store_sums(const ConvBackwardArgs& args,
+                                             const Coefficients& coefficients, const Sums& sums,
+                                             int r, int channel, bool stores, int split,
+                                             int output) {
+  double of_dc = 0;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    double all = sums.at(s, r);
+    all += __shfl_xor_sync(0xFFFFFFFF, all, 1);
+    all += __shfl_xor_sync(0xFFFFFFFF, all, 2);
+    if (s == 0) of_dc = all * static_cast<double>(coefficients.scale[channel]);
+    double of_dz = all * static_cast<double>(coefficients.of_dy[channel]);
+    if (s == 1) of_dz *= static_cast<double>(coefficients.rstd[channel]);
+    if (stores) {
+      args.sums[(static_cast<int64_t>(split) * 2 + s) * args.conv.outputs + output] = of_dz;
+    }
+  }
+  return of_dc;
+}
+
+// The split's gradient of the weight, for the output channel r of the thread's two and the taps
+// from `first_tap` on; to: that channel's.
+template <class X>
+__device__ __forceinline__ void store_weight(const ConvDirectArgs& conv,
+                                             const Coefficients& coefficients, int lane,
+                                             int first_tap, int taps, int all_taps,
+                                             const float (&total)[kConvBackwardTaps][4], int r,
+                                             double of_dc, float* to) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const int input = 2 * (lane % 4) + t;
+    float of_pivot = 0;
+    if constexpr (kSplits<X>) {
+      of_pivot = static_cast<float>(of_dc * static_cast<double>(coefficients.pivot[input]));
+    }
+#pragma unroll
+    for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
+      if (tap < taps && input < conv.channels) {
+        to[input * all_taps + first_tap + tap] = total[tap][2 * r + t] + of_pivot;
+      }
+    }
+  }
+}
+
+// What a channel's sums and gradients become.
+struct ChannelValues {
+  float weight_unscale;
+  float mean;
+  float scale;
+  float slope;
+  float offset;
+
+  static __device__ __forceinline__ ChannelValues of(const Tail& tail,
+                                                     const Coefficients& coefficients,
+                                                     int channel) {
+    return {tail.weight_unscale[channel], coefficients.mean[channel], coefficients.scale[channel],
+            coefficients.slope[channel], coefficients.offset[channel]};
+  }
+};
+
+// A tile of the convolution and its gradients: of_tile += dy and dy d, of each of the thread's
+// channels; and `sum` becomes dc.
+template <class X, bool kSums, bool kWeight>
+__device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uint32_t valid,
+                                               const Loaded<X> (&dy)[32],
+                                               const ChannelValues (&of)[2], float pixel_unscale,
+                                               float (&sum)[32], float (&of_tile)[2][2]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int r = i / 2 % 2;
+    const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
+    const float d = deviation_of<X>(sum[i], of[r].weight_unscale, pixel_unscale, of[r].mean);
+    const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
+    const float gradient = i % 2 == 0 ? pair.x : pair.y;
+    if constexpr (kSums) {
+      of_tile[0][r] += gradient;
+      of_tile[1][r] = fmaf(gradient, is_valid ? d : 0.0f, of_tile[1][r]);
+    }
+    if constexpr (kWeight) {
+      const float shift = args.dgamma != nullptr ? fmaf(of[r].slope, d, of[r].offset) : 0.0f;
+      sum[i] = is_valid ? fmaf(of[r].scale, gradient, shift) : 0.0f;
+    }
+  }
+}
+
+// The L2 cache is asked for half a unit, while the half before it is used. A unit ahead was more
+// than the cache holds of all blocks: in fp32 dy came nearly twice from memory (NOTES.md).
+constexpr int kAhead = kConvPositions / 2;
+
+// Waits for a unit's pixels, and says where its gradients are.
+template <class X>
+__device__ __forceinline__ void begin_gradients(const ConvBackwardArgs& args, const Tail& tail,
+                                                const PipelineState& pipeline, int group, int index,
+                                                int channel, bool is_one_strip,
+                                                Gradients<X>& gradients) {
+  prefetch_gradients<X, kAhead>(args, group, index, kAhead);
+  ptx::mbarrier_wait(ptx::shared_address(&tail.full[pipeline.slot]), pipeline.phase);
+  const Unit unit = Unit::at(args.conv, index);
+  gradients.row = gradients_of<X>(args, unit.sample, is_one_strip ? unit.first : unit.column,
+                                  group * kConvGroup + channel);
+  gradients.limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
+}
+
+// The same, with the rows that this convolution has.
+template <class X>
+__device__ __forceinline__ uint32_t load_gradients(const ConvBackwardArgs& args,
+                                                   const Gradients<X>& gradients, int index,
+                                                   const bool (&is_output)[2], const uint4* place,
+                                                   bool is_one_strip, Loaded<X> (&dy)[32]) {
+  if (args.pairs) {
+    return load_gradients<X, Rows::kPairs>(args.conv, gradients, index, is_output, place, dy);
+  } else if (is_one_strip) {
+    return load_gradients<X, Rows::kStrip>(args.conv, gradients, index, is_output, place, dy);
+  } else {
+    return load_gradients<X, Rows::kStrips>(args.conv, gradients, index, is_output, place, dy);
+  }
+}
+
+// What a warpgroup has summed up, a split by itself.
+template <class X, bool kSums, bool kWeight, class Sums>
+__device__ __forceinline__ void store_split(const ConvBackwardArgs& args,
+                                            const Coefficients& coefficients, int split, int group,
+                                            int channel, const bool (&is_output)[2], int lane,
+                                            int first_tap, int taps, int all_taps, const Sums& sums,
+                                            const float (&total)[kConvBackwardTaps][4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int output = group * kConvGroup + channel + 8 * r;
+    double of_dc = 0;  // in training it is zero
+    if constexpr (kSums) {
+      const bool stores = lane % 4 == 0 && is_output[r] && first_tap == 0;
+      of_dc = store_sums(args, coefficients, sums, r, channel + 8 * r, stores, split, output);
+    }
+    if constexpr (kWeight) {
+      if (!is_output[r]) continue;
+      const int values = args.conv.channels * all_taps;
+      float* to =
+          args.dweight + (static_cast<int64_t>(split) * args.conv.outputs + output) * values;
+      store_weight<X>(args.conv, coefficients, lane, first_tap, taps, all_taps, total, r, of_dc,
+                      to);
+    }
+  }
+}
+
 // Product warpgroup `worker` of kWorkers, with every kWorkers-th unit.
 template <class X, int kWorkers, int kSteps, bool kSums, bool kWeight>
 __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
@@ -171,50 +338,25 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
   const int taps = min(all_taps - first_tap, kConvBackwardTaps);
   const Coefficients& coefficients = *shared.coefficients;
   Tail& tail = *shared.tail;
-  bool is_output[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    is_output[r] = scheduler.group * kConvGroup + channel + 8 * r < conv.outputs;
-  }
-  const bool is_training = args.dgamma != nullptr;
+  const int output = scheduler.group * kConvGroup + channel;
+  const bool is_output[2] = {output < conv.outputs, output + 8 < conv.outputs};
   const bool is_one_strip = conv.strips.size == 1;
-  // [of dy, of dy d][channel][thread]; in registers they would be spilled.
-  double* sums = shared.sums + threadIdx.x - kWarpgroup;
-  const auto sum_of = [&](int s, int r) -> double& {
-    return sums[(2 * s + r) * kWorkers * kWarpgroup];
-  };
-  if constexpr (kSums) {
-    for (int i = 0; i < 4; ++i) sum_of(i / 2, i % 2) = 0;
-  }
+  const ThreadSums<kWorkers> sums{shared.sums + threadIdx.x - kWarpgroup};
+  if constexpr (kSums) sums.clear();
   float total[kConvBackwardTaps][4] = {};
-
   PipelineState pipeline;
   for (int i = 0; i < worker; ++i) pipeline.advance(conv.slots);
   int index = scheduler.first + worker * scheduler.step;
-  // The L2 cache is asked for half a unit, while the half before it is used. A unit ahead was more
-  // than the cache holds of all blocks: in fp32 dy came nearly twice from memory
-  // (NOTES.md).
-  constexpr int kAhead = kConvPositions / 2;
   Gradients<X> gradients;
   Loaded<X> dy[32];
   uint32_t valid = 0;
   const auto load = [&](int slot, int tile) {
     const auto* place = reinterpret_cast<const uint4*>(tail.place[slot]) + tile * 8 + lane % 4;
-    if (args.pairs) {
-      valid = load_gradients<X, Rows::kPairs>(conv, gradients, index, is_output, place, dy);
-    } else if (is_one_strip) {
-      valid = load_gradients<X, Rows::kStrip>(conv, gradients, index, is_output, place, dy);
-    } else {
-      valid = load_gradients<X, Rows::kStrips>(conv, gradients, index, is_output, place, dy);
-    }
+    valid = load_gradients<X>(args, gradients, index, is_output, place, is_one_strip, dy);
   };
   const auto begin_unit = [&] {
-    prefetch_gradients<X, kAhead>(args, scheduler.group, index, kAhead);
-    ptx::mbarrier_wait(ptx::shared_address(&tail.full[pipeline.slot]), pipeline.phase);
-    const Unit unit = Unit::at(conv, index);
-    gradients.row = gradients_of<X>(args, unit.sample, is_one_strip ? unit.first : unit.column,
-                                    scheduler.group * kConvGroup + channel);
-    gradients.limit = static_cast<uint32_t>(4 * (unit.end - unit.first));
+    begin_gradients<X>(args, tail, pipeline, scheduler.group, index, channel, is_one_strip,
+                       gradients);
   };
   if (index < conv.units) {
     begin_unit();
@@ -236,19 +378,8 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     float sum[32];
     start_products<X, kSteps>(conv, shared, slot, tile, sum);
     // Read again for each tile: registers are scarce.
-    float weight_unscale[2];
-    float mean[2];
-    float scale[2];
-    float slope[2];
-    float offset[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      weight_unscale[r] = tail.weight_unscale[channel + 8 * r];
-      mean[r] = coefficients.mean[channel + 8 * r];
-      scale[r] = coefficients.scale[channel + 8 * r];
-      slope[r] = coefficients.slope[channel + 8 * r];
-      offset[r] = coefficients.offset[channel + 8 * r];
-    }
+    const ChannelValues of_channel[2] = {ChannelValues::of(tail, coefficients, channel),
+                                         ChannelValues::of(tail, coefficients, channel + 8)};
     ptx::wgmma_wait<0>();
     ptx::pin(sum);
     if constexpr (kOverlaps) {
@@ -256,22 +387,7 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       if (of_slot == 0 && used >= 0) release(used);
     }
     float of_tile[2][2] = {};
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int r = i / 2 % 2;
-      const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
-      const float d = deviation_of<X>(sum[i], weight_unscale[r], pixel_unscale, mean[r]);
-      const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
-      const float gradient = i % 2 == 0 ? pair.x : pair.y;
-      if constexpr (kSums) {
-        of_tile[0][r] += gradient;
-        of_tile[1][r] = fmaf(gradient, is_valid ? d : 0.0f, of_tile[1][r]);
-      }
-      if constexpr (kWeight) {
-        const float shift = is_training ? fmaf(slope[r], d, offset[r]) : 0.0f;
-        sum[i] = is_valid ? fmaf(scale[r], gradient, shift) : 0.0f;
-      }
-    }
+    meet_gradients<X, kSums, kWeight>(args, valid, dy, of_channel, pixel_unscale, sum, of_tile);
     // The next tile's gradients are under way while this one is multiplied.
     if (++tile == kConvPositions / kTile) {
       tile = 0;
@@ -283,23 +399,15 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
       prefetch_gradients<X, kAhead>(args, scheduler.group, index + kWorkers * scheduler.step, 0);
     }
     if (index < conv.units) load(pipeline.slot, tile);
-    if constexpr (kSums) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int s = 0; s < 2; ++s) sum_of(s, r) += static_cast<double>(of_tile[s][r]);
+    if constexpr (kSums) sums.add(of_tile);
+    if constexpr (kIsRows) {
+      rows.start(args, shared, slot, of_slot, sum);
+      if constexpr (!kOverlaps) {
+        ptx::wgmma_wait<0>();
+        rows.add(total);
       }
-    }
-    if constexpr (kWeight) {
-      if constexpr (kIsRows) {
-        rows.start(args, shared, slot, of_slot, sum);
-        if constexpr (!kOverlaps) {
-          ptx::wgmma_wait<0>();
-          rows.add(total);
-        }
-      } else {
-        multiply_taps<X>(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
-      }
+    } else if constexpr (kWeight) {
+      multiply_taps<X>(args, shared, slot, of_slot, first_tap, taps, pixel_unscale, sum, total);
     }
     if constexpr (kOverlaps) {
       used = slot;
@@ -312,46 +420,9 @@ __device__ __forceinline__ void accumulate_units(const ConvBackwardArgs& args,
     rows.add(total);
     if (used >= 0) release(used);
   }
-
   const int split = kWorkers * scheduler.first + worker;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int output = scheduler.group * kConvGroup + channel + 8 * r;
-    double of_dc = 0;  // in training it is zero
-    if constexpr (kSums) {
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        double all = sum_of(s, r);
-        all += __shfl_xor_sync(0xFFFFFFFF, all, 1);
-        all += __shfl_xor_sync(0xFFFFFFFF, all, 2);
-        if (s == 0) of_dc = all * static_cast<double>(coefficients.scale[channel + 8 * r]);
-        double of_dz = all * static_cast<double>(coefficients.of_dy[channel + 8 * r]);
-        if (s == 1) of_dz *= static_cast<double>(coefficients.rstd[channel + 8 * r]);
-        if (lane % 4 == 0 && is_output[r] && first_tap == 0) {
-          args.sums[(static_cast<int64_t>(split) * 2 + s) * conv.outputs + output] = of_dz;
-        }
-      }
-    }
-    if constexpr (kWeight) {
-      if (!is_output[r]) continue;
-      const int values = conv.channels * all_taps;
-      float* to = args.dweight + (static_cast<int64_t>(split) * conv.outputs + output) * values;
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const int input = 2 * (lane % 4) + t;
-        float of_pivot = 0;
-        if constexpr (kSplits<X>) {
-          of_pivot = static_cast<float>(of_dc * static_cast<double>(coefficients.pivot[input]));
-        }
-#pragma unroll
-        for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
-          if (tap < taps && input < conv.channels) {
-            to[input * all_taps + first_tap + tap] = total[tap][2 * r + t] + of_pivot;
-          }
-        }
-      }
-    }
-  }
+  store_split<X, kSums, kWeight>(args, coefficients, split, scheduler.group, channel, is_output,
+                                 lane, first_tap, taps, all_taps, sums, total);
 }
 
 template <class X, bool kSums, bool kWeight, class Epilogue, int kScalars, class... In>

@@ -85,6 +85,147 @@ struct ConvGradients {
   Tensor dbeta;
 };
 
+// Their data; null of what is not asked for.
+struct ConvGradientPlaces {
+  float* dweight;
+  float* dbias;
+  float* dgamma;
+  float* dbeta;
+};
+
+// Whether it is contiguous. Raises where it is not of `type` on the device.
+bool check_gradient(const Tensor& tensor, int device, const char* name, ScalarType type) {
+  STD_TORCH_CHECK(
+      tensor.is_cuda() && tensor.get_device_index() == device && tensor.scalar_type() == type,
+      "fx_fuser: ", name, " must be of ", toString(type), " on cuda:", device);
+  return is_contiguous(tensor);
+}
+
+// The data of a number for each output channel of the weight.
+float* vector_of(const Tensor& tensor, const Tensor& weight, const char* name) {
+  const bool fits = check_gradient(tensor, weight.get_device_index(), name, ScalarType::Float) &&
+                    tensor.dim() == 1 && tensor.size(0) == weight.size(0);
+  STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
+                  " is no contiguous vector of ", weight.size(0));
+  return static_cast<float*>(tensor.data_ptr());
+}
+
+// The data of what has the sizes of `like`.
+void* image_of(const Tensor& tensor, const Tensor& like, const char* name, ScalarType type) {
+  bool fits = check_gradient(tensor, like.get_device_index(), name, type) && tensor.dim() == 4;
+  for (int d = 0; fits && d < 4; ++d) fits = tensor.size(d) == like.size(d);
+  STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
+                  " is not contiguous and of ", to_string(like.sizes()));
+  return tensor.data_ptr();
+}
+
+void check_backward(const ConvDirectArgs& conv, const Tensor& dy, const Tensor& x,
+                    const Tensor& weight, const Norm& norm, const ConvGradients& to) {
+  STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == conv.samples && dy.size(1) == conv.outputs &&
+                      dy.size(2) == conv.out_h && dy.size(3) == conv.out_w,
+                  "fx_fuser: dy of shape ", to_string(dy.sizes()),
+                  " is not of the convolution of x ", to_string(x.sizes()), " and weight ",
+                  to_string(weight.sizes()));
+  STD_TORCH_CHECK(
+      norm.mean.has_value() == norm.variance.has_value() && (norm.variance || !norm.gamma),
+      "fx_fuser: without mean and variance there is no normalisation");
+  STD_TORCH_CHECK(!norm.training || (norm.variance && !norm.bias && !to.dbias),
+                  "fx_fuser: in training there are a mean and a variance, without the bias");
+}
+
+// What the epilogue reads. False where an operand is not a number a channel.
+bool set_epilogue(ConvDirectArgs& conv, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Tensor& tensor = operands[i];
+    conv.operand[i].data = tensor.data_ptr();
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      if (tensor.size(d) == 1) continue;
+      if (tensor.dim() - d != 3) return false;
+      conv.operand[i].stride[1] = tensor.stride(d);
+    }
+  }
+  std::copy(scalars.begin(), scalars.end(), conv.scalar);
+  return true;
+}
+
+void set_norm(ConvBackwardArgs& args, const Norm& norm, const Tensor& weight) {
+  if (norm.variance) {
+    args.mean = vector_of(*norm.mean, weight, "mean");
+    args.variance = vector_of(*norm.variance, weight, "variance");
+    args.eps = static_cast<float>(*norm.eps);
+    if (norm.bias) args.bias = vector_of(*norm.bias, weight, "bias");
+  }
+  if (norm.gamma) args.gamma = vector_of(*norm.gamma, weight, "gamma");
+}
+
+// Launches `kernel`, which makes sums of splits, and what adds those up. options: of the next
+// launch.
+void accumulate(const ConvBackwardKernels& kernels, Kernel kernel, bool with_sums, bool with_weight,
+                const Tensor& x, const ConvGradientPlaces& to, ConvBackwardArgs& args,
+                LaunchOptions& options, const Stream& stream) {
+  const ConvDirectArgs& conv = args.conv;
+  const int64_t parts = int64_t{conv.groups} * (with_weight ? args.tap_groups : 1);
+  const int64_t of_part = std::max<int64_t>(kernels.multiprocessors / parts, 1);
+  const int64_t blocks = std::min<int64_t>(of_part, conv.units) * parts;
+  const int workers = with_weight ? kConvWeightWorkers : kConvSumWorkers;
+  const int64_t splits = workers * blocks / parts;
+  const int64_t outputs = conv.outputs;
+  const int64_t values = outputs * conv.channels * conv.kernel_h * conv.kernel_w;
+  std::optional<Tensor> sums;
+  std::optional<Tensor> partial;
+  if (with_sums) {
+    sums = new_dense(x, {splits, 2, outputs}, ScalarType::Double);
+    args.sums = static_cast<double*>(sums->data_ptr());
+  }
+  if (with_weight) {
+    partial = new_dense(x, {splits, values}, ScalarType::Float);
+    args.dweight = static_cast<float*>(partial->data_ptr());
+  }
+  launch(kernel, blocks, conv_accumulate_threads(workers), stream, args, options);
+  options.dependent = true;  // all that follow
+  const auto reduce = [&](Kernel by, const ReduceArgs& of) {
+    LaunchOptions dependent;
+    dependent.dependent = true;
+    launch(by, ceil_div(of.values, kConvReduceValues), kConvReduceThreads, stream, of, dependent);
+  };
+  if (with_sums) {
+    reduce(kernels.reduce_sums, {args.sums, to.dbeta, to.dgamma, 2 * outputs, outputs, splits,
+                                 to.dbias, args.variance, args.gamma, args.eps});
+  }
+  if (with_weight) {
+    reduce(kernels.reduce_weight, {args.dweight, to.dweight, nullptr, values, values, splits});
+  }
+}
+
+void launch_backward(const ConvBackwardKernels& kernels, bool training, const Tensor& x,
+                     const ConvGradientPlaces& to, ConvBackwardArgs& args) {
+  const OnDevice on_device(x.get_device_index());
+  const Stream stream = current_stream(x.get_device_index());
+  ConvDirectArgs& conv = args.conv;
+  LaunchOptions options;
+  options.shared_bytes = conv_accumulate_bytes(conv);
+  if (training || to.dweight == nullptr) {
+    accumulate(kernels, kernels.sums, true, false, x, to, args, options, stream);
+    if (training) {
+      args.dgamma = to.dgamma;
+      args.dbeta = to.dbeta;
+    }
+    if (to.dweight != nullptr) {
+      accumulate(kernels, kernels.weight, false, true, x, to, args, options, stream);
+    }
+  } else {
+    accumulate(kernels, kernels.sums_and_weight, true, true, x, to, args, options, stream);
+  }
+  if (args.dx == nullptr) return;
+  conv.slots = args.input_slots;
+  options.shared_bytes = conv_input_bytes(conv);
+  const int64_t blocks = std::min<int64_t>(args.pieces, kernels.multiprocessors);
+  for (args.group = 0; args.group < conv.groups; ++args.group) {
+    launch(kernels.input, blocks, kConvInputThreads, stream, args, options);
+  }
+}
+
 // Gradients of y = epilogue(z), z = gamma (c + bias - mean) / √(variance + eps) + beta and
 // c = conv2d(x, weight), where the epilogue is linear in z and its operands are a number a channel.
 // Without a variance, z = c + bias. In training mean and variance are those of c. x, weight, dy and
@@ -96,133 +237,33 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
                               const std::vector<Tensor>& operands,
                               const std::vector<double>& scalars) {
   check_conv(kernels.x, x, weight, padding);
-  const int device = x.get_device_index();
-  const auto check_tensor = [&](const Tensor& tensor, const char* name, ScalarType type) {
-    STD_TORCH_CHECK(
-        tensor.is_cuda() && tensor.get_device_index() == device && tensor.scalar_type() == type,
-        "fx_fuser: ", name, " must be of ", toString(type), " on cuda:", device);
-    return is_contiguous(tensor);
-  };
-  constexpr ScalarType kSums = ScalarType::Float;
-  const auto check_vector = [&](const Tensor& tensor, const char* name) {
-    const bool fits =
-        check_tensor(tensor, name, kSums) && tensor.dim() == 1 && tensor.size(0) == weight.size(0);
-    STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
-                    " is no contiguous vector of ", weight.size(0));
-    return static_cast<float*>(tensor.data_ptr());
-  };
-  const auto check_like = [&](const Tensor& tensor, const Tensor& like, const char* name,
-                              ScalarType type) {
-    bool fits = check_tensor(tensor, name, type) && tensor.dim() == 4;
-    for (int d = 0; fits && d < 4; ++d) fits = tensor.size(d) == like.size(d);
-    STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(tensor.sizes()),
-                    " is not contiguous and of ", to_string(like.sizes()));
-    return tensor.data_ptr();
-  };
-  if (!check_tensor(dy, "dy", kernels.x)) return false;
+  if (!check_gradient(dy, x.get_device_index(), "dy", kernels.x)) return false;
   if (!is_contiguous(x) || !is_contiguous(weight)) return false;
   auto args =
       conv_backward_geometry(conv_shape_of(x, weight, padding), static_cast<int>(x.element_size()),
                              to.dx.has_value(), kernels.multiprocessors);
   if (!args) return false;
   ConvDirectArgs& conv = args->conv;
-  STD_TORCH_CHECK(dy.dim() == 4 && dy.size(0) == conv.samples && dy.size(1) == conv.outputs &&
-                      dy.size(2) == conv.out_h && dy.size(3) == conv.out_w,
-                  "fx_fuser: dy of shape ", to_string(dy.sizes()),
-                  " is not of the convolution of x ", to_string(x.sizes()), " and weight ",
-                  to_string(weight.sizes()));
-  STD_TORCH_CHECK(
-      norm.mean.has_value() == norm.variance.has_value() && (norm.variance || !norm.gamma),
-      "fx_fuser: without mean and variance there is no normalisation");
-  STD_TORCH_CHECK(!norm.training || (norm.variance && !norm.bias && !to.dbias),
-                  "fx_fuser: in training there are a mean and a variance, without the bias");
+  check_backward(conv, dy, x, weight, norm, to);
   check_epilogue(kernels, dy, operands, scalars);
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const Tensor& tensor = operands[i];
-    conv.operand[i].data = tensor.data_ptr();
-    for (int64_t d = 0; d < tensor.dim(); ++d) {
-      if (tensor.size(d) == 1) continue;
-      if (tensor.dim() - d != 3) return false;  // not a number a channel
-      conv.operand[i].stride[1] = tensor.stride(d);
-    }
-  }
-  std::copy(scalars.begin(), scalars.end(), conv.scalar);
-
+  if (!set_epilogue(conv, operands, scalars)) return false;
   conv.x = x.data_ptr();
   conv.weight = weight.data_ptr();
   args->dy = dy.data_ptr();
-  if (norm.variance) {
-    args->mean = check_vector(*norm.mean, "mean");
-    args->variance = check_vector(*norm.variance, "variance");
-    args->eps = static_cast<float>(*norm.eps);
-    if (norm.bias) args->bias = check_vector(*norm.bias, "bias");
+  set_norm(*args, norm, weight);
+  ConvGradientPlaces places{};
+  places.dgamma = vector_of(to.dgamma, weight, "dgamma");
+  places.dbeta = vector_of(to.dbeta, weight, "dbeta");
+  if (to.dbias) places.dbias = vector_of(*to.dbias, weight, "dbias");
+  if (to.dx) args->dx = image_of(*to.dx, x, "dx", kernels.x);
+  if (to.dweight) {
+    places.dweight =
+        static_cast<float*>(image_of(*to.dweight, weight, "dweight", ScalarType::Float));
   }
-  if (norm.gamma) args->gamma = check_vector(*norm.gamma, "gamma");
-  float* to_dgamma = check_vector(to.dgamma, "dgamma");
-  float* to_dbeta = check_vector(to.dbeta, "dbeta");
-  float* to_dbias = to.dbias ? check_vector(*to.dbias, "dbias") : nullptr;
-  if (to.dx) args->dx = check_like(*to.dx, x, "dx", kernels.x);
-  auto* to_dweight =
-      static_cast<float*>(to.dweight ? check_like(*to.dweight, weight, "dweight", kSums) : nullptr);
   const bool even = conv.strip.size % 2 == 0 && conv.kernel_w % 2 == 1;
   args->pairs = even && conv.strips.size == 1 &&
                 reinterpret_cast<uintptr_t>(dy.data_ptr()) % (2 * dy.element_size()) == 0;
-
-  const OnDevice on_device(device);
-  const Stream stream = current_stream(device);
-  LaunchOptions options;
-  options.shared_bytes = conv_accumulate_bytes(conv);
-  const auto accumulate = [&](Kernel kernel, bool with_sums, bool with_weight) {
-    const int64_t parts = int64_t{conv.groups} * (with_weight ? args->tap_groups : 1);
-    const int64_t of_part = std::max<int64_t>(kernels.multiprocessors / parts, 1);
-    const int64_t blocks = std::min<int64_t>(of_part, conv.units) * parts;
-    const int workers = with_weight ? kConvWeightWorkers : kConvSumWorkers;
-    const int64_t splits = workers * blocks / parts;
-    std::optional<Tensor> sums;
-    std::optional<Tensor> partial;
-    if (with_sums) {
-      sums = new_dense(x, {splits, 2, conv.outputs}, ScalarType::Double);
-      args->sums = static_cast<double*>(sums->data_ptr());
-    }
-    if (with_weight) {
-      partial = new_dense(x, {splits, weight.numel()}, ScalarType::Float);
-      args->dweight = static_cast<float*>(partial->data_ptr());
-    }
-    launch(kernel, blocks, conv_accumulate_threads(workers), stream, *args, options);
-    options.dependent = true;  // all that follow
-    const auto reduce = [&](Kernel by, const ReduceArgs& of) {
-      LaunchOptions dependent;
-      dependent.dependent = true;
-      launch(by, ceil_div(of.values, kConvReduceValues), kConvReduceThreads, stream, of, dependent);
-    };
-    const int64_t outputs = conv.outputs;
-    if (with_sums) {
-      reduce(kernels.reduce_sums, {args->sums, to_dbeta, to_dgamma, 2 * outputs, outputs, splits,
-                                   to_dbias, args->variance, args->gamma, args->eps});
-    }
-    if (with_weight) {
-      reduce(kernels.reduce_weight,
-             {args->dweight, to_dweight, nullptr, weight.numel(), weight.numel(), splits});
-    }
-  };
-  if (norm.training || !to.dweight) {
-    accumulate(kernels.sums, true, false);
-    if (norm.training) {
-      args->dgamma = to_dgamma;
-      args->dbeta = to_dbeta;
-    }
-    if (to.dweight) accumulate(kernels.weight, false, true);
-  } else {
-    accumulate(kernels.sums_and_weight, true, true);
-  }
-  if (to.dx) {
-    conv.slots = args->input_slots;
-    options.shared_bytes = conv_input_bytes(conv);
-    const int64_t blocks = std::min<int64_t>(args->pieces, kernels.multiprocessors);
-    for (args->group = 0; args->group < conv.groups; ++args->group) {
-      launch(kernels.input, blocks, kConvInputThreads, stream, *args, options);
-    }
-  }
+  launch_backward(kernels, norm.training, x, places, *args);
   return true;
 }
 

@@ -340,6 +340,20 @@ __device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
   return __any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY);
 }
 
+// Of a thread's two rows of the weight, from their largest values, or what is known of those: where
+// a tile is done `again`, or a kernel ahead of this one has found them, it is the truth.
+__device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool again,
+                                            const float (&largest)[2], float (&scale)[2],
+                                            float (&unscale)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool is_true = again || args.weight_factors != nullptr;
+    const Scale found = Scale::of(largest_in_quad(largest[r]), is_true ? 0 : kHeadRoom);
+    scale[r] = found.scale;
+    unscale[r] = found.unscale;
+  }
+}
+
 // tile_epilogue(index, sum, imprecise, weights) for every tile of the block, sum[4i + 2r + t] being
 // the one of
 //   weight row 64 consumer + 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
@@ -408,13 +422,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
     look();
     float scale[2];
     float unscale[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool is_true = scheduler.again || args.weight_factors != nullptr;
-      const Scale found = Scale::of(largest_in_quad(largest[r]), is_true ? 0 : kHeadRoom);
-      scale[r] = found.scale;
-      unscale[r] = found.unscale;
-    }
+    find_scales(args, scheduler.again, largest, scale, unscale);
 
     ptx::pin(scale);
     float sum[64];
