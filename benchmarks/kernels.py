@@ -40,7 +40,7 @@ def linear_split(
     that splits hold badly the kernel remembers only that it met them: see `reset_fallback`.
 
     Args:
-        spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear_split_sm90.cuh.
+        spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear/linear_split_sm90.cuh.
         x: [*, K] or, with batches, [*, M, K].
         weight: [N, K] or, with batches, [*, N, K] of x's leading sizes. One that the copy engine
             does not take (it takes rows or columns that are 16-byte aligned) is copied; so is x
@@ -112,7 +112,7 @@ def linear_dense(
     """As `linear_split`, in bfloat16, float16 or, for float32 tensors, with TF32 products.
 
     Args:
-        spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear_dense_sm90.cuh. Its first
+        spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear/linear_dense_sm90.cuh. Its first
             input is the dtype of x, weight, bias and z. The epilogue sees z in float32, unrounded.
         x: [*, K], rows 16-byte aligned, evenly spaced and not overlapping.
         weight: [N, K], rows 16-byte aligned.
@@ -141,7 +141,7 @@ def conv_direct(
     In bfloat16 and float16 too, where the epilogue sees the convolution in float32, unrounded.
 
     Args:
-        spec: a kernel of the family CONV_DIRECT, see kernels_cu/conv_direct_sm90.cuh. Its first
+        spec: a kernel of the family CONV_DIRECT, see kernels_cu/conv/conv_direct_sm90.cuh. Its first
             input is the dtype of x, weight and c: float32, bfloat16 or float16.
         x: [N, C, H, W].
         weight: [O, C, kh, kw]. Stride and dilation are 1, there is one group.
@@ -223,7 +223,7 @@ def conv_direct_backward(
 
     Args:
         spec: a kernel of the family CONV_DIRECT_BACKWARD, see
-            kernels_cu/conv_direct_backward_sm90.cuh, with that epilogue.
+            kernels_cu/conv/conv_direct_backward_sm90.cuh, with that epilogue.
         dy: contiguous, of x's dtype.
         x, weight, padding: as `conv_direct`'s.
         norm: None: z is the convolution.

@@ -326,7 +326,7 @@ def by_parts(failures: list[str]) -> None:
                 if not error <= 1e-6:
                     failures.append(f"{what}: {name} off by {error:.2e}")
             copied = 0 if k % 4 == 0 else b.nbytes + (1 << 20)
-            # kMostSplitBytes of kernels_cu/shim_split_part.h, and what a part's kernels share.
+            # kMostSplitBytes of kernels_cu/host/split_part.h, and what a part's kernels share.
             if held > (112 << 20) + copied:
                 failures.append(f"{what}: {held >> 20} MiB beside the result")
             for name, whole_frame, value in (("out", frame, out), ("z", z_frame, z)):

@@ -1,6 +1,6 @@
 """Kernels with example epilogues, and every one for every architecture:  python -m fx_fuser.build
 
-Tests and benchmarks launch these kernels; the epilogues are in kernels_cu/examples.cuh.
+Tests and benchmarks launch these kernels; the epilogues are in kernels_cu/common/examples.cuh.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def example(
     *inputs: torch.dtype,
 ) -> KernelSpec:
     """A kernel with an epilogue of examples.cuh, of which `functor` is the name."""
-    include = '#include "examples.cuh"'
+    include = '#include "common/examples.cuh"'
     name = f"fx_fuser::examples::{functor}"
     return KernelSpec(family, name, include, scalars, acc, out, inputs)
 

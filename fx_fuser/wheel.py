@@ -49,7 +49,7 @@ def portable_shim(target: Path) -> None:
     Raises:
         BuildError: it does not compile, or asks for more than its tag promises.
     """
-    portable = binaries.KERNELS / "portable"
+    portable = binaries.KERNELS / "host/portable"
     command = binaries.shim_command(compilers.of_shim(), ("-s", "-I", str(portable)))
     paths = {"source": str(portable / "shim.cpp"), "target": str(target)}
     done = subprocess.run(

@@ -99,7 +99,7 @@ def test_a_family_says_where_it_runs(monkeypatch):
 def test_the_limits_are_those_of_the_kernels(constant, limit):
     assert (
         f"constexpr int {constant} = {limit};"
-        in (binaries.KERNELS / "pointwise_args.h").read_text()
+        in (binaries.KERNELS / "common/operands.h").read_text()
     )
 
 

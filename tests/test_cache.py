@@ -111,7 +111,7 @@ def test_the_key_holds_text_arch_and_headers(fake, tmp_path, monkeypatch):
         binaries.cubin("// a", "sm_80"),
     }
     before = binaries.fingerprint()
-    with (headers / "pointwise.cuh").open("a") as header:
+    with (headers / "pointwise/pointwise.cuh").open("a") as header:
         header.write("// changed\n")
     paths.add(binaries.cubin("// a", ARCH))
     assert len(paths) == 4

@@ -213,8 +213,8 @@ def test_nvrtcs_log_tells_of_spills(real_nvrtc):
 
 # The sums are read before the product is waited for.
 SERIALISED = """
-#include "ptx_sm90.cuh"
-#include "wgmma_sm90.cuh"
+#include "common/ptx_sm90.cuh"
+#include "common/wgmma_sm90.cuh"
 extern "C" __global__ void __launch_bounds__(128, 1) hasty(float* out, uint64_t a, uint64_t b) {
   using fx_fuser::ptx::Wgmma;
   float sum[8] = {};

@@ -12,7 +12,7 @@ import torch
 
 from fx_fuser.native import binaries, compilers
 
-HEADER = binaries.KERNELS / "shim_driver.h"
+HEADER = binaries.KERNELS / "host/driver.h"
 # Ours, and cuda.h's.
 NUMBERS = {
     "kDeviceMultiprocessors": "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT",
@@ -48,7 +48,7 @@ def functions() -> list[tuple[str, int]]:
 
 
 def checks() -> str:
-    lines = ["#include <cuda.h>", '#include "shim_driver.h"', "using namespace fx_fuser;"]
+    lines = ["#include <cuda.h>", '#include "host/driver.h"', "using namespace fx_fuser;"]
     lines += [f"static_assert(long({ours}) == long({its}));" for ours, its in NUMBERS.items()]
     lines += [
         "static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));",

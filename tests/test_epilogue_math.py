@@ -116,7 +116,7 @@ FUNCTION(__fmaf_rn, float, (float a, float b, float c), fmaf(a, b, c))
 FUNCTION(__fma_rn, double, (double a, double b, double c), fma(a, b, c))
 FUNCTION(rsqrt, float, (float a), 1 / sqrtf(a))
 FUNCTION(rsqrt, double, (double a), 1 / sqrt(a))
-#include "epilogue_math.cuh"
+#include "common/epilogue_math.cuh"
 """
 _FUNCTION = """
 extern "C" void {name}(const {acc}* const* in, const {acc}* scalar, {acc}* out, long count) {{

@@ -363,7 +363,7 @@ def test_editing_a_source_changes_the_cache_tag(
     before = backend._cache_tag()
     file = package / edited
     if file.is_dir():
-        file = sorted(file.glob("*.cu*"))[0]
+        file = sorted(file.rglob("*.cu*"))[0]
     file.write_text(file.read_text() + "\n// edited\n")
     assert backend._cache_tag() != before
 

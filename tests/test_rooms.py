@@ -1,8 +1,10 @@
-"""Imports among fx_fuser's rooms go one way."""
+"""Imports among fx_fuser's rooms go one way, and so do includes among those of kernels_cu. And no
+file is long, and no function."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,15 @@ FLOORS = (
     ("backend", "__init__", "explain", "testing", "cache", "build", "wheel"),
 )
 FLOOR_OF = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+# What the rooms of kernels_cu include: the host, of other rooms, only what both sides share.
+CUDA_ROOMS = {
+    "common": ("common/",),
+    "pointwise": ("pointwise/", "common/"),
+    "linear": ("linear/", "common/"),
+    "conv": ("conv/", "common/"),
+    "host": ("host/", r"(common|pointwise|linear|conv)/\w+\.h$"),
+    "nvrtc": (),
+}
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
@@ -85,6 +96,69 @@ def module_edges(root: Path) -> dict[str, set[str]]:
     return edges
 
 
+def includes(kernels: Path) -> dict[str, set[str]]:
+    """What each CUDA source below kernels_cu includes, but for headers of others."""
+    sources = (path for path in kernels.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp"))
+    return {
+        path.relative_to(kernels).as_posix(): set(
+            re.findall(r'^ *# *include *"(.*)"', path.read_text(), re.MULTILINE)
+        )
+        for path in sources
+    }
+
+
+def back_includes(kernels: Path) -> list[str]:
+    return [
+        f"{name} includes {target}"
+        for name, targets in includes(kernels).items()
+        for target in targets
+        if not any(re.match(allowed, target) for allowed in CUDA_ROOMS[name.split("/")[0]])
+    ]
+
+
+def files(*suffixes: str) -> Iterator[Path]:
+    """Those that this repository's people wrote."""
+    for folder in ("fx_fuser", "patterns", "kernels_cu", "benchmarks", "tests", "docs"):
+        found = (path for path in (ROOT.parent / folder).rglob("*") if path.suffix in suffixes)
+        yield from (path for path in found if "results" not in path.parts)
+    yield from (ROOT.parent / name for name in ("README.md", "demo.py") if name.endswith(suffixes))
+
+
+def python_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of each."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1
+
+
+# Comments, texts and directives with the lines that these go on with: no brace there counts.
+_NO_CODE = re.compile(
+    r"""//[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
+    re.MULTILINE,
+)
+_HOLDS_FUNCTIONS = re.compile(
+    r"(template\s*<.*>\s*)?(namespace|struct|class|union|enum)\b|extern$", re.DOTALL
+)
+
+
+def cuda_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Head and number of lines of each function: of a block that only types and namespaces hold."""
+    text = _NO_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    heads: list[tuple[str, int]] = []  # of the blocks that are open, and where each begins
+    start = 0  # of the next head
+    for found in re.finditer(r"[{};]|\b(public|private|protected):", text):
+        if found[0] == "{":
+            head = text[start : found.start()]
+            heads.append((head.strip(), start + len(head) - len(head.lstrip())))
+        elif found[0] == "}":
+            head, begin = heads.pop()
+            inside = any(not _HOLDS_FUNCTIONS.match(outer) for outer, _ in heads)
+            if not inside and not _HOLDS_FUNCTIONS.match(head):
+                yield " ".join(head.split()), text.count("\n", begin, found.end()) + 1
+        start = found.end()
+    assert not heads
+
+
 def test_every_module_has_a_floor() -> None:
     assert {name.split(".")[0] for name, _ in modules(ROOT)} == set(FLOOR_OF)
 
@@ -117,15 +191,82 @@ def test_a_circle_is_noticed() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
+def test_includes_name_a_room_and_go_down() -> None:
+    kernels = ROOT / "kernels_cu"
+    assert {name.split("/")[0] for name in includes(kernels)} == set(CUDA_ROOMS)
+    assert not back_includes(kernels)
+    assert not circle(includes(kernels))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("common/split_sm90.cuh", "linear/linear_split_args.h"),
+        ("linear/linear_split_args.h", "pointwise/pointwise_args.h"),
+        ("conv/conv_direct_args.h", "host/device.h"),
+        ("host/split_operands.h", "common/copy_rows.cuh"),
+        ("host/linear.h", "split_call.h"),
+    ],
+)
+def test_a_back_include_is_noticed(tmp_path: Path, source: str, target: str) -> None:
+    (tmp_path / source).parent.mkdir()
+    (tmp_path / source).write_text(f'#pragma once\n\n#include <cstdint>\n#include "{target}"\n')
+    assert back_includes(tmp_path) == [f"{source} includes {target}"]
+
+
 def test_no_file_is_longer_than_500_lines() -> None:
     """The log of what was tried, which only grows, aside."""
-    folders = ("fx_fuser", "patterns", "kernels_cu", "benchmarks", "tests", "docs")
-    suffixes = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
-    files = [path for folder in folders for path in (ROOT.parent / folder).rglob("*")]
-    long = [
+    found = files(".py", ".cu", ".cuh", ".h", ".cpp", ".md")
+    assert not [
         str(path)
-        for path in [*files, ROOT.parent / "README.md", ROOT.parent / "demo.py"]
-        if path.suffix in suffixes and path.name != "NOTES.md" and path.is_file()
-        if "results" not in path.parts and len(path.read_text().splitlines()) > 500
+        for path in found
+        if path.name != "NOTES.md" and len(path.read_text().splitlines()) > 500
     ]
-    assert not long
+
+
+def test_no_function_is_longer_than_100_lines() -> None:
+    python = [(path, python_functions(path.read_text())) for path in files(".py")]
+    cuda = [(path, cuda_functions(path.read_text())) for path in files(".cu", ".cuh", ".h", ".cpp")]
+    found = [(str(path), *one) for path, of_file in python + cuda for one in of_file]
+    assert len(found) > 3000
+    assert not [(path, name, lines) for path, name, lines in found if lines > 100]
+
+
+CUDA = r"""
+#define TWO(name) \
+  void name() {   \
+  }
+namespace a::b {
+constexpr int kThree[] = {1, 2,
+                          3};
+template <class T>
+struct Four : Base<T> {
+  int five;
+  static void six(int by) {  // {
+    for (int i = 0; i < by; ++i) five += '{' + [&] { return 1; }();
+  }
+
+ private:
+  const char* seven() const { return "}"; }
+};
+}  // namespace a::b
+extern "C" {
+extern "C" __global__ void eight(
+    float* to) {
+  if (to) {
+    *to = 8;
+  }
+}
+}
+"""
+
+
+def test_lines_of_functions_are_counted() -> None:
+    assert [(head.split("(")[0].split()[-1], lines) for head, lines in cuda_functions(CUDA)] == [
+        ("=", 2),
+        ("six", 3),
+        ("seven", 1),
+        ("eight", 6),
+    ]
+    python = "class A:\n  @cache\n  def b(self):\n    def c():\n      pass\n    return c\n"
+    assert list(python_functions(python)) == [("b", 4), ("c", 2)]

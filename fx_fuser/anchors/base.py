@@ -119,7 +119,7 @@ class Anchor(ABC):
     def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """The main operation, by the library's own kernels: the products, real memory.
 
-        On CUDA the kernel op does not come here (kernels_cu/shim_linear.h, shim_conv.h).
+        On CUDA the kernel op does not come here (kernels_cu/host/linear.h, conv.h).
         """
 
     @abstractmethod

@@ -23,4 +23,4 @@ class MatMul(Linear):
         return multiply(matrix(x).t(), matrix(dz).t())
 
     def _dense(self, case: Case) -> str | None:
-        return None  # it reads rows of K (kernels_cu/linear_dense_sm90.cuh)
+        return None  # it reads rows of K (kernels_cu/linear/linear_dense_sm90.cuh)

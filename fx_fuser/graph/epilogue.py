@@ -11,7 +11,7 @@ opened or associated otherwise, since floating point has no such algebra (`fx_fu
 The text above, with "; " for line ends, is what ops are given, so below the matcher nothing knows a
 pattern. It has two readings, written side by side in the table `OPS`: torch ops (the CPU kernel,
 the reference of the tests and, by `torch.autograd.grad`, the pointwise backward) and CUDA text
-(`kernels_cu/epilogue_math.cuh`).
+(`kernels_cu/common/epilogue_math.cuh`).
 """
 
 from __future__ import annotations
@@ -414,7 +414,7 @@ def kernel_spec(
 
     tensors: leaf → dtype, in the order the kernel takes them, the anchor's value first.
     numbers: leaves that are numbers at call time, in the order they are passed. acc: dtype of the
-    arithmetic. The functor contract is that of `kernels_cu/pointwise.cuh`.
+    arithmetic. The functor contract is that of `kernels_cu/pointwise/pointwise.cuh`.
     """
     names = {name: f"in[{i}]" for i, name in enumerate(tensors)}
     names |= {name: f"scalar[{i}]" for i, name in enumerate(numbers)}

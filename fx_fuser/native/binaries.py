@@ -34,15 +34,22 @@ def arch_of(device: torch.device | int | None = None) -> str:
 
 
 def _kernel_sources() -> list[Path]:
-    return sorted(
-        path for path in KERNELS.iterdir() if path.suffix in (".cu", ".cuh", ".cpp", ".h")
-    )
+    """Those of all rooms of kernels_cu. What only NVRTC sees is in `compilers.nvrtc_headers`."""
+    suffixes = (".cu", ".cuh", ".cpp", ".h")
+    found = (path for path in KERNELS.rglob("*") if path.suffix in suffixes)
+    return sorted(path for path in found if path.relative_to(KERNELS).parts[0] != "nvrtc")
+
+
+def _name(path: Path) -> str:
+    """Of ours the path below kernels_cu or the package, wherever that is; of others the file's."""
+    roots = (root for root in (KERNELS, PACKAGE) if path.is_relative_to(root))
+    return next((path.relative_to(root).as_posix() for root in roots), path.name)
 
 
 def _hash_files(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(f"{_name(path)}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -80,7 +87,7 @@ def shim_command(host: Host, more: Sequence[str] = ()) -> tuple[str, ...]:
 def _shim_job(host: Host) -> Job:
     command = shim_command(host)
     key = _key("shim", *command, host.version, torch.__version__)
-    return Job(key, (KERNELS / "shim.cpp").read_text(), ".cpp", ".so", command)
+    return Job(key, (KERNELS / "host/shim.cpp").read_text(), ".cpp", ".so", command)
 
 
 def cubin(source: str, arch: str) -> Path:
@@ -129,4 +136,4 @@ def shim() -> Path:
 
 def batch_stats_source() -> str:
     """The source of the batch-statistics kernels, for `cubin`."""
-    return (KERNELS / "batch_stats.cu").read_text()
+    return (KERNELS / "pointwise/batch_stats.cu").read_text()

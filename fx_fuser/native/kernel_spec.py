@@ -26,14 +26,14 @@ CUDA_TYPES = {
 }
 
 # What a kernel's argument block has room for: kMaxInputs, the anchor's value among them, and
-# kMaxScalars of kernels_cu/pointwise_args.h.
+# kMaxScalars of kernels_cu/common/operands.h.
 MAX_TENSORS = 16
 MAX_NUMBERS = 8
 
 
 @dataclass(frozen=True)
 class Family:
-    """A main loop. header: in kernels_cu; macro: of the header, instantiates the kernels.
+    """A main loop. header: below kernels_cu; macro: of the header, instantiates the kernels.
 
     loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only one that they
     exist for, or None if they run everywhere.
@@ -45,17 +45,19 @@ class Family:
     arch: str | None = None
 
 
-POINTWISE = Family("pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointwise")
+POINTWISE = Family("pointwise/pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointwise")
 LINEAR_SPLIT = Family(
-    "linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split", "sm_90a"
+    "linear/linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split", "sm_90a"
 )
-LINEAR_DENSE = Family("linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
+LINEAR_DENSE = Family("linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
 LINEAR_EXACT = Family(
-    "linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"
+    "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"
 )
-CONV_DIRECT = Family("conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", "load_conv_direct", "sm_90a")
+CONV_DIRECT = Family(
+    "conv/conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", "load_conv_direct", "sm_90a"
+)
 CONV_DIRECT_BACKWARD = Family(
-    "conv_direct_backward_sm90.cuh",
+    "conv/conv_direct_backward_sm90.cuh",
     "FX_FUSER_CONV_DIRECT_BACKWARD",
     "load_conv_direct_backward",
     "sm_90a",

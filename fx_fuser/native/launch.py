@@ -22,7 +22,7 @@ def pointwise(
     """out = epilogue(inputs, scalars), elementwise; the inputs broadcast to out's shape.
 
     Args:
-        spec: a kernel of the family POINTWISE, see kernels_cu/pointwise.cuh.
+        spec: a kernel of the family POINTWISE, see kernels_cu/pointwise/pointwise.cuh.
         out: a dense CUDA tensor of the dtype that `spec` names. May be `inputs[0]` itself.
         inputs: the anchor's value first, then the operands; on out's device, of the dtypes that
             `spec` names, with any strides.
@@ -59,7 +59,7 @@ def conv_direct_cut(
 ) -> list[int]:
     """How `conv_direct` cuts a convolution of these sizes into units; empty if it does not take it.
 
-    Needs no GPU. Of the numbers see kernels_cu/shim_conv_direct.h.
+    Needs no GPU. Of the numbers see kernels_cu/host/conv_direct.h.
 
     Args:
         padding: [left, right, top, bottom].
@@ -88,7 +88,7 @@ def conv_direct_backward_cut(
 ) -> list[int]:
     """How `conv_direct_backward` cuts a convolution; empty if it does not take it. Needs no GPU.
 
-    Of the numbers see kernels_cu/shim_conv_direct_backward.h.
+    Of the numbers see kernels_cu/host/conv_direct_backward.h.
 
     Args:
         padding: [left, right, top, bottom].

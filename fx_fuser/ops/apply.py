@@ -88,7 +88,7 @@ def finish(
     s: Sequence[float],
     out: Tensor,
 ) -> None:
-    """out ← epilogue(z(products)), on a CPU; on CUDA it is kernels_cu/shim_pointwise.h."""
+    """out ← epilogue(z(products)), on a CPU; on CUDA it is kernels_cu/host/pointwise.h."""
     acc = accumulator_of(epilogue, (*products, *t), out.dtype)
     z = z_in_torch(anchor, operands, products, config, acc)
     out.copy_(in_torch(epilogue, z, t, s, out.dtype))
@@ -113,7 +113,7 @@ def spec_of(
     """The kernel that reads these leaves, then t and s.
 
     It takes the tensors in this order, and of the numbers those among the leaves, s, and those of t
-    that are 0-d CPU tensors: the order of kernels_cu/shim_linear.h and shim_conv.h.
+    that are 0-d CPU tensors: the order of kernels_cu/host/linear.h and conv.h.
     """
     tensors = {n: v.dtype for n, v in leaves.items() if isinstance(v, Tensor)}
     numbers = [n for n, v in leaves.items() if not isinstance(v, Tensor)]

@@ -82,7 +82,7 @@ def _define_kernel(anchor: Anchor) -> None:
         f"{name}({anchor.schema}, {_EPILOGUE_SCHEMA}, str[] kernels, ScalarType out, bool save) "
         f"-> ({returns})"
     )
-    # Those on CUDA are in kernels_cu/shim_linear.h and shim_conv.h: in Python a call took 100 us.
+    # Those on CUDA are in kernels_cu/host/linear.h and conv.h: in Python a call took 100 us.
     _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
     fake = functools.partial(_kernel, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
@@ -143,7 +143,7 @@ def _define_backward_from_dy(anchor: Conv2d) -> None:
 
     epilogue: dz from dy, which it calls z (`fx_fuser.graph.epilogue.linear_backward`).
 
-    On CUDA it is in kernels_cu/shim_conv_backward.h, and the one in torch for what that refuses.
+    On CUDA it is in kernels_cu/host/conv_backward.h, and the one in torch for what that refuses.
     """
     name = f"{anchor.kind}_backward"
     schema = (
@@ -467,7 +467,7 @@ for _anchor in ANCHORS.values():
 
 
 def contract() -> list[str]:
-    """What kernels_cu/shim.cpp assumes of this side, a fact a line; compared when it is loaded."""
+    """What kernels_cu/host/ assumes of this side, a fact a line; compared when it is loaded."""
     names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", "exact_product"]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]

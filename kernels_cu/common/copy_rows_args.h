@@ -1,0 +1,28 @@
+// What the host tells the kernel that copies rows. The shim fills it, copy_rows.cuh reads it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/divisor.h"
+
+namespace fx_fuser {
+
+constexpr int kCopyThreads = 256;
+constexpr int kCopyInFlight = 4;
+
+// [outer, inner, rows, columns]; `from` with any strides, rows of `to` `pitch` apart.
+struct CopyRowsArgs {
+  const float* from;
+  float* to;
+  int64_t stride_outer;
+  int64_t stride_inner;
+  int64_t stride_row;
+  int64_t stride_column;
+  Divisor<uint64_t> pitch;
+  Divisor<uint64_t> rows;
+  Divisor<uint64_t> inner;
+  uint64_t columns;
+  uint64_t count;  // elements of `to`
+};
+
+}  // namespace fx_fuser

@@ -1,0 +1,294 @@
+// The functions an epilogue may call. Each has the meaning of the PyTorch operator of its name,
+// NaN included, in Acc = float or double, with the accurate (never the fast-math) library routines.
+//
+// Arithmetic goes through add, sub, mul and div, whose roundings nvcc leaves where they are: from
+// `z * 10 - inf` with + and * it makes one fma, which is -inf for a z whose product overflows,
+// where torch, with a kernel each, has NaN. Where one kernel of torch's is an fma, so is it here.
+#pragma once
+
+#include "common/convert.cuh"
+
+namespace fx_fuser::math {
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+
+__device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ double sub(double a, double b) { return __dsub_rn(a, b); }
+
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double mul(double a, double b) { return __dmul_rn(a, b); }
+
+__device__ __forceinline__ float div(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ double div(double a, double b) { return __ddiv_rn(a, b); }
+
+__device__ __forceinline__ float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ __forceinline__ double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
+
+template <class Acc>
+__device__ __forceinline__ Acc neg(Acc x) {
+  return -x;
+}
+
+// a + alpha * b, which nvcc made an fma of in torch's kernel.
+template <class Acc>
+__device__ __forceinline__ Acc add(Acc a, Acc b, Acc alpha) {
+  return fma(alpha, b, a);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc sub(Acc a, Acc b, Acc alpha) {
+  return fma(-alpha, b, a);
+}
+
+// As torch divides by what is a number on the host.
+template <class Acc>
+__device__ __forceinline__ Acc div_by_number(Acc a, Acc n) {
+  return mul(a, Acc(1) / n);
+}
+
+// a + value * b * c, as aten/src/ATen/native/cuda/DeviceAddCmulCdiv.cuh has it.
+template <class Acc>
+__device__ __forceinline__ Acc addcmul(Acc a, Acc b, Acc c, Acc value) {
+  return value == Acc(1) ? fma(b, c, a) : fma(value, mul(b, c), a);
+}
+
+// a + value * b / c, of which torch makes an fma unless the value is one.
+template <class Acc>
+__device__ __forceinline__ Acc addcdiv(Acc a, Acc b, Acc c, Acc value) {
+  return value == Acc(1) ? add(a, div(b, c)) : fma(value, div(b, c), a);
+}
+
+// From the nearer end; nvcc made an fma of each in torch's kernel.
+template <class Acc>
+__device__ __forceinline__ Acc lerp(Acc start, Acc end, Acc weight) {
+  const Acc distance = sub(end, start);
+  return ::fabs(weight) < Acc(0.5) ? fma(weight, distance, start)
+                                   : fma(-distance, sub(Acc(1), weight), end);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc reciprocal(Acc x) {
+  return div(Acc(1), x);
+}
+
+// Zero of NaN and of both zeros.
+template <class Acc>
+__device__ __forceinline__ Acc sign(Acc x) {
+  return Acc((x > Acc(0)) - (x < Acc(0)));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc exp(Acc x) {
+  return ::exp(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc exp2(Acc x) {
+  return ::exp2(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc expm1(Acc x) {
+  return ::expm1(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc log1p(Acc x) {
+  return ::log1p(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc log2(Acc x) {
+  return ::log2(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc sin(Acc x) {
+  return ::sin(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc cos(Acc x) {
+  return ::cos(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc erfc(Acc x) {
+  return ::erfc(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc log(Acc x) {
+  return ::log(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc sqrt(Acc x) {
+  return ::sqrt(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc rsqrt(Acc x) {
+  return ::rsqrt(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc abs(Acc x) {
+  return ::fabs(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc tanh(Acc x) {
+  return ::tanh(x);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc erf(Acc x) {
+  return ::erf(x);
+}
+
+// 4 / (1 + exp(-x)), the division to one ulp (PTX ISA, rcp.approx): an IEEE division costs ten
+// times as much, and made epilogues with a sigmoid compute-bound. Of a quarter of the denominator,
+// which is exact: .ftz flushes results below 2^-126, and no other than zero is. rcp.approx without
+// .ftz takes six instructions more.
+__device__ __forceinline__ float four_sigmoids(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fma(::exp(-x), 0.25f, 0.25f)));
+  return y;
+}
+
+// Subnormal where torch's is: sigmoid(-88).
+__device__ __forceinline__ float sigmoid(float x) { return mul(four_sigmoids(x), 0.25f); }
+__device__ __forceinline__ double sigmoid(double x) { return 1.0 / add(1.0, ::exp(-x)); }
+
+// torch's x / (1 + exp(-x)): NaN of -inf, and not rounded where sigmoid(x) is subnormal.
+__device__ __forceinline__ float silu(float x) { return mul(mul(x, 0.25f), four_sigmoids(x)); }
+__device__ __forceinline__ double silu(double x) { return x / add(1.0, ::exp(-x)); }
+
+// The comparison is false for NaN, which therefore passes through.
+template <class Acc>
+__device__ __forceinline__ Acc relu(Acc x) {
+  return x <= Acc(0) ? Acc(0) : x;
+}
+
+// fmin and fmax return the operand that is a number; torch's minimum and maximum return the NaN.
+template <class Acc>
+__device__ __forceinline__ Acc minimum(Acc a, Acc b) {
+  return (a < b || a != a) ? a : b;
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc maximum(Acc a, Acc b) {
+  return (a > b || a != a) ? a : b;
+}
+
+// lower > upper gives upper, as torch.clamp does.
+template <class Acc>
+__device__ __forceinline__ Acc clamp(Acc x, Acc lower, Acc upper) {
+  return minimum(maximum(x, lower), upper);
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc where(Acc condition, Acc a, Acc b) {
+  return condition != Acc(0) ? a : b;
+}
+
+// PyTorch computes these exponents without pow; the branches vanish where c is a literal.
+template <class Acc>
+__device__ __forceinline__ Acc pow(Acc x, Acc c) {
+  if (c == Acc(2)) return mul(x, x);
+  if (c == Acc(3)) return mul(mul(x, x), x);
+  if (c == Acc(0.5)) return ::sqrt(x);
+  if (c == Acc(-0.5)) return ::rsqrt(x);
+  if (c == Acc(-1)) return div(Acc(1), x);
+  if (c == Acc(-2)) return div(Acc(1), mul(x, x));
+  return ::pow(x, c);
+}
+
+// x * Phi(x)
+template <class Acc>
+__device__ __forceinline__ Acc gelu(Acc x) {
+  constexpr Acc kSqrtHalf = Acc(0.70710678118654752440);
+  return mul(mul(x, Acc(0.5)), add(Acc(1), ::erf(mul(x, kSqrtHalf))));
+}
+
+// F.gelu(x, approximate="tanh")
+template <class Acc>
+__device__ __forceinline__ Acc gelu_tanh(Acc x) {
+  constexpr Acc kSqrtTwoOverPi = Acc(0.79788456080286535588);
+  const Acc cube = mul(mul(x, x), x);
+  const Acc inner = mul(kSqrtTwoOverPi, add(x, mul(Acc(0.044715), cube)));
+  return mul(mul(Acc(0.5), x), add(Acc(1), ::tanh(inner)));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc softplus(Acc x, Acc beta, Acc threshold) {
+  const Acc scaled = mul(x, beta);
+  return scaled > threshold ? x : div(::log1p(::exp(scaled)), beta);
+}
+
+// 6 times relu6(x + 3) / 6: NaN of NaN, since `maximum` and `minimum` keep it.
+template <class Acc>
+__device__ __forceinline__ Acc six_hardsigmoids(Acc x) {
+  return clamp(add(x, Acc(3)), Acc(0), Acc(6));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc hardsigmoid(Acc x) {
+  return mul(six_hardsigmoids(x), Acc(1.0 / 6.0));
+}
+
+// In torch's order: infinite from a sixth of the largest number on, NaN of -inf.
+template <class Acc>
+__device__ __forceinline__ Acc hardswish(Acc x) {
+  return mul(mul(x, six_hardsigmoids(x)), Acc(1.0 / 6.0));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc leaky_relu(Acc x, Acc negative_slope) {
+  return x > Acc(0) ? x : mul(x, negative_slope);
+}
+
+// With scale and input_scale it is selu and celu too.
+template <class Acc>
+__device__ __forceinline__ Acc elu(Acc x, Acc alpha, Acc scale, Acc input_scale) {
+  return x > Acc(0) ? mul(x, scale) : mul(::expm1(mul(x, input_scale)), mul(alpha, scale));
+}
+
+// exp may be infinite, of which tanh is one.
+template <class Acc>
+__device__ __forceinline__ Acc mish(Acc x) {
+  return mul(x, ::tanh(::log1p(::exp(x))));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc logsigmoid(Acc x) {
+  return sub(x < Acc(0) ? x : Acc(0), ::log1p(::exp(-::fabs(x))));
+}
+
+// The comparisons of these three are false for NaN, which therefore passes through.
+template <class Acc>
+__device__ __forceinline__ Acc threshold(Acc x, Acc bound, Acc value) {
+  return x <= bound ? value : x;
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc hardshrink(Acc x, Acc lambda) {
+  return x >= -lambda && x <= lambda ? Acc(0) : x;
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc softshrink(Acc x, Acc lambda) {
+  if (x > lambda) return sub(x, lambda);
+  if (x < -lambda) return add(x, lambda);
+  return x != x ? x : Acc(0);
+}
+
+// A cast inside an epilogue: the value takes T's precision or range, the type stays Acc.
+template <class T, class Acc>
+__device__ __forceinline__ Acc round_to(Acc x) {
+  return convert<Acc>(convert<T>(x));
+}
+
+}  // namespace fx_fuser::math

@@ -1,0 +1,23 @@
+// What an epilogue reads, in the argument blocks of all kernels.
+#pragma once
+
+#include <cstdint>
+
+namespace fx_fuser {
+
+constexpr int kMaxInputs = 16;
+constexpr int kMaxScalars = 8;
+
+// Elements a thread handles at once: what fills 16 bytes of the wider of result and anchor.
+constexpr int vector_width(int out_size, int anchor_size) {
+  return 16 / (out_size > anchor_size ? out_size : anchor_size);
+}
+
+// How an operand meets one vector, that is V consecutive elements of out's memory.
+enum class Mode : uint8_t {
+  kVector,   // V consecutive, aligned elements
+  kSplat,    // one element, V times
+  kStrided,  // V elements, `stride[0]` apart
+};
+
+}  // namespace fx_fuser

@@ -1,0 +1,129 @@
+// Of the direct convolution's backward: gradients as a thread reads them, and as factors of the
+// weight gradient's products, scaled to 16 bits.
+#pragma once
+
+#include "conv/conv_direct_gradients_sm90.cuh"
+
+namespace fx_fuser::conv_direct {
+
+// How a thread's pairs of positions are read.
+enum class Rows {
+  kPairs,   // whole pairs are elements that are neighbours and aligned
+  kStrip,   // elements of one strip, so that all are neighbours
+  kStrips,  // elements of a strip among others
+};
+
+// Where a thread's first channel has a unit's gradients.
+template <class X>
+struct Gradients {
+  const Stored<X>* row;  // the unit's first element or, in strips, the strip's first
+  uint32_t limit;        // of its elements in a table of places
+};
+
+// A thread's gradients of a tile, laid out as its sums, for `values_of`; zeros where there is no
+// element. Returns which of its positions 8i + 2c + t are elements, as bits 2i + t.
+template <class X, Rows kRows>
+__device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
+                                                   const Gradients<X>& gradients, int index,
+                                                   const bool (&is_output)[2], const uint4* place,
+                                                   Loaded<X> (&dy)[32]) {
+  Unit unit;  // of index `index`; to keep it would take registers
+  if constexpr (kRows == Rows::kStrips) unit = Unit::at(args, index);
+  const auto eight_planes =
+      8 * static_cast<uint32_t>(args.out_h) * static_cast<uint32_t>(args.out_w);
+  uint32_t valid = 0;
+#pragma unroll
+  for (int quad = 0; quad < 2; ++quad) {
+    const uint4 loaded = place[quad * 4];
+    const uint32_t word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = quad * 4 + i;
+      uint32_t at[2] = {word[i] & 0xFFFF, word[i] >> 16};
+      bool is_valid[2];
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        is_valid[t] = at[t] < gradients.limit;
+        if constexpr (kRows == Rows::kStrips) {
+          const int element = unit.first + static_cast<int>(at[t] / 4);
+          const int in_row = Unit::row_of(args, element);
+          const int column = element - in_row * static_cast<int>(args.strip.size);
+          at[t] = 4 * static_cast<uint32_t>(in_row * args.out_w + column);
+          is_valid[t] = is_valid[t] && unit.column + column < args.out_w;
+        }
+        valid |= static_cast<uint32_t>(is_valid[t]) << (2 * n + t);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const auto* bytes =
+            reinterpret_cast<const uint8_t*>(gradients.row + (r == 1 ? eight_planes : 0));
+        Loaded<X>* to = &dy[4 * n + 2 * r];
+        if constexpr (kRows == Rows::kPairs && kSplits<X>) {
+          const float2 both =
+              load_if(is_output[r] && is_valid[0], reinterpret_cast<const float2*>(bytes + at[0]));
+          to[0] = both.x;
+          to[1] = both.y;
+        } else if constexpr (kRows == Rows::kPairs) {
+          to[0] = load_if(is_output[r] && is_valid[0],
+                          reinterpret_cast<const uint32_t*>(bytes + (at[0] >> kPlaceShift<X>)));
+          to[1] = 0;
+        } else {
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            to[t] = load_if(is_output[r] && is_valid[t],
+                            reinterpret_cast<const Stored<X>*>(bytes + (at[t] >> kPlaceShift<X>)));
+          }
+        }
+      }
+    }
+  }
+  return valid;
+}
+
+// The larger of the lanes with the same channels or positions, that is of each four.
+__device__ __forceinline__ float largest_of_quad(float mine) {
+  mine = fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 1));
+  return fmaxf(mine, __shfl_xor_sync(0xFFFFFFFF, mine, 2));
+}
+
+// Powers of two for a tile of dc as factors: of the thread's two channels.
+template <class X>
+__device__ __forceinline__ void find_scales(const float (&dc)[32], Scale (&scale)[2]) {
+  scale[0] = scale[1] = Scale{1.0f, 1.0f};
+  if constexpr (kScales<X>) {
+    float largest[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(dc[i]));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) scale[r] = scale_of(largest_of_quad(largest[r]));
+  }
+}
+
+// 16 positions of a tile of dc as factors, an operand's words.
+template <class X>
+__device__ __forceinline__ void make_factors(const float (&dc)[32], int step,
+                                             const Scale (&scale)[2], uint32_t (&hi)[4],
+                                             uint32_t (&lo)[4]) {
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const float* pair = &dc[8 * step + 2 * word];
+    const float s = scale[word % 2].scale;
+    const SplitPair factors = factors_of<X>(pair[0] * s, pair[1] * s);
+    hi[word] = factors.hi;
+    lo[word] = factors.lo;
+  }
+}
+
+// total += sum without its scales; sums of a tap: [2r + t], channel lane / 4 + 8r of the warp's,
+// input 2 (lane % 4) + t.
+template <class X>
+__device__ __forceinline__ void add_unscaled(const float (&sum)[4], const Scale (&scale)[2],
+                                             float pixel_unscale, float (&total)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float unscaled = kScales<X> ? sum[i] * scale[i / 2].unscale : sum[i];
+    total[i] += kSplits<X> ? unscaled * pixel_unscale : unscaled;
+  }
+}
+
+}  // namespace fx_fuser::conv_direct

@@ -1,0 +1,316 @@
+// Of the direct convolution's backward: what all of its kernels begin with, and how they read dy.
+#pragma once
+
+#include <utility>
+
+#include "common/epilogue_math.cuh"
+#include "conv/conv_direct_backward_args.h"
+#include "conv/conv_direct_products_sm90.cuh"
+
+namespace fx_fuser::conv_direct {
+
+constexpr int kTile = 64;  // positions of a product whose rows they are
+
+// Of a channel, with d = c - mean:  dc = scale dy + slope d + offset. And of an input channel a
+// value amid its pixels, which in fp32 is taken from all of them, those of the padding included:
+// the convolution of what remains differs by a number, that `mean` lacks then, and dweight by pivot
+// Σ dc. The sums that the tensor core truncates are then of either sign.
+struct Coefficients {
+  float mean[kConvGroup];
+  float scale[kConvGroup];
+  float slope[kConvGroup];
+  float offset[kConvGroup];
+  float of_dy[kConvGroup];  // dz / dy
+  float rstd[kConvGroup];
+  float pivot[kConvChannels];
+  float weight_unscale;  // the largest of the group
+  uint64_t given_full;
+  uint64_t given_empty;
+};
+static_assert(sizeof(Coefficients) <= kConvCoefficientBytes);
+
+struct BackwardShared : Shared {
+  Coefficients* coefficients;
+  float* given;  // [position][tap of nine][input channel]: what the outputs there give to the input
+  double* sums;  // of the kernel that has no `given`, see ThreadSums
+  float* ring;   // [position % kConvRing][input channel]: the input's gradient, not complete yet
+
+  static __device__ __forceinline__ BackwardShared of(const ConvDirectArgs& args) {
+    BackwardShared shared;
+    static_cast<Shared&>(shared) = Shared::of<false>(args);
+    auto* after = reinterpret_cast<uint8_t*>(shared.tail) + kConvBackwardTailBytes;
+    shared.coefficients = reinterpret_cast<Coefficients*>(after);
+    after += kConvCoefficientBytes;
+    shared.given = reinterpret_cast<float*>(after);
+    shared.sums = reinterpret_cast<double*>(after);
+    shared.ring = reinterpret_cast<float*>(after + kConvGivenBytes);
+    return shared;
+  }
+};
+
+// ---- 16 bits ------------------------------------------------------------------------------------
+
+// Of dy in memory, and in registers as it was loaded: of 16 bits the bits, of one or of two.
+template <class X>
+using Stored = std::conditional_t<kSplits<X>, float, uint16_t>;
+template <class X>
+using Loaded = std::conditional_t<kSplits<X>, float, uint32_t>;
+template <class X>
+constexpr bool kScales = !std::is_same_v<X, __nv_bfloat16>;
+// Tables of places count 4 bytes an element.
+template <class X>
+constexpr int kPlaceShift = kSplits<X> ? 0 : 1;
+
+// Two elements that were loaded by themselves or, in 16 bits, both as the first. Taken apart where
+// they are used: loads that are followed by that do not overlap.
+template <class X>
+__device__ __forceinline__ float2 values_of(Loaded<X> first, Loaded<X> second, bool together) {
+  if constexpr (kSplits<X>) {
+    return make_float2(first, second);
+  } else {
+    const uint32_t both = __byte_perm(first, second, together ? 0x3210 : 0x5410);
+    if constexpr (std::is_same_v<X, __half>) {
+      return __half22float2(reinterpret_cast<const __half2&>(both));
+    } else {
+      return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(both));
+    }
+  }
+}
+
+// Two values as factors of products: halves or, in 16 bits, hi alone.
+template <class X>
+__device__ __forceinline__ SplitPair factors_of(float a, float b) {
+  if constexpr (kSplits<X>) {
+    return split(a, b);
+  } else if constexpr (std::is_same_v<X, __half>) {
+    const __half2 both = __floats2half2_rn(a, b);
+    return {reinterpret_cast<const uint32_t&>(both), 0};
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+    return {reinterpret_cast<const uint32_t&>(both), 0};
+  }
+}
+
+// The convolution of pixels and weights, without their scales, less `mean`.
+template <class X>
+__device__ __forceinline__ float deviation_of(float sum, float weight_unscale, float pixel_unscale,
+                                              float mean) {
+  return kSplits<X> ? fmaf(sum * weight_unscale, pixel_unscale, -mean) : sum - mean;
+}
+
+// ---- coefficients -------------------------------------------------------------------------------
+
+// The derivative of the epilogue, which is linear: what it makes of one.
+template <class Epilogue, int kScalars, class... In, size_t... kOperand>
+__device__ __forceinline__ float slope_of_epilogue(const ConvDirectArgs& args, int output,
+                                                   std::index_sequence<kOperand...>) {
+  constexpr int kOperands = sizeof...(In);
+  const float in[1 + kOperands] = {
+      1.0f, convert<float>(static_cast<const In*>(
+                args.operand[kOperand].data)[output * args.operand[kOperand].stride[1]])...};
+  float scalar[kScalars > 0 ? kScalars : 1];
+#pragma unroll
+  for (int s = 0; s < kScalars; ++s) scalar[s] = args.scalar[s];
+  return static_cast<float>(Epilogue{}(in, scalar));
+}
+
+// The mean of a few pixels of each input channel, the same ones in every block; a warp has one.
+__device__ __forceinline__ void find_pivots(const ConvDirectArgs& args, Coefficients& to) {
+  constexpr int kPixels = 4;  // a lane
+  const auto channel = static_cast<int>(threadIdx.x / 32);
+  if (channel >= kConvChannels) return;
+  float sum = 0;
+  if (channel < args.channels) {
+    const int64_t plane = static_cast<int64_t>(args.h) * args.w;
+    const int64_t pixels = args.samples * plane;
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      const int64_t pixel = pixels * (i * 32 + threadIdx.x % 32) / (32 * kPixels);
+      const int64_t sample = pixel / plane;
+      sum += static_cast<const float*>(
+          args.x)[(sample * args.channels + channel) * plane + (pixel - sample * plane)];
+    }
+  }
+  for (int distance = 16; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+  }
+  const float mean = sum / (32 * kPixels);
+  if (threadIdx.x % 32 == 0) to.pivot[channel] = fabsf(mean) < INFINITY ? mean : 0.0f;
+}
+
+// The convolution of the pivots.
+__device__ __forceinline__ double convolved_pivots(const ConvDirectArgs& args, int output,
+                                                   const float (&pivot)[kConvChannels]) {
+  const int taps = args.kernel_h * args.kernel_w;
+  const float* weight =
+      static_cast<const float*>(args.weight) + static_cast<int64_t>(output) * args.channels * taps;
+  double sum = 0;
+  for (int c = 0; c < args.channels; ++c) {
+    double of_channel = 0;
+#pragma unroll 4
+    for (int tap = 0; tap < taps; ++tap) of_channel += static_cast<double>(weight[c * taps + tap]);
+    sum += of_channel * static_cast<double>(pivot[c]);
+  }
+  return sum;
+}
+
+template <class X, class Epilogue, int kScalars, class... In>
+__device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, int group,
+                                                  Coefficients& to) {
+  const auto channel = static_cast<int>(threadIdx.x);
+  if (channel >= kConvGroup) return;
+  const int output = group * kConvGroup + channel;
+  double mean = 0;
+  float scale = 0;
+  float slope = 0;
+  float offset = 0;
+  float of_dy = 0;
+  float rstd = 1;
+  if (output < args.conv.outputs) {
+    of_dy = slope_of_epilogue<Epilogue, kScalars, In...>(args.conv, output,
+                                                         std::index_sequence_for<In...>{});
+    float factor = 1;
+    if (args.variance != nullptr) {
+      mean = args.mean[output];
+      if (args.bias != nullptr) mean -= static_cast<double>(args.bias[output]);
+      rstd = static_cast<float>(
+          1.0 / sqrt(static_cast<double>(args.variance[output]) + static_cast<double>(args.eps)));
+      factor = rstd * (args.gamma != nullptr ? args.gamma[output] : 1.0f);
+    }
+    if constexpr (kSplits<X>) mean -= convolved_pivots(args.conv, output, to.pivot);
+    scale = factor * of_dy;
+    if (args.dgamma != nullptr) {
+      slope = -factor * rstd * (args.dgamma[output] / args.count);
+      offset = -factor * (args.dbeta[output] / args.count);
+    }
+  }
+  to.mean[channel] = static_cast<float>(mean);
+  to.scale[channel] = scale;
+  to.slope[channel] = slope;
+  to.offset[channel] = offset;
+  to.of_dy[channel] = of_dy;
+  to.rstd[channel] = rstd;
+}
+
+// Barriers, weights and coefficients, by all kThreads. `users`: warps that release a slot.
+template <class X, int kThreads, class Epilogue, int kScalars, class... In>
+__device__ __forceinline__ void prepare_backward(const ConvBackwardArgs& args,
+                                                 const BackwardShared& shared, int group,
+                                                 int users) {
+  ptx::launch_dependents();
+  if (threadIdx.x == 0) {
+    Tail& tail = *shared.tail;
+    for (int slot = 0; slot < args.conv.slots; ++slot) {
+      ptx::mbarrier_init(ptx::shared_address(&tail.full[slot]), kWarpgroup);
+      ptx::mbarrier_init(ptx::shared_address(&tail.empty[slot]), users);
+    }
+    ptx::mbarrier_init(ptx::shared_address(&shared.coefficients->given_full), 2 * kWarpgroup);
+    ptx::mbarrier_init(ptx::shared_address(&shared.coefficients->given_empty), kWarpgroup);
+    ptx::fence_mbarrier_init();
+  }
+  constexpr int kPadVectors = kConvSlotPadBytes / 16;
+  for (int i = threadIdx.x; i < args.conv.slots * kPadVectors; i += kThreads) {
+    auto* end = shared.slot + (i / kPadVectors + 1) * args.conv.slot_bytes;
+    reinterpret_cast<uint4*>(end)[i % kPadVectors - kPadVectors] = make_uint4(0, 0, 0, 0);
+  }
+  if constexpr (kSplits<X>) find_pivots(args.conv, *shared.coefficients);
+  arrange_weights<X, kThreads>(args.conv, shared, group, static_cast<int>(threadIdx.x));
+  ptx::wait_for_prerequisites();  // dgamma and dbeta
+  make_coefficients<X, Epilogue, kScalars, In...>(args, group, *shared.coefficients);
+  __syncthreads();
+}
+
+// dy of an output channel, from element `first` on.
+template <class X>
+__device__ __forceinline__ const Stored<X>* gradients_of(const ConvBackwardArgs& args, int sample,
+                                                         int first, int output) {
+  const int64_t plane = static_cast<int64_t>(args.conv.out_h) * args.conv.out_w;
+  return static_cast<const Stored<X>*>(args.dy) +
+         (static_cast<int64_t>(sample) * args.conv.outputs + output) * plane + first;
+}
+
+// Asks the L2 cache for what kPositions of a unit, from `first` on, read of dy; about: positions
+// that are no elements are counted as some. A channel has two threads of a warpgroup.
+template <class X, int kPositions>
+__device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args, int group,
+                                                   int index, int first) {
+  constexpr int kLine = 128 / sizeof(X);
+  const auto thread = static_cast<int>(ptx::thread_index() % kWarpgroup);
+  const int output = group * kConvGroup + thread / 2;
+  if (index >= args.conv.units || output >= args.conv.outputs || args.conv.strips.size != 1) return;
+  const Unit unit = Unit::at(args.conv, index);
+  const Stored<X>* begin = gradients_of<X>(args, unit.sample, unit.first, output);
+#pragma unroll
+  for (int line = 0; line < kPositions / kLine; line += 2) {
+    const int element = first + (line + thread % 2) * kLine;
+    if (element < unit.end - unit.first) ptx::prefetch(begin + element);
+  }
+}
+
+// ---- reading dy ---------------------------------------------------------------------------------
+
+// What a loading warpgroup wrote of where positions 2 pair and 2 pair + 1 are among the elements,
+// in bytes from the unit's first.
+__device__ __forceinline__ uint32_t place_word(const Tail& tail, int slot, uint32_t pair) {
+  return tail.place[slot][pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4];
+}
+
+// *from if `is_there`, else 0; without a branch.
+__device__ __forceinline__ float load_if(bool is_there, const float* from) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@there ld.global.nc.f32 %0, [%1];\n"
+      "}\n"
+      : "=f"(value)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
+__device__ __forceinline__ float2 load_if(bool is_there, const float2* from) {
+  float2 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %3, 0;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "mov.f32 %1, 0f00000000;\n"
+      "@there ld.global.nc.v2.f32 {%0, %1}, [%2];\n"
+      "}\n"
+      : "=f"(value.x), "=f"(value.y)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_if(bool is_there, const uint16_t* from) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@there ld.global.nc.u16 %0, [%1];\n"
+      "}\n"
+      : "=r"(value)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_if(bool is_there, const uint32_t* from) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@there ld.global.nc.b32 %0, [%1];\n"
+      "}\n"
+      : "=r"(value)
+      : "l"(from), "r"(static_cast<int>(is_there)));
+  return value;
+}
+
+}  // namespace fx_fuser::conv_direct

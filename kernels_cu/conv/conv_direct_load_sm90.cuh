@@ -1,0 +1,317 @@
+// Of the direct convolution: the warpgroups that load units of pixels into a ring of slots.
+#pragma once
+
+#include "conv/conv_direct_units_sm90.cuh"
+
+namespace fx_fuser::conv_direct {
+
+__device__ __forceinline__ float load(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load(const uint16_t* from) {
+  uint32_t value;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
+// *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
+// by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
+// for the data of that.
+__device__ __forceinline__ float load_below(const float* from, uint32_t place, uint32_t limit) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %2, %3;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@below ld.global.nc.f32 %0, [%1];\n"
+      "}\n"
+      : "=f"(value)
+      : "l"(from), "r"(place), "r"(limit));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_below(const uint16_t* from, uint32_t place,
+                                               uint32_t limit) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred below;\n"
+      "setp.lt.u32 below, %2, %3;\n"
+      "mov.b32 %0, 0;\n"
+      "@below ld.global.nc.u16 %0, [%1];\n"
+      "}\n"
+      : "=r"(value)
+      : "l"(from), "r"(place), "r"(limit));
+  return value;
+}
+
+// A thread's pixels of a unit, one of each chunk; zeros outside of the image. Of 16 bits as bits.
+template <class X, int kChunks>
+struct Pixels {
+  using InMemory = std::conditional_t<kSplits<X>, float, uint16_t>;
+  using Value = std::conditional_t<kSplits<X>, float, uint32_t>;
+  Value value[kChunks][kConvChannels];
+
+  __device__ __forceinline__ void load(const ConvDirectArgs& args, const Unit& unit) {
+    const auto plane = static_cast<uint32_t>(args.h * args.w);
+    const auto first = static_cast<uint32_t>(unit.position) + threadIdx.x % kWarpgroup;
+    const InMemory* sample = static_cast<const InMemory*>(args.x) +
+                             static_cast<int64_t>(unit.sample) * args.channels * plane;
+    if (args.linear) {
+      const auto after = static_cast<uint32_t>(unit.position + args.chunks * kConvChunk);
+      // As most: fewer instructions then.
+      if (args.channels == kConvChannels && args.chunks == kChunks && after <= plane) {
+#pragma unroll
+        for (int c = 0; c < kConvChannels; ++c) {
+          const InMemory* from = sample + (uint64_t{plane} * c + first);
+#pragma unroll
+          for (int i = 0; i < kChunks; ++i) value[i][c] = conv_direct::load(from + i * kConvChunk);
+        }
+        return;
+      }
+      const uint32_t end = min(plane, after);
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) {
+        const uint32_t limit = c < args.channels ? end : 0;
+        const InMemory* from = sample + (uint64_t{plane} * c + first);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          value[i][c] = load_below(from + i * kConvChunk, first + i * kConvChunk, limit);
+        }
+      }
+      return;
+    }
+    uint32_t offset[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint32_t place = first + i * kConvChunk;
+      const uint32_t row = divide(place, args.pitch);
+      const int in_row = static_cast<int>(row) - args.top;
+      const int in_column =
+          static_cast<int>(place - row * args.pitch.size) + unit.column - args.left;
+      const bool inside = static_cast<uint32_t>(in_row) < static_cast<uint32_t>(args.h) &&
+                          static_cast<uint32_t>(in_column) < static_cast<uint32_t>(args.w);
+      constexpr uint32_t kOutside = 0xFFFFFFFF;
+      offset[i] =
+          inside && i < args.chunks ? static_cast<uint32_t>(in_row * args.w + in_column) : kOutside;
+    }
+#pragma unroll
+    for (int c = 0; c < kConvChannels; ++c) {
+      const uint32_t limit = c < args.channels ? plane : 0;
+      const InMemory* from = sample + uint64_t{plane} * c;
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        value[i][c] = offset[i] < limit ? Value{__ldg(from + offset[i])} : Value{0};
+      }
+    }
+  }
+
+  __device__ __forceinline__ void subtract(const float* pivot) {
+#pragma unroll
+    for (auto& pixel : value) {
+#pragma unroll
+      for (int c = 0; c < kConvChannels; ++c) pixel[c] -= pivot[c];
+    }
+  }
+
+  // NaN do not count, infinities only where kInfinities.
+  template <bool kInfinities>
+  __device__ __forceinline__ float largest() const {
+    float found = 0;
+#pragma unroll
+    for (const auto& pixel : value) {
+#pragma unroll
+      for (const float one : pixel) {
+        if (kInfinities || fabsf(one) < INFINITY) found = fmaxf(found, fabsf(one));
+      }
+    }
+    return found;
+  }
+};
+
+// Which positions of the unit are elements of its own, a bit each; where nothing leads them.
+__device__ __forceinline__ void mark_valid(const ConvDirectArgs& args, const Unit& unit,
+                                           uint32_t (&valid)[kConvWidePositions / 32]) {
+  const int in_row = min(static_cast<int>(args.strip.size), args.out_w - unit.column);
+  const int count = unit.end + (args.kernel_w - 1) * Unit::row_of(args, unit.end) - unit.position;
+#pragma unroll 2
+  for (int i = 0; i < args.positions; i += kWarpgroup) {
+    const int place = i + static_cast<int>(threadIdx.x) % kWarpgroup;
+    const auto position = static_cast<uint32_t>(unit.position + place);
+    const uint32_t column = position - divide(position, args.pitch) * args.pitch.size;
+    const bool is_valid = column < static_cast<uint32_t>(in_row) && place < count;
+    const uint32_t bits = __ballot_sync(0xFFFFFFFF, is_valid);
+    if (threadIdx.x % 32 == 0) valid[place / 32] = bits;
+  }
+}
+
+// Where the positions go in a stage's channels: elements next to each other. A thread has a pair.
+__device__ __forceinline__ void place_positions(const ConvDirectArgs& args, const Unit& unit,
+                                                uint32_t (&place)[kConvPositions / 2]) {
+  const int pair = static_cast<int>(threadIdx.x) % kWarpgroup;
+  uint32_t at[2];
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const auto position = static_cast<uint32_t>(unit.position + 2 * pair + t);
+    const int row = static_cast<int>(divide(position, args.pitch));
+    const int column = static_cast<int>(position) - row * static_cast<int>(args.pitch.size);
+    const int element = row * static_cast<int>(args.strip.size) + column;
+    // What lies behind the unit's end may be of no pixels that are there.
+    const bool is_element = column < static_cast<int>(args.strip.size) && element < unit.end;
+    at[t] = static_cast<uint32_t>(args.place_bytes *
+                                  (is_element ? element - unit.first : kConvStageUnused));
+  }
+  place[pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4] = args.pairs ? at[0] : at[0] | at[1] << 16;
+}
+
+// Asks the L2 cache for a unit's rows, which the loads then need not wait for DRAM for: a line a
+// thread. Of a wide unit's in fp32 the last line may be missing.
+template <class X>
+__device__ __forceinline__ void prefetch_unit(const ConvDirectArgs& args, const Unit& unit,
+                                              int positions) {
+  constexpr int kLine = 128;
+  constexpr int kLines = kWarpgroup / kConvChannels;
+  static_assert(kConvWidePositions * sizeof(X) <= kLines * kLine);
+  const auto thread = static_cast<int>(threadIdx.x % kWarpgroup);
+  const int channel = thread / kLines;
+  if (channel >= args.channels || args.strips.size != 1) return;
+  const int plane = args.h * args.w;
+  // The rows that it has in common with the unit before, that has asked for.
+  const int last_tap = Unit::row_of(args, unit.begin) - args.top + args.kernel_h - 1;
+  const int row = max(last_tap, 0) * args.w;
+  const int begin = unit.begin == 0 ? 0 : row;
+  const int end = min(row + positions, plane);
+  const X* x = static_cast<const X*>(args.x) +
+               (static_cast<int64_t>(unit.sample) * args.channels + channel) * plane;
+  const auto line = (reinterpret_cast<uintptr_t>(x + begin) & ~uintptr_t{kLine - 1}) +
+                    static_cast<uintptr_t>(thread % kLines * kLine);
+  if (line < reinterpret_cast<uintptr_t>(x + end)) {
+    ptx::prefetch(reinterpret_cast<const void*>(line));
+  }
+}
+
+// Loading warpgroup `loader` of kLoaders, each with every kLoaders-th slot. `units` goes through
+// the units of this one, of at most kChunks. kPlaces: with a table of places, else a mask of
+// elements. `pivot`, in fp32: of each input channel, is taken from all of its pixels; or
+// null.
+template <class X, int kLoaders, bool kPlaces, int kChunks, int kPaired = 1, class Units>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader, Units units, const float* pivot) {
+  const int thread = threadIdx.x % kWarpgroup;
+  const int plane_bytes = args.chunks * kConvChunk * 16;
+  Tail& tail = *shared.tail;
+  PipelineState pipeline;
+  for (int i = 0; i < loader; ++i) pipeline.advance(args.slots);
+
+  Pixels<X, kChunks> pixels;
+  if (units.index >= args.units) return;
+  Unit unit = Unit::at(args, units.index);
+  pixels.load(args, unit);
+  for (int turn = 0;; turn ^= 1) {
+    Scale scale{1.0f, 1.0f};
+    if constexpr (kSplits<X>) {
+      const auto largest_of_all = [&](float mine, uint32_t (&of_warp)[4]) {
+        const uint32_t bits = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(mine));
+        if (thread % 32 == 0) of_warp[thread / 32] = bits;
+        ptx::barrier_sync<kWarpgroup>(kLoadBarrier + loader);
+        return __uint_as_float(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])));
+      };
+      if (pivot != nullptr) pixels.subtract(pivot);
+      float largest = largest_of_all(pixels.template largest<true>(), tail.largest[loader][turn]);
+      // An infinity must not decide the scale of pixels that it does not meet.
+      if (largest == INFINITY) {
+        largest = largest_of_all(pixels.template largest<false>(), tail.largest_finite[loader]);
+      }
+      scale = scale_of(largest);
+    }
+
+    ptx::mbarrier_wait(ptx::shared_address(&tail.empty[pipeline.slot]), pipeline.phase ^ 1);
+    uint8_t* to = shared.slot + pipeline.slot * args.slot_bytes + thread * 16;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (i >= args.chunks) continue;
+      uint8_t* place = to + i * kConvChunk * 16;
+      const auto& value = pixels.value[i];
+      if constexpr (kSplits<X>) {
+        uint32_t hi[kConvChannels / 2];
+        uint32_t lo[kConvChannels / 2];
+#pragma unroll
+        for (int c = 0; c < kConvChannels; c += 2) {
+          const SplitPair pair = split(value[c] * scale.scale, value[c + 1] * scale.scale);
+          hi[c / 2] = pair.hi;
+          lo[c / 2] = pair.lo;
+        }
+        *reinterpret_cast<uint4*>(place) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        *reinterpret_cast<uint4*>(place + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+      } else {
+        *reinterpret_cast<uint4*>(place) =
+            make_uint4(value[0] | value[1] << 16, value[2] | value[3] << 16,
+                       value[4] | value[5] << 16, value[6] | value[7] << 16);
+      }
+    }
+    if (thread == 0) {
+      tail.unscale[pipeline.slot] = scale.unscale;
+      tail.unit[pipeline.slot] = make_int2(unit.sample, unit.first);
+    }
+    if constexpr (kPlaces) {
+      place_positions(args, unit, tail.place[pipeline.slot * kPaired]);
+      if constexpr (kPaired == 2) {
+        const Unit second = Unit::at(args, units.index + 1);
+        place_positions(args, second, tail.place[pipeline.slot * kPaired + 1]);
+        if (thread == 0) {
+          tail.second[pipeline.slot] = make_int2(second.first, second.position - unit.position);
+        }
+      }
+    } else {
+      mark_valid(args, unit, tail.valid[pipeline.slot]);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::mbarrier_arrive(ptx::shared_address(&tail.full[pipeline.slot]));
+    for (int i = 0; i < kLoaders; ++i) pipeline.advance(args.slots);
+
+    units.advance();
+    if (units.index >= args.units) break;
+    const auto prefetch_next = [&] {
+      Units after = units;
+      after.advance();
+      if (after.index >= args.units) return;
+      const int positions = kPlaces ? kPaired * kConvPositions : args.positions;
+      prefetch_unit<X>(args, Unit::at(args, after.index), positions);
+    };
+    unit = Unit::at(args, units.index);
+    // To do that while the loads are under way.
+    constexpr bool kHasRegisters = kChunks <= 4 && std::is_same_v<Units, Stride>;
+    if constexpr (!kHasRegisters) prefetch_next();
+    pixels.load(args, unit);
+    if constexpr (kHasRegisters) prefetch_next();
+  }
+}
+
+// Most have few chunks: fewer instructions then.
+template <class X, int kLoaders, bool kPlaces, class Units>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader, const Units& units,
+                                           const float* pivot = nullptr) {
+  constexpr int kUsual = 4;
+  if (args.chunks <= kUsual) {
+    load_units<X, kLoaders, kPlaces, kUsual>(args, shared, loader, units, pivot);
+  } else {
+    load_units<X, kLoaders, kPlaces, kConvMaxChunks>(args, shared, loader, units, pivot);
+  }
+}
+
+// The block's units, every kLoaders-th each.
+template <class X, int kLoaders, bool kPlaces>
+__device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Shared& shared,
+                                           int loader) {
+  const TileScheduler scheduler(args);
+  load_units<X, kLoaders, kPlaces>(
+      args, shared, loader,
+      Stride{scheduler.first + loader * scheduler.step, kLoaders * scheduler.step});
+}
+
+}  // namespace fx_fuser::conv_direct

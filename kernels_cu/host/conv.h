@@ -1,0 +1,186 @@
+// fx_fuser::conv2d_kernel and conv2d_batchnorm_kernel on CUDA: the direct kernel, or the library's
+// convolution, its statistics and then the epilogue.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "host/batch_stats.h"
+#include "host/conv_direct.h"
+#include "host/linear.h"
+#include "host/pointwise.h"
+
+namespace fx_fuser {
+namespace {
+
+// Names in Python of the arguments that say what is convolved, and how it is normalised.
+constexpr std::string_view kConvNames =
+    "x, weight, bias, stride, padding, dilation, groups, tf32, product, backward, again";
+constexpr std::string_view kConvBatchNormNames =
+    "x, weight, bias, running_mean, running_var, gamma, beta, stride, padding, dilation, groups, "
+    "tf32, product, backward, again, training, momentum, eps";
+
+// What both ops are called with; fx_fuser/ops/library.py has their schemas.
+struct Conv {
+  const Tensor& x;
+  const Tensor& weight;
+  const std::vector<int64_t>& stride;
+  const std::vector<int64_t>& padding;  // left, right, top, bottom
+  const std::vector<int64_t>& dilation;
+  int64_t groups;
+  bool tf32;
+  const std::vector<std::string>& kernels;
+  ScalarType out_type;
+  bool save;
+};
+
+using ConvResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // y, c, mean, variance
+
+Tensor convolution(const Conv& conv) {
+  using torch::stable::detail::from;
+  const auto& pad = conv.padding;
+  const bool is_even = pad[0] == pad[1] && pad[2] == pad[3];
+  const Tensor x = is_even ? conv.x : torch::stable::pad(conv.x, pad);
+  const std::vector<int64_t> padding =
+      is_even ? std::vector{pad[2], pad[0]} : std::vector<int64_t>{0, 0};
+  if (x.scalar_type() == ScalarType::Float && !conv.tf32) {
+    // The other follows cuDNN's own setting, which allows TF32 by default.
+    std::array<StableIValue, 6> stack{from(x),       from(conv.weight),   from(conv.stride),
+                                      from(padding), from(conv.dilation), from(conv.groups)};
+    TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("fx_fuser::exact_convolution", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
+  std::array<StableIValue, 9> stack{
+      from(x),          from(conv.weight),   from(std::nullopt), from(conv.stride),
+      from(padding),    from(conv.dilation), from(false),        from(std::vector<int64_t>{0, 0}),
+      from(conv.groups)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::convolution", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// [O] as it broadcasts against [N, O, H, W].
+Tensor per_channel(const Tensor& vector) {
+  STD_TORCH_CHECK(vector.dim() == 1, "fx_fuser: a number a channel is a vector, not of shape ",
+                  to_string(vector.sizes()));
+  const std::array<int64_t, 3> sizes{vector.size(0), 1, 1};
+  const std::array<int64_t, 3> strides{vector.stride(0), 1, 1};
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(vector.get(), sizes.size(), sizes.data(),
+                                                        strides.data(), 0, &made));
+  return Tensor(made);
+}
+
+// What the epilogue reads besides c.
+Wildcards leaves_of(const Norm& norm, const Wildcards& wildcards) {
+  Wildcards found;
+  for (const NormLeaf& leaf : kNormLeaves) {
+    const auto& vector = norm.*leaf.vector;
+    if (vector) found.tensors.push_back(per_channel(*vector));
+  }
+  if (norm.eps) found.scalars.push_back(*norm.eps);
+  found.tensors.insert(found.tensors.end(), wildcards.tensors.begin(), wildcards.tensors.end());
+  found.scalars.insert(found.scalars.end(), wildcards.scalars.begin(), wildcards.scalars.end());
+  return found;
+}
+
+ConvResult result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm,
+                     const Tensor& like) {
+  const auto nothing = [&] { return new_dense(like, {0}, like.scalar_type()); };
+  return {y, c ? *c : nothing(), norm.training ? *norm.mean : nothing(),
+          norm.training ? *norm.variance : nothing()};
+}
+
+// Nothing where the kernel does not take these tensors.
+std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
+                                             const Wildcards& wildcards) {
+  const Tensor& x = conv.x;
+  const Tensor& weight = conv.weight;
+  const int device = x.get_device_index();
+  const auto& kernels = registry<ConvDirectKernels>().at(conv.kernels[1], device);
+  if (norm.training) {
+    norm.mean = new_dense(x, {weight.size(0)}, ScalarType::Float);
+    norm.variance = new_dense(x, {weight.size(0)}, ScalarType::Float);
+    const auto& statistics = registry<StatsLibrary>().at(kBatchStats, device);
+    if (!run_conv_direct_statistics(kernels, statistics, x, weight, conv.padding, *norm.mean,
+                                    *norm.variance)) {
+      return {};
+    }
+  }
+  const ConvShape sizes = conv_shape_of(x, weight, conv.padding);
+  const std::vector<int64_t> shape{sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()};
+  const Tensor y = new_dense(x, shape, conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = new_dense(x, shape, x.scalar_type());
+  const Wildcards leaves = leaves_of(norm, wildcards);
+  if (!run_conv_direct(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars,
+                       norm.training)) {
+    return {};
+  }
+  return result_of(y, c, norm, x);
+}
+
+ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
+  require_cuda(conv.x, "x");
+  STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
+                  to_string(conv.padding));
+  if (conv.kernels.size() > 1) {
+    auto done = conv_in_one_kernel(conv, norm, wildcards);
+    if (done) return *std::move(done);
+  }
+  const int device = conv.x.get_device_index();
+  const Tensor c = convolution(conv);
+  if (norm.training) {
+    std::tie(norm.mean, norm.variance) =
+        run_batch_stats(registry<StatsLibrary>().at(kBatchStats, device), c);
+  }
+  Wildcards leaves = leaves_of(norm, wildcards);
+  if (conv.kernels.empty()) {
+    check_is_result(c, conv.out_type, leaves);
+    return result_of(c, std::nullopt, norm, c);
+  }
+  const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], device);
+  leaves.tensors.insert(leaves.tensors.begin(), c);
+  const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
+  const Tensor y = in_place ? c : new_like(c, conv.out_type);
+  run_pointwise(epilogue, y, leaves.tensors, leaves.scalars);
+  return result_of(y, conv.save ? std::optional(c) : std::nullopt, norm, c);
+}
+
+std::tuple<Tensor, Tensor> conv2d_kernel(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
+    const std::string& /*backward*/, bool /*again*/, const std::string& /*epilogue*/,
+    const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+  const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
+  Norm norm;
+  norm.bias = bias;
+  auto [y, c, mean, variance] = fused_convolution(conv, norm, wildcards_of(t, s));
+  return {y, c};
+}
+
+ConvResult conv2d_batchnorm_kernel(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_variance,
+    const std::optional<Tensor>& gamma, const std::optional<Tensor>& beta,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
+    const std::string& /*backward*/, bool /*again*/, bool training, double /*momentum*/, double eps,
+    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+  const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
+  Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
+  // The bias only shifts the batch's mean; running statistics are not read.
+  if (training) norm.bias = norm.mean = norm.variance = std::nullopt;
+  return fused_convolution(conv, norm, wildcards_of(t, s));
+}
+
+}  // namespace
+}  // namespace fx_fuser

@@ -1,0 +1,280 @@
+// The direct convolution of few channels, and its statistics.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conv/conv_direct_geometry.h"
+#include "host/batch_stats.h"
+#include "host/linear_split.h"
+#include "host/pointwise.h"
+
+namespace fx_fuser {
+namespace {
+
+// What lies between the convolution and z, each [O], and a number that their expression reads. In
+// training mean and variance are the batch's, once there is a convolution.
+struct Norm {
+  std::optional<Tensor> bias;
+  std::optional<Tensor> mean;
+  std::optional<Tensor> variance;
+  std::optional<Tensor> gamma;
+  std::optional<Tensor> beta;
+  std::optional<double> eps;
+  bool training = false;
+};
+
+// Those that an epilogue reads, in its order; then it reads eps, as a number.
+struct NormLeaf {
+  const char* name;  // in Python
+  std::optional<Tensor> Norm::* vector;
+};
+constexpr NormLeaf kNormLeaves[] = {{"bias", &Norm::bias},
+                                    {"mean", &Norm::mean},
+                                    {"var", &Norm::variance},
+                                    {"gamma", &Norm::gamma},
+                                    {"beta", &Norm::beta}};
+constexpr const char* kNormNumber = "eps";
+
+struct ConvDirectKernels {
+  Kernel convolution;
+  Kernel applied;  // of 16-bit results, where operands are a channel's
+  Kernel statistics;
+  int multiprocessors;
+  int scalars;
+  ScalarType out;
+  ScalarType x;  // and the weight's and c's
+  std::vector<ScalarType> operands;
+};
+
+// `signature` is what stands between the parentheses of FX_FUSER_CONV_DIRECT, as a list.
+int64_t load_conv_direct(const std::string& name, const std::string& cubin,
+                         const std::vector<std::string>& signature, int64_t device) {
+  STD_TORCH_CHECK(signature.size() >= 5,
+                  "fx_fuser: FX_FUSER_CONV_DIRECT needs an epilogue, a number of scalars, Acc, "
+                  "Out and the type of x");
+  const OnDevice on_device(static_cast<int>(device));
+  Library library = load_library(cubin);
+  auto kernels = std::make_unique<ConvDirectKernels>();
+  const auto kernel = [&](const char* name) { return get_kernel(library, name, kConvMaxShared); };
+  kernels->convolution = kernel("fx_fuser_conv_direct");
+  kernels->applied = kernel("fx_fuser_conv_direct_applied");
+  kernels->statistics = kernel("fx_fuser_conv_direct_statistics");
+  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
+  kernels->scalars = std::stoi(signature[1]);
+  kernels->out = scalar_type_of(signature[3]);
+  kernels->x = scalar_type_of(signature[4]);
+  for (size_t i = 5; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
+                  "fx_fuser: a direct convolution takes at most ", kConvMaxOperands, " operands");
+  registry<ConvDirectKernels>().add(name, static_cast<int>(device), kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// [samples, channels, h, w, outputs, kernel h, kernel w, left, right, top, bottom]
+ConvShape conv_shape_of(const std::vector<int64_t>& sizes) {
+  STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
+                  sizes.size());
+  return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+          sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]};
+}
+
+ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
+                        const std::vector<int64_t>& padding) {
+  return {x.size(0),      x.size(1),  x.size(2),  x.size(3),  weight.size(0), weight.size(2),
+          weight.size(3), padding[0], padding[1], padding[2], padding[3]};
+}
+
+// How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
+// many operands. On the number of multiprocessors it depends where `out_bytes` is 0, for
+// statistics, and for results of 2 bytes that the epilogue's kernel makes ahead of the stages.
+std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t x_bytes,
+                                     int64_t out_bytes, int64_t operands, int64_t multiprocessors) {
+  STD_TORCH_CHECK(x_bytes == 4 || x_bytes == 2,
+                  "fx_fuser: a direct convolution is of 4 or 2 bytes, not ", x_bytes);
+  const ConvShape shape = conv_shape_of(sizes);
+  auto args = out_bytes > 0
+                  ? conv_geometry(shape, static_cast<int>(x_bytes), static_cast<int>(out_bytes))
+                  : conv_statistics_geometry(shape, static_cast<int>(x_bytes), multiprocessors);
+  if (!args || operands > kConvMaxOperands) return {};
+  if (x_bytes == 2 && out_bytes == 2) pair_units(*args, multiprocessors);
+  std::vector<int64_t> cut{
+      args->strip.size, args->strips.size, args->advance,
+      args->overlap,    args->lead,        args->units_per_strip.size,
+      args->units,      args->positions,   args->chunks,
+      args->paired,     args->slots,       conv_shared_bytes(*args, out_bytes > 0)};
+  for (int i = 0; i < args->steps; ++i) {
+    for (const uint32_t half : {args->step[i].weight, args->step[i].pixels}) {
+      cut.push_back(half & 0xFFFF);
+      cut.push_back(half >> 16);
+    }
+  }
+  return cut;
+}
+
+bool is_contiguous(const Tensor& tensor) {
+  int64_t dense = 1;
+  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+    if (tensor.size(d) != 1 && tensor.stride(d) != dense) return false;
+    dense *= tensor.size(d);
+  }
+  return true;
+}
+
+void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
+                const std::vector<int64_t>& padding) {
+  require_cuda(x, "x");
+  for (const Tensor& tensor : {x, weight}) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index() &&
+                        tensor.scalar_type() == type && tensor.dim() == 4,
+                    "fx_fuser: this direct convolution takes x [N, C, H, W] and weight "
+                    "[O, C, kh, kw] as ",
+                    toString(type), " on one CUDA device");
+  }
+  STD_TORCH_CHECK(x.size(1) == weight.size(1), "fx_fuser: x of shape ", to_string(x.sizes()),
+                  " has other channels than weight ", to_string(weight.sizes()));
+  STD_TORCH_CHECK(padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
+                  to_string(padding));
+}
+
+// Geometry and operands of the convolution; nothing where the kernels do not take it.
+// `out_bytes`: 0 for statistics.
+std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const Tensor& x,
+                                        const Tensor& weight, const std::vector<int64_t>& padding,
+                                        int out_bytes) {
+  if (!is_contiguous(x) || !is_contiguous(weight)) return std::nullopt;
+  const ConvShape shape = conv_shape_of(x, weight, padding);
+  const int x_bytes = static_cast<int>(x.element_size());
+  auto args = out_bytes > 0 ? conv_geometry(shape, x_bytes, out_bytes)
+                            : conv_statistics_geometry(shape, x_bytes, kernels.multiprocessors);
+  if (!args) return std::nullopt;
+  args->x = x.data_ptr();
+  args->weight = weight.data_ptr();
+  return args;
+}
+
+// out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
+// False, and nothing is launched, where the kernel does not take these shapes or strides.
+bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
+                     const std::vector<int64_t>& padding, const Tensor& out,
+                     const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+                     const std::vector<double>& scalars, bool after_statistics = false) {
+  check_conv(kernels.x, x, weight, padding);
+  const int device = x.get_device_index();
+  auto args = conv_args(kernels, x, weight, padding, static_cast<int>(out.element_size()));
+  if (!args || !is_contiguous(out) || (c && !is_contiguous(*c))) return false;
+
+  const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
+    STD_TORCH_CHECK(
+        result.is_cuda() && result.get_device_index() == device && result.scalar_type() == type,
+        "fx_fuser: ", name, " must be of ", toString(type), " on cuda:", device);
+    STD_TORCH_CHECK(result.dim() == 4 && result.size(0) == args->samples &&
+                        result.size(1) == args->outputs && result.size(2) == args->out_h &&
+                        result.size(3) == args->out_w,
+                    "fx_fuser: ", name, " of shape ", to_string(result.sizes()),
+                    " does not hold the convolution of x ", to_string(x.sizes()), " and weight ",
+                    to_string(weight.sizes()));
+  };
+  check_result(out, "out", kernels.out);
+  if (c) check_result(*c, "c", kernels.x);
+  check_epilogue(kernels, out, operands, scalars);
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Tensor& tensor = operands[i];
+    ConvOperand& operand = args->operand[i];
+    operand.data = tensor.data_ptr();
+    const int64_t missing = 4 - tensor.dim();
+    for (int64_t d = missing; d < 4; ++d) {
+      operand.stride[d] = tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
+    }
+    operand.per_pixel = operand.stride[2] != 0 || operand.stride[3] != 0;
+    args->any_per_pixel |= operand.per_pixel;
+    args->any_per_sample |= operand.stride[0] != 0;
+  }
+  args->out = out.data_ptr();
+  args->c = c ? c->data_ptr() : nullptr;
+  const auto elements_into_sector = [](const Tensor& tensor) {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 128 /
+                                 tensor.element_size());
+  };
+  args->phase = elements_into_sector(out);
+  const bool even_rows = args->strip.size % 2 == 0 && args->kernel_w % 2 == 1;
+  args->pairs = even_rows && args->phase % 2 == 0 && args->strips.size == 1;
+  args->c_is_like_out = c && (elements_into_sector(*c) - args->phase) % kConvStoreWidth == 0;
+  std::copy(scalars.begin(), scalars.end(), args->scalar);
+
+  const OnDevice on_device(device);
+  const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
+                       !args->any_per_pixel && args->strips.size == 1;
+  if (applies) {
+    args->place_bytes = 2;
+    pair_units(*args, kernels.multiprocessors);
+  }
+  LaunchOptions options;
+  options.shared_bytes = conv_shared_bytes(*args, /*stages=*/true);
+  // Reads x and weight ahead of the end of what made the operands.
+  options.dependent = after_statistics;
+  launch(applies ? kernels.applied : kernels.convolution,
+         conv_blocks(*args, kernels.multiprocessors), applies ? kConvThreads : kConvStagingThreads,
+         current_stream(device), *args, options);
+  return true;
+}
+
+// Mean and biased variance of each channel of conv2d(x, weight), which is not written. False, and
+// nothing is launched, where the kernel does not take these shapes or strides.
+bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLibrary& statistics,
+                                const Tensor& x, const Tensor& weight,
+                                const std::vector<int64_t>& padding, const Tensor& mean,
+                                const Tensor& variance) {
+  check_conv(kernels.x, x, weight, padding);
+  const int device = x.get_device_index();
+  for (const Tensor& result : {mean, variance}) {
+    STD_TORCH_CHECK(result.is_cuda() && result.get_device_index() == device &&
+                        result.scalar_type() == ScalarType::Float && result.dim() == 1 &&
+                        result.size(0) == weight.size(0) && is_contiguous(result),
+                    "fx_fuser: mean and variance are float32 [", weight.size(0),
+                    "] on cuda:", device);
+  }
+  auto args = conv_args(kernels, x, weight, padding, 0);
+  if (!args) return false;
+
+  const OnDevice on_device(device);
+  const Stream stream = current_stream(device);
+  const int64_t blocks = conv_blocks(*args, kernels.multiprocessors);
+  const int64_t splits = 2 * blocks / args->groups;
+  const Tensor partial = new_dense(x, {args->outputs, splits, 3}, ScalarType::Float);
+  args->partial = partial.data_ptr();
+  LaunchOptions options;
+  options.shared_bytes = conv_shared_bytes(*args, /*stages=*/false);
+  launch(kernels.statistics, blocks, kConvThreads, stream, *args, options);
+  const CombineArgs moments{partial.data_ptr(), mean.data_ptr(), variance.data_ptr(), splits};
+  LaunchOptions dependent;
+  dependent.dependent = true;
+  launch(statistics.float32.combine, args->outputs, kStatsThreads, stream, moments, dependent);
+  return true;
+}
+
+bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
+                 const std::vector<int64_t>& padding, const Tensor& out,
+                 const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+                 const std::vector<double>& scalars) {
+  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
+  return run_conv_direct(kernels, x, weight, padding, out, c, operands, scalars);
+}
+
+bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
+                            const Tensor& weight, const std::vector<int64_t>& padding,
+                            const Tensor& mean, const Tensor& variance) {
+  return run_conv_direct_statistics(*reinterpret_cast<const ConvDirectKernels*>(handle),
+                                    *reinterpret_cast<const StatsLibrary*>(batch_stats_handle), x,
+                                    weight, padding, mean, variance);
+}
+
+}  // namespace
+}  // namespace fx_fuser

@@ -1,0 +1,279 @@
+// fx_fuser::linear_kernel, matmul_kernel and bmm_kernel on CUDA: one kernel, or the library's
+// product and then the epilogue.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "host/linear_dense.h"
+#include "host/linear_split.h"
+#include "host/pointwise.h"
+
+namespace fx_fuser {
+namespace {
+
+// Names in Python of the arguments that say what is multiplied.
+constexpr std::string_view kLinearNames = "x, weight, bias, product, backward, again";
+constexpr std::string_view kBmmNames = "x, weight, product, backward, again";
+
+double cpu_scalar(const Tensor& tensor) {
+  const void* data = tensor.data_ptr();
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return *static_cast<const double*>(data);
+    case ScalarType::Float:
+      return *static_cast<const float*>(data);
+    case ScalarType::Long:
+      return static_cast<double>(*static_cast<const int64_t*>(data));
+    case ScalarType::Int:
+      return *static_cast<const int32_t*>(data);
+    case ScalarType::Bool:
+      return *static_cast<const bool*>(data);
+    default:
+      break;
+  }
+  return cpu_scalar(torch::stable::to(tensor, ScalarType::Double));
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
+                                    torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// The last two dimensions changed over: a view, without a call through the dispatcher (see
+// new_strided).
+Tensor transposed(const Tensor& matrix) {
+  STD_TORCH_CHECK(matrix.dim() >= 2,
+                  "fx_fuser: weight is a matrix or a batch of them, not of shape ",
+                  to_string(matrix.sizes()));
+  const auto sizes = matrix.sizes();
+  const auto strides = matrix.strides();
+  std::vector<int64_t> size(sizes.begin(), sizes.end());
+  std::vector<int64_t> stride(strides.begin(), strides.end());
+  std::swap(size[size.size() - 1], size[size.size() - 2]);
+  std::swap(stride[stride.size() - 1], stride[stride.size() - 2]);
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(matrix.get(), matrix.dim(), size.data(),
+                                                        stride.data(), 0, &made));
+  return Tensor(made);
+}
+
+// x weightᵀ + bias, by the library.
+Tensor library_product(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return weight.dim() == 2 ? linear(x, weight, bias) : torch::stable::matmul(x, transposed(weight));
+}
+
+// What an epilogue reads besides z, in the order of its functor.
+struct Wildcards {
+  std::vector<Tensor> tensors;
+  std::vector<double> scalars;
+};
+
+// A number that is still a tensor on the host, `torch.tensor(2.0)`, is passed as a number.
+Wildcards wildcards_of(const std::vector<Tensor>& t, const std::vector<double>& s) {
+  Wildcards found;
+  found.scalars = s;
+  for (const Tensor& tensor : t) {
+    if (tensor.dim() == 0 && tensor.is_cpu()) {
+      found.scalars.push_back(cpu_scalar(tensor));
+    } else {
+      found.tensors.push_back(tensor);
+    }
+  }
+  return found;
+}
+
+// Without a kernel the result is the library's product itself, which no epilogue changes.
+void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wildcards) {
+  STD_TORCH_CHECK(
+      c.scalar_type() == out_type && wildcards.tensors.empty() && wildcards.scalars.empty(),
+      "fx_fuser: the op needs the name of a kernel: only where the epilogue is the "
+      "identity, and the result of the product's type, can it do without");
+}
+
+// Is the kernel worth its launch?  What fx_fuser/planning/plan.py measured holds for one size, and
+// a graph may be called with others. The dense product has tiles for all of them.
+bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
+  const auto forced = forced_weight_first(kernels, weight);
+  const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors, {0, forced});
+  if (!call || !call->pays()) return false;
+  // What streams has guessed scales, and where they are often wrong no other operand can.
+  if (forced && kernels.guesses->takes_call(call->sizes.all())) return false;
+  return !kernels.precision->takes_call(call->sizes.all());
+}
+bool pays(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/, const Tensor& /*weight*/) {
+  return true;
+}
+
+bool run(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
+         const Wildcards& wildcards) {
+  return run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
+}
+bool run(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
+         const Wildcards& wildcards) {
+  return run_linear_dense(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
+}
+
+// y and, if it is to be saved, c; nothing where the kernel does not take or does not gain from
+// these tensors.
+template <class Kernels>
+std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
+    const std::string& kernel, const Tensor& x, const Tensor& weight,
+    const std::optional<Tensor>& bias, const std::vector<int64_t>& shape,
+    const Wildcards& wildcards, ScalarType out_type, bool save) {
+  const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
+  if (weight.size(-1) == 0 || !pays(kernels, x, weight)) return {};
+  const Tensor y = new_dense(x, shape, out_type);
+  std::optional<Tensor> c;
+  if (save) c = new_dense(x, shape, x.scalar_type());
+  if (!run(kernels, x, weight, bias, y, c, wildcards)) return {};
+  return std::tuple{y, save ? *c : new_dense(x, {0}, x.scalar_type())};
+}
+
+// How many rows of a matrix that is a transposed view are split at once: that memory is needed
+// where a training step has least of it. As many as fill all multiprocessors some times over with
+// tiles, or as fit in little memory.
+int64_t rows_at_once(int64_t n, int64_t k, int64_t multiprocessors) {
+  constexpr int64_t kRounds = 8;
+  constexpr int64_t kBytes = 8 << 20;  // of splits
+  const int64_t of_rounds = kRounds * multiprocessors / ceil_div(n, kLinearTileN) * kLinearTileM;
+  const int64_t of_bytes = kBytes / (4 * k) / kLinearTileM * kLinearTileM;
+  return std::max({of_rounds, of_bytes, int64_t{kLinearTileM}});
+}
+
+// As fp32, which x.float() is in the user's model; one that is so already is returned as it is.
+Tensor widened(const Tensor& tensor) {
+  if (tensor.scalar_type() == ScalarType::Float) return tensor;
+  return torch::stable::to(tensor, ScalarType::Float);
+}
+
+// fx_fuser::split_product on CUDA: a bᵀ in fp32, of tensors with any strides. b is a matrix or has
+// a's leading sizes. Both are fp32, or one of the kernel's 16-bit type.
+Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
+  require_cuda(a, "a");
+  const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
+  const auto by_library = [&] { return library_product(widened(a), widened(b), std::nullopt); };
+  if (a.numel() == 0 || b.numel() == 0 || !pays(kernels, a, b)) return by_library();
+  const auto a_sizes = a.sizes();
+  std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
+  shape.back() = b.size(-2);
+  const Tensor product = new_dense(a, shape, ScalarType::Float);
+  const auto multiply = [&](const Tensor& rows, const Tensor& out, const SplitWish& wish) {
+    return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, {}, wish);
+  };
+  const auto forced = forced_weight_first(kernels, b);
+  const auto call = SplitCall::of(a, {&b, &a}, kernels.multiprocessors, {0, forced});
+  const bool in_parts =
+      a.dim() == 2 && b.dim() == 2 && !call->choice.weight_first && call->x.transposed();
+  if (!in_parts) return multiply(a, product, {}) ? product : by_library();
+  const int64_t at_once = rows_at_once(b.size(0), b.size(1), kernels.multiprocessors);
+  for (int64_t first = 0; first < a.size(0); first += at_once) {
+    const int64_t count = std::min(at_once, a.size(0) - first);
+    const auto part = [&](Tensor matrix) { return torch::stable::narrow(matrix, 0, first, count); };
+    if (!multiply(part(a), part(product), {0, false})) return by_library();
+  }
+  return product;
+}
+
+// fx_fuser::exact_product on CUDA: a bᵀ in fp32, of a [*, K] and b [N, K] of one 16-bit type, whose
+// products are exact in fp32.
+Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel) {
+  require_cuda(a, "a");
+  const auto& kernels = registry<LinearDenseKernels>().at(kernel, a.get_device_index());
+  const auto a_sizes = a.sizes();
+  std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
+  shape.back() = b.size(0);
+  // Sums of more would cost more than the library's own error (NOTES.md, "Long K").
+  if (b.size(1) <= kLinearChunkK) {
+    const Tensor product = new_dense(a, shape, ScalarType::Float);
+    const std::optional<Tensor> none;
+    if (run_linear_dense(kernels, a, b, none, product, none, {}, {})) return product;
+  }
+  return library_product(widened(a), widened(b), std::nullopt);
+}
+
+// What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading
+// sizes.
+std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
+                                        const std::optional<Tensor>& bias,
+                                        const std::string& product, const Wildcards& wildcards,
+                                        const std::vector<std::string>& kernels,
+                                        ScalarType out_type, bool save) {
+  require_cuda(x, "x");
+  const auto x_sizes = x.sizes();
+  std::vector<int64_t> c_shape(x_sizes.begin(), x_sizes.end());
+  c_shape.back() = weight.size(-2);
+  std::vector<int64_t> shape = c_shape;
+  for (const Tensor& tensor : wildcards.tensors) {
+    // A gate, one column wide, may be spread along that dimension.
+    if (shape.back() == 1 && tensor.dim() > 0) shape.back() = tensor.size(-1);
+  }
+  const bool same_shape = shape == c_shape;
+
+  if (kernels.size() > 1 && same_shape) {
+    const auto in_one_kernel = product == "split" ? linear_in_one_kernel<LinearSplitKernels>
+                                                  : linear_in_one_kernel<LinearDenseKernels>;
+    auto done = in_one_kernel(kernels[1], x, weight, bias, shape, wildcards, out_type, save);
+    if (done) return *std::move(done);
+  }
+
+  const Tensor c = library_product(x, weight, bias);
+  const auto nothing = [&] { return new_dense(c, {0}, c.scalar_type()); };
+  if (kernels.empty()) {
+    check_is_result(c, out_type, wildcards);
+    return {c, nothing()};
+  }
+  const auto& epilogue = registry<PointwiseKernels>().at(kernels[0], x.get_device_index());
+  std::vector<Tensor> inputs{c};
+  inputs.insert(inputs.end(), wildcards.tensors.begin(), wildcards.tensors.end());
+  const bool in_place = !save && c.scalar_type() == out_type && same_shape;
+  const Tensor y = in_place ? c : new_dense(c, shape, out_type);
+  run_pointwise(epilogue, y, inputs, wildcards.scalars);
+  return {y, save ? c : nothing()};
+}
+
+// fx_fuser/ops/library.py has the schemas of all three, and what their arguments mean.
+std::tuple<Tensor, Tensor> linear_kernel(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::string& product, const std::string& /*backward*/, bool /*again*/,
+    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+  return fused_linear(x, weight, bias, product, wildcards_of(t, s), kernels, out_type, save);
+}
+
+// Its weight is [K, N]. aten::linear turns the view around again, so the library's call and its
+// operands are those of `x @ weight` and of addmm.
+std::tuple<Tensor, Tensor> matmul_kernel(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::string& product, const std::string& /*backward*/, bool /*again*/,
+    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+  return fused_linear(x, transposed(weight), bias, product, wildcards_of(t, s), kernels, out_type,
+                      save);
+}
+
+// x [*, M, K] by as many weights [*, K, N].
+std::tuple<Tensor, Tensor> bmm_kernel(const Tensor& x, const Tensor& weight,
+                                      const std::string& product, const std::string& /*backward*/,
+                                      bool /*again*/, const std::string& /*epilogue*/,
+                                      const std::vector<Tensor>& t, const std::vector<double>& s,
+                                      const std::vector<std::string>& kernels, ScalarType out_type,
+                                      bool save) {
+  return fused_linear(x, transposed(weight), std::nullopt, product, wildcards_of(t, s), kernels,
+                      out_type, save);
+}
+
+}  // namespace
+}  // namespace fx_fuser

@@ -1,0 +1,203 @@
+// The linear kernels of 16-bit types and TF32: which of them, tensor maps, launch.
+#pragma once
+
+#include "host/linear_split.h"
+#include "linear/linear_dense_args.h"
+
+namespace fx_fuser {
+namespace {
+
+struct LinearDenseKernels {
+  int shapes;  // the first of kDenseShapes
+  std::array<Kernel, kDenseShapeCount> kernel;
+  std::array<int64_t, kDenseShapeCount> clusters;  // that the device runs at once
+  int scalars;
+  ScalarType in;
+  ScalarType out;
+  std::vector<ScalarType> operands;
+};
+
+// TFLOAT32: the copy engine rounds, where the tensor core would cut off, which triples the error.
+int copied_as(ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16:
+      return kMapBFloat16;
+    case ScalarType::Half:
+      return kMapFloat16;
+    case ScalarType::Float:
+      return kMapTFloat32;
+    default:
+      STD_TORCH_CHECK(false, "fx_fuser: FX_FUSER_LINEAR takes no x of type ", toString(type));
+  }
+}
+
+// Clusters of a kernel that are resident at once: some parts of a GPU may have an odd number of
+// multiprocessors.
+int64_t resident_clusters(Kernel kernel, const DenseShape& shape, int multiprocessors) {
+  if (shape.cluster == 1) return multiprocessors;
+  LaunchAttribute cluster = cluster_of(shape.cluster);
+  const LaunchConfig config{{static_cast<unsigned>(shape.cluster * multiprocessors), 1, 1},
+                            {kDenseThreads, 1, 1},
+                            static_cast<unsigned>(shape.shared_bytes()),
+                            nullptr,
+                            &cluster,
+                            1};
+  int clusters = 0;
+  check(driver().OccupancyMaxActiveClusters(&clusters, kernel, &config),
+        "cuOccupancyMaxActiveClusters");
+  return std::max(clusters, 1);
+}
+
+int64_t load_dense(int shapes, const std::string& name, const std::string& cubin,
+                   const std::vector<std::string>& signature, int64_t device) {
+  STD_TORCH_CHECK(signature.size() >= 5,
+                  "fx_fuser: FX_FUSER_LINEAR needs an epilogue, a number of scalars, Acc, Out and "
+                  "the type of x");
+  const OnDevice on_device(static_cast<int>(device));
+  Library library = load_library(cubin);
+  const int multiprocessors = multiprocessors_of(static_cast<int>(device));
+  auto kernels = std::make_unique<LinearDenseKernels>();
+  kernels->shapes = shapes;
+  for (int i = 0; i < shapes; ++i) {
+    kernels->kernel[i] =
+        get_kernel(library, "fx_fuser_linear_" + std::to_string(i), kDenseShapes[i].shared_bytes());
+    kernels->clusters[i] = resident_clusters(kernels->kernel[i], kDenseShapes[i], multiprocessors);
+  }
+  kernels->scalars = std::stoi(signature[1]);
+  kernels->out = scalar_type_of(signature[3]);
+  kernels->in = scalar_type_of(signature[4]);
+  copied_as(kernels->in);
+  for (size_t i = 5; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  registry<LinearDenseKernels>().add(name, static_cast<int>(device), kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// `signature` is what stands between the parentheses of FX_FUSER_LINEAR, as a list.
+int64_t load_linear(const std::string& name, const std::string& cubin,
+                    const std::vector<std::string>& signature, int64_t device) {
+  return load_dense(kDenseShapeCount, name, cubin, signature, device);
+}
+
+// The same of FX_FUSER_LINEAR_EXACT.
+int64_t load_linear_exact(const std::string& name, const std::string& cubin,
+                          const std::vector<std::string>& signature, int64_t device) {
+  return load_dense(kExactShapeCount, name, cubin, signature, device);
+}
+
+// Tiles of a cluster, taken as one.
+int64_t dense_tiles(const DenseShape& shape, int64_t m, int64_t n) {
+  return ceil_div(m, shape.tile_m) * ceil_div(n, shape.tile_n() * shape.cluster);
+}
+
+// The shape that is done in the fewest cycles, rounds of tiles counted whole.
+int best_dense_shape(const LinearDenseKernels& kernels, int64_t m, int64_t n) {
+  int best = 0;
+  int64_t fewest = std::numeric_limits<int64_t>::max();
+  for (int i = 0; i < kernels.shapes; ++i) {
+    const DenseShape& shape = kDenseShapes[i];
+    const int64_t rounds = ceil_div(dense_tiles(shape, m, n), kernels.clusters[i]);
+    if (rounds * shape.cycles < fewest) {
+      fewest = rounds * shape.cycles;
+      best = i;
+    }
+  }
+  return best;
+}
+
+// May vectors of 16 bytes be stored to, or loaded from, the rows of this tensor?
+bool takes_vectors(const Tensor& tensor, int64_t rows, int64_t stride) {
+  return tensor.dim() > 0 && has_aligned_rows(tensor, rows, stride);
+}
+
+// out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
+// False, and nothing is launched, where the copy engine or the kernels' indices do not take these
+// shapes, strides or addresses.
+bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
+                      const std::optional<Tensor>& bias, const Tensor& out,
+                      const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                      const std::vector<double>& scalars) {
+  check_linear(kernels, kernels.in, {kernels.in, kernels.in}, x, weight, bias, out, z, operands,
+               scalars);
+  const int64_t n = weight.size(0);
+  const int64_t k = weight.size(1);
+  if (k == 0 || weight.dim() != 2) return false;
+  if (out.numel() == 0) return true;
+  const int64_t m = x.numel() / k;
+
+  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
+  const int64_t smallest_tiles = ceil_div(m, 16) * ceil_div(n, 128);
+  if (m > kHighest || n > kHighest || k > kHighest || smallest_tiles > kHighest) return false;
+  const auto x_stride = row_stride(x, out);
+  const auto out_stride = row_stride(out, out);
+  const auto z_stride = z ? row_stride(*z, out) : 0;
+  if (!x_stride || !out_stride || !z_stride) return false;
+  // The copy engine wants rows that follow each other, by less than 2^40 bytes.
+  const auto is_copied = [&](const Tensor& tensor, int64_t rows, int64_t stride) {
+    const bool in_reach = rows == 1 || (stride >= k && stride < int64_t{1} << 37);
+    return in_reach && has_aligned_rows(tensor, rows, stride);
+  };
+  if (!is_copied(x, m, *x_stride) || !is_copied(weight, n, weight.stride(0))) return false;
+  const auto dense_rows = [&](const Tensor& tensor) { return n == 1 || tensor.stride(-1) == 1; };
+  if (!dense_rows(out) || (z && !dense_rows(*z)) || (bias && !dense_rows(*bias))) return false;
+
+  LinearDenseArgs args{};
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Tensor& operand = operands[i];
+    const auto stride = row_stride(operand, out);
+    if (!stride) return false;
+    const bool along_n = operand.dim() > 0 && operand.size(-1) != 1 && operand.stride(-1) != 0;
+    args.operand[i] = {operand.data_ptr(), *stride, along_n ? operand.stride(-1) : 0};
+    args.mode[i] = !along_n                             ? Mode::kSplat
+                   : takes_vectors(operand, m, *stride) ? Mode::kVector
+                                                        : Mode::kStrided;
+  }
+
+  const int device = out.get_device_index();
+  const OnDevice on_device(device);
+  const int chosen = best_dense_shape(kernels, m, n);
+  const DenseShape& shape = kDenseShapes[chosen];
+  const int64_t tiles = dense_tiles(shape, m, n);
+  const int64_t element = static_cast<int64_t>(x.element_size());
+  const auto map_of = [&](const Tensor& tensor, int64_t rows, int64_t stride, int box_rows) {
+    // The stride of a single row is never used, but must be one that the copy engine takes.
+    const int64_t bytes = rows == 1 ? ceil_div(k * element, 16) * 16 : stride * element;
+    return tensor_map<2>(
+        copied_as(kernels.in), tensor.data_ptr(),
+        {static_cast<uint64_t>(k), static_cast<uint64_t>(rows)}, {static_cast<uint64_t>(bytes)},
+        {static_cast<uint32_t>(kDenseStepBytes / element), static_cast<uint32_t>(box_rows)});
+  };
+  args.weight_map = map_of(weight, n, weight.stride(0), shape.tile_n());
+  args.x_map = map_of(x, m, *x_stride, shape.tile_m / shape.cluster);
+  args.bias = bias ? bias->data_ptr() : nullptr;
+  args.out = out.data_ptr();
+  args.z = z ? z->data_ptr() : nullptr;
+  args.out_stride = *out_stride;
+  args.z_stride = *z_stride;
+  args.out_is_aligned = takes_vectors(out, m, *out_stride);
+  args.z_is_aligned = z && takes_vectors(*z, m, *z_stride);
+  std::copy(scalars.begin(), scalars.end(), args.scalar);
+  args.m = static_cast<int32_t>(m);
+  args.n = static_cast<int32_t>(n);
+  args.k = static_cast<int32_t>(k);
+  args.tiles = static_cast<int32_t>(tiles);
+  LaunchOptions options;
+  options.shared_bytes = shape.shared_bytes();
+  options.cluster = shape.cluster;
+  const int64_t clusters = persistent_blocks(tiles, kernels.clusters[chosen]);
+  launch(kernels.kernel[chosen], clusters * shape.cluster, kDenseThreads, current_stream(device),
+         args, options);
+  return true;
+}
+
+bool linear_dense(int64_t handle, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  return run_linear_dense(*reinterpret_cast<const LinearDenseKernels*>(handle), x, weight, bias,
+                          out, z, operands, scalars);
+}
+
+}  // namespace
+}  // namespace fx_fuser

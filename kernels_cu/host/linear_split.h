@@ -1,0 +1,419 @@
+// The fp32 product on tensor cores: tensor maps, workspace, launch.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host/pointwise.h"
+#include "host/split_call.h"
+#include "host/split_fallback.h"
+#include "host/split_operands.h"
+#include "host/split_part.h"
+#include "host/split_plan.h"
+#include "host/split_result.h"
+#include "linear/linear_split_args.h"
+
+namespace fx_fuser {
+namespace {
+
+struct LinearSplitKernels {
+  Kernel split_rows;
+  Kernel split_columns;
+  std::array<Kernel, 2> product;  // of a weight as it is, of an N-major one
+  std::array<Kernel, 2> chunk;
+  Kernel sum;
+  Kernel copy_rows;
+  int multiprocessors;
+  int scalars;
+  ScalarType first;  // of the operand that is split first: fp32, or of 16 bits and never the other
+  ScalarType out;
+  std::vector<ScalarType> operands;
+  std::unique_ptr<Fallback> precision;  // to the library's product
+  std::unique_ptr<Fallback> guesses;    // to scales that are found ahead
+};
+
+// `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
+int64_t load_linear_split(const std::string& name, const std::string& cubin,
+                          const std::vector<std::string>& signature, int64_t device) {
+  STD_TORCH_CHECK(signature.size() >= 5,
+                  "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
+                  "Out and the type of the operand that is split first");
+  const OnDevice on_device(static_cast<int>(device));
+  Library library = load_library(cubin);
+  auto kernels = std::make_unique<LinearSplitKernels>();
+  kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
+  kernels->split_columns = get_kernel(library, "fx_fuser_linear_split_columns");
+  kernels->sum = get_kernel(library, "fx_fuser_linear_split_sum");
+  kernels->copy_rows = get_kernel(library, "fx_fuser_copy_rows");
+  const auto product = [&](const char* name) {
+    return get_kernel(library, name, kLinearSharedBytes);
+  };
+  kernels->product = {product("fx_fuser_linear_split"), product("fx_fuser_linear_split_n_major")};
+  kernels->chunk = {product("fx_fuser_linear_split_chunk"),
+                    product("fx_fuser_linear_split_chunk_n_major")};
+  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
+  kernels->precision = std::make_unique<Fallback>();
+  kernels->guesses = std::make_unique<Fallback>();
+  kernels->scalars = std::stoi(signature[1]);
+  kernels->out = scalar_type_of(signature[3]);
+  kernels->first = scalar_type_of(signature[4]);
+  for (size_t i = 5; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  registry<LinearSplitKernels>().add(name, static_cast<int>(device), kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// The stride between rows of a tensor seen as [rows, columns], whose leading dimensions broadcast
+// to those of `like`; nothing where the rows are not evenly spaced.
+std::optional<int64_t> row_stride(const Tensor& tensor, const Tensor& like) {
+  const int rank = static_cast<int>(like.dim());
+  const int missing = rank - static_cast<int>(tensor.dim());
+  int64_t rows = 1;
+  int64_t stride = 0;
+  for (int d = rank - 2; d >= 0; --d) {
+    if (like.size(d) == 1) continue;
+    const bool broadcast = d < missing || tensor.size(d - missing) == 1;
+    const int64_t step = broadcast ? 0 : tensor.stride(d - missing);
+    if (rows == 1) stride = step;
+    if (step != stride * rows) return std::nullopt;
+    rows *= like.size(d);
+  }
+  return stride;
+}
+
+bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
+  const int64_t missing = out.dim() - tensor.dim();
+  if (missing < 0) return false;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) != 1 && tensor.size(d) != out.size(d + missing)) return false;
+  }
+  return true;
+}
+
+// What 16-byte loads and the copy engine ask of rows.
+bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
+  const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
+  return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
+         (rows == 1 || stride * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
+}
+
+// Are these the operands and scalars that the kernels' epilogue takes, for a result like `out`?
+template <class Kernels>
+void check_epilogue(const Kernels& kernels, const Tensor& out, const std::vector<Tensor>& operands,
+                    const std::vector<double>& scalars) {
+  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
+                  kernels.operands.size(), " operands, not ", operands.size());
+  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
+                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
+  for (size_t i = 0; i < operands.size(); ++i) {
+    STD_TORCH_CHECK(operands[i].is_cuda() &&
+                        operands[i].get_device_index() == out.get_device_index() &&
+                        operands[i].scalar_type() == kernels.operands[i],
+                    "fx_fuser: operand ", i, " must be of ", toString(kernels.operands[i]),
+                    " on cuda:", out.get_device_index());
+    STD_TORCH_CHECK(broadcasts_to(operands[i], out), "fx_fuser: operand ", i, " of shape ",
+                    to_string(operands[i].sizes()), " does not broadcast to the shape ",
+                    to_string(out.sizes()));
+  }
+}
+
+// What is multiplied.
+struct LinearTypes {
+  ScalarType x;
+  ScalarType weight;
+};
+
+// `in` is the type of bias and z.
+template <class Kernels>
+void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& types, const Tensor& x,
+                  const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  const int device = out.get_device_index();
+  const auto check_one = [&](const Tensor& tensor, const char* name, ScalarType type) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device, "fx_fuser: ", name,
+                    " is not on out's device, cuda:", device);
+    STD_TORCH_CHECK(tensor.scalar_type() == type, "fx_fuser: the kernel takes ", name, " as ",
+                    toString(type), ", but it is ", toString(tensor.scalar_type()));
+  };
+  require_cuda(out, "out");
+  check_one(out, "out", kernels.out);
+  check_one(x, "x", types.x);
+  check_one(weight, "weight", types.weight);
+  bool multiply = x.dim() >= 1 && weight.dim() >= 2 && x.size(-1) == weight.size(-1) &&
+                  (weight.dim() == 2 || weight.dim() == x.dim());
+  for (int64_t d = 0; multiply && d + 2 < weight.dim(); ++d) {
+    multiply = weight.size(d) == x.size(d);
+  }
+  STD_TORCH_CHECK(multiply, "fx_fuser: x of shape ", to_string(x.sizes()),
+                  " has no product with weight ", to_string(weight.sizes()));
+  const auto check_result = [&](const Tensor& result, const char* name) {
+    bool fits = result.dim() == x.dim() && result.size(-1) == weight.size(-2);
+    for (int64_t d = 0; fits && d + 1 < x.dim(); ++d) fits = result.size(d) == x.size(d);
+    STD_TORCH_CHECK(fits, "fx_fuser: ", name, " of shape ", to_string(result.sizes()),
+                    " does not hold the product of x ", to_string(x.sizes()), " and weight ",
+                    to_string(weight.sizes()));
+  };
+  check_result(out, "out");
+  if (z) {
+    check_one(*z, "z", in);
+    check_result(*z, "z");
+  }
+  if (bias) {
+    check_one(*bias, "bias", in);
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(-2),
+                    "fx_fuser: bias of shape ", to_string(bias->sizes()), " does not fit weight ",
+                    to_string(weight.sizes()));
+  }
+  check_epilogue(kernels, out, operands, scalars);
+}
+
+// ---- the launch ---------------------------------------------------------------------------------
+
+// Which operand is split first, where that is no choice: one of 16 bits.
+std::optional<bool> forced_weight_first(const LinearSplitKernels& kernels, const Tensor& weight) {
+  if (kernels.first == ScalarType::Float) return std::nullopt;
+  return weight.scalar_type() == kernels.first;
+}
+
+LinearTypes split_types(const LinearSplitKernels& kernels, const Tensor& weight) {
+  const bool weight_first = forced_weight_first(kernels, weight).value_or(false);
+  return weight_first ? LinearTypes{ScalarType::Float, kernels.first}
+                      : LinearTypes{kernels.first, ScalarType::Float};
+}
+
+// Parts of fp16 that make a value of the operand that is split first.
+int64_t split_parts(const LinearSplitKernels& kernels) {
+  return kernels.first == ScalarType::Float ? 2 : 1;
+}
+
+float least_sum(const SplitPlan& plan) { return kLeastSum * std::sqrt(static_cast<float>(plan.k)); }
+
+// The product of `first`, which is split, and `second`, whose values the copy engine takes.
+LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand& second,
+                                   const SplitSizes& sizes, const SplitPlan& plan,
+                                   const Planes& planes, const SplitWorkspace& work,
+                                   int64_t parts) {
+  LinearSplitArgs args{};
+  args.planes = planes;
+  args.weight_map = second.map();
+  const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
+  args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches, parts);
+  args.x_factors = work.factors;
+  args.weight_factors = work.other_factors;
+  args.spilled = work.spilled;
+  args.unsure = work.unsure;
+  args.again = work.again;
+  args.least_sum = least_sum(plan);
+  args.x = first.data;
+  args.weight = static_cast<const float*>(second.data);
+  args.x_plane = {plan.k * first.stride_k, first.outer, first.inner};
+  args.weight_plane = {plan.k * second.stride_k, second.outer, second.inner};
+  args.x_stride_m = first.stride_row;
+  args.x_stride_k = first.stride_k;
+  args.weight_stride_n = second.stride_row;
+  args.weight_stride_k = second.stride_k;
+  const auto m_tiles = static_cast<uint32_t>(ceil_div(first.rows, kLinearTileM));
+  const auto n_tiles = static_cast<uint32_t>(ceil_div(second.rows, kLinearTileN));
+  args.plane_tiles = make_divisor(m_tiles * n_tiles);
+  args.group_tiles = make_divisor(kLinearGroupM * n_tiles);
+  args.last_width = make_divisor(std::max(m_tiles % kLinearGroupM, 1u));
+  args.whole_groups = m_tiles / kLinearGroupM;
+  args.m = static_cast<int32_t>(first.rows);
+  args.n = static_cast<int32_t>(second.rows);
+  args.tiles = static_cast<int32_t>(plan.chunks * sizes.tiles());
+  args.weight_outer = second.outer != 0;
+  args.weight_inner = second.inner != 0;
+  return args;
+}
+
+// What follows from a call for each of its launches.
+struct SplitLaunch {
+  const LinearSplitKernels& kernels;
+  const SplitCall& call;
+  const SplitWish& wish;
+  const Tensor& like;  // for workspaces
+  bool stores_pairs;
+  Stream stream;
+
+  void run(const SplitPart& part) const {
+    const SplitSizes& sizes = part.sizes;
+    const SplitPlan plan =
+        SplitCall::plan_of(part.weight_first ? sizes.transposed() : sizes, wish, multiprocessors());
+    const int64_t planes = plan.chunks * sizes.batches;
+    const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
+    const int64_t tiles = plan.chunks * sizes.tiles();
+    const int64_t blocks = persistent_blocks(tiles, multiprocessors());
+    const bool whole = plan.chunks == 1;
+    const int64_t pitch = partial_pitch(sizes.n);
+    const int64_t parts = split_parts(kernels);
+    const SplitWorkspace work(like, parts, planes * part.first.rows, padded_k,
+                              plan.k > kLinearChunkK ? blocks : 0, tiles,
+                              wish.exact ? planes * part.second.rows : 0,
+                              whole ? 0 : plan.chunks * sizes.batches * sizes.m * pitch);
+    const Planes of_product{divisor(sizes.batches), divisor(part.rows.inner),
+                            static_cast<int32_t>(plan.chunks), static_cast<int32_t>(plan.k),
+                            static_cast<int32_t>(sizes.k - (plan.chunks - 1) * plan.k)};
+    const auto split = [&](const SplitOperand& operand, void* to, SplitRowFactors* factors) {
+      SplitArgs args = split_args(operand, of_product, padded_k, part.second.transposed(),
+                                  to != nullptr ? kernels.first : ScalarType::Float);
+      args.split = to;
+      args.factors = factors;
+      args.least_sum = least_sum(plan);
+      launch_split(kernels.split_rows, kernels.split_columns, args, planes, multiprocessors(),
+                   stream);
+    };
+    if (wish.exact) split(part.second, nullptr, work.other_factors);
+    split(part.first, work.split, work.factors);
+
+    LinearSplitArgs args =
+        split_product_args(part.first, part.second, sizes, plan, of_product, work, parts);
+    args.result = whole ? part.result : partial_result(work.partial, part.rows, sizes.n);
+    args.was_strained = kernels.precision->flag(call.sizes.all());
+    args.bearable = call.bearable();
+    args.misled = kernels.guesses->flag(call.sizes.all());
+    args.transposed = part.weight_first;
+    args.pairs = !whole || stores_pairs;
+    LaunchOptions overlapped;
+    overlapped.shared_bytes = kLinearSharedBytes;
+    overlapped.dependent = true;
+    launch((whole ? kernels.product : kernels.chunk)[part.second.transposed()], blocks,
+           kLinearThreads, stream, args, overlapped);
+    if (!whole) sum(part, plan, work, pitch);
+  }
+
+ private:
+  int multiprocessors() const { return kernels.multiprocessors; }
+  static Divisor<uint32_t> divisor(int64_t size) {
+    return make_divisor(static_cast<uint32_t>(size));
+  }
+
+  void sum(const SplitPart& part, const SplitPlan& plan, const SplitWorkspace& work,
+           int64_t pitch) const {
+    const SplitSizes& sizes = part.sizes;
+    const int64_t rows = sizes.batches * sizes.m;
+    const int64_t count = rows * sizes.n;
+    const LinearSumArgs args{work.partial,
+                             part.result,
+                             divisor(sizes.n),
+                             divisor(sizes.m),
+                             divisor(part.rows.inner),
+                             static_cast<uint32_t>(count),
+                             static_cast<int32_t>(rows),
+                             static_cast<int32_t>(pitch),
+                             static_cast<int32_t>(plan.chunks)};
+    LaunchOptions overlapped;
+    overlapped.dependent = true;
+    launch(kernels.sum, ceil_div(count, kSumThreads), kSumThreads, stream, args, overlapped);
+  }
+};
+
+// out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
+// x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. Both
+// are fp32, or one is of the kernels' 16-bit type. False, and nothing is launched, where the
+// kernels' indices do not take these shapes or strides.
+bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
+                      const std::optional<Tensor>& bias, const Tensor& out,
+                      const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                      const std::vector<double>& scalars, SplitWish wish = {}) {
+  check_linear(kernels, ScalarType::Float, split_types(kernels, weight), x, weight, bias, out, z,
+               operands, scalars);
+  if (weight.size(-1) == 0) return false;
+  if (out.numel() == 0) return true;
+
+  std::vector<const Tensor*> tensors{&weight, &x, &out};
+  if (z) tensors.push_back(&*z);
+  for (const Tensor& operand : operands) tensors.push_back(&operand);
+  const auto forced = forced_weight_first(kernels, weight);
+  if (forced) wish.weight_first = forced;
+  const auto call = SplitCall::of(out, tensors, kernels.multiprocessors, wish);
+  if (!call) return false;
+  // Kernels of a 16-bit operand find no other's scales, and the op has asked already.
+  wish.exact = !forced && (kernels.guesses->takes_call(call->sizes.all()) || wish.exact);
+  const SplitSizes& sizes = call->sizes;
+  const SplitChoice& choice = call->choice;
+  // A matrix has batches where strides alone make them, and they cost tiles.
+  if (weight.dim() == 2 && sizes.batches > 1 && !call->pays()) return false;
+  const auto result = linear_result(call->rows, out, z, bias, operands, scalars);
+  if (!result || !is_in_reach(choice.weight_first ? sizes.transposed() : sizes, choice.plan)) {
+    return false;
+  }
+
+  const OnDevice on_device(out.get_device_index());
+  const Stream stream = current_stream(out.get_device_index());
+  SplitPart all{choice.weight_first ? call->weight : call->x,
+                choice.weight_first ? call->x : call->weight,
+                sizes,
+                call->rows,
+                *result,
+                choice.weight_first};
+  std::optional<Tensor> copy;
+  if (!all.second.is_taken_as_it_lies()) {
+    copy = all.second.move_to_aligned_lines(kernels.copy_rows, x, stream);
+  }
+  const SplitLaunch launch{
+      kernels, *call, wish, x, is_stored_in_pairs(*result, sizes.n, out.element_size()), stream};
+  const int64_t padded_k = ceil_div(sizes.k, kLinearTileK) * kLinearTileK;
+  const int64_t at_once =
+      rows_at_once(choice.weight_first ? sizes.transposed() : sizes,
+                   split_parts(kernels) * 2 * padded_k, kernels.multiprocessors);
+  if (at_once >= all.first.rows) {
+    launch.run(all);
+    return true;
+  }
+  PlaceSizes bytes{};
+  bytes[LinearResult::kOut] = static_cast<int64_t>(out.element_size());
+  bytes[LinearResult::kZ] = sizeof(float);
+  for (size_t i = 0; i < operands.size(); ++i) {
+    bytes[LinearResult::kFirstOperand + i] = static_cast<int64_t>(operands[i].element_size());
+  }
+  const int64_t size = kernels.first == ScalarType::Float ? 4 : 2;
+  for (int64_t row = 0; row < all.first.rows; row += at_once) {
+    launch.run(all.of_rows(row, std::min(at_once, all.first.rows - row), size, bytes));
+  }
+  return true;
+}
+
+// sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
+// where the weight is split first, else 0. Needs no GPU.
+std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
+                                         int64_t multiprocessors) {
+  STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
+  for (const int64_t size : sizes) {
+    STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
+  }
+  const SplitChoice choice =
+      split_choice({sizes[0], sizes[1], sizes[2], sizes[3]}, {}, multiprocessors);
+  return {choice.plan.chunks, choice.weight_first};
+}
+
+void reset_linear_split(int64_t handle) {
+  const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
+  kernels.precision->reset();
+  kernels.guesses->reset();
+}
+
+// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way. exact: no
+// scales are guessed.
+bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars, int64_t chunks, const std::string& first,
+                  bool exact) {
+  SplitWish wish{chunks, std::nullopt, exact};
+  if (!first.empty()) wish.weight_first = first == "weight";
+  return run_linear_split(*reinterpret_cast<const LinearSplitKernels*>(handle), x, weight, bias,
+                          out, z, operands, scalars, wish);
+}
+
+}  // namespace
+}  // namespace fx_fuser

@@ -1,0 +1,89 @@
+// The one translation unit between torch and the kernels: loads cubins, reads tensors, launches.
+//
+// Built on the LibTorch stable ABI at version 2.11 and linked with nothing of CUDA's, so that a
+// single binary loads into CPU-only torch (which has no CUDA symbols: hence the weak declaration in
+// host/device.h) and into every CUDA torch from 2.11 on. The driver is given to it by `use_driver`.
+#include "host/batch_stats.h"
+#include "host/contract.h"
+#include "host/conv.h"
+#include "host/conv_backward.h"
+#include "host/conv_direct.h"
+#include "host/conv_direct_backward.h"
+#include "host/linear.h"
+#include "host/linear_dense.h"
+#include "host/linear_split.h"
+#include "host/pointwise.h"
+
+namespace fx_fuser {
+
+STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
+  m.def("contract() -> str[]");
+  m.def("use_driver(int get_proc_address) -> ()");
+  m.def("load_pointwise(str name, str cubin, str[] signature, int device) -> int");
+  m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
+  m.def("load_batch_stats(str cubin, int device) -> int");
+  m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
+  m.def("load_linear_split(str name, str cubin, str[] signature, int device) -> int");
+  m.def(
+      "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
+      "bool");
+  m.def("linear_split_choice(int[] sizes, int multiprocessors) -> int[]");
+  m.def("reset_linear_split(int kernels) -> ()");
+  m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
+  m.def("load_linear_exact(str name, str cubin, str[] signature, int device) -> int");
+  m.def(
+      "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def("load_conv_direct(str name, str cubin, str[] signature, int device) -> int");
+  m.def(
+      "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
+      "multiprocessors) -> int[]");
+  m.def(
+      "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
+      "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
+  m.def("load_conv_direct_backward(str name, str cubin, str[] signature, int device) -> int");
+  m.def(
+      "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
+      "int[]");
+  m.def(
+      "conv_direct_backward(int kernels, Tensor dy, Tensor x, Tensor weight, int[] padding, "
+      "Tensor? mean, Tensor? variance, Tensor? gamma, Tensor? bias, float eps, bool training, "
+      "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!) dgamma, Tensor(d!) dbeta, "
+      "Tensor[] operands, float[] scalars) -> bool");
+}
+
+// For every device, so that a CPU tensor meets our error and not the dispatcher's.
+STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
+  m.impl("contract", TORCH_BOX(&contract));
+  m.impl("use_driver", TORCH_BOX(&use_driver));
+  m.impl("load_pointwise", TORCH_BOX(&load_pointwise));
+  m.impl("pointwise", TORCH_BOX(&pointwise));
+  m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));
+  m.impl("batch_stats", TORCH_BOX(&batch_stats));
+  m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
+  m.impl("linear_split", TORCH_BOX(&linear_split));
+  m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
+  m.impl("reset_linear_split", TORCH_BOX(&reset_linear_split));
+  m.impl("load_linear", TORCH_BOX(&load_linear));
+  m.impl("load_linear_exact", TORCH_BOX(&load_linear_exact));
+  m.impl("linear_dense", TORCH_BOX(&linear_dense));
+  m.impl("load_conv_direct", TORCH_BOX(&load_conv_direct));
+  m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
+  m.impl("conv_direct", TORCH_BOX(&conv_direct));
+  m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
+  m.impl("load_conv_direct_backward", TORCH_BOX(&load_conv_direct_backward));
+  m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
+  m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
+#define FX_FUSER_IMPL(function, ...) m.impl(#function, TORCH_BOX(&function));
+  FX_FUSER_OPS(FX_FUSER_IMPL)
+#undef FX_FUSER_IMPL
+}
+
+}  // namespace fx_fuser

@@ -1,0 +1,205 @@
+// Of the split product: how tensors become planes, how many chunks of k pay, and which operand is
+// split first.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "host/device.h"
+#include "linear/linear_split_args.h"
+
+namespace fx_fuser {
+namespace {
+
+// As few blocks as finish in the same number of rounds: the others would only draw power.
+int64_t persistent_blocks(int64_t tiles, int64_t multiprocessors) {
+  return ceil_div(tiles, ceil_div(tiles, multiprocessors));
+}
+
+// ---- how long, in how many chunks ---------------------------------------------------------------
+
+struct SplitSizes {
+  int64_t batches;
+  int64_t m;
+  int64_t n;
+  int64_t k;
+
+  // What tells one product from another, however its rows are seen as batches.
+  std::array<int64_t, 3> all() const { return {batches * m, n, k}; }
+  int64_t tiles() const { return batches * ceil_div(m, kLinearTileM) * ceil_div(n, kLinearTileN); }
+  double elements_of_x() const { return product(m, k); }
+  double elements_of_weight() const { return product(n, k); }
+  double elements_of_result() const { return product(m, n); }
+  double operations() const { return 2 * product(m, n) * static_cast<double>(k); }
+
+  // Of weight xᵀ.
+  SplitSizes transposed() const { return {batches, n, m, k}; }
+
+ private:
+  double product(int64_t rows, int64_t columns) const {
+    return static_cast<double>(batches) * static_cast<double>(rows) * static_cast<double>(columns);
+  }
+};
+
+struct SplitPlan {
+  int64_t chunks;
+  int64_t k;       // of a chunk: whole tiles of k, or all of it
+  double seconds;  // as modelled
+};
+
+// Seconds and bytes/s of an H200 (kernels_cu/NOTES.md).
+constexpr double kStage = 1.2e-6;           // a tile's 64 of k
+constexpr double kTileOverhead = 3e-6;      // its scales, its epilogue
+constexpr double kSplitStart = 5e-6;        // the pre-pass's launch, filling the ring
+constexpr double kSumStart = 2e-6;          // the launch of the kernel that adds chunks up
+constexpr double kWorkBandwidth = 3e12;     // of what is written to be read again
+constexpr double kLibraryRate = 48e12;      // flop/s of cuBLAS's fp32 product, where it is large
+constexpr double kLibraryBandwidth = 4e12;  // byte/s
+
+constexpr int64_t kLeastChunkTiles = 4;         // of k: below, a tile's overhead is most of it
+constexpr int64_t kMostChunks = 128;            // as many partial sums make one element
+constexpr int64_t kPartialBytes = 128ll << 20;  // of partial sums at most
+constexpr int64_t kRoundsWithoutChunks = 16;    // then the last round matters little
+constexpr int64_t kRoundsTried = 8;
+constexpr double kLeastGainOfChunks = 0.05;  // of the time: the model is no better than that
+
+SplitPlan split_in_chunks(const SplitSizes& sizes, int64_t wanted, int64_t multiprocessors) {
+  const int64_t k_tiles = ceil_div(sizes.k, kLinearTileK);
+  const int64_t depth = ceil_div(k_tiles, wanted);
+  const int64_t chunks = ceil_div(k_tiles, depth);
+  const auto rounds = static_cast<double>(ceil_div(sizes.tiles() * chunks, multiprocessors));
+  double seconds = kSplitStart + 8 * sizes.elements_of_x() / kWorkBandwidth +
+                   rounds * (static_cast<double>(depth) * kStage + kTileOverhead);
+  if (chunks > 1) {
+    const double moved = 8 * static_cast<double>(chunks) * sizes.elements_of_result();
+    seconds += kSumStart + moved / kWorkBandwidth;
+  }
+  return {chunks, chunks > 1 ? depth * kLinearTileK : sizes.k, seconds};
+}
+
+// As many chunks as fill some number of rounds of tiles; one where more gain little.
+SplitPlan split_plan(const SplitSizes& sizes, int64_t multiprocessors) {
+  const SplitPlan whole = split_in_chunks(sizes, 1, multiprocessors);
+  const int64_t tiles = sizes.tiles();
+  const int64_t first = ceil_div(tiles, multiprocessors);
+  if (first >= kRoundsWithoutChunks) return whole;
+  const auto held =
+      static_cast<int64_t>(static_cast<double>(kPartialBytes) / (4 * sizes.elements_of_result()));
+  const int64_t most =
+      std::min({ceil_div(sizes.k, kLinearTileK) / kLeastChunkTiles, kMostChunks, held});
+  SplitPlan best = whole;
+  for (int64_t rounds = first; rounds < first + kRoundsTried; ++rounds) {
+    const int64_t chunks = std::min(rounds * multiprocessors / tiles, most);
+    if (chunks < 2) continue;
+    const SplitPlan plan = split_in_chunks(sizes, chunks, multiprocessors);
+    if (plan.seconds < best.seconds) best = plan;
+  }
+  return best.seconds < (1 - kLeastGainOfChunks) * whole.seconds ? best : whole;
+}
+
+// The kernel's x is the operand that a pre-pass splits first, and its weight the other one.
+struct SplitChoice {
+  SplitPlan plan;
+  bool weight_first;  // the caller's weight is the kernel's x
+  double seconds;     // with the copy of the operand that is not split first
+};
+
+// Seconds that a copy takes, of an operand that the copy engine does not take as it lies.
+struct SplitCopies {
+  double x = 0;
+  double weight = 0;
+};
+
+// Where both ways are as fast x comes first: what is not split first has guessed scales, and
+// activations have outlier columns more often than weights.
+constexpr double kLeastGainOfWeightFirst = 0.02;
+
+SplitChoice x_first(const SplitSizes& sizes, const SplitCopies& copies, int64_t multiprocessors) {
+  const SplitPlan plan = split_plan(sizes, multiprocessors);
+  return {plan, false, plan.seconds + copies.weight};
+}
+
+SplitChoice weight_first(const SplitSizes& sizes, const SplitCopies& copies,
+                         int64_t multiprocessors) {
+  const SplitPlan plan = split_plan(sizes.transposed(), multiprocessors);
+  return {plan, true, plan.seconds + copies.x};
+}
+
+SplitChoice split_choice(const SplitSizes& sizes, const SplitCopies& copies,
+                         int64_t multiprocessors) {
+  const SplitChoice usual = x_first(sizes, copies, multiprocessors);
+  const SplitChoice other = weight_first(sizes, copies, multiprocessors);
+  return other.seconds < (1 - kLeastGainOfWeightFirst) * usual.seconds ? other : usual;
+}
+
+// Of cuBLAS's fp32 product, which also divides few tiles along k. A sum, not the larger of both: at
+// 32768 x 32768 it takes 1.86, 2.56 and 4.08 ms for k = 16, 32 and 64 (1.79, 2.5 and 3.93).
+double library_seconds(const SplitSizes& sizes) {
+  const double bytes =
+      4 * (sizes.elements_of_weight() + sizes.elements_of_x() + sizes.elements_of_result());
+  return sizes.operations() / kLibraryRate + bytes / kLibraryBandwidth;
+}
+
+// ---- tensors as planes --------------------------------------------------------------------------
+
+// The dimensions of a result before its last, merged into three where all tensors allow it; and
+// the strides of each tensor, 0 where it is broadcast.
+struct MergedRows {
+  static constexpr int kMost = kMaxInputs + 4;
+  struct Strides {
+    int64_t outer = 0;
+    int64_t inner = 0;
+    int64_t row = 0;
+  };
+
+  int64_t outer = 1;
+  int64_t inner = 1;
+  int64_t rows = 1;
+  std::array<Strides, kMost> of;  // in the order of the tensors
+
+  int64_t batches() const { return outer * inner; }
+};
+
+// tensors[0] is the weight, [*, N, K]: it has no stride along the rows, and they are dimensions of
+// its own where it has one. Nothing where more than three dimensions are left.
+std::optional<MergedRows> merge_rows(const Tensor& out, const std::vector<const Tensor*>& tensors) {
+  const int rank = static_cast<int>(out.dim());
+  const int count = static_cast<int>(tensors.size());
+  STD_TORCH_CHECK(count <= MergedRows::kMost, "fx_fuser: ", count, " tensors are too many");
+  std::array<std::array<int64_t, MergedRows::kMost>, 3> stride{};
+  std::array<int64_t, 3> size{1, 1, 1};
+  const auto out_sizes = out.sizes();
+  int groups = 0;  // innermost first
+  for (int d = rank - 2; d >= 0; --d) {
+    if (out_sizes[d] == 1) continue;
+    std::array<int64_t, MergedRows::kMost> step{};
+    bool merges = groups > 0;
+    for (int i = 0; i < count; ++i) {
+      const Tensor& tensor = *tensors[i];
+      const int own = d - (rank - static_cast<int>(tensor.dim()));
+      const bool of_rows_alone = i == 0 && d == rank - 2;
+      if (own >= 0 && !of_rows_alone && tensor.size(own) != 1) step[i] = tensor.stride(own);
+      merges = merges && step[i] == stride[groups - 1][i] * size[groups - 1];
+    }
+    if (merges) {
+      size[groups - 1] *= out_sizes[d];
+      continue;
+    }
+    if (groups == 0 && step[0] != 0) ++groups;  // a single row of each batch
+    if (groups == 3) return std::nullopt;
+    stride[groups] = step;
+    size[groups++] = out_sizes[d];
+  }
+  MergedRows merged;
+  merged.rows = size[0];
+  merged.inner = size[1];
+  merged.outer = size[2];
+  for (int i = 0; i < count; ++i) merged.of[i] = {stride[2][i], stride[1][i], stride[0][i]};
+  return merged;
+}
+
+}  // namespace
+}  // namespace fx_fuser

@@ -1,0 +1,61 @@
+// What the host tells the linear kernels of 16-bit types and TF32. The shim fills it,
+// linear_dense_sm90.cuh reads it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/operands.h"
+#include "common/tensor_map.h"
+#include "linear/linear_split_args.h"
+
+namespace fx_fuser {
+
+// A tile of the output, and how a block computes it: each of the two consumers has `subtiles` times
+// 64 rows of the weight. The blocks of a cluster have tiles side by side along n, and share x's.
+struct DenseShape {
+  int tile_m;  // rows of x
+  int subtiles;
+  int cluster;
+  int cycles;  // roughly, that 128 bytes of k take: the products, or the way from the L2 cache
+
+  constexpr int tile_n() const { return 2 * 64 * subtiles; }
+  constexpr int stage_bytes() const { return (tile_m + tile_n()) * 128; }
+  constexpr int stages() const { return (192 * 1024) / stage_bytes(); }
+  constexpr int exchange_bytes() const { return 2 * 2 * batch_m() * (64 + 4) * 4; }
+  constexpr int shared_bytes() const {
+    return stages() * (stage_bytes() + 2 * 8 /*barriers*/) + exchange_bytes();
+  }
+  // Rows of x that the epilogue handles at once.
+  constexpr int batch_m() const { return tile_m < 32 ? tile_m : 32; }
+};
+
+// Kernel fx_fuser_linear_<i> is made for kDenseShapes[i].
+constexpr int kDenseShapeCount = 5;
+constexpr DenseShape kDenseShapes[kDenseShapeCount] = {
+    {16, 1, 1, 460}, {64, 1, 1, 620}, {128, 1, 2, 650}, {128, 2, 2, 1100}, {256, 1, 2, 1050},
+};
+// Of those, the first so many have registers for what linear_exact_sm90.cuh keeps beside the sums.
+constexpr int kExactShapeCount = 3;
+constexpr int kDenseThreads = 384;
+constexpr int kDenseStepBytes = 128;  // of k in a stage: one swizzle span
+
+struct LinearDenseArgs {
+  TensorMap weight_map;  // [n, k]
+  TensorMap x_map;       // [m, k]
+  const void* bias;      // [n], or null
+  void* out;             // [m, n], row stride out_stride
+  void* z;               // [m, n], row stride z_stride, or null: x weightᵀ + bias
+  int64_t out_stride;
+  int64_t z_stride;
+  LinearOperand operand[kMaxInputs];
+  float scalar[kMaxScalars];
+  int32_t m;
+  int32_t n;
+  int32_t k;
+  int32_t tiles;  // of the output, those of a cluster counted as one
+  Mode mode[kMaxInputs];
+  bool out_is_aligned;  // whole vectors may be stored at once
+  bool z_is_aligned;
+};
+
+}  // namespace fx_fuser

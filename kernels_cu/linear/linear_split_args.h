@@ -1,0 +1,227 @@
+// What the host tells the split-product linear kernels. The shim fills it, linear_split_sm90.cuh
+// reads it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/divisor.h"
+#include "common/operands.h"
+#include "common/tensor_map.h"
+
+namespace fx_fuser {
+
+// ---- how the rows of x are split ----------------------------------------------------------------
+
+constexpr int kSplitThreads = 256;  // at most
+constexpr int kSplitWidth = 8;      // elements a thread has at once
+constexpr int kSplitKept = 2;  // times that many, between the search for the largest and the split
+constexpr int kSplitMaxCluster = 8;
+
+// Blocks that share a row: such that they keep all of it, up to k = 32,768.
+constexpr int split_cluster(int64_t k) {
+  int blocks = 1;
+  constexpr int kKept = kSplitKept * kSplitThreads * kSplitWidth;
+  while (blocks < kSplitMaxCluster && blocks * kKept < k) blocks *= 2;
+  return blocks;
+}
+
+// A block's threads: no more than keep a short row, so that many rows are under way.
+constexpr int split_threads(int64_t k) {
+  constexpr int kKeptByWarp = kSplitKept * 32 * kSplitWidth;
+  int threads = 32;
+  while (threads < kSplitThreads && threads / 32 * kKeptByWarp < k) threads += 32;
+  return threads;
+}
+
+// ---- planes -------------------------------------------------------------------------------------
+
+// A plane is one chunk of k of one batch: a product by itself, with scales of its own. Planes are
+// numbered [chunk, outer, inner], batches having two dimensions that need not merge into one.
+struct Plane {
+  int chunk;
+  int outer;
+  int inner;
+};
+
+struct PlaneStride {
+  int64_t chunk;
+  int64_t outer;
+  int64_t inner;
+};
+
+struct Planes {
+  Divisor<uint32_t> batches;  // of a chunk
+  Divisor<uint32_t> inner;    // of an outer batch
+  int32_t chunks;
+  int32_t k;       // of a chunk
+  int32_t last_k;  // of the last chunk
+};
+
+#ifdef __CUDACC__
+__device__ __forceinline__ Plane plane_at(const Planes& planes, uint32_t index) {
+  const uint32_t chunk = divide(index, planes.batches);
+  const uint32_t batch = index - chunk * planes.batches.size;
+  const uint32_t outer = divide(batch, planes.inner);
+  return {static_cast<int>(chunk), static_cast<int>(outer),
+          static_cast<int>(batch - outer * planes.inner.size)};
+}
+
+__device__ __forceinline__ int64_t offset_of(const Plane& plane, const PlaneStride& stride) {
+  return plane.chunk * stride.chunk + plane.outer * stride.outer + plane.inner * stride.inner;
+}
+
+__device__ __forceinline__ int k_of(const Planes& planes, const Plane& plane) {
+  return plane.chunk + 1 < planes.chunks ? planes.k : planes.last_k;
+}
+#endif
+
+// ---- x, split -----------------------------------------------------------------------------------
+
+// Of a row of x: what undoes its scale, and the sum, still scaled, below which the split may have
+// lost too much.
+struct alignas(8) SplitRowFactors {
+  float unscale;
+  float least_sum;
+};
+
+struct SplitArgs {
+  const void* x;  // [plane, rows, k] of any strides
+  PlaneStride x_plane;
+  int64_t x_stride_m;
+  int64_t x_stride_k;
+  // [plane, parts, rows, padded_k] fp16: hi and, of an fp32 x, lo; or null: only factors are found.
+  void* split;
+  SplitRowFactors* factors;  // [plane, rows]
+  float least_sum;           // the most that one asks for
+  Planes planes;
+  Divisor<uint32_t> units;  // of a plane: rows, or strips of columns
+  int32_t rows;
+  int32_t padded_k;
+  bool natural;  // k in order, for an N-major weight; else in that of a weight's 16-byte chunks
+  bool vectors;  // k is adjacent, and rows are 16-byte aligned
+};
+
+// Where the rows of x are columns in memory: a block has a strip of them, and takes so many of k
+// through shared memory at once.
+constexpr int kSplitStrip = 32;
+constexpr int kSplitDepth = 64;
+
+// ---- the product --------------------------------------------------------------------------------
+
+constexpr int kLinearThreads = 384;
+constexpr int kLinearConsumerThreads = 256;
+constexpr int kLinearTileN = 128;  // rows of the weight
+constexpr int kLinearTileM = 128;  // rows of x
+constexpr int kLinearTileK = 64;
+constexpr int kLinearGroupM = 8;      // tiles of x side by side: they and the weight's share the L2
+constexpr int kLinearBox = 32;        // of the weight's tensor map: 128 bytes, one swizzle span
+constexpr int kLinearChunkK = 32768;  // of k, that are summed up in one fp32
+constexpr int kLinearStages = 3;
+constexpr int kLinearVector = 4;  // adjacent elements of a result or an operand
+constexpr float kLeastSum = 512;  // times sqrt(k): see imprecise_rows
+// Of a tile and warp: a bit a row of x, and then a bit a row of the weight.
+constexpr int kLinearUnsureWords = kLinearTileM / 32 + 1;
+constexpr int kLinearStageBytes =
+    kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
+constexpr int kLinearEpilogueBytes =
+    8 * ((32 * 20 + 3 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
+constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
+                                   kLinearEpilogueBytes + 8 /*began*/ +
+                                   16 /*when to do what again*/ + 8 /*to whole vectors*/;
+
+// Element [m, n] is data[m * stride_m + n * stride_n].
+struct LinearOperand {
+  const void* data;
+  int64_t stride_m;
+  int64_t stride_n;
+};
+
+// Where planes of a result or an operand lie; strides in bytes.
+struct LinearPlace {
+  void* data;
+  PlaneStride plane;
+};
+
+// Element [m, n] of a plane is [m * stride_m + n * stride_n] from its beginning.
+struct OperandStride {
+  int64_t m;
+  int64_t n;
+};
+
+// What the sums become.
+struct LinearResult {
+  static constexpr int kOut = 0;
+  static constexpr int kZ = 1;
+  static constexpr int kFirstOperand = 2;
+
+  LinearPlace place[kFirstOperand + kMaxInputs];  // z's is null where it is not kept
+  int64_t out_stride;                             // of rows, whose elements are adjacent
+  int64_t z_stride;
+  OperandStride operand[kMaxInputs];
+  const float* bias;  // [n], or null
+  float scalar[kMaxScalars];
+  uint32_t vectors;  // bit i: place i is read or stored in whole vectors, which are aligned
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ bool is_vector(int i) const { return vectors >> i & 1; }
+  // The result, and z.
+  __device__ __forceinline__ bool is_in_vectors() const {
+    constexpr uint32_t kBoth = 1 << kOut | 1 << kZ;
+    return (vectors & kBoth) == kBoth;
+  }
+#endif
+};
+
+struct LinearSplitArgs {
+  TensorMap weight_map;  // [outer, inner, n, k] fp32; an N-major one [outer, inner, k, n]
+  TensorMap x_map;       // [plane, parts, m, padded k] fp16, as the split wrote it
+  const SplitRowFactors* x_factors;       // [plane, m]
+  const SplitRowFactors* weight_factors;  // [plane, n], or null: the rows' scales are guessed
+  void* spilled;     // [blocks, tile m * tile n] float where k > kLinearChunkK, else unused
+  uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
+  uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
+  uint32_t* was_strained;  // in the host's memory: how many times longer than bearable that took
+  uint32_t* misled;        // there: how many eighths of a block's tiles were done again; or null
+  const void* x;           // [plane, m, k] of any strides: only read to repair
+  const float* weight;     // [plane, n, k], likewise
+  PlaneStride x_plane;
+  PlaneStride weight_plane;
+  int64_t x_stride_m;
+  int64_t x_stride_k;
+  int64_t weight_stride_n;
+  int64_t weight_stride_k;
+  LinearResult result;
+  Planes planes;
+  Divisor<uint32_t> plane_tiles;  // of a plane
+  Divisor<uint32_t> group_tiles;  // of kLinearGroupM tiles of x
+  Divisor<uint32_t> last_width;   // tiles of x in a group that has fewer, after whole_groups
+  uint32_t whole_groups;
+  float least_sum;
+  float bearable;  // time for repairs, as a part of the product's
+  int32_t m;
+  int32_t n;
+  int32_t tiles;         // of all planes
+  int32_t weight_outer;  // 1 where each outer batch has a weight of its own, 0 where they share it
+  int32_t weight_inner;
+  bool transposed;  // the result is [n, m], and `result` speaks of it so
+  bool pairs;       // then: m is even, and two adjacent elements of it are aligned together
+};
+
+// ---- the sum of chunks --------------------------------------------------------------------------
+
+constexpr int kSumThreads = 256;
+constexpr int kSumInFlight = 8;
+
+struct LinearSumArgs {
+  const float* partial;  // [chunk, outer, inner, m, pitch]
+  LinearResult result;
+  Divisor<uint32_t> n;
+  Divisor<uint32_t> m;
+  Divisor<uint32_t> inner;
+  uint32_t count;  // elements of the result
+  int32_t rows;    // of it, in all batches
+  int32_t pitch;
+  int32_t chunks;
+};
+
+}  // namespace fx_fuser

@@ -1,0 +1,228 @@
+// out[...] = epilogue(in0[...], in1[...], ..., scalars), elementwise with broadcasting.
+//
+// A thread takes vectors of V consecutive elements of out's memory. For each operand it finds where
+// the vector begins, loads raw elements (the anchor's first: they come from DRAM, the others often
+// from a cache), and only then converts, computes, rounds once and stores. An element is stored
+// only after everything it is made of is loaded, so out may be the anchor's own memory.
+//
+// The generated translation unit holds one functor and one line:
+//
+//   #include "pointwise/pointwise.cuh"
+//   struct Epilogue {
+//     template <class Acc>
+//     __device__ Acc operator()(const Acc (&in)[2], const Acc (&scalar)[1]) const {
+//       return fx_fuser::math::mul(fx_fuser::math::silu(in[0]), in[1]);
+//     }
+//   };
+//   FX_FUSER_POINTWISE(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*In*/ float, float)
+//
+// `scalar` has at least one element, also where the epilogue has no scalar.
+#pragma once
+
+#include <utility>
+
+#include "common/convert.cuh"
+#include "common/epilogue_math.cuh"
+#include "pointwise/pointwise_args.h"
+
+namespace fx_fuser {
+
+// A tuple of raw vectors, one per operand, that stays in registers.
+template <int kOperand, class T, int kWidth>
+struct Slot {
+  Vec<T, kWidth> raw;
+};
+
+template <class Operands, int kWidth, class... In>
+struct RawVectors;
+
+template <size_t... kOperand, int kWidth, class... In>
+struct RawVectors<std::index_sequence<kOperand...>, kWidth, In...>
+    : Slot<static_cast<int>(kOperand), In, kWidth>... {};
+
+template <int kOperand, class T, int kWidth>
+__device__ __forceinline__ Vec<T, kWidth>& raw_of(Slot<kOperand, T, kWidth>& slot) {
+  return slot.raw;
+}
+
+template <class Index, int kInputs>
+struct Place {
+  Index offset[kInputs];  // of the element, in each operand
+  Index inner;            // its coordinate along the innermost dimension
+};
+
+// A rolled loop: most tensors have one to three dimensions left, and code that is never run would
+// push what is run out of the instruction cache.
+template <int kInputs, class Index>
+__device__ __forceinline__ Place<Index, kInputs> locate(const PointwiseArgs<Index>& args,
+                                                        Index index) {
+  Place<Index, kInputs> place{};
+  if (args.rank == 1) {  // all operands laid out like out, or splat: the common case of a linear
+    place.inner = index;
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) place.offset[i] = index * args.stride[i][0];
+    return place;
+  }
+#pragma unroll 1
+  for (int d = 0; d < args.rank; ++d) {
+    Index coordinate = index;
+    if (d + 1 < args.rank) {
+      index = divide(index, args.dim[d]);
+      coordinate -= index * args.dim[d].size;
+    }
+    if (d == 0) place.inner = coordinate;
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) place.offset[i] += coordinate * args.stride[i][d];
+  }
+  return place;
+}
+
+template <class T, int kWidth, class Index>
+__device__ __forceinline__ void load_vector(Vec<T, kWidth>& raw, const void* in, Mode mode,
+                                            Index offset, Index inner_stride) {
+  const T* from = static_cast<const T*>(in) + offset;
+  if (mode == Mode::kVector) {
+    raw = *reinterpret_cast<const Vec<T, kWidth>*>(from);
+  } else if (mode == Mode::kSplat) {
+    const T value = *from;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) raw.element[e] = value;
+  } else {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) raw.element[e] = from[e * inner_stride];
+  }
+}
+
+template <class Index, bool kIsSmall, class Epilogue, int kScalars, class Acc, class Out,
+          class Operands, class... In>
+struct PointwiseKernel;
+
+template <class Index, bool kIsSmall, class Epilogue, int kScalars, class Acc, class Out,
+          size_t... kOperand, class... In>
+struct PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out,
+                       std::index_sequence<kOperand...>, In...> {
+  static constexpr int kInputs = sizeof...(In);
+  static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  static constexpr int kInputSize[] = {sizeof(In)...};
+  static constexpr int kWidth = vector_width(sizeof(Out), kInputSize[0]);
+  static constexpr int kVectors =
+      kIsSmall ? 1 : vectors_in_flight(kWidth, kWidth * (0 + ... + int{sizeof(In)}));
+  static constexpr int kThreads = kIsSmall ? kSmallThreads : kPointwiseThreads;
+  static_assert(kInputs <= kMaxInputs && kScalars <= kMaxScalars);
+
+  using Raw = RawVectors<std::index_sequence<kOperand...>, kWidth, In...>;
+  using Args = PointwiseArgs<Index>;
+
+  template <int kOne>
+  static __device__ __forceinline__ void load_operand(
+      Raw (&raw)[kVectors], const Args& args, const Place<Index, kInputs> (&place)[kVectors],
+      const bool (&whole)[kVectors]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (whole[v]) {
+        load_vector(raw_of<kOne>(raw[v]), args.in[kOne], args.mode[kOne], place[v].offset[kOne],
+                    args.stride[kOne][0]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ Vec<Out, kWidth> compute(Raw& raw,
+                                                             const Acc (&scalar)[kScalarSlots]) {
+    Vec<Out, kWidth> result;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const Acc in[kInputs] = {convert<Acc>(raw_of<kOperand>(raw).element[e])...};
+      result.element[e] = convert<Out>(static_cast<Acc>(Epilogue{}(in, scalar)));
+    }
+    return result;
+  }
+
+  static __device__ __forceinline__ void store(const Vec<Out, kWidth>& result, const Args& args,
+                                               Index first) {
+    Out* out = static_cast<Out*>(args.out) + first;
+    if (args.out_is_aligned) {
+      *reinterpret_cast<Vec<Out, kWidth>*>(out) = result;
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) out[e] = result.element[e];
+  }
+
+  // A vector that runs into the next row of some operand, or past the end: element by element.
+  static __device__ __forceinline__ void run_elements(const Args& args, Index first,
+                                                      const Acc (&scalar)[kScalarSlots]) {
+#pragma unroll 1
+    for (Index index = first; index < first + kWidth && index < args.numel; ++index) {
+      const auto place = locate<kInputs>(args, index);
+      const Acc in[kInputs] = {
+          convert<Acc>(static_cast<const In*>(args.in[kOperand])[place.offset[kOperand]])...};
+      static_cast<Out*>(args.out)[index] = convert<Out>(static_cast<Acc>(Epilogue{}(in, scalar)));
+    }
+  }
+
+  static __device__ __forceinline__ bool is_whole(const Args& args, Index first, Index inner) {
+    return first + kWidth <= args.numel && inner + kWidth <= args.dim[0].size;
+  }
+
+  static __device__ __forceinline__ void run(const Args& args) {
+    const Index vector = Index{blockIdx.x} * (kVectors * kThreads) + threadIdx.x;
+
+    Index first[kVectors];
+    Place<Index, kInputs> place[kVectors];
+    bool whole[kVectors];
+    bool all_whole = true;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      first[v] = (vector + v * kThreads) * kWidth;
+      place[v] = locate<kInputs>(args, first[v]);
+      whole[v] = is_whole(args, first[v], place[v].inner);
+      all_whole &= whole[v];
+    }
+
+    Raw raw[kVectors];
+    (load_operand<kOperand>(raw, args, place, whole), ...);
+
+    Acc scalar[kScalarSlots];
+#pragma unroll
+    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = static_cast<Acc>(args.scalar[s]);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (whole[v]) store(compute(raw[v], scalar), args, first[v]);
+    }
+    if (all_whole) return;
+#pragma unroll 1
+    for (int v = 0; v < kVectors; ++v) {
+      const Index begin = (vector + v * kThreads) * kWidth;
+      if (!is_whole(args, begin, locate<kInputs>(args, begin).inner)) {
+        run_elements(args, begin, scalar);
+      }
+    }
+  }
+};
+
+template <bool kIsSmall, class Epilogue, int kScalars, class Acc, class Out, class... In,
+          class Index>
+__device__ __forceinline__ void pointwise(const PointwiseArgs<Index>& args) {
+  PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out, std::index_sequence_for<In...>,
+                  In...>::run(args);
+}
+
+}  // namespace fx_fuser
+
+// One block an SM is all that is asked for: left to itself ptxas spills to make room for another.
+#define FX_FUSER_POINTWISE_KERNEL(name, Index, is_small, threads, ...)    \
+  extern "C" __global__ void __launch_bounds__(threads, 1)                \
+      name(const __grid_constant__ fx_fuser::PointwiseArgs<Index> args) { \
+    fx_fuser::pointwise<is_small, __VA_ARGS__>(args);                     \
+  }
+
+// FX_FUSER_POINTWISE(Epilogue, scalars, Acc, Out, In...): indices of 32 bits where every index and
+// every offset fits in 31, of 64 bits elsewhere. `small` has small blocks and one vector a thread,
+// so that an output which cannot fill the GPU is at least spread over more of it.
+#define FX_FUSER_POINTWISE(...)                                                                   \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_small, uint32_t, true, fx_fuser::kSmallThreads,    \
+                            __VA_ARGS__)                                                          \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u32, uint32_t, false, fx_fuser::kPointwiseThreads, \
+                            __VA_ARGS__)                                                          \
+  FX_FUSER_POINTWISE_KERNEL(fx_fuser_pointwise_u64, uint64_t, false, fx_fuser::kPointwiseThreads, \
+                            __VA_ARGS__)
