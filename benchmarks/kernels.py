@@ -112,8 +112,9 @@ def linear_dense(
     """As `linear_split`, in bfloat16, float16 or, for float32 tensors, with TF32 products.
 
     Args:
-        spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear/linear_dense_sm90.cuh. Its first
-            input is the dtype of x, weight, bias and z. The epilogue sees z in float32, unrounded.
+        spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear/linear_dense_sm90.cuh. Its
+            first input is the dtype of x, weight, bias and z. The epilogue sees z in float32,
+            unrounded.
         x: [*, K], rows 16-byte aligned, evenly spaced and not overlapping.
         weight: [N, K], rows 16-byte aligned.
         bias, out, z, operands, scalars: as `linear_split`'s.
@@ -141,8 +142,8 @@ def conv_direct(
     In bfloat16 and float16 too, where the epilogue sees the convolution in float32, unrounded.
 
     Args:
-        spec: a kernel of the family CONV_DIRECT, see kernels_cu/conv/conv_direct_sm90.cuh. Its first
-            input is the dtype of x, weight and c: float32, bfloat16 or float16.
+        spec: a kernel of the family CONV_DIRECT, see kernels_cu/conv/conv_direct_sm90.cuh. Its
+            first input is the dtype of x, weight and c: float32, bfloat16 or float16.
         x: [N, C, H, W].
         weight: [O, C, kh, kw]. Stride and dilation are 1, there is one group.
         padding: [left, right, top, bottom], zeros.
