@@ -192,7 +192,7 @@ def interleaved_rounds(
     """What each timer says in each round, all in an order drawn anew, none twice running.
 
     How warm the one before leaves the GPU is worth a tenth of the time where its power is capped
-    (kernels_cu/NOTES.md, Power): none may always be behind the same one.
+    (kernels_cu/linear/NOTES.md, Power): none may always be behind the same one.
     """
     draw = random.Random(0)
     samples: dict[str, list[float]] = {name: [] for name in timers}

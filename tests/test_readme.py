@@ -19,6 +19,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in PAGES}
+LOGS = {str(p.relative_to(ROOT)): p.read_text() for p in ROOT.glob("kernels_cu/**/NOTES.md")}
 README = TEXTS["README.md"]
 OPTIONS = TEXTS["docs/options.md"]
 LONGEST_README = 220  # lines
@@ -110,9 +111,9 @@ def broken_links(name: str, text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", [*TEXTS, *LOGS])
 def test_links_lead_somewhere(name: str) -> None:
-    assert broken_links(name, TEXTS[name]) == []
+    assert broken_links(name, {**TEXTS, **LOGS}[name]) == []
 
 
 def test_broken_links_are_found() -> None:
@@ -133,8 +134,8 @@ def test_lines_are_short(name: str) -> None:
     assert [line for line in lines if len(line) > WIDTH and not line.startswith("|")] == []
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", [*TEXTS, *LOGS])
 def test_files_it_names_exist(name: str) -> None:
     folders = "fx_fuser|patterns|kernels_cu|benchmarks|tests"
-    paths = re.findall(rf"`((?:{folders})/[\w./]*)`", TEXTS[name])
+    paths = re.findall(rf"`((?:{folders})/[\w./]*)`", {**TEXTS, **LOGS}[name])
     assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -266,7 +266,7 @@ __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uin
 }
 
 // The L2 cache is asked for half a unit, while the half before it is used. A unit ahead was more
-// than the cache holds of all blocks: in fp32 dy came nearly twice from memory (NOTES.md).
+// than the cache holds of all blocks: in fp32 dy came nearly twice from memory (conv/NOTES.md).
 constexpr int kAhead = kConvPositions / 2;
 
 // Waits for a unit's pixels, and says where its gradients are.

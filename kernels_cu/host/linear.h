@@ -195,7 +195,7 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(0);
-  // Sums of more would cost more than the library's own error (NOTES.md, "Long K").
+  // Sums of more would cost more than the library's own error (linear/NOTES.md, "Long K").
   if (b.size(1) <= kLinearChunkK) {
     const Tensor product = new_dense(a, shape, ScalarType::Float);
     const std::optional<Tensor> none;

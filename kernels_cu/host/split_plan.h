@@ -50,7 +50,7 @@ struct SplitPlan {
   double seconds;  // as modelled
 };
 
-// Seconds and bytes/s of an H200 (kernels_cu/NOTES.md).
+// Seconds and bytes/s of an H200 (kernels_cu/linear/NOTES.md).
 constexpr double kStage = 1.2e-6;           // a tile's 64 of k
 constexpr double kTileOverhead = 3e-6;      // its scales, its epilogue
 constexpr double kSplitStart = 5e-6;        // the pre-pass's launch, filling the ring

@@ -262,7 +262,7 @@ __device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)
 // lost, and of a sum 2^-25.8 times the Euclidean norms of both rows, if errors are random: whatever
 // the data, `least` = kLeastSum sqrt(k) is where that can reach 3e-7 of 16 sums. The pre-pass knows
 // x's norm, and tile_epilogue.least_sum may be less. How far data of what kind is above it:
-// NOTES.md.
+// linear/NOTES.md.
 template <class TileEpilogue>
 __device__ __forceinline__ uint32_t imprecise_rows(const float (&sum)[64], float least,
                                                    const TileEpilogue& tile_epilogue) {
