@@ -126,7 +126,8 @@ class Problem:
             z = z * factor.to(dtype)
         for number in self.scalars:
             z = z * number
-        # Aligned: with a 16-bit dy that begins anywhere eager's backward has stopped (kernels_cu/conv/NOTES.md).
+        # Aligned: with a 16-bit dy that begins anywhere eager's backward has stopped
+        # (kernels_cu/conv/NOTES.md).
         return torch.autograd.grad(z, (x, weight, gamma, beta), self.dy.to(dtype, copy=True))
 
 
