@@ -42,7 +42,7 @@ from benchmarks import (
 from benchmarks.run import commit_here
 from benchmarks.sm90 import n_major, relative
 from fx_fuser import build
-from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
+from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS
 from fx_fuser.native import compilers, launch, load
 from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 from fx_fuser.planning import timing
@@ -74,7 +74,7 @@ def _products() -> Iterator[Row]:
     product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major(weight))
     yield Row("N-major weight", (linear_sm90.IDENTITY.spec,), product)
     for way in narrow_sm90.WAYS:
-        spec = (EXACT_PRODUCTS if way == "exact" else MIXED_PRODUCTS)[torch.bfloat16]
+        spec = (EXACT_GEMMS if way == "exact" else MIXED_GEMMS)[torch.bfloat16]
         operands = narrow_sm90.cast(way, torch.bfloat16, x, weight)
         product = partial(narrow_sm90.by_kernel, way, torch.bfloat16, *operands)
         yield Row(f"{way} bf16", (spec,), product)

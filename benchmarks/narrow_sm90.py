@@ -23,10 +23,10 @@ from benchmarks import harness, kernels
 from benchmarks.linear_sm90 import compare, families, special_values
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA, GUESSED, SENTINEL, n_major, relative
-from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
+from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM, split_gemm
 from fx_fuser.native import load
 
-DTYPES = tuple(EXACT_PRODUCTS)
+DTYPES = tuple(EXACT_GEMMS)
 WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
 
 
@@ -39,9 +39,9 @@ def cast(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> tuple[Tenso
 def by_op(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
     ops = torch.ops.fx_fuser
     if way == "exact":
-        made: Tensor = ops.exact_product.default(x, weight, EXACT_PRODUCTS[dtype].name)
+        made: Tensor = ops.exact_product.default(x, weight, EXACT_GEMMS[dtype].name)
     else:
-        made = ops.split_product.default(x, weight, MIXED_PRODUCTS[dtype].name)
+        made = ops.split_product.default(x, weight, MIXED_GEMMS[dtype].name)
     return made
 
 
@@ -57,10 +57,10 @@ def by_kernel(
     if out is None:
         out = torch.full((*x.shape[:-1], weight.shape[-2]), float("nan"), device=x.device)
     if way == "exact":
-        spec = EXACT_PRODUCTS[dtype]
+        spec = EXACT_GEMMS[dtype]
         taken = kernels.linear_dense(spec, x, weight, None, out, None, [], [])
     else:
-        spec = MIXED_PRODUCTS[dtype]
+        spec = MIXED_GEMMS[dtype]
         taken = kernels.linear_split(spec, x, weight, None, out, None, [], [], chunks)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
@@ -238,7 +238,7 @@ def timing() -> list[tuple[object, ...]]:
         x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA) / k**0.5
         times = [
             took(functools.partial(F.linear, x, weight)),
-            took(functools.partial(split_product, x, weight)),
+            took(functools.partial(split_gemm, x, weight)),
         ]
         for way in WAYS:
             operands = cast(way, torch.bfloat16, x, weight)
@@ -250,7 +250,7 @@ def timing() -> list[tuple[object, ...]]:
 def main() -> int:
     chosen = harness.parser("narrow_sm90", cases=200).parse_args()
     done = harness.progress()
-    specs = [PRODUCT_ALONE, *EXACT_PRODUCTS.values(), *MIXED_PRODUCTS.values()]
+    specs = [SPLIT_GEMM, *EXACT_GEMMS.values(), *MIXED_GEMMS.values()]
     load.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []

@@ -34,7 +34,7 @@ from benchmarks.linear_sm90 import (
 )
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA, GUESSED, SENTINEL, misleading, n_major, relative
-from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.native import launch, load
 
 NAN = float("nan")
@@ -43,7 +43,7 @@ ROLES: tuple[First, ...] = ("", "x", "weight")
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ, by the op."""
-    made: Tensor = torch.ops.fx_fuser.split_product.default(a, b, PRODUCT_ALONE.name)
+    made: Tensor = torch.ops.fx_fuser.split_product.default(a, b, SPLIT_GEMM.name)
     return made
 
 
@@ -204,7 +204,7 @@ def same_bits(failures: list[str]) -> None:
 
 def by_the_op(failures: list[str]) -> None:
     """Layouts of both operands through `split_product`, large enough for its own kernel."""
-    load.prepare([PRODUCT_ALONE], CUDA)
+    load.prepare([SPLIT_GEMM], CUDA)
     for m, n, k in ((768, 3072, 6304), (3072, 768, 6304), (1021, 1027, 1023)):
         a, b = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
         exact = a.double() @ b.double().t()
@@ -238,7 +238,7 @@ KNOWN_AFTER = 16  # calls that are a little slow
 
 def fallbacks(failures: list[str]) -> None:
     """After data that is slow in one way the op goes another one, and only then."""
-    load.prepare([PRODUCT_ALONE], CUDA)
+    load.prepare([SPLIT_GEMM], CUDA)
 
     def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
         found = split_bytes(a, b)
@@ -249,7 +249,7 @@ def fallbacks(failures: list[str]) -> None:
     columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
     a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
     torch.matmul(a, b.t())  # cuBLAS has its workspace now
-    launch.reset_fallback([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([SPLIT_GEMM], CUDA)
     expect("the smaller operand first", a, b, b)
     small, imprecise = a / columns, b.clone()
     imprecise[7] *= columns
@@ -260,7 +260,7 @@ def fallbacks(failures: list[str]) -> None:
         product(small, b * columns)
         torch.cuda.synchronize()  # a call must have ended to be known
     expect("after imprecise rows", a, b, None)
-    launch.reset_fallback([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([SPLIT_GEMM], CUDA)
     expect("when reset", a, b, b)
     a[:, :GUESSED] = 0
     slow = milliseconds(lambda: product(a, b))
@@ -270,7 +270,7 @@ def fallbacks(failures: list[str]) -> None:
     found = milliseconds(lambda: product(a, b))
     if not found < 0.8 * slow:
         failures.append(f"after guesses that fail a call takes {found:.3f} ms for {slow:.3f}")
-    launch.reset_fallback([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([SPLIT_GEMM], CUDA)
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:
@@ -460,7 +460,7 @@ def timing(failures: list[str]) -> list[Timing]:
 def main() -> int:
     chosen = harness.parser("split_planes_sm90", cases=200).parse_args()
     done = harness.progress()
-    load.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
+    load.prepare([*(e.spec for e in EXAMPLES), SPLIT_GEMM], CUDA)
     done("built")
     failures: list[str] = []
     tables = []

@@ -118,7 +118,7 @@ def fx_fuser(
             outcome.tell(chosen.strict)
             if outcome.matches or passes:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = chosen.for_own_ops(passes).inner_compiler()(gm, example_inputs)
+                    compiled = chosen.with_passes(passes).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
             elif outcome.masks:
                 compiled = compile_inner(gm, example_inputs)
@@ -396,18 +396,18 @@ def _grown_at(
     view: View, site: Site, fault_of: Callable[[Match], Fault | None], options: Options
 ) -> Grown | Refusal | None:
     """None where no kernel of ours makes the product: then there is nothing to tell."""
-    product = alone(view, site)
-    if meta_tensor(site.node) is not None and not plan.runs_native(product, options):
+    only = alone(view, site)
+    if meta_tensor(site.node) is not None and not plan.runs_native(only, options):
         return None
-    fault = fault_of(product)
+    fault = fault_of(only)
     if fault is not None:
-        return Refusal.of(product, fault)
-    if not plan.has_own_product(product, options):
+        return Refusal.of(only, fault)
+    if not plan.may_gain(only, options):
         return None
     grown = grow(view, site, fault_of)
     has_tail = isinstance(grown, Grown) and grown.alone is not None
     left = provenance.why_left(site, options, has_tail)
-    return Refusal.of(product, Fault(site.node, left)) if left else grown
+    return Refusal.of(only, Fault(site.node, left)) if left else grown
 
 
 def _readable_sites(view: View) -> list[Site]:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from fx_fuser.backend import fuse, registered_patterns
-from fx_fuser.graph.subclasses import is_own_class
+from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.options import Options
 from fx_fuser.report.report import Report
 
@@ -48,7 +48,7 @@ def explain(
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
-    if is_own_class(tensor) and type(copied) is not type(tensor):  # the class makes plain tensors
+    if is_user_class(tensor) and type(copied) is not type(tensor):  # the class makes plain tensors
         copied = copied.as_subclass(type(tensor))
         vars(copied).update(vars(tensor))
     return copied.requires_grad_(tensor.requires_grad)

@@ -81,19 +81,19 @@ class Options:
     ) -> Options:
         """Check what the user gave; `known` are the names of the patterns there are."""
         given = dict(options or {})
-        own = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
-        values = {key: given.pop(key) for key in list(given) if key in own}
+        names = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
+        values = {key: given.pop(key) for key in list(given) if key in names}
         if mode is not None:
             values.setdefault("mode", mode)
         if isinstance(values.get("patterns"), list):
             values["patterns"] = tuple(values["patterns"])
         made = cls(**values, inductor=given)
         made._check_types()
-        made._check_inductor_keys(sorted(own))
+        made._check_inductor_keys(sorted(names))
         made._check_patterns(known)
         # Inductor takes both spellings, and what is asked for below is of one.
-        spelled = {name.replace("-", "_"): value for name, value in given.items()}
-        return dataclasses.replace(made, inductor=spelled)
+        canonical = {name.replace("-", "_"): value for name, value in given.items()}
+        return dataclasses.replace(made, inductor=canonical)
 
     def _check_types(self) -> None:
         expected: dict[str, tuple[Any, str]] = {
@@ -127,7 +127,7 @@ class Options:
             if self.mode not in modes:
                 raise OptionError(f"mode is {self.mode!r}; give one of {', '.join(modes)}")
 
-    def _check_inductor_keys(self, own: Sequence[str]) -> None:
+    def _check_inductor_keys(self, names: Sequence[str]) -> None:
         if not self.inductor:
             return
         stock = torch._inductor.list_options()
@@ -141,8 +141,8 @@ class Options:
                     f"option {key!r} is Inductor's, but 'inner' is {self.inner!r}; leave one of "
                     "the two out"
                 )
-            near = difflib.get_close_matches(name, [*own, *of_inner], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fx_fuser's are {', '.join(own)}"
+            near = difflib.get_close_matches(name, [*names, *of_inner], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fx_fuser's are {', '.join(names)}"
             raise OptionError(f"unknown option {key!r}; {hint}")
 
     def _check_patterns(self, known: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ class Options:
             return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
         return lookup_backend(self.inner)
 
-    def for_own_ops(self, passes: Mapping[str, Any]) -> Options:
+    def with_passes(self, passes: Mapping[str, Any]) -> Options:
         """These, for a graph with ops of ours: with passes for Inductor, setting → pass."""
         return dataclasses.replace(self, inductor={**_WITH_OWN_OPS, **self.inductor, **passes})
 

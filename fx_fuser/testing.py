@@ -46,7 +46,7 @@ def assert_fused(
     fx_fuser raises here instead of leaving the model unfused.
     Raises AssertionError with the table of `fx_fuser.explain`.
     """
-    with _own_counters():
+    with _fresh_counters():
         observe(model, inputs, train, lambda m: _compiled(m, options))
         found, left = ({k: v for k, v in counters[c].items() if v} for c in _COUNTERS[:2])
     if not any(name.startswith(AUTO) for name in expected):
@@ -84,7 +84,7 @@ def assert_equivalent(
     """
     eager = observe(model, inputs, train)
     exact = observe(model, inputs, train, dtype=torch.float64, like=eager)
-    with _own_counters():
+    with _fresh_counters():
         found = observe(model, inputs, train, lambda m: _compiled(m, options), like=eager)
         faults = compare(found, eager, exact, bound)
         inner = (options or {}).get("inner", "inductor")
@@ -168,7 +168,7 @@ def _compiled(model: Callable[..., Any], options: Mapping[str, Any] | None) -> C
 
 
 @contextlib.contextmanager
-def _own_counters() -> Iterator[None]:
+def _fresh_counters() -> Iterator[None]:
     """Nothing compiled and nothing counted, before; afterwards the counts of before."""
     before = {name: counters.pop(name) for name in _COUNTERS if name in counters}
     torch._dynamo.reset()

@@ -136,9 +136,9 @@ class Nvrtc:
 
     def flags(self, arch: str) -> tuple[str, ...]:
         # Unannotated functions are the device's, there being no host; ptxas's options one by one.
-        own = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
+        flags = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
         threads = "--split-compile=4"  # a product's source has four large kernels
-        return (*_FLAGS, *own, threads, "--ptxas-options=-v", "--ptxas-options=-warn-spills")
+        return (*_FLAGS, *flags, threads, "--ptxas-options=-v", "--ptxas-options=-warn-spills")
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         folders = (kernels / "nvrtc", kernels, self.include)

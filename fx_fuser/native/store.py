@@ -236,5 +236,5 @@ def clear(folder: Path) -> int:
 
 def _files(folder: Path) -> list[Path]:
     """Entries and their manifests, and the timings remembered."""
-    own = [path for path in folder.glob("*.*") if path.suffix in (".cubin", ".so", ".json")]
-    return sorted([*own, *folder.glob("plans/*.json")])
+    files = [path for path in folder.glob("*.*") if path.suffix in (".cubin", ".so", ".json")]
+    return sorted([*files, *folder.glob("plans/*.json")])

@@ -1,11 +1,10 @@
-"""Masks of attention that a graph makes itself and that are causal, or hide nothing.
+"""Remove attention masks that a graph makes itself and that are causal, or hide nothing.
 
-transformers gives a causal language model `is_causal=True` in eager mode, and builds the mask out
-of `arange`s as soon as it is traced. torch's kernels then read a mask, and compute what it hides:
-on an H200 (2026-11-23, torch 2.11.0+cu130, Inductor), GPT-2's training step at 4 × 1024 in fp32
-spends 20.7 ms in attention for eager mode's 13.4, and in 16 bits FlashAttention takes no mask at
-all. What such a mask is made of reads nothing that the model is given, so it is the same in every
-call: it is made once, here, and looked at.
+transformers gives a causal language model `is_causal=True` in eager mode, and builds a mask out of
+`arange`s when it is traced. torch's kernels then read the mask, and compute what it hides: on an
+H200 (2026-11-23, torch 2.11.0+cu130, Inductor), GPT-2's training step at 4 × 1024 in fp32 spends
+20.7 ms in attention, in eager mode 13.4; and in 16 bits FlashAttention takes no mask at all. Such a
+mask reads none of the model's inputs, so it is the same in every call: it is evaluated once, here.
 
 `is_causal`: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
@@ -26,8 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 from fx_fuser.graph.naming import called, statement
 from fx_fuser.graph.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
 
-# What masks are made of: nothing that is random, waits for another process, or leaves memory as it
-# was. In place too (`masked_fill_`), and as operators (`__and__`).
+# The operations that masks are made of: none is random, waits for another process, or returns
+# memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
 _RUN_AHEAD = frozenset(
     """
     arange ones zeros full tensor scalar_tensor ones_like zeros_like full_like new_ones new_zeros
@@ -42,18 +41,18 @@ _RUN_AHEAD = frozenset(
 )
 _MODULES = {"builtins", "_operator", "torch", "torch.functional", "torch._ops.aten"}
 _MODULES |= {predispatch.__name__}
-# Of their first argument they read what kind of a tensor it is.
+# Of their first argument they read shape, dtype and device, not the values.
 _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
-_LARGEST = 1 << 29  # elements of what is run ahead
+_LARGEST = 1 << 29  # elements of a tensor that is evaluated
 # Of `scaled_dot_product_attention`.
 _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
 
 
 @dataclass(frozen=True)
 class Mask:
-    """One of an attention. done: "causal" or "open" where it is not read any more; else reason."""
+    """An attention's mask. done: "causal" or "open" if it was removed; else reason says why not."""
 
     node: Node
     done: str = ""
@@ -61,15 +60,15 @@ class Mask:
 
 
 class _Stays(Exception):
-    """Why a mask is left where it is."""
+    """Why a mask is kept."""
 
 
 @dataclass
 class _Scope:
     """The nodes of a graph before one of them.
 
-    writes: of those that write, to what. outer, given: where the graph is the body of a region that
-    is called once, what comes before the call, and what a placeholder stands for there.
+    writes: node that writes → what it writes to. If the graph is the body of a region that is
+    called once: outer, the nodes before the call; given, placeholder → argument of the call.
     """
 
     nodes: Sequence[Node]
@@ -97,13 +96,13 @@ class _Scope:
 
 
 class Reader:
-    """Of the graphs of one module, those of regions after those that call them."""
+    """For the graphs of one module; a region's graph comes after the graph that calls it."""
 
     def __init__(self) -> None:
         self._calls: dict[GraphModule, list[tuple[_Scope, Node]]] = {}
 
     def simplify(self, module: GraphModule, graph: Graph) -> list[Mask]:
-        """Take proven masks from the attentions of a Dynamo graph, which is edited.
+        """Remove masks that are proven causal or open from the attentions of a graph, in place.
 
         graph: the module's, or a copy.
         """

@@ -81,7 +81,7 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     operands = dict(zip(named, anchor.kernel_operands(named, call.config)))
     needs_t = gradients_of_tensors(match)
     read = call.reads({name: needs[name] for name in named}, needs_t)
-    own = plan.choices["backward"] == DIRECT
+    fused = plan.choices["backward"] == DIRECT
     held: dict[str, int | None] = {}
     for name, node in {**operands, **apply.named(match.bound.tensors, ())}.items():
         if name not in read or not isinstance(node, Node):
@@ -91,7 +91,7 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
         dtype = compute if name in anchor.cast else tensor.dtype
         if dtype != tensor.dtype or not isinstance(tensor, Parameter):  # or autocast's copy
             held[node.name] = _bytes([node], dtype)
-    if call.saves(own, {name: needs[name] for name in named}, needs_t):
+    if call.saves(fused, {name: needs[name] for name in named}, needs_t):
         held[c.name] = _bytes([c])
     return None if None in held.values() else held  # type: ignore[return-value]
 

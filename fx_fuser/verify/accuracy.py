@@ -104,12 +104,12 @@ def _fault(
         size = _size(exact, norm)
         if size < zero_up_to:  # zero in exact arithmetic: a bias under a training BatchNorm
             size = zero_up_to * 1e9
-        own = max(_size(_wide(o) - exact, norm) for o in others)
+        eagers = max(_size(_wide(o) - exact, norm) for o in others)
         error = _size(_wide(value) - exact, norm)
-        allowed = max(bound.factor[real] * own, bound.floor[real] * size)
+        allowed = max(bound.factor[real] * eagers, bound.floor[real] * size)
         if not error <= allowed:
             of = f" of {size:.3g} in norm {norm}"
-            return f"error {error:.3g}{of}, allowed {allowed:.3g} (eager's {own:.3g})"
+            return f"error {error:.3g}{of}, allowed {allowed:.3g} (eager's {eagers:.3g})"
     return ""
 
 

@@ -37,12 +37,12 @@ def fault_of(
     value: of the last matched node, as the graph has it.
     """
     root: Any = meta_tensor(match.root)
-    product: Any = meta_tensor(match.site.nodes[0])  # under autocast narrower than operands
+    c: Any = meta_tensor(match.site.nodes[0])  # under autocast narrower than operands
     generator = torch.Generator(root.device).manual_seed(0)
 
     def rounded(tensor: Tensor) -> Tensor:
         """Off by half a unit at most of the last place of its dtype, or of the product's."""
-        eps = max(torch.finfo(t.dtype).eps for t in (tensor, product))
+        eps = max(torch.finfo(t.dtype).eps for t in (tensor, c))
         on = {"dtype": torch.float64, "device": root.device}
         noise = torch.rand(tensor.shape, generator=generator, **on) - 0.5
         return (tensor.double() * (1 + noise.to(tensor.device) * eps)).to(tensor.dtype)
