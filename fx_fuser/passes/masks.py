@@ -130,7 +130,7 @@ class Reader:
 
 
 def _mask_of(node: Node) -> Node | None:
-    """Of an attention, where it has one and is not causal beside."""
+    """The mask of an attention; None if the node is none, has no mask, or is causal as well."""
     if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
         return None
     mask = argument_of(node, *_MASK)
@@ -141,7 +141,7 @@ def _mask_of(node: Node) -> Node | None:
 def _proven(
     node: Node, mask: Node, scope: _Scope, known: dict[tuple[Any, ...], tuple[str, str]]
 ) -> tuple[str, list[Node]]:
-    """ "causal" or "open", and what makes it; raises _Stays if it is neither or cannot be told."""
+    """ "causal" or "open", and the nodes that make it; raises _Stays if it is not proven either."""
     length, makers = _length(node), _makers([mask], scope)
     key = (mask, length, *makers)
     if key not in known:
@@ -153,7 +153,7 @@ def _proven(
 
 
 def _length(node: Node) -> tuple[int, int]:
-    """Of queries and of keys."""
+    """The numbers of queries and of keys."""
     tensors = [meta_tensor(a) for a in node.args[:3] if isinstance(a, Node)]
     named = (node.kwargs.get(n) for n in ("query", "key", "value"))
     tensors += [meta_tensor(a) for a in named if isinstance(a, Node)]
@@ -168,17 +168,17 @@ def _length(node: Node) -> tuple[int, int]:
 def _what_it_is(
     mask: Node, makers: Sequence[Node], scope: _Scope, length: tuple[int, int]
 ) -> tuple[str, str]:
-    """ "causal" or "open"; or "" and the reason why it is neither."""
+    """("causal" or "open", ""), or ("", the reason why it is neither)."""
     try:
         return _kind_of(_evaluated(mask, makers, scope.all_given()), length), ""
     except _Stays as stays:
         return "", str(stays)
-    except Exception as error:  # the user's program may raise what it likes
+    except Exception as error:  # the user's program may raise anything
         return "", f"its mask cannot be made ahead: {type(error).__name__}: {error}"
 
 
 def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
-    """All nodes that make the masks or write to what they are made of, in order."""
+    """All nodes that make the masks or write to memory of such nodes, in order."""
     makers: set[Node] = set()
     todo = list(masks)
     while todo:
@@ -198,7 +198,8 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
         makers.update(n for n in scope.nodes if n.target in _NESTING)
     for node in makers:
         like = _like(node)
-        # Without the mask it would be dead, and if it is random it must still draw its numbers.
+        # Without the mask `like` would be dead code; if it is random it must still draw its
+        # numbers.
         if like is None or like in makers or like.op in ("placeholder", "get_attr"):
             continue
         if makers.issuperset(like.users):
@@ -209,7 +210,7 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
 
 
 def _like(node: Node) -> Node | None:
-    """Of which the node reads what kind of a tensor it is, and nothing else."""
+    """The argument of which the node reads shape, dtype and device, and no values."""
     first = node.args[0] if _name_of_call(node) in _LIKE and node.args else None
     return first if isinstance(first, Node) else None
 
@@ -225,7 +226,7 @@ def _name_of_call(node: Node) -> str:
 
 
 def _check(node: Node) -> None:
-    """Raises _Stays where the node cannot be run ahead."""
+    """Raises _Stays if the node cannot be evaluated here."""
     if node.op in ("placeholder", "get_attr"):
         raise _Stays(f"its mask depends on {called(node)}")
     is_call = node.op in ("call_function", "call_method")
@@ -243,7 +244,7 @@ def _check(node: Node) -> None:
 
 
 def _elements(value: Tensor) -> int:
-    """In memory, where an expanded tensor has few."""
+    """The number of elements in memory: an expanded tensor has few."""
     try:
         return min(value.numel(), value.untyped_storage().nbytes() // value.element_size())
     except (NotImplementedError, RuntimeError):  # within a vmap
@@ -251,7 +252,7 @@ def _elements(value: Tensor) -> int:
 
 
 def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -> Tensor:
-    """What the graph makes, on the device on which it does."""
+    """The mask's value, computed on the device on which the graph computes it."""
     last = {n: node for node in makers for n in _values_read(node)}
     kept = {mask, *given.values()}
     values: dict[Node, Any] = {}
@@ -284,7 +285,7 @@ def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -
 
 
 def _check_made(made: Any, node: Node) -> None:
-    """Raises _Stays where a tensor is another one than was traced, or lies otherwise in memory."""
+    """Raises _Stays if dtype, shape or strides are not those that were traced."""
     traced = meta_tensor(node)
     if traced is None and not isinstance(made, Tensor):
         return
@@ -297,7 +298,7 @@ def _check_made(made: Any, node: Node) -> None:
 
 
 def _one_like(node: Node) -> Tensor:
-    """A tensor of this kind in the memory of one element, for what does not read its values."""
+    """A tensor of this shape, dtype and device in the memory of one element."""
     kind = meta_tensor(node)
     if kind is None or not all(isinstance(n, int) for n in kind.shape):
         raise _Stays("its mask has dynamic sizes")
@@ -308,18 +309,18 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
     """ "causal" or "open"; raises _Stays if it is neither."""
     with torch.no_grad():
         while mask.dim() > 2 and mask.stride(0) == 0 and mask.shape[0] > 0:
-            mask = mask[0]  # all are this one
+            mask = mask[0]  # expanded: all are the same
         if mask.dtype is torch.bool:
             seen = mask
         else:
             seen = mask == 0
-            # transformers writes the least number instead of an infinity.
+            # transformers writes the dtype's least number in place of -inf.
             hidden = mask <= torch.finfo(mask.dtype).min
             if not bool((seen | hidden).all()):
                 raise _Stays("its mask adds other values than zero and the least")
         if bool(seen.all()):
             return "open"
-        if length[0] != length[1]:  # kernels differ in where they begin to count
+        if length[0] != length[1]:  # kernels align the diagonal differently
             raise _Stays(f"its mask is of {length[0]} queries and {length[1]} keys")
         causal = torch.ones(length, dtype=torch.bool, device=mask.device).tril()
         if not bool((seen == causal).all()):
@@ -328,7 +329,7 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
 
 
 def _take_away(node: Node, kind: str) -> None:
-    """Raises _Stays where the result would lie in memory in another way."""
+    """Remove the mask; raises _Stays if the result would have another dtype or other strides."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for (place, name), value in ((_MASK, None), (_CAUSAL, kind == "causal")):
         if len(args) > place:
@@ -354,7 +355,7 @@ def _take_away(node: Node, kind: str) -> None:
 
 
 def _erase(mask: Node, makers: Sequence[Node]) -> None:
-    """With all that it alone was made of; what writes in place stays, and its operands."""
+    """Erase the mask and the nodes that only it used; what writes in place stays."""
     todo = [mask]
     while todo:
         node = todo.pop()

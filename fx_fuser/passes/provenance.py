@@ -176,7 +176,7 @@ class Provenance(Products):
             make_candidates = functools.partial(_ways, recipes, (a, b), narrow)
             best = fastest(node.target, a, b, key, make_candidates)
         recipe = None if best is None else recipes[best]
-        if recipe is None or recipe.spec == SPLIT_GEMM:  # the last pass finds it again
+        if recipe is None or recipe.spec == SPLIT_GEMM:  # left to the last pass
             return None
         with graph.inserting_before(node):
             read = [
