@@ -1,10 +1,10 @@
-"""The fp32 products of sm_90a whose operands were cast up from 16 bits: checks and times.
+"""The fp32 gemms of sm_90a whose operands were cast up from 16 bits: checks and times.
 
     python -m benchmarks.narrow_sm90 [--skip-checks] [--skip-timing] [--cases 200] [--seed 0]
 
-Exits with 1 where a check failed. Both operands of 16 bits make one product ("exact"), one of them
-two ("mixed"). Timings are medians with the L2 cache cleared before each call: the library's fp32
-product of what was cast before, the three products of the same, and ours of the 16-bit tensors.
+Exits with 1 where a check failed. Two 16-bit operands make one gemm ("exact"), one makes two
+("mixed"). Timings are medians with the L2 cache cleared before each call: the library's fp32 gemm
+of the cast tensors, the split gemm of them, and this kernel's of the 16-bit tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def by_kernel(
     out: Tensor | None = None,
     chunks: int = 0,
 ) -> Tensor:
-    """The kernel itself, where the op may take the library's product."""
+    """The kernel itself, where the op may use the library."""
     if out is None:
         out = torch.full((*x.shape[:-1], weight.shape[-2]), float("nan"), device=x.device)
     if way == "exact":
@@ -96,7 +96,7 @@ def sizes(choose: random.Random) -> tuple[int, int, int]:
 
 
 def small_sizes(choose: random.Random) -> tuple[int, int, int]:
-    """For the sanitizers, under which a product takes minutes."""
+    """For the sanitizers, under which a gemm takes minutes."""
     return choose.choice((1, 17, 130, 260)), choose.randint(1, 300), choose.randint(1, 300)
 
 
@@ -262,7 +262,7 @@ def main() -> int:
             for check in CHECKS:
                 check(failures)
                 done(check.__name__)
-            heads = ["K", "data", "way", "dtype", "ours", "SGEMM", "worst row", "SGEMM's"]
+            heads = ["K", "data", "way", "dtype", "kernel", "SGEMM", "worst row", "SGEMM's"]
             tables.append(tabulate(accuracy(failures), heads, floatfmt=".1e"))
             done("accuracy")
         if not chosen.skip_timing:

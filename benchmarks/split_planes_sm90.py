@@ -2,8 +2,8 @@
 
     python -m benchmarks.split_planes_sm90 [--skip-checks] [--skip-timing] [--cases 200] [--seed 0]
 
-Exits with 1 where a check failed. What it is on one dense matrix is in benchmarks/linear_sm90.py;
-timings are taken as there. `library` is cuBLAS, whatever layouts it is given.
+Exits with 1 where a check failed. benchmarks/linear_sm90.py has one dense matrix; timings are taken
+as there. `library` is cuBLAS, whatever layouts it is given.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
 
 
 def chunked_values(failures: list[str]) -> None:
-    """Infinities, NaN and extremes; data that is repaired or done again; in chunks of K."""
+    """Infinities, NaN and extremes; data that is repaired or redone; in chunks of K."""
     hard_values(failures, 2, "x")
     hard_values(failures, 3, "x")
     hard_values(failures, 2, "weight")
@@ -148,7 +148,7 @@ def hard_values(failures: list[str], chunks: int, first: First) -> None:
 
 
 def weight_first(failures: list[str]) -> None:
-    """The weight split first: hard values, and x whose scales are guessed wrong."""
+    """The weight split first: hard values, and an x whose scales are guessed wrong."""
     hard_values(failures, 1, "weight")
     for m, n, k in ((300, 200, 500), (4100, 1000, 576), (130, 140, 65536 + 36)):
         weight = torch.randn(n, k, device=CUDA)
@@ -237,7 +237,7 @@ KNOWN_AFTER = 16  # calls that are a little slow
 
 
 def fallbacks(failures: list[str]) -> None:
-    """After data that is slow in one way the op goes another one, and only then."""
+    """The precision fallback: only after data that makes one candidate slow is another taken."""
     load.prepare([SPLIT_GEMM], CUDA)
 
     def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
@@ -274,7 +274,7 @@ def fallbacks(failures: list[str]) -> None:
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:
-    """Of one call."""
+    """Milliseconds of one call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -471,7 +471,7 @@ def main() -> int:
             for check in CHECKS:
                 check(failures)
                 done(check.__name__)
-            heads = ["problem", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
+            heads = ["problem", "data", "kernel", "SGEMM", "worst row", "SGEMM's"]
             tables.append(tabulate(map(astuple, accuracy(failures)), heads, floatfmt=".1e"))
             done("accuracy")
         if not chosen.skip_timing:
