@@ -1,1 +1,1 @@
-"""What is measured (problems), how (measure), the run (run) and what is written of it (report)."""
+"""Problems to measure (problems), how (measure), the run (run) and the tables (report)."""

@@ -1,11 +1,11 @@
-"""Kernels by NVRTC beside the same by nvcc, and our share of a first call:
+"""Kernels by NVRTC beside the same by nvcc, and fx_fuser's share of a first call:
 
     python -m benchmarks.compilers [--skip-kernels] [--skip-first] [--out docs/compilers.md]
 
 Every kernel runs with the cubins of both compilers in one process, on the same tensors, in turns
 with a cleared L2 cache; the GPU alone is timed. A first call is one of a model with one Linear
 site, in a process that has compiled something else before, with empty caches and then with what
-that left; our share is what it takes more than with `torch.compile(model)`.
+that left. fx_fuser's share is what it takes longer than with `torch.compile(model)`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from benchmarks import (
 from benchmarks.run import commit_here
 from benchmarks.sm90 import n_major, relative
 from fx_fuser import build
-from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
+from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS
 from fx_fuser.native import compilers, launch, load
 from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 from fx_fuser.planning import timing
@@ -60,7 +60,7 @@ class Row:
 
 
 def _products() -> Iterator[Row]:
-    """fp32 products, and those with operands of 16 bits."""
+    """fp32 gemms, and those with 16-bit operands."""
     for name, example, m, k, n in (
         ("#59 fp32", linear_sm90.SWISH, 128, 32768, 32768),
         ("#70 fp32", linear_sm90.RESIDUAL, 1024, 8192, 8192),
@@ -74,7 +74,7 @@ def _products() -> Iterator[Row]:
     product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major(weight))
     yield Row("N-major weight", (linear_sm90.IDENTITY.spec,), product)
     for way in narrow_sm90.WAYS:
-        spec = (EXACT_PRODUCTS if way == "exact" else MIXED_PRODUCTS)[torch.bfloat16]
+        spec = (EXACT_GEMMS if way == "exact" else MIXED_GEMMS)[torch.bfloat16]
         operands = narrow_sm90.cast(way, torch.bfloat16, x, weight)
         product = partial(narrow_sm90.by_kernel, way, torch.bfloat16, *operands)
         yield Row(f"{way} bf16", (spec,), product)
@@ -236,7 +236,7 @@ def first_calls(warm: int = 3) -> str:
         theirs, ours = (median(column) for column in zip(*found))
         share = median(f - i for i, f in found)
         table.append([state, len(found), theirs, ours, share])
-    heads = ["caches", "processes", "Inductor, s", "fx_fuser, s", "our share, s"]
+    heads = ["caches", "processes", "Inductor, s", "fx_fuser, s", "fx_fuser's share, s"]
     return tabulate(table, heads, tablefmt="github", floatfmt=".2f")
 
 

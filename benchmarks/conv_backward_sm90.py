@@ -90,7 +90,7 @@ class Problem:
         return replace(problem, operands=factors, scalars=(choose.uniform(0.5, 2),))
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """With x, weight and dy in this dtype."""
+        """The same with x, weight and dy in this dtype."""
         named = {"x": self.x, "weight": self.weight, "dy": self.dy}
         return replace(self, **{name: v.to(dtype) for name, v in named.items()})  # type: ignore[arg-type]
 

@@ -242,7 +242,7 @@ def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> N
             same_as_exact(f"{what}, {way}, {dtype}", ours, x, weight, padding)
 
     def same_as_exact(what: str, ours: Tensor, x: Tensor, weight: Tensor, padding: Padding) -> None:
-        # On the CPU, one product after the other: fast algorithms spread an infinity around.
+        # On the CPU, as plain multiplications: fast algorithms spread an infinity around.
         windows = F.unfold(F.pad(x.double(), padding), weight.shape[2:])
         products = weight.flatten(1).double() @ windows
         exact = products.view(ours.shape).to(dtype)
@@ -446,7 +446,7 @@ def main() -> int:
 
     tables = []
     if errors:
-        heads = ["", "data", "ours", "eager", "normalised", "eager's"]
+        heads = ["", "data", "kernel", "eager", "normalised", "eager's"]
         tables.append(tabulate(errors, heads, floatfmt=".1e"))
     if times:
         heads = ["", "ms", "again", "sustained", "eager", "×", "error", "eager's"]

@@ -1,4 +1,4 @@
-"""What harnesses have in common: arguments, progress, a limit of time, and the end."""
+"""What harnesses share: arguments, progress, a time limit, the exit status."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def summary(error: BaseException) -> str:
 
 
 def report(tables: Iterable[str], failures: Sequence[str]) -> int:
-    """Prints what was found; the exit status."""
+    """Prints the failures; returns the exit status."""
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     for table in tables:
         print(table + "\n")

@@ -40,7 +40,7 @@ SETS: dict[str, Callable[[Problem], bool]] = {
     "all": lambda problem: True,
     "products": lambda problem: (problem.level, problem.number) in tables.PRODUCTS,
     "linear": lambda problem: problem.level == 2 and "nn.Linear(" in problem.path.read_text(),
-    # What a change of ours could make slower.
+    # What a change of fx_fuser could make slower.
     "anchors": lambda problem: bool(_ANCHOR.search(problem.path.read_text())),
 }
 

@@ -1,7 +1,7 @@
-"""Products and convolutions as Python functions that launch one kernel: for benchmarks and tests.
+"""Gemms and convolutions as Python functions that launch one kernel: for benchmarks and tests.
 
-The package launches them in its ops (`fx_fuser.ops.library`), with what the ops add: copies where
-strides ask for them, and the library where a kernel does not take a call.
+The package launches them in its ops (`fx_fuser.ops.library`), which also copy where strides need
+it, and use the library where a kernel does not take a call.
 """
 
 from __future__ import annotations
@@ -32,36 +32,35 @@ def linear_split(
     first: Literal["", "x", "weight"] = "",
     exact: bool = False,
 ) -> bool:
-    """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 product.
+    """out = epilogue(x weightᵀ + bias, operands, scalars) in float32, as exact as an fp32 gemm.
 
     x and weight are float32, or one of them is of the dtype of the spec's first input, of 16 bits.
 
-    No scales of an earlier weight are kept; replays of a CUDA graph read the tensors anew. Of data
-    that splits hold badly the kernel remembers only that it met them: see `reset_fallback`.
+    No scales of an earlier weight are kept; replays of a CUDA graph read the tensors anew. The one
+    state between calls is the precision fallback: see `reset_fallback`.
 
     Args:
         spec: a kernel of the family LINEAR_SPLIT, see kernels_cu/linear/linear_split_sm90.cuh.
         x: [*, K] or, with batches, [*, M, K].
-        weight: [N, K] or, with batches, [*, N, K] of x's leading sizes. One that the copy engine
-            does not take (it takes rows or columns that are 16-byte aligned) is copied; so is x
-            where the weight is split first.
+        weight: [N, K] or, with batches, [*, N, K] of x's leading sizes. TMA needs rows or columns
+            that are 16-byte aligned: another weight is copied; so is x if the weight is split
+            first.
         bias: [N], float32.
         out: [*, N] of the dtype that `spec` names. Shares memory with no other tensor here.
         z: [*, N], float32, receives x weightᵀ + bias. Shares memory with no other tensor here.
         operands: of the dtypes that `spec` names; each broadcasts to out's shape.
         scalars: as many as `spec` names.
         chunks: into which K is divided, or a few less; 0: as many as pay.
-        first: the operand that is split ahead of the product's kernel, with exact scales; "": the
-            one with which the product is faster. One of 16 bits is, whatever is said here.
+        first: the operand that a pre-pass splits, with exact scales; "": whichever is faster. A
+            16-bit operand is always split first.
         exact: find the scales of the other operand's rows by a pass over it, too. Else they are
-            guessed, from 64 values a row, and the tiles of guesses that fail are made again.
+            guessed from 64 values a row, and tiles whose guesses fail are redone.
 
-    Strides are any with which the tensors' leading dimensions merge into three, the last of which
-    are rows.
+    Strides: the tensors' leading dimensions must merge into three, the last of which are rows.
 
     Returns:
-        False, with nothing done, where the kernel does not take this device, these strides or
-        K = 0; the caller then goes another way.
+        False, with nothing done, if the kernel does not take this device, these strides or K = 0;
+        the caller then uses the library.
 
     Raises:
         BuildError: the kernel does not compile or load.
@@ -77,7 +76,7 @@ def linear_split(
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """chunks: of K. weight_first: the weight is split ahead of the product's kernel, else x."""
+    """chunks: of K. weight_first: the pre-pass splits the weight, else x."""
 
     chunks: int
     weight_first: bool
@@ -109,7 +108,7 @@ def linear_dense(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
 ) -> bool:
-    """As `linear_split`, in bfloat16, float16 or, for float32 tensors, with TF32 products.
+    """As `linear_split`, in bfloat16, float16 or, for float32 tensors, TF32.
 
     Args:
         spec: a kernel of the family LINEAR_DENSE, see kernels_cu/linear/linear_dense_sm90.cuh. Its
@@ -153,8 +152,8 @@ def conv_direct(
         scalars: as many as `spec` names.
 
     Returns:
-        False, with nothing done, where the kernel does not take this device, these sizes
-        (`conv_direct_cut`) or these strides; the caller then goes another way.
+        False, with nothing done, if the kernel does not take this device, these sizes
+        (`conv_direct_cut`) or these strides; the caller then uses the library.
 
     Raises:
         BuildError: the kernel does not compile or load.

@@ -4,7 +4,7 @@
         [--only WORD] [--compiled]
 
 Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
-on random data. `two` is F.linear and our pointwise kernel; `--compiled` adds torch.compile's
+on random data. `two` is F.linear and the pointwise kernel; `--compiled` adds torch.compile's
 default and max-autotune.
 """
 
@@ -112,7 +112,7 @@ def error_of(value: Tensor, exact: Tensor) -> float:
 
 
 def small_sizes(choose: random.Random) -> tuple[int, int, int]:
-    """For the sanitizers, under which a product takes minutes."""
+    """For the sanitizers, under which a gemm takes minutes."""
     return choose.choice((1, 17, 130, 260)), choose.randint(1, 300), choose.randint(1, 300)
 
 
@@ -166,7 +166,7 @@ def sweep(
 
 
 def special_values(failures: list[str]) -> None:
-    """Infinities and NaN land where an exact product has them; leading dimensions; M = 0."""
+    """Infinities and NaN are where an exact gemm has them; leading dimensions; M = 0."""
     for dtype in DTYPES:
         x = torch.randn(200, 504, device=CUDA).to(dtype)
         weight = torch.randn(300, 504, device=CUDA).to(dtype)

@@ -118,7 +118,7 @@ class Accuracy:
 def compare(
     what: str, ours: Tensor, sgemm: Tensor, exact: Tensor, failures: list[str]
 ) -> list[float]:
-    """Our error and SGEMM's, over all and of the worst row; adds what breaks the contract."""
+    """Errors of kernel and SGEMM, over all and of the worst row; notes what is out of bounds."""
     error, other = relative(ours, exact), relative(sgemm, exact)
     row, other_row = worst_row(ours, exact), worst_row(sgemm, exact)
     if not error <= max(1.5 * other, FLOOR):
@@ -164,7 +164,7 @@ def accuracy(failures: list[str]) -> list[Accuracy]:
 
 
 def imprecise_neighbours(failures: list[str], chunks: int = 0, first: First = "x") -> None:
-    """Rows of both operands that the split holds badly beside ones that it holds, and tails."""
+    """Rows of both operands that split badly beside rows that split well, and tails."""
     for m, n, k in ((200, 300, 500), (130, 140, 65536 + 36)):
         for x_rows, weight_rows in ((slice(7, 8), slice(n)), (slice(m), slice(16, 32))):
             columns = 10.0 ** (torch.rand(k, device=CUDA) * 8 - 4)
@@ -231,7 +231,7 @@ def special_values(
     cast: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, weight: (x, weight),
     multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """Infinities, NaN, zeros, denormals and extremes, as an fp32 product gives them.
+    """Infinities, NaN, zeros, denormals and extremes, as an fp32 gemm gives them.
 
     cast: of the operands, beforehand. multiply: what is checked, if not this kernel.
     """
@@ -287,7 +287,7 @@ def special_values(
 
 
 def wrong_guesses(failures: list[str], chunks: int = 0, first: First = "x") -> None:
-    """Tiles that are done again: one, some and all of a block's, with tails and chunks of K."""
+    """Tiles that are redone: one, some and all of a block's, with tails and chunks of K."""
     for m, n, k in ((200, 300, 500), (1000, 4100, 576), (256, 384, 8192), (130, 140, 65536 + 36)):
         x = torch.randn(m, k, device=CUDA)
         for what, weight in misleading(n, k):
@@ -465,7 +465,7 @@ def main() -> int:
 
     tables = []
     if errors:
-        heads = ["K", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
+        heads = ["K", "data", "kernel", "SGEMM", "worst row", "SGEMM's"]
         tables.append(tabulate(map(astuple, errors), heads, floatfmt=".1e"))
     if times:
         heads = ["", "ms", "again", "sustained", "eager", "TFLOP/s", "error", "eager's"]

@@ -38,7 +38,7 @@ Call = Callable[[Tensor], Tensor]
 
 @contextmanager
 def float32_settings(precision: str, cudnn_tf32: bool = True) -> Iterator[None]:
-    """torch's defaults (TF32 in cuDNN, not in matrix products), or TF32 in both for "tf32".
+    """torch's defaults (TF32 in cuDNN, not in gemms), or TF32 in both for "tf32".
 
     Set through the older switches: after a write through `fp32_precision`, torch's own reads of
     the older ones raise, while these keep both in step.
@@ -97,7 +97,7 @@ class Case:
         return output.detach()
 
     def values(self, call: Call) -> dict[str, Tensor]:
-        """All that one step leaves behind; the model is then put back as it was."""
+        """All values that one step leaves; the model is restored afterwards."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for leaf in self.leaves():
             leaf.grad = None
@@ -316,7 +316,7 @@ def free_memory() -> None:
 
 
 def peak_mib(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
-    """Device memory at the height of one step, in MiB, all that was there before included."""
+    """Peak device memory of one step, in MiB, including what was allocated before."""
     for leaf in leaves:
         leaf.grad = None
     torch.cuda.synchronize(device)

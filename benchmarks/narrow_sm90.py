@@ -1,10 +1,10 @@
-"""The fp32 products of sm_90a whose operands were cast up from 16 bits: checks and times.
+"""The fp32 gemms of sm_90a whose operands were cast up from 16 bits: checks and times.
 
     python -m benchmarks.narrow_sm90 [--skip-checks] [--skip-timing] [--cases 200] [--seed 0]
 
-Exits with 1 where a check failed. Both operands of 16 bits make one product ("exact"), one of them
-two ("mixed"). Timings are medians with the L2 cache cleared before each call: the library's fp32
-product of what was cast before, the three products of the same, and ours of the 16-bit tensors.
+Exits with 1 where a check failed. Two 16-bit operands make one gemm ("exact"), one makes two
+("mixed"). Timings are medians with the L2 cache cleared before each call: the library's fp32 gemm
+of the cast tensors, the split gemm of them, and this kernel's of the 16-bit tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from benchmarks import harness, kernels
 from benchmarks.linear_sm90 import compare, families, special_values
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA, GUESSED, SENTINEL, n_major, relative
-from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS, PRODUCT_ALONE, split_product
+from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM, split_gemm
 from fx_fuser.native import load
 
-DTYPES = tuple(EXACT_PRODUCTS)
+DTYPES = tuple(EXACT_GEMMS)
 WAYS = ("exact", "mixed x", "mixed weight")  # which operand is of 16 bits
 
 
@@ -39,9 +39,9 @@ def cast(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> tuple[Tenso
 def by_op(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
     ops = torch.ops.fx_fuser
     if way == "exact":
-        made: Tensor = ops.exact_product.default(x, weight, EXACT_PRODUCTS[dtype].name)
+        made: Tensor = ops.exact_product.default(x, weight, EXACT_GEMMS[dtype].name)
     else:
-        made = ops.split_product.default(x, weight, MIXED_PRODUCTS[dtype].name)
+        made = ops.split_product.default(x, weight, MIXED_GEMMS[dtype].name)
     return made
 
 
@@ -53,14 +53,14 @@ def by_kernel(
     out: Tensor | None = None,
     chunks: int = 0,
 ) -> Tensor:
-    """The kernel itself, where the op may take the library's product."""
+    """The kernel itself, where the op may use the library."""
     if out is None:
         out = torch.full((*x.shape[:-1], weight.shape[-2]), float("nan"), device=x.device)
     if way == "exact":
-        spec = EXACT_PRODUCTS[dtype]
+        spec = EXACT_GEMMS[dtype]
         taken = kernels.linear_dense(spec, x, weight, None, out, None, [], [])
     else:
-        spec = MIXED_PRODUCTS[dtype]
+        spec = MIXED_GEMMS[dtype]
         taken = kernels.linear_split(spec, x, weight, None, out, None, [], [], chunks)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
     return out
@@ -96,7 +96,7 @@ def sizes(choose: random.Random) -> tuple[int, int, int]:
 
 
 def small_sizes(choose: random.Random) -> tuple[int, int, int]:
-    """For the sanitizers, under which a product takes minutes."""
+    """For the sanitizers, under which a gemm takes minutes."""
     return choose.choice((1, 17, 130, 260)), choose.randint(1, 300), choose.randint(1, 300)
 
 
@@ -238,7 +238,7 @@ def timing() -> list[tuple[object, ...]]:
         x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA) / k**0.5
         times = [
             took(functools.partial(F.linear, x, weight)),
-            took(functools.partial(split_product, x, weight)),
+            took(functools.partial(split_gemm, x, weight)),
         ]
         for way in WAYS:
             operands = cast(way, torch.bfloat16, x, weight)
@@ -250,7 +250,7 @@ def timing() -> list[tuple[object, ...]]:
 def main() -> int:
     chosen = harness.parser("narrow_sm90", cases=200).parse_args()
     done = harness.progress()
-    specs = [PRODUCT_ALONE, *EXACT_PRODUCTS.values(), *MIXED_PRODUCTS.values()]
+    specs = [SPLIT_GEMM, *EXACT_GEMMS.values(), *MIXED_GEMMS.values()]
     load.prepare(specs, CUDA)
     done("built")
     failures: list[str] = []
@@ -262,7 +262,7 @@ def main() -> int:
             for check in CHECKS:
                 check(failures)
                 done(check.__name__)
-            heads = ["K", "data", "way", "dtype", "ours", "SGEMM", "worst row", "SGEMM's"]
+            heads = ["K", "data", "way", "dtype", "kernel", "SGEMM", "worst row", "SGEMM's"]
             tables.append(tabulate(accuracy(failures), heads, floatfmt=".1e"))
             done("accuracy")
         if not chosen.skip_timing:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.split_planes_sm90 [--skip-checks] [--skip-timing] [--cases 200] [--seed 0]
 
-Exits with 1 where a check failed. What it is on one dense matrix is in benchmarks/linear_sm90.py;
-timings are taken as there. `library` is cuBLAS, whatever layouts it is given.
+Exits with 1 where a check failed. benchmarks/linear_sm90.py has one dense matrix; timings are taken
+as there. `library` is cuBLAS, whatever layouts it is given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.linear_sm90 import (
 )
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA, GUESSED, SENTINEL, misleading, n_major, relative
-from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.native import launch, load
 
 NAN = float("nan")
@@ -43,7 +43,7 @@ ROLES: tuple[First, ...] = ("", "x", "weight")
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ, by the op."""
-    made: Tensor = torch.ops.fx_fuser.split_product.default(a, b, PRODUCT_ALONE.name)
+    made: Tensor = torch.ops.fx_fuser.split_product.default(a, b, SPLIT_GEMM.name)
     return made
 
 
@@ -133,7 +133,7 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
 
 
 def chunked_values(failures: list[str]) -> None:
-    """Infinities, NaN and extremes; data that is repaired or done again; in chunks of K."""
+    """Infinities, NaN and extremes; data that is repaired or redone; in chunks of K."""
     hard_values(failures, 2, "x")
     hard_values(failures, 3, "x")
     hard_values(failures, 2, "weight")
@@ -148,7 +148,7 @@ def hard_values(failures: list[str], chunks: int, first: First) -> None:
 
 
 def weight_first(failures: list[str]) -> None:
-    """The weight split first: hard values, and x whose scales are guessed wrong."""
+    """The weight split first: hard values, and an x whose scales are guessed wrong."""
     hard_values(failures, 1, "weight")
     for m, n, k in ((300, 200, 500), (4100, 1000, 576), (130, 140, 65536 + 36)):
         weight = torch.randn(n, k, device=CUDA)
@@ -204,7 +204,7 @@ def same_bits(failures: list[str]) -> None:
 
 def by_the_op(failures: list[str]) -> None:
     """Layouts of both operands through `split_product`, large enough for its own kernel."""
-    load.prepare([PRODUCT_ALONE], CUDA)
+    load.prepare([SPLIT_GEMM], CUDA)
     for m, n, k in ((768, 3072, 6304), (3072, 768, 6304), (1021, 1027, 1023)):
         a, b = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
         exact = a.double() @ b.double().t()
@@ -237,8 +237,8 @@ KNOWN_AFTER = 16  # calls that are a little slow
 
 
 def fallbacks(failures: list[str]) -> None:
-    """After data that is slow in one way the op goes another one, and only then."""
-    load.prepare([PRODUCT_ALONE], CUDA)
+    """The precision fallback: only after data that makes one candidate slow is another taken."""
+    load.prepare([SPLIT_GEMM], CUDA)
 
     def expect(what: str, a: Tensor, b: Tensor, split: Tensor | None) -> None:
         found = split_bytes(a, b)
@@ -249,7 +249,7 @@ def fallbacks(failures: list[str]) -> None:
     columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
     a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
     torch.matmul(a, b.t())  # cuBLAS has its workspace now
-    launch.reset_fallback([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([SPLIT_GEMM], CUDA)
     expect("the smaller operand first", a, b, b)
     small, imprecise = a / columns, b.clone()
     imprecise[7] *= columns
@@ -260,7 +260,7 @@ def fallbacks(failures: list[str]) -> None:
         product(small, b * columns)
         torch.cuda.synchronize()  # a call must have ended to be known
     expect("after imprecise rows", a, b, None)
-    launch.reset_fallback([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([SPLIT_GEMM], CUDA)
     expect("when reset", a, b, b)
     a[:, :GUESSED] = 0
     slow = milliseconds(lambda: product(a, b))
@@ -270,11 +270,11 @@ def fallbacks(failures: list[str]) -> None:
     found = milliseconds(lambda: product(a, b))
     if not found < 0.8 * slow:
         failures.append(f"after guesses that fail a call takes {found:.3f} ms for {slow:.3f}")
-    launch.reset_fallback([PRODUCT_ALONE], CUDA)
+    launch.reset_fallback([SPLIT_GEMM], CUDA)
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:
-    """Of one call."""
+    """Milliseconds of one call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -460,7 +460,7 @@ def timing(failures: list[str]) -> list[Timing]:
 def main() -> int:
     chosen = harness.parser("split_planes_sm90", cases=200).parse_args()
     done = harness.progress()
-    load.prepare([*(e.spec for e in EXAMPLES), PRODUCT_ALONE], CUDA)
+    load.prepare([*(e.spec for e in EXAMPLES), SPLIT_GEMM], CUDA)
     done("built")
     failures: list[str] = []
     tables = []
@@ -471,7 +471,7 @@ def main() -> int:
             for check in CHECKS:
                 check(failures)
                 done(check.__name__)
-            heads = ["problem", "data", "ours", "SGEMM", "worst row", "SGEMM's"]
+            heads = ["problem", "data", "kernel", "SGEMM", "worst row", "SGEMM's"]
             tables.append(tabulate(map(astuple, accuracy(failures)), heads, floatfmt=".1e"))
             done("accuracy")
         if not chosen.skip_timing:

@@ -111,7 +111,7 @@ def sites(row: Row) -> str:
 
 
 def faults(row: Row) -> list[str]:
-    """What fails a run: ours raised, or is not within the tolerance of eager where Inductor is."""
+    """What fails a run: fx_fuser raised, or is outside eager's tolerance where Inductor is not."""
     name = f"{row['level']}/{row['problem']} {row['name']}"
     modes = row["modes"]
     ours, inductor = modes.get("fx_fuser", {}), modes.get("inductor", {})

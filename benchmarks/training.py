@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.size == "small":
         nets = {net.name: net for net in small_nets(scale=4)}
-    # "always", so that our kernels run although at this size the library's may be as fast.
+    # "always": fused kernels run, although at this size the library's may be as fast.
     options: Options = {"strict": True, "plan": args.plan, "cpu_ops": True}
     found, failures = [], []
     for name in args.net:

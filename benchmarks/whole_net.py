@@ -115,7 +115,7 @@ class Case:
 def judge(
     result: Result, found: Observed, exact: Observed, eager: Observed, inductor: Observed | None
 ) -> None:
-    """inductor: what it made of the net, and ours has its operations but for the fused ones."""
+    """inductor: its values. fx_fuser's net has Inductor's operations except for the fused ones."""
 
     def named(seen: Observed) -> dict[str, Tensor]:
         return {"output": seen.outputs["logits"]} | {f"grad {n}": g for n, g in seen.grads.items()}

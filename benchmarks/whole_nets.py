@@ -136,7 +136,7 @@ def measured(job: Job, caches: Path, budget: harness.Budget, parts: int, timed: 
 
 
 def faults(row: Row) -> list[str]:
-    """What fails a run: a mode that raised, ours beyond the contract, or with a warning."""
+    """What fails a run: a mode that raised, or fx_fuser beyond the contract or with a warning."""
     name = f"{row['net']} {row['phase']} {row['precision']}"
     if "error" in row:
         return [f"{name}: {row['error']}"]

@@ -1,4 +1,4 @@
-"""The backend, as its own diagram: find → check → plan → (verify) → rewrite → inner compiler.
+"""The backend: find → check → plan → (verify) → rewrite → inner compiler.
 
 `torch.compile(model, backend="fx_fuser")` calls `fx_fuser` with each graph Dynamo recorded.
 """
@@ -58,8 +58,9 @@ def register_pattern(
 
     source: an anchor followed by pointwise ops, see `fx_fuser.graph.pattern`; it is traced once.
     check: `check(match)` returns why a match must not be fused, or None.
-    name: under which it is counted, selected and reported; default the function's own.
-    Raises PatternError if the source is no pattern, or the name taken by another one.
+    name: for counters, options and reports; default the function's name.
+
+    Raises PatternError if the source is no pattern, or another pattern has the name.
     """
     pattern = trace(source, check, name)
     if pattern.name.startswith(AUTO):
@@ -118,14 +119,14 @@ def fx_fuser(
             outcome.tell(chosen.strict)
             if outcome.matches or passes:
                 with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = chosen.for_own_ops(passes).inner_compiler()(gm, example_inputs)
+                    compiled = chosen.with_passes(passes).inner_compiler()(gm, example_inputs)
                 matches = outcome.matches
             elif outcome.masks:
                 compiled = compile_inner(gm, example_inputs)
             taken = outcome.masks
         except Exception as error:
-            # Dynamo's own exceptions steer its analysis (restart, skip the frame), and a bad option
-            # is the user's: no failures of ours. Inductor's are among Dynamo's and steer nothing.
+            # Dynamo's exceptions steer its analysis (restart, skip the frame), and a bad option is
+            # the user's error: fx_fuser did not fail. Inductor's are subclasses and steer nothing.
             steers = isinstance(error, TorchDynamoException)
             steers = steers and not isinstance(error, InductorError)
             if chosen.strict or steers or isinstance(error, OptionError):
@@ -149,7 +150,7 @@ def fx_fuser(
 
 
 def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Does any site of an untouched graph fail on these inputs, or cannot that be told?"""
+    """Is any site of an untouched graph wrong on these inputs, or can it not be verified?"""
     try:
         outcome = fuse(gm, options, Report(), inputs)
         outcome.tell(options.strict)
@@ -165,9 +166,8 @@ def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
 
 @dataclass
 class Outcome:
-    """What `fuse` did: the report, the matches that were rewritten, those left as they gain
-    nothing, those that are wrong on the inputs at hand, and those at which fx_fuser failed; and
-    the masks that attention does not read any more."""
+    """What `fuse` did. matches: those rewritten. left: those that gain nothing. wrong: those that
+    are wrong on these inputs. failed: those at which fx_fuser failed. masks: those removed."""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
@@ -201,10 +201,10 @@ def fuse(
 ) -> Outcome:
     """Rewrite every match in the module's graph and in the bodies of its transparent regions.
 
-    Graphs are replaced, not edited: those in place before stay as they were.
+    Graphs are replaced, not edited: the old ones stay as they were.
     explained: a report to add to, with the graphs; then nothing is rewritten.
-    inputs: the graph's, on which to verify what is to be fused, if the options say so.
-    beside: kernels that others need, which compile beside those of the matches.
+    inputs: the graph's, on which to verify the fused sites, if the options say so.
+    beside: kernels that the passes need, which compile beside those of the matches.
     """
     outcome = Outcome() if explained is None else Outcome(explained)
     report = outcome.report
@@ -265,9 +265,9 @@ def fuse(
 
 @dataclass(frozen=True)
 class Planned:
-    """All that is known of a site before the graph is touched.
+    """Everything that is known of a site before the graph is rewritten.
 
-    match: what is fused: of a match that was grown perhaps z alone.
+    match: what is fused; of a grown match perhaps z alone.
     """
 
     match: Match
@@ -280,7 +280,7 @@ class Planned:
 def _planned(
     matches: Sequence[Match], options: Options, beside: Kernels
 ) -> list[Planned | Refusal]:
-    """For each match its call, or why there is none. What fails, fails at its site alone."""
+    """For each match its call, or why there is none. A failure costs its site alone."""
     plans = gate.decide(matches, options, beside)
     failed: dict[int, Refusal] = {}
 
@@ -303,7 +303,7 @@ def _faults(
     options: Options,
     inputs: Sequence[Any],
 ) -> dict[Node, str]:
-    """Last node of a match → what is wrong on these inputs, if that is asked and can be told."""
+    """Last node of a match → what is wrong on these inputs; empty if not to be verified now."""
     if options.verify == "never" or not verification.is_verifiable(inputs):
         return {}
     calls = {
@@ -317,8 +317,8 @@ def _faults(
 
 @dataclass
 class Reading:
-    """What stands in one graph: no node belongs to two matches. others: anchors that nothing of a
-    pattern follows. masks: of attention."""
+    """What was found in one graph. No node belongs to two matches. others: kind → number of the
+    anchors that no part of a pattern follows. masks: of attention."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
@@ -338,14 +338,14 @@ def _fault_of(match: Match, taken: set[Node]) -> Fault | None:
 
 
 def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
-    """All matches of a graph, and where one fitted but for a check."""
+    """All matches of a graph, and the places where a pattern fits but must not be fused."""
     read = Reading(view)
     taken: set[Node] = set()
     fault_of = functools.partial(_fault_of, taken=taken)
     sites = _readable_sites(view)
     inner = {n for site in sites for n in site.nodes if n is not site.node}
-    # A pattern that is an anchor alone would else take the product of `x @ w + b`, or the
-    # convolution under a BatchNorm, and nothing be left of the larger site.
+    # Else a pattern that is an anchor alone would take the gemm of `x @ w + b`, or the convolution
+    # under a BatchNorm, and the larger site would be lost.
     for node in sorted(view.nodes, key=inner.__contains__):
         if node in taken:
             continue
@@ -366,10 +366,10 @@ def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
 
 
 def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: Options) -> None:
-    """A grown match at each of these anchors that no named pattern takes and a kernel of ours may
-    gain at.
+    """A grown match at each of these anchors that no named pattern takes, if a fused kernel may
+    gain.
 
-    taken: the nodes of all matches, which it adds to.
+    taken: the nodes of all matches; the grown ones are added.
     """
     told = {refusal.site.node for refusal in read.refusals}
     failed = {node for r in read.refusals if r.failed for node in r.site.nodes}
@@ -395,26 +395,26 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
 def _grown_at(
     view: View, site: Site, fault_of: Callable[[Match], Fault | None], options: Options
 ) -> Grown | Refusal | None:
-    """None where no kernel of ours makes the product: then there is nothing to tell."""
-    product = alone(view, site)
-    if meta_tensor(site.node) is not None and not plan.runs_native(product, options):
+    """The grown match, or why there is none; None if no fused kernel may gain."""
+    only = alone(view, site)
+    if meta_tensor(site.node) is not None and not plan.runs_native(only, options):
         return None
-    fault = fault_of(product)
+    fault = fault_of(only)
     if fault is not None:
-        return Refusal.of(product, fault)
-    if not plan.has_own_product(product, options):
+        return Refusal.of(only, fault)
+    if not plan.may_gain(only, options):
         return None
     grown = grow(view, site, fault_of)
     has_tail = isinstance(grown, Grown) and grown.alone is not None
     left = provenance.why_left(site, options, has_tail)
-    return Refusal.of(product, Fault(site.node, left)) if left else grown
+    return Refusal.of(only, Fault(site.node, left)) if left else grown
 
 
 def _readable_sites(view: View) -> list[Site]:
     """Every anchor; a node that fx_fuser fails to read is none."""
     found: list[Site] = []
     for node in view.nodes:
-        with suppress(Exception):  # as it will again in `find`, where strict raises it
+        with suppress(Exception):  # it raises again in `find`, which handles it
             site = site_at(view, node)
             found += [] if site is None else [site]
     return found
@@ -423,7 +423,7 @@ def _readable_sites(view: View) -> list[Site]:
 def _failure_at(
     view: View, node: Node, active: Sequence[Pattern], error: Exception
 ) -> Refusal | None:
-    """For the user, if there is a site; a node that cannot even be read is none."""
+    """A refusal for the report, if the node is an anchor; a node that cannot be read is none."""
     log.info("a site is left to the model's own ops", exc_info=error)
     try:
         site = site_at(view, node)
@@ -436,8 +436,8 @@ def _failure_at(
 
 
 def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> None:
-    """The nearest pattern at each other anchor: only for a report that somebody reads, since it
-    takes some milliseconds an anchor."""
+    """The nearest pattern at each other anchor. Takes some ms an anchor, so only for a report that
+    somebody reads."""
     view = read.view
     taken = {node for match in read.matches for node in match.nodes}
     fault_of = functools.partial(_fault_of, taken=taken)
@@ -460,5 +460,5 @@ def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> 
 
 
 def _cache_tag() -> str:
-    """Our part of Inductor's cache keys: it sees our ops' names and arguments, not their code."""
+    """fx_fuser's part of Inductor's cache keys: these have ops' names and arguments, not code."""
     return f"{torch.compiler.config.cache_key_tag}fx_fuser:{binaries.fingerprint()}"

@@ -40,14 +40,14 @@ def example(
     out: torch.dtype,
     *inputs: torch.dtype,
 ) -> KernelSpec:
-    """A kernel with an epilogue of examples.cuh, of which `functor` is the name."""
+    """A kernel with the epilogue `functor` of examples.cuh."""
     include = '#include "common/examples.cuh"'
     name = f"fx_fuser::examples::{functor}"
     return KernelSpec(family, name, include, scalars, acc, out, inputs)
 
 
 def _product_examples() -> list[KernelSpec]:
-    """Of the kernels that only sm_90a has."""
+    """The kernels that only sm_90a has."""
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
     of_norm = ("BatchNormMul", 1, f32)
     specs = [

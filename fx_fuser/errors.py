@@ -1,4 +1,4 @@
-"""What fx_fuser raises. Every message names the fact, the value and the remedy."""
+"""fx_fuser's exceptions. Every message names the fact, the value and the remedy."""
 
 
 class FxFuserError(Exception):

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from fx_fuser.backend import fuse, registered_patterns
-from fx_fuser.graph.subclasses import is_own_class
+from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.options import Options
 from fx_fuser.report.report import Report
 
@@ -25,10 +25,12 @@ def explain(
 ) -> Report:
     """Trace `model(*inputs, **kwargs)` and report every site that is fused, or nearly.
 
-    The model runs once, unfused, on copies of the inputs; its buffers, its modes and the random
-    state are put back afterwards.
-    train: True looks at it in training mode with gradients, False in eval mode without; by default
-    both are as they are. options: as for the backend ("patterns" and "verify" matter here).
+    The model runs once, unfused, on copies of the inputs. Its buffers, its modes and the random
+    state are restored afterwards.
+
+    train: True traces it in training mode with gradients, False in eval mode without; by default
+    modes are as they are. options: as for the backend ("patterns" and "verify" matter here).
+
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table.
     """
     model = getattr(model, "_orig_mod", model)  # already compiled: look at what was
@@ -48,7 +50,7 @@ def explain(
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
-    if is_own_class(tensor) and type(copied) is not type(tensor):  # the class makes plain tensors
+    if is_user_class(tensor) and type(copied) is not type(tensor):  # the class makes plain tensors
         copied = copied.as_subclass(type(tensor))
         vars(copied).update(vars(tensor))
     return copied.requires_grad_(tensor.requires_grad)
@@ -56,7 +58,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _unchanged(model: Any, train: bool | None) -> Iterator[None]:
-    """Sets the mode; puts it back, with buffers and random state, which a forward pass changes."""
+    """Sets the mode; restores it, and the buffers and random state that a forward pass changes."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     modes = [m.training for m in modules]
     buffers = list(model.buffers()) if modules else []

@@ -13,13 +13,12 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
-# Inductor's settings of passes of ours: one over the graph of forward and backward, before it is
-# parted, and the last over each of the two.
+# Inductor's settings for fx_fuser's passes: one over the joint graph of forward and backward,
+# before it is partitioned, and the last over each of the two.
 JOINT_PASS = "joint_custom_post_pass"
 LAST_PASS = "post_grad_custom_post_pass"
-# Inductor may lay a tensor out with padded strides for those that read it by a view, and without
-# where a custom op reads it as well: the former then read other elements. Seen in torch 2.11 on
-# CUDA, and gradients were wrong.
+# Inductor may give a tensor padded strides for readers of its views, and none where a custom op
+# reads it as well: the views then read other elements, and gradients are wrong (torch 2.11, CUDA).
 _WITH_OWN_OPS = {"comprehensive_padding": False}
 CHOICES = {
     "inner": ("inductor", "aot_eager", "eager"),
@@ -38,21 +37,21 @@ class Options:
     strict: raise where fx_fuser itself fails, instead of a warning and the user's own graph.
     mode: a mode of Inductor ("reduce-overhead", "max-autotune", …), as `torch.compile(mode=)`.
     patterns: names of the patterns to use, or with a leading "-" not to use; None: all; []: none.
-    auto: fuse whatever pointwise tail follows an anchor at which no named pattern fits, or the
-        anchor alone, where that gains. None: yes, unless `patterns` says what to use, or "inner" is
+    auto: at an anchor where no named pattern fits, fuse whatever pointwise tail follows, or the
+        anchor alone, if that gains. None: yes, unless `patterns` says what to use, or "inner" is
         "eager", where a user may differentiate twice.
-    masks: have attention run without a mask that the graph itself makes and that is causal, or
-        hides nothing; it is looked at once. Not if "inner" is "eager".
-    max_structures: how many different tails that were grown a process compiles kernels for, where
-        it measures what gains; from then on a product is fused alone.
-    cache_size: of the folder of compiled kernels, in MB; what was used least recently goes.
-    fp32: what computes a Linear's fp32 product on CUDA, and whether a convolution may take TF32.
-        "follow" torch's settings (at `highest` the default, "split"); "split": three products of
-        fp16 halves, as exact as fp32; "ieee": the library's fp32; "tf32".
+    masks: run attention without a mask that the graph itself makes and that is causal, or hides
+        nothing; it is evaluated once. Not if "inner" is "eager".
+    max_structures: how many different grown tails a process compiles kernels for, if it measures
+        what gains; from then on a gemm is fused alone.
+    cache_size: size of the folder of compiled kernels, in MB; the least recently used go first.
+    fp32: how a Linear's fp32 gemm is computed on CUDA, and whether a convolution may use TF32.
+        "follow" torch's settings (at `highest` the default, "split"); "split": three gemms of fp16
+        halves, as exact as fp32; "ieee": the library's fp32; "tf32".
     plan: "measure" and leave to the inner compiler what gains nothing, or "always" fuse.
-    save: what a fused site keeps for its backward. "speed": what makes that fastest; "memory": no
-        product, which is made again; "auto": as "speed", but of two ways within 2 % of one another
-        the one that keeps less.
+    save: what a fused site keeps for its backward. "speed": what makes that fastest; "memory": not
+        the anchor's output, which backward recomputes; "auto": as "speed", but of two candidates
+        within 2 % of each other the one that keeps less.
     verify: compare each fused site with the user's own operations and with float64, on the inputs
         of the "first_call" of each compiled graph or of "always" every call; a site that is wrong
         goes back to the user's operations.
@@ -81,19 +80,19 @@ class Options:
     ) -> Options:
         """Check what the user gave; `known` are the names of the patterns there are."""
         given = dict(options or {})
-        own = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
-        values = {key: given.pop(key) for key in list(given) if key in own}
+        names = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
+        values = {key: given.pop(key) for key in list(given) if key in names}
         if mode is not None:
             values.setdefault("mode", mode)
         if isinstance(values.get("patterns"), list):
             values["patterns"] = tuple(values["patterns"])
         made = cls(**values, inductor=given)
         made._check_types()
-        made._check_inductor_keys(sorted(own))
+        made._check_inductor_keys(sorted(names))
         made._check_patterns(known)
-        # Inductor takes both spellings, and what is asked for below is of one.
-        spelled = {name.replace("-", "_"): value for name, value in given.items()}
-        return dataclasses.replace(made, inductor=spelled)
+        # Inductor takes both "-" and "_"; below, keys have "_".
+        canonical = {name.replace("-", "_"): value for name, value in given.items()}
+        return dataclasses.replace(made, inductor=canonical)
 
     def _check_types(self) -> None:
         expected: dict[str, tuple[Any, str]] = {
@@ -127,7 +126,7 @@ class Options:
             if self.mode not in modes:
                 raise OptionError(f"mode is {self.mode!r}; give one of {', '.join(modes)}")
 
-    def _check_inductor_keys(self, own: Sequence[str]) -> None:
+    def _check_inductor_keys(self, names: Sequence[str]) -> None:
         if not self.inductor:
             return
         stock = torch._inductor.list_options()
@@ -141,8 +140,8 @@ class Options:
                     f"option {key!r} is Inductor's, but 'inner' is {self.inner!r}; leave one of "
                     "the two out"
                 )
-            near = difflib.get_close_matches(name, [*own, *of_inner], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fx_fuser's are {', '.join(own)}"
+            near = difflib.get_close_matches(name, [*names, *of_inner], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fx_fuser's are {', '.join(names)}"
             raise OptionError(f"unknown option {key!r}; {hint}")
 
     def _check_patterns(self, known: Sequence[str]) -> None:
@@ -151,7 +150,7 @@ class Options:
                 raise OptionError(f"option 'patterns' names {name!r}; there are {', '.join(known)}")
 
     def selects(self, pattern: str) -> bool:
-        """Is the pattern to be used? With none but disabled names, all others are."""
+        """Is the pattern to be used?  If only disabled names are given, all others are."""
         if not self.patterns:
             return self.patterns is None
         positive = [n for n in self.patterns if not n.startswith("-")]
@@ -168,12 +167,12 @@ class Options:
 
     @property
     def takes_masks(self) -> bool:
-        """Not where a user may differentiate twice: no fused attention can be."""
+        """Not where a user may differentiate twice: fused attention cannot be."""
         return self.masks and self.inner != "eager"
 
     @property
     def replays_cuda_graphs(self) -> bool:
-        """Then the host's time to call an op is nobody's."""
+        """If so, the host's time to call an op does not count."""
         by_default = torch._inductor.config.triton.cudagraphs
         by_mode = self.mode in ("reduce-overhead", "max-autotune")
         chosen = self.inductor.get("triton.cudagraphs", by_mode or by_default)
@@ -185,10 +184,10 @@ class Options:
             return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
         return lookup_backend(self.inner)
 
-    def for_own_ops(self, passes: Mapping[str, Any]) -> Options:
-        """These, for a graph with ops of ours: with passes for Inductor, setting → pass."""
+    def with_passes(self, passes: Mapping[str, Any]) -> Options:
+        """These options for a graph with fused ops. passes: Inductor's setting → pass."""
         return dataclasses.replace(self, inductor={**_WITH_OWN_OPS, **self.inductor, **passes})
 
     def users_pass(self, setting: str) -> Any:
-        """What the user has Inductor run there, or None."""
+        """The user's own pass of this Inductor setting, or None."""
         return self.inductor.get(setting, getattr(torch._inductor.config, setting))

@@ -1,12 +1,12 @@
-"""Hold a fusion in place, in your own test suite.
+"""Assertions for your own test suite: these sites stay fused, and stay right.
 
     from fx_fuser.testing import assert_equivalent, assert_fused
 
     assert_fused(model, (x,), {"linear_sigmoid_mul_mul": 32})
     assert_equivalent(model, (x,), train=True)
 
-Both work on copies: the model, the inputs, the random state and the counters of fx_fuser stay as
-they were. Both reset Dynamo, since code that is compiled already would not be counted.
+Both work on copies: the model, the inputs, the random state and fx_fuser's counters stay as they
+were. Both reset Dynamo, since code that is compiled already would not be counted.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def assert_fused(
     """Compile the model, run it once, and compare the fused sites with `expected`, exactly.
 
     inputs: a tuple of arguments, or `(args, kwargs)`. expected: pattern → number of sites; a
-    pattern that is not named must not be fused at all. Grown tails, `auto_<anchor>`, count where
-    one is named; which of them are worth fusing depends on the GPU.
+    pattern that is not named must not be fused at all. Grown tails, `auto_<anchor>`, count only if
+    one is named, since the GPU decides which are worth fusing.
     train: in training mode, forward and backward; else in eval mode, under `no_grad`.
-    options: as for the backend. `strict` is on unless they say otherwise, so that a fault of
-    fx_fuser raises here instead of leaving the model unfused.
+    options: as for the backend. `strict` is on by default, so that a failure of fx_fuser raises
+    here instead of leaving the model unfused.
     Raises AssertionError with the table of `fx_fuser.explain`.
     """
-    with _own_counters():
+    with _fresh_counters():
         observe(model, inputs, train, lambda m: _compiled(m, options))
         found, left = ({k: v for k, v in counters[c].items() if v} for c in _COUNTERS[:2])
     if not any(name.startswith(AUTO) for name in expected):
@@ -73,18 +73,18 @@ def assert_equivalent(
     options: Mapping[str, Any] | None = None,
     bound: Bound = PROMISED,
 ) -> None:
-    """Compiled, the model is as near to float64 as it is in eager mode: every output and buffer,
-    every input that it writes to, and in training every gradient.
+    """The compiled model is as near to float64 as eager mode: every output and buffer, every input
+    that it writes to, and in training every gradient.
 
-    inputs, train and options are those of `assert_fused`. The model runs three times: compiled,
-    eagerly, and eagerly in float64. On a CPU, where Inductor compiles the plain operations, an
-    error of Inductor's own is as good a bound as eager's.
+    inputs, train and options: as in `assert_fused`. The model runs three times: compiled, eagerly,
+    and eagerly in float64. On a CPU, where Inductor compiles the plain operations, Inductor's error
+    is as good a bound as eager's.
     A model that draws random numbers cannot be compared: set its dropout to 0.
     Raises AssertionError with every value that is out of bounds and the table of `explain`.
     """
     eager = observe(model, inputs, train)
     exact = observe(model, inputs, train, dtype=torch.float64, like=eager)
-    with _own_counters():
+    with _fresh_counters():
         found = observe(model, inputs, train, lambda m: _compiled(m, options), like=eager)
         faults = compare(found, eager, exact, bound)
         inner = (options or {}).get("inner", "inductor")
@@ -112,8 +112,8 @@ def observe(
     """Run a copy of the model on copies of the inputs, backward from random gradients.
 
     call: model → what to call, such as `torch.compile`. dtype: of all floating-point values.
-    like: an earlier run, in whose dtypes the random gradients must be numbers.
-    grad: whether to run backward, if not as `train` says.
+    like: an earlier run; the random gradients are exact in its dtypes.
+    grad: run backward?  By default as `train` says.
     """
     grad = train if grad is None else grad
     twin = copy.deepcopy(model)
@@ -154,7 +154,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 def _random(narrow: Tensor, output: Tensor) -> Tensor:
-    """A gradient for the output: random, and of numbers that the narrow tensor's dtype holds."""
+    """A random gradient for the output, exact in the narrow tensor's dtype."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     return drawn.to(narrow.dtype).to(output.device, output.dtype)
@@ -168,8 +168,8 @@ def _compiled(model: Callable[..., Any], options: Mapping[str, Any] | None) -> C
 
 
 @contextlib.contextmanager
-def _own_counters() -> Iterator[None]:
-    """Nothing compiled and nothing counted, before; afterwards the counts of before."""
+def _fresh_counters() -> Iterator[None]:
+    """Resets Dynamo and fx_fuser's counters; restores the counts afterwards."""
     before = {name: counters.pop(name) for name in _COUNTERS if name in counters}
     torch._dynamo.reset()
     try:
@@ -188,7 +188,7 @@ def _on_cuda(seen: Observed) -> bool:
 def _explained(
     model: Callable[..., Any], inputs: Any, train: bool, options: Mapping[str, Any] | None
 ) -> str:
-    """The table of `explain`, of the model as it was run."""
+    """The table of `explain` for the model as it was run."""
     twin = copy.deepcopy(model)
     if isinstance(twin, nn.Module):
         twin.train(train)

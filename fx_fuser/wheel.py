@@ -1,9 +1,9 @@
 """The wheel, with the shim in it, and the source distribution:  python -m fx_fuser.wheel OUT
 
-Of a checkout, with g++ and the packages of the extra "wheel". One wheel is for every Python and for
-every torch from 2.11 on, of CUDA 12 and 13: the shim is of LibTorch's stable ABI and linked with
-nothing of CUDA's. Its tag is manylinux_2_28, as torch's own; what the shim asks of glibc and of
-libstdc++ is older (glibc 2.17, GLIBCXX_3.4.21 as of gcc 12), and `check` sees to it.
+Needs a checkout, g++ and the packages of the extra "wheel". One wheel serves every Python and every
+torch from 2.11 on, with CUDA 12 and 13: the shim uses LibTorch's stable ABI and links no CUDA
+library. Its tag is manylinux_2_28, like torch's. The shim needs older symbols of glibc and
+libstdc++ only (glibc 2.17, GLIBCXX_3.4.21 as of gcc 12); `check` makes sure.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def portable_shim(target: Path) -> None:
 
 
 def check(library: Path) -> None:
-    """Raises BuildError where a library asks for newer symbols than the wheel's tag promises."""
+    """Raises BuildError if a library needs newer symbols than the wheel's tag promises."""
     listed = subprocess.run(
         ["objdump", "-T", str(library)], check=True, capture_output=True, text=True
     ).stdout

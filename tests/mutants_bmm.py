@@ -64,7 +64,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "bmm: put together only with its own product", "graph/decompose.py",
-        "if call is None or (call.product is not node and node.args[0] is not call.product):",
+        "if call is None or (call.gemm is not node and node.args[0] is not call.gemm):",
         "if call is None:",
         (f"{BMM}::test_a_product_may_be_fused_without_its_sum",
          f"{EINSUM}::test_a_permuted_result[bik,bkj->ibj-eval-cpu_ops]"),

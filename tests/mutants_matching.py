@@ -295,7 +295,7 @@ MUTANTS = (
     ),
     (
         "growth: an anchor that cannot be read", "backend.py",
-        "with suppress(Exception):  # as it will", "with suppress():  # as it will",
+        "with suppress(Exception):  # it raises", "with suppress():  # it raises",
         (f"{GROW_FAULTS}::test_an_anchor_that_cannot_be_read_costs_itself[False]",),
     ),
     (

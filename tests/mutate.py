@@ -120,7 +120,7 @@ CONDITIONS = (
     ),
     Mutant(
         "aliases: an input that only the caller knows to be another", "ops/checks.py",
-        "if not own and memory & match.view.graph_inputs:", "if False:",
+        "if not allowed and memory & match.view.graph_inputs:", "if False:",
         (f"{HAZARDS}::test_input_write_is_load_bearing_with_inner_eager",),
     ),
     Mutant(
@@ -156,7 +156,7 @@ CONDITIONS = (
     ),
     Mutant(
         "dtypes: under autocast a sum is wider than its product", "graph/sites.py",
-        "if isinstance(product, Node) and _dtype(product) != _dtype(node):", "if False:",
+        "if isinstance(gemm, Node) and _dtype(gemm) != _dtype(node):", "if False:",
         ("tests/test_operands.py::test_autocast_linear_spelled_as_product",),
     ),
     Mutant(

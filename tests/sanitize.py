@@ -34,7 +34,7 @@ if binaries.arch_of() == "sm_90a":
 
     sweep(linear_sm90, 8)
     sweep(split_planes_sm90, 16)
-    narrow = [*narrow_sm90.EXACT_PRODUCTS.values(), *narrow_sm90.MIXED_PRODUCTS.values()]
+    narrow = [*narrow_sm90.EXACT_GEMMS.values(), *narrow_sm90.MIXED_GEMMS.values()]
     load.prepare(narrow, "cuda")
     sweep(narrow_sm90, 24, narrow_sm90.small_sizes)
     dense = linear_dense_sm90

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match
 from fx_fuser.native import binaries, load
@@ -56,10 +56,10 @@ def test_z_alone_its_tail_and_what_passes_need_are_one_run(
     grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _on(16, monkeypatch)
-    _build(grown, [PRODUCT_ALONE])
+    _build(grown, [SPLIT_GEMM])
     (names,) = built
     assert len(names) == len(set(names))
-    assert PRODUCT_ALONE.name in names
+    assert SPLIT_GEMM.name in names
     for match, own in ((grown.alone, False), (grown, True)):
         assert match is not None
         case = plan.MatchCase(match, Options())
@@ -120,7 +120,7 @@ def test_what_fails_is_left_to_those_who_ask(
 def test_the_gate_gives_what_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(ahead, "build", lambda *arguments: given.append(arguments))
-    monkeypatch.setattr(products, "kernels_for", lambda *_: {GPU: [PRODUCT_ALONE]})
+    monkeypatch.setattr(products, "kernels_for", lambda *_: {GPU: [SPLIT_GEMM]})
     monkeypatch.setattr(products, "pass_for", lambda *_: None)
     monkeypatch.setattr(gate, "_structures", {frozenset("a")})
     torch.compile(tail, backend="fx_fuser", options={"cpu_ops": True, "verify": "never"})(
@@ -128,7 +128,7 @@ def test_the_gate_gives_what_others_need(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     ((first, whole, beside, _, most),) = given
     assert first == whole and len(whole) == 1
-    assert beside == {GPU: [PRODUCT_ALONE]} and most == 63
+    assert beside == {GPU: [SPLIT_GEMM]} and most == 63
 
 
 def test_build_compiles_what_is_missing(
@@ -136,11 +136,11 @@ def test_build_compiles_what_is_missing(
 ) -> None:
     monkeypatch.setattr(binaries, "arch_of", lambda _: "sm_90a")
     monkeypatch.setattr(load, "_index_of", lambda _: 0)
-    load.build([PRODUCT_ALONE, PRODUCT_ALONE], GPU, batch_stats=True)
+    load.build([SPLIT_GEMM, SPLIT_GEMM], GPU, batch_stats=True)
     assert fake.calls == 2
-    load.build([PRODUCT_ALONE], GPU)
+    load.build([SPLIT_GEMM], GPU)
     assert fake.calls == 2
-    assert (PRODUCT_ALONE.name, 0) not in load._kernels
+    assert (SPLIT_GEMM.name, 0) not in load._kernels
 
 
 def _cell(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.native import load
 
 pytestmark = [
@@ -100,7 +100,7 @@ def test_the_split_product_of_any_strides(
     """Forward, c and both gradients, by the op itself: within the accuracy contract."""
     m, k, n = sizes
     torch.manual_seed(0)
-    load.prepare([PRODUCT_ALONE], torch.device("cuda", torch.cuda.current_device()))
+    load.prepare([SPLIT_GEMM], torch.device("cuda", torch.cuda.current_device()))
     x = _laid(torch.randn(*lead, m, k, device="cuda"), of_x).requires_grad_()
     w = _laid(torch.randn(*lead, k, n, device="cuda") * k**-0.5, of_weight).requires_grad_()
     r = torch.randn(*lead[:-1], 1, m, n, device="cuda").requires_grad_()

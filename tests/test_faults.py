@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the cache tag": (binaries, "fingerprint", _raises),
     "the report": (fx_fuser.Report, "publish", _raises),
     "the epilogue": (apply, "in_torch", _raises),
-    "the anchor": (library.ANCHORS["linear"], "product_like", _raises),
+    "the anchor": (library.ANCHORS["linear"], "forward_like", _raises),
 }
 
 
@@ -401,10 +401,10 @@ def test_a_cache_that_cannot_be_written_to(
 @pytest.mark.parametrize(
     "inner, op",
     [
-        ("eager", "product"),
+        ("eager", "forward"),
         ("eager", "backward"),  # by the others it was traced
-        ("aot_eager", "product"),
-        ("inductor", "product"),
+        ("aot_eager", "forward"),
+        ("inductor", "forward"),
     ],
 )
 def test_out_of_memory_inside_an_op_is_the_users_to_catch(

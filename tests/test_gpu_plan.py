@@ -19,7 +19,7 @@ import fx_fuser
 from benchmarks import measure
 from benchmarks.measure import float32_settings
 from benchmarks.problems import PROBLEMS
-from fx_fuser.anchors.linear import PRODUCT_ALONE
+from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.native import load
 from fx_fuser.planning import timing
 
@@ -123,8 +123,8 @@ def test_a_turned_product_is_made_in_parts() -> None:
     """Of rows that are split in little memory, the last part smaller than the others."""
     torch.manual_seed(7)
     dz, x = torch.randn(1024, 5000, device="cuda"), torch.randn(1024, 8192, device="cuda")
-    load.prepare([PRODUCT_ALONE], "cuda")
-    kernel = PRODUCT_ALONE.name
+    load.prepare([SPLIT_GEMM], "cuda")
+    kernel = SPLIT_GEMM.name
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from benchmarks import narrow_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
-from fx_fuser.anchors.linear import EXACT_PRODUCTS, MIXED_PRODUCTS
+from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS
 from fx_fuser.native import binaries
 from fx_fuser.passes import products
 
@@ -26,7 +26,7 @@ from fx_fuser.passes import products
 @needs_compilers
 @pytest.mark.parametrize(
     "specs",
-    [EXACT_PRODUCTS, pytest.param(MIXED_PRODUCTS, marks=pytest.mark.slow)],
+    [EXACT_GEMMS, pytest.param(MIXED_GEMMS, marks=pytest.mark.slow)],
     ids=["exact", "mixed"],
 )
 @pytest.mark.parametrize(

@@ -416,9 +416,9 @@ def test_wildcards_named_like_operands() -> None:
 def test_anchors_use_the_names_kept_for_them() -> None:
     for anchor in ANCHORS.values():
         like = {n: torch.empty(1, device="meta") for n in anchor.operands}
-        products = [torch.empty(1, device="meta")] * len(anchor.products)
+        outputs = [torch.empty(1, device="meta")] * len(anchor.outputs)
         config = {"training": False, "eps": 1e-5}
-        names = {*anchor.operands, *anchor.leaves(like, products, config)}
+        names = {*anchor.operands, *anchor.leaves(like, outputs, config)}
         assert names <= ANCHOR_NAMES
 
 

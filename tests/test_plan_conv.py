@@ -278,7 +278,7 @@ def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any
     match = match_of(norm, torch.randn(2, 3, 8, 8), weight, scale)
     per_channel = factor in ((4, 1, 1), (1, 4, 1, 1))
     assert (backward_spec(match) is not None) == (per_channel or learned)
-    assert calls.may_have_own_backward(match) == per_channel
+    assert calls.may_have_fused_backward(match) == per_channel
     on_gpu(1.0, 0.9, 0.8)
     decision = decide(match, fp32="split")
     assert ("in both directions" in decision.note) == per_channel  # type: ignore[union-attr]
@@ -299,7 +299,7 @@ def test_in_16_bits_the_gradients_need_no_library_either(
     weight = torch.randn(4, 3, 3, 3, dtype=dtype, requires_grad=True)
     gamma = torch.randn(4, requires_grad=True)
     match = match_of(norm, torch.randn(2, 3, 8, 8, dtype=dtype), weight, gamma, scale)
-    assert calls.may_have_own_backward(match) == (result == "narrow")
+    assert calls.may_have_fused_backward(match) == (result == "narrow")
     spec = backward_spec(match)
     if result == "narrow":
         assert spec is not None

@@ -194,7 +194,7 @@ def test_what_fails_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> N
     model, x = Attention(), torch.randn(2, 5, 16)
     with torch.no_grad():
         expected = model(x)
-        with pytest.warns(UserWarning, match="leaves a product to the library: RuntimeError"):
+        with pytest.warns(UserWarning, match="leaves a gemm to the library: RuntimeError"):
             y = through_inductor(model, strict=False)(x)
         torch.testing.assert_close(y, expected)
         with pytest.raises(Exception, match="our own fault"):
@@ -266,7 +266,7 @@ def test_a_kernel_that_does_not_compile_costs_the_pass_alone(
     monkeypatch.setattr(load, "runs_on", lambda spec, device: True)
     with FakeTensorMode():
         x = torch.empty(4, 4, device="cuda")
-    with pytest.warns(UserWarning, match="leaves the products of Inductor's graph to the library"):
+    with pytest.warns(UserWarning, match="leaves the gemms of Inductor's graph to the library"):
         assert products.pass_for(Options(), [x]) is None
     with pytest.raises(BuildError):
         products.pass_for(Options(strict=True), [x])

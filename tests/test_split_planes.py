@@ -10,7 +10,7 @@ from sm90 import gpu
 from toolchains import needs_compilers
 
 from benchmarks import kernels, split_planes_sm90
-from fx_fuser.anchors.linear import split_product
+from fx_fuser.anchors.linear import split_gemm
 
 # ---- without a GPU -------------------------------------------------------------------------------
 
@@ -19,7 +19,7 @@ from fx_fuser.anchors.linear import split_product
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_op_takes_batches_or_one_matrix_for_all(lead, shared) -> None:
     a, b = torch.randn(*lead, 5, 7), torch.randn(*(() if shared else lead), 4, 7)
-    torch.testing.assert_close(split_product(a, b), a @ b.mT)
+    torch.testing.assert_close(split_gemm(a, b), a @ b.mT)
 
 
 TILE = 128

@@ -276,7 +276,7 @@ def _norm_z(p: Program, inputs: dict[str, Tensor], acc: torch.dtype) -> tuple[Te
     stride, padding = p.geometry
     config = {"stride": [stride] * 2, "padding": [padding] * 4, "dilation": [1, 1], "groups": 1,
               "tf32": False, "training": p.training_norm, "eps": 1e-5}  # fmt: skip
-    products = anchor.product(operands, config)
+    products = anchor.forward(operands, config)
     z = apply.z_in_torch(anchor, operands, products, config, acc)
     leaves = {n: v for n, v in anchor.leaves(operands, products, config).items() if n != "eps"}
     wide = {n: v.to(acc) for n, v in leaves.items() if isinstance(v, Tensor)}

@@ -1,13 +1,13 @@
 """The anchors: what a pattern's epilogue is fused to.
 
 An anchor owns everything about its main operation that is not pointwise: the schema of its
-operands, the product itself, how z comes out of the product, and the non-pointwise backward.
+operands, the gemm or convolution itself, how z is computed from it, and the non-pointwise backward.
 It knows no pattern. `fx_fuser.ops.library` makes operators from it.
 
-Vocabulary: *products* are what the main operation leaves in memory, `c` first (for a linear, the
+Vocabulary: *outputs* are what the main operation leaves in memory: `c` first (for a linear, the
 pre-activation; for a convolution, the result without its bias), then statistics. z is a pointwise
-function of the products and of per-channel operands (*leaves*), so that the kernel which applies
-the epilogue also applies bias and BatchNorm.
+function of the outputs and of per-channel operands (together the *leaves*). So the kernel that
+applies the epilogue applies bias and BatchNorm as well.
 """
 
 from fx_fuser.anchors.base import Anchor

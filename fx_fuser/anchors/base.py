@@ -16,8 +16,9 @@ from fx_fuser.options import Options
 
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
-# Every anchor's configuration has these choices of `plan`: `product` and `backward`, who makes them
-# on CUDA, the library or kernels of ours; `again`, that backward makes c again, which is not saved.
+# Every anchor's configuration has these choices of `plan`: `product` and `backward` name the
+# backend on CUDA of forward and backward, "library" or a fused kernel ("split", "dense", "direct");
+# `again`: c is not saved, backward recomputes it.
 LIBRARY = "library"
 
 
@@ -38,7 +39,7 @@ class Case(Protocol):
 
     @property
     def acc(self) -> torch.dtype:
-        """Of the epilogue's arithmetic."""
+        """The dtype of the epilogue's arithmetic."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -51,20 +52,20 @@ class Case(Protocol):
         """The kernels that the site needs with these choices."""
 
     def gradients(self) -> dict[str, bool]:
-        """Of which operands of the anchor a gradient is asked for."""
+        """Operand of the anchor → is its gradient asked for?"""
 
-    def may_have_own_backward(self) -> bool:
-        """Can the epilogue be differentiated without c?"""
+    def may_have_fused_backward(self) -> bool:
+        """Can a fused kernel make the gradients from dy, without c?"""
 
 
 class Anchor(ABC):
-    """See the package's docstring for the vocabulary.
+    """One main operation. See the package's docstring for the vocabulary.
 
-    kind: name in `fx_fuser.graph.sites`. title: for the user; the layer that makes such a site.
-    role_of_z: what z is to the user. may_be_gate: may a z of one column be spread along its last
-    dimension? operands: names, in schema order, of its tensors.
-    schema: operand and configuration arguments of its ops. products: names, `c` first.
-    cast: operands that autocast brings to the compute dtype.
+    kind: name in `fx_fuser.graph.sites`. title: the layer that makes such a site, for the user.
+    role_of_z: what z is to the user. may_be_gate: may a z of one column be broadcast along its last
+    dimension? operands: names of its tensors, in schema order.
+    schema: operand and configuration arguments of its ops. outputs: names, `c` first.
+    cast: operands that autocast casts to the compute dtype.
     """
 
     kind: str
@@ -73,7 +74,7 @@ class Anchor(ABC):
     may_be_gate: bool = False
     operands: tuple[str, ...] = ("x", "weight", "bias")
     schema: str
-    products: tuple[str, ...] = ("c",)
+    outputs: tuple[str, ...] = ("c",)
     cast: tuple[str, ...] = ("x", "weight", "bias")
 
     @abstractmethod
@@ -82,22 +83,22 @@ class Anchor(ABC):
 
     @abstractmethod
     def form_fault(self, site: Site) -> str:
-        """Why the op does not take the site's ranks and attributes, or nothing."""
+        """Why the op does not take the site's ranks and attributes; empty if it does."""
 
     def leaf_counts(self, site: Site) -> tuple[int, int]:
-        """How many tensors and numbers z is made of, at most."""
+        """How many tensors and how many numbers z is made of, at most."""
         vectors = [n for n, o in site.operands.items() if o is not None and n != "x"]
         return len(vectors), 0  # c in place of the weight
 
     @abstractmethod
     def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
-        """Of a result or its gradient."""
+        """The shape of z; y: the result or its gradient."""
 
     @abstractmethod
     def candidates(self, case: Case) -> list[dict[str, Any]]:
-        """The choices of `plan` that are right for a site, the library's product first.
+        """The choices that `plan` has at a site, the library's first.
 
-        Raises OptionError where an option asks for what torch's own setting forbids.
+        Raises OptionError if an option asks for what torch's own setting forbids.
         """
 
     def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
@@ -105,30 +106,30 @@ class Anchor(ABC):
         return list(operands.values())
 
     def kernels(self, config: Config) -> tuple[Family, ...]:
-        """What the op runs on CUDA: the epilogue alone, then a kernel that makes its product too.
+        """The op's kernels on CUDA: the epilogue alone, then gemm or convolution with epilogue.
 
-        The first is launched where there is no second, or the second does not take the tensors.
+        The first is launched if there is no second, or if the second does not take the tensors.
         """
         return (POINTWISE,)
 
     def backward_specs(self, config: Config) -> list[KernelSpec]:
-        """The kernels that `backward` and `product_again` launch on CUDA."""
+        """The kernels that `backward` and `recompute` launch on CUDA."""
         return []
 
     @abstractmethod
-    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        """The main operation, by the library's own kernels: the products, real memory.
+    def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        """The main operation by the library: its outputs.
 
-        On CUDA the kernel op does not come here (kernels_cu/host/linear.h, conv.h).
+        The kernel op on CUDA does not call this (kernels_cu/host/linear.h, conv.h).
         """
 
     @abstractmethod
-    def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        """Products of right shape, stride and dtype, for fake tensors."""
+    def forward_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        """Outputs of the right shape, stride and dtype, for fake tensors."""
 
     @abstractmethod
-    def product_again(self, operands: Operands, config: Config) -> Tensor:
-        """c, in a backward for which it was not saved."""
+    def recompute(self, operands: Operands, config: Config) -> Tensor:
+        """c, for a backward for which it was not saved."""
 
     @abstractmethod
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -140,29 +141,29 @@ class Anchor(ABC):
 
     @abstractmethod
     def leaves(
-        self, operands: Operands, products: Sequence[Tensor], config: Config
+        self, operands: Operands, outputs: Sequence[Tensor], config: Config
     ) -> dict[str, Tensor | float]:
-        """What z's expression reads, `c` first, shaped to broadcast against c."""
+        """The values that z's expression reads, `c` first, shaped to broadcast against c."""
 
     @abstractmethod
     def reference(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         """(z, statistics…) in the plain torch ops a user would write; differentiable."""
 
     def read_by_backward(self, needs: Mapping[str, bool], config: Config) -> tuple[str, ...]:
-        """Operands of whose values, not only shapes, `leaves` or `backward` make use."""
+        """The operands whose values, not only shapes, `leaves` or `backward` read."""
         return self.operands
 
-    def reads_product(self, needs: Mapping[str, bool], config: Config) -> bool:
-        """Does `backward` make use of c, beside what the epilogue's derivative does?"""
+    def reads_c(self, needs: Mapping[str, bool], config: Config) -> bool:
+        """Does `backward` read c?  (The epilogue's derivative may read it, too.)"""
         return False
 
     def statistics_of_z(
         self, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> Sequence[Tensor]:
-        """The statistics that `reference` gives, from the products that follow c."""
+        """The statistics that `reference` returns, from the outputs that follow c."""
         return statistics
 
-    def outputs(
+    def results(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:
         """What the op returns to the graph: y, then the new running statistics if there are any."""
@@ -172,7 +173,7 @@ class Anchor(ABC):
     def backward(
         self,
         operands: Operands,
-        products: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         config: Config,
         dz: Tensor,
         needs: Mapping[str, bool],

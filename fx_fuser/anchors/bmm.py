@@ -1,7 +1,7 @@
 """z = x · weight        x: [*, M, K], weight: [*, K, N], z: [*, M, N], of equal leading sizes.
 
-`torch.bmm`, `q @ k.mT` and all else that multiplies matrices in pairs. The weight is an operand
-like x: neither need be a parameter, and both may be permuted views.
+`torch.bmm`, `q @ k.mT` and every other batched gemm. The weight is an operand like x: neither need
+be a parameter, and both may be permuted views.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class BatchMatMul(MatMul):
             )
         return ""
 
-    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+    def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (torch.matmul(operands["x"], operands["weight"]),)
 
-    product_like = product
-    reference = product
+    forward_like = forward
+    reference = forward
 
     def weight_gradient(self, multiply: Multiply, dz: Tensor, x: Tensor) -> Tensor:
         return multiply(x.mT, dz.mT)

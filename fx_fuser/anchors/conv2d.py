@@ -1,8 +1,8 @@
 """z = conv2d(x, weight) + bias        x: [N, C, H, W], weight: [O, C/groups, kh, kw], bias: [O].
 
-The library's convolution runs without its bias, which the pointwise pass adds for nothing; with
-it, cuDNN's result would be read and written once more. A direct one, for few channels, is one
-kernel with that pass.
+The library's convolution runs without its bias, which the pointwise pass adds at no cost; with it,
+cuDNN's result would be read and written once more. For few channels there is a direct convolution,
+one kernel with that pass.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from fx_fuser.graph.sites import Site
 from fx_fuser.native import launch, limits, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINTWISE, Family
 
-# Beside LIBRARY: of fp32, products of split fp16, whatever `tf32` says; of 16 bits, plain ones.
+# The backend beside LIBRARY. It splits fp32 into fp16, whatever `tf32` says; 16 bits it multiplies
+# as they are.
 DIRECT = "direct"
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PRODUCTS = {DIRECT: CONV_DIRECT}
+FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
 
 
@@ -38,8 +39,8 @@ def conv_tf32_allowed() -> bool:
 
 
 def conv_tf32_requested() -> bool:
-    """cuDNN's convolutions allow TF32 by default, which nobody asked for: a fused one takes it only
-    if matmul precision says so too.
+    """cuDNN's convolutions allow TF32 by default, without the user asking: a fused one uses it only
+    if matmul precision allows it, too.
     """
     return matmul_tf32_requested() and conv_tf32_allowed()
 
@@ -57,7 +58,7 @@ def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> li
     """[left, right, top, bottom], as F.pad takes them."""
     if padding == "valid":
         return [0, 0, 0, 0]
-    if padding == "same":  # torch puts the odd one at the end
+    if padding == "same":  # torch puts an odd pixel at the end
         total_h, total_w = (d * (k - 1) for d, k in zip(dilation, kernel))
         return [total_w // 2, total_w - total_w // 2, total_h // 2, total_h - total_h // 2]
     high, wide = _pair(padding)
@@ -65,7 +66,7 @@ def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> li
 
 
 def padded(x: Tensor, config: Config) -> tuple[Tensor, list[int]]:
-    """x and the symmetric padding that is left for the convolution to do."""
+    """x, padded if the padding is asymmetric, and the padding left for the convolution."""
     left, right, top, bottom = config["padding"]
     if left == right and top == bottom:
         return x, [top, left]
@@ -89,8 +90,8 @@ def library_convolution(
     groups: int,
 ) -> Tensor:
     cudnn = torch.backends.cudnn
-    # aten._convolution is the one entry that takes TF32 as an argument: cuDNN's own default allows
-    # it, and fp32 here means fp32-accurate.
+    # aten._convolution is the one entry that takes TF32 as an argument. cuDNN's default allows it;
+    # fp32 here means fp32-accurate.
     flags = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, tf32)
     geometry = (stride, padding, dilation, False, [0, 0], groups)
     c: Tensor = torch.ops.aten._convolution.default(x, weight, None, *geometry, *flags)
@@ -117,7 +118,7 @@ class Conv2d(Anchor):
         if x.ndim != 4 or weight.ndim != 4:
             return f"x has rank {x.ndim}, which is not 4: [N, C, H, W]"
         if any(statically_known_true(size == 0) for size in x.shape):
-            # No statistics to take: PyTorch leaves the running ones alone, where ours became NaN.
+            # No statistics to take: PyTorch leaves the running ones alone, the fused op made NaN.
             return "x is empty"
         for name in ("stride", "padding", "dilation", "groups"):
             value = site.attrs[name]
@@ -143,7 +144,7 @@ class Conv2d(Anchor):
         return [{n: {**fixed, "product": p, "backward": b}[n] for n in names} for p, b in makers]
 
     def _takes_direct(self, case: Case) -> bool:
-        """Is the site's convolution one of those that the direct kernel makes?"""
+        """Does the direct kernel take the site's convolution?"""
         c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
         wide = torch.float64 in (case.acc, *(t.dtype for t in case.tensors))
         if wide or c.dtype not in DIRECT_DTYPES:
@@ -173,9 +174,9 @@ class Conv2d(Anchor):
         return bool(cut)
 
     def _takes_direct_backward(self, case: Case) -> bool:
-        """Do the kernels beside the direct one make the gradients that are asked for?"""
+        """Do the direct backward kernels make the gradients that are asked for?"""
         needs = case.gradients()
-        if not any(needs.values()) or not case.may_have_own_backward():
+        if not any(needs.values()) or not case.may_have_fused_backward():
             return False
         x, weight = ([hint_of(n) for n in case.operand(name).shape] for name in ("x", "weight"))
         cut = launch.conv_direct_backward_cut(
@@ -200,19 +201,19 @@ class Conv2d(Anchor):
         }
 
     def kernels(self, config: Config) -> tuple[Family, ...]:
-        product = config["product"]
-        return (POINTWISE,) if product == LIBRARY else (POINTWISE, PRODUCTS[product])
+        maker = config["product"]
+        return (POINTWISE,) if maker == LIBRARY else (POINTWISE, FAMILIES[maker])
 
-    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+    def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         x, padding = padded(operands["x"], config)
         geometry = (config["stride"], padding, config["dilation"], config["groups"])
         return (library_convolution(config["tf32"], x, operands["weight"], *geometry),)
 
-    def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+    def forward_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (convolve(operands, config),)
 
-    def product_again(self, operands: Operands, config: Config) -> Tensor:
-        (c,) = Conv2d.product(self, operands, config)
+    def recompute(self, operands: Operands, config: Config) -> Tensor:
+        (c,) = Conv2d.forward(self, operands, config)
         return c
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -224,9 +225,9 @@ class Conv2d(Anchor):
         return Epilogue((Step("add", ("c", "bias")),), "c")
 
     def leaves(
-        self, operands: Operands, products: Sequence[Tensor], config: Config
+        self, operands: Operands, outputs: Sequence[Tensor], config: Config
     ) -> dict[str, Tensor | float]:
-        found: dict[str, Tensor | float] = {"c": products[0]}
+        found: dict[str, Tensor | float] = {"c": outputs[0]}
         if operands["bias"] is not None:
             found["bias"] = per_channel(operands["bias"])
         return found
@@ -238,12 +239,12 @@ class Conv2d(Anchor):
     def backward(
         self,
         operands: Operands,
-        products: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         config: Config,
         dz: Tensor,
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor]:
-        """Also for a convolution under a BatchNorm, whose dz is then the gradient of c + bias."""
+        """A convolution under a BatchNorm calls this, too, with the gradient of c + bias as dz."""
         x, weight, bias = (operands[n] for n in ("x", "weight", "bias"))
         grads: dict[str, Tensor] = {}
         if needs["bias"] and bias is not None:

@@ -2,9 +2,9 @@
 
 z = (c + bias − mean) / √(var + eps) · gamma + beta
 
-In training, mean and (biased) variance are those of c over N, H and W, and the bias drops out of z:
-it only shifts the mean. In evaluation they are the running statistics, read at every call; nothing
-is folded ahead of time, so no update can go unseen.
+In training, mean and (biased) variance are those of c over N, H and W. The bias only shifts the
+mean, so it drops out of z. In evaluation they are the running statistics, read at every call:
+nothing is folded into the weight, so no update is missed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Conv2dBatchNorm(Conv2d):
         "int[] stride, int[] padding, int[] dilation, int groups, "
         "bool tf32, str product, str backward, bool again, bool training, float momentum, float eps"
     )
-    products = ("c", "mean", "var")
+    outputs = ("c", "mean", "var")
 
     def form_fault(self, site: Site) -> str:
         found = super().form_fault(site)
@@ -80,18 +80,18 @@ class Conv2dBatchNorm(Conv2d):
         }
 
     def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
-        """Batch statistics need no running ones, which are updated before backward runs."""
+        """Training does not read the running statistics, which are updated before backward runs."""
         unread = ("running_mean", "running_var") if config["training"] else ()
         return [None if n in unread else v for n, v in operands.items()]
 
-    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        (c,) = super().product(operands, config)
+    def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        (c,) = super().forward(operands, config)
         if config["training"]:
             return (c, *batch_stats(c))
         return (c, c.new_empty(0), c.new_empty(0))
 
-    def product_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
-        (c,) = super().product_like(operands, config)
+    def forward_like(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+        (c,) = super().forward_like(operands, config)
         if not config["training"]:
             return (c, c.new_empty(0), c.new_empty(0))
         vector = c.new_empty(c.shape[1], dtype=accumulation_dtype((c.dtype,)))
@@ -118,9 +118,9 @@ class Conv2dBatchNorm(Conv2d):
         return Epilogue(tuple(steps), "c")
 
     def leaves(
-        self, operands: Operands, products: Sequence[Tensor], config: Config
+        self, operands: Operands, outputs: Sequence[Tensor], config: Config
     ) -> dict[str, Tensor | float]:
-        c, mean, var = products
+        c, mean, var = outputs
         training = config["training"]
         vectors = {
             "bias": None if training else operands["bias"],
@@ -150,7 +150,7 @@ class Conv2dBatchNorm(Conv2d):
         with_bias = config["training"] and bias is not None
         return (mean + bias.detach(), var) if with_bias else statistics
 
-    def outputs(
+    def results(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> list[Tensor]:
         """[y] or [y, new running_mean, new running_var], updated as PyTorch does: unbiased var."""
@@ -164,19 +164,19 @@ class Conv2dBatchNorm(Conv2d):
         pairs = ((running_mean, mean), (running_var, var))
         return [y, *(((1 - m) * o.to(now.dtype) + m * now).to(o.dtype) for o, now in pairs)]
 
-    def reads_product(self, needs: Mapping[str, bool], config: Config) -> bool:
+    def reads_c(self, needs: Mapping[str, bool], config: Config) -> bool:
         return bool(config["training"] or needs["gamma"])
 
     def backward(
         self,
         operands: Operands,
-        products: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         config: Config,
         dz: Tensor,
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor]:
         # In the accumulation dtype throughout; aten's own kernels want one dtype for c and gamma.
-        leaves = self.leaves(operands, products, config)
+        leaves = self.leaves(operands, outputs, config)
         wide = {n: v.to(dz.dtype) for n, v in leaves.items() if isinstance(v, Tensor)}
         rstd = (wide["var"] + config["eps"]).rsqrt()
         normalised = (wide["c"] + wide.get("bias", 0.0) - wide["mean"]) * rstd
@@ -188,7 +188,7 @@ class Conv2dBatchNorm(Conv2d):
             # Sums are divided first: their product may be beyond the range.
             dc = dz - (dbeta / count + normalised * (dgamma / count))
         dc = dc * rstd * wide.get("gamma", 1.0)
-        grads = super().backward(operands, products, config, dc, needs)
+        grads = super().backward(operands, outputs, config, dc, needs)
         if needs["gamma"]:
             grads["gamma"] = dgamma.flatten().to(operands["gamma"].dtype)
         if needs["beta"]:

@@ -28,12 +28,12 @@ from fx_fuser.options import Options
 Multiply = Callable[[Tensor, Tensor], Tensor]  # a bᵀ
 SPLIT = "split"
 DENSE = "dense"
-# Who multiplies on CUDA: the library, or a kernel of ours. "split": three products of fp16 halves,
-# which make an fp32 one; "dense": one product in the operands' own 16 bits, or of fp32 in TF32.
-PRODUCTS = {SPLIT: LINEAR_SPLIT, DENSE: LINEAR_DENSE}
-PRODUCT_ALONE = kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, LINEAR_SPLIT)
-# The fp32 product of operands that were cast up from 16 bits, by their dtype: of both, and of one.
-EXACT_PRODUCTS, MIXED_PRODUCTS = (
+# The backends on CUDA beside the library. "split": an fp32 gemm as three gemms of fp16 halves;
+# "dense": one gemm in the operands' 16-bit dtype, or of fp32 in TF32.
+FAMILIES = {SPLIT: LINEAR_SPLIT, DENSE: LINEAR_DENSE}
+SPLIT_GEMM = kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, LINEAR_SPLIT)
+# fp32 gemms of operands that were cast up from this 16-bit dtype: both operands, or one of them.
+EXACT_GEMMS, MIXED_GEMMS = (
     {
         dtype: kernel_spec(Epilogue(), {"z": dtype}, (), torch.float32, family)
         for dtype in (torch.bfloat16, torch.float16)
@@ -43,16 +43,15 @@ EXACT_PRODUCTS, MIXED_PRODUCTS = (
 
 
 def matmul_tf32_requested() -> bool:
-    """Did the user ask for TF32 products?  `high` and `medium` matmul precision do.
+    """Did the user ask for TF32 gemms?  `high` and `medium` matmul precision do.
 
-    The getters of before torch 2.9 raise once the new settings were used, so only the new ones
-    are read.
+    Only the new settings are read: the getters of before torch 2.9 raise once those were used.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def asked_product(options: Options) -> str:
-    """What option "fp32" asks of an fp32 product: "split", "ieee" or "tf32"."""
+def asked_precision(options: Options) -> str:
+    """What option "fp32" asks of an fp32 gemm: "split", "ieee" or "tf32"."""
     if options.fp32 != "follow":
         return options.fp32
     return "tf32" if matmul_tf32_requested() else SPLIT
@@ -91,23 +90,23 @@ class Linear(Anchor):
     def candidates(self, case: Case) -> list[dict[str, Any]]:
         again = case.options.save == "memory"
         library = {"product": LIBRARY, "backward": LIBRARY, "again": again}
-        product = self._own_product(case)
-        if product is None or case.device.type != "cuda":
+        maker = self._fused_gemm(case)
+        if maker is None or case.device.type != "cuda":
             return [library]
-        backward = SPLIT if product == SPLIT else LIBRARY
-        own = {"product": product, "backward": backward, "again": again}
-        fits = all(load.runs_on(spec, case.device) for spec in case.specs(own))
-        return [library, own] if fits else [library]
+        backward = SPLIT if maker == SPLIT else LIBRARY
+        fused = {"product": maker, "backward": backward, "again": again}
+        fits = all(load.runs_on(spec, case.device) for spec in case.specs(fused))
+        return [library, fused] if fits else [library]
 
-    def _own_product(self, case: Case) -> str | None:
-        """The product that our kernels can make in the precision that is asked for, or None."""
+    def _fused_gemm(self, case: Case) -> str | None:
+        """The backend of the fused gemm in the precision that is asked for, or None."""
         c = case.tensors[0]
-        # Our accumulators are float, and so is what the epilogue reads beside them.
+        # The kernels' accumulators are float, and so is what the epilogue reads beside them.
         if not c.is_contiguous() or torch.float64 in (case.acc, *(t.dtype for t in case.tensors)):
             return None
         if c.dtype != torch.float32:
             return self._dense(case)
-        precision = asked_product(case.options)
+        precision = asked_precision(case.options)
         if precision == "ieee" and case.device.type == "cuda" and matmul_tf32_requested():
             raise OptionError(
                 "option 'fp32' is 'ieee', but torch.backends.cuda.matmul.fp32_precision is 'tf32', "
@@ -116,28 +115,28 @@ class Linear(Anchor):
         return {SPLIT: SPLIT, "tf32": self._dense(case)}.get(precision)
 
     def _dense(self, case: Case) -> str | None:
-        """The product in 16 bits or TF32, if a kernel of ours takes these operands."""
+        """The backend of 16-bit and TF32 gemms, if its kernel takes these operands."""
         return DENSE
 
     def kernels(self, config: Config) -> tuple[Family, ...]:
-        product = config["product"]
-        return (POINTWISE,) if product == LIBRARY else (POINTWISE, PRODUCTS[product])
+        maker = config["product"]
+        return (POINTWISE,) if maker == LIBRARY else (POINTWISE, FAMILIES[maker])
 
     def backward_specs(self, config: Config) -> list[KernelSpec]:
         again = config["again"] and config["product"] == SPLIT
-        return [PRODUCT_ALONE] if config["backward"] == SPLIT or again else []
+        return [SPLIT_GEMM] if config["backward"] == SPLIT or again else []
 
-    def product(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
+    def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         return (F.linear(operands["x"], self.rows(operands["weight"]), operands["bias"]),)
 
-    product_like = product
-    reference = product
+    forward_like = forward
+    reference = forward
 
-    def product_again(self, operands: Operands, config: Config) -> Tensor:
+    def recompute(self, operands: Operands, config: Config) -> Tensor:
         bias = operands.get("bias")
         if config["product"] != SPLIT:
-            return self.product(operands, config)[0]
-        c = split_product(operands["x"], self.rows(operands["weight"]))
+            return self.forward(operands, config)[0]
+        c = split_gemm(operands["x"], self.rows(operands["weight"]))
         return c if bias is None else c.add_(bias)
 
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -147,9 +146,9 @@ class Linear(Anchor):
         return Epilogue(start="c")
 
     def leaves(
-        self, operands: Operands, products: Sequence[Tensor], config: Config
+        self, operands: Operands, outputs: Sequence[Tensor], config: Config
     ) -> dict[str, Tensor | float]:
-        return {"c": products[0]}
+        return {"c": outputs[0]}
 
     def read_by_backward(self, needs: Mapping[str, bool], config: Config) -> tuple[str, ...]:
         if config["again"]:
@@ -159,7 +158,7 @@ class Linear(Anchor):
     def backward(
         self,
         operands: Operands,
-        products: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         config: Config,
         dz: Tensor,
         needs: Mapping[str, bool],
@@ -169,7 +168,7 @@ class Linear(Anchor):
         if bias is not None and needs["bias"]:
             grads["bias"] = matrix(dz).sum(0).to(bias.dtype)
         dz = dz.to(x.dtype)
-        multiply = split_product if config["backward"] == SPLIT else library_product
+        multiply = split_gemm if config["backward"] == SPLIT else library_gemm
         if needs["x"]:
             grads["x"] = multiply(dz, self.rows(weight).mT)
         if needs["weight"]:
@@ -177,19 +176,19 @@ class Linear(Anchor):
         return grads
 
     def weight_gradient(self, multiply: Multiply, dz: Tensor, x: Tensor) -> Tensor:
-        """In the layout of the weight."""
+        """The weight's gradient, in the layout of the weight."""
         return multiply(matrix(dz).t(), matrix(x).t())
 
 
-def library_product(a: Tensor, b: Tensor) -> Tensor:
+def library_gemm(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ"""
     return a @ b.mT
 
 
-def split_product(a: Tensor, b: Tensor) -> Tensor:
-    """a bᵀ in fp32, on tensor cores: b is a matrix, or both are batches of as many."""
-    product: Tensor = torch.ops.fx_fuser.split_product.default(a, b, PRODUCT_ALONE.name)
-    return product
+def split_gemm(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ in fp32 on tensor cores. b is a matrix, or a and b are batches of one size."""
+    c: Tensor = torch.ops.fx_fuser.split_product.default(a, b, SPLIT_GEMM.name)
+    return c
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """z = x · weight + bias        x: [*, K], weight: [K, N], bias: [N] or None, z: [*, N].
 
-`x @ w`, addmm and transformers' Conv1D. All that is not the weight's layout is Linear's.
+`x @ w`, addmm and transformers' Conv1D. A Linear whose weight has the other layout.
 """
 
 from __future__ import annotations
@@ -23,4 +23,4 @@ class MatMul(Linear):
         return multiply(matrix(x).t(), matrix(dz).t())
 
     def _dense(self, case: Case) -> str | None:
-        return None  # it reads rows of K (kernels_cu/linear/linear_dense_sm90.cuh)
+        return None  # its kernel needs rows of K (kernels_cu/linear/linear_dense_sm90.cuh)

@@ -1,1 +1,1 @@
-"""What is read from and written to FX graphs: anchors' sites, patterns, matches, grown tails."""
+"""Reading and rewriting FX graphs: anchors' sites, patterns, matches, grown tails."""

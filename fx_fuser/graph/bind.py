@@ -1,9 +1,9 @@
-"""What is computed at a match: the user's own operations over its nodes, as an epilogue.
+"""A match → its epilogue: the user's own operations over the matched nodes.
 
-Matching finds which nodes a pattern takes in; it may read them as sums and products of anything.
-What runs is read off those nodes here: every operation once, as the user wrote it, in the order and
-association of the graph. Only the operands of a single addition or product may be exchanged, and
-names are given by first use, so that the same computation has the same text wherever it stands.
+Matching finds the nodes of a pattern, and may read them as sums and products of anything. What runs
+is read off those nodes here: every operation once, as the user wrote it, in the order and
+association of the graph. Only the two operands of one addition or multiplication may be exchanged.
+Names are given by first use. So the same computation has the same text wherever it stands.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fx_fuser.graph.view import View
 
 @dataclass(frozen=True)
 class Bound:
-    """An epilogue with what it is applied to.
+    """An epilogue and its operands.
 
-    tensors: the nodes behind t0…; numbers: the values of s0…. items: 0-d tensor of a number that
-    changes from call to call → the node of its `item()`, which the user's operations read.
+    tensors: the nodes of t0…; numbers: the values of s0…. items: a number that changes from call to
+    call is a 0-d tensor; that tensor → the node of its `item()`, which the user's operations read.
     """
 
     epilogue: Epilogue
@@ -65,7 +65,7 @@ class _Binder:
             raise Unsupported(f"{expr.op} is no operation of an epilogue")
         numbers = {"clamp": expr.args[1:], "div": expr.args[:1], "lerp": expr.args[2:]}
         if any(scalar_behind(a) is not None for a in numbers.get(expr.op, ())):
-            # torch treats a number there otherwise than the tensor that stands for it.
+            # torch computes with a number there in another way than with a 0-d tensor.
             raise Unsupported(f"{expr.op} takes a number that changes from call to call")
         if expr.op == "lerp" and _has_no_dimensions(expr.args[2]):
             # Its backward takes 1 - weight in the weight's own dtype.
@@ -77,7 +77,7 @@ class _Binder:
         return f"v{len(self.steps) - 1}"
 
     def _rank(self, operand: Operand | str) -> tuple[int, int]:
-        """Computed values first, the newest ahead; then z, other tensors and numbers."""
+        """Order: computed values, the newest first; z; other tensors; numbers."""
         name = self.made.get(operand) if isinstance(operand, Node) else operand
         if name == "z":
             return 1, 0

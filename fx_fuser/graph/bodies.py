@@ -29,7 +29,7 @@ def _is_transparent(node: Node) -> bool:
 
 
 def _has_policy(body: GraphModule) -> bool:
-    """A selective checkpoint's policy (`context_fn`) names ops, so ours must not replace them."""
+    """A selective checkpoint's policy (`context_fn`) names ops: fused ops must not replace them."""
     return "_checkpoint_context_fn" in body.meta
 
 
@@ -42,7 +42,7 @@ def twin(gm: GraphModule) -> GraphModule:
 
 
 def copy_of(graph: Graph) -> Graph:
-    """A copy to edit. Dynamo hangs a placeholder's source on the node, where fx does not look."""
+    """A copy to edit. Keeps the placeholders' sources, attributes of Dynamo's that fx drops."""
     made = copy.deepcopy(graph)
     made.owning_module = graph.owning_module  # which has the bodies of higher-order operators
     for old, new in zip(graph.nodes, made.nodes):

@@ -1,7 +1,7 @@
-"""What does this node say?  Node → canonical expression; the graph is read, never edited.
+"""Node → canonical expression. The graph is read, never edited.
 
 Dynamo records what the user typed: `operator.mul`, `torch.multiply`, `Tensor.mul_`,
-`F.silu(inplace=True)`, `x @ w.t() + b`. There are two readings, each an `Expr` whose leaves are
+`F.silu(inplace=True)`, `x @ w.t() + b`. A node has two readings, each an `Expr` whose leaves are
 nodes and numbers:
 
 `View.written`  what is computed: the user's own op under one name. `F.silu(z)` is `silu(z)`,
@@ -96,7 +96,7 @@ def _type_as(input: Any, other: Any) -> Expr:
 
 
 def _contiguous(input: Any, memory_format: Any = torch.contiguous_format) -> Expr:
-    """Of what is contiguous, whatever its sizes are."""
+    """Only of a tensor that is contiguous at any size: then it returns its input."""
     tensor = meta_tensor(input) if memory_format == torch.contiguous_format else None
     if tensor is None or tensor.layout != torch.strided or tensor.is_nested:
         raise Unsupported
@@ -135,7 +135,7 @@ def _einsum(equation: Any, *operands: Any) -> Expr:
     if known:
         i, j = found.contracted
         if not statically_known_true(left.shape[i] == right.shape[j]):  # type: ignore[union-attr]
-            raise Unsupported  # a size of 1 is spread over the other
+            raise Unsupported  # einsum broadcasts a size of 1
     return Expr(found.op, (*flat, None) if found.op == "linear" else tuple(flat))
 
 
@@ -356,13 +356,13 @@ _MEANINGS: dict[str, Callable[..., Expr]] = {
 
 
 def meaning(written: Expr) -> Expr:
-    """The op as sums and products of others, where it is one."""
+    """The op as sums and products of others, where it is such; else the op itself."""
     rule = _MEANINGS.get(written.op)
     return written if rule is None else rule(*written.args)
 
 
 def rule_of(node: Node) -> Callable[..., Expr] | None:
-    """What makes the node's expression from its arguments, or None if it has no canonical name."""
+    """The function from the node's arguments to its expression; None without a canonical name."""
     if node.op == "call_method":
         name = str(node.target)
         return _RULE_OF.get(name[:-1] if in_place_name(name) else name)

@@ -1,8 +1,8 @@
-"""Calls that are an anchor and more, taken apart for matching: baddbmm is a bmm and a sum.
+"""Decompose calls that are an anchor and more, for matching: baddbmm is a bmm and a sum.
 
-Sites, matches and epilogues are made of nodes, and the product inside `torch.baddbmm(r, a, b)` is
-none; nor are an einsum's permuted operands. So in the copy of the graph that is searched the call
-becomes several; what is not fused becomes one again, as the user wrote it.
+Sites, matches and epilogues consist of nodes. The gemm inside `torch.baddbmm(r, a, b)` is no node;
+nor are an einsum's permuted operands. So in the copy of the graph that is searched, one call
+becomes several. What is not fused becomes one call again, as the user wrote it.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from fx_fuser.graph.canonical import is_number
-from fx_fuser.graph.einsum import Product, classify
+from fx_fuser.graph.einsum import Gemm, classify
 from fx_fuser.graph.nodes import meta_tensor
 
 _KEY = "fx_fuser_decomposed"
 _AS_WRITTEN = ("op", "target", "args", "kwargs")
-# In fewer bits baddbmm rounds once, and a product apart from the sum twice: where they cancel, that
-# is another result.
+# In 16 bits baddbmm rounds once, and a gemm followed by a sum twice. Where the two cancel, the
+# result differs.
 _DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a node was. readers: of each operand as it was written, who reads it now, and where;
-    made: the nodes that are new."""
+    """The call that a node was. gemm: the node of its gemm. readers: (operand as written, node that
+    reads it now, place among that node's arguments). made: the new nodes."""
 
-    product: Node
+    gemm: Node
     readers: tuple[tuple[Node, Node, int], ...]
     made: tuple[Node, ...]
     written: dict[str, Any]
 
 
 def decompose(graph: Graph) -> None:
-    """Take apart every call that this can be said of. Nothing is known of a pattern's tensors."""
+    """Decompose every call that is known to be an anchor and more. A pattern's tensors have no
+    shapes."""
     for node in list(graph.nodes):
         bind, take_apart = _RULES.get(node.target, (None, None)) if node.op in _CALLS else _NONE
         if bind is None or take_apart is None:
             continue
         try:
             operands = bind(*node.args, **node.kwargs)
-        except TypeError:  # out=, a dtype, or an order of arguments that is out of date
+        except TypeError:  # out=, a dtype, or a deprecated order of arguments
             continue
         if operands is not None:
             with graph.inserting_before(node):
@@ -55,16 +56,16 @@ def decompose(graph: Graph) -> None:
 
 
 def inner_of(nodes: Iterable[Node]) -> set[Node]:
-    """Values among them that the user's own call never writes to memory."""
+    """The gemms among these nodes that the user's own call never writes to memory."""
     calls: dict[Node, _Call] = {n: n.meta[_KEY] for n in nodes if _KEY in n.meta}
-    return {call.product for node, call in calls.items() if call.product is not node}
+    return {call.gemm for node, call in calls.items() if call.gemm is not node}
 
 
 def recompose(graph: Graph) -> None:
-    """Put together what `decompose` took apart and is still there. Operands may be others now."""
+    """Undo `decompose` where nothing was fused. A rewrite may have replaced operands since."""
     for node in list(graph.nodes):
         call: _Call | None = node.meta.pop(_KEY, None)
-        if call is None or (call.product is not node and node.args[0] is not call.product):
+        if call is None or (call.gemm is not node and node.args[0] is not call.gemm):
             continue
         now = {operand: reader.args[place] for operand, reader, place in call.readers}
         of_now = (call.written["args"], call.written["kwargs"])
@@ -79,14 +80,14 @@ def _become(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
 
 
 def _note(
-    node: Node, product: Node, made: Sequence[Node], readers: Iterable[tuple[Any, Node, int]]
+    node: Node, gemm: Node, made: Sequence[Node], readers: Iterable[tuple[Any, Node, int]]
 ) -> None:
     written = {name: getattr(node, name) for name in _AS_WRITTEN}
-    node.meta[_KEY] = _Call(product, tuple(readers), tuple(made), written)
+    node.meta[_KEY] = _Call(gemm, tuple(readers), tuple(made), written)
 
 
 def _made(node: Node, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
-    """A new node at the place of this one, with its meta but for the value."""
+    """A new node before this one, with this one's meta except for the value."""
     made = node.graph.call_function(target, args)
     made.meta = {k: v for k, v in node.meta.items() if k not in (_KEY, "example_value")}
     return made
@@ -108,12 +109,12 @@ def _into_sum(node: Node, addend: Node, x: Node, weight: Node) -> None:
     dtypes = {None if t is None else t.dtype for t in tensors}
     if len(dtypes) > 1 or not dtypes <= {None, *_DTYPES}:
         return
-    product = _made(node, torch.bmm, (x, weight))
+    gemm = _made(node, torch.bmm, (x, weight))
     y = tensors[0]
     if y is not None:
-        product.meta["example_value"] = y.new_empty(y.shape).requires_grad_(y.requires_grad)
-    _note(node, product, [product], [(addend, node, 1), (x, product, 0), (weight, product, 1)])
-    _become(node, "call_function", torch.add, (product, addend), {})
+        gemm.meta["example_value"] = y.new_empty(y.shape).requires_grad_(y.requires_grad)
+    _note(node, gemm, [gemm], [(addend, node, 1), (x, gemm, 0), (weight, gemm, 1)])
+    _become(node, "call_function", torch.add, (gemm, addend), {})
 
 
 # ---- einsum ------------------------------------------------------------------------------------
@@ -127,13 +128,13 @@ def _einsum(equation: Any, *operands: Any) -> tuple[str, Node, Node] | None:
     return (equation, *operands) if isinstance(equation, str) else None
 
 
-def _into_product(node: Node, equation: str, x: Node, weight: Node) -> None:
-    """matmul of permuted operands, and the result permuted, wherever there is a batch."""
+def _into_gemm(node: Node, equation: str, x: Node, weight: Node) -> None:
+    """An einsum with a batch → permute, matmul, permute."""
     left, right, y = map(meta_tensor, (x, weight, node))
     found, order = _batched(equation, left, right)
     if found is None:
         return
-    if left is None or right is None or y is None:  # a pattern, of which only the kind is asked
+    if left is None or right is None or y is None:  # a pattern's trace: only the kind matters
         if order == sorted(order):
             _note(node, node, (), ())
             _become(node, "call_function", torch.bmm, (x, weight), {})
@@ -144,7 +145,7 @@ def _into_product(node: Node, equation: str, x: Node, weight: Node) -> None:
     if not statically_known_true(left.shape[i] == right.shape[j]) or not all(
         statically_known_true(a == b) or statically_known_true(size == 1) for a, b, size in lies
     ):
-        return  # a size of 1 is spread over the other, or a view of the product lies otherwise
+        return  # einsum broadcasts a size of 1, or the permuted gemm has other strides
     columns = [*found.right]
     if found.op == "bmm_nt":
         columns[-2:] = columns[:-3:-1]
@@ -157,28 +158,28 @@ def _into_product(node: Node, equation: str, x: Node, weight: Node) -> None:
             factors.append(factor)
             continue
         view = _made(node, torch.permute, (factor, tuple(places)))
-        view.meta.pop("stack_trace", None)  # the line says what is made of it
+        view.meta.pop("stack_trace", None)  # that line is the einsum's
         with torch.enable_grad():
             view.meta["example_value"] = meta_tensor(factor).permute(places)  # type: ignore[union-attr]
         made.append(view)
         readers.append((factor, view, 0))
         factors.append(view)
-    product = node
+    gemm = node
     if order != sorted(order):
-        product = _made(node, torch.matmul, tuple(factors))
-        product.meta["example_value"] = z.requires_grad_(y.requires_grad)
-        made.append(product)
-    _note(node, product, made, ((o, reader or product, place) for o, reader, place in readers))
-    if product is node:
+        gemm = _made(node, torch.matmul, tuple(factors))
+        gemm.meta["example_value"] = z.requires_grad_(y.requires_grad)
+        made.append(gemm)
+    _note(node, gemm, made, ((o, reader or gemm, place) for o, reader, place in readers))
+    if gemm is node:
         _become(node, "call_function", torch.matmul, tuple(factors), {})
     else:
-        _become(node, "call_function", torch.permute, (product, tuple(order)), {})
+        _become(node, "call_function", torch.permute, (gemm, tuple(order)), {})
 
 
 def _batched(
     equation: str, left: Tensor | None, right: Tensor | None
-) -> tuple[Product | None, list[int]]:
-    """The product of batches that the equation is, and its result's dimensions in their order."""
+) -> tuple[Gemm | None, list[int]]:
+    """The batched gemm that the equation is, and the permutation that gives the einsum's result."""
     ranks = () if left is None or right is None else (left.ndim, right.ndim)
     operands, _, out = equation.replace(" ", "").partition("->")
     a, _, b = operands.partition(",")
@@ -198,5 +199,5 @@ _NONE = (None, None)
 _RULES: dict[Any, tuple[Callable[..., Any], Callable[..., None]]] = {
     torch.baddbmm: (_baddbmm, _into_sum),
     "baddbmm": (_baddbmm, _into_sum),
-    torch.einsum: (_einsum, _into_product),
+    torch.einsum: (_einsum, _into_gemm),
 }

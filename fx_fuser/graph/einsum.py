@@ -1,4 +1,4 @@
-"""Which product is an einsum?  An equation of two operands → `matmul`, `linear`, `bmm`, `bmm_nt`.
+"""Which gemm is an einsum?  An equation of two operands → `matmul`, `linear`, `bmm`, `bmm_nt`.
 
 classify("...k,nk->...n")            linear: the second operand is a weight [N, K]
 classify("bik,kn->bin")              matmul: it is [K, N]
@@ -16,13 +16,13 @@ _EQUATION = re.compile(rf"{_OPERAND},{_OPERAND}(?:->{_OPERAND})?")
 
 
 @dataclass(frozen=True)
-class Product:
-    """What an equation says, but for sizes of 1, which einsum spreads and a product does not.
+class Gemm:
+    """The gemm that an equation is. Sizes of 1 are not checked: einsum broadcasts them, gemm not.
 
     op: `matmul` (left [*M, K], right [K, N]), `linear` (right [N, K]), `bmm` (left [*B, M, K],
     right [*B, K, N]) or `bmm_nt` (right [*B, N, K]).
-    left, right: the permutations of the operands that give these orders; those of `matmul` and
-    `linear` change nothing. contracted: where K is in the operands as they are.
+    left, right: permutations of the operands into these orders; for `matmul` and `linear` the
+    identity. contracted: the dimension of K in each operand as it is.
     """
 
     op: str
@@ -33,10 +33,10 @@ class Product:
 
 def classify(
     equation: str, left_rank: int | None = None, right_rank: int | None = None
-) -> Product | None:
-    """The product of two operands that the equation is, its result in the order it is made in.
+) -> Gemm | None:
+    """The gemm that the equation is, if its result has the gemm's order of dimensions; else None.
 
-    The ranks are needed where an ellipsis is. None: it is another sum, or takes other operands.
+    The ranks are needed if there is an ellipsis.
     """
     found = _EQUATION.fullmatch(equation.replace(" ", ""))
     if found is None:
@@ -56,12 +56,12 @@ def classify(
         if a[-1:] != summed or "..." in b:
             return None
         op = "matmul" if b == summed + columns else "linear"
-        return Product(op, tuple(range(len(a))), (0, 1), contracted)
+        return Gemm(op, tuple(range(len(a))), (0, 1), contracted)
     if len(rows) != 1 or "..." in batch:
         return None
     transposed = contracted[1] > b.index(columns[0])
     right = batch + (columns + summed if transposed else summed + columns)
-    return Product(
+    return Gemm(
         "bmm_nt" if transposed else "bmm",
         tuple(map(a.index, batch + rows + summed)),
         tuple(map(b.index, right)),
@@ -70,9 +70,9 @@ def classify(
 
 
 def _labels(text: str, rank: int | None) -> list[str] | None:
-    """One a dimension; those of an ellipsis are counted from its end, as they are broadcast.
+    """One label a dimension. Those of an ellipsis are counted from its end, as it broadcasts.
 
-    One for all of them where the rank is not known.
+    Without a rank, one label stands for the whole ellipsis.
     """
     before, dots, after = text.partition("...")
     if rank is None:
@@ -84,7 +84,7 @@ def _labels(text: str, rank: int | None) -> list[str] | None:
 
 
 def _implicit(a: list[str], b: list[str]) -> list[str]:
-    """An ellipsis, then in the alphabet's order what occurs once."""
+    """The labels of a result that has none: the ellipsis, then what occurs once, alphabetically."""
     counts = Counter(a + b)
     return _spread(a, b) + sorted(c for c, n in counts.items() if n == 1 and c.isalpha())
 

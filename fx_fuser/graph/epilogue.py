@@ -4,13 +4,13 @@
     v1 = mul(v0, t0)
     v2 = mul(v1, s0)
 
-One step a value; a value that is read twice is made once. The last step is the result, and without
-a step that is z itself. Steps are the user's own operations in the user's order: nothing is folded,
-opened or associated otherwise, since floating point has no such algebra (`fx_fuser.graph.bind`).
+One step a value; a value that is read twice is computed once. The last step is the result; without
+steps, z is. Steps are the user's own operations in the user's order. Nothing is folded, distributed
+or reassociated, since floating point has no such algebra (`fx_fuser.graph.bind`).
 
-The text above, with "; " for line ends, is what ops are given, so below the matcher nothing knows a
-pattern. It has two readings, written side by side in the table `OPS`: torch ops (the CPU kernel,
-the reference of the tests and, by `torch.autograd.grad`, the pointwise backward) and CUDA text
+The text above, with "; " for line ends, is an argument of the ops, so nothing below the matcher
+knows a pattern. The table `OPS` implements each op twice: in torch (the CPU kernel, the reference
+of the tests and, by `torch.autograd.grad`, the pointwise backward) and as CUDA text
 (`kernels_cu/common/epilogue_math.cuh`).
 """
 
@@ -33,7 +33,7 @@ from fx_fuser.native.kernel_spec import CUDA_TYPES, POINTWISE, Family, KernelSpe
 
 Z = Arg("z")
 ANCHOR_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-MAX_STEPS = 64  # of an epilogue: what a kernel's registers and a compile's time are meant for
+MAX_STEPS = 64  # of an epilogue: bounds a kernel's registers and compile time
 
 
 # ---- the ops --------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ MAX_STEPS = 64  # of an epilogue: what a kernel's registers and a compile's time
 class Op:
     """One op: `torch(*args, **attrs)` on tensors and numbers, `cuda(*texts, **attrs)` on text.
 
-    reads: of each argument that has a gradient, which arguments' values its derivative depends on.
+    reads: (place of an argument, count) → places of the arguments that its derivative reads.
     takes: how many arguments there may be. attrs: names of its attributes.
     """
 
@@ -63,7 +63,7 @@ def _called(name: str, *args: str) -> str:
 
 
 def _unary(name: str, *attrs: str) -> Op:
-    """torch's and CUDA's function of this name; attributes are numbers of the kernel's text."""
+    """torch's and CUDA's function of this name; attributes are literals in the kernel's text."""
     return Op(getattr(torch if hasattr(torch, name) else F, name), _call(name), attrs=attrs)
 
 
@@ -72,7 +72,7 @@ def _none(place: int, count: int) -> Sequence[int]:
 
 
 def _factor_of(scaled: int) -> Callable[[int, int], Sequence[int]]:
-    """x ± factor · y: of y, which is at that place, the factor is read."""
+    """x ± factor · y: the derivative by y, the argument at place `scaled`, reads the factor."""
     return lambda place, count: (2,) if place == scaled and count == 3 else ()
 
 
@@ -97,7 +97,7 @@ def _rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
 
 
 def _div_text(x: str, y: str) -> str:
-    """As ATen has it: what is a number on the host is multiplied by its reciprocal."""
+    """As ATen: a division by a host number is a multiplication by its reciprocal."""
     return f"math::{'div_by_number' if y.startswith('scalar[') else 'div'}({x}, {y})"
 
 
@@ -108,7 +108,7 @@ def _clamp_text(x: str, low: str | None, high: str | None) -> str:
 
 
 def _literal(value: float) -> str:
-    """A number of the text; nvcc has no inf, and its nan is a function."""
+    """A number as a C++ literal; C++ has none for inf and nan."""
     if math.isfinite(value):
         return f"Acc({value!r})"
     return "Acc(NAN)" if math.isnan(value) else f"Acc({'-' if value < 0 else ''}INFINITY)"
@@ -191,7 +191,7 @@ COMMUTATIVE = ("add", "mul")
 
 @dataclass(frozen=True)
 class Step:
-    """One operation. args: names of values, None where an optional one is left out."""
+    """One operation. args: names of values, or None for an optional one left out."""
 
     op: str
     args: tuple[str | None, ...]
@@ -232,7 +232,7 @@ _VALUE = re.compile(r"none|z|[ts]\d+|v(\d+)")
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Steps, of which step i makes the value `v<i>`; start: the result where there are none."""
+    """Step i computes the value `v<i>`. start: the result if there are no steps."""
 
     steps: tuple[Step, ...] = ()
     start: str = "z"
@@ -247,12 +247,12 @@ class Epilogue:
 
     @functools.cached_property
     def leaves(self) -> frozenset[str]:
-        """Names of what is read and made by no step."""
+        """Names of values that are read but computed by no step."""
         read = {a for step in self.steps for a in step.args if a is not None} | {self.result}
         return frozenset(read - {f"v{i}" for i in range(len(self.steps))})
 
     def after(self, z: Epilogue) -> Epilogue:
-        """With z made by other steps, from other leaves."""
+        """This epilogue behind another one, which computes z from other leaves."""
         made = {f"v{i}": f"v{i + len(z.steps)}" for i in range(len(self.steps))} | {"z": z.result}
         moved = (
             Step(s.op, tuple(a and made.get(a, a) for a in s.args), s.attrs) for s in self.steps
@@ -289,7 +289,7 @@ def accumulation_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def casts_of(epilogue: Epilogue) -> list[torch.dtype]:
-    """The dtypes that its steps cast to: an intermediate float64 needs float64 to be one."""
+    """The dtypes that its steps cast to: a cast to float64 needs float64 arithmetic."""
     return [v for step in epilogue.steps for k, v in step.attrs if k == "dtype"]
 
 
@@ -322,10 +322,10 @@ def read_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> frozenset[
 
 
 def linear_backward(epilogue: Epilogue) -> Epilogue | None:
-    """dz from dy, which takes z's name: the steps of autograd, from the last to the first.
+    """The epilogue that computes dz from dy, which it calls z: autograd's steps, last to first.
 
-    None where z does not go through one chain of factors and terms: the derivative then depends on
-    z, or is a sum.
+    None unless z goes through one chain of factors and terms: else the derivative depends on z, or
+    is a sum.
     """
     chain: dict[str, tuple[Step, int]] = {}  # value that depends on z → its step, and where it does
     made: list[Step] = []
@@ -360,7 +360,7 @@ def linear_backward(epilogue: Epilogue) -> Epilogue | None:
 def _slope(
     dy: str, step: Step, place: int, args: Sequence[str | None], add: Callable[..., str]
 ) -> str | None:
-    """The gradient that goes on from one step of a chain."""
+    """One step of the chain backward: its incoming gradient dy → the outgoing one."""
     if step.op == "identity":
         return dy
     if step.op in ("add", "sub", "rsub"):
@@ -384,7 +384,7 @@ def _slope(
 
 
 def _live(steps: Sequence[Step], result: str) -> Epilogue:
-    """Of these steps those that the result needs."""
+    """The steps that the result needs."""
     needed = {result}
     for i in reversed(range(len(steps))):
         if f"v{i}" in needed:

@@ -35,7 +35,7 @@ class Expr:
 
 
 class Unsupported(Exception):
-    """The call has a form that has no canonical spelling; the node stays opaque."""
+    """The call has no canonical form; the node stays opaque."""
 
 
 def is_number(value: object) -> bool:

@@ -23,7 +23,7 @@ def unary(op: str) -> Callable[..., Expr]:
 
 
 def numbers(**named: Any) -> tuple[tuple[str, float], ...]:
-    """Attributes that must be constants; floats, as an epilogue's text is read."""
+    """Attributes that must be constants; as floats, which is how an epilogue's text is parsed."""
     if not all(map(is_number, named.values())):
         raise Unsupported
     return tuple((name, float(value)) for name, value in named.items())

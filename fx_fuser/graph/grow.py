@@ -1,13 +1,13 @@
-"""(site) → the match of the pointwise tail that follows it, where no named pattern fits.
+"""Site → the match of the pointwise tail behind it, where no named pattern fits.
 
 The tail is the largest region of epilogue operations behind the anchor's value z that ends in one
-value: every reader of z, and of what is made of it, leads to that value (it post-dominates z). A
-view, a reduction, an output or any other operation ends the growth; so does a region that a check
-of `ops.checks` refuses, and the next smaller one is tried. At worst z alone is the match: then
-nothing is gained but a faster product.
+value, which post-dominates z: every reader of z, and of what is computed from z, leads to it. A
+view, a reduction, an output or any other operation ends the growth. If a check of `ops.checks`
+refuses a region, the next smaller one is tried. The smallest is z alone: a faster gemm or
+convolution, and no more.
 
-A grown match is a `Match` of a pattern that nobody wrote, `auto_<anchor>`; all that comes after
-matching treats it as any other. Whether the tail, or z alone, is worth a kernel is for `gate`.
+A grown match is a `Match` of a pattern that nobody wrote, `auto_<anchor>`. After matching it is
+treated like any other. `planning.gate` decides whether the tail, or z alone, is worth a kernel.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def auto_pattern(kind: str) -> Pattern:
 class Grown(Match):
     """A match that was grown.
 
-    alone: the match of z alone, or None where this is that. stop: where the growth ended and why,
-    in words; empty where nothing follows.
+    alone: the match of z alone, or None if this is it. stop: where the growth ended and why, in
+    words; empty if nothing follows.
     """
 
     alone: Match | None = None
@@ -54,7 +54,7 @@ def alone(view: View, site: Site) -> Match:
 
 
 def grow(view: View, site: Site, check: CheckAll) -> Grown | Refusal:
-    """The match of the largest tail that `check` lets pass; a Refusal if z alone does not."""
+    """The match of the largest tail that passes `check`; a Refusal if z alone does not pass."""
     product = alone(view, site)
     fault = check(product)
     if fault is not None:
@@ -81,11 +81,11 @@ def _named(bound: Bound) -> dict[str, Operand]:
 
 
 def _regions(view: View, site: Site) -> tuple[list[tuple[Node, frozenset[Node]]], str]:
-    """(last node, nodes) of each region that ends in one value, the smallest first, without z
-    alone; and what ended the growth.
+    """(last node, nodes) of each region that ends in one value, the smallest first, z alone left
+    out; and what ended the growth.
 
-    Nodes are taken in the graph's order, so when no reader waits, what was taken last is the only
-    value that anything further can read.
+    Nodes are taken in the graph's order. So once no reader is pending, the last node taken is the
+    only value that later nodes can read.
     """
     order = view.order
     nodes = set(site.nodes)

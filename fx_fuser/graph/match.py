@@ -1,9 +1,9 @@
 """(site, pattern) → Match, or a Refusal that says why.
 
-Products and sums are matched as multisets: the target's nested `mul` (or `add`) nodes are opened
-until as many factors are there as the pattern has, and factors are assigned with backtracking.
-Several numbers may stand for one of the pattern. That is a way to find nodes, not to compute: what
-runs is what the user wrote (`Match.bound`).
+Products and sums match as multisets: nested `mul` (or `add`) nodes of the graph are flattened until
+there are as many factors as in the pattern, and factors are assigned with backtracking. Several
+numbers may match one of the pattern's. This finds nodes and computes nothing: what runs is what the
+user wrote (`Match.bound`).
 A structural fit becomes a Match only if every check of `fx_fuser.ops.checks` passes.
 
 The work at a site is bounded, whatever the graph: see `MAX_WORK`.
@@ -59,9 +59,9 @@ class Match:
     """One place where a pattern fits.
 
     root: the last matched node, whose value the fused op replaces. nodes: all matched nodes.
-    wildcards: name → `Z`, a number, or the node of a tensor; several numbers that stand for one
-    are given as their sum or product. They tell the user what was found; what is computed is
-    `bound`. view: the reading of its graph.
+    wildcards: name → `Z`, a number, or the node of a tensor; several numbers matched to one are
+    their sum or product. They tell the user what was found; what is computed is `bound`.
+    view: the reading of its graph.
     """
 
     pattern: Pattern
@@ -79,8 +79,8 @@ class Match:
     @property
     def operands(self) -> tuple[Node, ...]:
         """Every tensor the fused op reads."""
-        own = [o for o in self.site.operands.values() if o is not None]
-        return tuple(dict.fromkeys([*own, *self.bound.tensors]))
+        operands = [o for o in self.site.operands.values() if o is not None]
+        return tuple(dict.fromkeys([*operands, *self.bound.tensors]))
 
     @property
     def first(self) -> Node:
@@ -89,9 +89,8 @@ class Match:
     def between(
         self, places: Sequence[int], start: Node | None = None, most: int | None = None
     ) -> list[Node]:
-        """Of the nodes at these places of the order those that run after the first matched one (or
-        after `start`) and before the last, and are not matched. most: how many are looked at, and
-        besides as many as are matched."""
+        """The unmatched nodes among these places that run between the first matched node (or
+        `start`) and the last. At most `most` of them, and as many as are matched, are looked at."""
         order, nodes = self.view.order, self.view.nodes
         begin = bisect.bisect_right(places, order[start or self.first])
         end = bisect.bisect_left(places, order[self.root])
@@ -101,7 +100,7 @@ class Match:
 
 
 class Fault(NamedTuple):
-    """Why a match must not be fused. help: an edit after which it would, where there is one."""
+    """Why a match must not be fused. help: an edit of the model after which it may be, if any."""
 
     node: Node
     reason: str
@@ -112,9 +111,9 @@ class Fault(NamedTuple):
 class Refusal:
     """Why a pattern was not fused at a site. Falsy.
 
-    node: the one at fault. nodes: all that were found of the pattern, with the anchor. missing:
-    operations to add, to change or to drop until it fits; none if something else is in the way.
-    failed: fx_fuser itself did, with that reason.
+    node: the one at fault. nodes: all that were found of the pattern, with the anchor. missing: how
+    many operations to add, change or drop until it fits; 0 if something else is in the way.
+    failed: fx_fuser itself failed, with that reason.
     """
 
     pattern: Pattern
@@ -193,7 +192,7 @@ class Unifier:
     def _open(
         self, target: Operand, as_written: bool = False
     ) -> tuple[Expr | None, frozenset[Node]]:
-        """as_written: a division by a number as that, not as the product that it means."""
+        """as_written: take a division by a number as a division, not as a multiplication."""
         if isinstance(target, Node):
             written = self.view.written(target) if as_written else None
             is_division = written is not None and written.op == "div"
@@ -212,7 +211,7 @@ class Unifier:
     def _assign(
         self, patterns: Sequence[Operand], targets: Sequence[Operand], b: Binding
     ) -> Iterator[Binding]:
-        """Each pattern to one target, the most specific patterns first."""
+        """Assign each pattern one target, the most specific patterns first."""
         if not patterns:
             yield b
             return
@@ -231,9 +230,9 @@ class Unifier:
     def _cuts(
         self, expr: Expr, limit: int
     ) -> Iterator[tuple[tuple[Operand, ...], frozenset[Node]]]:
-        """The ways to write a nested sum or product flat, in `limit` terms beside numbers at most.
+        """The ways to flatten a nested sum or product to at most `limit` terms beside numbers.
 
-        Opening an inner node never makes terms fewer, so a way with too many goes no further.
+        Flattening an inner node never removes terms, so a way with too many goes no further.
         """
 
         def extend(
@@ -258,7 +257,7 @@ class Unifier:
 
 
 def _solved(pattern: Expr, number: float) -> tuple[Arg, float] | None:
-    """(a, value) where the pattern is a · constants and a number is there: `- a` and `- 2`."""
+    """(a, value) if the pattern is a · constants, the graph a number: `- a` matches `- 2`."""
     constants = [a for a in pattern.args if is_number(a)]
     free = [a for a in pattern.args if isinstance(a, Arg) and a != Z]
     factor = math.prod(constants)  # type: ignore[arg-type]
@@ -268,7 +267,7 @@ def _solved(pattern: Expr, number: float) -> tuple[Arg, float] | None:
 
 
 def _is_inexact(node: Node) -> bool:
-    """Integer products wrap around; opening one would change its value."""
+    """Integer products wrap around; flattening one would change its value."""
     tensor = meta_tensor(node)
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
@@ -280,7 +279,7 @@ def _specificity(pattern: Operand) -> int:
 
 
 def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Operand, ...]:
-    """Several numbers as one, where there are more terms than the pattern has."""
+    """Several numbers as one, if there are more terms than in the pattern."""
     numbers = [float(t) for t in terms if is_number(t)]  # type: ignore[arg-type]
     if len(terms) <= limit or len(numbers) < 2:
         return terms
@@ -288,7 +287,7 @@ def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Oper
 
 
 def descendants_of(view: View, site: Site, distance: int = _MAX_DESCENDANTS) -> list[Node]:
-    """Nodes an epilogue of this site may end at, the last first, and z itself.
+    """Nodes at which an epilogue of this site may end, the last first, and z itself.
 
     distance: operations from z at most.
     """
@@ -320,7 +319,7 @@ def fits(
 
 
 def reads_itself(match: Match) -> Fault | None:
-    """A wildcard stands for a matched node, say the second factor of `s * s`, s = sigmoid(z)."""
+    """Is a wildcard bound to a matched node, say the second factor of `s * s`, s = sigmoid(z)?"""
     for operand in match.wildcards.values():
         if isinstance(operand, Node) and operand in match.nodes:
             reason = (
@@ -337,12 +336,12 @@ def find(
     """The first match at the anchor whose value `node` is.
 
     check: match → why it must not be fused.
-    Returns a Refusal if a pattern fitted all the same, and None if none did: see
-    `graph.near_misses`.
+    Returns a Refusal if a pattern fits but must not be fused, None if none fits (see
+    `graph.near_misses`).
     """
     site = site_at(view, node)
-    own = [] if site is None else [p for p in patterns if p.kind == site.kind]
-    if site is None or not own:
+    fitting = [] if site is None else [p for p in patterns if p.kind == site.kind]
+    if site is None or not fitting:
         return None
     refusal: Refusal | None = None
     itself: Refusal | None = None
@@ -350,8 +349,8 @@ def find(
     refused: set[tuple[Pattern, frozenset[Node]]] = set()
     try:
         # A match has as many nodes as the pattern has operations, and some more with numbers.
-        roots = descendants_of(view, site, own[0].size + MAX_NUMBERS)
-        for root, pattern in itertools.product(roots, own):
+        roots = descendants_of(view, site, fitting[0].size + MAX_NUMBERS)
+        for root, pattern in itertools.product(roots, fitting):
             for match in fits(view, site, pattern, root, work):
                 # Other names for the same operands concern the pattern's own check alone.
                 if (pattern, match.nodes) in refused and pattern.check is None:
@@ -370,5 +369,5 @@ def find(
     except TooMuchWorkError:
         reason = f"what follows it compares in more than {MAX_WORK} ways with the patterns"
         if refusal is None and itself is None:
-            return Refusal(own[0], site, site.node, reason)
+            return Refusal(fitting[0], site, site.node, reason)
     return itself if refusal is None else refusal

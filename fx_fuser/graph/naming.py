@@ -1,6 +1,6 @@
-"""What a user calls things: nodes of a graph in the names, words and lines of the user's source.
+"""Nodes of a graph in the names, words and lines of the user's source.
 
-FX names a product `mul_3`; its user wrote `r = z * s`.
+FX calls a value `mul_3`; the user wrote `r = z * s`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _source_name(node: Node) -> str | None:
         return str(node.target)
     name: str = source.name
     if not re.match(r"[LG]\['\w+'\]", name) or "___" in name:
-        return None  # Dynamo's own, such as what was on the stack when a graph broke
+        return None  # a name of Dynamo's, say of a stack entry at a graph break
 
     def item(found: re.Match[str]) -> str:
         member, key = found.groups()

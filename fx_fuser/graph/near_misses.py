@@ -1,8 +1,8 @@
-"""(site, patterns) → the nearest miss, where none of the patterns fits whole.
+"""(site, patterns) → the nearest miss, if none of the patterns fits.
 
-Two ways to be near. One operation is off: it is another one, or stands between two of the pattern;
-found by reading the graph as if it were right, and then all checks must pass. Or the pattern
-begins after the anchor, and what would complete it does not follow.
+There are two kinds. One operation is off: it is another one, or one too many in between. That is
+found by reading the graph as if that operation were right; then all checks must pass. Or the
+pattern begins after the anchor, and the rest of it does not follow.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _EXCHANGED = {"div": "mul", "mul": "add", "add": "mul"}
 def near_miss(
     view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll
 ) -> Refusal | None:
-    """The pattern that lacks least at this site, if any of it is there beyond the anchor."""
-    own = [p for p in patterns if p.kind == site.kind]
+    """The pattern that lacks least at this site, if more of it is there than the anchor."""
+    fitting = [p for p in patterns if p.kind == site.kind]
     work, begun, off = Work(_WORK), list[Refusal](), list[Refusal]()
     with contextlib.suppress(TooMuchWorkError):  # the misses until then
-        begun += _begun(view, site, own, work)
-        for miss in _one_off(view, site, own, check, work):
+        begun += _begun(view, site, fitting, work)
+        for miss in _one_off(view, site, fitting, check, work):
             off.append(miss)
     return min((*off, *begun), key=lambda m: m.missing, default=None)
 
@@ -70,7 +70,7 @@ def _one_off(
     view: View, site: Site, patterns: Sequence[Pattern], check: CheckAll, work: Work
 ) -> Iterator[Refusal]:
     reached = _reach(view, site)
-    # The pattern's own check sees graphs of the user's only.
+    # The pattern's own check never sees a supposed graph.
     unchecked = [(pattern, replace(pattern, check=None)) for pattern in patterns]
     for node in reached[1:]:
         sources = [v for v in _values_read(view, node) if v in reached]
@@ -120,7 +120,7 @@ def _values_read(view: View, node: Node) -> list[Node]:
 
 
 def _could_go(view: View, node: Node, source: Node) -> bool:
-    """Is it read, and as large as what it was made from?"""
+    """Is its value read, and as large as its input?"""
     before, after = meta_tensor(source), meta_tensor(node)
     if before is None or after is None:
         return False
@@ -132,7 +132,7 @@ def _could_go(view: View, node: Node, source: Node) -> bool:
 def _wanted(
     pattern: Pattern, said: Expr | None, node: Node, source: Node
 ) -> Iterator[tuple[Expr, str]]:
-    """What the node could say instead, by the number of its operands, and how to call that."""
+    """What the node could be instead, given the number of its operands; and a name for that."""
     within = _operations(pattern.epilogue)
     known = said is not None and said.op in OPS and said.op != "cast"
     if said is not None and len(said.args) == 2 and not isinstance(said.args[1], Expr):
@@ -171,27 +171,27 @@ def _supposed(
 
 
 def _as_if(view: View, said: Mapping[Node, Expr]) -> View:
-    """The same graph, in which some nodes say something else."""
+    """The same graph, in which some nodes have another expression."""
     for name in _CACHED:
         getattr(view, name)  # once for all that is supposed
     supposed = copy.copy(view)
     vars(supposed).pop("batch_norms_at")  # which depends on what nodes say
     # What is read anew is kept in the supposed one.
     supposed._written = collections.ChainMap(dict(said), view._written)
-    supposed._spelled = collections.ChainMap(dict(said), view._spelled)
+    supposed._canonical = collections.ChainMap(dict(said), view._canonical)
     return supposed
 
 
 def _without(view: View, node: Node, source: Node) -> View:
-    """The same graph without `node`: who reads it reads what it was made from."""
+    """The same graph without `node`: its readers read its input."""
 
     def seen(operand: Operand) -> Operand:
         if isinstance(operand, Expr):
             return Expr(operand.op, tuple(map(seen, operand.args)), operand.attrs)
         return source if operand is node else operand
 
-    spelled = ((r, view.canonical(r)) for r in view.readers[node])
-    supposed = _as_if(view, {r: seen(e) for r, e in spelled if e is not None})  # type: ignore[misc]
+    said = ((r, view.canonical(r)) for r in view.readers[node])
+    supposed = _as_if(view, {r: seen(e) for r, e in said if e is not None})  # type: ignore[misc]
     left = {v: [r for r in view.readers[v] if r is not node] for v in _values_read(view, node)}
     left[source] = list(dict.fromkeys(left[source] + view.readers[node]))
     supposed.readers = {**view.readers, **left}
@@ -235,7 +235,7 @@ def _begun(view: View, site: Site, patterns: Sequence[Pattern], work: Work) -> I
 
 
 def _parts(epilogue: Operand) -> list[Expr]:
-    """Parts of an epilogue that hold z, the largest first: also of `a * b * c` the first two."""
+    """Parts of an epilogue that contain z, the largest first; `a * b` is a part of `a * b * c`."""
     if not isinstance(epilogue, Expr):
         return []
     parts: list[Expr] = []

@@ -17,7 +17,7 @@ _IN_PLACE_OPERATORS = {
     for n, f in vars(operator).items()
     if n.startswith("i") and (hasattr(operator, n[1:]) or hasattr(operator, f"{n[1:]}_"))
 }
-# Functions that write what neither their name nor an argument of their own says.
+# Functions that write to an argument although neither their name nor an argument says so.
 _STATISTICS: dict[Any, int] = {
     F.batch_norm: 1,
     F.instance_norm: 1,
@@ -53,7 +53,7 @@ def meta_tensor(node: Node) -> torch.Tensor | None:
 
 
 def hint_of(size: int | torch.SymInt) -> int | None:
-    """A size as it is in this trace, or None where data decides."""
+    """A size as it is in this trace, or None if it depends on data."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -80,7 +80,7 @@ def storages(nodes: Iterable[Node]) -> set[Any]:
 
 
 def _with_undropped(nodes: Iterable[Node]) -> Iterator[Node]:
-    """The nodes, and what a dropout among them may return as it is."""
+    """The nodes, and the inputs of dropouts among them, which may return their input."""
     for node in nodes:
         yield node
         while node.op == "call_function" and node.target in DROPOUTS:
@@ -119,7 +119,7 @@ def argument_of(node: Node, position: int, name: str) -> Any:
 
 
 def called_in_place(node: Node) -> bool:
-    """Is this a call that returns its first argument, changed?"""
+    """Does this call change its first argument and return it?"""
     target = node.target
     if node.op == "call_method":
         return in_place_name(str(target))
@@ -154,7 +154,7 @@ TRANSPARENT = ("tag_activation_checkpoint", "invoke_subgraph", "wrap")
 
 
 def body_of(node: Node) -> GraphModule | None:
-    """What a transparent higher-order operator runs; None of any other node."""
+    """The body that a transparent higher-order operator runs; None for any other node."""
     if node.op != "call_function" or getattr(node.target, "__name__", "") not in TRANSPARENT:
         return None
     first = node.args[0] if node.args else None
@@ -170,7 +170,7 @@ def _renormalises(node: Node) -> bool:
 
 
 def writes_of(node: Node) -> tuple[Node, ...]:
-    """The arguments whose memory this node may write; all of them when we cannot know."""
+    """The arguments whose memory this node may write; all of them if that is unknown."""
     if node.op in ("placeholder", "get_attr", "output"):
         return ()
     if node.op == "call_method":

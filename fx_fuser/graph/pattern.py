@@ -4,10 +4,10 @@
         z = F.linear(x, weight, bias)
         return torch.sigmoid(z) * a * b
 
-It is traced once. The anchor is what `graph.sites` finds in the trace; whatever follows is the
-epilogue, an expression over z and the parameters that are no operand of the anchor (wildcards).
-Nothing needs to follow: then the pattern is the anchor alone. A pattern says what is looked for;
-what is computed where it fits is what the user wrote there (`fx_fuser.graph.bind`).
+It is traced once. `graph.sites` finds the anchor in the trace. What follows is the epilogue, an
+expression over z and the wildcards: parameters that are no operand of the anchor. If nothing
+follows, the pattern is the anchor alone. A pattern says what to look for; what is computed is what
+the user wrote there (`fx_fuser.graph.bind`).
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def size_of(epilogue: Operand) -> int:
     """Number of operations; n factors or terms are n - 1."""
     if not isinstance(epilogue, Expr):
         return 0
-    own = len(epilogue.args) - 1 if epilogue.op in ("add", "mul") else 1
-    return own + sum(map(size_of, epilogue.args))
+    here = len(epilogue.args) - 1 if epilogue.op in ("add", "mul") else 1
+    return here + sum(map(size_of, epilogue.args))
 
 
 def flatten(expr: Operand) -> Operand:
-    """Products of products and sums of sums as one n-ary op: what matches in any order."""
+    """Nested products, and nested sums, as one n-ary op, which matches in any order."""
     if not isinstance(expr, Expr):
         return expr
     args: list[Operand] = []

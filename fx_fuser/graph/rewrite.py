@@ -1,4 +1,4 @@
-"""Matches → one call node each. Every other node stays as it was, to the letter."""
+"""Matches → one call node each. Every other node stays exactly as it was."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 @dataclass(frozen=True)
 class Call:
-    """What to put in: a function of graph values that returns a list of tensors, the result first.
+    """The call to put in: a function of graph values that returns tensors, the result first.
 
-    results: nodes whose tensors take the further outputs, in order, by `copy_`. items: see
-    `fx_fuser.graph.bind.Bound`.
+    results: nodes whose tensors receive the further outputs, in order, by `copy_`.
+    items: see `fx_fuser.graph.bind.Bound`.
     """
 
     target: Callable[..., Any]
@@ -31,13 +31,13 @@ class Call:
 
 
 def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> None:
-    """Put each call where the last node of its match stood; the matched nodes go.
+    """Put each call in the place of its match's last node; erase the matched nodes.
 
-    A result's `example_value` is that of the node it replaces; nothing else of the old nodes' meta
-    is kept but where in the user's source they came from.
+    Of the old nodes' meta only two things are kept: the `example_value` of the node that is
+    replaced, and where in the user's source it comes from.
     """
-    # Whoever else names a matched node means the root's tensor: after an in-place operation under
-    # an older name, and if changed in place since, it is the result that was changed.
+    # Another node that names a matched one means the root's tensor: by an older name, if an
+    # operation was in place; and a later in-place operation changed that same tensor.
     result_of: dict[Node, Node] = {}
     for match, call in replacements:
         result = _insert(match, call)
@@ -64,8 +64,8 @@ def _insert(match: Match, call: Call) -> Node:
     with graph.inserting_before(root):
         scalars: dict[Node, Node] = {}
         for scalar, item in call.items.items():
-            # Through a product with the number itself: AOTAutograd makes a constant, and a compile
-            # for each value, of every changing number that no tensor op of the graph takes.
+            # Multiply by the number itself: AOTAutograd makes a changing number that no tensor op
+            # takes a constant, and recompiles for each value.
             one = add("call_method", "new_ones", (scalar, ()), scalar)
             scalars[scalar] = add("call_function", torch.mul, (one, item), scalar)
         fused = add(
@@ -82,15 +82,15 @@ def _insert(match: Match, call: Call) -> Node:
 
 
 def _erase(graph: Graph, matches: Sequence[Match]) -> None:
-    """Drop the matched nodes, and the transposes of weights that only they used.
+    """Erase the matched nodes, and the transposes of weights that only they used.
 
-    The last first, whosever they are: one match may read what another one makes, in either order.
+    The last first, over all matches: one match may read what another one makes, in either order.
     """
     matched = {node: match.view for match in matches for node in match.nodes}
     for node in sorted(matched, key=lambda n: matched[n].order[n], reverse=True):
         producers = [n for n in inputs_of(node) if n not in matched]
         graph.erase_node(node)
         for producer in producers:
-            spelled = matched[node].canonical(producer)
-            if spelled is not None and spelled.op == "t" and not producer.users:
+            expr = matched[node].canonical(producer)
+            if expr is not None and expr.op == "t" and not producer.users:
                 graph.erase_node(producer)

@@ -1,4 +1,4 @@
-"""Where do anchors stand?  The hand-written main loops an epilogue can be fused to.
+"""Find the anchors of a graph: the main operations that an epilogue can be fused to.
 
 | kind               | the value z of the site                                   |
 |--------------------|-----------------------------------------------------------|
@@ -8,9 +8,9 @@
 | `conv2d`           | F.conv2d(x, weight, bias)                                 |
 | `conv2d_batchnorm` | F.batch_norm(F.conv2d(x, weight, bias), …)                |
 
-Without shapes, as in a pattern's trace, `x @ w` is a `matmul`: a pattern that is to reach batches
-of products says torch.bmm. What has a baddbmm or an einsum in it was taken apart before, so that
-the product is a node (`fx_fuser.graph.decompose`).
+A pattern's trace has no shapes: there `x @ w` is a `matmul`, and a pattern for batched gemms says
+torch.bmm. `fx_fuser.graph.decompose` runs before, so that the gemm of a baddbmm or an einsum is a
+node.
 
 The names of a site's operands are those of the anchor's op schema in `fx_fuser.anchors`.
 """
@@ -26,8 +26,8 @@ from fx_fuser.graph.canonical import Expr, Operand
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.view import View
 
-# Names that anchors give to operands, to what z is made of, and to the result. Values are looked up
-# by name, so a pattern's wildcards have none of these (`graph.pattern` renames those that do).
+# Names of anchors' operands, leaves and results. Values are looked up by name, so a pattern's
+# wildcards must not have these (`graph.pattern` renames those that do).
 ANCHOR_NAMES = frozenset(
     "x weight bias running_mean running_var gamma beta c mean var eps out".split()  # noqa: SIM905
 )
@@ -60,16 +60,16 @@ def site_at(view: View, node: Node) -> Site | None:
     if expr.op == "batch_norm":
         return _conv2d_batchnorm(view, node, expr)
     if expr.op == "matmul":
-        return _product(view, node, expr)
+        return _matmul(view, node, expr)
     if expr.op == "bmm":
         return _batched(node, expr)
     if expr.op == "add":
-        return _product_with_bias(view, node, expr)
+        return _matmul_with_bias(view, node, expr)
     return None
 
 
 def outermost(view: View) -> list[Site]:
-    """Every anchor of the graph once: no convolution beside the batch_norm it belongs to."""
+    """Every anchor of the graph, once: a convolution under a batch_norm is part of that anchor."""
     sites = [s for s in (site_at(view, n) for n in view.nodes) if s is not None]
     inner = {n for s in sites for n in s.nodes if n is not s.node}
     return [s for s in sites if s.node not in inner]
@@ -110,7 +110,7 @@ def _conv2d_batchnorm(view: View, node: Node, expr: Expr) -> Site | None:
 
 
 def _transposed(view: View, operand: Operand) -> Node | None:
-    """w, where the operand is the 2-D w transposed."""
+    """w, if the operand is the transpose of a 2-D w."""
     expr = view.canonical(operand) if isinstance(operand, Node) else None
     if expr is None or expr.op != "t" or not isinstance(expr.args[0], Node):
         return None
@@ -118,7 +118,7 @@ def _transposed(view: View, operand: Operand) -> Node | None:
     return expr.args[0] if tensor is not None and tensor.ndim == 2 else None
 
 
-def _product(view: View, node: Node, expr: Expr) -> Site | None:
+def _matmul(view: View, node: Node, expr: Expr) -> Site | None:
     x, right = expr.args
     if not isinstance(x, Node) or not isinstance(right, Node):
         return None
@@ -139,32 +139,32 @@ def _batched(node: Node, expr: Expr) -> Site | None:
     return Site("bmm", node, (node,), dict(zip(("x", "weight"), expr.args)), {})  # type: ignore[arg-type]
 
 
-def _product_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
+def _matmul_with_bias(view: View, node: Node, expr: Expr) -> Site | None:
     """`x @ w.t() + b` in either order, and addmm, where b is a vector of N."""
-    for product, bias in (expr.args, expr.args[::-1]):
-        inner = view.canonical(product) if isinstance(product, Node) else product
+    for gemm, bias in (expr.args, expr.args[::-1]):
+        inner = view.canonical(gemm) if isinstance(gemm, Node) else gemm
         if not isinstance(inner, Expr) or inner.op != "matmul" or not isinstance(bias, Node):
             continue
-        if isinstance(product, Node) and view.readers[product] != [node]:
+        if isinstance(gemm, Node) and view.readers[gemm] != [node]:
             continue
-        site = _product(view, node, inner)
-        if site is None or not _is_bias(site, bias, isinstance(product, Node)):
+        site = _matmul(view, node, inner)
+        if site is None or not _is_bias(site, bias, isinstance(gemm, Node)):
             continue
-        if isinstance(product, Node) and _dtype(product) != _dtype(node):
-            continue  # under autocast the sum is wider than the product: b is an addend, no bias
-        nodes = (product, node) if isinstance(product, Node) else (node,)
+        if isinstance(gemm, Node) and _dtype(gemm) != _dtype(node):
+            continue  # under autocast the sum is wider than the gemm: b is an addend, no bias
+        nodes = (gemm, node) if isinstance(gemm, Node) else (node,)
         operands = (site.operands["x"], site.operands["weight"], bias)
         return _linear(site.kind, node, nodes, operands)
     return None
 
 
 def _is_bias(site: Site, bias: Node, added: bool) -> bool:
-    """Is it a vector of N?  In a pattern's trace, which has no shapes, an addmm's input is.
+    """Is it a vector of N?  In a pattern's trace, which has no shapes, an addmm's input is one.
 
-    added: by another node than the product's.
+    added: by another node than the gemm's.
     """
     if site.kind == "bmm":
-        return False  # it has none
+        return False  # a bmm has no bias
     vector, weight = meta_tensor(bias), meta_tensor(site.operands["weight"])  # type: ignore[arg-type]
     if vector is None or weight is None:
         return not added and vector is weight
@@ -178,5 +178,5 @@ def _dtype(node: Node) -> Any:
 
 
 def _same_int(a: Any, b: Any) -> bool:
-    """Equal, and known without a guard: comparing a SymInt would add one and cause recompiles."""
+    """Equal ints. A SymInt counts as unequal: comparing it would add a guard, and recompiles."""
     return isinstance(a, int) and isinstance(b, int) and a == b

@@ -1,7 +1,7 @@
 """Where in the user's source does a node come from?  File, line and the expression on it.
 
-Dynamo notes with each node the frames that made it. After torch 2.11, from Python 3.11 on, it marks
-where in the line the expression begins, though not where it ends; that comes from parsing the line.
+Dynamo records the stack frames of each node. After torch 2.11, from Python 3.11 on, it also marks
+where in the line the expression begins. Where it ends comes from parsing the line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEARBY = 24  # nodes before one that may be from the same line
 
 @dataclass(frozen=True)
 class Source:
-    """code: the line. expression: the part of it that is the node, empty where that is not sure."""
+    """code: the line. expression: the part of it that is the node; empty if that is uncertain."""
 
     file: str
     line: int
@@ -48,7 +48,7 @@ class Source:
 
 
 def source_of(node: Node) -> Source | None:
-    """The innermost frame that Dynamo noted for the node, or None."""
+    """The innermost frame that Dynamo recorded for the node, or None."""
     trace = node.meta.get("stack_trace") or ""
     found = _FRAME.search(trace, max(trace.rfind('File "'), 0))
     if found is None:
@@ -58,7 +58,7 @@ def source_of(node: Node) -> Source | None:
     fitting = _fitting(code, op_of(node), None if mark is None else mark.start())
     if mark is not None and "~" in mark[0]:  # as of torch 2.15: this very operation's
         fitting = tuple(t for t in fitting if len(t) == len(mark[0])) or fitting
-    text = fitting[_turn(node, trace) % len(fitting)] if fitting else ""
+    text = fitting[_nth_at(node, trace) % len(fitting)] if fitting else ""
     return Source(found["file"], int(found["line"]), code, text)
 
 
@@ -68,8 +68,8 @@ def op_of(node: Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def _turn(node: Node, trace: str) -> int:
-    """How many nodes before this one are of the same operation at the same place: `a * b * c`."""
+def _nth_at(node: Node, trace: str) -> int:
+    """How many earlier nodes have this operation and stack trace: 1 for `* c` of `a * b * c`."""
     count, before = 0, node.prev
     for _ in range(_NEARBY):
         if before.op == "root":

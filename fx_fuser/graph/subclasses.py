@@ -1,14 +1,14 @@
 """Which values of a graph come from a tensor of the user's own class, `class Image(torch.Tensor)`.
 
-Dynamo writes the class's `__torch_function__` into the graph and gives the result its class back;
-the fake tensors in between are plain and do not know. But the graph is called with the user's own
-tensors. On the first call of what AOTAutograd compiled, torch looks for ops whose results share
-memory with their arguments, in a dispatch mode that raises TypeError at a class it does not know:
-at an op of ours, and where autograd saves such a tensor for it. Inductor's own kernels are no ops.
-And in a backward run eagerly, `__torch_function__` would change what our ops compute.
+Dynamo traces the class's `__torch_function__` into the graph and gives the result its class back;
+the fake tensors in between are plain. But the graph is called with tensors of that class. On the
+first call, torch checks custom ops for results that alias their arguments, in a dispatch mode that
+raises TypeError at a class it does not know: at a fused op, and where autograd saves such a tensor
+for one. (Inductor's kernels are no ops.) And in a backward that runs eagerly,
+`__torch_function__` would change what a fused op computes.
 
-Which of the values in between are plain when it runs depends on the compiler: `x * 1.0` may be x
-itself. So all that is made of such a tensor counts.
+Which of the values in between are plain at run time depends on the compiler: `x * 1.0` may be x
+itself. So everything computed from such a tensor counts.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def origin_of(node: Node) -> Origin | None:
 
 
 def mark(gm: GraphModule, inputs: Sequence[Any]) -> None:
-    """Note on the graph's nodes, and on those of the bodies it calls, which `origin_of` they have.
+    """Record the `origin_of` the nodes of the graph and of the bodies it calls, in their meta.
 
-    inputs: the graph's, as it is called.
+    inputs: the values that the graph is called with.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, value in zip(placeholders, inputs):
-        if is_own_class(value):
+        if is_user_class(value):
             node.meta[_KEY] = Origin(node, type(value).__name__)
     _spread(gm)
 
@@ -51,7 +51,7 @@ def mark(gm: GraphModule, inputs: Sequence[Any]) -> None:
 def _spread(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         value = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-        if is_own_class(value):
+        if is_user_class(value):
             node.meta[_KEY] = Origin(node, type(value).__name__)
         origin = next((o for n in node.all_input_nodes if (o := origin_of(n))), None)
         if origin is not None:
@@ -61,7 +61,7 @@ def _spread(gm: GraphModule) -> None:
 
 
 def _mark_body(body: GraphModule, node: Node) -> None:
-    """If one argument is of such a class, all are taken to be."""
+    """If one argument is of such a class, all count as such."""
     given = (o for user in node.users for n in user.all_input_nodes if (o := origin_of(n)))
     origin = next(given, None)
     for inner in body.graph.nodes:
@@ -70,11 +70,11 @@ def _mark_body(body: GraphModule, node: Node) -> None:
     _spread(body)
 
 
-def is_own_class(value: Any) -> bool:
-    """Is it a tensor whose class has torch's own `__torch_dispatch__`, which is none?
+def is_user_class(value: Any) -> bool:
+    """Is it a tensor of a subclass without a `__torch_dispatch__` of its own?
 
-    Classes with one (DTensor) are known by their fake tensors, and taken apart by AOTAutograd.
-    A class of parameters that leaves `__torch_function__` alone is a name and no more.
+    Subclasses with one (DTensor) show in their fake tensors, and AOTAutograd desugars them.
+    A Parameter subclass without a `__torch_function__` of its own behaves as a plain tensor.
     """
     kind = type(value)
     if not isinstance(value, torch.Tensor) or kind in (torch.Tensor, Parameter):

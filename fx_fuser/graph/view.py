@@ -1,8 +1,8 @@
 """A reading of one graph, in which in-place operations are values.
 
-`z.mul_(2)` makes a new value of `z`, and whoever names `z` afterwards reads that value; `View`
-resolves every argument to the node that made the value read. Whether an in-place operation may
-disappear is for the matcher's alias check.
+`z.mul_(2)` makes a new value; a node that names `z` afterwards reads that value. `View` resolves
+every argument to the node that made the value. Whether an in-place operation may disappear is
+decided in `ops.checks`.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ class Region:
 
 
 class View:
-    """A reading of one graph: order, regions, who reads which value, canonical spellings, and who
-    reads and writes which memory. Each is found out once, so that a match costs no look at others.
+    """A reading of one graph: order, regions, readers of each value, canonical expressions, and
+    which nodes read and write which memory. Each is computed once, whatever the number of matches.
     """
 
     def __init__(self, graph: Graph, end: End | None = None) -> None:
         self.graph = graph
-        self.end = end  # how Dynamo came to end the graph, where it says
+        self.end = end  # why Dynamo ended the graph, if it says
         self.nodes = list(graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.region: dict[Node, Region] = {}
         self.readers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         self._reads: dict[Node, dict[Node, Node]] = {}
         self._written: MutableMapping[Node, Expr | None] = {}
-        self._spelled: MutableMapping[Node, Expr | None] = {}
+        self._canonical: MutableMapping[Node, Expr | None] = {}
         self._read_through()
 
     def _read_through(self) -> None:
         origin: dict[Node, Node] = {}  # another name of a tensor → the node that first made it
-        current: dict[Node, Node] = {}  # that node → whose value the tensor holds now
-        writes: dict[Node, int] = {}  # that node → how often its tensor was changed
-        written: dict[Node, int] = {}  # a name → how often it was when the name was given
+        current: dict[Node, Node] = {}  # that first node → whose value its tensor holds now
+        writes: dict[Node, int] = {}  # that first node → how often its tensor was changed so far
+        written: dict[Node, int] = {}  # a name → how often that was when the name was given
 
         def value_of(name: Node) -> Node:
             first = origin.get(name, name)
@@ -95,11 +95,11 @@ class View:
             written[node] = writes.get(first, 0)
 
     def _renamed_by(self, node: Node) -> Node | None:
-        """The argument that the node returns as it is: `x.float()` of a float32, or dropout in eval
-        mode. What is written to the one is seen in the other."""
+        """The argument that the node returns unchanged: `x.float()` of a float32, or dropout in
+        eval mode. A write to one shows in the other."""
         try:
             expr = self.written(node) if rule_of(node) is not None else None
-        except Exception:  # as it will again at its site, and cost that alone
+        except Exception:  # it raises again at its site, and only that site is lost
             expr = None
         if expr is None or expr.op not in ("identity", "cast"):
             return None
@@ -124,14 +124,14 @@ class View:
 
     def canonical(self, node: Node) -> Expr | None:
         """What the node means as sums and products, or None as above. For matching alone."""
-        if node not in self._spelled:
+        if node not in self._canonical:
             written = self.written(node)
-            self._spelled[node] = None if written is None else meaning(written)
-        return self._spelled[node]
+            self._canonical[node] = None if written is None else meaning(written)
+        return self._canonical[node]
 
     @functools.cached_property
     def writers(self) -> dict[Node, tuple[Node, ...]]:
-        """Node → what it may write, of those that may, in the graph's order."""
+        """Node → the nodes whose memory it may write; only nodes that may, in the graph's order."""
         found = ((node, writes_of(node)) for node in self.nodes)
         return {node: written for node, written in found if written}
 

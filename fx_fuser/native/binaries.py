@@ -1,4 +1,4 @@
-"""What fx_fuser compiles: the shim, and cubins of kernels' sources, kept in `native.store`."""
+"""The binaries: the shim and the kernels' cubins, compiled and kept in `native.store`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def shim_command(host: Host, more: Sequence[str] = ()) -> tuple[str, ...]:
     include = ("-I", str(KERNELS.resolve()), "-isystem", str(torch_root / "include"))
     link = (
         f"-L{torch_root / 'lib'}",
-        # Nothing of torch is called by name of libtorch itself, yet it brings libtorch_cuda along.
+        # The shim calls nothing of libtorch by name, but libtorch loads libtorch_cuda.
         *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
     )
     return (str(host.cxx), *more, *_CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
@@ -110,12 +110,12 @@ def cubins(sources: Sequence[str], arch: str) -> list[Path]:
 
 
 def shim_sources() -> str:
-    """sha256 over what the shim is made of."""
+    """sha256 over the shim's sources."""
     return _hash_files([path for path in _kernel_sources() if path.suffix in (".cpp", ".h")])
 
 
 def prebuilt_shim() -> Path | None:
-    """That of the wheel; None in a checkout, and where its sources have changed since."""
+    """The wheel's shim; None in a checkout, and if its sources have changed since."""
     made_of = PREBUILT / "shim.sources"
     if not made_of.exists() or made_of.read_text() != shim_sources():
         return None

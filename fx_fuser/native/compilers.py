@@ -1,4 +1,4 @@
-"""The compilers: of kernels NVRTC, which torch for CUDA brings, or nvcc; of the shim g++."""
+"""The compilers: NVRTC, which torch for CUDA brings, or nvcc for kernels; g++ for the shim."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLAGS = ("-std=c++17", "-lineinfo")  # of kernels, whoever compiles them
 
 
 class Compiler(Protocol):
-    """What makes cubins. title: what a user calls it. version: tells it from any other, with all
+    """Makes cubins. title: what a user calls it. version: tells it from any other, with all
     that it includes unasked.
     """
 
@@ -37,20 +37,20 @@ class Compiler(Protocol):
     def version(self) -> str: ...
 
     def flags(self, arch: str) -> tuple[str, ...]:
-        """Those that decide what comes out."""
+        """The flags that decide what comes out."""
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
-        """With {source} and {target} to fill in. kernels: the folder that sources include from.
+        """The command, with {source} and {target} to fill in. kernels: the include folder.
 
         More flags may be put behind it.
         """
 
     def headers(self, kernels: Path) -> list[Path]:
-        """Those that only it includes, and that `version` does not speak of."""
+        """Headers that only this compiler includes, and that `version` does not cover."""
 
 
 def of_kernels() -> Compiler:
-    """NVRTC, or nvcc where there is none; the one that $FX_FUSER_COMPILER names, if it does.
+    """The one that $FX_FUSER_COMPILER names; by default NVRTC, or nvcc if there is no NVRTC.
 
     Raises:
         BuildError: names what is missing and how to get it.
@@ -88,7 +88,7 @@ class CudaFiles:
 
 
 def cuda_files() -> Iterator[CudaFiles]:
-    """Those of pip first; of toolkits that of $CUDA_HOME, the usual one and that of nvcc."""
+    """pip's first, then the toolkits': of $CUDA_HOME, the usual folder, and nvcc's."""
     for root in _pip_folders():
         for whole in sorted(root.glob("cu[0-9]*"), reverse=True):  # of CUDA 13 and later
             yield CudaFiles(whole / "include", (whole / "lib",))
@@ -102,7 +102,7 @@ def cuda_files() -> Iterator[CudaFiles]:
 
 
 def _cuda_of_torch() -> str | None:
-    """The major version, "13"."""
+    """The major version of torch's CUDA, say "13"."""
     return torch.version.cuda.split(".")[0] if torch.version.cuda else None
 
 
@@ -112,7 +112,7 @@ def _toolkit(home: Path) -> CudaFiles:
 
 
 def _pip_folders() -> list[Path]:
-    """The folders `nvidia` of this environment, that of torch's own first."""
+    """The folders `nvidia` of this environment, the one beside torch first."""
     beside_torch = Path(torch.__file__).parents[1] / "nvidia"
     spec = importlib.util.find_spec("nvidia")
     others = spec.submodule_search_locations if spec is not None else None
@@ -136,9 +136,9 @@ class Nvrtc:
 
     def flags(self, arch: str) -> tuple[str, ...]:
         # Unannotated functions are the device's, there being no host; ptxas's options one by one.
-        own = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
-        threads = "--split-compile=4"  # a product's source has four large kernels
-        return (*_FLAGS, *own, threads, "--ptxas-options=-v", "--ptxas-options=-warn-spills")
+        flags = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
+        threads = "--split-compile=4"  # a gemm's source has four large kernels
+        return (*_FLAGS, *flags, threads, "--ptxas-options=-v", "--ptxas-options=-warn-spills")
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         folders = (kernels / "nvrtc", kernels, self.include)
@@ -157,7 +157,7 @@ _RUN_NVRTC = (sys.executable or "python3", "-I", "-S", str(Path(__file__).with_n
 
 
 def nvrtc_headers(kernels: Path) -> list[Path]:
-    """Ours, for what NVRTC lacks of a C++ library."""
+    """fx_fuser's headers in place of the C++ library, which NVRTC lacks."""
     return sorted(path for path in (kernels / "nvrtc").iterdir() if path.is_file())
 
 
@@ -168,7 +168,7 @@ def _version_of_nvrtc(library: Path) -> str:
 
 
 def nvrtc() -> Nvrtc:
-    """That of the CUDA version torch was built for; any where it was built for none.
+    """The NVRTC of the CUDA version torch was built for; any, if it was built for none.
 
     Raises:
         BuildError: it is missing or of another version.
@@ -224,7 +224,7 @@ class Nvcc:
 
 
 def nvcc() -> Nvcc:
-    """Of PATH, $CUDA_HOME or /usr/local/cuda.
+    """The nvcc of PATH, $CUDA_HOME or /usr/local/cuda.
 
     Raises:
         BuildError: it or g++, which it needs, is missing.
@@ -263,14 +263,14 @@ def _cuda_home_of(nvcc: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Host:
-    """g++, which makes the shim and needs no file of CUDA's for it."""
+    """g++, which compiles the shim without any file of CUDA's."""
 
     cxx: Path
     version: str
 
 
 def of_shim() -> Host:
-    """g++ of PATH.
+    """The g++ of PATH.
 
     Raises:
         BuildError: names what is missing and how to get it.

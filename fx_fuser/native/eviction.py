@@ -1,7 +1,7 @@
-"""The cache folder stays below a size: what was used least recently goes.
+"""Keep the cache folder below a size: remove the least recently used.
 
 A kernel's last use is the time of its manifest, which `native.store` sets at each use. What was
-used within the last hour stays whatever the size: another process may be about to load it.
+used within the last hour stays, whatever the size: another process may be about to load it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _seen = 0  # builds after which the folder was looked at
 
 
 def keep_below(megabytes: int) -> None:
-    """After this process has added to the cache folder."""
+    """Evict, if this process has added to the cache folder since the last time."""
     global _seen
     if store.builds() != _seen:
         _seen = store.builds()

@@ -1,4 +1,4 @@
-"""Compiler calls, run side by side by ninja, and what their logs say of the binaries."""
+"""Compiler calls, run in parallel by ninja, and their logs: does a kernel spill registers?"""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Job:
 
 
 def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
-    """Leaves each job's binary in the folder `work`; returns those that failed, or whose binary
-    would be slow, with what is wrong.
+    """Leaves each job's binary in the folder `work`; returns the jobs that failed, or whose binary
+    would be slow, with the reason.
 
     Raises:
         BuildError: ninja is missing.
@@ -78,7 +78,7 @@ def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:
 
 
 def _wait_for(running: subprocess.Popen[bytes], targets: Sequence[Path]) -> None:
-    """What takes long says in the log how far it is."""
+    """Wait for ninja; log the progress of a long run."""
     while True:
         try:
             running.wait(_PROGRESS_S)

@@ -1,7 +1,7 @@
-"""One kernel, as a value: the only thing that Python, the compiler's cache and the loader pass on.
+"""One kernel as a value, which Python passes to the compiler, the cache and the loader.
 
-A family is a main loop of `kernels_cu/`; a functor is what is plugged into it. The translation unit
-and what the shim is told are both made from the spec, and neither is ever read back.
+A family is a main loop of `kernels_cu/`; a functor is the epilogue plugged into it. The translation
+unit and the shim's arguments are both generated from the spec, and neither is ever parsed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CUDA_TYPES = {
     torch.int64: "int64_t",
 }
 
-# What a kernel's argument block has room for: kMaxInputs, the anchor's value among them, and
-# kMaxScalars of kernels_cu/common/operands.h.
+# The room in a kernel's argument block: kMaxInputs, the anchor's value included, and kMaxScalars of
+# kernels_cu/common/operands.h.
 MAX_TENSORS = 16
 MAX_NUMBERS = 8
 
@@ -35,7 +35,7 @@ MAX_NUMBERS = 8
 class Family:
     """A main loop. header: below kernels_cu; macro: of the header, instantiates the kernels.
 
-    loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only one that they
+    loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only architecture they
     exist for, or None if they run everywhere.
     """
 
@@ -83,7 +83,7 @@ class KernelSpec:
 
     @property
     def signature(self) -> list[str]:
-        """The macro's arguments, which the shim is told as well."""
+        """The macro's arguments; the shim gets the same."""
         types = (CUDA_TYPES[dtype] for dtype in (self.acc, self.out, *self.inputs))
         return [self.functor, str(self.scalars), *types]
 
@@ -97,5 +97,5 @@ class KernelSpec:
 
     @functools.cached_property
     def name(self) -> str:
-        """The name under which a graph finds the kernel: its text, hashed."""
+        """The name by which a graph finds the kernel: the hash of its text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:32]

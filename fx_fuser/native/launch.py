@@ -37,10 +37,11 @@ def pointwise(
 
 
 def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
-    """Let the ops take the split products among these loaded kernels again, at once.
+    """End the precision fallback of the split gemms among these loaded kernels.
 
-    After data that they hold badly they take the library's for 1000 calls of the same sizes, and
-    after operands whose scales were often guessed wrong they find them ahead for as many.
+    After data that splits badly, the op uses the library for 1000 calls of the same sizes. After
+    operands whose scales were often guessed wrong, a pass finds the scales ahead, for as many
+    calls.
     """
     for spec in specs:
         handle = load.loaded(spec, device)
@@ -57,16 +58,16 @@ def conv_direct_cut(
     x_bytes: int = 4,
     multiprocessors: int = limits.H200.multiprocessors,
 ) -> list[int]:
-    """How `conv_direct` cuts a convolution of these sizes into units; empty if it does not take it.
+    """How `conv_direct` divides a convolution of these sizes into units; empty if it refuses it.
 
-    Needs no GPU. Of the numbers see kernels_cu/host/conv_direct.h.
+    Needs no GPU. The numbers are explained in kernels_cu/host/conv_direct.h.
 
     Args:
         padding: [left, right, top, bottom].
-        out_bytes: of an element of the result; 0: `conv_direct_statistics`.
-        operands: of the epilogue.
-        x_bytes: of an element of x and weight.
-        multiprocessors: of the GPU; how statistics and 16-bit results are cut depends on it.
+        out_bytes: size of an element of the result; 0: `conv_direct_statistics`.
+        operands: number of the epilogue's tensors.
+        x_bytes: size of an element of x and weight.
+        multiprocessors: of the GPU; the units of statistics and 16-bit results depend on it.
 
     Raises:
         BuildError: the shim does not compile or load.
@@ -86,15 +87,15 @@ def conv_direct_backward_cut(
     multiprocessors: int = limits.H200.multiprocessors,
     x_bytes: int = 4,
 ) -> list[int]:
-    """How `conv_direct_backward` cuts a convolution; empty if it does not take it. Needs no GPU.
+    """How `conv_direct_backward` divides a convolution; empty if it refuses it. Needs no GPU.
 
-    Of the numbers see kernels_cu/host/conv_direct_backward.h.
+    The numbers are explained in kernels_cu/host/conv_direct_backward.h.
 
     Args:
         padding: [left, right, top, bottom].
         with_input: is the input's gradient wanted?
         multiprocessors: of the GPU.
-        x_bytes: of an element of x and weight.
+        x_bytes: size of an element of x and weight.
 
     Raises:
         BuildError: the shim does not compile or load.

@@ -1,7 +1,7 @@
-"""What a GPU can do, as far as it is modelled and not measured.
+"""A GPU's limits, as far as they are modelled and not measured.
 
 Whatever can be timed is timed on the GPU itself (`fx_fuser.planning.timing`). These numbers decide
-what is worth a measurement, and weigh bytes that no kernel of ours moves.
+what is worth timing, and convert bytes that no timed kernel moves into time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 
 @dataclass(frozen=True)
 class Limits:
-    """multiprocessors: how many. bandwidth: bytes/s that a pointwise kernel beside others gets.
+    """multiprocessors: how many. bandwidth: bytes/s of a pointwise kernel among others.
 
-    copy, fp32: bytes/s and FLOP/s that the library's fp32 gemm may reach at best, so that none of a
-    size takes less time than they say.
+    copy, fp32: bytes/s and FLOP/s that the library's fp32 gemm reaches at best: upper bounds.
     """
 
     multiprocessors: int
@@ -31,7 +30,7 @@ H200 = Limits(multiprocessors=132, bandwidth=3e12, copy=4e12, fp32=50e12)
 
 @functools.cache
 def of(device: torch.device) -> Limits:
-    """Those of a CUDA device; its rates are an H200's, whichever it is. Without CUDA an H200's."""
+    """The limits of a CUDA device. Rates are always an H200's; without CUDA, all is."""
     if not torch.cuda.is_available():
         return H200
     return replace(

@@ -1,4 +1,4 @@
-"""Kernels by spec and device: built, loaded, and remembered as handles that the ops take.
+"""Spec and device → a kernel, built, loaded, and kept as a handle that the ops take.
 
 Nothing touches CUDA before the first kernel is asked for. A kernel is built and loaded once per
 spec and device.
@@ -47,7 +47,7 @@ def available(device: torch.device | str | int) -> str | None:
 
 
 def loaded(spec: KernelSpec, device: torch.device) -> int:
-    """The handle of a kernel that has been loaded."""
+    """The handle of a loaded kernel."""
     return _kernels[spec.name, _index_of(device)]
 
 
@@ -88,7 +88,7 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> No
 
 
 def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:
-    """Those that `prepare` would have work with, each once."""
+    """The specs that `prepare` would have to load, each once."""
     index = _index_of(device)
     return [spec for spec in dict.fromkeys(specs) if (spec.name, index) not in _kernels]
 
@@ -106,7 +106,7 @@ def build(specs: Sequence[KernelSpec], device: torch.device, batch_stats: bool =
 
 
 def expect(contract: Callable[[], Sequence[str]]) -> None:
-    """What the shim's own `contract()` must say, line by line; it is compared when it is loaded."""
+    """What the shim's `contract()` must say, line by line; compared when the shim is loaded."""
     global _expected
     _expected = contract
 
@@ -150,15 +150,15 @@ def load_shim() -> None:
 
 
 def _get_proc_address() -> int:
-    """Where the function of the CUDA driver is that finds its others; torch has it loaded."""
+    """Address of the CUDA driver's function that finds the others; torch has loaded the driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     return ctypes.cast(driver.cuGetProcAddress_v2, ctypes.c_void_p).value or 0
 
 
 def _check_contract() -> None:
-    """Compares what C++ assumes of Python with what Python says.
+    """Compares what C++ assumes of Python with what Python has.
 
-    The dispatcher does not: an op in C++ reads its arguments off a stack, by place.
+    The dispatcher does not: an op in C++ reads its arguments off a stack, by position.
     """
     if _expected is None:
         return
@@ -180,7 +180,7 @@ def _check_contract() -> None:
 
 
 def _subject(line: str) -> str:
-    """What a line of a contract is about: `limit tensors`, `schema fx_fuser::conv2d_kernel`..."""
+    """The subject of a contract's line: `limit tensors`, `schema fx_fuser::conv2d_kernel`..."""
     kind, _, rest = line.partition(" ")
     return f"{kind} {rest.split('(')[0].split()[0]}" if kind in ("limit", "schema") else kind
 

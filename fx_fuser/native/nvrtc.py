@@ -1,8 +1,8 @@
 """NVRTC as a program: `nvrtc.py LIBRARY SOURCE TARGET OPTION...`.
 
-A source has a process of its own, as it has with nvcc: ninja runs several at once, and a build may
-be killed. It is run as a file, by `python -I -S`: as a module of fx_fuser it would import torch,
-which takes longer than most kernels take to compile.
+Each source has a process of its own, as with nvcc: ninja runs several at once, and a build may be
+killed. It runs as a file, by `python -I -S`: as a module of fx_fuser it would import torch, which
+takes longer than most kernels take to compile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Library:
-    """libnvrtc, loaded. A call that fails ends the process with what NVRTC says of it."""
+    """libnvrtc, loaded. A call that fails ends the process with NVRTC's error."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -30,7 +30,7 @@ class Library:
             sys.exit(f"{name}: {self._functions.nvrtcGetErrorString(status).decode()}")
 
     def read(self, name: str, program: ctypes.c_void_p) -> bytes:
-        """What nvrtcGet<name> gives; nvrtcGet<name>Size says how much that is."""
+        """The bytes of nvrtcGet<name>; nvrtcGet<name>Size says how many."""
         size = ctypes.c_size_t()
         self.call(f"nvrtcGet{name}Size", program, ctypes.byref(size))
         data = ctypes.create_string_buffer(size.value)

@@ -1,12 +1,12 @@
-"""A folder of binaries, each under a key of everything that goes into it.
+"""A folder of binaries, keyed by everything that goes into them.
 
-One folder serves every process and version side by side. An entry is `<key><suffix>` with
-`<key>.json`, the sha256 of its bytes, beside it: an entry that does not match, for whatever reason,
-is built again. Builders hold file locks, work in a temporary folder and rename into place, so a
-build killed at any point leaves nothing that a later one could mistake for an entry.
+One folder serves every process and version side by side. An entry is `<key><suffix>`; beside it,
+`<key>.json` has the sha256 of its bytes. An entry that does not match is built again. Builders hold
+file locks, work in a temporary folder and rename into place, so a build killed at any point leaves
+nothing that looks like an entry.
 
 What is loaded runs in this process. So a folder or a file is used only if it belongs to this user
-or to root and nobody else may write to it; a new folder is made so.
+or to root and nobody else may write to it; new folders are created that way.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def ensure(wanted: Sequence[Job]) -> list[Path]:
 
 
 def make(folder: Path) -> None:
-    """So that nobody else may write to it, whatever the umask."""
+    """Create the folder so that nobody else may write to it, whatever the umask."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def distrust(path: Path) -> str:
-    """Why nothing is to be loaded from there; empty where it may be, or there is nothing."""
+    """Why nothing may be loaded from there; empty if it may, or if there is nothing."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def _is_cached(folder: Path, job: Job) -> bool:
 
 
 def _build(folder: Path, missing: Sequence[Job]) -> None:
-    """One that fails raises BuildError when the others have become entries."""
+    """Build the jobs. One that fails raises BuildError after the others have become entries."""
     global _builds
     shards = sorted({_shard(job) for job in missing})
     _remove_leftovers(folder, shards)
@@ -182,7 +182,7 @@ def _build(folder: Path, missing: Sequence[Job]) -> None:
 
 
 def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:
-    """Of killed builds: a folder `tmp-<shard>-…` is made by the holder of that lock alone."""
+    """Remove folders of killed builds: only the holder of a lock makes `tmp-<shard>-…`."""
     for leftover in folder.glob("tmp-??-*"):
         shard = leftover.name.split("-")[1]
         if shard in held:
@@ -198,7 +198,7 @@ def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:
 
 
 def _shard(job: Job) -> str:
-    """What is locked to build it: one of many, so that builds of other things need not wait."""
+    """The lock of a key: one of many, so that builds of other keys need not wait."""
     return f"{int(job.key[:2], 16) % _SHARDS:02x}"
 
 
@@ -206,13 +206,13 @@ def _shard(job: Job) -> str:
 def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
     """Holds these locks of the folder, against other processes and other threads alike.
 
-    All take them in the same order, so that nobody waits for one who waits for them.
+    All take them in the same order, so that there is no deadlock.
     """
     with contextlib.ExitStack() as held:
         for shard in sorted(set(shards)):
             lock = held.enter_context(open(folder / f"lock-{shard}", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Closing does not free it where a process was forked meanwhile, and has it open.
+            # Closing does not free it if a process was forked meanwhile and has it open.
             held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield
 
@@ -236,5 +236,5 @@ def clear(folder: Path) -> int:
 
 def _files(folder: Path) -> list[Path]:
     """Entries and their manifests, and the timings remembered."""
-    own = [path for path in folder.glob("*.*") if path.suffix in (".cubin", ".so", ".json")]
-    return sorted([*own, *folder.glob("plans/*.json")])
+    files = [path for path in folder.glob("*.*") if path.suffix in (".cubin", ".so", ".json")]
+    return sorted([*files, *folder.glob("plans/*.json")])

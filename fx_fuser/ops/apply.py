@@ -1,6 +1,6 @@
-"""The epilogue, applied to an anchor's products: as the kernel of a main loop, or in torch ops.
+"""Apply an epilogue to an anchor's outputs: as the kernel of a main loop, or in torch ops.
 
-Values meet names here. The *leaves* of a fused computation are what the anchor's z is made of
+Names are bound to values here. The *leaves* of a fused computation are those of the anchor's z
 (`Anchor.leaves`), then the epilogue's tensors t0… and numbers s0….
 """
 
@@ -27,24 +27,24 @@ from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
 
 def named(t: Sequence[Any], s: Sequence[Any]) -> dict[str, Any]:
-    """By the names that an epilogue gives its tensors and numbers."""
+    """Name in the epilogue → tensor or number."""
     return {**{f"t{i}": v for i, v in enumerate(t)}, **{f"s{i}": v for i, v in enumerate(s)}}
 
 
 def wide_dtypes(values: Iterable[Any]) -> list[torch.dtype]:
-    """Of the tensors that count in type promotion: a 0-d float64 scale does not widen float32."""
+    """Dtypes of the tensors that count in type promotion: a 0-d float64 does not widen float32."""
     return [v.dtype for v in values if isinstance(v, Tensor) and v.ndim > 0]
 
 
 def accumulator_of(epilogue: Epilogue, tensors: Iterable[Any], out: torch.dtype) -> torch.dtype:
-    """The dtype in which an epilogue of these tensors is computed, with this result."""
+    """The dtype of the arithmetic of an epilogue with these tensors and this result."""
     return accumulation_dtype([*wide_dtypes(tensors), out, *casts_of(epilogue)])
 
 
 def _evaluated(
     epilogue: Epilogue, z: Tensor, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """In the accumulation dtype of all that takes part."""
+    """The epilogue's result before rounding, in the accumulation dtype of all its tensors."""
     acc = accumulator_of(epilogue, (z, *t), dtype)
     wide: Tensor = evaluate(epilogue, {"z": z.to(acc), **named([v.to(acc) for v in t], s)})
     return wide
@@ -67,12 +67,12 @@ def derivative_in_torch(
 def z_in_torch(
     anchor: Anchor,
     operands: Mapping[str, Any],
-    products: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     config: Mapping[str, Any],
     acc: torch.dtype,
 ) -> Tensor:
-    """z from the products, in plain torch ops, in the accumulation dtype `acc`."""
-    leaves = anchor.leaves(operands, products, config)
+    """z from the outputs, in plain torch ops, in the accumulation dtype `acc`."""
+    leaves = anchor.leaves(operands, outputs, config)
     values = {n: v.to(acc) if isinstance(v, Tensor) else v for n, v in leaves.items()}
     z: Tensor = evaluate(anchor.z(operands, config), values)
     return z
@@ -82,15 +82,15 @@ def finish(
     epilogue: Epilogue,
     anchor: Anchor,
     operands: Mapping[str, Any],
-    products: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     config: Mapping[str, Any],
     t: Sequence[Tensor],
     s: Sequence[float],
     out: Tensor,
 ) -> None:
-    """out ← epilogue(z(products)), on a CPU; on CUDA it is kernels_cu/host/pointwise.h."""
-    acc = accumulator_of(epilogue, (*products, *t), out.dtype)
-    z = z_in_torch(anchor, operands, products, config, acc)
+    """out ← epilogue(z(outputs)) on a CPU; on CUDA kernels_cu/host/pointwise.h does this."""
+    acc = accumulator_of(epilogue, (*outputs, *t), out.dtype)
+    z = z_in_torch(anchor, operands, outputs, config, acc)
     out.copy_(in_torch(epilogue, z, t, s, out.dtype))
 
 
@@ -98,7 +98,7 @@ def finish(
 
 
 def travels_as_number(value: Any) -> bool:
-    """Numbers, and 0-d CPU tensors beside CUDA ones."""
+    """Is it a kernel's number argument: a number, or a 0-d CPU tensor beside CUDA tensors?"""
     return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
 
 
@@ -110,10 +110,10 @@ def spec_of(
     out: torch.dtype,
     family: Family = POINTWISE,
 ) -> KernelSpec:
-    """The kernel that reads these leaves, then t and s.
+    """The kernel of this epilogue and family.
 
-    It takes the tensors in this order, and of the numbers those among the leaves, s, and those of t
-    that are 0-d CPU tensors: the order of kernels_cu/host/linear.h and conv.h.
+    Order of its tensors: leaves, t. Order of its numbers: those among the leaves, s, the 0-d CPU
+    tensors of t. kernels_cu/host/linear.h and conv.h have the same.
     """
     tensors = {n: v.dtype for n, v in leaves.items() if isinstance(v, Tensor)}
     numbers = [n for n, v in leaves.items() if not isinstance(v, Tensor)]
@@ -137,9 +137,9 @@ def forward_specs(
     c: torch.dtype,
     out: torch.dtype,
 ) -> list[KernelSpec]:
-    """The kernels that the anchor's op launches; none if the library's product is the result.
+    """The kernels that the anchor's op launches; none if the library's c is the result.
 
-    operands, t: of these dtypes, ranks and devices; c: the dtype of the product.
+    operands, t: only dtypes, ranks and devices matter. c: its dtype.
     """
     families = anchor.kernels(config)
     z = anchor.z(operands, config)
@@ -148,16 +148,18 @@ def forward_specs(
     cast = {n: c if n in anchor.cast else v.dtype for n, v in operands.items() if v is not None}
     like = {n: torch.empty(1, dtype=d, device="meta") for n, d in cast.items()}
     statistic = torch.empty(1, dtype=accumulation_dtype((c,)), device="meta")
-    products = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
+    outputs = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
     known = {n: like.get(n) for n in anchor.operands}
-    leaves = anchor.leaves(known, products[: len(anchor.products)], config)
+    leaves = anchor.leaves(known, outputs[: len(anchor.outputs)], config)
     return [spec_of(epilogue.after(z), leaves, t, s, out, family) for family in families]
 
 
 def backward_of(
     epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float]
 ) -> tuple[Epilogue, list[Tensor], list[float]] | None:
-    """dz from dy with what it reads, under names of its own, if it can be told without z."""
+    """The epilogue that computes dz from dy, and the tensors and numbers that it reads, renamed t0…
+    and s0…. None if dz depends on z.
+    """
     slope = linear_backward(epilogue)
     if slope is None:
         return None
@@ -171,11 +173,9 @@ def backward_of(
 def backward_spec(
     epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
 ) -> KernelSpec | None:
-    """The kernels that make a convolution's gradients from dy.
+    """The kernels of a convolution's backward, dtype being that of dy and the convolution.
 
-    dtype: of dy and the convolution.
-
-    None where the epilogue's derivative depends on z, or is not a number a channel.
+    None if the epilogue's derivative depends on z, or is not one number a channel.
     """
     found = backward_of(epilogue, t, s)
     if found is None:

@@ -19,7 +19,7 @@ from fx_fuser.ops.library import FusedCall, argument_names
 
 
 def graph_call(match: Match, native: bool, choices: Mapping[str, Any]) -> Call:
-    """The composite op's arguments for this match; choices: the configuration that plan makes."""
+    """The composite op's call for this match; choices: the configuration that plan chose."""
     site, bound = match.site, match.bound
     config = {**ANCHORS[site.kind].config(site), **choices}
     values = {**site.operands, **config}
@@ -48,7 +48,7 @@ def fused_call(match: Match, choices: Mapping[str, Any]) -> FusedCall:
 
 
 def fake_tensors(match: Match) -> list[Tensor]:
-    """Of the epilogue's tensors."""
+    """The fake tensors of the epilogue's t0…."""
     return [meta_tensor(node) for node in match.bound.tensors]  # type: ignore[misc]
 
 
@@ -64,8 +64,8 @@ def kernel_specs(match: Match, choices: Mapping[str, Any]) -> list[KernelSpec]:
     return specs + call.anchor.backward_specs(choices)
 
 
-def may_have_own_backward(match: Match) -> bool:
-    """`FusedCall.has_own_backward` of the call that this match becomes."""
+def may_have_fused_backward(match: Match) -> bool:
+    """`FusedCall.has_fused_backward` of the call that this match becomes."""
     call, t = fused_call(match, {"backward": DIRECT}), fake_tensors(match)
     c = meta_tensor(match.site.nodes[0])
     nodes = {name: match.site.operands[name] for name in call.anchor.operands}
@@ -73,4 +73,4 @@ def may_have_own_backward(match: Match) -> bool:
         node and (c if name in call.anchor.cast else meta_tensor(node))
         for name, node in nodes.items()
     ]
-    return call.has_own_backward(operands, t, [v.requires_grad for v in t])  # type: ignore[arg-type]
+    return call.has_fused_backward(operands, t, [v.requires_grad for v in t])  # type: ignore[arg-type]

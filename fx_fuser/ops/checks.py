@@ -1,8 +1,8 @@
-"""Is this match surely right?  One function a hazard; each returns the node at fault and why.
+"""Is fusing this match safe?  One function a hazard; each returns the node at fault and why.
 
-The fused op stands where the last matched node stood, computes what all of them computed, and
-leaves nothing else behind. Every check here guards one way in which that could differ.
-Each docstring says what goes wrong without it. Reasons use the user's names and lines.
+The fused op stands in the place of the last matched node, computes what all of them computed, and
+has no other effect. Each check guards one way in which that could be false; its docstring says what
+goes wrong without it. Reasons use the user's names and lines.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def one_region(match: Match) -> Fault | None:
 
 
 def inner_values_unused(match: Match) -> Fault | None:
-    """An inner value is needed elsewhere: it would no longer exist."""
+    """An inner value is read elsewhere: it would no longer exist."""
     for node in sorted(match.nodes - {match.root}, key=match.view.order.__getitem__):
         reader = next((r for r in match.view.readers[node] if r not in match.nodes), None)
         if reader is None:
@@ -104,9 +104,9 @@ def _unreturned(match: Match, node: Node) -> str:
 
 
 def in_place_writes_stay_inside(match: Match) -> Fault | None:
-    """A matched in-place operation changes memory that something else can see.
+    """A matched in-place operation changes memory that something else can read.
 
-    What comes after the match sees the result, or else an inner value, as another check finds.
+    Readers after the match get the result, or an inner value, which `inner_values_unused` refuses.
     """
     for node in match.nodes:
         if not called_in_place(node):
@@ -145,16 +145,16 @@ def operands_unchanged(match: Match) -> Fault | None:
                 return Fault(node, f"{reason} would read it", moved)
             tensor = meta_tensor(written)
             counter = tensor is not None and not tensor.dtype.is_floating_point
-            spelled = match.view.canonical(node)
-            own = counter or (spelled is not None and spelled.op == "batch_norm")
-            if not own and memory & match.view.graph_inputs:
+            expr = match.view.canonical(node)
+            allowed = counter or (expr is not None and expr.op == "batch_norm")
+            if not allowed and memory & match.view.graph_inputs:
                 reason = f"{statement(node)}, changes the graph input {called(written)}, which may "
                 return Fault(node, f"{reason}share memory with an operand", moved)
     return None
 
 
 def _without_write(match: Match, node: Node, written: Node) -> str:
-    """The edit that takes a write out of a match: below it, if nothing in it reads the result."""
+    """The edit that moves a write below the match, if nothing in the match reads its result."""
     view, start, end = match.view, match.view.order[node], match.view.order[match.root]
     places = [i for m in storages((written,)) - {None} for i in view.read_at.get(m, ())]
     if not any(start < i <= end for i in places):
@@ -163,7 +163,7 @@ def _without_write(match: Match, node: Node, written: Node) -> str:
 
 
 def copies_stay_copies(match: Match) -> Fault | None:
-    """A factor computed apart from z is opened, and what it was computed from is written to later.
+    """A factor computed apart from z is flattened, and its own operand is written to later.
 
     `q = r * 1.0; y = sigmoid(z) * q; r.add_(1)`: backward then needs q, and r is no longer that.
     """
@@ -187,9 +187,9 @@ def copies_stay_copies(match: Match) -> Fault | None:
 
 
 def statistics_unseen(match: Match) -> Fault | None:
-    """Something between the batch_norm and the end of the match looks at the running statistics.
+    """Something between the batch_norm and the end of the match reads the running statistics.
 
-    They are updated where the match ends; a `running_mean.clone()` taken before was wrong.
+    They are updated where the match ends: a `running_mean.clone()` in between was wrong.
     """
     if not match.site.attrs.get("training"):
         return None
@@ -209,9 +209,9 @@ def statistics_unseen(match: Match) -> Fault | None:
 def statistics_alone(match: Match) -> Fault | None:
     """Another batch_norm in the graph, or another operand, shares the statistics being updated.
 
-    An unfused batch_norm saves them for its backward and, unlike our `copy_`, updates them without
-    telling autograd: one BatchNorm2d called twice, with one of the results scaled, raised in
-    backward.
+    An unfused batch_norm saves them for its backward and updates them without telling autograd; a
+    fused one updates them by `copy_`, which does tell it. One BatchNorm2d called twice, with one of
+    the results scaled, raised in backward.
     """
     site = match.site
     mean, var = site.operands.get("running_mean"), site.operands.get("running_var")
@@ -220,8 +220,10 @@ def statistics_alone(match: Match) -> Fault | None:
     statistics = storages((mean, var))
     if len(statistics) < 2:
         return Fault(site.node, "running_mean and running_var share memory")
-    own = (o for name, o in site.operands.items() if name not in ("running_mean", "running_var"))
-    for operand in (*own, *match.bound.tensors):
+    operands = (
+        o for name, o in site.operands.items() if name not in ("running_mean", "running_var")
+    )
+    for operand in (*operands, *match.bound.tensors):
         if operand is not None and storages((operand,)) & statistics:
             reason = f"the operand {called(operand)} shares memory with the running statistics"
             return Fault(operand, reason)
@@ -262,7 +264,7 @@ def plain_tensors(match: Match) -> Fault | None:
 
 
 def known_dtypes(match: Match) -> Fault | None:
-    """A dtype the kernels do not take, or that they would compute in a narrower one."""
+    """A dtype that the kernels do not take, or would compute in a narrower one."""
     for node in match.nodes:
         tensor = meta_tensor(node)
         assert tensor is not None
@@ -278,8 +280,8 @@ def known_dtypes(match: Match) -> Fault | None:
 
 
 def _is_wider_number(tensor: torch.Tensor, match: Match) -> bool:
-    """Is it a 0-d float64 beside a product in fewer bits?  It does not widen an epilogue, and
-    log(exp(100.0)) would be infinite there."""
+    """Is it a 0-d float64 beside a narrower anchor?  It does not widen an epilogue, in which
+    log(exp(100.0)) would then be infinite."""
     z = meta_tensor(match.site.node)
     wide = tensor.ndim == 0 and tensor.dtype == torch.float64
     return wide and (z is None or z.dtype != torch.float64)
@@ -317,7 +319,7 @@ def shape_kept(match: Match) -> Fault | None:
 def layout_kept(match: Match) -> Fault | None:
     """Another operand's memory layout wins over z's: `a * sigmoid(z) * 2` with a column-major a.
 
-    The fused op writes in the layout of its product; `.t().view(-1)` of the result then raised.
+    The fused op writes in the layout of c; `.t().view(-1)` of the result then raised.
     """
     c, y = meta_tensor(match.site.nodes[0]), meta_tensor(match.root)
     assert c is not None and y is not None
@@ -332,8 +334,8 @@ def layout_kept(match: Match) -> Fault | None:
     return None
 
 
-def _made_contiguous(match: Match, product: torch.Tensor) -> str:
-    """The operand whose layout wins over that of a product in rows."""
+def _made_contiguous(match: Match, c: torch.Tensor) -> str:
+    """The name of an operand whose layout wins over that of a row-major c."""
 
     def in_rows(tensor: torch.Tensor) -> bool:
         plain = torch.empty(tensor.shape, device="meta").stride()
@@ -341,13 +343,13 @@ def _made_contiguous(match: Match, product: torch.Tensor) -> str:
 
     for operand in match.bound.tensors:
         tensor = meta_tensor(operand)
-        if tensor is not None and in_rows(product) and not in_rows(tensor):
+        if tensor is not None and in_rows(c) and not in_rows(tensor):
             return f"call `.contiguous()` on {called(operand)}"
     return ""
 
 
 def anchor_form(match: Match) -> Fault | None:
-    """Ranks and attributes that the anchor's op takes."""
+    """Ranks or attributes that the anchor's op does not take."""
     found = ANCHORS[match.site.kind].form_fault(match.site)
     return Fault(match.site.node, found) if found else None
 

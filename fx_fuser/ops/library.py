@@ -4,21 +4,21 @@ The graph calls `torch.ops.fx_fuser.<anchor>`, say `linear`. It is CompositeImpl
 AOTAutograd looks through it and sees, on CUDA, the *kernel op* (`fx_fuser::linear_kernel`), which
 has no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
 torch ops or, for convolutions of few channels, an op of its own (`fx_fuser::conv2d_backward`),
-which makes the convolution again instead of reading it. `fx_fuser::<anchor>_again` makes the
-product once more where option "save" is "memory". On CPU it sees plain torch ops, for the inner
-compiler to fuse.
+which recomputes the convolution instead of reading it. `fx_fuser::<anchor>_again` recomputes c
+where option "save" is "memory". On CPU AOTAutograd sees plain torch ops, for the inner compiler to
+fuse.
 
-All are defined when this is imported. What is computed after the anchor is among their arguments,
-so that nothing here knows a pattern, and no cache by name or number can be stale:
+All are defined on import. The epilogue is among their arguments, so that nothing here knows a
+pattern, and no cache by name or number can be stale:
 
     epilogue      the text of `fx_fuser.graph.epilogue`
     t, s          the tensors and numbers that it calls t0… and s0…
-    compute       dtype of the anchor's product (under autocast not that of x)
+    compute       dtype of c (under autocast not that of x)
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
 
-and of the kernel op, kernels (on CUDA the names of those of `apply.forward_specs`, which
-`fx_fuser.native.load` has loaded), and save: return c too, else an empty tensor in its place.
+The kernel op also takes `kernels`, on CUDA the names of `apply.forward_specs`, which
+`fx_fuser.native.load` has loaded; and `save`: return c, else an empty tensor in its place.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[st
 
 def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
     operands, config, (text, t, s, _, out_dtype, save) = _split(anchor, args)
-    products = (anchor.product_like if fake else anchor.product)(operands, config)
-    c = products[0]
+    outputs = (anchor.forward_like if fake else anchor.forward)(operands, config)
+    c = outputs[0]
     shape = c.shape
     if anchor.may_be_gate and shape[-1:] == (1,):
         shape = torch.broadcast_shapes(shape, *(v.shape for v in t))
     in_place = not save and c.dtype == out_dtype and shape == c.shape
     out = c if in_place else anchor.empty_output(c, shape, out_dtype)
     if not fake:
-        apply.finish(parse(text), anchor, operands, products, config, t, s, out)
+        apply.finish(parse(text), anchor, operands, outputs, config, t, s, out)
     kept = c if save else c.new_empty(0)
-    return (out, kept, *products[1:])
+    return (out, kept, *outputs[1:])
 
 
 def _define_kernel(anchor: Anchor) -> None:
     name = f"{anchor.kind}_kernel"
-    returns = ", ".join(f"Tensor {p}" for p in ("y", *anchor.products))
+    returns = ", ".join(f"Tensor {p}" for p in ("y", *anchor.outputs))
     _LIBRARY.define(
         f"{name}({anchor.schema}, {_EPILOGUE_SCHEMA}, str[] kernels, ScalarType out, bool save) "
         f"-> ({returns})"
     )
-    # Those on CUDA are in kernels_cu/host/linear.h and conv.h: in Python a call took 100 us.
+    # On CUDA: kernels_cu/host/linear.h and conv.h. In Python a call took 100 us.
     _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
     fake = functools.partial(_kernel, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
@@ -93,8 +93,8 @@ def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
     return F.linear(a, b) if b.ndim == 2 else a @ b.mT
 
 
-# a bᵀ in fp32, b being a matrix or of a's leading sizes; kernel: the name of that of
-# `anchors.linear.PRODUCT_ALONE` or, where one of the two is of 16 bits, of `MIXED_PRODUCTS`.
+# a bᵀ in fp32; b is a matrix, or has a's leading sizes. kernel: the name of
+# `anchors.linear.SPLIT_GEMM` or, if one of the two is of 16 bits, of one of `MIXED_GEMMS`.
 _LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
@@ -104,14 +104,14 @@ def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
     return F.linear(a.float(), b.float())
 
 
-# a bᵀ in fp32, of a matrix b, both of one 16-bit dtype; kernel: the name of that of
-# `anchors.linear.EXACT_PRODUCTS`.
+# a bᵀ in fp32, of a matrix b, both of one 16-bit dtype. kernel: the name of one of
+# `anchors.linear.EXACT_GEMMS`.
 _LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("exact_product", _exact_product, "CPU")
 torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)
 
 
-# A copy that a partitioner does not make again in backward, as it may `clone`: by then its operand
+# A copy that a partitioner does not recompute in backward, as it may a `clone`: by then the operand
 # may have been written to.
 _LIBRARY.define("kept(Tensor a) -> Tensor")
 _LIBRARY.impl("kept", lambda a: a.clone(), "CompositeExplicitAutograd")
@@ -127,23 +127,23 @@ _LIBRARY.impl("exact_convolution", functools.partial(library_convolution, False)
 
 
 def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
-    operands, config, (slope, t, s, _, dy, products, wanted) = _split(anchor, args)
+    operands, config, (slope, t, s, _, dy, outputs, wanted) = _split(anchor, args)
     like = {anchor.operands[i]: operands[anchor.operands[i]] for i in wanted}
     if fake:
         return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in like.values()]
-    c = anchor.product_again(operands, config)
+    c = anchor.recompute(operands, config)
     dz = apply.derivative_in_torch(parse(slope), dy, t, s)
     needs = {n: n in like for n in anchor.operands}
-    grads = anchor.backward(operands, (c, *products), config, dz, needs)
+    grads = anchor.backward(operands, (c, *outputs), config, dz, needs)
     return [grads[n].to(v.dtype).contiguous() for n, v in like.items()]
 
 
 def _define_backward_from_dy(anchor: Conv2d) -> None:
-    """Gradients of the operands at the places `wanted`, from dy and the products that follow c.
+    """Gradients of the operands at the places `wanted`, from dy and the outputs that follow c.
 
-    epilogue: dz from dy, which it calls z (`fx_fuser.graph.epilogue.linear_backward`).
+    epilogue: computes dz from dy, which it calls z (`fx_fuser.graph.epilogue.linear_backward`).
 
-    On CUDA it is in kernels_cu/host/conv_backward.h, and the one in torch for what that refuses.
+    On CUDA kernels_cu/host/conv_backward.h does this; what it refuses goes to `_in_torch`.
     """
     name = f"{anchor.kind}_backward"
     schema = (
@@ -161,13 +161,13 @@ def _define_backward_from_dy(anchor: Conv2d) -> None:
 def _again(anchor: Anchor, fake: bool, *args: Any) -> Tensor:
     operands, config, _ = _split(anchor, args)
     if fake:
-        return anchor.product_like(operands, config)[0]
-    return anchor.product_again(operands, config)
+        return anchor.forward_like(operands, config)[0]
+    return anchor.recompute(operands, config)
 
 
 def _define_again(anchor: Anchor) -> None:
-    """c once more. `after` is not read: where all inputs of an operation are there in the forward,
-    AOTAutograd moves it there and saves what it makes.
+    """c, recomputed. `after` is not read. It keeps the op in backward: AOTAutograd moves an op to
+    forward, and saves its result, if all inputs exist there.
     """
     name = f"{anchor.kind}_again"
     _LIBRARY.define(f"{name}({anchor.schema}, Tensor after) -> Tensor")
@@ -204,7 +204,7 @@ class FusedCall:
         return functools.partial(op, *operands, *self.config.values(), *tail, save)
 
     def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> list[str]:
-        """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` then has."""
+        """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` did then."""
         named = dict(zip(self.anchor.operands, operands))
         x: Any = named["x"]
         if x.device.type != "cuda":
@@ -215,26 +215,28 @@ class FusedCall:
         return _prepared(apply.forward_specs(*wanted), x)
 
     def reads(self, needs: Mapping[str, bool], needs_t: Sequence[bool]) -> frozenset[str]:
-        """Operands and leaves of the epilogue, z among them, of whose values backward makes use."""
+        """The operands and leaves of the epilogue, z among them, whose values backward reads."""
         wanted = {f"t{i}" for i, need in enumerate(needs_t) if need}
         wanted |= {"z"} if any(needs.values()) else set()
         by_epilogue = read_by_derivative(self.epilogue, frozenset(wanted))
-        if self.anchor.reads_product(needs, self.config):
+        if self.anchor.reads_c(needs, self.config):
             by_epilogue |= {"z"}
         return by_epilogue | frozenset(self.anchor.read_by_backward(needs, self.config))
 
-    def saves(self, own_backward: bool, needs: Mapping[str, bool], needs_t: Sequence[bool]) -> bool:
+    def saves(
+        self, fused_backward: bool, needs: Mapping[str, bool], needs_t: Sequence[bool]
+    ) -> bool:
         """Is c saved for backward?"""
-        wanted = not own_backward and not self.config["again"]
+        wanted = not fused_backward and not self.config["again"]
         return wanted and "z" in self.reads(needs, needs_t)
 
-    def has_own_backward(
+    def has_fused_backward(
         self,
         operands: Sequence[Tensor | None],
         t: Sequence[Tensor],
         needs_t: Sequence[bool],
     ) -> bool:
-        """Does a kernel of ours make the gradients from dy, without c?
+        """Does a fused kernel make the gradients from dy, without c?
 
         operands: after autocast's casts.
         """
@@ -244,7 +246,7 @@ class FusedCall:
         of_product = {dtype for name, dtype in dtypes.items() if name in self.anchor.cast}
         if of_product != {self.out} or self.out not in DIRECT_DTYPES:
             return False
-        # A BatchNorm's vectors, which the kernels read in float32.
+        # The kernels read a BatchNorm's vectors in float32.
         if not {self.out, torch.float32}.issuperset(dtypes.values()):
             return False
         return apply.backward_spec(self.epilogue, t, self.s, self.out) is not None
@@ -253,19 +255,19 @@ class FusedCall:
         self,
         operands: Mapping[str, Tensor | None],
         t: Sequence[Tensor],
-        products: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         dy: Tensor,
         needs: Mapping[str, bool],
     ) -> tuple[list[str], Callable[[], list[Tensor]]]:
-        """Whose gradients the backward's op makes, and it with all of its arguments."""
+        """The operands whose gradients the backward op makes, and the op with all its arguments."""
         op = getattr(torch.ops.fx_fuser, f"{self.anchor.kind}_backward").default
         spec = apply.backward_spec(self.epilogue, t, self.s, self.out)
         found = apply.backward_of(self.epilogue, t, self.s)
-        assert found is not None, "has_own_backward was not asked"
+        assert found is not None, "has_fused_backward was not asked"
         slope, factors, numbers = found
         kernels = _prepared([spec], dy) if spec and dy.device.type == "cuda" else []
         places = {n: i for i, (n, v) in enumerate(operands.items()) if needs[n] and v is not None}
-        tail = (slope.text, factors, numbers, kernels, dy, list(products))
+        tail = (slope.text, factors, numbers, kernels, dy, list(outputs))
         config, wanted = self.config.values(), list(places.values())
         return [*places], functools.partial(op, *operands.values(), *config, *tail, wanted)
 
@@ -275,7 +277,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _prepared(specs: Sequence[KernelSpec], like: Tensor) -> list[str]:
-    """The kernels' names; loads them, unless the tensor is fake: `plan` then has."""
+    """The kernels' names. Loads them, unless the tensor is fake: `plan` did then."""
     if _is_real(like):
         load.prepare(specs, like.device)
     return [spec.name for spec in specs]
@@ -285,42 +287,42 @@ def gradients(
     call: FusedCall,
     operands: Mapping[str, Tensor | None],
     t: Sequence[Tensor],
-    products: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     dy: Tensor,
     needs: Mapping[str, bool],
     needs_t: Sequence[bool],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-    """Of the operands and of the epilogue's tensors; products: as saved, without c as []."""
+    """Gradients of the operands and of t. outputs: as saved; c is [0] if it was not."""
     anchor = call.anchor
     dt: list[Tensor | None] = [None] * len(t)
     with torch.autocast(dy.device.type, enabled=False):
-        if call.has_own_backward([*operands.values()], t, needs_t):
-            names, backward = call.bound_backward(operands, t, products[1:], dy, needs)
+        if call.has_fused_backward([*operands.values()], t, needs_t):
+            names, backward = call.bound_backward(operands, t, outputs[1:], dy, needs)
             return dict(zip(names, backward())), dt
         if "z" not in call.reads(needs, needs_t):
-            # Of c no more than the shape is read.
-            zero = dy.new_zeros((), dtype=products[0].dtype)
-            products = (zero.expand(anchor.shape_of_z(dy, operands)), *products[1:])
+            # Only the shape of c is read.
+            zero = dy.new_zeros((), dtype=outputs[0].dtype)
+            outputs = (zero.expand(anchor.shape_of_z(dy, operands)), *outputs[1:])
         elif call.config["again"]:
             again = getattr(torch.ops.fx_fuser, f"{anchor.kind}_again").default
-            after = dy[(slice(0, 1),) * dy.ndim]  # all of dy would be written for it
+            after = dy[(slice(0, 1),) * dy.ndim]  # for all of dy, Inductor would write dy to memory
             c = again(*operands.values(), *call.config.values(), after)
-            products = (c, *products[1:])
-        acc = apply.accumulator_of(call.epilogue, (*products, *t), call.out)
-        z = apply.z_in_torch(anchor, operands, products, call.config, acc)
+            outputs = (c, *outputs[1:])
+        acc = apply.accumulator_of(call.epilogue, (*outputs, *t), call.out)
+        z = apply.z_in_torch(anchor, operands, outputs, call.config, acc)
         wanted = [i for i, need in enumerate(needs_t) if need]
 
         dz, *dfree = _pull_back(call, z, t, wanted, dy.to(acc))
         grads: dict[str, Tensor] = {}
         if any(needs.values()):
-            grads = anchor.backward(operands, products, call.config, dz, needs)
+            grads = anchor.backward(operands, outputs, call.config, dz, needs)
         for i, grad in zip(wanted, dfree):
             dt[i] = grad.to(t[i].dtype).to(t[i].device)
     return grads, dt
 
 
 def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward without a derivative of its own: to differentiate its results raises.
+    """A backward that cannot be differentiated: to differentiate its results raises.
 
     torch's `once_differentiable` looks at dy alone. The gradient of `y.sum()` was then a constant,
     and a gradient penalty on it silently did nothing.
@@ -347,10 +349,10 @@ def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 def _pull_back(
     call: FusedCall, z: Tensor, t: Sequence[Tensor], wanted: Sequence[int], dy: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of the epilogue: of z, and of the tensors whose indices are wanted.
+    """Gradients of the epilogue by z and by the tensors whose indices are wanted.
 
-    By autograd and not `torch.func.vjp`, which raises where saved-tensor hooks are set, as in a
-    model compiled inside `torch.utils.checkpoint` or `save_on_cpu`.
+    By autograd, not `torch.func.vjp`, which raises under saved-tensor hooks, as in a model compiled
+    inside `torch.utils.checkpoint` or `save_on_cpu`.
     """
     with torch.enable_grad():
         z = z.detach().requires_grad_()
@@ -365,10 +367,10 @@ def _pull_back(
 def _kept(
     call: FusedCall, tensors: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The tensors to save: those of which backward needs but the shape, without their memory.
+    """The tensors to save. Where backward needs only the shape, without the memory.
 
-    As in eager mode, they may be written to before backward runs; where c is made again, the
-    operands it is made of may not.
+    As in eager mode, those may be written to before backward runs. If c is recomputed, its operands
+    may not.
     """
     count = len(call.anchor.operands)
     names = (*call.anchor.operands, *(f"t{i}" for i in range(len(tensors) - count)))
@@ -385,10 +387,10 @@ def _operands_first(call: FusedCall, of_tensors: Sequence[Any]) -> Sequence[Any]
 
 
 class _Fused(torch.autograd.Function):
-    """The fused op with gradients: saves its products, derives the epilogue by autograd.
+    """The fused op with gradients: saves its outputs, differentiates the epilogue by autograd.
 
-    Of its tensors the epilogue's come first, since autograd adds up what a tensor receives in this
-    order, and the operations after the anchor are the first in an eager backward.
+    The epilogue's tensors come first. Autograd adds up a tensor's gradients in the order of the
+    arguments, and an eager backward begins with the operations after the anchor.
     """
 
     @staticmethod
@@ -396,13 +398,13 @@ class _Fused(torch.autograd.Function):
         count = len(call.anchor.operands)
         t, operands = tensors[:-count], tensors[-count:]
         needs = _operands_first(call, ctx.needs_input_grad[1:])
-        own = call.has_own_backward(operands, t, needs[count:])  # type: ignore[arg-type]
+        fused = call.has_fused_backward(operands, t, needs[count:])  # type: ignore[arg-type]
         of_name = dict(zip(call.anchor.operands, needs))
-        save = call.saves(own, of_name, needs[count:])
-        y, *products = call.run(operands, t, save=save)  # type: ignore[arg-type]
+        save = call.saves(fused, of_name, needs[count:])
+        y, *outputs = call.run(operands, t, save=save)  # type: ignore[arg-type]
         ctx.call = call
-        ctx.save_for_backward(*_kept(call, (*operands, *t), needs), *products)
-        statistics = products[1:]
+        ctx.save_for_backward(*_kept(call, (*operands, *t), needs), *outputs)
+        statistics = outputs[1:]
         ctx.mark_non_differentiable(*statistics)
         return (y, *statistics)
 
@@ -412,13 +414,13 @@ class _Fused(torch.autograd.Function):
         call: FusedCall = ctx.call
         anchor = call.anchor
         saved = list(ctx.saved_tensors)
-        products = [saved.pop() for _ in anchor.products][::-1]
+        outputs = [saved.pop() for _ in anchor.outputs][::-1]
         count = len(anchor.operands)
         operands = dict(zip(anchor.operands, saved[:count]))
         t = saved[count:]
         needs = _operands_first(call, ctx.needs_input_grad[1:])
         of_name = dict(zip(anchor.operands, needs))
-        grads, dt = gradients(call, operands, t, products, dy, of_name, needs[count:])
+        grads, dt = gradients(call, operands, t, outputs, dy, of_name, needs[count:])
         return (None, *dt, *(grads.get(n) for n in anchor.operands))
 
 
@@ -443,7 +445,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
             else:
                 y, _, *statistics = call.run(tensors[: len(operands)], t, save=False)
             statistics = list(anchor.statistics_of_z(statistics, operands, config))
-        return anchor.outputs(y, statistics, operands, config)
+        return anchor.results(y, statistics, operands, config)
 
 
 def _define_composite(anchor: Anchor) -> None:
@@ -467,14 +469,14 @@ for _anchor in ANCHORS.values():
 
 
 def contract() -> list[str]:
-    """What kernels_cu/host/ assumes of this side, a fact a line; compared when it is loaded."""
+    """What kernels_cu/host/ assumes of Python, a fact a line; compared when it is loaded."""
     names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", "exact_product"]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
     norm = ANCHORS["conv2d_batchnorm"]
     like = dict.fromkeys(norm.operands, torch.empty(1, device="meta"))
-    products = [torch.empty(1, device="meta")] * len(norm.products)
-    _, *leaves = norm.leaves(like, products, {"training": False, "eps": 1e-5})
+    outputs = [torch.empty(1, device="meta")] * len(norm.outputs)
+    _, *leaves = norm.leaves(like, outputs, {"training": False, "eps": 1e-5})
     places = (f"{n} {norm.operands.index(n)}" for n in ("x", "weight", "bias", "gamma", "beta"))
     return [
         f"limit tensors {MAX_TENSORS}",

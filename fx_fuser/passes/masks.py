@@ -1,11 +1,10 @@
-"""Masks of attention that a graph makes itself and that are causal, or hide nothing.
+"""Remove attention masks that a graph makes itself and that are causal, or hide nothing.
 
-transformers gives a causal language model `is_causal=True` in eager mode, and builds the mask out
-of `arange`s as soon as it is traced. torch's kernels then read a mask, and compute what it hides:
-on an H200 (2026-11-23, torch 2.11.0+cu130, Inductor), GPT-2's training step at 4 × 1024 in fp32
-spends 20.7 ms in attention for eager mode's 13.4, and in 16 bits FlashAttention takes no mask at
-all. What such a mask is made of reads nothing that the model is given, so it is the same in every
-call: it is made once, here, and looked at.
+transformers gives a causal language model `is_causal=True` in eager mode, and builds a mask out of
+`arange`s when it is traced. torch's kernels then read the mask, and compute what it hides: on an
+H200 (2026-11-23, torch 2.11.0+cu130, Inductor), GPT-2's training step at 4 × 1024 in fp32 spends
+20.7 ms in attention, in eager mode 13.4; and in 16 bits FlashAttention takes no mask at all. Such a
+mask reads none of the model's inputs, so it is the same in every call: it is evaluated once, here.
 
 `is_causal`: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
@@ -26,8 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 from fx_fuser.graph.naming import called, statement
 from fx_fuser.graph.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
 
-# What masks are made of: nothing that is random, waits for another process, or leaves memory as it
-# was. In place too (`masked_fill_`), and as operators (`__and__`).
+# The operations that masks are made of: none is random, waits for another process, or returns
+# memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
 _RUN_AHEAD = frozenset(
     """
     arange ones zeros full tensor scalar_tensor ones_like zeros_like full_like new_ones new_zeros
@@ -42,18 +41,18 @@ _RUN_AHEAD = frozenset(
 )
 _MODULES = {"builtins", "_operator", "torch", "torch.functional", "torch._ops.aten"}
 _MODULES |= {predispatch.__name__}
-# Of their first argument they read what kind of a tensor it is.
+# Of their first argument they read shape, dtype and device, not the values.
 _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
-_LARGEST = 1 << 29  # elements of what is run ahead
+_LARGEST = 1 << 29  # elements of a tensor that is evaluated
 # Of `scaled_dot_product_attention`.
 _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
 
 
 @dataclass(frozen=True)
 class Mask:
-    """One of an attention. done: "causal" or "open" where it is not read any more; else reason."""
+    """An attention's mask. done: "causal" or "open" if it was removed; else reason says why not."""
 
     node: Node
     done: str = ""
@@ -61,15 +60,15 @@ class Mask:
 
 
 class _Stays(Exception):
-    """Why a mask is left where it is."""
+    """Why a mask is kept."""
 
 
 @dataclass
 class _Scope:
     """The nodes of a graph before one of them.
 
-    writes: of those that write, to what. outer, given: where the graph is the body of a region that
-    is called once, what comes before the call, and what a placeholder stands for there.
+    writes: node that writes → what it writes to. If the graph is the body of a region that is
+    called once: outer, the nodes before the call; given, placeholder → argument of the call.
     """
 
     nodes: Sequence[Node]
@@ -97,13 +96,13 @@ class _Scope:
 
 
 class Reader:
-    """Of the graphs of one module, those of regions after those that call them."""
+    """For the graphs of one module; a region's graph comes after the graph that calls it."""
 
     def __init__(self) -> None:
         self._calls: dict[GraphModule, list[tuple[_Scope, Node]]] = {}
 
     def simplify(self, module: GraphModule, graph: Graph) -> list[Mask]:
-        """Take proven masks from the attentions of a Dynamo graph, which is edited.
+        """Remove masks that are proven causal or open from the attentions of a graph, in place.
 
         graph: the module's, or a copy.
         """
@@ -131,7 +130,7 @@ class Reader:
 
 
 def _mask_of(node: Node) -> Node | None:
-    """Of an attention, where it has one and is not causal beside."""
+    """The mask of an attention; None if the node is none, has no mask, or is causal as well."""
     if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
         return None
     mask = argument_of(node, *_MASK)
@@ -142,7 +141,7 @@ def _mask_of(node: Node) -> Node | None:
 def _proven(
     node: Node, mask: Node, scope: _Scope, known: dict[tuple[Any, ...], tuple[str, str]]
 ) -> tuple[str, list[Node]]:
-    """ "causal" or "open", and what makes it; raises _Stays if it is neither or cannot be told."""
+    """ "causal" or "open", and the nodes that make it; raises _Stays if it is not proven either."""
     length, makers = _length(node), _makers([mask], scope)
     key = (mask, length, *makers)
     if key not in known:
@@ -154,7 +153,7 @@ def _proven(
 
 
 def _length(node: Node) -> tuple[int, int]:
-    """Of queries and of keys."""
+    """The numbers of queries and of keys."""
     tensors = [meta_tensor(a) for a in node.args[:3] if isinstance(a, Node)]
     named = (node.kwargs.get(n) for n in ("query", "key", "value"))
     tensors += [meta_tensor(a) for a in named if isinstance(a, Node)]
@@ -169,17 +168,17 @@ def _length(node: Node) -> tuple[int, int]:
 def _what_it_is(
     mask: Node, makers: Sequence[Node], scope: _Scope, length: tuple[int, int]
 ) -> tuple[str, str]:
-    """ "causal" or "open"; or "" and the reason why it is neither."""
+    """("causal" or "open", ""), or ("", the reason why it is neither)."""
     try:
         return _kind_of(_evaluated(mask, makers, scope.all_given()), length), ""
     except _Stays as stays:
         return "", str(stays)
-    except Exception as error:  # the user's program may raise what it likes
+    except Exception as error:  # the user's program may raise anything
         return "", f"its mask cannot be made ahead: {type(error).__name__}: {error}"
 
 
 def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
-    """All nodes that make the masks or write to what they are made of, in order."""
+    """All nodes that make the masks or write to memory of such nodes, in order."""
     makers: set[Node] = set()
     todo = list(masks)
     while todo:
@@ -199,7 +198,8 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
         makers.update(n for n in scope.nodes if n.target in _NESTING)
     for node in makers:
         like = _like(node)
-        # Without the mask it would be dead, and if it is random it must still draw its numbers.
+        # Without the mask `like` would be dead code; if it is random it must still draw its
+        # numbers.
         if like is None or like in makers or like.op in ("placeholder", "get_attr"):
             continue
         if makers.issuperset(like.users):
@@ -210,7 +210,7 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
 
 
 def _like(node: Node) -> Node | None:
-    """Of which the node reads what kind of a tensor it is, and nothing else."""
+    """The argument of which the node reads shape, dtype and device, and no values."""
     first = node.args[0] if _name_of_call(node) in _LIKE and node.args else None
     return first if isinstance(first, Node) else None
 
@@ -226,7 +226,7 @@ def _name_of_call(node: Node) -> str:
 
 
 def _check(node: Node) -> None:
-    """Raises _Stays where the node cannot be run ahead."""
+    """Raises _Stays if the node cannot be evaluated here."""
     if node.op in ("placeholder", "get_attr"):
         raise _Stays(f"its mask depends on {called(node)}")
     is_call = node.op in ("call_function", "call_method")
@@ -244,7 +244,7 @@ def _check(node: Node) -> None:
 
 
 def _elements(value: Tensor) -> int:
-    """In memory, where an expanded tensor has few."""
+    """The number of elements in memory: an expanded tensor has few."""
     try:
         return min(value.numel(), value.untyped_storage().nbytes() // value.element_size())
     except (NotImplementedError, RuntimeError):  # within a vmap
@@ -252,7 +252,7 @@ def _elements(value: Tensor) -> int:
 
 
 def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -> Tensor:
-    """What the graph makes, on the device on which it does."""
+    """The mask's value, computed on the device on which the graph computes it."""
     last = {n: node for node in makers for n in _values_read(node)}
     kept = {mask, *given.values()}
     values: dict[Node, Any] = {}
@@ -285,7 +285,7 @@ def _evaluated(mask: Node, makers: Sequence[Node], given: Mapping[Node, Node]) -
 
 
 def _check_made(made: Any, node: Node) -> None:
-    """Raises _Stays where a tensor is another one than was traced, or lies otherwise in memory."""
+    """Raises _Stays if dtype, shape or strides are not those that were traced."""
     traced = meta_tensor(node)
     if traced is None and not isinstance(made, Tensor):
         return
@@ -298,7 +298,7 @@ def _check_made(made: Any, node: Node) -> None:
 
 
 def _one_like(node: Node) -> Tensor:
-    """A tensor of this kind in the memory of one element, for what does not read its values."""
+    """A tensor of this shape, dtype and device in the memory of one element."""
     kind = meta_tensor(node)
     if kind is None or not all(isinstance(n, int) for n in kind.shape):
         raise _Stays("its mask has dynamic sizes")
@@ -309,18 +309,18 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
     """ "causal" or "open"; raises _Stays if it is neither."""
     with torch.no_grad():
         while mask.dim() > 2 and mask.stride(0) == 0 and mask.shape[0] > 0:
-            mask = mask[0]  # all are this one
+            mask = mask[0]  # expanded: all are the same
         if mask.dtype is torch.bool:
             seen = mask
         else:
             seen = mask == 0
-            # transformers writes the least number instead of an infinity.
+            # transformers writes the dtype's least number in place of -inf.
             hidden = mask <= torch.finfo(mask.dtype).min
             if not bool((seen | hidden).all()):
                 raise _Stays("its mask adds other values than zero and the least")
         if bool(seen.all()):
             return "open"
-        if length[0] != length[1]:  # kernels differ in where they begin to count
+        if length[0] != length[1]:  # kernels align the diagonal differently
             raise _Stays(f"its mask is of {length[0]} queries and {length[1]} keys")
         causal = torch.ones(length, dtype=torch.bool, device=mask.device).tril()
         if not bool((seen == causal).all()):
@@ -329,7 +329,7 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
 
 
 def _take_away(node: Node, kind: str) -> None:
-    """Raises _Stays where the result would lie in memory in another way."""
+    """Remove the mask; raises _Stays if the result would have another dtype or other strides."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for (place, name), value in ((_MASK, None), (_CAUSAL, kind == "causal")):
         if len(args) > place:
@@ -355,7 +355,7 @@ def _take_away(node: Node, kind: str) -> None:
 
 
 def _erase(mask: Node, makers: Sequence[Node]) -> None:
-    """With all that it alone was made of; what writes in place stays, and its operands."""
+    """Erase the mask and the nodes that only it used; what writes in place stays."""
     todo = [mask]
     while todo:
         node = todo.pop()

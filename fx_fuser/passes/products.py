@@ -1,12 +1,10 @@
-"""Inductor's graph of ATen operations → the same, with fp32 products by our kernel where it is
-faster.
+"""Inductor's graph of ATen operations → the same, with fp32 gemms by the split kernel where faster.
 
-Dynamo's graph has the user's operations; what those consist of shows only here: the products in
-`F.multi_head_attention_forward`, in an attention that is computed as written, in an einsum or an
-LSTM, and those of every backward. There is no tail to fuse, so no match: a pass that Inductor runs
-last over each of its graphs (`post_grad_custom_post_pass`) replaces `mm`, `bmm`, `addmm` and
-`baddbmm` of fp32 matrices by `fx_fuser::split_product`, each timed once for its sizes and strides
-beside the library's.
+Some gemms show only in this graph: those in `F.multi_head_attention_forward`, in an attention
+computed as written, in an einsum or an LSTM, and those of every backward. They have no tail to
+fuse, so there is no match. A pass that Inductor runs last over each of its graphs
+(`post_grad_custom_post_pass`) replaces `mm`, `bmm`, `addmm` and `baddbmm` of fp32 matrices by
+`fx_fuser::split_product`. For each sizes and strides it is timed once beside the library's gemm.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_fuser.anchors.linear import (
-    EXACT_PRODUCTS,
-    MIXED_PRODUCTS,
-    PRODUCT_ALONE,
+    EXACT_GEMMS,
+    MIXED_GEMMS,
     SPLIT,
-    asked_product,
+    SPLIT_GEMM,
+    asked_precision,
     matmul_tf32_requested,
-    split_product,
+    split_gemm,
 )
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.nodes import hint_of
@@ -47,17 +45,17 @@ from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.products")
 
-COUNTERS = "fx_fuser_products"  # of `torch._dynamo.utils.counters`: operation → how many are ours
+COUNTERS = "fx_fuser_products"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 _aten = torch.ops.aten
-# Operation → places of its factors; what stands before them is added.
-_PRODUCTS: dict[Any, tuple[int, int]] = {
+# Operation → places of its two factors. An argument before them is added.
+_GEMMS: dict[Any, tuple[int, int]] = {
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
 SPLIT_PRODUCT = torch.ops.fx_fuser.split_product.default
-_OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # what a node's meta says of its own value
+_OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's meta about its value
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Products(CustomGraphPass):
             users(graph)
         replace = self.replacing(graph)
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in _PRODUCTS:
+            if node.op != "call_function" or node.target not in _GEMMS:
                 continue
             try:
                 replaced = replace(node)
@@ -84,27 +82,27 @@ class Products(CustomGraphPass):
                 if self.strict:
                     raise
                 warnings.warn(
-                    f"fx_fuser leaves a product to the library: {type(error).__name__}: {error}; "
+                    f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; "
                     "please report it",
                     stacklevel=2,
                 )
 
     def uuid(self) -> Any:
-        """Inductor's caches keep what the pass made of a graph."""
+        """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""
         others = [p.uuid() if hasattr(p, "uuid") else None for p in self.befores()]
         return None if None in others else (*self.settings(), *others)
 
     def befores(self) -> Sequence[Any]:
-        """The user's own passes, of which Inductor takes one or several."""
+        """The user's own passes: Inductor takes one or several."""
         several = isinstance(self.before, (list, tuple))
         return self.before if several else [] if self.before is None else [self.before]
 
     def settings(self) -> tuple[Any, ...]:
-        return binaries.fingerprint(), self.strict, self.on_cpu, PRODUCT_ALONE.name
+        return binaries.fingerprint(), self.strict, self.on_cpu, SPLIT_GEMM.name
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
-        """What puts a product of ours in a node's place, if that is faster: it returns what to add
-        to the node's name where it is counted; else None."""
+        """A function that replaces a node by a fused gemm, if that is faster. It returns a suffix
+        of the operation's name, for the counter; None if the node stays."""
         return functools.partial(self._replace, graph)
 
     def _replace(self, graph: Graph, node: Node) -> str | None:
@@ -115,12 +113,12 @@ class Products(CustomGraphPass):
             a, b = (rehearse.form_of_value(f.meta["val"]) for f in found)
             if not _gains(node.target, a, b):  # type: ignore[arg-type]
                 return None
-        put(graph, node, SPLIT_PRODUCT, found, PRODUCT_ALONE)
+        put(graph, node, SPLIT_PRODUCT, found, SPLIT_GEMM)
         return ""
 
     def factors(self, node: Node) -> tuple[Node, Node] | None:
-        """Of a product in fp32 that a kernel of ours may gain at."""
-        factors = [node.args[i] for i in _PRODUCTS[node.target]]
+        """The factors of an fp32 gemm at which the split kernel may gain; else None."""
+        factors = [node.args[i] for i in _GEMMS[node.target]]
         values: list[Any] = [f.meta.get("val") for f in factors if isinstance(f, Node)]
         if len(values) != 2 or any(not isinstance(v, Tensor) for v in values) or node.kwargs:
             return None
@@ -133,7 +131,7 @@ class Products(CustomGraphPass):
         if device.type != "cuda":
             return tuple(factors) if self.on_cpu else None  # type: ignore[return-value]
         a, b = forms
-        if not load.runs_on(PRODUCT_ALONE, device) or is_small(a.size, b.size):  # type: ignore[union-attr]
+        if not load.runs_on(SPLIT_GEMM, device) or is_small(a.size, b.size):  # type: ignore[union-attr]
             return None
         return tuple(factors)  # type: ignore[return-value]
 
@@ -141,9 +139,9 @@ class Products(CustomGraphPass):
 def pass_for(
     options: Options, inputs: Sequence[Any], narrow: Sequence[torch.dtype] = ()
 ) -> Products | None:
-    """The pass over what becomes of a graph with these inputs, where options and devices allow.
+    """The pass over Inductor's graphs of a graph with these inputs, if options and devices allow.
 
-    narrow: as of `kernels_for`, which are loaded.
+    Loads the kernels. narrow: as of `kernels_for`.
     """
     kernels = kernels_for(options, inputs, narrow)
     if kernels is None:
@@ -155,7 +153,7 @@ def pass_for(
             if options.strict:
                 raise
             warnings.warn(
-                f"fx_fuser leaves the products of Inductor's graph to the library: {error}; "
+                f"fx_fuser leaves the gemms of Inductor's graph to the library: {error}; "
                 "please report it",
                 stacklevel=2,
             )
@@ -166,20 +164,19 @@ def pass_for(
 def kernels_for(
     options: Options, inputs: Sequence[Any], narrow: Sequence[torch.dtype] = ()
 ) -> dict[torch.device, list[KernelSpec]] | None:
-    """What the pass over what becomes of a graph with these inputs will call, by GPU; None where
-    there is to be no pass.
+    """GPU → the kernels of the passes over Inductor's graphs; None if there is to be no pass.
 
-    narrow: dtypes from which the graph casts operands of fp32 products up
-    (`fx_fuser.passes.provenance`, whose kernels are among these).
+    inputs: the graph's. narrow: 16-bit dtypes from which it casts operands of fp32 gemms up; the
+    kernels of `fx_fuser.passes.provenance` are for these.
     """
-    if options.inner != "inductor" or not options.grows or asked_product(options) != SPLIT:
+    if options.inner != "inductor" or not options.grows or asked_precision(options) != SPLIT:
         return None
     dtypes = {torch.float32, *narrow}
     tensors = [v for v in inputs if isinstance(v, Tensor) and v.dtype in dtypes]
     used = {value.device for value in tensors if value.device.type == "cuda"}
     if any(plan.unavailable(device) is not None for device in used):
         return None
-    on_cuda = {device for device in used if load.runs_on(PRODUCT_ALONE, device)}
+    on_cuda = {device for device in used if load.runs_on(SPLIT_GEMM, device)}
     if used and not on_cuda:
         return None
     if not on_cuda and not (tensors and options.cpu_ops):
@@ -188,13 +185,13 @@ def kernels_for(
 
 
 def _specs(narrow: Sequence[torch.dtype]) -> list[KernelSpec]:
-    of_narrow = (made[dtype] for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for dtype in narrow)
-    return [PRODUCT_ALONE, *of_narrow]
+    of_narrow = (made[dtype] for made in (EXACT_GEMMS, MIXED_GEMMS) for dtype in narrow)
+    return [SPLIT_GEMM, *of_narrow]
 
 
 def prepare(device: torch.device, *narrow: torch.dtype) -> None:
-    """Loads the kernels: where Inductor's cache has the graph, no pass runs."""
-    if load.runs_on(PRODUCT_ALONE, device):
+    """Loads the kernels. The pass cannot: it does not run if Inductor's cache has the graph."""
+    if load.runs_on(SPLIT_GEMM, device):
         load.prepare(_specs(narrow), device)
 
 
@@ -206,9 +203,9 @@ def put(
     spec: KernelSpec,
     dense: bool = False,
 ) -> None:
-    """The factors' product by an op of ours, and what the node adds to its product, in its place.
+    """Replace the node by `op` of the factors, then the sum, if the node adds something.
 
-    dense: rows of K that are not adjacent in memory are copied.
+    dense: copy factors whose K is not adjacent in memory.
     """
 
     def laid(rows: Node) -> Node:
@@ -220,17 +217,17 @@ def put(
     left, right = factors
     with graph.inserting_before(node):
         rank = right.meta["val"].ndim
-        turn = [*range(rank - 2), rank - 1, rank - 2]
-        rows = call(graph, node, _aten.permute.default, right, turn)
+        transposed = [*range(rank - 2), rank - 1, rank - 2]
+        rows = call(graph, node, _aten.permute.default, right, transposed)
         result = call(graph, node, op, laid(left), laid(rows), spec.name)
-        if _PRODUCTS[node.target][0]:
+        if _GEMMS[node.target][0]:
             result = call(graph, node, _aten.add.Tensor, result, node.args[0])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
 def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node, which belongs where `like` does: to forward or backward, to the same module."""
+    """A new node with the meta of `like`: of the same module, in forward or backward like it."""
     made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in like.meta.items() if k not in _OF_VALUE}
     values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -240,11 +237,11 @@ def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _gains(target: Any, a: TensorForm, b: TensorForm) -> bool:
-    """Is our product faster than the library's, on sizes and strides as these?"""
+    """Is the split gemm faster than the library's, at these sizes and strides?"""
     try:
         prepare(a.device)
     except BuildError as error:
-        log.info("products are left to the library: %s", error)
+        log.info("gemms are left to the library: %s", error)
         return False
     key = ("product", str(a), str(b))
     return fastest(target, a, b, key, functools.partial(_ways, a, b)) == 0
@@ -257,12 +254,12 @@ def fastest(
     key: Sequence[Any],
     make_candidates: Callable[[], Sequence[Candidate]],
 ) -> int | None:
-    """Which of fx_fuser's candidates is the fastest, if it beats the library's, the first of all.
+    """The index of the fastest fused candidate, if it beats the library's; else None.
 
-    a, b: the factors in fp32. key: all that the times depend on, beside the machine and torch's
-    settings.
+    a, b: the factors in fp32. key: what the times depend on besides machine and torch's settings.
+    make_candidates: the library's, then the fused ones.
     """
-    key = (*key, matmul_tf32_requested())  # which the library follows
+    key = (*key, matmul_tf32_requested())  # the library follows it
     try:
         times = timing.medians(key, make_candidates, a.device)
     except rehearse.DisagreementError as error:
@@ -270,27 +267,27 @@ def fastest(
         return None
     if times is None:
         return None
-    library, *ours = (took.gpu for took in times)
-    best = min(range(len(ours)), key=ours.__getitem__)
-    log.info("%s %s %s: library %.4g ms, ours %s", target, a.size, b.size, library, ours)
+    library, *fused = (took.gpu for took in times)
+    best = min(range(len(fused)), key=fused.__getitem__)
+    log.info("%s %s %s: library %.4g ms, fused %s", target, a.size, b.size, library, fused)
     added = 0.0
-    if _PRODUCTS[target][0]:  # what is added takes a pass of its own at worst
+    if _GEMMS[target][0]:  # the addition is one more pass at worst
         result = math.prod(a.size[:-1]) * b.size[-1] * a.dtype.itemsize
         added = 1e3 * 2 * result / limits.of(a.device).bandwidth
-    return best if gains(ours[best] + added, library) else None
+    return best if gains(fused[best] + added, library) else None
 
 
 def _ways(a: TensorForm, b: TensorForm) -> list[Candidate]:
     generator = torch.Generator(a.device).manual_seed(0)
     left, right = a.random(generator), b.random(generator, hint_of(b.size[-2]) ** -0.5)  # type: ignore[operator]
-    launch.reset_fallback([PRODUCT_ALONE], a.device)
+    launch.reset_fallback([SPLIT_GEMM], a.device)
 
-    def ours() -> Sequence[Tensor]:
-        return (split_product(left, right.mT),)
+    def fused() -> Sequence[Tensor]:
+        return (split_gemm(left, right.mT),)
 
     def library() -> Sequence[Tensor]:
         return (left @ right,)
 
-    rehearse.compare([library, ours], [{"product": SPLIT}], a.dtype)
-    candidates: list[Callable[[], object]] = [library, ours]
+    rehearse.compare([library, fused], [{"product": SPLIT}], a.dtype)
+    candidates: list[Callable[[], object]] = [library, fused]
     return [*map(Candidate, candidates)]

@@ -1,19 +1,19 @@
-"""Inductor's graph of forward and backward → the same, with fp32 products of operands that were
-cast up from 16 bits by kernels that read the 16-bit tensors.
+"""Inductor's graph of forward and backward → the same, with fp32 gemms of operands that were cast
+up from 16 bits by kernels that read the 16-bit tensors.
 
-`x.float() @ w.float().t()`, as routers and heads have it, is in fp32 for the sake of its sums: its
-products are exact, so that one product on the tensor cores is enough (`LINEAR_EXACT`), where two
-fp32 operands need three. Where one was cast up, as in the backward of such a product, two are. A
-graph of ATen operations is functional, so a value that a cast made is what its operand was,
-wherever it is read.
+`x.float() @ w.float().t()`, as in routers and heads, sums in fp32. Its products of two 16-bit
+values are exact in fp32, so one gemm on the tensor cores is enough (`LINEAR_EXACT`); two fp32
+operands need three. If one operand was cast up, as in the backward of such a gemm, two are enough.
+A graph of ATen operations is functional, so the result of a cast equals its operand wherever it is
+read.
 
-The pass runs before the graph is parted into forward and backward (`joint_custom_post_pass`), so
-what is kept for backward is of 16 bits. What the cast made was nobody else's; its operand may be
-written to before backward runs, if the user has it, and a copy is kept then (`_Kept`). A cast that
-nothing else reads goes; one that has other readers stays for them.
+The pass runs before the graph is partitioned into forward and backward (`joint_custom_post_pass`),
+so what is kept for backward is in 16 bits. The cast's result was private to the graph. Its operand
+may be the user's, who may write to it before backward runs: then a copy is kept (`_Kept`). A cast
+that nothing else reads is erased.
 
-Dynamo's graph shows what the pass will find: where that is better nothing is fused (`why_left`),
-and the kernels are loaded for the dtypes that are cast up (`narrow_dtypes`).
+Dynamo's graph shows what the pass will find. `why_left` leaves a site to the pass where that is
+better, and `narrow_dtypes` says for which dtypes to load kernels.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fx_fuser.anchors.linear import (
-    EXACT_PRODUCTS,
-    MIXED_PRODUCTS,
-    PRODUCT_ALONE,
+    EXACT_GEMMS,
+    MIXED_GEMMS,
     SPLIT,
-    asked_product,
+    SPLIT_GEMM,
+    asked_precision,
 )
 from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.graph.sites import Site
@@ -44,13 +44,13 @@ from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import products
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, call, fastest, put
 from fx_fuser.planning import rehearse
-from fx_fuser.planning.gate import PRODUCTS, VIEWS, called_name
+from fx_fuser.planning.gate import GEMMS, VIEWS, called_name
 from fx_fuser.planning.rehearse import TensorForm
 from fx_fuser.planning.timing import Candidate
 
-NARROW = tuple(EXACT_PRODUCTS)
+NARROW = tuple(EXACT_GEMMS)
 _KINDS = {"linear", "matmul", "bmm"}  # of sites
-# That no product of matrices comes of, forward or backward; any other may be made of some.
+# Operations without a gemm, forward or backward. Any other may contain one.
 _NAMES = """
 abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d add all amax amin any arange
 argmax argmin avg_pool1d avg_pool2d avg_pool3d batch_norm bool cat ceil clamp clone concat
@@ -106,7 +106,7 @@ def widened_from(node: Node | None) -> torch.dtype | None:
 
 
 def has_products(gm: GraphModule) -> bool:
-    """May Inductor's graph have a product of matrices? Else no kernel is compiled for one."""
+    """May Inductor's graph contain a gemm?  If not, no kernel is compiled for the passes."""
     return any(
         called_name(node) not in _WITHOUT_PRODUCTS
         for module in gm.modules()
@@ -117,23 +117,23 @@ def has_products(gm: GraphModule) -> bool:
 
 
 def narrow_dtypes(gm: GraphModule) -> tuple[torch.dtype, ...]:
-    """Those from which operands of products are cast up."""
+    """The 16-bit dtypes from which operands of gemms are cast up."""
     found = set()
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if called_name(node) in PRODUCTS:
+            if called_name(node) in GEMMS:
                 found |= {widened_from(operand) for operand in inputs_of(node)}
     return tuple(dtype for dtype in NARROW if dtype in found)
 
 
 def why_left(site: Site, options: Options, has_tail: bool) -> str:
-    """Why the product is for the pass, which leaves the tail to Inductor; empty if it is not.
+    """Why the gemm is left to the pass, which leaves its tail to Inductor; empty if it is not.
 
-    One of two operands that were cast up is: it needs a third of what a kernel with the tail would
-    multiply. Of one it is two thirds, and then a kernel with the tail may be as good.
+    If both operands were cast up it is: the pass's kernel multiplies a third as much as a kernel
+    with the tail. If one was, it is two thirds, and a kernel with a tail may be as fast.
     """
     runs = options.inner == "inductor" and options.plan == "measure"
-    if site.kind not in _KINDS or not runs or asked_product(options) != SPLIT:
+    if site.kind not in _KINDS or not runs or asked_precision(options) != SPLIT:
         return ""
     x, weight = (widened_from(site.operands[name]) for name in ("x", "weight"))
     both, none = x is not None and x == weight, x is None and weight is None
@@ -152,7 +152,7 @@ class Provenance(Products):
     narrow: tuple[torch.dtype, ...] = ()
 
     def settings(self) -> tuple[Any, ...]:
-        kernels = (made[d].name for made in (EXACT_PRODUCTS, MIXED_PRODUCTS) for d in self.narrow)
+        kernels = (made[d].name for made in (EXACT_GEMMS, MIXED_GEMMS) for d in self.narrow)
         return *super().settings(), *kernels
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
@@ -176,7 +176,7 @@ class Provenance(Products):
             make_candidates = functools.partial(_ways, recipes, (a, b), narrow)
             best = fastest(node.target, a, b, key, make_candidates)
         recipe = None if best is None else recipes[best]
-        if recipe is None or recipe.spec == PRODUCT_ALONE:  # the last pass finds it again
+        if recipe is None or recipe.spec == SPLIT_GEMM:  # left to the last pass
             return None
         with graph.inserting_before(node):
             read = [
@@ -192,9 +192,9 @@ class Provenance(Products):
 
 @dataclass(frozen=True)
 class Passes:
-    """What Inductor is to run over what becomes of Dynamo's graph. narrow: as of `Provenance`.
+    """The passes that Inductor is to run over the graphs it makes of Dynamo's graph.
 
-    kernels: what they call, by GPU; None where there is to be no pass.
+    narrow: as of `Provenance`. kernels: GPU → the passes' kernels; None if there is to be no pass.
     """
 
     options: Options
@@ -204,13 +204,13 @@ class Passes:
 
     @classmethod
     def over(cls, gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Passes:
-        """gm: untouched. Nothing is compiled yet."""
+        """gm: the untouched graph. Compiles nothing."""
         narrow = narrow_dtypes(gm)
         kernels = products.kernels_for(options, inputs, narrow) if has_products(gm) else None
         return cls(options, inputs, narrow, kernels)
 
     def load(self) -> dict[str, Any]:
-        """By Inductor's settings, with their kernels compiled and loaded."""
+        """Inductor's setting → pass. Compiles and loads their kernels."""
         if self.kernels is None:
             return {}
         last = products.pass_for(self.options, self.inputs, self.narrow)
@@ -221,17 +221,19 @@ class Passes:
 def pass_for(
     options: Options, last: Products | None, narrow: Sequence[torch.dtype]
 ) -> Provenance | None:
-    """last: the pass over what becomes of the graph, by which all kernels are loaded."""
+    """The pass, if there is a cast to find. last: the other pass, which has loaded the kernels."""
     if last is None or not narrow:
         return None
     return Provenance(last.strict, last.on_cpu, options.users_pass(JOINT_PASS), tuple(narrow))
 
 
 class _Kept:
-    """Of one graph: what a cast's operand is to the products of a graph with a backward. It is read
-    there long after the cast, and where the user has its memory, as an input or a result, may be
-    another by then. Torch's own passes keep what the cast made; here it is a copy of 16 bits, which
-    forward's products read too: what forward needs is not made again in backward."""
+    """Copies of operands of casts, of one graph, that gemms may read in place of the cast's result.
+
+    Backward reads an operand long after the cast. If the user has its memory, as an input or a
+    result, it may have been written to by then, so a 16-bit copy is kept. Forward's gemms read that
+    copy, too: a partitioner does not recompute in backward what forward needs.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.copies: dict[Node, Node] = {}
@@ -245,7 +247,7 @@ class _Kept:
         self.users = {get_node_storage(node) for node in users}
 
     def readable(self, source: _Source, reader: Node) -> Node:
-        """What the reader may read in place of the operand."""
+        """The operand, or its copy, whichever the reader may read."""
         node = source.node
         is_later = bool(self.backward) and source.cast not in self.backward
         if not is_later or get_node_storage(node) not in self.users:
@@ -258,7 +260,7 @@ class _Kept:
 
 
 def _drop(graph: Graph, node: Node) -> None:
-    """The node, its cast and what lies between, where nothing reads them any more."""
+    """Erase the node, the views above it and the cast, as far as nothing reads them."""
     while not node._erased and not node.users and node.target in (*_ATEN_VIEWS, _CAST):
         above = node.args[0]
         graph.erase_node(node)
@@ -267,10 +269,10 @@ def _drop(graph: Graph, node: Node) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """What an fp32 value was cast up from.
+    """The 16-bit tensor from which an fp32 value was cast up.
 
-    cast: the node, and node: its operand. views: what was made of the cast, first to last, as
-    operation, its other arguments by place and by name. value: the 16-bit tensor, so viewed.
+    cast: the node of the cast. node: its operand. views: the views of the cast, first to last:
+    (operation, its other arguments, keyword arguments). value: the 16-bit tensor, viewed like that.
     """
 
     cast: Node
@@ -285,14 +287,13 @@ class _Source:
         return replace(self, views=(*self.views, (target, args, kwargs)), value=value)
 
     def as_matrix(self) -> _Source:
-        """One matrix, where it is a batch of the same: so an operand that all rows share becomes
-        one of a bmm."""
+        """One matrix, if it is a batch of one or an expanded one, such as a shared weight."""
         value = self.value
         shared = value.ndim == 3 and (hint_of(value.stride(0)) == 0 or hint_of(value.size(0)) == 1)
         return self.seen_as(_aten.select.int, (0, 0), {}) if shared else self
 
     def build(self, graph: Graph, like: Node, operand: Node) -> Node:
-        """The value, made of the cast's operand or of a copy of it."""
+        """The value, computed from `operand`: the cast's operand or a copy of it."""
         made = operand
         for target, args, kwargs in self.views:
             made = call(graph, like, target, made, *args, **kwargs)
@@ -315,7 +316,7 @@ def _source_of(node: Node, dtypes: Sequence[torch.dtype]) -> _Source | None:
         others = view.args[1:], dict(view.kwargs)
         try:
             found = found.seen_as(view.target, *others)
-        except (RuntimeError, ValueError):  # the cast's result had no gaps where its operand has
+        except (RuntimeError, ValueError):  # the operand has gaps where the cast's result has none
             dense = found.seen_as(
                 _aten.clone.default, (), {"memory_format": torch.contiguous_format}
             )
@@ -325,8 +326,8 @@ def _source_of(node: Node, dtypes: Sequence[torch.dtype]) -> _Source | None:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A kernel of ours for left @ right. op: of `torch.ops.fx_fuser`. reads: which factors it reads
-    in 16 bits. dense: it takes rows of K that are adjacent in memory, and others as a copy."""
+    """A fused kernel for left @ right. op: of `torch.ops.fx_fuser`. reads: which factors it reads
+    in 16 bits. dense: it needs K adjacent in memory; a factor without that is copied."""
 
     op: Callable[[Tensor, Tensor, str], Tensor]
     spec: KernelSpec
@@ -334,7 +335,7 @@ class _Recipe:
     dense: bool
 
     def choose(self, wide: Sequence[Any], narrow: Sequence[Any]) -> list[Any]:
-        """Of each pair the one for what the kernel reads."""
+        """For each factor the tensor that the kernel reads."""
         return [n if reads else w for w, n, reads in zip(wide, narrow, self.reads)]
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
@@ -345,15 +346,15 @@ class _Recipe:
 
 
 def _recipes(left: _Source | None, right: _Source | None) -> Iterator[_Recipe]:
-    """The likeliest to be the fastest first; the last reads what was cast."""
+    """The likely fastest first; the last one reads the casts' fp32 results."""
     dtypes = [None if source is None else source.value.dtype for source in (left, right)]
     if right is not None and dtypes[0] == dtypes[1] and right.value.ndim == 2:
         exact = torch.ops.fx_fuser.exact_product.default
-        yield _Recipe(exact, EXACT_PRODUCTS[right.value.dtype], (True, True), dense=True)
+        yield _Recipe(exact, EXACT_GEMMS[right.value.dtype], (True, True), dense=True)
     for dtype, reads in zip(dtypes, ((True, False), (False, True))):
         if dtype is not None:
-            yield _Recipe(SPLIT_PRODUCT, MIXED_PRODUCTS[dtype], reads, dense=False)
-    yield _Recipe(SPLIT_PRODUCT, PRODUCT_ALONE, (False, False), dense=False)
+            yield _Recipe(SPLIT_PRODUCT, MIXED_GEMMS[dtype], reads, dense=False)
+    yield _Recipe(SPLIT_PRODUCT, SPLIT_GEMM, (False, False), dense=False)
 
 
 def _ways(
@@ -361,7 +362,7 @@ def _ways(
     forms: Sequence[TensorForm],
     narrow: Sequence[TensorForm | None],
 ) -> list[Candidate]:
-    """The library's product of what is cast, and each recipe's of the 16-bit tensors."""
+    """The library's gemm of the casts' results, then each recipe's of the 16-bit tensors."""
     generator = torch.Generator(forms[0].device).manual_seed(0)
     deviations = (1.0, hint_of(forms[1].size[-2]) ** -0.5)  # type: ignore[operator]
     wide, read = [], []
@@ -377,8 +378,8 @@ def _ways(
 
     launch.reset_fallback(
         [recipe.spec for recipe in recipes], forms[0].device
-    )  # others than split do not sleep
-    ours = [functools.partial(made_by, recipe) for recipe in recipes]
-    for made in ours:
+    )  # only split kernels fall back
+    fused = [functools.partial(made_by, recipe) for recipe in recipes]
+    for made in fused:
         rehearse.compare([library, made], [{"product": SPLIT}], torch.float32)
-    return [Candidate(library), *map(Candidate, ours)]
+    return [Candidate(library), *map(Candidate, fused)]

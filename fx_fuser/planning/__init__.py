@@ -1,1 +1,1 @@
-"""Which backend computes a site, measured: candidates, timing, the gate of growth."""
+"""Which backend runs a site, measured: candidates, timing, the gate of grown tails."""

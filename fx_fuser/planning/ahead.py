@@ -1,10 +1,9 @@
-"""(matches, options) → all kernels that they may come to need, compiled in one run of ninja.
+"""(matches, options) → all kernels that they may need, compiled in one run of ninja.
 
-`fx_fuser.planning.gate` asks for a tail's kernel once z alone has been measured, and Inductor's
-passes for theirs apart from both. A product's kernel takes some 6 s of one core, so asked for one
+`fx_fuser.planning.gate` asks for a tail's kernel only after z alone was measured, and the passes
+over Inductor's graphs ask for theirs after that. A gemm kernel takes some 6 s of one core, so one
 after the other they take three times that (ViT-B on an H200's host, 2026-11-23: 8.8, 7.8 and
-10.3 s). Here they are compiled side by side. What may not be needed is compiled only where it costs
-no time: on cores that have nothing else to do.
+10.3 s). Here they compile side by side. Kernels that may not be needed compile on idle cores only.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ Kernels = Mapping[torch.device, Sequence[KernelSpec]]
 def build(
     first: Sequence[Match], whole: Sequence[Match], beside: Kernels, options: Options, most: int
 ) -> None:
-    """Compile and load nothing; nor raise: what fails is asked for again, and then named.
+    """Compile, without loading. Raises nothing: what fails fails again, by name, where it is used.
 
     first: what is planned first of each match: z alone, or the match itself. whole: the matches.
-    beside: what others will ask for. most: how many more tails may be compiled
+    beside: kernels that the passes need. most: how many more tails may be compiled
     (`Options.max_structures`).
     """
     try:
@@ -45,7 +44,7 @@ def build(
         perhaps: dict[torch.device, list[KernelSpec]] = {}
         for match, begun in zip(whole, first):
             if match is not begun:
-                _add(perhaps, match, options, own=True)
+                _add(perhaps, match, options, fused_only=True)
         norms = {plan.device_of(match) for match in first if match.site.attrs.get("training")}
         for device in needed:
             if device.type != "cuda":
@@ -60,10 +59,13 @@ def build(
 
 
 def _add(
-    kernels: dict[torch.device, list[KernelSpec]], match: Match, options: Options, own: bool = False
+    kernels: dict[torch.device, list[KernelSpec]],
+    match: Match,
+    options: Options,
+    fused_only: bool = False,
 ) -> None:
-    """The kernels of all that plan may choose; own: only where the product is ours."""
+    """Add the kernels of all candidates. fused_only: not of the library's."""
     for choices in ANCHORS[match.site.kind].candidates(plan.MatchCase(match, options)):
-        if not own or choices["product"] != LIBRARY:
+        if not fused_only or choices["product"] != LIBRARY:
             specs = calls.kernel_specs(match, choices)
             kernels.setdefault(plan.device_of(match), []).extend(specs)

@@ -1,13 +1,13 @@
-"""(matches, options) → how each runs, where a match that was grown must earn its kernel.
+"""(matches, options) → how each runs. A grown tail must gain by itself to be fused.
 
-At a site that no named pattern takes first z alone is planned as any other match is: one kernel
-serves all of them, and where it does not gain nothing is compiled at all. Where it does, and a
-pointwise tail follows, a kernel of both is compiled and timed beside the product alone followed by
-a pointwise kernel, which stands for what the inner compiler makes of the tail.
+At a site that no named pattern takes, z alone is planned first. One kernel serves all such sites;
+if it does not gain, nothing else is compiled. If it gains and a pointwise tail follows, a kernel of
+both is compiled. It is timed beside the anchor alone followed by a pointwise kernel, which stands
+for the inner compiler's code of the tail.
 
-The inner compiler may make less of it than a kernel of its own: a tail that a norm or another
-reduction reads is computed in that kernel, which then reads z instead of the result; and a tensor
-that the tail reads may be computed in the tail's kernel, where ours needs it in memory. Both are
+The inner compiler may not need a kernel for the tail. If a norm or another reduction reads the
+result, it computes the tail in that kernel, which then reads z. And it may compute a tensor that
+the tail reads in the tail's kernel, while the fused kernel needs that tensor in memory. Both are
 counted in bytes (`_Neighbours`).
 """
 
@@ -38,7 +38,7 @@ from fx_fuser.planning.rehearse import TensorForm
 
 log = logging.getLogger("fx_fuser.planning.gate")
 
-_structures: set[frozenset[str]] = set()  # of the tails that this process compiled the kernels
+_structures: set[frozenset[str]] = set()  # names of the kernels of each tail compiled here
 
 
 def decide(
@@ -66,10 +66,9 @@ def decide(
 
 
 def _first(match: Match, options: Options) -> Match:
-    """What is planned first: z alone, where that can be told apart from the whole.
+    """What is planned first: z alone if the match has a tail, else the match.
 
-    A convolution has a kernel of ours only where it has few channels, so seldom that its tail is
-    compiled at once.
+    Fused convolutions are rare (few channels), so their tails are compiled at once.
     """
     on_cuda = plan.device_of(match).type == "cuda" and options.plan == "measure"
     is_conv = isinstance(ANCHORS[match.site.kind], Conv2d)
@@ -81,9 +80,9 @@ def _first(match: Match, options: Options) -> Match:
 def _with_tails(
     grown: Mapping[int, tuple[Grown, Plan]], options: Options, failed: dict[int, Refusal]
 ) -> dict[int, str]:
-    """Of these those whose tail is worth a kernel, with what was measured.
+    """Index → what was measured, for the matches whose tail is worth a kernel.
 
-    failed: takes those at which fx_fuser itself fails.
+    failed: receives those at which fx_fuser itself fails.
     """
 
     def measure(i: int, match: Match) -> str:
@@ -101,12 +100,12 @@ def _built(
     options: Options,
     failed: dict[int, Refusal],
 ) -> dict[int, Grown]:
-    """Those whose kernels are compiled: all in one run, as many structures as the options allow."""
+    """Those whose kernels compile: all in one run, as many structures as the options allow."""
 
     def is_taken(i: int, match: Match) -> bool:
         if rehearse.tensors_of(match) is None:
             return False
-        # What z alone takes, its tail may forbid: the kernels' accumulators are float.
+        # A tail may rule out what z alone allows: the kernels' accumulators are float.
         case = plan.MatchCase(match, options)
         offered = ANCHORS[match.site.kind].candidates(case)
         if grown[i][1]["product"] not in [choices["product"] for choices in offered]:
@@ -129,7 +128,7 @@ def _built(
         if options.strict:
             raise
         warnings.warn(
-            f"fx_fuser: a product is fused alone where its tail does not compile: {error}; "
+            f"fx_fuser: a gemm is fused alone where its tail does not compile: {error}; "
             "please report it",
             stacklevel=2,
         )
@@ -146,7 +145,7 @@ def _compiles(match: Match, choices: Mapping[str, Any]) -> bool:
 
 
 def _measured(match: Grown, alone: Plan, options: Options) -> str:
-    """What was measured, if one kernel of product and tail gains; else nothing."""
+    """What was measured, if one kernel of anchor and tail gains; else empty."""
     tensors = rehearse.tensors_of(match)
     assert tensors is not None and match.alone is not None
     choices = alone.choices
@@ -159,18 +158,18 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
         return ""
     if times is None:
         return ""
-    product, both, whole = (took.gpu for took in times)
+    gemm, both, whole = (took.gpu for took in times)
     share, extra = _Neighbours(match).of_tail(tensors)
-    apart = product + share * max(both - product, 0)
-    ours = whole + 1e3 * extra / limits.of(plan.device_of(match)).bandwidth
+    apart = gemm + share * max(both - gemm, 0)
+    fused = whole + 1e3 * extra / limits.of(plan.device_of(match)).bandwidth
     measured = f"with its tail {whole:.4g} ms, in two kernels {both:.4g}"
     log.info("%s: %s, of which %.0f %% counts", match.bound.epilogue.text, measured, 100 * share)
-    return f"{alone.note}; {measured}" if plan.gains(ours, apart) else ""
+    return f"{alone.note}; {measured}" if plan.gains(fused, apart) else ""
 
 
-PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
-# What the inner compiler fuses with nothing; views are looked through.
-_OPAQUE = PRODUCTS | {"output"}
+GEMMS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
+# The inner compiler fuses these with nothing. Views are looked through.
+_OPAQUE = GEMMS | {"output"}
 _OPAQUE |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
 VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten"}
 VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr", "numpy_T", "mT"}
@@ -178,13 +177,13 @@ VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr", "
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """What stands around a tail in the graph."""
+    """The graph around a tail."""
 
     match: Grown
 
     def of_tail(self, tensors: Sequence[TensorForm | None]) -> tuple[float, int]:
-        """How much of the tail's own kernel the inner compiler would run, as a share of its bytes;
-        and the bytes that only our kernel needs written."""
+        """The share of the tail's bytes that the inner compiler would move in a kernel for the
+        tail; and the bytes that only the fused kernel needs written."""
         match = self.match
         read = dict(zip(match.bound.tensors, tensors[-len(match.bound.tensors) :]))
         sizes = {n: _bytes_of(form) for n, form in read.items() if form is not None}
@@ -217,7 +216,7 @@ def _is_fusible(node: Node) -> bool:
 
 
 def called_name(node: Node) -> str:
-    """Of a function or a method, without what says that it is in place."""
+    """Name of the function or method, without the underscore of an in-place one."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return "output" if node.op == "output" else str(name).rstrip("_")
 

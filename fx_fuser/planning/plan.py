@@ -1,22 +1,22 @@
 """(matches, options) → how each op will run, or why it is left to the inner compiler.
 
-A Linear on CUDA is fused where one kernel of ours, product and epilogue, beats the library's
-product with the pointwise kernel; both are timed on tensors of our own (`planning.timing`). The
-latter stands for what Inductor makes of the region: the same within 3 % (benchmarks/results).
+A Linear on CUDA is fused where one kernel, gemm with epilogue, beats the library's gemm followed by
+the pointwise kernel. Both are timed on random tensors (`planning.timing`). The latter stands for
+Inductor's code of the region: the same within 3 % (benchmarks/results).
 
-A convolution of few channels is fused where a direct kernel is faster than the library's
-convolution in either layout and, in fp32, in TF32 where torch's settings let the library take it,
-as they do by default; what is left alone follows them. Any other is fused only where option "fp32"
-asks for exactness and those settings would let the library take TF32.
+A convolution of few channels is fused where the direct kernel beats the library's convolution in
+either layout and, in fp32, in TF32 as well, if torch's settings let the library use it, as they do
+by default. Any other convolution is fused only if option "fp32" asks for exactness while those
+settings would let the library use TF32.
 
-The host calls an op while the GPU runs the one before. A kernel that takes the host longer than the
-GPU counts as much as the host's time, and must still beat the GPU's time of what it replaces. A
+The host launches an op while the GPU runs the one before. So a kernel that takes the host longer
+than the GPU counts with the host's time, which must beat the GPU's time of what it replaces. A
 Linear's training step that takes the GPU less than the host is left.
 
-With option "save" as "memory", what has a backward is fused in any case.
+With option "save" as "memory", whatever has a backward is fused.
 
-Which choices are right at a site its anchor knows (`Anchor.candidates`); a fault of fx_fuser at one
-site costs that site alone.
+`Anchor.candidates` knows the choices at a site. A failure of fx_fuser at one site costs that site
+alone.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.plan")
 
-# What a kernel of ours must stay below to be taken: this much of the library's time and, since
-# events are 0.5 us apart, this many ms less.
+# A fused kernel must take at most this share of the library's time and, since CUDA events resolve
+# 0.5 us, at least this many ms less.
 _GAIN = 0.98
 _SAVED = 1e-3
-# What the host needs for a Linear's training step (autograd, AOTAutograd's wrappers, launches), in
-# calls of our op: beside an H200 0.66 ms for the three of a Llama MLP, one call 24 us (2026-11-22,
-# kernels_cu/NOTES.md). A step that takes the GPU less is as long as the host's, which our op only
-# adds to.
+# The host's time for a Linear's training step (autograd, AOTAutograd's wrappers, launches), in
+# calls of the fused op: beside an H200 0.66 ms for the three of a Llama MLP, one call 24 us
+# (2026-11-22, kernels_cu/NOTES.md). If the GPU takes less, the host's time decides, and a fused op
+# adds to it.
 _STEP_CALLS = 10
 
 
@@ -64,11 +64,11 @@ _STEP_CALLS = 10
 class Plan:
     """How one match runs.
 
-    native: kernel op and our autograd rule, rather than plain torch ops.
-    choices: the configuration of the anchor's op that is ours to choose: `product` and `backward`
-        (who makes them), `again` (`fx_fuser.anchors.base`), a convolution's `tf32`.
-    note: what runs, and what was measured. match: what is fused, where that is not the whole match:
-    of one that was grown perhaps z alone (`fx_fuser.planning.gate`).
+    native: kernel op and its autograd rule, rather than plain torch ops.
+    choices: configuration arguments of the anchor's op: `product` and `backward` (the backends),
+        `again` (`fx_fuser.anchors.base`), a convolution's `tf32`.
+    note: what runs, and what was measured. match: what is fused, if not the whole match: of a grown
+    one perhaps z alone (`fx_fuser.planning.gate`).
     """
 
     native: bool
@@ -88,19 +88,18 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def runs_native(match: Match, options: Options) -> bool:
-    """Kernel op and our autograd rule, rather than plain torch ops.
+    """Kernel op and its autograd rule, rather than plain torch ops?
 
     On CPU the inner compiler fuses plain ops better than it can call an opaque reference op.
     """
     return device_of(match).type == "cuda" or options.cpu_ops
 
 
-def has_own_product(match: Match, options: Options) -> bool:
-    """May a product of ours gain at a match that was grown?
+def may_gain(match: Match, options: Options) -> bool:
+    """May a fused kernel gain at a grown match, so that it is worth timing?
 
-    One in fp32, or a convolution of few channels. In 16 bits and in TF32 the library's product of
-    many rows is as fast as ours (kernels_cu/NOTES.md), and no time is spent to find that out; nor
-    of small ones.
+    An fp32 gemm that is not small, or a convolution of few channels. In 16 bits and TF32 the
+    library's gemm of many rows is as fast as the dense kernel (kernels_cu/NOTES.md).
     """
     if device_of(match).type != "cuda":
         return options.cpu_ops
@@ -112,12 +111,12 @@ def has_own_product(match: Match, options: Options) -> bool:
     return best["product"] in (SPLIT, DIRECT)
 
 
-def is_small(x: Sequence[int], product: Sequence[int]) -> bool:
-    """Does an fp32 product of these sizes, [*, K] to [*, N], take a library some 10 us at most?
+def is_small(x: Sequence[int], c: Sequence[int]) -> bool:
+    """Does an fp32 gemm of these sizes, x [*, K] to c [*, N], take the library some 10 us at most?
 
-    Ours needs as much to begin.
+    The split kernel needs as much to begin.
     """
-    rows, k, n = math.prod(x[:-1]), x[-1], product[-1]
+    rows, k, n = math.prod(x[:-1]), x[-1], c[-1]
     operations, elements = 2 * rows * n * k, rows * k + rows * n + n * k
     rates = limits.H200
     return max(operations / rates.fp32, 4 * elements / rates.copy) < 10e-6
@@ -160,8 +159,8 @@ class MatchCase:
     def gradients(self) -> dict[str, bool]:
         return rehearse.gradients_of(self.match)
 
-    def may_have_own_backward(self) -> bool:
-        return calls.may_have_own_backward(self.match)
+    def may_have_fused_backward(self) -> bool:
+        return calls.may_have_fused_backward(self.match)
 
 
 def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
@@ -193,7 +192,7 @@ def guarded(
     i: int,
     failed: dict[int, Refusal],
 ) -> Any:
-    """The step's value, or None and a Refusal with `failure` among those that failed."""
+    """The step's value; if it raises, None, and a Refusal in `failed`."""
     try:
         return step(i, match)
     except Exception as error:
@@ -215,7 +214,7 @@ def _build_kernels(
     options: Options,
     failed: dict[int, Refusal],
 ) -> None:
-    """Compile what may be launched. A product of ours that does not compile is no candidate."""
+    """Compile what may be launched. A fused kernel that does not compile is no candidate."""
     pairs = [(m, c) for m, c in zip(matches, candidates) if c is not None]
     try:
         prepare(pairs)
@@ -224,7 +223,7 @@ def _build_kernels(
         if options.strict:
             raise
         cause = error
-    known: dict[tuple[KernelSpec, ...], BuildError] = {}  # which takes a while to find out
+    known: dict[tuple[KernelSpec, ...], BuildError] = {}  # a failing compile takes seconds
 
     def prepare_one(match: Match, choice: dict[str, Any]) -> None:
         specs = tuple(calls.kernel_specs(match, choice))
@@ -248,14 +247,14 @@ def _build_kernels(
             guarded(match, options, lambda i, m: prepare_one(m, choices[0]), i, failed)  # noqa: B023
     if removed:
         warnings.warn(
-            f"fx_fuser: the library's product is taken where ours does not compile: {cause}; "
+            f"fx_fuser uses the library where a fused kernel does not compile: {cause}; "
             "please report it",
             stacklevel=2,
         )
 
 
 def prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:
-    """All in one run of ninja."""
+    """Build and load the kernels of all choices, in one run of ninja."""
     by_device: dict[torch.device, list[KernelSpec]] = {}
     for match, choices in pairs:
         device = device_of(match)
@@ -290,14 +289,14 @@ def _pick(
     if keeps_less or options.inner != "inductor":  # which would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     help = ""
-    if not candidates[0].get("tf32", True) and may_be_tf32(_product_of(match)):
+    if not candidates[0].get("tf32", True) and may_be_tf32(_output_of(match)):
         help = "give options={'fp32': 'split'}, with which its forward stays fp32-accurate"
     return Refusal.of(match, Fault(match.root, reason, help))
 
 
-def gains(own: float, library: float) -> bool:
-    """Milliseconds. Is ours plainly less?"""
-    return own <= min(_GAIN * library, library - _SAVED)
+def gains(fused: float, library: float) -> bool:
+    """Is the fused time clearly less than the library's?  In ms."""
+    return fused <= min(_GAIN * library, library - _SAVED)
 
 
 def timing_key(
@@ -305,7 +304,7 @@ def timing_key(
     candidates: Sequence[Mapping[str, Any]],
     tensors: Sequence[rehearse.TensorForm | None],
 ) -> tuple[object, ...]:
-    """All that the times depend on, beside the machine and what `timing` adds."""
+    """Everything that the times depend on, except the machine and what `timing` adds."""
     return (
         match.site.kind,
         calls.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
@@ -314,7 +313,7 @@ def timing_key(
         list(map(str, tensors)),
         rehearse.gradients_of(match),
         rehearse.gradients_of_tensors(match),
-        matmul_tf32_requested(),  # which the library's product follows
+        matmul_tf32_requested(),  # the library's gemm follows it
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
         *(
             getattr(torch.backends.cudnn, flag)
@@ -328,15 +327,14 @@ def timing_key(
 def _compare_convolutions(
     match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[dict[str, Any] | None, str]:
-    """What is fastest, and by what figures; None where it is not ours.
+    """The fastest choices, with the figures; None if the inner compiler's convolution is faster.
 
-    Where gradients are asked for, the times are of forward and backward together.
+    If gradients are asked for, times are of forward and backward together.
     """
     library, *direct = map(dict, candidates)
-    # The inner compiler calls the library's convolution, too, turns whole graphs to the layout that
-    # suits it, and needs as few passes over its result. Only its precision may not be what is asked
-    # for.
-    asked = options.fp32 in ("split", "ieee") and may_be_tf32(_product_of(match))
+    # The inner compiler calls the library's convolution, too, converts whole graphs to the layout
+    # that suits it, and needs as few passes over the result. Only its precision may be wrong.
+    asked = options.fp32 in ("split", "ieee") and may_be_tf32(_output_of(match))
     otherwise = library if asked else None
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
@@ -355,29 +353,29 @@ def _compare_convolutions(
         return otherwise, "no memory to time it"
     if options.replays_cuda_graphs:
         found = [Timing(took.gpu) for took in found]
-    ours = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
-    times = dict(zip([LIBRARY, *ours, *(rival.name for rival in rivals)], found))
+    names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
+    times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
-    of_ours = [times.pop(name).ms for name in ours]
-    fastest, choices = min(zip(of_ours, direct), key=itemgetter(0))
+    fused_ms = [times.pop(name).ms for name in names]
+    fastest, choices = min(zip(fused_ms, direct), key=itemgetter(0))
     *_, least_kept = direct
     if least_kept["backward"] == DIRECT and options.save == "memory":
         return least_kept, note
     gained = gains(fastest, min(took.gpu for took in times.values()))
-    if gained and options.save == "auto" and _GAIN * of_ours[-1] <= fastest:
+    if gained and options.save == "auto" and _GAIN * fused_ms[-1] <= fastest:
         choices = least_kept
     return (choices if gained else otherwise), note
 
 
-def _product_of(match: Match) -> torch.Tensor:
+def _output_of(match: Match) -> torch.Tensor:
     return meta_tensor(match.site.nodes[0])  # type: ignore[return-value]
 
 
 def _rivals(
     match: Match, library: Mapping[str, Any], options: Options
 ) -> tuple[rehearse.Rival, ...]:
-    """What the inner compiler may make of the match's convolution, if it is left alone."""
-    if library["tf32"] or not may_be_tf32(_product_of(match)):
+    """The inner compiler's possible code of the match's convolution, if it is left."""
+    if library["tf32"] or not may_be_tf32(_output_of(match)):
         return (rehearse.Rival("in channels_last", library, channels_last=True),)
     if options.fp32 != "follow":
         return ()
@@ -391,13 +389,13 @@ def _rivals(
 def _compare(
     match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> tuple[dict[str, Any] | None, str]:
-    """What beats the library, forward and, in training, backward together, and by what figures.
+    """The choices that beat the library, with the figures; None if none do.
 
-    None if nothing does.
+    In training, times are of forward and backward together.
     """
     if len(candidates) == 1:
-        return None, "no kernel of ours makes this product"
-    own = candidates[1]
+        return None, "fx_fuser has no kernel for this gemm"
+    fused = candidates[1]
     tensors = rehearse.tensors_of(match)
     if tensors is None:
         return None, "sizes unknown, so not timed"
@@ -412,15 +410,15 @@ def _compare(
         return None, "no memory to time it"
     if options.replays_cuda_graphs:
         times = [Timing(took.gpu) for took in times]
-    note = f"library {times[0]}, {own['product']} {times[1]}"
+    note = f"library {times[0]}, {fused['product']} {times[1]}"
     ahead, back = times[:2], [took.gpu for took in times[2:]]
     backward = LIBRARY
     if back:
         note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
         if gains(back[1], back[0]):
-            backward = own["backward"]
+            backward = fused["backward"]
         needed = 0 if options.replays_cuda_graphs else _STEP_CALLS * ahead[1].host
         if ahead[0].gpu + back[0] < needed:
             return None, f"{note}; a training step takes the host some {needed:.2g} ms"
     gained = gains(ahead[1].ms + min(back, default=0), ahead[0].gpu + sum(back[:1]))
-    return ({**own, "backward": backward} if gained else None), note
+    return ({**fused, "backward": backward} if gained else None), note

@@ -1,4 +1,4 @@
-"""A match's kernel op on tensors of our own, as the compiled model will call it: for timing."""
+"""A match's kernel op on random tensors, called as the compiled model will call it: for timing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fx_fuser.planning.timing import Candidate
 
 @dataclass(frozen=True)
 class TensorForm:
-    """All of a tensor but its values."""
+    """A tensor without its values."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorForm:
     device: torch.device
 
     def random(self, generator: torch.Generator, deviation: float = 1.0) -> Tensor:
-        """Normal values around 0, or zeros and ones where the dtype is no float."""
+        """Normal values around 0; zeros and ones if the dtype is no float."""
         extent = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride))
         memory = torch.empty(max(extent, 0), dtype=self.dtype, device=self.device)
         if self.device != generator.device:
@@ -48,7 +48,10 @@ class TensorForm:
 
 
 def form_of(node: Node, dtype: torch.dtype | None = None) -> TensorForm | None:
-    """At the sizes of this trace, or None if one is not known when compiling; dtype: its own."""
+    """The node's form at the sizes of this trace; None if a size is not known when compiling.
+
+    dtype: by default the node's.
+    """
     return form_of_value(meta_tensor(node), dtype)
 
 
@@ -82,7 +85,7 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
 
 
 def gradients_of(match: Match) -> dict[str, bool]:
-    """Of which operands of the anchor a gradient is asked for; empty if nothing is to be saved."""
+    """Operand of the anchor → is its gradient asked for?  Empty if nothing is to be saved."""
     z: Any = meta_tensor(match.site.node)
     if not z.requires_grad:
         return {}
@@ -92,7 +95,7 @@ def gradients_of(match: Match) -> dict[str, bool]:
 
 
 def gradients_of_tensors(match: Match) -> list[bool]:
-    """Of which of the epilogue's tensors a gradient is asked for."""
+    """For each of the epilogue's tensors: is its gradient asked for?"""
     result: Any = meta_tensor(match.root)  # parameters ask for theirs under no_grad, too
     return [result.requires_grad and tensor.requires_grad for tensor in fake_tensors(match)]
 
@@ -104,9 +107,9 @@ def saves(match: Match) -> bool:
 
 @dataclass(frozen=True)
 class Rival:
-    """What stands for the inner compiler's code of a convolution: the kernel op with other choices.
+    """Stands for the inner compiler's code of a convolution: the kernel op with other choices.
 
-    channels_last: x and weight are in channels_last, as if it cost nothing to turn them.
+    channels_last: x and weight are in channels_last already; converting them is not timed.
     """
 
     name: str
@@ -120,11 +123,10 @@ def convolutions(
     tensors: Sequence[TensorForm | None],
     rivals: Sequence[Rival],
 ) -> list[Candidate]:
-    """A convolution's kernel op with each of plan's candidates, as the match will call it, and the
-    rivals.
+    """A convolution's kernel op with each of plan's candidates, then the rivals.
 
-    Where gradients are asked for, followed by its backward: of the library's the convolutions
-    alone, since the inner compiler needs fewer passes for the rest than torch's ops do.
+    If gradients are asked for, each runs its backward, too. Of the library's backward only the
+    convolutions run, since the inner compiler needs fewer passes for the rest than torch's ops.
     """
     run = _Rehearsal(match, tensors)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
@@ -147,25 +149,24 @@ def convolutions(
         return functools.partial(run.least_step, laid(dy), choices, operands)
 
     timed = [Candidate(step_of(library)) for library in candidates[:1]]
-    timed += [Candidate(step_of(own), run.calls(dy, own)) for own in candidates[1:]]
+    timed += [Candidate(step_of(fused), run.calls(dy, fused)) for fused in candidates[1:]]
     return timed + [Candidate(step_of(rival.choices, rival.channels_last)) for rival in rivals]
 
 
 def rehearsals(
     match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
 ) -> list[Candidate]:
-    """A Linear's kernel op with each of plan's candidates, as the match will call it.
-
-    In training followed by the anchor's backward with each of them.
+    """A Linear's kernel op with each of plan's candidates; in training, then the anchor's backward
+    with each.
     """
     run = _Rehearsal(match, tensors)
     if run.c.device.type == "cuda":
-        # What other data did to a kernel is not what this rehearsal is about.
-        own = [spec for choices in candidates for spec in kernel_specs(match, choices)]
-        launch.reset_fallback(own, run.c.device)
+        # Earlier data may have made a kernel fall back: time it without that.
+        specs = [spec for choices in candidates for spec in kernel_specs(match, choices)]
+        launch.reset_fallback(specs, run.c.device)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
     compare(ahead, candidates, run.c.dtype)
-    # The library's stands for the inner compiler's code, of which the host's time is not known.
+    # The library's op stands for the inner compiler's code, whose host time is unknown.
     timed = [Candidate(call, None if i == 0 else call) for i, call in enumerate(ahead)]
     if not run.needs:
         return timed
@@ -178,8 +179,8 @@ def rehearsals(
 def tail(
     match: Grown, choices: Mapping[str, Any], tensors: Sequence[TensorForm | None]
 ) -> list[Candidate]:
-    """Of a grown match with a product of ours: z alone, then also the tail in a kernel of its own,
-    which finds some of z in the L2 cache, and both in one kernel."""
+    """A grown match with a fused gemm: z alone; z, then its tail in a pointwise kernel, which finds
+    some of z in the L2 cache; both in one kernel."""
     assert match.alone is not None
     whole = _Rehearsal(match, tensors)
     product = _Rehearsal(match.alone, tensors[: len(whole.operands)])
@@ -201,11 +202,11 @@ def tail(
 
 
 class DisagreementError(RuntimeError):
-    """A kernel of ours is further from the library's result than rounding explains."""
+    """A fused kernel is further from the library's result than rounding explains."""
 
 
-# Between two ways to round: far above what either differs from the true product, far below what
-# a wrong index or a lost tile does.
+# Relative Frobenius distance: far above the rounding errors of either kernel, far below the error
+# of a wrong index or a lost tile.
 _FAR = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-5}
 _FAR_IN_TF32 = 1e-2
 _COMPARED = 2**22  # elements at most, in evenly spaced rows
@@ -217,14 +218,14 @@ def compare(
     dtype: torch.dtype,
     far: float | None = None,
 ) -> None:
-    """Raises where the last candidate's tensors are not those of the first."""
+    """Raises DisagreementError if the last run's tensors are not the first one's."""
     in_tf32 = any(choices.get("tf32") or DENSE in choices.values() for choices in candidates)
     far = far or _FAR[dtype]
     if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
-    for library, own in zip(runs[0](), runs[-1]()):
+    for library, fused in zip(runs[0](), runs[-1]()):
         step = 1 + library.numel() // _COMPARED
-        exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, own))
+        exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, fused))
         usual = exact.isfinite()  # an epilogue may take a logarithm
         exact, found = (torch.where(usual, v.double(), 0.0) for v in (exact, found))
         size, distance = (torch.linalg.vector_norm(v).item() for v in (exact, found - exact))
@@ -243,7 +244,7 @@ class _Rehearsal:
         c = meta_tensor(match.site.nodes[0])
         assert c is not None
         self.c = c
-        # Its own: the user's random state stays as it is.
+        # A generator of its own leaves the user's random state alone.
         self.generator = torch.Generator(c.device).manual_seed(0)
         count = len(self.anchor.operands)
         names = (*self.anchor.operands, *[""] * (len(tensors) - count))
@@ -263,12 +264,12 @@ class _Rehearsal:
     def call(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> tuple[FusedCall, dict[str, Tensor | None], bool]:
-        """The call, the operands that its op reads, and whether its backward is ours."""
+        """The call, the operands that its op reads, and whether its backward is fused."""
         call = fused_call(self.match, choices)
         named = dict(zip(self.anchor.operands, operands))
         read = dict(zip(named, self.anchor.kernel_operands(named, call.config)))
-        own = self.saves and call.has_own_backward([*read.values()], self.t, self.needs_t)
-        return call, read, own
+        fused = self.saves and call.has_fused_backward([*read.values()], self.t, self.needs_t)
+        return call, read, fused
 
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
@@ -277,15 +278,15 @@ class _Rehearsal:
         call, read, _ = self.call(choices, operands)
         return call.bound([*read.values()], self.t, save=self._saves(call, False))
 
-    def _saves(self, call: FusedCall, own_backward: bool) -> bool:
+    def _saves(self, call: FusedCall, fused_backward: bool) -> bool:
         needs = {name: self.needs.get(name, False) for name in self.anchor.operands}
-        return self.saves and call.saves(own_backward, needs, self.needs_t)
+        return self.saves and call.saves(fused_backward, needs, self.needs_t)
 
     def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
-        """The ops of ours that a compiled graph calls: the forward and, if it is ours, backward."""
-        call, read, own = self.call(choices, self.operands)
-        ahead = call.bound([*read.values()], self.t, save=self._saves(call, own))
-        if dy is None or not own:
+        """The fused ops that a compiled graph calls: forward and, if it is fused, backward."""
+        call, read, fused = self.call(choices, self.operands)
+        ahead = call.bound([*read.values()], self.t, save=self._saves(call, fused))
+        if dy is None or not fused:
             return ahead
         _, _, *statistics = ahead()
         _, back = call.bound_backward(read, self.t, statistics, dy, self.needs)
@@ -295,27 +296,27 @@ class _Rehearsal:
         self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """The result and the gradients that are asked for."""
-        call, read, own = self.call(choices, operands)
-        y, *products = call.run([*read.values()], self.t, save=self._saves(call, own))
-        grads, dt = gradients(call, read, self.t, products, dy, self.needs, self.needs_t)
+        call, read, fused = self.call(choices, operands)
+        y, *outputs = call.run([*read.values()], self.t, save=self._saves(call, fused))
+        grads, dt = gradients(call, read, self.t, outputs, dy, self.needs, self.needs_t)
         if call.config.get("training"):
-            grads.pop("bias", None)  # zero, but for what rounding leaves of it
+            grads.pop("bias", None)  # zero in exact arithmetic
         found = [*(grads.get(name) for name in self.anchor.operands), *dt]
         return [y, *(grad for grad in found if grad is not None)]
 
     def least_step(
         self, dy: Tensor, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """As `step`, of a backward that is not ours the convolutions alone."""
-        call, read, own = self.call(choices, operands)
-        if own:
+        """As `step`; of a backward that is not fused, the convolutions alone."""
+        call, read, fused = self.call(choices, operands)
+        if fused:
             return self.step(dy, choices, operands)
         assert isinstance(self.anchor, Conv2d)
-        y, *products = call.run([*read.values()], self.t, save=self._saves(call, own))
+        y, *outputs = call.run([*read.values()], self.t, save=self._saves(call, fused))
         if call.config["again"]:
-            products[0] = self.anchor.product_again(read, call.config)
+            outputs[0] = self.anchor.recompute(read, call.config)
         needs = {name: self.needs.get(name, False) for name in read}
-        grads = Conv2d.backward(self.anchor, read, products, call.config, dy, needs)
+        grads = Conv2d.backward(self.anchor, read, outputs, call.config, dy, needs)
         return [y, *grads.values()]
 
     def gradient_of_z(self) -> Tensor:

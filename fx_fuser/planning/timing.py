@@ -1,8 +1,8 @@
-"""Which of several candidates is fastest on this machine?  Measured once, remembered on disk.
+"""Which of several candidates is fastest on this machine?  Measured once, kept on disk.
 
 Medians of the GPU's time over interleaved rounds, each with a cold L2 cache and with the whole
-candidate queued before the GPU comes to it. The answers lie beside the kernels, in `plans` of the
-build cache, a file each, under the hash of all that they depend on.
+candidate queued before the GPU starts on it. The answers are beside the kernels, in `plans` of the
+cache folder, a file each, named by the hash of everything they depend on.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fx_fuser.native import binaries, compilers, store
 _BUDGET_MS = 40.0  # for the rounds of one candidate
 _ROUNDS = (5, 25)  # at least, at most
 _CALLS = 10  # that the host is timed over
-# From here on flushes are not doubled: the queue holds some 1000 launches, with the candidate's. A
-# host that finds it full waits, and gets no further ahead.
+# From here on flushes are not doubled: the launch queue holds some 1000 entries, the candidate's
+# included. A host that finds it full waits, and gets no further ahead.
 _FLUSHES = 256
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """run: what the GPU is timed on. call: the op alone, where the host's time for it matters."""
+    """run: timed on the GPU. call: the op alone, timed on the host, if that time matters."""
 
     run: Callable[[], object]
     call: Callable[[], object] | None = None
@@ -48,14 +48,14 @@ class Candidate:
 
 
 class Timing(NamedTuple):
-    """Milliseconds, of the host 0 where they do not matter."""
+    """Milliseconds. host: 0 if it does not matter."""
 
     gpu: float
     host: float = 0.0
 
     @property
     def ms(self) -> float:
-        """Of a graph's node at best: the two work side by side."""
+        """The least time a graph's node takes: host and GPU work side by side."""
         return max(self)
 
     def __str__(self) -> str:
@@ -71,11 +71,11 @@ def medians(
     make_candidates: Callable[[], Sequence[Candidate]],
     device: torch.device,
 ) -> list[Timing] | None:
-    """What each candidate takes on a CUDA device; None if its memory does not suffice.
+    """The times of each candidate on a CUDA device; None if it has not enough memory.
 
-    key: what the answer depends on besides GPU, driver, torch, fx_fuser and the compiler of its
-        kernels; its text counts.
-    make_candidates: called only where the answer is not known. They run without gradients.
+    key: what the answer depends on besides GPU, driver, torch, fx_fuser and the compiler of the
+        kernels; compared as text.
+    make_candidates: called only if the answer is not known. They run without gradients.
     """
     name = hashlib.sha256(repr((_machine(device), key)).encode()).hexdigest()[:32]
     with _lock:
@@ -107,7 +107,7 @@ def _driver() -> int:
 def _measure(
     make_candidates: Callable[[], Sequence[Candidate]], device: torch.device
 ) -> list[Timing] | None:
-    # Dynamo may have a mode of its own in place; autocast would cast what is cast already.
+    # Dynamo may have a dispatch mode in place; autocast would cast again.
     with (
         _disable_current_modes(),
         torch.no_grad(),
@@ -116,7 +116,7 @@ def _measure(
     ):
         try:
             return times_of(make_candidates(), device)
-        except RuntimeError as error:  # an OutOfMemoryError, or what our own ops make of one
+        except RuntimeError as error:  # an OutOfMemoryError, or what native ops make of one
             if "out of memory" not in str(error):
                 raise
             return None
@@ -159,9 +159,9 @@ class _Timer:
         return min(self.gpu_ms() for _ in range(samples))
 
     def gpu_ms(self) -> float:
-        """The GPU's time: where the host was late it may be in a sample, which is not taken then.
+        """The GPU's time, from a sample in which the host was ahead of the GPU.
 
-        A host that never gets ahead, as where the candidate synchronises, is in the least found.
+        If it never is, say since the candidate synchronises, the least sample's.
         """
         least = math.inf
         while True:
@@ -174,7 +174,7 @@ class _Timer:
             self.flushes *= 2
 
     def _sample(self) -> tuple[float, bool]:
-        """Milliseconds, and whether the host had queued all before the GPU came to it."""
+        """Milliseconds, and whether the host had queued everything before the GPU got to it."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(self.flushes):
             self.flush.zero_()
@@ -210,7 +210,7 @@ def _recall(name: str) -> list[Timing] | None:
 
 
 def _remember(name: str, times: list[Timing]) -> None:
-    """Whole or not at all; a cache that cannot be written to costs another measurement, no more."""
+    """Atomic. If the cache cannot be written to, the next process measures again."""
     with contextlib.suppress(OSError):
         store.make(store.cache_dir())
         store.make(_folder())

@@ -1,4 +1,4 @@
-"""A report as one HTML page, without scripts or other files: the table, and each graph as SVG."""
+"""A report as one HTML page, without scripts or other files: a table, and each graph as SVG."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class _Box:
 
 
 def _rows(nodes: Sequence[NodeReport]) -> dict[str, int]:
-    """By the longest path that leads to a node; inputs stand right above their first reader."""
+    """A node's row is the length of the longest path to it; inputs are right above a reader."""
     row_of: dict[str, int] = {}
     for node in nodes:
         row_of[node.name] = max((row_of[n] + 1 for n in node.inputs if n in row_of), default=0)
@@ -216,8 +216,7 @@ def _rows(nodes: Sequence[NodeReport]) -> dict[str, int]:
 
 
 def _layout(nodes: Sequence[NodeReport], of: Mapping[str, _Numbered]) -> dict[str, _Box]:
-    """Each site in columns of its own, where no other node stands; the others near what they
-    read."""
+    """Each site has columns of its own; other nodes are near what they read."""
     row_of, boxes, used = _rows(nodes), dict[str, _Box](), set[_Box]()
     sites: dict[int, list[NodeReport]] = {}
     for node in nodes:

@@ -66,14 +66,14 @@ class SiteReport:
 
     @property
     def bytes_kept(self) -> int | None:
-        """At most, from forward to backward, without parameters."""
+        """Bytes at most, from forward to backward, without parameters."""
         return None if self.kept is None else sum(self.kept.values())
 
 
 @dataclass(frozen=True)
 class MaskReport:
-    """Of one attention. done: "causal" or "open", hiding nothing, where the mask is not read any
-    more; else reason says why it is."""
+    """The mask of one attention. done: "causal" or "open" (hides nothing) if it was removed; else
+    reason says why not."""
 
     where: str
     code: str
@@ -109,8 +109,8 @@ class Report:
     """The sites of one or several graphs; prints as a table.
 
     fused: in the order of the graphs. refused: the near misses, the nearest first. others: kind →
-    number of the anchors after which nothing of a pattern comes. masks: of attention. graphs:
-    filled by `explain` only.
+    number of anchors that no part of a pattern follows. masks: of attention. graphs: filled by
+    `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Report:
 
     @property
     def attention(self) -> str:
-        """A line for each attention, or several alike, whose mask was looked at."""
+        """A line for each attention mask that was examined; equal ones share a line."""
         count = Counter(self.masks)
         said = {
             "causal": "is causal, and not read any more",
@@ -257,7 +257,7 @@ class Report:
         return html_of(self)
 
     def is_read(self) -> bool:
-        """Does the log or the trace want what `publish` gives them?"""
+        """Does anybody read what `publish` writes, the log or the trace?"""
         # torch always has a handler, which without a folder (TORCH_TRACE) writes nothing.
         handlers = torch._logging._internal.trace_log.handlers
         traced = any(getattr(handler, "root_dir", "") is not None for handler in handlers)
@@ -331,6 +331,6 @@ def _node(node: Node) -> NodeReport:
 
 
 def source_line(node: Node) -> tuple[str, str]:
-    """("file:line", code) of the innermost frame that Dynamo noted for the node."""
+    """("file:line", code) of the innermost frame that Dynamo recorded for the node."""
     source = source_of(node)
     return ("unknown", "") if source is None else (source.where, source.code)

@@ -1,4 +1,4 @@
-"""(match, plan) → what fusing saves, in bytes through memory and launches; and what it keeps."""
+"""(match, plan) → memory traffic in bytes and launches that fusing saves; bytes that it keeps."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ class Saved:
 def saved(match: Match, plan: Plan) -> Saved:
     """What one forward call saves against the user's operations run one by one.
 
-    Each of those reads its tensors and writes its result, in one launch. The fused call writes its
-    result and reads each operand once, in two launches: the product, and a pointwise kernel that
-    reads what the product wrote; or, with a product of our own, what makes its operands ready (the
-    dense product needs no such launch), and the product, whose result stays on the chip. Batch
-    statistics are a third.
-    What both do alike is left out (x, the weight, the passes for batch statistics), as is the
-    backward. Inductor fuses the pointwise operations among themselves, so against it less is saved.
+    Each of these reads its tensors and writes its result, in one launch. The fused call writes its
+    result and reads each operand once, in two launches. With the library: the gemm or convolution,
+    and a pointwise kernel that reads its output. With a fused kernel: a pass over its operands
+    (none for the dense one), and the kernel, whose z stays on the chip. Batch statistics are a
+    third.
+
+    What both do is left out (x, the weight, the passes for batch statistics), and so is backward.
+    Inductor fuses the pointwise operations among themselves, so against it less is saved.
     """
     view, site = match.view, match.site
     free = set(match.bound.tensors)
@@ -67,8 +68,8 @@ def saved(match: Match, plan: Plan) -> Saved:
 def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     """Node → bytes of it that the site keeps from forward to backward, at most; no parameters.
 
-    Empty too where the inner compiler differentiates the operations and decides. None if a size is
-    not known when compiling.
+    Empty if the inner compiler differentiates the operations and so decides. None if a size is not
+    known when compiling.
     """
     site, anchor = match.site, ANCHORS[match.site.kind]
     if not plan.native or not saves(match):
@@ -81,7 +82,7 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     operands = dict(zip(named, anchor.kernel_operands(named, call.config)))
     needs_t = gradients_of_tensors(match)
     read = call.reads({name: needs[name] for name in named}, needs_t)
-    own = plan.choices["backward"] == DIRECT
+    fused = plan.choices["backward"] == DIRECT
     held: dict[str, int | None] = {}
     for name, node in {**operands, **apply.named(match.bound.tensors, ())}.items():
         if name not in read or not isinstance(node, Node):
@@ -91,13 +92,13 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
         dtype = compute if name in anchor.cast else tensor.dtype
         if dtype != tensor.dtype or not isinstance(tensor, Parameter):  # or autocast's copy
             held[node.name] = _bytes([node], dtype)
-    if call.saves(own, {name: needs[name] for name in named}, needs_t):
+    if call.saves(fused, {name: needs[name] for name in named}, needs_t):
         held[c.name] = _bytes([c])
     return None if None in held.values() else held  # type: ignore[return-value]
 
 
 def text_of(count: int) -> str:
-    """Bytes, for people."""
+    """Bytes as text, with a unit."""
     size, units = float(count), ["bytes", "kB", "MB", "GB"]
     while size >= 1000 and len(units) > 1:
         size /= 1000
@@ -106,7 +107,7 @@ def text_of(count: int) -> str:
 
 
 def _bytes(nodes: list[Node], dtype: torch.dtype | None = None) -> int | None:
-    """Of all the tensors together, at the sizes of this trace; dtype: theirs by default."""
+    """Bytes of all the tensors together, at the sizes of this trace; dtype: by default theirs."""
     total = 0
     for node in nodes:
         tensor = meta_tensor(node)

@@ -1,1 +1,1 @@
-"""Fused sites against the model's own operations, in float64."""
+"""Fused sites compared with the model's own operations and float64."""

@@ -27,9 +27,9 @@ class Bound:
     strides: bool = True
 
 
-# What README promises under Accuracy. The floors of the 16-bit dtypes are one rounding of the
-# result, which eager may have been spared by luck; in float64 nothing more exact is there to
-# compare with, and the floor is for sums taken in another order.
+# README's Accuracy. The floors of the 16-bit dtypes are one rounding of the result, which eager may
+# have avoided by luck. float64 has nothing more exact to compare with: its floor is for sums taken
+# in another order.
 PROMISED = Bound(
     factor={torch.float32: 1.5, torch.float64: 2, torch.bfloat16: 2, torch.float16: 2},
     floor={torch.float32: 4e-7, torch.float64: 1e-12, **{d: e / 4 for d, e in _EPS.items()}},
@@ -38,10 +38,10 @@ PROMISED = Bound(
 
 @dataclass
 class Observed:
-    """What one run left behind, by name.
+    """The values of one run, by name.
 
-    grads: of parameters and inputs, those that there are. state: buffers, and inputs afterwards.
-    differentiable: for each output, whether it has a gradient.
+    grads: of parameters and inputs that have one. state: buffers, and inputs afterwards.
+    differentiable: for each output, whether it requires a gradient.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -93,8 +93,8 @@ def _fault(
         return f"strides {value.stride()}, in eager {eager.stride()}"
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return "" if torch.equal(value, eager) else "other integers than in eager"
-    # Where eager overflows or divides by zero there is nothing to hold anyone to, unless the exact
-    # value is no number either.
+    # Where eager overflows or divides by zero there is no bound, unless the exact value is not
+    # finite either.
     odd, usable = ~torch.isfinite(exact), torch.isfinite(exact) & torch.isfinite(eager)
     if not torch.equal(value[odd].nan_to_num(nan=0.5), eager[odd].nan_to_num(nan=0.5)):
         return "other infinities or NaNs than in eager"
@@ -104,12 +104,12 @@ def _fault(
         size = _size(exact, norm)
         if size < zero_up_to:  # zero in exact arithmetic: a bias under a training BatchNorm
             size = zero_up_to * 1e9
-        own = max(_size(_wide(o) - exact, norm) for o in others)
+        eagers = max(_size(_wide(o) - exact, norm) for o in others)
         error = _size(_wide(value) - exact, norm)
-        allowed = max(bound.factor[real] * own, bound.floor[real] * size)
+        allowed = max(bound.factor[real] * eagers, bound.floor[real] * size)
         if not error <= allowed:
             of = f" of {size:.3g} in norm {norm}"
-            return f"error {error:.3g}{of}, allowed {allowed:.3g} (eager's {own:.3g})"
+            return f"error {error:.3g}{of}, allowed {allowed:.3g} (eager's {eagers:.3g})"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""One site on given values: the fused op beside the user's own operations and float64."""
+"""One site on given values: the fused op, the user's own operations, and these in float64."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.rewrite import Call
 from fx_fuser.verify.accuracy import PROMISED, Observed, compare
 
-# Where terms cancel, or a tensor has few elements, eager's own error may be small by luck, and then
-# bounds nothing. As good a bound is its error on operands that differ by a rounding: so many are
-# tried before a site is called wrong.
+# Where terms cancel, or a tensor has few elements, eager's own error may be small by luck. Its
+# error on operands that differ by a rounding is as good a bound: so many are tried before a site is
+# called wrong.
 _PEERS = 16
 _BOUND = replace(PROMISED, strides=False)  # nothing is promised of a gradient's layout
 _STATISTICS = ("running_mean", "running_var")
@@ -32,17 +32,17 @@ Leaves = Mapping[Node, Tensor]
 def fault_of(
     match: Match, call: Call, values: Mapping[Node, Any], value: Tensor, tf32: bool
 ) -> str:
-    """What is wrong with the fused op on these values of its operands, or nothing.
+    """What is wrong with the fused op on these values of its operands; empty if nothing is.
 
-    value: of the last matched node, as the graph has it.
+    value: of the last matched node, as the graph computes it.
     """
     root: Any = meta_tensor(match.root)
-    product: Any = meta_tensor(match.site.nodes[0])  # under autocast narrower than operands
+    c: Any = meta_tensor(match.site.nodes[0])  # under autocast narrower than operands
     generator = torch.Generator(root.device).manual_seed(0)
 
     def rounded(tensor: Tensor) -> Tensor:
-        """Off by half a unit at most of the last place of its dtype, or of the product's."""
-        eps = max(torch.finfo(t.dtype).eps for t in (tensor, product))
+        """The tensor, off by at most half a unit in the last place of its dtype, or of c's."""
+        eps = max(torch.finfo(t.dtype).eps for t in (tensor, c))
         on = {"dtype": torch.float64, "device": root.device}
         noise = torch.rand(tensor.shape, generator=generator, **on) - 0.5
         return (tensor.double() * (1 + noise.to(tensor.device) * eps)).to(tensor.dtype)
@@ -61,7 +61,7 @@ def fault_of(
     exact = _observe(match, values, in_float64, Tensor.double)
 
     def faults_of(found: Observed, eager: Observed, exact: Observed) -> list[str]:
-        """Those that remain beside each of the peers."""
+        """The faults that remain with each of the peers as a bound."""
         faults = compare(found, eager, exact, _BOUND)
         for _ in range(_PEERS if faults else 0):
             peer = _observe(match, values, as_written, rounded)
@@ -71,7 +71,7 @@ def fault_of(
                 break
         return faults
 
-    # All the rivals read the same operands: were they those that the graph reads?
+    # All rivals read these operands. Are they the ones that the graph reads?
     in_graph = Observed({"value": value.detach()})
     alone = eager.outputs["value"]
     same = (value.dtype, value.shape) == (alone.dtype, alone.shape)
@@ -95,9 +95,9 @@ def _observe(
     run: Callable[[Leaves], list[Tensor]],
     change: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Observed:
-    """One of the rivals: its values, and the gradients of the operands that ask for one.
+    """Run one rival: its values, and the gradients of the operands that require one.
 
-    change: of the operands, where they are floating-point.
+    change: applied to floating-point operands.
     """
     root: Any = meta_tensor(match.root)
     leaves = {node: _leaf(match, node, values[node], change) for node in match.operands}
@@ -117,7 +117,7 @@ def _observe(
 
 
 def _leaf(match: Match, node: Node, value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """An operand on its own: what is computed from it reaches nothing else."""
+    """A copy of an operand: what is computed from it reaches nothing else."""
     leaf = value.detach()
     if node in [match.site.operands.get(name) for name in _STATISTICS]:
         leaf = leaf.clone()  # the only operands that a matched node writes to
@@ -127,7 +127,7 @@ def _leaf(match: Match, node: Node, value: Tensor, change: Callable[[Tensor], Te
 
 
 def _replay(match: Match, leaves: Leaves, wide: bool) -> Tensor:
-    """The matched nodes, from the operands; wide: whatever they cast to is float64 instead."""
+    """Evaluate the matched nodes from the operands; wide: casts are to float64 instead."""
     view, known = match.view, dict[Node, Any]()
 
     def value_of(reader: Node, node: Node) -> Any:
@@ -161,10 +161,8 @@ def _itself(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _by_itself() -> Iterator[None]:
-    """Autograd without what the user has set around the model.
-
-    That is the hooks by which a checkpoint ends its recomputation, compiled autograd, and the cache
-    in which autocast keeps the casts of leaves until its region ends.
+    """Autograd without what the user has set around the model: the hooks with which a checkpoint
+    stops recomputation, compiled autograd, and autocast's cache of casts of leaves.
     """
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -177,7 +175,7 @@ def _by_itself() -> Iterator[None]:
 
 @contextmanager
 def _precision(tf32: bool) -> Iterator[None]:
-    """The user's own products may take TF32 as well, where the fused one was told to."""
+    """The user's own gemms may use TF32 as well, if the fused one was told to."""
     settings: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
     before = [setting.fp32_precision for setting in settings]
     try:

@@ -1,14 +1,12 @@
 """Are the fused sites right on the user's own values?  `options={"verify": "first_call"}`.
 
 The untouched graph is interpreted once on copies of its inputs. Where a site ends, its fused op,
-the user's own operations and the same in float64 run side by side on the values of that moment, in
-training with a backward from a random gradient, and are held to the bound of `verify.accuracy`.
-What the copies were made of, the random state and all modes are as before afterwards, and nothing
-of it is kept.
+the user's own operations and these in float64 run on the same values, in training with a backward
+from a random gradient. The bound is that of `verify.accuracy`. Inputs, random state and modes are
+restored afterwards, and nothing is kept.
 
-While compiling, Dynamo gives a backend the inputs of the call that is to follow, so that is where
-the first call is verified. Only DDPOptimizer gives fake ones: then, as with "always", `watched`
-verifies when called.
+While compiling, Dynamo gives a backend the inputs of the coming call, so the first call is verified
+then. Only DDPOptimizer gives fake inputs: then, as with "always", `watched` verifies at the call.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from fx_fuser.verify.accuracy import Copier, same_random_state
 
 @dataclass
 class Verification:
-    """What is verified in one graph and its bodies.
+    """The sites to verify in one graph and its bodies.
 
     graphs: module → its untouched graph. calls: last node of a match → the match and the call that
-    is to replace it. tf32: TF32 is asked of fused products, so the user's own may take it as well.
+    is to replace it. tf32: fused gemms use TF32, so the user's own may as well.
     faults: last node → what is wrong there.
     """
 
@@ -51,7 +49,7 @@ class Verification:
         """Interpret the graph on copies of the inputs; returns the faults.
 
         Raises:
-            VerifyError: a second run of this graph would not be without consequences.
+            VerifyError: a second run of this graph would have side effects.
             Exception: what the graph itself raises on these inputs.
         """
         _refuse(module, inputs)
@@ -68,7 +66,7 @@ class Verification:
 
 
 def is_verifiable(inputs: Sequence[Any]) -> bool:
-    """Are these values, and may work be done on them now?"""
+    """Are these real values, and may kernels run on them now?"""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
     tensors = [v for v in inputs if isinstance(v, Tensor)]
@@ -76,7 +74,7 @@ def is_verifiable(inputs: Sequence[Any]) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """A size of this trace; asking the SymInt itself would add a guard."""
+    """A size in this trace; comparing the SymInt would add a guard."""
     return hint_of(value) if isinstance(value, torch.SymInt) else value
 
 
@@ -148,8 +146,8 @@ def watched(
 ) -> Callable[..., Any]:
     """`compiled`, verified at the first call with real inputs, or at every one.
 
-    as_written: the untouched graph, which takes over for good once `is_wrong`: uncompiled, since
-    the guards of whatever is compiled now would be too late.
+    as_written: the untouched graph. Once `is_wrong`, it runs in place of `compiled` for good,
+    uncompiled: guards of something compiled now would come too late.
     """
     lock = threading.Lock()
     pending: list[GraphModule] = [as_written]
