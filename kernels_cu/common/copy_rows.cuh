@@ -1,4 +1,4 @@
-// Rows of floats to rows that are dense and 16-byte aligned, as the copy engine asks for them.
+// Rows of floats to rows that are dense and 16-byte aligned, as TMA asks for them.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes initialised barriers visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void pin(uint32_t (&value)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(value[i])::"memory");
 }
 
-// ---- the copy engine (9.7.9.25) -----------------------------------------------------------------
+// ---- TMA (9.7.9.25) -----------------------------------------------------------------------------
 
 // Cache policies as createpolicy encodes them for whole accesses (CUTLASS, TMA::CacheHintSm90).
 constexpr uint64_t kEvictNormal = 0x1000000000000000;

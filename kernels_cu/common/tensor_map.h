@@ -1,4 +1,4 @@
-// What the driver's cuTensorMapEncodeTiled fills and the copy engine reads: the CUtensorMap of
+// What the driver's cuTensorMapEncodeTiled fills and TMA reads: the CUtensorMap of
 // cuda.h, which neither the kernels nor the shim include. Aligned as by CUDA 13's; by CUDA 12's it
 // is 64 bytes, which this satisfies.
 #pragma once

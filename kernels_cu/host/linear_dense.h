@@ -17,7 +17,7 @@ struct LinearDenseKernels {
   std::vector<ScalarType> operands;
 };
 
-// TFLOAT32: the copy engine rounds, where the tensor core would cut off, which triples the error.
+// TFLOAT32: TMA rounds, where the tensor core would cut off, which triples the error.
 int copied_as(ScalarType type) {
   switch (type) {
     case ScalarType::BFloat16:
@@ -112,7 +112,7 @@ bool takes_vectors(const Tensor& tensor, int64_t rows, int64_t stride) {
 }
 
 // out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
-// False, and nothing is launched, where the copy engine or the kernels' indices do not take these
+// False, and nothing is launched, where TMA or the kernels' indices do not take these
 // shapes, strides or addresses.
 bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
@@ -133,7 +133,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   const auto out_stride = row_stride(out, out);
   const auto z_stride = z ? row_stride(*z, out) : 0;
   if (!x_stride || !out_stride || !z_stride) return false;
-  // The copy engine wants rows that follow each other, by less than 2^40 bytes.
+  // TMA wants rows that follow each other, by less than 2^40 bytes.
   const auto is_copied = [&](const Tensor& tensor, int64_t rows, int64_t stride) {
     const bool in_reach = rows == 1 || (stride >= k && stride < int64_t{1} << 37);
     return in_reach && has_aligned_rows(tensor, rows, stride);
@@ -161,7 +161,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   const int64_t tiles = dense_tiles(shape, m, n);
   const int64_t element = static_cast<int64_t>(x.element_size());
   const auto map_of = [&](const Tensor& tensor, int64_t rows, int64_t stride, int box_rows) {
-    // The stride of a single row is never used, but must be one that the copy engine takes.
+    // The stride of a single row is never used, but must be one that TMA takes.
     const int64_t bytes = rows == 1 ? ceil_div(k * element, 16) * 16 : stride * element;
     return tensor_map<2>(
         copied_as(kernels.in), tensor.data_ptr(),

@@ -99,7 +99,7 @@ bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
   return true;
 }
 
-// What 16-byte loads and the copy engine ask of rows.
+// What 16-byte loads and TMA ask of rows.
 bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
   return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
@@ -198,7 +198,7 @@ int64_t split_parts(const LinearSplitKernels& kernels) {
 
 float least_sum(const SplitPlan& plan) { return kLeastSum * std::sqrt(static_cast<float>(plan.k)); }
 
-// The product of `first`, which is split, and `second`, whose values the copy engine takes.
+// The product of `first`, which is split, and `second`, whose values TMA takes.
 LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand& second,
                                    const SplitSizes& sizes, const SplitPlan& plan,
                                    const Planes& planes, const SplitWorkspace& work,

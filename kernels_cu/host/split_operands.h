@@ -1,4 +1,4 @@
-// The split product's operands: one that the pre-pass splits, and one that the copy engine takes as
+// The split product's operands: one that the pre-pass splits, and one that TMA takes as
 // it lies or of which it gets a copy.
 #pragma once
 
@@ -83,7 +83,7 @@ struct SplitOperand {
            8 * planes * static_cast<double>(rows) * static_cast<double>(k) / kWorkBandwidth;
   }
 
-  // The same values in lines that the copy engine takes; the tensor holds them.
+  // The same values in lines that TMA takes; the tensor holds them.
   Tensor move_to_aligned_lines(Kernel copy, const Tensor& like, Stream stream) {
     const bool across = transposed();
     const int64_t pitch = ceil_div(columns(), 4) * 4;
@@ -113,7 +113,7 @@ struct SplitOperand {
 
   TensorMap map() const {
     const auto unsigned64 = [](int64_t value) { return static_cast<uint64_t>(value); };
-    // A stride along one element is never used, but must be one that the copy engine takes.
+    // A stride along one element is never used, but must be one that TMA takes.
     const int64_t of_lines = lines() == 1 ? ceil_div(columns(), 4) * 4 : line_stride();
     const int64_t of_inner = inner_size == 1 ? of_lines : inner;
     const int64_t of_outer = outer_size == 1 ? of_lines : outer;

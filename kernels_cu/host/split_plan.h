@@ -107,7 +107,7 @@ struct SplitChoice {
   double seconds;     // with the copy of the operand that is not split first
 };
 
-// Seconds that a copy takes, of an operand that the copy engine does not take as it lies.
+// Seconds that a copy takes, of an operand that TMA does not take as it lies.
 struct SplitCopies {
   double x = 0;
   double weight = 0;

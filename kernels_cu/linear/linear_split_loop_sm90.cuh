@@ -245,7 +245,7 @@ __device__ __forceinline__ void spill_sums(const LinearSplitArgs& args, float (&
   }
 }
 
-__device__ __forceinline__ void unpark(const LinearSplitArgs& args, float (&sum)[64]) {
+__device__ __forceinline__ void restore_sums(const LinearSplitArgs& args, float (&sum)[64]) {
   const float4* place = spilled_sums(args);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -447,7 +447,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, Shared& sha
         for (int i = 0; i < 64; ++i) sum[i] += accumulator[i];
       }
     }
-    if (k_tiles > kChunkTiles) unpark(args, sum);
+    if (k_tiles > kChunkTiles) restore_sums(args, sum);
 
     if (!scheduler.again) scheduler.report(is_overflowed(sum));
     tile_epilogue.ready();

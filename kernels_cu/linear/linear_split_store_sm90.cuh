@@ -16,7 +16,7 @@ struct Store {
   using Values = Inputs<Operands, In...>;
   using Vectors = PackedVectors<Operands, kLinearVector, In...>;
   static constexpr int kOperands = sizeof...(In);
-  // Where partial sums go is ours to choose: they can always be stored in pairs.
+  // The host chooses where partial sums go: they can always be stored in pairs.
   static constexpr bool kIsPartial = std::is_same_v<Epilogue, Partial>;
   // kDirect: stored from the accumulators' layout, in whole sectors: partial sums, and what has
   // neither operands nor scalars, such as a product alone, which backward passes need over few k.
