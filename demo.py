@@ -141,11 +141,11 @@ def error_table(outcomes: list[Outcome]) -> str:
     lines = []
     for outcome in outcomes:
         for tensor, allowed in outcome.allowed.items():
-            ours = outcome.errors["fx_fuser"][tensor]
+            error = outcome.errors["fx_fuser"][tensor]
             against = [outcome.errors.get(name, {}).get(tensor) for name in ("eager", "inductor")]
-            numbers = [outcome.from_eager[tensor], *against, ours, allowed]
+            numbers = [outcome.from_eager[tensor], *against, error, allowed]
             shown = ["" if number is None else f"{number:.1e}" for number in numbers]
-            verdict = "ok" if ours <= allowed else "WRONG"
+            verdict = "ok" if error <= allowed else "WRONG"
             lines.append([outcome.problem, tensor, *shown, verdict])
     header = ["problem", "tensor", "fx_fuser v eager", "eager v fp64", "torch.compile v fp64"]
     return tabulate(lines, [*header, "fx_fuser v fp64", "allowed", ""], disable_numparse=True)
@@ -162,7 +162,7 @@ def time_table(outcomes: list[Outcome]) -> str:
     for outcome in outcomes:
         if not outcome.ms:
             continue
-        ours = outcome.rounds["fx_fuser"]
+        fused = outcome.rounds["fx_fuser"]
         patterns = ", ".join(site["pattern"] for site in outcome.fused) or "left to Inductor"
         line = [outcome.problem, outcome.input, patterns]
         for name in ("eager", "inductor"):
@@ -170,7 +170,7 @@ def time_table(outcomes: list[Outcome]) -> str:
         line.append(f"{outcome.ms['fx_fuser']:.3f}")
         for name in ("eager", "inductor"):
             found = outcome.rounds.get(name)
-            line.append(measure.ratio_text(found, ours) if found else "")
+            line.append(measure.ratio_text(found, fused) if found else "")
         lines.append(line)
     header = ["problem", "input", "fused", "eager ms", "torch.compile ms", "fx_fuser ms"]
     header += ["over eager", "over torch.compile"]

@@ -59,7 +59,7 @@ class Row:
     run: Callable[[], Tensor]  # returns a result that it has just made
 
 
-def _products() -> Iterator[Row]:
+def _gemms() -> Iterator[Row]:
     """fp32 gemms, and those with 16-bit operands."""
     for name, example, m, k, n in (
         ("#59 fp32", linear_sm90.SWISH, 128, 32768, 32768),
@@ -71,13 +71,13 @@ def _products() -> Iterator[Row]:
         x, weight = torch.rand(m, k, device=CUDA), torch.randn(n, k, device=CUDA) / k**0.5
         yield Row(name, (example.spec,), partial(linear_sm90.run, example, x, weight))
     x, weight = torch.randn(4096, 2048, device=CUDA), torch.randn(8192, 2048, device=CUDA)
-    product = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major(weight))
-    yield Row("N-major weight", (linear_sm90.IDENTITY.spec,), product)
+    gemm = partial(linear_sm90.run, linear_sm90.IDENTITY, x, n_major(weight))
+    yield Row("N-major weight", (linear_sm90.IDENTITY.spec,), gemm)
     for way in narrow_sm90.WAYS:
         spec = (EXACT_GEMMS if way == "exact" else MIXED_GEMMS)[torch.bfloat16]
         operands = narrow_sm90.cast(way, torch.bfloat16, x, weight)
-        product = partial(narrow_sm90.by_kernel, way, torch.bfloat16, *operands)
-        yield Row(f"{way} bf16", (spec,), product)
+        gemm = partial(narrow_sm90.by_kernel, way, torch.bfloat16, *operands)
+        yield Row(f"{way} bf16", (spec,), gemm)
 
 
 def _dense() -> Iterator[Row]:
@@ -85,8 +85,8 @@ def _dense() -> Iterator[Row]:
         x = torch.rand(m, k, device=CUDA).to(dtype)
         weight = (torch.randn(n, k, device=CUDA) / k**0.5).to(dtype)
         operands = [torch.randn(m, n, device=CUDA, dtype=dtype) for _ in example.operands]
-        product = partial(linear_dense_sm90.run, example, x, weight, None, operands)
-        yield Row(name, (example.spec(dtype),), product)
+        gemm = partial(linear_dense_sm90.run, example, x, weight, None, operands)
+        yield Row(name, (example.spec(dtype),), gemm)
 
 
 def _convolutions() -> Iterator[Row]:
@@ -181,7 +181,7 @@ def kernels(failures: list[str]) -> str:
 
 def every_row() -> Iterator[Row]:
     """Its tensors are made anew each time: all of them at once would fill a smaller GPU."""
-    for rows in (_products, _dense, _convolutions):
+    for rows in (_gemms, _dense, _convolutions):
         torch.manual_seed(0)
         yield from rows()
 

@@ -30,7 +30,7 @@ from fx_fuser.native.kernel_spec import LINEAR_DENSE, POINTWISE, Family, KernelS
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Errors that always pass: a rounding to the type or, of TF32, of the operands. cuBLAS takes some
-# small fp32 products without TF32.
+# small fp32 gemms without TF32.
 SMALL = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-3}
 
 

@@ -236,7 +236,7 @@ def special_values(
     cast: of the operands, beforehand. multiply: what is checked, if not this kernel.
     """
     m, n, k = 200, 300, 500
-    product = multiply or (lambda a, b: run(IDENTITY, a, b, chunks=chunks, first=first))
+    gemm = multiply or (lambda a, b: run(IDENTITY, a, b, chunks=chunks, first=first))
 
     def same(what: str, x: Tensor, weight: Tensor) -> None:
         x, weight = cast(x, weight)
@@ -247,7 +247,7 @@ def special_values(
             (", n_major x", n_major(x), weight),
         )
         for form, a, b in forms:
-            check(what + form, product(a, b), exact)
+            check(what + form, gemm(a, b), exact)
 
     def check(what: str, ours: Tensor, exact: Tensor) -> None:
         finite = exact.isfinite()
@@ -282,7 +282,7 @@ def special_values(
     same("tiny weight", x * 1e20, weight * 1e-30)
     same("huge weight", x * 1e-36, weight * 1e36)
     same("huge x", x * 1e36, weight * 1e-36)
-    if product(*cast(x * 1e30, weight * 1e30)).isfinite().any():  # in fp32 of either sign, or NaN
+    if gemm(*cast(x * 1e30, weight * 1e30)).isfinite().any():  # in fp32 of either sign, or NaN
         failures.append("overflow: finite values")
 
 

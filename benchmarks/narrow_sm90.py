@@ -162,8 +162,8 @@ def specials(failures: list[str]) -> None:
 
     for way, dtype in every_way():
         found: list[str] = []
-        product = functools.partial(multiply, way, dtype)
-        special_values(found, cast=functools.partial(cast, way, dtype), multiply=product)
+        gemm = functools.partial(multiply, way, dtype)
+        special_values(found, cast=functools.partial(cast, way, dtype), multiply=gemm)
         failures += [f"{way}, {dtype}: {what}" for what in found]
 
 
@@ -266,7 +266,7 @@ def main() -> int:
             tables.append(tabulate(accuracy(failures), heads, floatfmt=".1e"))
             done("accuracy")
         if not chosen.skip_timing:
-            heads = ["ms", "library", "three products", *WAYS]
+            heads = ["ms", "library", "split", *WAYS]
             tables.append(tabulate(timing(), heads, floatfmt=".4f"))
             done("timing")
     return harness.report(tables, failures)

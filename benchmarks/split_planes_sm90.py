@@ -41,7 +41,7 @@ NAN = float("nan")
 ROLES: tuple[First, ...] = ("", "x", "weight")
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def gemm(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ, by the op."""
     made: Tensor = torch.ops.fx_fuser.split_product.default(a, b, SPLIT_GEMM.name)
     return made
@@ -173,15 +173,15 @@ def same_bits(failures: list[str]) -> None:
         rows, k = ahead.shape
         unaligned = torch.empty(rows * k + 1, device=CUDA)[1:].view(rows, k).copy_(ahead)
 
-        def product(values: Tensor) -> Tensor:
+        def swish(values: Tensor) -> Tensor:
             pair = (values, other) if first == "x" else (other, values)
             return run(SWISH, *pair, chunks=chunks, first=first)
 
-        once = product(ahead)
-        same(f"{what}, n_major", product(n_major(ahead)), once)
-        same(f"{what}, unaligned", product(unaligned), once)
+        once = swish(ahead)
+        same(f"{what}, n_major", swish(n_major(ahead)), once)
+        same(f"{what}, unaligned", swish(unaligned), once)
         for _ in range(20):
-            same(f"{what}, again", product(ahead), once)
+            same(f"{what}, again", swish(ahead), once)
         batch = run(
             SWISH,
             x.expand(3, *x.shape),
@@ -214,11 +214,11 @@ def by_the_op(failures: list[str]) -> None:
             ("b n_major", a, n_major(b)),
             ("both n_major", n_major(a), n_major(b)),
         ):
-            compare(f"op, {m} x {n} x {k}, {form}", product(x, weight), a @ b.t(), exact, failures)
+            compare(f"op, {m} x {n} x {k}, {form}", gemm(x, weight), a @ b.t(), exact, failures)
     heads = torch.randn(4, 700, 12, 256, device=CUDA).transpose(1, 2)
     keys = torch.randn(4, 650, 12, 256, device=CUDA).transpose(1, 2)
     exact = heads.double() @ keys.double().mT
-    error = relative(product(heads, keys), exact)
+    error = relative(gemm(heads, keys), exact)
     if not error <= max(1.5 * relative(heads @ keys.mT, exact), 4e-7):
         failures.append(f"op, heads: {error:.2e}")
 
@@ -228,7 +228,7 @@ def split_bytes(a: Tensor, b: Tensor) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = product(a, b)
+    found = gemm(a, b)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before - found.nbytes
 
@@ -257,17 +257,17 @@ def fallbacks(failures: list[str]) -> None:
         expect("one imprecise row", small, imprecise, b)
     expect("all rows imprecise", small, b * columns, b)
     for _ in range(KNOWN_AFTER):
-        product(small, b * columns)
+        gemm(small, b * columns)
         torch.cuda.synchronize()  # a call must have ended to be known
     expect("after imprecise rows", a, b, None)
     launch.reset_fallback([SPLIT_GEMM], CUDA)
     expect("when reset", a, b, b)
     a[:, :GUESSED] = 0
-    slow = milliseconds(lambda: product(a, b))
+    slow = milliseconds(lambda: gemm(a, b))
     for _ in range(KNOWN_AFTER):
-        product(a, b)
+        gemm(a, b)
         torch.cuda.synchronize()
-    found = milliseconds(lambda: product(a, b))
+    found = milliseconds(lambda: gemm(a, b))
     if not found < 0.8 * slow:
         failures.append(f"after guesses that fail a call takes {found:.3f} ms for {slow:.3f}")
     launch.reset_fallback([SPLIT_GEMM], CUDA)

@@ -46,7 +46,7 @@ def example(
     return KernelSpec(family, name, include, scalars, acc, out, inputs)
 
 
-def _product_examples() -> list[KernelSpec]:
+def _sm90_examples() -> list[KernelSpec]:
     """The kernels that only sm_90a has."""
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
     of_norm = ("BatchNormMul", 1, f32)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     passed = [] if chosen.no_shim else [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
-        specs = _pointwise_examples() + (_product_examples() if arch == "sm_90a" else [])
+        specs = _pointwise_examples() + (_sm90_examples() if arch == "sm_90a" else [])
         sources = [batch_stats_source(), *(spec.text for spec in specs)]
         compile_all = functools.partial(cubins, sources, arch)
         passed.append(_attempt(f"{arch}: {len(sources)} sources", compile_all))

@@ -10,7 +10,7 @@ import torch
 from helpers import MUL, check, compiled, fused, leaf, linear_program
 from torch import Tensor
 
-from fx_fuser.graph.einsum import Product, classify
+from fx_fuser.graph.einsum import Gemm, classify
 
 PRODUCTS: dict[str, tuple[str, int, int]] = {
     "ik,kj->ij": ("matmul", 2, 2),
@@ -62,7 +62,7 @@ OTHERS: dict[str, tuple[int, int]] = {
 }
 
 
-def _by_product(found: Product, a: Tensor, b: Tensor) -> Tensor:
+def _by_gemm(found: Gemm, a: Tensor, b: Tensor) -> Tensor:
     a, b = a.permute(found.left), b.permute(found.right)
     return a @ (b.mT if found.op in ("linear", "bmm_nt") else b)
 
@@ -86,7 +86,7 @@ def test_an_einsum_is_that_product(equation: str) -> None:
     assert found is not None and found.op == op
     a, b = (torch.randn(s, dtype=torch.float64) for s in _sizes(equation, (ranks[0], ranks[1])))
     expected = torch.einsum(equation, a, b)
-    torch.testing.assert_close(_by_product(found, a, b), expected)
+    torch.testing.assert_close(_by_gemm(found, a, b), expected)
     assert expected.is_contiguous()  # a product's own layout
     assert a.shape[found.contracted[0]] == b.shape[found.contracted[1]]
 
@@ -109,7 +109,7 @@ def test_every_product_of_small_equations_is_right() -> None:
             ops.add(found.op)
             x, y = (torch.randn([size[c] for c in o], dtype=torch.float64) for o in (a, b))
             expected = torch.einsum(equation, x, y)
-            torch.testing.assert_close(_by_product(found, x, y), expected, msg=equation)
+            torch.testing.assert_close(_by_gemm(found, x, y), expected, msg=equation)
     assert ops == {"matmul", "linear", "bmm", "bmm_nt"}
 
 

@@ -300,7 +300,7 @@ def test_a_kernel_that_is_wrong_is_not_used(
     else:
         monkeypatch.setattr(ops.FusedCall, "bound", wrong_ahead)
     monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways())
-    with pytest.warns(UserWarning, match=r"the split product .* from the library's; please report"):
+    with pytest.warns(UserWarning, match=r"split kernel's .* from the library's; please report"):
         decision = decide(match)
     assert isinstance(decision, Refusal) and "from the library's" in decision.reason
 

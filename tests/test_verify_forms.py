@@ -125,13 +125,13 @@ def test_with_other_things_around(around: str, verified: list[str]) -> None:
 
 def test_wrong_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     anchor = library.ANCHORS["conv2d_batchnorm"]
-    right = anchor.outputs
+    right = anchor.results
 
-    def outputs(*args: Any) -> list[Tensor]:
+    def results(*args: Any) -> list[Tensor]:
         y, mean, var = right(*args)
         return [y, mean, var * 1.0001]
 
-    monkeypatch.setattr(anchor, "outputs", outputs)
+    monkeypatch.setattr(anchor, "results", results)
     with _told() as told:
         fused_compile(ThreePatterns(), strict=False, **FIRST)(images())
     assert sites() == {MUL_MUL: 1, MUL_ADD: 1}

@@ -30,7 +30,7 @@ class BatchMatMul(MatMul):
         assert x is not None and weight is not None
         if x.ndim != weight.ndim or x.ndim < 3:
             return (
-                f"its operands have ranks {x.ndim} and {weight.ndim}; a batch of products has two "
+                f"its operands have ranks {x.ndim} and {weight.ndim}; a batched matmul has two "
                 "of one rank, 3 or more"
             )
         leading = zip(x.shape[:-2], weight.shape[:-2])

@@ -55,15 +55,15 @@ def alone(view: View, site: Site) -> Match:
 
 def grow(view: View, site: Site, check: CheckAll) -> Grown | Refusal:
     """The match of the largest tail that passes `check`; a Refusal if z alone does not pass."""
-    product = alone(view, site)
-    fault = check(product)
+    smallest = alone(view, site)
+    fault = check(smallest)
     if fault is not None:
-        return Refusal.of(product, fault)
+        return Refusal.of(smallest, fault)
     closed, stop = _regions(view, site)
     refused: tuple[Node, Fault] | None = None
-    match, wildcards = product, dict[str, Operand]()
+    match, wildcards = smallest, dict[str, Operand]()
     for root, nodes in reversed(closed):
-        larger = Match(product.pattern, site, root, nodes, {}, view)
+        larger = Match(smallest.pattern, site, root, nodes, {}, view)
         fault = check(larger)
         if fault is None:
             match, wildcards = larger, _named(larger.bound)
@@ -71,8 +71,8 @@ def grow(view: View, site: Site, check: CheckAll) -> Grown | Refusal:
         refused = root, fault
     if refused is not None:
         stop = f"before {statement(refused[0])}: {refused[1].reason}"
-    smaller = None if match is product else product
-    return Grown(product.pattern, site, match.root, match.nodes, wildcards, view, smaller, stop)
+    smaller = None if match is smallest else smallest
+    return Grown(smallest.pattern, site, match.root, match.nodes, wildcards, view, smaller, stop)
 
 
 def _named(bound: Bound) -> dict[str, Operand]:

@@ -243,8 +243,8 @@ class FusedCall:
         if self.config.get("backward") != DIRECT or any(needs_t):
             return False
         dtypes = {n: v.dtype for n, v in zip(self.anchor.operands, operands) if v is not None}
-        of_product = {dtype for name, dtype in dtypes.items() if name in self.anchor.cast}
-        if of_product != {self.out} or self.out not in DIRECT_DTYPES:
+        cast = {dtype for name, dtype in dtypes.items() if name in self.anchor.cast}
+        if cast != {self.out} or self.out not in DIRECT_DTYPES:
             return False
         # The kernels read a BatchNorm's vectors in float32.
         if not {self.out, torch.float32}.issuperset(dtypes.values()):

@@ -62,7 +62,7 @@ new_empty new_full new_ones new_zeros normalize numel ones ones_like pad pow pro
 rms_norm rsqrt select setattr setitem shape sigmoid silu sin size softmax softplus sqrt stack
 std sub sum tanh to truediv type type_as var where zeros zeros_like
 """
-_WITHOUT_PRODUCTS = VIEWS | set(_NAMES.split())
+_WITHOUT_GEMMS = VIEWS | set(_NAMES.split())
 _CASTS = {"float", "to", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -105,10 +105,10 @@ def widened_from(node: Node | None) -> torch.dtype | None:
     return None
 
 
-def has_products(gm: GraphModule) -> bool:
+def has_gemms(gm: GraphModule) -> bool:
     """May Inductor's graph contain a gemm?  If not, no kernel is compiled for the passes."""
     return any(
-        called_name(node) not in _WITHOUT_PRODUCTS
+        called_name(node) not in _WITHOUT_GEMMS
         for module in gm.modules()
         if isinstance(module, GraphModule)
         for node in module.graph.nodes
@@ -206,7 +206,7 @@ class Passes:
     def over(cls, gm: GraphModule, options: Options, inputs: Sequence[Any]) -> Passes:
         """gm: the untouched graph. Compiles nothing."""
         narrow = narrow_dtypes(gm)
-        kernels = products.kernels_for(options, inputs, narrow) if has_products(gm) else None
+        kernels = products.kernels_for(options, inputs, narrow) if has_gemms(gm) else None
         return cls(options, inputs, narrow, kernels)
 
     def load(self) -> dict[str, Any]:

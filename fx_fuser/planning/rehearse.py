@@ -183,10 +183,10 @@ def tail(
     some of z in the L2 cache; both in one kernel."""
     assert match.alone is not None
     whole = _Rehearsal(match, tensors)
-    product = _Rehearsal(match.alone, tensors[: len(whole.operands)])
+    only_z = _Rehearsal(match.alone, tensors[: len(whole.operands)])
     launch.reset_fallback(kernel_specs(match, choices)[1:], whole.c.device)
     launch.reset_fallback(kernel_specs(match.alone, choices)[1:], whole.c.device)
-    alone = product.forward(choices, product.operands)
+    alone = only_z.forward(choices, only_z.operands)
     fused = whole.forward(choices, whole.operands)
     pointwise = kernel_specs(match, choices)[0]
     held = [t for t in whole.t if not travels_as_number(t)]
@@ -231,7 +231,7 @@ def compare(
         size, distance = (torch.linalg.vector_norm(v).item() for v in (exact, found - exact))
         if not distance <= far * size:
             raise DisagreementError(
-                f"the {candidates[-1]['product']} product {list(library.shape)} in {dtype} is "
+                f"the {candidates[-1]['product']} kernel's {list(library.shape)} in {dtype} is "
                 f"{distance / max(size, 1e-30):.1g} from the library's"
             )
 

@@ -206,7 +206,7 @@ class Report:
         if not self.fused and not self.refused:
             nothing = f"fx_fuser: {self.summary or 'no site of any pattern found'}"
             return "\n".join(filter(None, [nothing, self.attention]))
-        headers = ["", "pattern", "where", "operands", "dtype", "source, or why not", "product"]
+        headers = ["", "pattern", "where", "operands", "dtype", "source, or why not", "kernel"]
         widths = [None, None, 40, 40, None, 60, 30]
         if not any(s.kernel for s in self.fused):
             headers, widths = headers[:-1], widths[:-1]
