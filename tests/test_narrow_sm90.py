@@ -40,7 +40,7 @@ def test_compiles_without_spills_or_serialised_products(
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("way, dtype", narrow_sm90.every_way())
+@pytest.mark.parametrize("way, dtype", list(narrow_sm90.every_way()))
 def test_the_ops_in_torch(way, dtype, lead) -> None:
     """On a CPU, and for fake tensors."""
     x, weight = narrow_sm90.cast(way, dtype, torch.randn(*lead, 5, 7), torch.randn(4, 7))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_provenance import BF16, BOTH, F16, F32, OPTIONS, Body, Noted, check, compiled, found, pair
+from test_provenance import without_caches as without_caches
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
