@@ -22,6 +22,7 @@ import mutants_bmm
 import mutants_masks
 import mutants_matching
 import mutants_provenance
+import mutants_views
 from test_hazards import ELSEWHERE, TRAPS
 
 from fx_fuser.ops import checks
@@ -193,7 +194,7 @@ def survives(mutant: Mutant) -> bool:
 
 
 def all_mutants() -> list[Mutant]:
-    batches = mutants_matching, mutants_bmm, mutants_masks, mutants_provenance
+    batches = mutants_matching, mutants_bmm, mutants_masks, mutants_provenance, mutants_views
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]
 

@@ -114,8 +114,10 @@ TAILS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
         "v0 = cast(z, dtype=float64); v1 = mul(v0, s0); v2 = cast(v1, dtype=float32); "
         "v3 = add(v2, t0)",
     ),
-    "a view": (lambda m, z, y: torch.exp(torch.tanh(z).view(-1)), "v0 = tanh(z)"),
-    "a transpose": (lambda m, z, y: torch.tanh(z).t() * 2.0, "v0 = tanh(z)"),
+    "a reshape that copies": (
+        lambda m, z, y: torch.exp(torch.tanh(z).t().reshape(-1)),
+        "v0 = tanh(z)",
+    ),
     "an item": (lambda m, z, y: torch.tanh(z)[0] * 2.0, "v0 = tanh(z)"),
     "a reduction": (lambda m, z, y: torch.tanh(z).sum(-1) * 2.0, "v0 = tanh(z)"),
     "a softmax": (lambda m, z, y: (z * 0.125).softmax(-1), "v0 = mul(z, s0)"),

@@ -87,10 +87,16 @@ def _viewed(m: Any, x: Tensor) -> Tensor:
     return z.view(-1)
 
 
+def _copied(m: Any, x: Tensor) -> Tensor:
+    z = torch.tanh(m.lin(x))
+    return z.t().reshape(-1) * 2.0
+
+
 STOPS: dict[str, tuple[Body, str]] = {
     "nothing follows": (lambda m, x: m.lin(x), ""),
     "a reduction": (_summed, "before `z.sum(-1)`"),
-    "a view": (_viewed, "before `z.view(-1)`"),
+    "a view of the result": (_viewed, ""),
+    "a view that is copied": (_copied, "before `z.t().reshape(-1) * 2.0`"),
     "the end": (_tail, ""),
     "too many operations": (_many_operations, "after 64 operations"),
     "a write": (_written, "before the fused op would read it"),

@@ -61,6 +61,11 @@ def inner_of(nodes: Iterable[Node]) -> set[Node]:
     return {call.gemm for node, call in calls.items() if call.gemm is not node}
 
 
+def is_decomposed(node: Node) -> bool:
+    """Is it the result of a call that was decomposed?"""
+    return _KEY in node.meta
+
+
 def recompose(graph: Graph) -> None:
     """Undo `decompose` where nothing was fused. A rewrite may have replaced operands since."""
     for node in list(graph.nodes):

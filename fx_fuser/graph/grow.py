@@ -2,9 +2,9 @@
 
 The tail is the largest region of epilogue operations behind the anchor's value z that ends in one
 value, which post-dominates z: every reader of z, and of what is computed from z, leads to it. A
-view, a reduction, an output or any other operation ends the growth. If a check of `ops.checks`
-refuses a region, the next smaller one is tried. The smallest is z alone: a faster gemm or
-convolution, and no more.
+reduction, an output or any other operation ends the growth; views were moved out of its way
+(`graph.sink`). If a check of `ops.checks` refuses a region, the next smaller one is tried. The
+smallest is z alone: a faster gemm or convolution, and no more.
 
 A grown match is a `Match` of a pattern that nobody wrote, `auto_<anchor>`. After matching it is
 treated like any other. `planning.gate` decides whether the tail, or z alone, is worth a kernel.
@@ -24,6 +24,7 @@ from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
 from fx_fuser.graph.match import CheckAll, Fault, Match, Refusal
 from fx_fuser.graph.naming import statement
 from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.reindex import is_view
 from fx_fuser.graph.sites import Site
 from fx_fuser.graph.view import View
 
@@ -99,8 +100,8 @@ def _regions(view: View, site: Site) -> tuple[list[tuple[Node, frozenset[Node]]]
         written = view.written(node)
         if written is None or written.op not in OPS:
             whole = closed[-1][1] if closed else frozenset(site.nodes)
-            is_result = node.op == "output" and not waiting and len(whole) == len(nodes)
-            return closed, "" if is_result else f"before {statement(node)}"
+            is_end = not waiting and len(whole) == len(nodes) and _is_result(view, node)
+            return closed, "" if is_end else f"before {statement(node)}"
         if len(nodes) - len(site.nodes) >= MAX_STEPS:
             return closed, f"after {MAX_STEPS} operations"
         nodes.add(node)
@@ -111,3 +112,9 @@ def _regions(view: View, site: Site) -> tuple[list[tuple[Node, frozenset[Node]]]
                 waiting.add(reader)
                 heapq.heappush(queue, reader)
     return closed, ""
+
+
+def _is_result(view: View, node: Node) -> bool:
+    """Is it the graph's end, or a view that only this reads?"""
+    views = is_view(node) and all(_is_result(view, reader) for reader in view.readers[node])
+    return node.op == "output" or views

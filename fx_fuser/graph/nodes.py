@@ -46,6 +46,15 @@ def in_place_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def called_name(node: Node) -> str:
+    """Name of the function or method, without the underscore of an in-place one."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return "output" if node.op == "output" else str(name).rstrip("_")
+
+
 def meta_tensor(node: Node) -> torch.Tensor | None:
     """The fake tensor Dynamo computed for this node, or None."""
     value = node.meta.get("example_value")

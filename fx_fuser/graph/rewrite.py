@@ -30,8 +30,9 @@ class Call:
     items: dict[Node, Node] = field(default_factory=dict)
 
 
-def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> None:
-    """Put each call in the place of its match's last node; erase the matched nodes.
+def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> dict[Node, Node]:
+    """Put each call in the place of its match's last node; erase the matched nodes. Returns for
+    each of them the node that has its match's result.
 
     Of the old nodes' meta only two things are kept: the `example_value` of the node that is
     replaced, and where in the user's source it comes from.
@@ -47,6 +48,7 @@ def replace_all(graph: Graph, replacements: Sequence[tuple[Match, Call]]) -> Non
             node.args = torch.fx.node.map_arg(node.args, lambda n: result_of.get(n, n))
             node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: result_of.get(n, n))
     _erase(graph, [match for match, _ in replacements])
+    return result_of
 
 
 def _insert(match: Match, call: Call) -> Node:

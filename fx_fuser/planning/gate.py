@@ -29,6 +29,8 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.graph.nodes import called_name
+from fx_fuser.graph.reindex import PERMUTATIONS, REGROUPINGS
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
@@ -171,8 +173,9 @@ GEMMS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
 # The inner compiler fuses these with nothing. Views are looked through.
 _OPAQUE = GEMMS | {"output"}
 _OPAQUE |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
-VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten"}
-VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr", "numpy_T", "mT"}
+VIEWS = (
+    PERMUTATIONS | REGROUPINGS | {"contiguous", "chunk", "split", "getitem", "expand", "getattr"}
+)
 
 
 @dataclass(frozen=True)
@@ -213,12 +216,6 @@ def _is_fusible(node: Node) -> bool:
     return node.op in ("call_function", "call_method") and not {called_name(node)} & (
         _OPAQUE | VIEWS
     )
-
-
-def called_name(node: Node) -> str:
-    """Name of the function or method, without the underscore of an in-place one."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return "output" if node.op == "output" else str(name).rstrip("_")
 
 
 def _bytes_of(form: TensorForm) -> int:
