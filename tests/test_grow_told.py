@@ -96,7 +96,7 @@ STOPS: dict[str, tuple[Body, str]] = {
     "nothing follows": (lambda m, x: m.lin(x), ""),
     "a reduction": (_summed, "before `z.sum(-1)`"),
     "a view of the result": (_viewed, ""),
-    "a view that is copied": (_copied, "before `z.t().reshape(-1) * 2.0`"),
+    "a view that is copied": (_copied, "the result has strides (1, 4)"),
     "the end": (_tail, ""),
     "too many operations": (_many_operations, "after 64 operations"),
     "a write": (_written, "before the fused op would read it"),

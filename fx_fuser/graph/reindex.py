@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.nodes import called_name, inputs_of, meta_tensor, storages
+from fx_fuser.graph.nodes import called_name, inputs_of, meta_tensor
 
 Size = int | torch.SymInt
 Group = tuple[tuple[Size, ...], tuple[Size, ...]]
@@ -77,14 +77,14 @@ def _name(node: Node) -> str:
 
 
 def step_of(node: Node, source: Node) -> Step | None:
-    """What the view `node` does to the dimensions of `source`; None if it is no such view, or if
-    its result is a copy."""
+    """What the view `node` does to the dimensions of `source`; None if it is no such view. A
+    reshape that copies is one, too: its layout shows in the result's."""
     x, y = meta_tensor(source), meta_tensor(node)
     if x is None or y is None or not is_view(node) or inputs_of(node)[:1] != (source,):
         return None
     if any(meta_tensor(other) is not None for other in inputs_of(node)[1:]):
         return None  # view_as, whose other tensor would be read too
-    if x.dtype != y.dtype or not storages((source,)) & storages((node,)) - {None}:
+    if x.dtype != y.dtype:
         return None
     if _name(node) in PERMUTATIONS:
         order = _order(node, source, x.ndim)

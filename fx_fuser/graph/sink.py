@@ -8,9 +8,9 @@ where t' is t, seen through the views' inverse (`graph.reindex`). So the tail fo
 with nothing in between, and is matched, grown, checked and fused like any other. This edits the
 copy of the graph that is searched. What is not fused is put back as the user wrote it.
 
-A view stays where it is if an operation behind it is in place, if anything in the graph writes to
-its memory, if the mode changes (grad mode, autocast), if the operation's result is larger than the
-view, or if another operand's inverse would be a large copy.
+A view stays where it is if anything in the graph writes to its memory, if the mode changes (grad
+mode, autocast), if the operation's result is larger than the view, or if another operand's inverse
+would be a large copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from fx_fuser.graph.canonical import Expr
 from fx_fuser.graph.decompose import is_decomposed
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.nodes import called_in_place, meta_tensor, storages
+from fx_fuser.graph.nodes import meta_tensor, storages
 from fx_fuser.graph.reindex import Call, Step, inverse, is_view, same_sizes, same_steps, step_of
 from fx_fuser.graph.sites import site_at
 from fx_fuser.graph.view import View
@@ -142,7 +142,7 @@ def sink(graph: Graph) -> Sunk:
             seen |= {o: _seen_before(node, move, o, calls) for o, calls in move.inverses.items()}
         node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: seen.get(n, n))  # noqa: B023
         with torch.set_grad_enabled(move.value.requires_grad):
-            node.meta["example_value"] = move.result[-1].of(move.value)
+            node.meta["example_value"] = _fake(move.result, move.value)
     erased = {}
     for view in reversed([node for node in graph.nodes if node in finder.views]):
         if not view.users:
@@ -156,6 +156,11 @@ def sink(graph: Graph) -> Sunk:
             for reader in readers:
                 reader.replace_input_with(node, move.after[-1])
     return Sunk(graph, finder.moves, erased)
+
+
+def _fake(calls: tuple[Call, ...], tensor: Tensor) -> Tensor:
+    """The fake result of these calls of a fake tensor."""
+    return calls[-1].of(tensor) if calls else tensor
 
 
 def _reads_base(move: _Move | None, node: Node) -> bool:
@@ -226,7 +231,7 @@ class _Finder:
 
     def _read_operation(self, node: Node) -> None:
         written = self.view.written(node)
-        if written is None or written.op not in OPS or called_in_place(node):
+        if written is None or written.op not in OPS:
             return
         operands = list(dict.fromkeys(_leaves(written)))
         known = {o: self.viewed[o] for o in operands if o in self.viewed}
@@ -256,11 +261,15 @@ class _Finder:
                     return None
                 inverses[operand] = calls
         result = inverse(viewed.steps, value)
-        if result is None or result[-1].strides is None or not self._can_move(node, *bases):
+        if (
+            result is None
+            or any(call.strides is None for call in result)
+            or not self._can_move(node, *bases)
+        ):
             return None
         behind = [inverse(viewed.steps[i:], value) for i in range(1, len(viewed.steps))]
         with torch.set_grad_enabled(value.requires_grad):
-            tensors = [*(calls[-1].of(value) for calls in behind if calls), value]
+            tensors = [*(_fake(calls or (), value) for calls in behind), value]
         views = [(_Written.of(v), s, t) for (v, s), t in zip(viewed.views, tensors)]
         return _Move(_Written.of(node), bases, inverses, result, views)
 
