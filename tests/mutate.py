@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutants_bmm
+import mutants_install
 import mutants_masks
 import mutants_matching
 import mutants_provenance
@@ -193,7 +194,9 @@ def survives(mutant: Mutant) -> bool:
 
 
 def all_mutants() -> list[Mutant]:
-    batches = mutants_matching, mutants_bmm, mutants_masks, mutants_provenance
+    batches = (
+        mutants_matching, mutants_bmm, mutants_install, mutants_masks, mutants_provenance
+    )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]
 

@@ -1,4 +1,4 @@
-"""Libraries that call `torch.compile` themselves, with Inductor, fuse once fx_fuser is installed."""
+"""Libraries that call `torch.compile` themselves, with Inductor: fx_fuser installed, they fuse."""
 
 from __future__ import annotations
 
