@@ -121,6 +121,7 @@ def test_blocks_nest_and_end_in_any_order() -> None:
     inner.__enter__()
     assert installation._current() == installation._parsed(OPTIONS)
     outer.__exit__(None, None, None)
+    assert compile_fx.compile_fx is not INDUCTOR
     fx_fuser.install({"patterns": []})
     assert installation._current() == installation._parsed(OPTIONS)
     inner.__exit__(None, None, None)
@@ -291,10 +292,10 @@ def test_a_failure_of_ours(monkeypatch: pytest.MonkeyPatch, module: Any, name: s
 
 def test_a_failure_at_one_site_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next start may do better."""
-    model = linear_program(lambda m, x: gate(m, x) + torch.tanh(m.bare(x)))
-    x, make = torch.randn(4, 8), calls.graph_call
+    model, x, make = gated(), torch.randn(4, 8), calls.graph_call
     fx_fuser.install({**OPTIONS, "strict": False})
-    with inductor_config.patch(force_disable_caches=False), fresh_cache():
+    caches = inductor_config.patch(force_disable_caches=False)
+    with caches, fresh_cache(), torch.no_grad():
         with monkeypatch.context() as patch, pytest.warns(UserWarning, match="own fault"):
             patch.setattr(calls, "graph_call", _boom)
             torch.testing.assert_close(torch.compile(model)(x), model(x))
