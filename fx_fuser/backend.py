@@ -16,16 +16,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
-from torch._inductor.exc import InductorError
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser import patterns
+from fx_fuser import fallback, patterns
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
-from fx_fuser.graph.bodies import bodies, copy_of, restorable, twin
+from fx_fuser.graph.bodies import bodies, copy_of, twin
 from fx_fuser.graph.decompose import decompose, recompose
 from fx_fuser.graph.grow import AUTO, Grown, alone, auto_pattern, grow
 from fx_fuser.graph.match import Fault, Match, Refusal, find
@@ -49,6 +47,13 @@ from fx_fuser.report.traffic import Saved, kept, saved
 from fx_fuser.verify import verification
 
 log = logging.getLogger("fx_fuser.backend")
+
+Compiled = Callable[..., Any]
+CompileInner = Callable[[Options], Compiled]  # one graph, with these options for Inductor
+# (graph module, its inputs, options, compile_inner) → what was compiled, and what was fused
+Attempt = Callable[
+    [GraphModule, Sequence[Any], Options, CompileInner], "tuple[Compiled | None, Outcome]"
+]
 
 _registry: list[Pattern] = []
 
@@ -100,55 +105,74 @@ def fx_fuser(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Compiled:
     """Compile one Dynamo graph; the backend function of `torch.compile`.
 
     Raises OptionError for a bad option. Where fx_fuser itself fails, the user's own graph is
     compiled and one warning says why; `options={"strict": True}` raises instead.
     """
     chosen = Options.parse(mode, options, [p.name for p in _registry])
-    compile_inner = chosen.inner_compiler()
-    compiled = None
-    at_calls = chosen.verify == "always" or not verification.is_verifiable(example_inputs)
-    matches: list[Match] = []
-    taken: list[Mask] = []
-    with restorable(gm) as restore:
-        try:
-            as_written = twin(gm) if chosen.verify != "never" and at_calls else None
-            coming = provenance.Passes.over(gm, chosen, example_inputs)
-            outcome = fuse(gm, chosen, inputs=example_inputs, beside=coming.kernels or {})
-            passes = coming.load()
-            outcome.tell(chosen.strict)
-            if outcome.matches or passes:
-                with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
-                    compiled = chosen.with_passes(passes).inner_compiler()(gm, example_inputs)
-                matches = outcome.matches
-            elif outcome.masks:
-                compiled = compile_inner(gm, example_inputs)
-            taken = outcome.masks
-        except Exception as error:
-            # Dynamo's exceptions steer its analysis (restart, skip the frame), and a bad option is
-            # the user's error: fx_fuser did not fail. Inductor's are subclasses and steer nothing.
-            steers = isinstance(error, TorchDynamoException)
-            steers = steers and not isinstance(error, InductorError)
-            if chosen.strict or steers or isinstance(error, OptionError):
-                raise
-            restore()
-            warnings.warn(
-                f"fx_fuser leaves a graph unfused: {type(error).__name__}: {error}", stacklevel=2
-            )
-            log.info("the graph is compiled as the user wrote it", exc_info=True)
-    eviction.keep_below(chosen.cache_size)
-    if compiled is None:
-        return compile_inner(gm, example_inputs)
-    for match in matches:
+    chosen.inner_compiler()  # raises here if an option of Inductor's has a wrong type
+
+    def compile_inner(options: Options) -> Compiled:
+        made: Compiled = options.inner_compiler()(gm, example_inputs)
+        return made
+
+    return compile_graph(gm, example_inputs, chosen, compile_inner)
+
+
+def compile_graph(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    compile_inner: CompileInner,
+    attempt: Attempt | None = None,
+) -> Compiled:
+    """The graph, fused and compiled by `attempt`, which by default fuses first.
+
+    Where that fails or finds nothing to fuse, `compile_inner` compiles the user's own graph.
+    """
+    make = attempt or fuse_and_compile
+    at_calls = options.verify == "always" or not verification.is_verifiable(inputs)
+    as_written: GraphModule | None = None
+
+    def fused() -> tuple[Compiled | None, Outcome]:
+        nonlocal as_written
+        as_written = twin(gm) if options.verify != "never" and at_calls else None
+        return make(gm, inputs, options, compile_inner)
+
+    with fallback.compiling():
+        compiled, outcome = fallback.result_or_none(gm, options.strict, fused) or (None, Outcome())
+        eviction.keep_below(options.cache_size)
+        if compiled is None:
+            return compile_inner(options)
+    for match in outcome.matches:
         counters["fx_fuser"][match.pattern.name] += 1
-    for mask in taken:
+    for mask in outcome.masks:
         counters["fx_fuser_masks"][mask.done] += 1
-    if as_written is None or not matches:
+    if as_written is None or not outcome.matches:
         return compiled
-    is_wrong = functools.partial(_is_wrong, chosen)
-    return verification.watched(compiled, as_written, is_wrong, chosen.verify == "always")
+    is_wrong = functools.partial(_is_wrong, options)
+    return verification.watched(compiled, as_written, is_wrong, options.verify == "always")
+
+
+def fuse_and_compile(
+    gm: GraphModule, inputs: Sequence[Any], options: Options, compile_inner: CompileInner
+) -> tuple[Compiled | None, Outcome]:
+    """Inductor and its caches see the rewritten graph."""
+    coming = provenance.Passes.over(gm, options, inputs)
+    outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
+    passes = coming.load()
+    outcome.tell(options.strict)
+    if outcome.matches or passes:
+        return compile_tagged(compile_inner, options.with_passes(passes)), outcome
+    return compile_inner(options) if outcome.masks else None, outcome
+
+
+def compile_tagged(compile_inner: CompileInner, options: Options) -> Compiled:
+    """Compile with fx_fuser's part in the keys of Inductor's caches."""
+    with torch.compiler.config.patch(cache_key_tag=_cache_tag()):  # type: ignore[attr-defined]
+        return compile_inner(options)
 
 
 def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:

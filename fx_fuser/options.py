@@ -13,8 +13,9 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
-# Inductor's settings for fx_fuser's passes: one over the joint graph of forward and backward,
-# before it is partitioned, and the last over each of the two.
+# Inductor's settings for fx_fuser's passes: the first over Dynamo's graph, one over the joint graph
+# of forward and backward, before it is partitioned, and the last over each of the two.
+FIRST_PASS = "pre_grad_custom_pass"
 JOINT_PASS = "joint_custom_post_pass"
 LAST_PASS = "post_grad_custom_post_pass"
 # Inductor may give a tensor padded strides for readers of its views, and none where a custom op

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutants_bmm
+import mutants_install
 import mutants_masks
 import mutants_matching
 import mutants_provenance
@@ -194,7 +195,10 @@ def survives(mutant: Mutant) -> bool:
 
 
 def all_mutants() -> list[Mutant]:
-    batches = mutants_matching, mutants_bmm, mutants_masks, mutants_provenance, mutants_views
+    batches = (
+        mutants_matching, mutants_bmm, mutants_install, mutants_masks, mutants_provenance,
+        mutants_views,
+    )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]
 

@@ -24,7 +24,17 @@ FLOORS = (
     ("passes",),
     ("verify",),
     ("report",),
-    ("backend", "__init__", "explain", "testing", "cache", "build", "wheel"),
+    (
+        "backend",
+        "fallback",
+        "installation",
+        "__init__",
+        "explain",
+        "testing",
+        "cache",
+        "build",
+        "wheel",
+    ),
 )
 FLOOR_OF = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 # What the rooms of kernels_cu include: the host, of other rooms, only what both sides share.

@@ -1,0 +1,271 @@
+"""install(): `torch.compile(model)` fuses, with no backend named.
+
+What is installed stands around Inductor's entry, `compile_fx`. For each graph it adds settings to
+those that Inductor is called with, as the backend does: Inductor binds these to the graph, also to
+its backward, which it compiles later and often in another thread. Its global settings do neither:
+since torch 2.13 each thread has its own.
+
+From torch 2.13 on the rewriting itself is one of these settings, Inductor's pass over the graph
+before autograd (`Fusion`). It has a `uuid`, so Inductor looks into its caches first, and on a hit
+the pass does not run. It is called there with a graph alone, of the module or of a region in it;
+what it needs to know besides is given to it here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import codecache, compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
+from torch.fx import Graph, GraphModule
+
+from fx_fuser import backend, fallback
+from fx_fuser.anchors.conv2d import conv_tf32_allowed
+from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.errors import OptionError
+from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.subclasses import is_user_class
+from fx_fuser.native import binaries
+from fx_fuser.options import FIRST_PASS, Options
+from fx_fuser.passes import provenance
+from fx_fuser.planning import plan
+
+_HAS_LATE_PASSES = hasattr(codecache, "resolve_pre_grad_pass_timing")  # torch 2.13
+
+_lock = threading.Lock()
+_everywhere: list[Options] = []  # of `install`: none, or one
+_blocks: list[_Block] = []  # of `installed`, the innermost last
+
+
+class _Block:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+
+def install(options: Mapping[str, Any] | None = None) -> None:
+    """From now on, `torch.compile(model)` and `backend="inductor"` fuse, in every thread.
+
+    options: as for the backend, but for what is Inductor's own: give `mode` and Inductor's options
+    to `torch.compile`. A second call replaces the options of the first.
+
+    What is already compiled stays as it is; `torch._dynamo.reset()` drops it. Raises OptionError
+    for a bad option.
+    """
+    chosen = _parsed(options)
+    with _lock:
+        _everywhere[:] = [chosen]
+        _stand_in()
+
+
+def uninstall() -> None:
+    """End what `install` began, if anything; what is compiled meanwhile stays as it is."""
+    with _lock:
+        _everywhere.clear()
+        _step_aside()
+
+
+@contextmanager
+def installed(options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """As `install`, while the block runs; the innermost block's options count.
+
+    A model is compiled when it is first called, so call it in the block.
+    """
+    block = _Block(_parsed(options))
+    with _lock:
+        _blocks.append(block)
+        _stand_in()
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks.remove(block)
+            _step_aside()
+
+
+def _parsed(options: Mapping[str, Any] | None) -> Options:
+    chosen = Options.parse(None, options, [p.name for p in backend.registered_patterns()])
+    if chosen.inner != "inductor":
+        raise OptionError(
+            f"option 'inner' is {chosen.inner!r}, but what is installed is for Inductor; name the "
+            'backend instead: torch.compile(model, backend="fx_fuser")'
+        )
+    for name in ("mode",) * (chosen.mode is not None) + tuple(chosen.inductor):
+        raise OptionError(f"option {name!r} is Inductor's; give it to torch.compile")
+    return chosen
+
+
+def _current() -> Options | None:
+    with _lock:
+        return _blocks[-1].options if _blocks else next(iter(_everywhere), None)
+
+
+# ---- Inductor's entry --------------------------------------------------------------------------
+
+
+def _stand_in() -> None:
+    if not getattr(compile_fx.compile_fx, "is_fx_fusers", False):
+        compile_fx.compile_fx = _around(compile_fx.compile_fx)
+
+
+def _step_aside() -> None:
+    """If another library stands before ours, ours stays, and passes everything on."""
+    if _blocks or _everywhere or not getattr(compile_fx.compile_fx, "is_fx_fusers", False):
+        return
+    compile_fx.compile_fx = compile_fx.compile_fx.__wrapped__  # type: ignore[attr-defined]
+
+
+def _around(inductor: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(inductor)
+
+    @functools.wraps(inductor)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        options = _current()
+        given = signature.bind(*args, **kwargs).arguments
+        gm, inputs = given["model_"], given["example_inputs_"]
+        # Inductor calls itself, and the backend calls it. An exported program has to run in C++.
+        if options is None or fallback.is_compiling() or V.aot_compilation:
+            return inductor(*args, **kwargs)
+        if not isinstance(gm, GraphModule) or not provenance.has_gemms(gm):
+            return inductor(*args, **kwargs)
+
+        def compile_inner(options: Options) -> backend.Compiled:
+            made: backend.Compiled = inductor(**{**given, "config_patches": dict(options.inductor)})
+            return made
+
+        options = replace(options, inductor=given.get("config_patches") or {})
+        attempt = _compile_then_fuse if _can_be_late(options) else backend.fuse_and_compile
+        return backend.compile_graph(gm, inputs, options, compile_inner, attempt)
+
+    fused.is_fx_fusers = True  # type: ignore[attr-defined]
+    return fused
+
+
+# ---- the pass ----------------------------------------------------------------------------------
+
+
+def _can_be_late(options: Options) -> bool:
+    """May Inductor run the pass, and leave it out where its caches have the graph?
+
+    Not if sites are verified on each start, or if a check of a pattern has no file to name its
+    version. And not beside a pass of the user's own: it may edit the graph in place, which then
+    could not be put back as it was.
+    """
+
+    def setting(name: str) -> Any:
+        return options.users_pass(name)
+
+    return (
+        _HAS_LATE_PASSES
+        and options.verify == "never"
+        and not setting(FIRST_PASS)
+        and setting("use_pre_grad_passes")
+        and setting("pre_grad_pass_timing") != "early"
+        # These work on other modules than they are given.
+        and not (setting("freezing") or setting("cpp_wrapper") or setting("fx_wrapper"))
+        and all(_version_of(p) is not None for p in backend.registered_patterns())
+    )
+
+
+def _compile_then_fuse(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    compile_inner: backend.CompileInner,
+) -> tuple[backend.Compiled | None, backend.Outcome]:
+    """Inductor looks into its caches first. On a hit no outcome is known."""
+    passes = provenance.Passes.over(gm, options, inputs).load()
+    fusion = Fusion(gm, inputs, options)
+    try:
+        settings = options.with_passes({**passes, FIRST_PASS: [fusion]})
+        compiled = backend.compile_tagged(compile_inner, settings)
+    except _NotForCaches:
+        compiled = backend.compile_tagged(compile_inner, options.with_passes(passes))
+    finally:
+        fusion.gm, fusion.inputs = None, ()  # the pass lives as long as Inductor's settings
+    return compiled, fusion.outcome or backend.Outcome()
+
+
+class _NotForCaches(Exception):
+    """fx_fuser failed at a site. The rewritten graph is right, but the next start may do better,
+    so it must not be kept under the key of the graph as the user wrote it."""
+
+
+class Fusion(CustomGraphPass):
+    """Inductor's pass over one Dynamo graph before autograd, with the regions in it.
+
+    outcome: what was fused; None if it did not run.
+    """
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
+        self.gm: GraphModule | None = gm
+        self.inputs = inputs
+        self.options = options
+        self.outcome: backend.Outcome | None = None
+        self._uuid = _uuid_of(inputs, options)  # Inductor asks for it later, too
+
+    def __call__(self, graph: Graph) -> None:
+        if self.gm is None or graph is not self.gm.graph:
+            return  # of a region, which `fuse` finds itself
+        # As when Dynamo calls a backend.
+        with torch._C._DisablePythonDispatcher():
+            outcome = backend.fuse(self.gm, self.options, inputs=self.inputs)
+            outcome.tell(self.options.strict)
+        self.outcome = outcome
+        if outcome.failed:
+            raise _NotForCaches
+
+    def uuid(self) -> str:
+        return self._uuid
+
+
+def _uuid_of(inputs: Sequence[Any], options: Options) -> str:
+    """Everything that decides what is fused, besides graph, inputs and settings of Inductor's and
+    of autocast: these are in the keys of its caches."""
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    decides = (
+        binaries.fingerprint(),
+        replace(options, inductor={}),
+        [_version_of(pattern) for pattern in backend.registered_patterns()],
+        (matmul_tf32_requested(), conv_tf32_allowed()),
+        sorted((str(device), plan.unavailable(device)) for device in devices),
+        [type(tensor).__qualname__ for tensor in tensors if is_user_class(tensor)],
+        _shared_memory(tensors),
+    )
+    return hashlib.sha256(repr(decides).encode()).hexdigest()
+
+
+def _version_of(pattern: Pattern) -> tuple[str, ...] | None:
+    """What it searches for, and the text of the file its check is in; None if there is no file."""
+    check = ""
+    if pattern.check is not None:
+        try:
+            file = Path(inspect.getfile(pattern.check))
+            check = hashlib.sha256(file.read_bytes()).hexdigest()
+        except (OSError, TypeError):
+            return None
+    return pattern.name, pattern.kind, str(pattern.epilogue), str(pattern.wildcards), check
+
+
+def _shared_memory(tensors: Sequence[Tensor]) -> list[int]:
+    """For each tensor the place of the first one in the same memory."""
+    places: dict[Any, int] = {}
+    return [places.setdefault(_memory_of(t), i) for i, t in enumerate(tensors)]
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # of a subclass that wraps others
+        return id(tensor)
