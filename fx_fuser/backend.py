@@ -259,7 +259,7 @@ def fuse(
             report.add_refusal(refusal, read.view, index)
         outcome.failed += [refusal for refusal in read.refusals if refusal.failed]
         for site in read.others:
-            report.add_other(site)
+            report.add_other(site, read.view, read.gainless.get(site.node, ""))
         for mask in read.masks:
             report.add_mask(mask)
         outcome.masks += (taken := [mask for mask in read.masks if mask.done])
@@ -346,13 +346,15 @@ def _faults(
 
 @dataclass
 class Reading:
-    """What was found in one graph. No node belongs to two matches. others: kind → number of the
-    anchors that no part of a pattern follows. masks: of attention."""
+    """What was found in one graph. No node belongs to two matches. others: anchors that no part of
+    a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. masks: of
+    attention."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     others: list[Site] = field(default_factory=list)
+    gainless: dict[Node, str] = field(default_factory=dict)
     masks: list[Mask] = field(default_factory=list)
 
 
@@ -408,6 +410,9 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
         try:
             fault_of = functools.partial(_fault_of, taken=taken)
             found = _grown_at(read.view, site, fault_of, options)
+            if isinstance(found, str):
+                read.gainless[site.node] = found
+                continue
         except Exception as error:
             if options.strict or isinstance(error, OptionError):
                 raise
@@ -417,22 +422,23 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
         if isinstance(found, Match):
             read.matches.append(found)
             taken |= found.nodes
-        elif found is not None and (found.failed or site.node not in told):
+        elif found.failed or site.node not in told:
             read.refusals.append(found)
 
 
 def _grown_at(
     view: View, site: Site, fault_of: Callable[[Match], Fault | None], options: Options
-) -> Grown | Refusal | None:
-    """The grown match, or why there is none; None if no fused kernel may gain."""
+) -> Grown | Refusal | str:
+    """The grown match, or why there is none: as words if no fused kernel may gain."""
     only = alone(view, site)
     if meta_tensor(site.node) is not None and not plan.runs_native(only, options):
-        return None
+        return plan.ON_CPU
     fault = fault_of(only)
     if fault is not None:
         return Refusal.of(only, fault)
-    if not plan.may_gain(only, options):
-        return None
+    gainless = plan.no_gain(only, options)
+    if gainless:
+        return gainless
     grown = grow(view, site, fault_of)
     has_tail = isinstance(grown, Grown) and grown.alone is not None
     left = provenance.why_left(site, options, has_tail)

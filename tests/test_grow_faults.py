@@ -41,7 +41,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "growing": (backend, "grow", _site_of_first),
     "its regions": (grow, "_regions", _site_of_first),
     "z alone": (backend, "alone", _site_of_first),
-    "whether there is a kernel": (plan, "may_gain", lambda m, *_: of_first(m)),
+    "whether there is a kernel": (plan, "no_gain", lambda m, *_: of_first(m)),
     "a check": (checks, "fault_of", of_first),
     "the candidates": (ANCHORS["linear"], "candidates", lambda case: of_first(case)),
     "the choice": (plan, "_pick", lambda m, *_: of_first(m)),
@@ -150,7 +150,7 @@ def test_a_bad_option_is_no_fault_of_a_site(monkeypatch: pytest.MonkeyPatch) -> 
     def candidates(*_: Any) -> Any:
         raise OptionError("give another")
 
-    monkeypatch.setattr(plan, "may_gain", candidates)
+    monkeypatch.setattr(plan, "no_gain", candidates)
     with pytest.raises(Exception, match="give another"):
         compiled(_model(), **GROWTH, strict=False)(torch.randn(4, 8))
 

@@ -104,7 +104,7 @@ def test_near_misses_are_ranked_and_the_rest_is_one_line(report: Report) -> None
     assert [s.where for s in report.refused] == [line_of(mark) for mark in MISSES]
     assert [s.missing for s in report.refused] == [0, 0, 0, 1, 1, 2]
     assert report.others == {"Linear": 2}
-    assert str(report).endswith("2 other Linear sites are followed by nothing a pattern has")
+    assert "\n2 other Linear sites are followed by nothing a pattern has\n  " in str(report)
 
 
 def test_no_name_of_fx_is_in_a_reason(report: Report) -> None:
@@ -336,23 +336,47 @@ def test_one_operation_off(body: Body, op: str, reason: str) -> None:
     assert site.missing == 1
 
 
-FAR: dict[str, Body] = {
-    "nothing": lambda m, x, y: m.lin(x),
-    "relu": lambda m, x, y: torch.relu(m.lin(x)),
-    "gelu": lambda m, x, y: F.gelu(m.lin(x)),
-    "a residual after dropout": lambda m, x, y: F.dropout(m.lin(x), 0.5) + y,
-    "scaled": lambda m, x, y: m.lin(x) * 2.0 + y,
-    "softmax": lambda m, x, y: torch.softmax(m.lin(x), -1) * y,
-    "two off": lambda m, x, y: torch.relu(torch.tanh(m.lin(x))) * y * 2.0,
+FAR: dict[str, tuple[Body, str]] = {  # and what follows
+    "nothing": (lambda m, x, y: m.lin(x), "the end"),
+    "relu": (lambda m, x, y: torch.relu(m.lin(x)), "relu"),
+    "gelu": (lambda m, x, y: F.gelu(m.lin(x)), "gelu"),
+    "a residual after dropout": (lambda m, x, y: F.dropout(m.lin(x), 0.5) + y, "dropout"),
+    "scaled": (lambda m, x, y: m.lin(x) * 2.0 + y, "mul"),
+    "softmax": (lambda m, x, y: torch.softmax(m.lin(x), -1) * y, "softmax"),
+    "two off": (lambda m, x, y: torch.relu(torch.tanh(m.lin(x))) * y * 2.0, "tanh"),
 }
 
 
-@pytest.mark.parametrize("body", FAR.values(), ids=FAR.keys())
-def test_far_is_in_the_summary(body: Body) -> None:
+@pytest.mark.parametrize("body, follows", FAR.values(), ids=FAR.keys())
+def test_far_is_in_the_summary(body: Body, follows: str) -> None:
     torch._dynamo.reset()
     report = fx_fuser.explain(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
     assert (report.fused, report.refused, report.others) == ([], [], {"Linear": 1})
-    assert str(report) == "fx_fuser: 1 Linear site is followed by nothing a pattern has"
+    summary, line = str(report).splitlines()
+    assert summary == "fx_fuser: 1 Linear site is followed by nothing a pattern has"
+    reason = "on a CPU Inductor does as well by itself"
+    assert line.startswith(f"  1 × Linear, followed by {follows}: {reason}; say ")
+    assert "test_near.py:" in line and "m.lin(x)" in line
+    assert type(report).from_json(report.to_json()) == report
+
+
+def test_what_is_left_is_grouped() -> None:
+    """Equal ones share a line, which has the place of the first."""
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.GELU())))
+    lines = str(fx_fuser.explain(model, torch.randn(4, 8), options={"auto": False})).splitlines()
+    assert len(lines) == 2 and lines[1].startswith("  3 × Linear, followed by gelu; say ")
+
+
+def test_no_advice_that_cannot_help() -> None:
+    """Neither a gemm nor a view in between is an operation too many; no pattern has a cast."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
+        between = torch.sigmoid(m.bare(m.lin(x)[:, :1].expand(4, 8)))
+        return between * y * 2.0, torch.sigmoid(m.lin(x).half()).float() * y
+
+    sites = misses(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
+    said = " ".join(site.reason + site.help for site in sites)
+    assert "stands in between" not in said and "pattern with" not in said
 
 
 @pytest.mark.parametrize("tail", [torch.relu, lambda z: z, lambda z: z + 1.0])

@@ -32,6 +32,7 @@ from fx_fuser.graph.match import Refusal
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
 from fx_fuser.ops import library as ops
+from fx_fuser.options import Options
 from fx_fuser.planning import plan, rehearse, timing
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
@@ -387,3 +388,20 @@ def test_a_bad_option_is_no_fault_of_ours_to_survive(on_gpu: Any) -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     with pytest.raises(BackendCompilerFailed, match="set it to 'ieee'"):
         torch.compile(swish, backend="fx_fuser", options={"fp32": "ieee"})(*linear_tensors())
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, words",
+    [
+        (torch.float32, (4096, 512, 512), ""),
+        (torch.float32, (4, 16, 8), "some 10 us"),
+        (torch.bfloat16, (4096, 512, 512), "in bfloat16 the library's gemm is as fast"),
+    ],
+)
+def test_why_no_kernel_may_gain(
+    match_of: Any, on_gpu: Any, dtype: torch.dtype, sizes: tuple[int, int, int], words: str
+) -> None:
+    m, k, n = sizes
+    match = match_of(swish, torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype))
+    reason = plan.no_gain(match, Options.parse(None, {}, []))
+    assert words in reason and bool(reason) == bool(words)

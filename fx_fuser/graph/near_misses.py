@@ -36,7 +36,8 @@ from fx_fuser.graph.match import (
 from fx_fuser.graph.naming import at, called, infix, returned, without_break
 from fx_fuser.graph.nodes import inputs_of, meta_tensor, writes_of
 from fx_fuser.graph.pattern import Pattern, size_of
-from fx_fuser.graph.sites import Site
+from fx_fuser.graph.reindex import is_view
+from fx_fuser.graph.sites import Site, site_at
 from fx_fuser.graph.source import op_of
 from fx_fuser.graph.view import View
 
@@ -73,6 +74,8 @@ def _one_off(
     # The pattern's own check never sees a supposed graph.
     unchecked = [(pattern, replace(pattern, check=None)) for pattern in patterns]
     for node in reached[1:]:
+        if is_view(node) or site_at(view, node) is not None:
+            continue  # no other operation in its place, and no advice to leave it out, would help
         sources = [v for v in _values_read(view, node) if v in reached]
         if len(sources) > 1:
             continue
@@ -95,7 +98,7 @@ def _one_off(
 
 def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
     said = view.canonical(node)
-    fusible = said is not None and said.op in OPS
+    fusible = said is not None and said.op in OPS and said.op not in ("cast", "identity")
     help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
     value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
     place = "" if value else at(node)

@@ -35,7 +35,7 @@ import torch
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT, Conv2d, may_be_tf32
-from fx_fuser.anchors.linear import SPLIT, matmul_tf32_requested
+from fx_fuser.anchors.linear import DENSE, SPLIT, matmul_tf32_requested
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
 from fx_fuser.graph.nodes import meta_tensor
@@ -87,6 +87,9 @@ def unavailable(device: torch.device) -> str | None:
     return reason
 
 
+ON_CPU = "on a CPU Inductor does as well by itself"
+
+
 def runs_native(match: Match, options: Options) -> bool:
     """Kernel op and its autograd rule, rather than plain torch ops?
 
@@ -95,20 +98,29 @@ def runs_native(match: Match, options: Options) -> bool:
     return device_of(match).type == "cuda" or options.cpu_ops
 
 
-def may_gain(match: Match, options: Options) -> bool:
-    """May a fused kernel gain at a grown match, so that it is worth timing?
+def no_gain(match: Match, options: Options) -> str:
+    """Why no fused kernel may gain at a grown match, so that none is timed; empty if one may.
 
-    An fp32 gemm that is not small, or a convolution of few channels. In 16 bits and TF32 the
-    library's gemm of many rows is as fast as the dense kernel (kernels_cu/NOTES.md).
+    One may for an fp32 gemm that is not small, and for a convolution of few channels. In 16 bits
+    and TF32 the library's gemm of many rows is as fast as the dense kernel (kernels_cu/NOTES.md).
     """
     if device_of(match).type != "cuda":
-        return options.cpu_ops
+        return "" if options.cpu_ops else ON_CPU
     *_, best = ANCHORS[match.site.kind].candidates(MatchCase(match, options))
     if best["product"] == SPLIT and options.plan == "measure":
         x = rehearse.form_of(match.site.operands["x"])  # type: ignore[arg-type]
         c = rehearse.form_of(match.site.nodes[0])
-        return x is None or c is None or not is_small(x.size, c.size)
-    return best["product"] in (SPLIT, DIRECT)
+        small = x is not None and c is not None and is_small(x.size, c.size)
+        return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
+    if best["product"] in (SPLIT, DIRECT):
+        return ""
+    if isinstance(ANCHORS[match.site.kind], Conv2d):
+        return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"
+    dtype = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
+    if dtype != torch.float32 or best["product"] == DENSE:
+        precision = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+        return f"in {precision} the library's gemm is as fast"
+    return "fx_fuser's fp32 gemms need compute capability 9.0, and a result that is row-major"
 
 
 def is_small(x: Sequence[int], c: Sequence[int]) -> bool:

@@ -82,6 +82,19 @@ class MaskReport:
 
 
 @dataclass(frozen=True)
+class LeftReport:
+    """An anchor at which no pattern begins. kind: "Linear" or the like. follows: what reads its
+    value. reason: why no fused kernel may gain there; empty if tails are not grown. where, code: as
+    in SiteReport."""
+
+    kind: str
+    follows: str
+    reason: str
+    where: str
+    code: str
+
+
+@dataclass(frozen=True)
 class NodeReport:
     """One node of a graph. kind: what FX calls its op; label: in the user's words; value: dtype and
     sizes; inputs: names of nodes."""
@@ -109,8 +122,8 @@ class Report:
     """The sites of one or several graphs; prints as a table.
 
     fused: in the order of the graphs. refused: the near misses, the nearest first. others: kind →
-    number of anchors that no part of a pattern follows. masks: of attention. graphs: filled by
-    `explain` only.
+    number of anchors that no part of a pattern follows. left: each of these. masks: of attention.
+    graphs: filled by `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -118,6 +131,7 @@ class Report:
     others: dict[str, int] = field(default_factory=dict)
     graphs: list[GraphReport] = field(default_factory=list)
     masks: list[MaskReport] = field(default_factory=list)
+    left: list[LeftReport] = field(default_factory=list)
 
     def add_match(
         self,
@@ -164,9 +178,13 @@ class Report:
         """The nearest misses first."""
         self.refused.sort(key=lambda site: site.missing)
 
-    def add_other(self, site: Site) -> None:
+    def add_other(self, site: Site, view: View, reason: str) -> None:
         kind = ANCHORS[site.kind].title
         self.others[kind] = self.others.get(kind, 0) + 1
+        readers = view.readers[site.node]
+        names = dict.fromkeys("the end" if r.op == "output" else op_of(r) for r in readers)
+        follows = " and ".join(names) or "nothing"
+        self.left.append(LeftReport(kind, follows, reason, *source_line(site.node)))
 
     def add_mask(self, mask: Mask) -> None:
         source = source_of(mask.node)
@@ -189,6 +207,18 @@ class Report:
         return f"{count} {other}{kinds} {sites} followed by nothing a pattern has"
 
     @property
+    def leftovers(self) -> str:
+        """A line for all anchors of one kind that the same follows, with the first of them."""
+        groups: dict[tuple[str, str, str], list[LeftReport]] = {}
+        for site in self.left:
+            groups.setdefault((site.kind, site.follows, site.reason), []).append(site)
+        return "\n".join(
+            f"  {len(sites)} × {kind}, followed by {follows}{f': {reason}' if reason else ''}; "
+            f"say {sites[0].where} `{sites[0].code}`"
+            for (kind, follows, reason), sites in groups.items()
+        )
+
+    @property
     def attention(self) -> str:
         """A line for each attention mask that was examined; equal ones share a line."""
         count = Counter(self.masks)
@@ -205,7 +235,7 @@ class Report:
     def __str__(self) -> str:
         if not self.fused and not self.refused:
             nothing = f"fx_fuser: {self.summary or 'no site of any pattern found'}"
-            return "\n".join(filter(None, [nothing, self.attention]))
+            return "\n".join(filter(None, [nothing, self.leftovers, self.attention]))
         headers = ["", "pattern", "where", "operands", "dtype", "source, or why not", "kernel"]
         widths = [None, None, 40, 40, None, 60, 30]
         if not any(s.kernel for s in self.fused):
@@ -220,7 +250,8 @@ class Report:
             for row, n in rows.items()
         ]
         table_text = tabulate(table, headers, maxcolwidths=widths)
-        lines = [table_text, self.saving, self.keeping, self.summary, self.attention]
+        lines = [table_text, self.saving, self.keeping]
+        lines += [self.summary, self.leftovers, self.attention]
         return "\n".join(line for line in lines if line)
 
     @property
@@ -250,7 +281,8 @@ class Report:
         ]
         fused, refused = ([SiteReport(**s) for s in data[k]] for k in ("fused", "refused"))
         masks = [MaskReport(**m) for m in data["masks"]]
-        return cls(fused, refused, data["others"], graphs, masks)
+        left = [LeftReport(**site) for site in data["left"]]
+        return cls(fused, refused, data["others"], graphs, masks, left)
 
     def to_html(self) -> str:
         """One page that needs no other file: the table, and the graphs with the sites coloured."""
@@ -271,7 +303,7 @@ class Report:
             log.info("fused %s at %s%s%s", site.pattern, site.where, kernel, stop)
         for site in self.refused:
             log.info("refused %s at %s: %s", site.pattern, site.where, _said(site))
-        for said in (self.summary, self.attention):
+        for said in (self.summary, self.leftovers, self.attention):
             if said:
                 log.info("%s", said)
         torch._logging.trace_structured(
