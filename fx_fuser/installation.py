@@ -100,8 +100,9 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
             f"option 'inner' is {chosen.inner!r}, but what is installed is for Inductor; name the "
             'backend instead: torch.compile(model, backend="fx_fuser")'
         )
-    for name in ("mode",) * (chosen.mode is not None) + tuple(chosen.inductor):
-        raise OptionError(f"option {name!r} is Inductor's; give it to torch.compile")
+    inductors = [*chosen.inductor] if chosen.mode is None else ["mode"]
+    if inductors:
+        raise OptionError(f"option {inductors[0]!r} is Inductor's; give it to torch.compile")
     return chosen
 
 

@@ -413,6 +413,7 @@ def _process(cache: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # two processes and four kernels by g++; one process is tested above
 def test_a_second_process_hits_the_cache(tmp_path: Path) -> None:
     """Forward and backward are taken from it, and are right; from torch 2.13 on no pass runs."""
     assert _process(tmp_path) == "1 0 0"
