@@ -25,6 +25,7 @@ from fx_fuser import patterns
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
+from fx_fuser.graph.aten import drop_proven_checks
 from fx_fuser.graph.bodies import bodies, copy_of, restorable, twin
 from fx_fuser.graph.decompose import decompose, recompose
 from fx_fuser.graph.grow import AUTO, Grown, alone, auto_pattern, grow
@@ -215,6 +216,7 @@ def fuse(
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph) if options.takes_masks else []
+        drop_proven_checks(graph)
         decompose(graph)
         read = _read(View(graph, end_of(module)), active, options)
         read.masks = attended

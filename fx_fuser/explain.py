@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
@@ -17,7 +18,7 @@ from fx_fuser.report.report import Report
 
 
 def explain(
-    model: Callable[..., Any],
+    model: Callable[..., Any] | ExportedProgram,
     *inputs: Any,
     train: bool | None = None,
     options: dict[str, Any] | None = None,
@@ -33,6 +34,8 @@ def explain(
 
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table.
     """
+    if isinstance(model, ExportedProgram):
+        model = model.module()
     model = getattr(model, "_orig_mod", model)  # already compiled: look at what was
     chosen = Options.parse(None, options, [p.name for p in registered_patterns()])
     report = Report()

@@ -60,10 +60,10 @@ index instance_norm int interpolate l1_loss layer_norm le leaky_relu log log1p l
 lt masked_fill max max_pool1d max_pool2d max_pool3d mean min mish mse_loss mul narrow ne neg
 new_empty new_full new_ones new_zeros normalize numel ones ones_like pad pow prod relu relu6
 rms_norm rsqrt select setattr setitem shape sigmoid silu sin size softmax softplus sqrt stack
-std sub sum tanh to truediv type type_as var where zeros zeros_like
+std sub sum tanh to truediv type type_as var where zeros zeros_like _assert_tensor_metadata _to_copy
 """
 _WITHOUT_GEMMS = VIEWS | set(_NAMES.split())
-_CASTS = {"float", "to", "type", "type_as"}
+_CASTS = {"float", "to", "_to_copy", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _ATEN_VIEWS = {

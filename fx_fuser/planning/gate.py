@@ -29,6 +29,7 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.graph.source import op_of
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
@@ -170,9 +171,10 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
 GEMMS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
 # The inner compiler fuses these with nothing. Views are looked through.
 _OPAQUE = GEMMS | {"output"}
-_OPAQUE |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
+_OPAQUE |= {"conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention"}
 VIEWS = {"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten"}
 VIEWS |= {"contiguous", "chunk", "split", "getitem", "expand", "t", "getattr", "numpy_T", "mT"}
+VIEWS |= {"_unsafe_view"}
 
 
 @dataclass(frozen=True)
@@ -217,8 +219,7 @@ def _is_fusible(node: Node) -> bool:
 
 def called_name(node: Node) -> str:
     """Name of the function or method, without the underscore of an in-place one."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return "output" if node.op == "output" else str(name).rstrip("_")
+    return "output" if node.op == "output" else op_of(node).rstrip("_")
 
 
 def _bytes_of(form: TensorForm) -> int:
