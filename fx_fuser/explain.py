@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from fx_fuser.backend import fuse, registered_patterns
+from fx_fuser.errors import OptionError
 from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.options import Options
 from fx_fuser.report.report import Report
@@ -31,6 +32,7 @@ def explain(
 
     train: True traces it in training mode with gradients, False in eval mode without; by default
     modes are as they are. options: as for the backend ("patterns" and "verify" matter here).
+    model: a `torch.export.ExportedProgram` too, in the mode in which it was exported.
 
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table.
     """
@@ -59,6 +61,16 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
+def _set_mode(model: torch.nn.Module, train: bool) -> None:
+    try:
+        model.train(train)
+    except NotImplementedError as error:
+        raise OptionError(
+            f"train={train}: an exported program stays in the mode in which it was exported; "
+            "leave `train` out, or export the model in that mode"
+        ) from error
+
+
 @contextmanager
 def _unchanged(model: Any, train: bool | None) -> Iterator[None]:
     """Sets the mode; restores it, and the buffers and random state that a forward pass changes."""
@@ -70,7 +82,7 @@ def _unchanged(model: Any, train: bool | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         try:
             if modules and train is not None:
-                model.train(train)
+                _set_mode(model, train)
             yield
         finally:
             if train is not None:
