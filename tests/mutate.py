@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import mutants_aten
 import mutants_bmm
 import mutants_masks
 import mutants_matching
@@ -193,7 +194,7 @@ def survives(mutant: Mutant) -> bool:
 
 
 def all_mutants() -> list[Mutant]:
-    batches = mutants_matching, mutants_bmm, mutants_masks, mutants_provenance
+    batches = mutants_matching, mutants_aten, mutants_bmm, mutants_masks, mutants_provenance
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]
 
