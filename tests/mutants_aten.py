@@ -32,7 +32,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "aten: in place by the schema", "graph/nodes.py",
         "        return _returns_what_it_writes(target)", "        return False",
         (f"{RULES}::test_an_operation_in_place_is_known_by_its_schema",
-         f"{RULES}::test_refused[z is needed elsewhere]"),
+         f"{RULES}::test_a_name_from_before_an_operation_in_place[by place]",
+         f"{RULES}::test_a_name_from_before_an_operation_in_place[by name]"),
     ),
     (
         "aten: statistics that no schema tells", "graph/nodes.py",

@@ -228,6 +228,24 @@ def test_refused(name: str) -> None:
         check(model, torch.randn(4, 8), torch.randn(4, 6), fuses={}, train=False)
 
 
+IN_PLACE = {
+    "by place": lambda r, y: aten.mul_.Tensor(r, y),
+    "by name": lambda r, y: aten.mul_.Tensor(other=y, self=r),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_name_from_before_an_operation_in_place(name: str) -> None:
+    """Which torch.export never writes, but a user may."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        r = torch.sigmoid(m.lin(x)) * 2.0
+        IN_PLACE[name](r, y)
+        return r
+
+    check(linear_program(body), leaf(4, 8), leaf(4, 6), fuses={MUL: 1})
+
+
 def test_statistics_read_before_the_end_are_refused() -> None:
     def body(m: Any, x: Tensor) -> Any:
         c = F.batch_norm(m.conv(x), m.mean, m.var, m.gamma, m.beta, True)
