@@ -24,15 +24,13 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError, PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
 from fx_fuser.graph.bodies import bodies, copy_of, twin
-from fx_fuser.graph.decompose import decompose, recompose
 from fx_fuser.graph.grow import AUTO, Grown, alone, auto_pattern, grow
 from fx_fuser.graph.match import Fault, Match, Refusal, find
-from fx_fuser.graph.metadata import Reread, reread
 from fx_fuser.graph.naming import at, end_of
 from fx_fuser.graph.near_misses import near_miss
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.pattern import Check, Pattern, trace
-from fx_fuser.graph.sink import Sunk, sink
+from fx_fuser.graph.prepare import Prepared
 from fx_fuser.graph.sites import Site, outermost, site_at
 from fx_fuser.graph.view import View
 from fx_fuser.native import binaries, eviction
@@ -235,26 +233,25 @@ def fuse(
     outcome = Outcome() if explained is None else Outcome(explained)
     report = outcome.report
     active = [p for p in _registry if options.selects(p.name)]
-    found: list[tuple[GraphModule, Graph, tuple[Reread, Sunk], Reading]] = []
+    found: list[tuple[GraphModule, Prepared, Reading]] = []
     subclasses.mark(gm, inputs)
     reader = masks.Reader()
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph) if options.takes_masks else []
-        decompose(graph)
-        moved = (reread(graph), sink(graph))
+        prepared = Prepared(graph)
         read = _read(View(graph, end_of(module)), active, options)
         read.masks = attended
         if active and (explained is not None or report.is_read()):
             _add_near_misses(read, active, options.strict)
-        found.append((module, graph, moved, read))
+        found.append((module, prepared, read))
     # All at once: kernels compile side by side.
     matches = [match for *_, read in found for match in read.matches]
     sites = _planned(matches, options, beside)
-    graphs = {module: graph for module, graph, *_ in found}
+    graphs = {module: prepared.graph for module, prepared, _ in found}
     faults = _faults(gm, graphs, sites, options, inputs)
     decided = iter(sites)
-    for index, (module, graph, moved, read) in enumerate(found, len(report.graphs)):
+    for index, (module, prepared, read) in enumerate(found, len(report.graphs)):
         for refusal in read.refusals:
             report.add_refusal(refusal, read.view, index)
         outcome.failed += [refusal for refusal in read.refusals if refusal.failed]
@@ -283,12 +280,9 @@ def fuse(
             outcome.matches.append(fused)
             replacements.append((fused, chosen.call))
         if (replacements or taken) and explained is None:
-            results = rewrite.replace_all(graph, replacements)
-            for change in moved:
-                change.restore(results)
-            recompose(graph)
-            graph.lint()
-            module.graph = graph
+            prepared.restore(rewrite.replace_all(prepared.graph, replacements))
+            prepared.graph.lint()
+            module.graph = prepared.graph
     report.sort()
     return outcome
 

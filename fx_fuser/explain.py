@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from fx_fuser.backend import fuse, registered_patterns
+from fx_fuser.errors import OptionError
 from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.options import Options
 from fx_fuser.report.report import Report
 
 
 def explain(
-    model: Callable[..., Any],
+    model: Callable[..., Any] | ExportedProgram,
     *inputs: Any,
     train: bool | None = None,
     options: dict[str, Any] | None = None,
@@ -30,9 +32,12 @@ def explain(
 
     train: True traces it in training mode with gradients, False in eval mode without; by default
     modes are as they are. options: as for the backend ("patterns" and "verify" matter here).
+    model: a `torch.export.ExportedProgram` too, in the mode in which it was exported.
 
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table.
     """
+    if isinstance(model, ExportedProgram):
+        model = model.module()
     model = getattr(model, "_orig_mod", model)  # already compiled: look at what was
     chosen = Options.parse(None, options, [p.name for p in registered_patterns()])
     report = Report()
@@ -56,6 +61,16 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
+def _set_mode(model: torch.nn.Module, train: bool) -> None:
+    try:
+        model.train(train)
+    except NotImplementedError as error:
+        raise OptionError(
+            f"train={train}: an exported program stays in the mode in which it was exported; "
+            "leave `train` out, or export the model in that mode"
+        ) from error
+
+
 @contextmanager
 def _unchanged(model: Any, train: bool | None) -> Iterator[None]:
     """Sets the mode; restores it, and the buffers and random state that a forward pass changes."""
@@ -67,7 +82,7 @@ def _unchanged(model: Any, train: bool | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         try:
             if modules and train is not None:
-                model.train(train)
+                _set_mode(model, train)
             yield
         finally:
             if train is not None:

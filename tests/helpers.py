@@ -271,7 +271,7 @@ def epilogues(graphs: Sequence[GraphModule]) -> list[str]:
 
 def name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
+        return target._schema.name.removeprefix("aten::").rstrip("_")
     name = target if isinstance(target, str) else target.__name__
     return name.rstrip("_") if not name.startswith("__") else name
 

@@ -50,8 +50,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{BMM}::test_a_baddbmm_that_is_no_sum_of_a_product[in bfloat16]",),
     ),
     (
-        "bmm: what is not fused is put together", "backend.py",
-        "            recompose(graph)\n", "",
+        "bmm: what is not fused is put together", "graph/prepare.py",
+        "        recompose(self.graph)\n", "",
         (f"{BMM}::test_what_is_not_fused_stays_as_it_was_written",
          f"{EINSUM}::test_beside_a_site_an_einsum_reads_its_result[bqhd,bkhd->bhqk]",
          f"{EINSUM}::test_beside_a_site_an_einsum_reads_its_result[bhqd,bkhd->bqhk]"),

@@ -50,8 +50,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{STAY}[two views-train]",),
     ),
     (
-        "views: what is not fused is put back", "backend.py",
-        "change.restore(results)", "pass",
+        "views: what is not fused is put back", "graph/prepare.py",
+        "moved.restore(results)", "pass",
         (f"{PUT_BACK}[none]",),
     ),
     (

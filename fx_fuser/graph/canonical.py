@@ -13,6 +13,7 @@ nodes and numbers:
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph import einsum
+from fx_fuser.graph import aten, einsum
 from fx_fuser.graph.expr import Arg, Expr, Operand, Unsupported, is_number
 from fx_fuser.graph.functions import FUNCTIONS, numbers, unary
 from fx_fuser.graph.nodes import in_place_name, meta_tensor
@@ -38,6 +39,12 @@ def _div(input: Any, other: Any, rounding_mode: Any = None) -> Expr:
         raise Unsupported
     # Tensor.__rtruediv__ multiplies a number by the reciprocal.
     return Expr("rdiv", (other, input)) if is_number(input) else Expr("div", (input, other))
+
+
+def _aten_div(input: Any, other: Any, rounding_mode: Any = None) -> Expr:
+    if is_number(input):
+        raise Unsupported  # it divides, unlike Tensor.__rtruediv__
+    return _div(input, other, rounding_mode)
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expr:
@@ -84,6 +91,12 @@ def _to(
         if tensor is None or torch.device(device) != tensor.device:
             raise Unsupported
     return Expr("identity", (input,)) if dtype is None else _cast(input, dtype)
+
+
+def _aten_to(input: Any, layout: Any = None, pin_memory: Any = None, **named: Any) -> Expr:
+    if layout not in (None, torch.strided) or pin_memory:
+        raise Unsupported
+    return _to(input, **named)
 
 
 def _type_as(input: Any, other: Any) -> Expr:
@@ -320,9 +333,18 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_conv2d, [torch.conv2d]),
     (_batch_norm, [F.batch_norm]),
     (_torch_batch_norm, [torch.batch_norm]),
+    (_aten_div, [torch.ops.aten.div, torch.ops.aten.divide, torch.ops.aten.true_divide]),
+    (_aten_to, [torch.ops.aten.to, torch.ops.aten._to_copy]),
+    *aten.RULES,
     *FUNCTIONS,
 ]
 _RULE_OF: dict[Any, Callable[..., Expr]] = {t: rule for rule, ts in _RULES for t in ts}
+
+
+@functools.cache
+def _rule_of_overload(overload: torch._ops.OpOverload) -> Callable[..., Expr] | None:
+    rule = aten.lookup(overload, _RULE_OF)
+    return None if rule is None else aten.by_name(rule, overload)
 
 
 # ---- meanings: an op as sums and products, for matching ---------------------------------------
@@ -366,4 +388,6 @@ def rule_of(node: Node) -> Callable[..., Expr] | None:
     if node.op == "call_method":
         name = str(node.target)
         return _RULE_OF.get(name[:-1] if in_place_name(name) else name)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _rule_of_overload(node.target)
     return _RULE_OF.get(node.target) if node.op == "call_function" else None

@@ -1,5 +1,7 @@
 """Decompose calls that are an anchor and more, for matching: baddbmm is a bmm and a sum.
 
+A BatchNorm of core ATen is a tuple and its first item; the two become one call.
+
 Sites, matches and epilogues consist of nodes. The gemm inside `torch.baddbmm(r, a, b)` is no node;
 nor are an einsum's permuted operands. So in the copy of the graph that is searched, one call
 becomes several. What is not fused becomes one call again, as the user wrote it.
@@ -7,21 +9,24 @@ becomes several. What is not fused becomes one call again, as the user wrote it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
+from fx_fuser.graph.aten import aten, by_name, lookup
 from fx_fuser.graph.canonical import is_number
 from fx_fuser.graph.einsum import Gemm, classify
 from fx_fuser.graph.nodes import meta_tensor
 
-_KEY = "fx_fuser_decomposed"
+_KEY, _PAIR = "fx_fuser_decomposed", "fx_fuser_pair"
 _AS_WRITTEN = ("op", "target", "args", "kwargs")
 # In 16 bits baddbmm rounds once, and a gemm followed by a sum twice. Where the two cancel, the
 # result differs.
@@ -43,9 +48,10 @@ def decompose(graph: Graph) -> None:
     """Decompose every call that is known to be an anchor and more. A pattern's tensors have no
     shapes."""
     for node in list(graph.nodes):
-        bind, take_apart = _RULES.get(node.target, (None, None)) if node.op in _CALLS else _NONE
-        if bind is None or take_apart is None:
+        rule = _rule_of(node)
+        if rule is None:
             continue
+        bind, take_apart = rule
         try:
             operands = bind(*node.args, **node.kwargs)
         except TypeError:  # out=, a dtype, or a deprecated order of arguments
@@ -53,6 +59,13 @@ def decompose(graph: Graph) -> None:
         if operands is not None:
             with graph.inserting_before(node):
                 take_apart(node, *operands)
+
+
+def _rule_of(node: Node) -> tuple[Callable[..., Any], Callable[..., None]] | None:
+    if isinstance(node.target, OpOverload):
+        rule = lookup(node.target, _RULES)
+        return None if rule is None else (by_name(rule[0], node.target), rule[1])
+    return _RULES.get(node.target) if node.op in _CALLS else None
 
 
 def inner_of(nodes: Iterable[Node]) -> set[Node]:
@@ -69,6 +82,8 @@ def is_decomposed(node: Node) -> bool:
 def recompose(graph: Graph) -> None:
     """Undo `decompose` where nothing was fused. A rewrite may have replaced operands since."""
     for node in list(graph.nodes):
+        if _PAIR in node.meta:
+            _into_item(node)
         call: _Call | None = node.meta.pop(_KEY, None)
         if call is None or (call.gemm is not node and node.args[0] is not call.gemm):
             continue
@@ -94,7 +109,7 @@ def _note(
 def _made(node: Node, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
     """A new node before this one, with this one's meta except for the value."""
     made = node.graph.call_function(target, args)
-    made.meta = {k: v for k, v in node.meta.items() if k not in (_KEY, "example_value")}
+    made.meta = {k: v for k, v in node.meta.items() if k not in (_KEY, _PAIR, "example_value")}
     return made
 
 
@@ -199,10 +214,53 @@ def _batched(
     return (found, order) if found is not None and found.op in ("bmm", "bmm_nt") else (None, [])
 
 
+# ---- batch_norm of core ATen -------------------------------------------------------------------
+
+
+def _batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: Any,
+    eps: Any,
+) -> tuple[Any, ...]:
+    return input, weight, bias, running_mean, running_var, momentum, eps
+
+
+def _into_norm(node: Node, *operands: Any) -> None:
+    """The norm and its first item → the batch_norm that `run_decompositions` made them of."""
+    item = next(iter(node.users), None)
+    if len(node.users) != 1 or item is None:
+        return
+    if (
+        item.target is not operator.getitem
+        or item.args[1] != 0
+        or item.meta.get("example_value") is None
+    ):
+        return
+    *tensors, momentum, eps = operands
+    args = (*tensors, False, momentum, eps, False)
+    _become(item, "call_function", aten.batch_norm.default, args, {})
+    item.meta[_PAIR] = node.meta
+    item.graph.erase_node(node)
+
+
+def _into_item(item: Node) -> None:
+    """Undo `_into_norm`."""
+    *tensors, _, momentum, eps, _ = item.args
+    with item.graph.inserting_before(item):
+        target = aten._native_batch_norm_legit_no_training.default
+        pair = item.graph.call_function(target, (*tensors, momentum, eps))
+    pair.meta = item.meta.pop(_PAIR)
+    _become(item, "call_function", operator.getitem, (pair, 0), {})
+
+
 _CALLS = ("call_function", "call_method")
-_NONE = (None, None)
 _RULES: dict[Any, tuple[Callable[..., Any], Callable[..., None]]] = {
     torch.baddbmm: (_baddbmm, _into_sum),
     "baddbmm": (_baddbmm, _into_sum),
     torch.einsum: (_einsum, _into_gemm),
+    aten._native_batch_norm_legit_no_training: (_batch_norm, _into_norm),
 }

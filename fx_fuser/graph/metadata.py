@@ -17,9 +17,10 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.nodes import argument_of, called_name, meta_tensor
+from fx_fuser.graph.nodes import argument_of, meta_tensor
 from fx_fuser.graph.reindex import is_view
 from fx_fuser.graph.sites import Site, site_at
+from fx_fuser.graph.source import called_name
 from fx_fuser.graph.view import View
 
 _NEW = frozenset("new_ones new_zeros new_full new_empty".split())  # noqa: SIM905

@@ -129,6 +129,8 @@ def end_of(gm: Any) -> End | None:
     if reason is None or not reason.user_stack:
         return None
     frame = reason.user_stack[-1]
+    if frame.filename.startswith("<"):  # the code of a GraphModule, say of an exported program
+        return None
     place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     why = str(reason.reason).partition("\n")[0] if reason.graph_break else ""
     return End(bool(reason.graph_break), place, (frame.line or "").strip(), why)

@@ -28,15 +28,22 @@ _STATISTICS: dict[Any, int] = {
     torch.batch_norm_gather_stats_with_counts: 3,
     torch.batch_norm_update_stats: 1,
 }  # function → place of the running mean, which the running variance follows
+# Overloads of ATen that take running statistics and do not write them.
+_READ_STATISTICS = ("_native_batch_norm_legit_no_training", "_batch_norm_no_update")
 # Functions that return their input itself in eval mode, though a fake tensor of it is a copy.
+_TORCH_DROPOUTS = ("", "feature_", "alpha_", "feature_alpha_")
 DROPOUTS = frozenset(
     getattr(module, f"{name}dropout{suffix}")
     for module, name, suffixes in (
         (F, "", ("", "1d", "2d", "3d")),
         *((F, name, ("",)) for name in ("alpha_", "feature_alpha_")),
-        *((torch, name, ("", "_")) for name in ("", "feature_", "alpha_", "feature_alpha_")),
+        *((torch, name, ("", "_")) for name in _TORCH_DROPOUTS),
     )
     for suffix in suffixes
+) | frozenset(
+    getattr(torch.ops.aten, f"{name}dropout{suffix}").default
+    for name in _TORCH_DROPOUTS
+    for suffix in ("", "_")
 )
 
 
@@ -44,15 +51,6 @@ def in_place_name(name: str) -> bool:
     if name.startswith("__i") and name.endswith("__"):  # x.__iadd__(1)
         return name not in ("__invert__", "__index__", "__int__", "__init__", "__iter__")
     return name.endswith("_") and not name.endswith("__")
-
-
-def called_name(node: Node) -> str:
-    """Name of the function or method, without the underscore of an in-place one."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return "output" if node.op == "output" else str(name).rstrip("_")
 
 
 def meta_tensor(node: Node) -> torch.Tensor | None:
@@ -94,7 +92,7 @@ def _with_undropped(nodes: Iterable[Node]) -> Iterator[Node]:
         yield node
         while node.op == "call_function" and node.target in DROPOUTS:
             trains = (argument_of(node, 2, "training"), node.kwargs.get("train"))
-            argument = argument_of(node, 0, "input")
+            argument = input_of(node)
             random = True in trains and argument_of(node, 1, "p") != 0
             if random or not isinstance(argument, Node):
                 break
@@ -127,6 +125,11 @@ def argument_of(node: Node, position: int, name: str) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
+def input_of(node: Node) -> Any:
+    """The first argument: `input` of torch's functions, `self` of ATen's."""
+    return argument_of(node, 0, "self" if "self" in node.kwargs else "input")
+
+
 def called_in_place(node: Node) -> bool:
     """Does this call change its first argument and return it?"""
     target = node.target
@@ -136,6 +139,8 @@ def called_in_place(node: Node) -> bool:
         return False
     if target in _IN_PLACE_OPERATORS:
         return True
+    if isinstance(target, torch._ops.OpOverload):
+        return _returns_what_it_writes(target)
     if not _is_torch_function(target):
         return False
     if in_place_name(getattr(target, "__name__", "")):
@@ -145,6 +150,14 @@ def called_in_place(node: Node) -> bool:
     except (TypeError, ValueError):
         return node.kwargs.get("inplace") is True
     return bound.arguments.get("inplace") is True
+
+
+def _returns_what_it_writes(overload: torch._ops.OpOverload) -> bool:
+    """Does the schema say so of the first argument?  Of an `out=`, which is no first one, not."""
+    given, returned = overload._schema.arguments[:1], overload._schema.returns
+    if len(returned) != 1 or not given or not given[0].is_write or returned[0].alias_info is None:
+        return False
+    return bool(returned[0].alias_info.is_write)
 
 
 def _is_torch_function(target: Any) -> bool:
@@ -195,6 +208,11 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     if isinstance(target, torch._ops.OpOverload):
         names = [a.name for a in target._schema.arguments if a.is_write]
         positions = {a.name: i for i, a in enumerate(target._schema.arguments)}
+        if "running_mean" in positions and not names:  # which no schema of these tells
+            place = positions.get("training", len(positions))
+            reads = target._overloadpacket.__name__ in _READ_STATISTICS
+            reads |= argument_of(node, place, "training") is False
+            names = [] if reads else ["running_mean", "running_var"]
         return tuple(n for a in names for n in nodes_in(argument_of(node, positions[a], a)))
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = (getattr(target, o) for o in target.overloads())

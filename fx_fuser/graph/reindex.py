@@ -19,7 +19,8 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.nodes import called_name, inputs_of, meta_tensor
+from fx_fuser.graph.nodes import inputs_of, meta_tensor
+from fx_fuser.graph.source import called_name
 
 Size = int | torch.SymInt
 Group = tuple[tuple[Size, ...], tuple[Size, ...]]
@@ -27,7 +28,7 @@ PERMUTATIONS = frozenset(
     "transpose swapaxes swapdims permute movedim moveaxis t T mT numpy_T".split()  # noqa: SIM905
 )
 REGROUPINGS = frozenset(
-    "view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as".split()  # noqa: SIM905
+    "view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as _unsafe_view".split()  # noqa: SIM905
 )
 
 

@@ -12,6 +12,8 @@ import os
 import re
 from dataclasses import dataclass
 
+import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 _FRAME = re.compile(
@@ -26,6 +28,7 @@ _OPERATORS: dict[str, type[ast.operator]] = {
     "matmul": ast.MatMult,
     "pow": ast.Pow,
 }
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _NEARBY = 24  # nodes before one that may be from the same line
 
 
@@ -51,6 +54,9 @@ def source_of(node: Node) -> Source | None:
     """The innermost frame that Dynamo recorded for the node, or None."""
     trace = node.meta.get("stack_trace") or ""
     found = _FRAME.search(trace, max(trace.rfind('File "'), 0))
+    if isinstance(node.target, OpOverload):  # torch.export records the frames within nn.Linear too
+        own = [f for f in _FRAME.finditer(trace) if not f["file"].startswith(_TORCH)]
+        found = own[-1] if own else found
     if found is None:
         return None
     code, marks = (found["code"] or "").strip(), found["marks"] or ""
@@ -64,8 +70,13 @@ def source_of(node: Node) -> Source | None:
 
 def op_of(node: Node) -> str:
     """Name of the function or method that makes the value."""
-    target = node.target
+    target = getattr(node.target, "_overloadpacket", node.target)  # `add` of aten.add.Tensor
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def called_name(node: Node) -> str:
+    """Name of the function or method, without the underscore of an in-place one."""
+    return "output" if node.op == "output" else op_of(node).rstrip("_")
 
 
 def _nth_at(node: Node, trace: str) -> int:

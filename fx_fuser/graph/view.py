@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_fuser.graph.canonical import Expr, Unsupported, meaning, rule_of
-from fx_fuser.graph.nodes import argument_of, called_in_place, inputs_of, storages, writes_of
+from fx_fuser.graph.nodes import called_in_place, input_of, inputs_of, storages, writes_of
 
 if TYPE_CHECKING:
     from fx_fuser.graph.naming import End
@@ -84,7 +84,7 @@ class View:
             self._reads[node] = {n: value_of(n) for n in inputs_of(node)}
             for value in dict.fromkeys(self._reads[node].values()):
                 self.readers[value].append(node)
-            changed = argument_of(node, 0, "input") if called_in_place(node) else None
+            changed = input_of(node) if called_in_place(node) else None
             named = changed if isinstance(changed, Node) else self._renamed_by(node)
             if named is None:
                 continue
@@ -103,7 +103,7 @@ class View:
             expr = None
         if expr is None or expr.op not in ("identity", "cast"):
             return None
-        argument = argument_of(node, 0, "input")
+        argument = input_of(node)
         if not isinstance(argument, Node) or not storages((node,)) & storages((argument,)) - {None}:
             return None
         return argument

@@ -36,8 +36,9 @@ from fx_fuser.anchors.linear import (
     SPLIT_GEMM,
     asked_precision,
 )
-from fx_fuser.graph.nodes import called_name, hint_of, inputs_of, meta_tensor
+from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.graph.sites import Site
+from fx_fuser.graph.source import called_name
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
@@ -60,10 +61,10 @@ index instance_norm int interpolate l1_loss layer_norm le leaky_relu log log1p l
 lt masked_fill max max_pool1d max_pool2d max_pool3d mean min mish mse_loss mul narrow ne neg
 new_empty new_full new_ones new_zeros normalize numel ones ones_like pad pow prod relu relu6
 rms_norm rsqrt select setattr setitem shape sigmoid silu sin size softmax softplus sqrt stack
-std sub sum tanh to truediv type type_as var where zeros zeros_like
+std sub sum tanh to truediv type type_as var where zeros zeros_like _assert_tensor_metadata _to_copy
 """
 _WITHOUT_GEMMS = VIEWS | set(_NAMES.split())
-_CASTS = {"float", "to", "type", "type_as"}
+_CASTS = {"float", "to", "_to_copy", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _ATEN_VIEWS = {

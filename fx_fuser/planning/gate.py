@@ -29,8 +29,8 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match, Refusal
-from fx_fuser.graph.nodes import called_name
 from fx_fuser.graph.reindex import PERMUTATIONS, REGROUPINGS
+from fx_fuser.graph.source import called_name
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
@@ -172,7 +172,7 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
 GEMMS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
 # The inner compiler fuses these with nothing. Views are looked through.
 _OPAQUE = GEMMS | {"output"}
-_OPAQUE |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
+_OPAQUE |= {"conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention"}
 VIEWS = (
     PERMUTATIONS | REGROUPINGS | {"contiguous", "chunk", "split", "getitem", "expand", "getattr"}
 )

@@ -1,0 +1,29 @@
+"""Make the copy of a graph that is searched easier to match, and put back what was not fused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import Graph, Node
+
+from fx_fuser.graph.aten import drop_proven_checks
+from fx_fuser.graph.decompose import decompose, recompose
+from fx_fuser.graph.metadata import reread
+from fx_fuser.graph.sink import sink
+
+
+class Prepared:
+    """Edits the graph: checks that hold are dropped, calls that are an anchor and more decomposed,
+    and what stands between an anchor and its tail moved out of the way."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        drop_proven_checks(graph)
+        decompose(graph)
+        self._moved = reread(graph), sink(graph)
+
+    def restore(self, results: Mapping[Node, Node]) -> None:
+        """Put back what was not fused. results: fused node → the node of its match's result."""
+        for moved in self._moved:
+            moved.restore(results)
+        recompose(self.graph)
