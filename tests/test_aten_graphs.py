@@ -72,7 +72,7 @@ def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> Non
     check(model, leaf(4, 8), leaf(4, 6), fuses={ADD: 1}, train=train, dynamic=dynamic)
 
 
-@pytest.mark.each_once
+@pytest.mark.slow
 @modes
 @cases(LINEARS)
 def test_linears(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -103,7 +103,7 @@ def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> N
     check(model, leaf(3, 4, 8, 9), fuses={CONV: 1}, train=train, dynamic=dynamic)
 
 
-@pytest.mark.each_once
+@pytest.mark.slow
 @modes
 @pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS.keys())
 def test_norms(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
@@ -141,7 +141,7 @@ def test_scales(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> N
     check(model, leaf(3, 4, 8, 9), fuses={CONV: 1}, train=train, dynamic=dynamic)
 
 
-@pytest.mark.each_once
+@pytest.mark.slow
 @train_eval
 @pytest.mark.parametrize("text, place", EPILOGUES)
 def test_epilogue_operations(
@@ -197,7 +197,7 @@ def test_decomposed_sums(spelled: Callable[..., Tensor]) -> None:
     check(model, *inputs, fuses={ADD: 1}, train=False, leaves=("mul",))
 
 
-@pytest.mark.each_once
+@pytest.mark.slow
 @train_eval
 @cases(LINEARS)
 def test_decomposed_linears(spelled: Callable[..., Tensor], train: bool) -> None:
@@ -208,7 +208,7 @@ def test_decomposed_linears(spelled: Callable[..., Tensor], train: bool) -> None
     check(linear_program(body), leaf(4, 8), fuses={MUL: 1}, train=train)
 
 
-@pytest.mark.each_once
+@pytest.mark.slow
 @static_dynamic
 @pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_decomposed_convolutions(settings: dict[str, Any], dynamic: bool) -> None:

@@ -282,7 +282,7 @@ OTHER_LINEAR: dict[str, Body] = {
     "a view in between": lambda m, x, y: (lambda z: z * torch.sigmoid(z.view(24)).view(4, 6) * 2.0)(
         m.lin(x)
     ),
-    "a transpose in between": lambda m, x, y: (lambda z: torch.sigmoid(z.t()) * 2.0 * y.t())(
+    "a reshape in between": lambda m, x, y: (lambda z: torch.sigmoid(z.t().reshape(-1)) * 2.0)(
         m.lin(x)
     ),
     "a sum over it": lambda m, x, y: torch.sigmoid(m.lin(x)).sum() * 2.0 + y,

@@ -160,6 +160,11 @@ def test_named_patterns_match_through_views() -> None:
     check(linear_program(body), x(), leaf(1), fuses={MUL: 1}, leaves=("transpose",))
 
 
+def test_a_named_pattern_behind_a_transpose() -> None:
+    model = linear_program(lambda m, x, y: torch.sigmoid(m.lin(x).t()) * 2.0 * y.t())
+    check(model, leaf(4, 8), leaf(4, 6), fuses={MUL: 1}, leaves=("t", "permute"))
+
+
 def test_two_anchors_in_one_view() -> None:
     """The gate of heads: both are read before their views."""
 
