@@ -1,4 +1,4 @@
-"""Write the results into the tables of README and docs/results.md, and a picture:
+"""Write the results into the tables of README and the pages of docs, and a picture:
 
 python -m benchmarks.report [--check]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import results, tables
+from benchmarks import coverage, results, tables
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {
     "README.md": ("summary",),
     "docs/results.md": ("whole-nets", "kernelbench", "seed-problems", "linear-fp32"),
+    "docs/models.md": ("models",),
 }
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 SYSTEMS = ("eager", "inductor", "max-autotune", "inductor-ieee", "fx_fuser")
@@ -189,6 +190,7 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
         **tables.sections(folder),
         "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
         "linear-fp32": "\n\n".join(map(linear_section, linear)),
+        "models": coverage.table(coverage.read(folder)),
     }
 
 
