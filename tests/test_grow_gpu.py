@@ -49,6 +49,19 @@ class Tails(nn.Module):
         return F.leaky_relu(self.second(h), 0.1).clamp(max=3.0) / 1.7
 
 
+class Heads(nn.Module):
+    """Gates of heads: what is pointwise stands behind views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(200, 136), nn.Linear(200, 136)
+        self.scale, self.shift = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(34))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = (f(x).unflatten(-1, (4, 34)).transpose(1, 2) for f in (self.value, self.gate))
+        return torch.tanh(value) * torch.sigmoid(gate * self.scale) + self.shift
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +81,14 @@ def test_tails(rows: int, train: bool, inner: str) -> None:
     x = torch.randn(4, rows, 200, device="cuda")
     options = {**ALWAYS, "inner": inner}
     assert_as_exact_as_eager(Tails().cuda(), x, backward=train, fused=2, options=options)
+
+
+@gpu
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_views_before_a_tail(train: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 37, 200, device="cuda")
+    assert_as_exact_as_eager(Heads().cuda(), x, backward=train, fused=2, options=ALWAYS)
 
 
 @gpu
