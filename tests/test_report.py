@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from html.parser import HTMLParser
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fx_fuser
 from fx_fuser import Report
 from fx_fuser.report import traffic
+from fx_fuser.report.report import _short
 
 
 class Broken(nn.Module):
@@ -84,6 +86,20 @@ def test_equal_rows_of_the_table_are_one() -> None:
 
 
 # ---- JSON and HTML ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "where, said",
+    [
+        ("/tmp/net.py:7", "/tmp/net.py:7"),
+        ("{cwd}/models/net.py:7", "models/net.py:7"),
+        ("/the/folder/with/a/name/that/is/long/net.py:7", "…/with/a/name/that/is/long/net.py:7"),
+        ("/x/" + 50 * "n" + ".py:7", "…/" + 50 * "n" + ".py:7"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_a_place_keeps_its_files_name_whole(where: str, said: str) -> None:
+    assert _short(where.format(cwd=os.getcwd())) == said
 
 
 def test_json_round_trip(report: Report) -> None:

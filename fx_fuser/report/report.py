@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,8 @@ from fx_fuser.report.html import html_of
 from fx_fuser.report.traffic import Saved, text_of
 
 log = logging.getLogger("fx_fuser.report.report")
+
+PLACE = 40  # characters of the column that says where
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ class Report:
             nothing = f"fx_fuser: {self.summary or 'no site of any pattern found'}"
             return "\n".join(filter(None, [nothing, self.leftovers, self.attention]))
         headers = ["", "pattern", "where", "operands", "dtype", "source, or why not", "kernel"]
-        widths = [None, None, 40, 40, None, 60, 30]
+        widths = [None, None, PLACE, 40, None, 60, 30]
         if not any(s.kernel for s in self.fused):
             headers, widths = headers[:-1], widths[:-1]
         rows = Counter(
@@ -246,8 +249,8 @@ class Report:
             for s in sites
         )
         table = [
-            [f"{row[0]} ×{n}" if n > 1 else row[0], *row[1 : len(headers)]]
-            for row, n in rows.items()
+            [f"{done} ×{n}" if n > 1 else done, name, _short(where), *rest][: len(headers)]
+            for (done, name, where, *rest), n in rows.items()
         ]
         table_text = tabulate(table, headers, maxcolwidths=widths)
         lines = [table_text, self.saving, self.keeping]
@@ -317,6 +320,15 @@ def _said(site: SiteReport) -> str:
     if not site.reason:
         return f"{site.code} (ends {site.stop})" if site.stop else site.code
     return f"{site.reason}; to fuse it, {site.help}" if site.help else site.reason
+
+
+def _short(where: str) -> str:
+    """The place as its last folders, in PLACE characters if the file's name allows: a name that
+    the column breaks in two is not found again."""
+    where = where.removeprefix(os.getcwd() + os.sep)
+    while len(where) > PLACE and os.sep in where.removeprefix("…" + os.sep):
+        where = f"…{os.sep}{where.removeprefix('…' + os.sep).split(os.sep, 1)[1]}"
+    return where
 
 
 def _sizes(shapes: Mapping[str, str]) -> str:
