@@ -10,7 +10,6 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,26 +19,23 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import fallback, patterns
-from fx_fuser.anchors import ANCHORS
-from fx_fuser.errors import OptionError, PatternError, VerifyError
+from fx_fuser.errors import PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
 from fx_fuser.graph.bodies import bodies, copy_of, twin
-from fx_fuser.graph.grow import AUTO, Grown, alone, auto_pattern, grow
-from fx_fuser.graph.match import Fault, Match, Refusal, find
+from fx_fuser.graph.grow import AUTO, Grown
+from fx_fuser.graph.match import Fault, Match, Refusal
 from fx_fuser.graph.naming import at, end_of
-from fx_fuser.graph.near_misses import near_miss
-from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.pattern import Check, Pattern, trace
 from fx_fuser.graph.prepare import Prepared
-from fx_fuser.graph.sites import Site, outermost, site_at
 from fx_fuser.graph.view import View
 from fx_fuser.native import binaries, eviction
-from fx_fuser.ops import calls, checks
+from fx_fuser.ops import calls
 from fx_fuser.options import Options
 from fx_fuser.passes import masks, provenance
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import gate, plan
 from fx_fuser.planning.ahead import Kernels
+from fx_fuser.reading import Reading, add_what_is_left, read_graph
 from fx_fuser.report.report import Report
 from fx_fuser.report.traffic import Saved, kept, saved
 from fx_fuser.verify import verification
@@ -240,10 +236,10 @@ def fuse(
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph) if options.takes_masks else []
         prepared = Prepared(graph)
-        read = _read(View(graph, end_of(module)), active, options)
+        read = read_graph(View(graph, end_of(module)), active, options)
         read.masks = attended
         if active and (explained is not None or report.is_read()):
-            _add_near_misses(read, active, options.strict)
+            add_what_is_left(read, active, options)
         found.append((module, prepared, read))
     # All at once: kernels compile side by side.
     matches = [match for *_, read in found for match in read.matches]
@@ -257,6 +253,8 @@ def fuse(
         outcome.failed += [refusal for refusal in read.refusals if refusal.failed]
         for site in read.others:
             report.add_other(site, read.view, read.gainless.get(site.node, ""))
+        for node in read.products:
+            report.add_product(node, read.view)
         for mask in read.masks:
             report.add_mask(mask)
         outcome.masks += (taken := [mask for mask in read.masks if mask.done])
@@ -336,156 +334,6 @@ def _faults(
     if not calls:
         return {}
     return verification.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
-
-
-@dataclass
-class Reading:
-    """What was found in one graph. No node belongs to two matches. others: anchors that no part of
-    a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. masks: of
-    attention."""
-
-    view: View
-    matches: list[Match] = field(default_factory=list)
-    refusals: list[Refusal] = field(default_factory=list)
-    others: list[Site] = field(default_factory=list)
-    gainless: dict[Node, str] = field(default_factory=dict)
-    masks: list[Mask] = field(default_factory=list)
-
-
-def _fault_of(match: Match, taken: set[Node]) -> Fault | None:
-    if not taken.isdisjoint(match.nodes):
-        return Fault(match.root, "part of it is fused with another site")
-    fault = checks.fault_of(match)
-    if fault is None:
-        reason = plan.unavailable(meta_tensor(match.site.node).device)  # type: ignore[union-attr]
-        fault = Fault(match.root, reason) if reason else None
-    return fault
-
-
-def _read(view: View, active: Sequence[Pattern], options: Options) -> Reading:
-    """All matches of a graph, and the places where a pattern fits but must not be fused."""
-    read = Reading(view)
-    taken: set[Node] = set()
-    fault_of = functools.partial(_fault_of, taken=taken)
-    sites = _readable_sites(view)
-    inner = {n for site in sites for n in site.nodes if n is not site.node}
-    # Else a pattern that is an anchor alone would take the gemm of `x @ w + b`, or the convolution
-    # under a BatchNorm, and the larger site would be lost.
-    for node in sorted(view.nodes, key=inner.__contains__):
-        if node in taken:
-            continue
-        try:
-            found = find(view, active, fault_of, node)
-        except Exception as error:
-            if options.strict:
-                raise
-            found = _failure_at(view, node, active, error)
-        if isinstance(found, Match):
-            read.matches.append(found)
-            taken |= found.nodes
-        elif isinstance(found, Refusal):
-            read.refusals.append(found)
-    if options.grows:
-        _add_grown(read, [s for s in sites if s.node not in inner], taken, options)
-    return read
-
-
-def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: Options) -> None:
-    """A grown match at each of these anchors that no named pattern takes, if a fused kernel may
-    gain.
-
-    taken: the nodes of all matches; the grown ones are added.
-    """
-    told = {refusal.site.node for refusal in read.refusals}
-    failed = {node for r in read.refusals if r.failed for node in r.site.nodes}
-    for site in sites:
-        if site.node in taken or not failed.isdisjoint(site.nodes):
-            continue
-        try:
-            fault_of = functools.partial(_fault_of, taken=taken)
-            found = _grown_at(read.view, site, fault_of, options)
-            if isinstance(found, str):
-                read.gainless[site.node] = found
-                continue
-        except Exception as error:
-            if options.strict or isinstance(error, OptionError):
-                raise
-            log.info("a site is left to the model's own ops", exc_info=error)
-            reason = f"{type(error).__name__}: {error}"
-            found = Refusal(auto_pattern(site.kind), site, site.node, reason, failed=True)
-        if isinstance(found, Match):
-            read.matches.append(found)
-            taken |= found.nodes
-        elif found.failed or site.node not in told:
-            read.refusals.append(found)
-
-
-def _grown_at(
-    view: View, site: Site, fault_of: Callable[[Match], Fault | None], options: Options
-) -> Grown | Refusal | str:
-    """The grown match, or why there is none: as words if no fused kernel may gain."""
-    only = alone(view, site)
-    if meta_tensor(site.node) is not None and not plan.runs_native(only, options):
-        return plan.ON_CPU
-    fault = fault_of(only)
-    if fault is not None:
-        return Refusal.of(only, fault)
-    gainless = plan.no_gain(only, options)
-    if gainless:
-        return gainless
-    grown = grow(view, site, fault_of)
-    has_tail = isinstance(grown, Grown) and grown.alone is not None
-    left = provenance.why_left(site, options, has_tail)
-    return Refusal.of(only, Fault(site.node, left)) if left else grown
-
-
-def _readable_sites(view: View) -> list[Site]:
-    """Every anchor; a node that fx_fuser fails to read is none."""
-    found: list[Site] = []
-    for node in view.nodes:
-        with suppress(Exception):  # it raises again in `find`, which handles it
-            site = site_at(view, node)
-            found += [] if site is None else [site]
-    return found
-
-
-def _failure_at(
-    view: View, node: Node, active: Sequence[Pattern], error: Exception
-) -> Refusal | None:
-    """A refusal for the report, if the node is an anchor; a node that cannot be read is none."""
-    log.info("a site is left to the model's own ops", exc_info=error)
-    try:
-        site = site_at(view, node)
-    except Exception:
-        return None
-    pattern = next((p for p in active if site and p.kind == site.kind), None)
-    if site is None or pattern is None:
-        return None
-    return Refusal(pattern, site, node, f"{type(error).__name__}: {error}", failed=True)
-
-
-def _add_near_misses(read: Reading, active: Sequence[Pattern], strict: bool) -> None:
-    """The nearest pattern at each other anchor. Takes some ms an anchor, so only for a report that
-    somebody reads."""
-    view = read.view
-    taken = {node for match in read.matches for node in match.nodes}
-    fault_of = functools.partial(_fault_of, taken=taken)
-    told = taken | {refusal.site.node for refusal in read.refusals}
-    titles = {ANCHORS[pattern.kind].title for pattern in active}
-    for site in outermost(view):
-        if site.node in told or ANCHORS[site.kind].title not in titles:
-            continue
-        try:
-            miss = near_miss(view, site, active, fault_of)
-        except Exception:  # it only explains, and no fusion may be lost to that
-            if strict:
-                raise
-            log.info("no near miss is looked for at %s", site.node, exc_info=True)
-            miss = None
-        if miss is None:
-            read.others.append(site)
-        else:
-            read.refusals.append(miss)
 
 
 def _cache_tag() -> str:

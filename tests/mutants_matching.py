@@ -230,14 +230,14 @@ MUTANTS = (
          f"{TEXT}::test_dz_of_a_chain_is_autograds_bit_for_bit[16]"),
     ),
     (
-        "faults: matching fails at one site", "backend.py",
+        "faults: matching fails at one site", "reading.py",
         "    except Exception as error:\n            if options.strict:\n",
         "    except ZeroDivisionError as error:\n            if options.strict:\n",
         (f"{FAULTS}::test_the_other_site_fuses[matching-named-eval]",
          f"{FAULTS}::test_the_other_site_fuses[a check-named-train]"),
     ),
     (
-        "faults: strict raises where matching fails", "backend.py",
+        "faults: strict raises where matching fails", "reading.py",
         "            if options.strict:\n                raise\n            found = ",
         "            found = ",
         (f"{FAULTS}::test_strict_raises[matching-named]",),
@@ -262,12 +262,12 @@ MUTANTS = (
         (f"{FAULTS}::test_a_bad_option_is_no_fault_of_a_site",),
     ),
     (
-        "faults: an anchor without a pattern", "backend.py",
+        "faults: an anchor without a pattern", "reading.py",
         "if site is None or pattern is None:", "if site is None:",
         (f"{FAULTS}::test_a_node_that_no_pattern_is_for_costs_nothing",),
     ),
     (
-        "anchors: the outer comes first", "backend.py",
+        "anchors: the outer comes first", "reading.py",
         "for node in sorted(view.nodes, key=inner.__contains__):", "for node in view.nodes:",
         (f"{MATMUL}::test_the_outer_anchor_comes_first[x @ w + b]",
          f"{MATMUL}::test_the_outer_anchor_comes_first[batch_norm]"),
@@ -289,17 +289,17 @@ MUTANTS = (
         (f"{GROW}::test_tails[many-eval]", f"{GROW}::test_tails[two diamonds-eval]"),
     ),
     (
-        "growth: a site that failed is left alone", "backend.py",
+        "growth: a site that failed is left alone", "reading.py",
         "if site.node in taken or not failed.isdisjoint(site.nodes):", "if site.node in taken:",
         (f"{FAULTS}::test_the_other_site_fuses[matching-grown-eval]",),
     ),
     (
-        "growth: an anchor that cannot be read", "backend.py",
+        "growth: an anchor that cannot be read", "reading.py",
         "with suppress(Exception):  # it raises", "with suppress():  # it raises",
         (f"{GROW_FAULTS}::test_an_anchor_that_cannot_be_read_costs_itself[False]",),
     ),
     (
-        "growth: a bad option", "backend.py",
+        "growth: a bad option", "reading.py",
         "if options.strict or isinstance(error, OptionError):", "if options.strict:",
         (f"{GROW_FAULTS}::test_a_bad_option_is_no_fault_of_a_site",),
     ),

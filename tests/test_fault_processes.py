@@ -26,7 +26,7 @@ from test_faults import (
 )
 from torch import Tensor
 
-from fx_fuser import backend
+from fx_fuser import reading
 from fx_fuser.graph import rewrite
 from fx_fuser.native import binaries
 from fx_fuser.planning import gate, plan
@@ -38,8 +38,8 @@ GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplie
 @pytest.mark.parametrize(
     "owner, name, auto",
     [
-        (backend, "find", False),
-        (backend, "grow", True),
+        (reading, "find", False),
+        (reading, "grow", True),
         (gate, "_with_tails", True),
         (plan, "_build_kernels", False),
         (plan, "_build_kernels", True),

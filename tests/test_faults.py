@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import reading
 from fx_fuser.graph import rewrite
 from fx_fuser.native import binaries, store
 from fx_fuser.ops import apply, calls, checks, library
@@ -60,7 +60,7 @@ def _after(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 # At each site: what fails at one alone leaves the others fused (tests/test_site_faults.py).
 AT_SITES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "matching": (backend, "find", _raises),
+    "matching": (reading, "find", _raises),
     "a check": (checks, "fault_of", _raises),
     "the plan": (plan, "runs_native", _raises),
     "the call": (calls, "graph_call", _raises),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import backend, reading
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError
 from fx_fuser.graph import grow, match, sites
@@ -38,9 +38,9 @@ def _site_of_first(view: Any, site: Any, *rest: Any) -> bool:
 
 # Where → owner, name, and of its arguments whether they are of the first site.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "growing": (backend, "grow", _site_of_first),
+    "growing": (reading, "grow", _site_of_first),
     "its regions": (grow, "_regions", _site_of_first),
-    "z alone": (backend, "alone", _site_of_first),
+    "z alone": (reading, "alone", _site_of_first),
     "whether there is a kernel": (plan, "no_gain", lambda m, *_: of_first(m)),
     "a check": (checks, "fault_of", of_first),
     "the candidates": (ANCHORS["linear"], "candidates", lambda case: of_first(case)),
@@ -134,7 +134,7 @@ def test_an_anchor_that_cannot_be_read_costs_itself(
             raise Boom("our own fault")
         return site
 
-    for owner in (sites, match, backend):
+    for owner in (sites, match, reading):
         monkeypatch.setattr(owner, "site_at", site_at)
     model, x = _model(), torch.randn(4, 8)
     if strict:

@@ -336,64 +336,6 @@ def test_one_operation_off(body: Body, op: str, reason: str) -> None:
     assert site.missing == 1
 
 
-FAR: dict[str, tuple[Body, str]] = {  # and what follows
-    "nothing": (lambda m, x, y: m.lin(x), "the end"),
-    "relu": (lambda m, x, y: torch.relu(m.lin(x)), "relu"),
-    "gelu": (lambda m, x, y: F.gelu(m.lin(x)), "gelu"),
-    "a residual after dropout": (lambda m, x, y: F.dropout(m.lin(x), 0.5) + y, "dropout"),
-    "scaled": (lambda m, x, y: m.lin(x) * 2.0 + y, "mul"),
-    "softmax": (lambda m, x, y: torch.softmax(m.lin(x), -1) * y, "softmax"),
-    "two off": (lambda m, x, y: torch.relu(torch.tanh(m.lin(x))) * y * 2.0, "tanh"),
-}
-
-
-@pytest.mark.parametrize("body, follows", FAR.values(), ids=FAR.keys())
-def test_far_is_in_the_summary(body: Body, follows: str) -> None:
-    torch._dynamo.reset()
-    report = fx_fuser.explain(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
-    assert (report.fused, report.refused, report.others) == ([], [], {"Linear": 1})
-    summary, line = str(report).splitlines()
-    assert summary == "fx_fuser: 1 Linear site is followed by nothing a pattern has"
-    reason = "on a CPU Inductor does as well by itself"
-    assert line.startswith(f"  1 × Linear, followed by {follows}: {reason}; say ")
-    assert "test_near.py:" in line and "m.lin(x)" in line
-    assert type(report).from_json(report.to_json()) == report
-
-
-def test_what_is_left_is_grouped() -> None:
-    """Equal ones share a line, which has the place of the first."""
-    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.GELU())))
-    lines = str(fx_fuser.explain(model, torch.randn(4, 8), options={"auto": False})).splitlines()
-    assert len(lines) == 2 and lines[1].startswith("  3 × Linear, followed by gelu; say ")
-
-
-def test_no_advice_that_cannot_help() -> None:
-    """Neither a gemm nor a view in between is an operation too many; no pattern has a cast."""
-
-    def body(m: Any, x: Tensor, y: Tensor) -> Any:
-        between = torch.sigmoid(m.bare(m.lin(x)[:, :1].expand(4, 8)))
-        return between * y * 2.0, torch.sigmoid(m.lin(x).half()).float() * y
-
-    sites = misses(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
-    said = " ".join(site.reason + site.help for site in sites)
-    assert "stands in between" not in said and "pattern with" not in said
-
-
-@pytest.mark.parametrize("tail", [torch.relu, lambda z: z, lambda z: z + 1.0])
-def test_a_batchnorm_without_a_product_is_in_the_summary(tail: Body) -> None:
-    conv = nn.Conv2d(4, 6, 3)
-    model = conv_program(lambda m, x: tail(m.bn(m.conv(x))), conv, nn.BatchNorm2d(6))
-    torch._dynamo.reset()
-    report = fx_fuser.explain(model, torch.randn(3, 4, 8, 9))
-    assert (report.refused, report.others) == ([], {"Conv2d": 1})
-
-
-def test_the_summary_counts_kinds() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(96, 3), nn.Linear(3, 3))
-    report = fx_fuser.explain(model, images())
-    assert report.summary == "3 Linear and Conv2d sites are followed by nothing a pattern has"
-
-
 def test_a_factor_that_the_match_computes() -> None:
     """The pattern is there but for its factor: that was "sigmoid(z) is there, but nothing …"."""
 
@@ -426,7 +368,7 @@ def test_an_error_while_explaining_loses_no_fusion(monkeypatch: pytest.MonkeyPat
     def broken(*_: Any) -> Any:
         raise RuntimeError("our own")
 
-    monkeypatch.setattr(fx_fuser.backend, "near_miss", broken)
+    monkeypatch.setattr(fx_fuser.reading, "near_miss", broken)
     model = linear_program(lambda m, x, y: (F.silu(m.lin(x)) * y, m.bare(x)))
     inputs = torch.randn(4, 8), torch.randn(4, 6)
     report = fx_fuser.explain(model, *inputs)
@@ -449,7 +391,7 @@ def test_supposing_leaves_the_reading_as_it_was() -> None:
         return miss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fx_fuser.backend, "near_miss", spy)
+        patch.setattr(fx_fuser.reading, "near_miss", spy)
         body, *_ = ONE_OFF["in place between"]
         misses(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
     assert len(seen) == 1

@@ -25,6 +25,7 @@ FLOORS = (
     ("verify",),
     ("report",),
     (
+        "reading",
         "backend",
         "fallback",
         "installation",

@@ -14,7 +14,7 @@ from helpers import ADD, MUL, Program, compiled, fused
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import backend, reading
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.bind import Bound, bind
@@ -51,7 +51,7 @@ def _find_first(view: Any, patterns: Any, check: Any, node: Any) -> bool:
 
 # Where → owner, name, and of its arguments whether they are of the first site.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "matching": (backend, "find", _find_first),
+    "matching": (reading, "find", _find_first),
     "a check": (checks, "fault_of", of_first),
     "the candidates": (ANCHORS["linear"], "candidates", lambda case: of_first(case)),
     "the choice": (plan, "_pick", lambda match, *_: of_first(match)),
@@ -134,14 +134,14 @@ def test_the_report_says_so(auto: bool, place: str) -> None:
 
 def test_a_node_that_no_pattern_is_for_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no pattern for a convolution alone, whose failure cost the whole graph."""
-    right = backend.find
+    right = reading.find
 
     def find(view: Any, patterns: Any, check: Any, node: Any) -> Any:
         if site_at(view, node) is not None and "conv" in str(node.name):
             raise Boom("our own fault")
         return right(view, patterns, check, node)
 
-    monkeypatch.setattr(backend, "find", find)
+    monkeypatch.setattr(reading, "find", find)
 
     def body(m: Any, x: Tensor) -> Tensor:
         return F.silu(m.lin(m.conv(x).mean((2, 3)))) * 2.0

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import reading
 from fx_fuser.graph import grow, reindex
 
 Body = Callable[[Any, Tensor, Tensor], Any]
@@ -358,7 +358,7 @@ def test_what_is_not_fused_is_put_back(tail: str) -> None:
 def test_z_alone_is_fused_where_its_tail_is_not(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The tail was moved, and then the plan took z alone."""
     monkeypatch.setattr(
-        backend,
+        reading,
         "grow",
         lambda view, site, check: grow.Grown(
             **{**vars(grow.alone(view, site)), "alone": None, "stop": ""}

@@ -37,7 +37,7 @@ from value_programs import Named, Program, generate, values
 from value_writer import NothingToWrite
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import backend, reading
 from fx_fuser.graph.match import Match
 from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.view import View
@@ -401,7 +401,7 @@ def _compile_kernels(run: Run, patterns: Sequence[Pattern]) -> None:
         chosen = _options(loaded.program, "eager")
         options = Options.parse(None, chosen, _names())
         active = [] if run.auto else [loaded.program.pattern]
-        matches += backend._read(view, active, options).matches
+        matches += reading.read_graph(view, active, options).matches
     if matches:
         plan.decide(matches, Options(plan="always", cpu_ops=True))
 

@@ -17,6 +17,7 @@ The names of a site's operands are those of the anchor's op schema in `fx_fuser.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,15 @@ from torch.fx import Node
 
 from fx_fuser.graph.canonical import Expr, Operand
 from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.source import called_name
 from fx_fuser.graph.view import View
+
+# What multiplies and sums; where `site_at` finds no anchor, only Inductor has a kernel for it.
+_GEMMS = "linear matmul mm bmm mv dot vdot inner addmm addmv addbmm baddbmm einsum"
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+_OTHERS = "tensordot bilinear multi_dot grouped_mm _grouped_mm _scaled_mm lstm gru convolution"
+_ATTENTION = "scaled_dot_product_attention"
+_PRODUCTS = frozenset(f"{_GEMMS} {_CONVOLUTIONS} {_OTHERS} {_ATTENTION}".split())
 
 # Names of anchors' operands, leaves and results. Values are looked up by name, so a pattern's
 # wildcards must not have these (`graph.pattern` renames those that do).
@@ -73,6 +82,12 @@ def outermost(view: View) -> list[Site]:
     sites = [s for s in (site_at(view, n) for n in view.nodes) if s is not None]
     inner = {n for s in sites for n in s.nodes if n is not s.node}
     return [s for s in sites if s.node not in inner]
+
+
+def products_without_anchor(view: View, sites: Sequence[Site]) -> list[Node]:
+    """The products of a graph that are part of none of its sites."""
+    anchored = {node for site in sites for node in site.nodes}
+    return [n for n in view.nodes if called_name(n) in _PRODUCTS and n not in anchored]
 
 
 def _nodes_or_none(operands: tuple[Operand, ...]) -> bool:

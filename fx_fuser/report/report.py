@@ -20,7 +20,7 @@ from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.graph.naming import called, dtype_of, infix, place_of, shape_of
 from fx_fuser.graph.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.sites import Site
-from fx_fuser.graph.source import op_of, source_of
+from fx_fuser.graph.source import called_name, op_of, source_of
 from fx_fuser.graph.view import View
 from fx_fuser.passes.masks import Mask
 from fx_fuser.report.html import html_of
@@ -28,6 +28,7 @@ from fx_fuser.report.traffic import Saved, text_of
 
 log = logging.getLogger("fx_fuser.report.report")
 
+_PARTS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "glu", "unbind"})
 PLACE = 40  # characters of the column that says where
 
 
@@ -86,9 +87,9 @@ class MaskReport:
 
 @dataclass(frozen=True)
 class LeftReport:
-    """An anchor at which no pattern begins. kind: "Linear" or the like. follows: what reads its
-    value. reason: why no fused kernel may gain there; empty if tails are not grown. where, code: as
-    in SiteReport."""
+    """An anchor at which no pattern begins, or a product that is no anchor. kind: "Linear" or
+    "conv1d", say. follows: what reads its value. reason: why no fused kernel may gain there; empty
+    if tails are not grown. where, code: as in SiteReport."""
 
     kind: str
     follows: str
@@ -184,10 +185,18 @@ class Report:
     def add_other(self, site: Site, view: View, reason: str) -> None:
         kind = ANCHORS[site.kind].title
         self.others[kind] = self.others.get(kind, 0) + 1
-        readers = view.readers[site.node]
+        self._add_left(kind, site.node, view, reason)
+
+    def add_product(self, node: Node, view: View) -> None:
+        self._add_left(called_name(node), node, view, "fx_fuser has no kernel for it")
+
+    def _add_left(self, kind: str, node: Node, view: View, reason: str) -> None:
+        readers = view.readers[node]
         names = dict.fromkeys("the end" if r.op == "output" else op_of(r) for r in readers)
         follows = " and ".join(names) or "nothing"
-        self.left.append(LeftReport(kind, follows, reason, *source_line(site.node)))
+        if not names.keys().isdisjoint(_PARTS):
+            follows += " (a packed projection: docs/patterns.md)"
+        self.left.append(LeftReport(kind, follows, reason, *source_line(node)))
 
     def add_mask(self, mask: Mask) -> None:
         source = source_of(mask.node)

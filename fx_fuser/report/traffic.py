@@ -100,7 +100,7 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
 def text_of(count: int) -> str:
     """Bytes as text, with a unit."""
     size, units = float(count), ["bytes", "kB", "MB", "GB"]
-    while size >= 1000 and len(units) > 1:
+    while abs(size) >= 1000 and len(units) > 1:
         size /= 1000
         units.pop(0)
     return f"{size:.3g} {units[0]}"
