@@ -40,10 +40,10 @@ Inputs = dict[str, Tensor]
 @dataclass(frozen=True)
 class Model:
     """One model. package: what it is from. make: the module, and what it is called with, from
-    the imported package."""
+    the imported package and a scale: 1 for a small one; by so much widths and lengths grow."""
 
     package: str
-    make: Callable[[Any], tuple[nn.Module, Inputs]]
+    make: Callable[[Any, int], tuple[nn.Module, Inputs]]
 
 
 @dataclass
@@ -70,21 +70,33 @@ class Row:
 # ---- the models ---------------------------------------------------------------------------------
 
 
-def _tokens() -> Inputs:
-    return {"input_ids": torch.randint(0, 100, (2, 16))}
+def _tokens(scale: int) -> Inputs:
+    return {"input_ids": torch.randint(0, 100, (2, 16 * scale))}
+
+
+def _states(scale: int) -> Inputs:
+    """Of diffusers' blocks: image and text tokens, and the embedding of time."""
+    return {
+        "hidden_states": torch.randn(2, 9 * scale, 32 * scale),
+        "encoder_hidden_states": torch.randn(2, 5 * scale, 32 * scale),
+        "temb": torch.randn(2, 32 * scale),
+    }
 
 
 def _transformer(name: str, **config: Any) -> Model:
     """The class `name` of transformers, with what its configuration is called there."""
 
-    def make(package: Any) -> tuple[nn.Module, Inputs]:
+    def make(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
         kind = getattr(package, name)
-        made = kind(kind.config_class(vocab_size=100, **config))
-        return made, _tokens()
+        sizes = {n: v * scale if n in _WIDTHS else v for n, v in config.items()}
+        made = kind(kind.config_class(vocab_size=100, **sizes))
+        return made, _tokens(scale)
 
     return Model("transformers", make)
 
 
+_INNER = {f"{part}intermediate_size" for part in ("", "moe_", "shared_expert_")}
+_WIDTHS = {"hidden_size", *_INNER, "head_dim", "d_model", "d_ff", "d_kv", "n_embd"}  # they scale
 _LLAMA: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -97,29 +109,30 @@ _LLAMA: dict[str, Any] = {
 }
 
 
-def _vit(package: Any) -> tuple[nn.Module, Inputs]:
+def _vit(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
     config = package.ViTConfig(
-        hidden_size=32,
+        hidden_size=32 * scale,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=64,
+        intermediate_size=64 * scale,
         image_size=32,
         patch_size=8,
     )
-    return package.ViTModel(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
+    return package.ViTModel(config), {"pixel_values": torch.randn(2 * scale, 3, 32, 32)}
 
 
-def _triangle(package: Any) -> tuple[nn.Module, Inputs]:
+def _triangle(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
     esmfold = importlib.import_module("transformers.models.esm.modeling_esmfold")
+    width, length = min(scale, 8), 6 * scale
     config = package.EsmConfig(
         vocab_size=33,
         is_folding_model=True,
         esmfold_config={
             "trunk": {
-                "sequence_state_dim": 32,
-                "pairwise_state_dim": 16,
-                "sequence_head_width": 8,
-                "pairwise_head_width": 8,
+                "sequence_state_dim": 32 * scale,
+                "pairwise_state_dim": 16 * width,
+                "sequence_head_width": 8 * width,
+                "pairwise_head_width": 8 * width,
                 "num_blocks": 1,
             }
         },
@@ -127,18 +140,20 @@ def _triangle(package: Any) -> tuple[nn.Module, Inputs]:
     block = esmfold.EsmFoldTriangularSelfAttentionBlock(config.esmfold_config.trunk)
     for parameter in block.parameters():  # some begin as zeros, and nothing would be seen
         nn.init.normal_(parameter, std=0.1)
-    states = {"sequence_state": torch.randn(1, 6, 32), "pairwise_state": torch.randn(1, 6, 6, 16)}
-    return block, states
+    return block, {
+        "sequence_state": torch.randn(1, length, 32 * scale),
+        "pairwise_state": torch.randn(1, length, length, 16 * width),
+    }
 
 
 class AdaLN(nn.Module):
     """Adaptive LayerNorm as Boltz and AlphaFold 3 have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, d: int) -> None:
         super().__init__()
-        self.a_norm = nn.LayerNorm(16, elementwise_affine=False)
-        self.s_norm = nn.LayerNorm(16, bias=False)
-        self.s_scale, self.s_bias = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.a_norm = nn.LayerNorm(d, elementwise_affine=False)
+        self.s_norm = nn.LayerNorm(d, bias=False)
+        self.s_scale, self.s_bias = nn.Linear(d, d), nn.Linear(d, d, bias=False)
 
     def forward(self, a: Tensor, s: Tensor) -> Tensor:
         a, s = self.a_norm(a), self.s_norm(s)
@@ -148,11 +163,11 @@ class AdaLN(nn.Module):
 class TriangleMultiplication(nn.Module):
     """The outgoing triangle multiplication as Boltz and OpenFold have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, d: int) -> None:
         super().__init__()
-        self.norm_in, self.norm_out = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.p_in, self.g_in = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
-        self.p_out, self.g_out = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.norm_in, self.norm_out = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.p_in, self.g_in = (nn.Linear(d, 2 * d, bias=False) for _ in range(2))
+        self.p_out, self.g_out = (nn.Linear(d, d, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.norm_in(x)
@@ -163,47 +178,63 @@ class TriangleMultiplication(nn.Module):
         return self.p_out(self.norm_out(x)) * self.g_out(x_in).sigmoid()
 
 
-def _flux(package: Any) -> tuple[nn.Module, Inputs]:
+def _ada_ln(_: Any, scale: int) -> tuple[nn.Module, Inputs]:
+    states = (torch.randn(2, 9 * scale, 16 * scale) for _ in range(2))
+    return AdaLN(16 * scale), dict(zip("as", states))
+
+
+def _multiplication(_: Any, scale: int) -> tuple[nn.Module, Inputs]:
+    width, length = min(scale, 8), 6 * scale
+    x = torch.randn(2, length, length, 16 * width)
+    return TriangleMultiplication(16 * width), {"x": x, "mask": torch.ones(2, length, length)}
+
+
+def _flux(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
     flux = importlib.import_module("diffusers.models.transformers.transformer_flux")
-    block = flux.FluxTransformerBlock(dim=32, num_attention_heads=2, attention_head_dim=16)
-    return block, {
-        "hidden_states": torch.randn(2, 9, 32),
-        "encoder_hidden_states": torch.randn(2, 5, 32),
-        "temb": torch.randn(2, 32),
-    }
+    block = flux.FluxTransformerBlock(
+        dim=32 * scale, num_attention_heads=2 * scale, attention_head_dim=16
+    )
+    return block, _states(scale)
 
 
-def _sd3(package: Any) -> tuple[nn.Module, Inputs]:
+def _sd3(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
     attention = importlib.import_module("diffusers.models.attention")
-    block = attention.JointTransformerBlock(32, 2, 16)
-    return block, {
-        "hidden_states": torch.randn(2, 9, 32),
-        "encoder_hidden_states": torch.randn(2, 5, 32),
-        "temb": torch.randn(2, 32),
-    }
+    return attention.JointTransformerBlock(32 * scale, 2 * scale, 16), _states(scale)
 
 
-def _lumina(package: Any) -> tuple[nn.Module, Inputs]:
+def _lumina(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
     attention = importlib.import_module("diffusers.models.attention")
-    return attention.LuminaFeedForward(32, 64), {"x": torch.randn(2, 9, 32)}
+    block = attention.LuminaFeedForward(32 * scale, 64 * scale)
+    return block, {"x": torch.randn(2, 9 * scale, 32 * scale)}
 
 
-def _image_net(package: str, name: str, size: int = 64, **settings: Any) -> Model:
-    def make(found: Any) -> tuple[nn.Module, Inputs]:
+def _image_net(package: str, name: str) -> Model:
+    """At its own width: a scale makes more and larger images."""
+
+    def make(found: Any, scale: int) -> tuple[nn.Module, Inputs]:
         build = found.create_model if package == "timm" else getattr(found.models, name)
-        made = build(*([name] if package == "timm" else []), num_classes=10, **settings)
-        return made, {"x": torch.randn(2, 3, size, size)}
+        made = build(*([name] if package == "timm" else []), num_classes=10)
+        size = 64 if scale == 1 else 224
+        return made, {"x": torch.randn(2 * scale, 3, size, size)}
 
     return Model(package, make)
 
 
-def _eva02(package: Any) -> tuple[nn.Module, Inputs]:
+def _eva02(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
     eva = importlib.import_module("timm.models.eva")
     made = eva.Eva(
-        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=10,
+        img_size=32, patch_size=8, embed_dim=32 * scale, depth=2, num_heads=2, num_classes=10,
         mlp_ratio=2, qkv_fused=False, swiglu_mlp=True, use_rot_pos_emb=True,
     )  # fmt: skip
-    return made, {"x": torch.randn(2, 3, 32, 32)}
+    return made, {"x": torch.randn(2 * scale, 3, 32, 32)}
+
+
+def _yolo(package: Any, scale: int) -> tuple[nn.Module, Inputs]:
+    tasks = importlib.import_module("ultralytics.nn.tasks")
+    images = torch.randn(
+        min(2 * scale, 16), 3, 64 if scale == 1 else 640, 64 if scale == 1 else 640
+    )
+    return tasks.DetectionModel("yolo11n.yaml", verbose=False), {"x": images}
 
 
 MODELS: dict[str, Model] = {
@@ -235,16 +266,8 @@ MODELS: dict[str, Model] = {
     ),
     "ViT": Model("transformers", _vit),
     "ESMFold's triangle block": Model("transformers", _triangle),
-    "AdaLN (as Boltz's)": Model(
-        "torch", lambda _: (AdaLN(), {"a": torch.randn(2, 9, 16), "s": torch.randn(2, 9, 16)})
-    ),
-    "triangle multiplication (as Boltz's)": Model(
-        "torch",
-        lambda _: (
-            TriangleMultiplication(),
-            {"x": torch.randn(2, 6, 6, 16), "mask": torch.ones(2, 6, 6)},
-        ),
-    ),
+    "AdaLN (as Boltz's)": Model("torch", _ada_ln),
+    "triangle multiplication (as Boltz's)": Model("torch", _multiplication),
     "Flux's block": Model("diffusers", _flux),
     "SD3's block": Model("diffusers", _sd3),
     "Lumina's feed-forward": Model("diffusers", _lumina),
@@ -252,27 +275,28 @@ MODELS: dict[str, Model] = {
     "MobileNetV4": _image_net("timm", "mobilenetv4_conv_small"),
     "EfficientNet-B0": _image_net("timm", "efficientnet_b0"),
     "ResNet-50": _image_net("torchvision", "resnet50"),
+    "YOLO11n": Model("ultralytics", _yolo),
 }
 
 
 # ---- what is seen of one ------------------------------------------------------------------------
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors(result: Any) -> list[Tensor]:
     """The floating tensors of a result, in order."""
     if isinstance(result, Tensor):
         return [result] if result.is_floating_point() else []
     parts = result.values() if isinstance(result, Mapping) else result
     if not isinstance(result, (Mapping, tuple, list)):
         return []
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in tensors(part)]
 
 
-def _observed(model: nn.Module, run: Callable[..., Any], inputs: Inputs, train: bool) -> Tensor:
+def observed(model: nn.Module, run: Callable[..., Any], inputs: Inputs, train: bool) -> Tensor:
     """All outputs, or in training all gradients, as one vector. Dropout repeats."""
     torch.manual_seed(1)
     with torch.set_grad_enabled(train):
-        found = _tensors(run(**inputs))
+        found = tensors(run(**inputs))
     if not train:
         return torch.cat([tensor.double().flatten() for tensor in found])
     model.zero_grad()
@@ -281,7 +305,7 @@ def _observed(model: nn.Module, run: Callable[..., Any], inputs: Inputs, train: 
     return torch.cat([grad.double().flatten() for grad in grads])
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def error(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).norm() / exact.norm()).item()
 
 
@@ -298,29 +322,34 @@ def examined(name: str) -> Row:
     return row
 
 
-def _examine(model: Model, row: Row) -> None:
+def made_of(model: Model, scale: int = 1) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(0)
-    made, inputs = model.make(importlib.import_module(model.package))
+    made, inputs = model.make(importlib.import_module(model.package), scale)
     for module in made.modules():  # its mask is not float64's
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    return made, inputs
+
+
+def _examine(model: Model, row: Row) -> None:
+    made, inputs = made_of(model)
     exact = copy.deepcopy(made).double()
     wide = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
     for train in (False, True):
-        _set_mode(made, train)
-        _set_mode(exact, train)
+        set_mode(made, train)
+        set_mode(exact, train)
         state = copy.deepcopy(made.state_dict())
-        truth = _observed(exact, exact, wide, train)
-        eager = _observed(made, made, inputs, train)
+        truth = observed(exact, exact, wide, train)
+        eager = observed(made, made, inputs, train)
         made.load_state_dict(state)
         torch._dynamo.reset()
-        fused = _observed(
+        fused = observed(
             made, torch.compile(made, backend="fx_fuser", options=OPTIONS), inputs, train
         )
         made.load_state_dict(state)
-        row.error.append(_error(fused, truth))
-        row.eager.append(_error(eager, truth))
-    _set_mode(made, False)
+        row.error.append(error(fused, truth))
+        row.eager.append(error(eager, truth))
+    set_mode(made, False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     options = {n: v for n, v in OPTIONS.items() if n != "inner"}
@@ -330,11 +359,12 @@ def _examine(model: Model, row: Row) -> None:
     row.named = len(report.fused) - row.grown
     sites = {(r.anchor, r.reason) for r in report.refused}
     row.left = dict(Counter(reason for _, reason in sorted(sites)))
-    row.left |= Counter(site.reason or f"followed by {site.follows}" for site in report.left)
+    anchors = [site for site in report.left if site.kind in report.others]
+    row.left |= Counter(site.reason or f"followed by {site.follows}" for site in anchors)
     row.anchors = len(report.fused) + sum(row.left.values())
 
 
-def _set_mode(model: nn.Module, train: bool) -> None:
+def set_mode(model: nn.Module, train: bool) -> None:
     """BatchNorms stay in eval mode: the statistics of two images amplify every rounding."""
     model.train(train)
     for module in model.modules():
@@ -347,9 +377,11 @@ def _set_mode(model: nn.Module, train: bool) -> None:
 
 def is_right(row: Row) -> bool:
     """Did it run, with errors of at most README's: 1.5 times eager's, or 4e-7?"""
-    factor, floor = PROMISED.factor[torch.float32], PROMISED.floor[torch.float32]
-    within = [e <= max(factor * own, floor) for e, own in zip(row.error, row.eager)]
-    return not row.failed and within == [True, True]
+    return not row.failed and [*map(within, row.error, row.eager)] == [True, True]
+
+
+def within(found: float, eager: float) -> bool:
+    return found <= max(PROMISED.factor[torch.float32] * eager, PROMISED.floor[torch.float32])
 
 
 def table(rows: list[Row]) -> str:

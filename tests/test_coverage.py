@@ -34,7 +34,7 @@ def test_what_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.vmap(self.lin)(x)
 
-    model = coverage.Model("torch", lambda _: (Alias(), {"x": torch.randn(4, 8)}))
+    model = coverage.Model("torch", lambda *_: (Alias(), {"x": torch.randn(4, 8)}))
     monkeypatch.setitem(coverage.MODELS, "alias", model)
     row = coverage.examined("alias")
     assert (row.named + row.grown, row.anchors) == (0, sum(row.left.values()))
