@@ -191,6 +191,12 @@ void launch_split(Kernel split_rows, Kernel split_columns, SplitArgs args, int64
   const bool columns = args.x_stride_k != 1 && args.x_stride_m == 1 && args.rows > 1;
   const int64_t units = columns ? ceil_div(args.rows, kSplitStrip) : args.rows;
   args.units = make_divisor(static_cast<uint32_t>(units));
+  args.lanes = columns ? 0 : split_lanes(args.planes.k);
+  if (args.lanes > 0) {
+    launch(split_rows, ceil_div(units * planes * args.lanes, kSplitThreads), kSplitThreads, stream,
+           args, {});
+    return;
+  }
   LaunchOptions in_cluster;
   in_cluster.cluster =
       columns ? strip_cluster(units * planes, args.padded_k / kSplitDepth, multiprocessors)

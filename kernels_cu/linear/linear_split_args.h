@@ -25,6 +25,14 @@ constexpr int split_cluster(int64_t k) {
   return blocks;
 }
 
+// Threads that share a row, where part of a warp keeps all of it; else 0. In eights, for a row's
+// part in a plane is padded to 64.
+constexpr int split_lanes(int64_t k) {
+  int lanes = 8;
+  while (lanes < 32 && kSplitKept * lanes * kSplitWidth < k) lanes *= 2;
+  return kSplitKept * lanes * kSplitWidth < k ? 0 : lanes;
+}
+
 // A block's threads: no more than keep a short row, so that many rows are under way.
 constexpr int split_threads(int64_t k) {
   constexpr int kKeptByWarp = kSplitKept * 32 * kSplitWidth;
@@ -97,8 +105,9 @@ struct SplitArgs {
   Divisor<uint32_t> units;  // of a plane: rows, or strips of columns
   int32_t rows;
   int32_t padded_k;
-  bool natural;  // k in order, for an N-major weight; else in that of a weight's 16-byte chunks
-  bool vectors;  // k is adjacent, and rows are 16-byte aligned
+  int32_t lanes;  // of split_lanes
+  bool natural;   // k in order, for an N-major weight; else in that of a weight's 16-byte chunks
+  bool vectors;   // k is adjacent, and rows are 16-byte aligned
 };
 
 // Where the rows of x are columns in memory: a block has a strip of them, and takes so many of k
