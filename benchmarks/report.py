@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import coverage, results, tables
+from benchmarks import coverage, coverage_gpu, results, tables
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {
     "README.md": ("summary",),
     "docs/results.md": ("whole-nets", "kernelbench", "seed-problems", "linear-fp32"),
-    "docs/models.md": ("models",),
+    "docs/models.md": ("models", "models-gpu"),
 }
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 SYSTEMS = ("eager", "inductor", "max-autotune", "inductor-ieee", "fx_fuser")
@@ -191,6 +191,7 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
         "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
         "linear-fp32": "\n\n".join(map(linear_section, linear)),
         "models": coverage.table(coverage.read(folder)),
+        "models-gpu": coverage_gpu.table(coverage_gpu.read(folder)),
     }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import coverage
+from benchmarks import coverage, coverage_gpu
 
 
 @pytest.mark.parametrize("name", ["AdaLN (as Boltz's)", "triangle multiplication (as Boltz's)"])
@@ -52,3 +54,42 @@ def test_a_wrong_row_is_noticed() -> None:
 def test_the_committed_rows_are_right() -> None:
     rows = coverage.read()
     assert len(rows) >= 19 and all(map(coverage.is_right, rows))
+
+
+def _gpu_row(**changes: Any) -> coverage_gpu.Row:
+    good: dict[str, Any] = {
+        "compile_s": {"inductor": 10.0, "fx_fuser": 12.9},
+        "gpu_ms": {"inductor": 2.0, "fx_fuser": 1.0},
+        "error": 1.4e-6,
+        "eager": 1e-6,
+    }
+    row: dict[str, Any] = {"model": "m", "package": "torch", "phase": "training", "date": "d"}
+    row["machine"] = {"gpu": "g", "driver": "d", "torch": "t"}
+    return coverage_gpu.Row(**{**row, "commit": "c", **good, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, []),
+        ({"compile_s": {"inductor": 40.0, "fx_fuser": 43.9}}, []),
+        ({"error": 2e-6, "inductor": 2e-6}, []),
+        ({"failed": "it raised"}, ["it raised"]),
+        ({"error": 2e-6}, ["error 2.0e-06, Inductor's 0.0e+00"]),
+        (
+            {"compile_s": {"inductor": 10.0, "fx_fuser": 13.1}},
+            ["compiles in 13.1 s, Inductor in 10.0"],
+        ),
+        ({"gpu_ms": {"inductor": 1.0, "fx_fuser": 1.03}}, ["1.030 of Inductor's time"]),
+    ],
+)
+def test_what_falls_short_on_a_gpu_is_said(changes: dict[str, Any], said: list[str]) -> None:
+    row = _gpu_row(**changes)
+    assert coverage_gpu.faults(row) == said
+    assert "; ".join(said) in coverage_gpu.table([row])
+
+
+def test_the_committed_rows_of_a_gpu_are_accurate_and_as_fast() -> None:
+    rows = coverage_gpu.read()
+    assert len(rows) >= 36
+    assert [f for row in rows for f in coverage_gpu.faults(row) if "compiles in" not in f] == []
