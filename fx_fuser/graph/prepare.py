@@ -8,14 +8,15 @@ from torch.fx import Graph, Node
 
 from fx_fuser.graph.aten import drop_proven_checks
 from fx_fuser.graph.decompose import decompose, recompose
+from fx_fuser.graph.localize import localize
 from fx_fuser.graph.metadata import reread
-from fx_fuser.graph.sharding import localize
 from fx_fuser.graph.sink import sink
 
 
 class Prepared:
     """Edits the graph: checks that hold are dropped, operations on DTensors moved to their local
-    shards, calls that are an anchor and more decomposed, and what stands between an anchor and its tail moved out of the way."""
+    shards, calls that are an anchor and more decomposed, and what stands between an anchor and its
+    tail moved out of the way."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
