@@ -32,6 +32,7 @@ import fx_fuser  # noqa: F401  (registers the backend when it is not installed)
 MUL, ADD, AUTO = "linear_sigmoid_mul_mul", "linear_sigmoid_mul_add", "auto_linear"
 WIDTH, HIDDEN, LENGTH = 8, 24, 4
 WHOLE = (Replicate(),)
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 class Gated(nn.Module):
@@ -160,9 +161,10 @@ CASES = {
     ),
     "block": Case(Block, _planned(up=ColwiseParallel(), down=RowwiseParallel()), {AUTO: 2}),
     "batch": free(_scaled, {MUL: 1}, Shard(0), dim=0),
-    # of a dynamic batch, DTensor itself has no linear
-    "sequence of replicas": free(_scaled, {MUL: 1}, Shard(1), dim=1, batches=(2,)),
-    "replicas": free(_scaled, {MUL: 1}),
+    # DTensor itself has no such linear in torch 2.11, nor of a dynamic batch
+    "sequence of replicas": free(
+        _scaled, {MUL: 1}, Shard(1), dim=1, batches=(2,) if TORCH >= (2, 13) else ()
+    ),
     "columns with a broadcast factor": free(_broadcast, {MUL: 1}, parameters=COLUMNS, columns=-1),
     "columns with a vector": free(
         _scaled, {MUL: 1}, parameters={**COLUMNS, "scale": Shard(0)}, columns=-1

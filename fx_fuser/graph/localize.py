@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fx_fuser.graph.naming import SHARD_OF
 from fx_fuser.graph.nodes import is_dtensor, meta_tensor
 from fx_fuser.graph.sharding import Finder, Local, Placements
 from fx_fuser.graph.view import View
@@ -137,7 +138,7 @@ class Localized:
         with self._graph.inserting_before(node):
             made = self._graph.call_function(function, (source,))
         shown = _fake(source.meta["example_value"], parts > 1)
-        made.meta = {**_kept(source.meta), "example_value": shown}
+        made.meta = {**_kept(source.meta), "example_value": shown, SHARD_OF: operand}
         self._made.append(made)
         return made
 
@@ -184,12 +185,12 @@ class Localized:
                     )
             last[base] = now.setdefault(node, node)
             now[node].meta = dict(self._meta[node])
-        for node, whole in self._whole.items():
-            if self._base[node] not in results:
-                whole.replace_all_uses_with(now[node])
         restored = {*now.values(), *self._whole.values()}
         for base in last:
             self._show_local(base, [r for r in base.users if r not in restored], now)
+        for node, whole in self._whole.items():
+            if self._base[node] not in results:
+                whole.replace_all_uses_with(now[node])
         for made in reversed([*self._made, *self._whole.values()]):
             if not made.users:
                 self._graph.erase_node(made)

@@ -36,8 +36,9 @@ _LINEAR = {
     ("R", "N", "N"): ("N", "P", "N", "N"),  # column-wise
     ("K", "K", "R"): ("P", "K", "K", "R"),  # row-wise; each rank adds its share of the bias
     ("M", "R", "R"): ("M", "M", "P", "P"),  # a batch or a sequence
-    ("R", "R", "R"): ("R", "R", "R", "R"),
 }
+# There is none for a replicated z. Its gradient may come as summands, of which `from_local` would
+# make the sum, while DTensor goes on with summands.
 
 
 class NoRuleError(Exception):
@@ -79,7 +80,7 @@ def _kind(placement: Any, dims: Mapping[int, str]) -> str:
 
 
 def _linear(node: Node, operands: Operands) -> Local:
-    replicate, shard, partial = _types()
+    _, shard, partial = _types()
     (x, left), (weight, right), (bias, vector) = operands.values()
     y: Any = meta_tensor(node)
     assert x is not None and weight is not None
@@ -98,7 +99,7 @@ def _linear(node: Node, operands: Operands) -> Local:
         rule = _LINEAR.get((kinds[0], kinds[1], kinds[2]))
         if rule is None:
             raise NoRuleError(_without_rule(operands))
-        placed = {"R": replicate(), "P": partial(), "M": of_x, "N": shard(y.ndim - 1)}[rule[0]]
+        placed = {"P": partial(), "M": of_x, "N": shard(y.ndim - 1)}[rule[0]]
         if y.placements[i] != placed:
             raise NoRuleError(f"DTensor places its result as {y.placements}")
         if rule[0] == "P":
@@ -123,14 +124,11 @@ def _pointwise(node: Node, operands: Mapping[Node, Any]) -> Local:
     for operand, value in operands.items():
         placed: list[Any] = []
         for of_y, own in zip(y.placements, value.placements):
-            if type(of_y) not in (replicate, shard):
+            if type(of_y) is not shard:
                 raise NoRuleError(f"its result is placed as {y.placements}")
-            dim = of_y.dim - y.ndim + value.ndim if type(of_y) is shard else None
-            is_whole = type(own) is replicate
-            # Along a sharded dimension: a shard of the same, or broadcast from one element.
-            if dim is None and is_whole:
-                placed.append(own)
-            elif dim is not None and is_whole and (dim < 0 or _is(value.shape[dim] == 1)):
+            dim = of_y.dim - y.ndim + value.ndim
+            # A shard of the same dimension, or broadcast along it from one element.
+            if type(own) is replicate and (dim < 0 or _is(value.shape[dim] == 1)):
                 placed.append(partial())
             elif own == shard(dim) and _is(value.shape[dim] == y.shape[of_y.dim]):
                 placed.append(own)
@@ -181,6 +179,8 @@ class Finder:
         for node in view.nodes:
             with suppress(NoRuleError):  # a tail ends there
                 self._read(node)
+        for node in [n for n in self.found if any(p.is_partial() for p in self._placed(n))]:
+            self._drop_if_read(node)
 
     def _read(self, node: Node) -> None:
         source = node.args[0] if node.args else None
@@ -203,6 +203,25 @@ class Finder:
         if local is not None:
             self.found[node], self.base[node] = local, node
 
+    def _placed(self, node: Node) -> Placements:
+        placements: Placements = self.found[node].value.placements
+        return placements
+
+    def _drop_if_read(self, node: Node) -> None:
+        """Let an operation be whose summands are read otherwise than to add them up.
+
+        Gradients that are summands would be added up for `from_local`; DTensor leaves them.
+        """
+        same = [n for n, base in self.base.items() if base is node]
+        readers = (r for n in same for r in n.users if is_dtensor(meta_tensor(n)))
+        for reader in readers:
+            if reader not in self.base and _call_of(reader)[0] != "redistribute":
+                node.meta[_KEY] = f"{called(reader)} reads its summands"
+                self.found.pop(node)
+                for one in same:
+                    self.base.pop(one)
+                return
+
     def _is_kept(self, node: Node, source: Node) -> bool:
         """Is it a `to_local`, or a `redistribute` that changes nothing, of this DTensor?"""
         old: Any = meta_tensor(source)
@@ -211,9 +230,8 @@ class Finder:
             return False
         name, given = _call_of(node)
         if name == "to_local":
-            placed = given.pop("grad_placements", None)
-            as_is = placed is None or tuple(placed) == old.placements
-            return not given and as_is and not any(p.is_partial() for p in old.placements)
+            usual = tuple(_types()[0]() if p.is_partial() else p for p in old.placements)
+            return tuple(given.pop("grad_placements", None) or usual) == usual and not given
         return (
             name == "redistribute"
             and given.keys() <= {"device_mesh", "placements", "async_op"}
