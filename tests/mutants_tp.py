@@ -35,7 +35,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "tensor parallel: a replicated z has no rule", RULES,
-        '    ("M", "R", "R"): (', '    ("R", "R", "R"): ("R", "R", "R", "R"),\n    ("M", "R", "R"): (',
+        '    ("M", "R", "R"): (',
+        '    ("R", "R", "R"): ("R", "R", "R", "R"),\n    ("M", "R", "R"): (',
         (_refused("all whole"),),
     ),
     (
@@ -90,7 +91,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "tensor parallel: a to_local with a gradient placed otherwise stays", RULES,
-        "return tuple(given.pop(\"grad_placements\", None) or usual) == usual and not given",
+"return (placed is None or _same(placed, usual)) and not given",
         "return True", (_refused("x by K, another gradient"),),
     ),
     (

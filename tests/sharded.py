@@ -35,6 +35,11 @@ WHOLE = (Replicate(),)
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
+def _along(placed: Any) -> tuple[Any, ...]:
+    """One placement is that of a mesh of one dimension."""
+    return placed if isinstance(placed, tuple) else (placed,)
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +76,7 @@ class Free(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh is None:
             return self.body(self, x)
-        d = DTensor.from_local(x, self.mesh, (self.placed,), run_check=False)
+        d = DTensor.from_local(x, self.mesh, _along(self.placed), run_check=False)
         return self.body(self, d).to_local()
 
 
@@ -100,8 +105,8 @@ def _placed(**names: Any) -> Callable[[nn.Module, DeviceMesh], object]:
     def place(model: nn.Module, mesh: DeviceMesh) -> None:
         def of_module(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             for own, value in list(module.named_parameters(recurse=False)):
-                placed = names.get(own, Replicate())
-                shard = torch.distributed.tensor.distribute_tensor(value, mesh, [placed])
+                placed = _along(names.get(own, Replicate()))
+                shard = torch.distributed.tensor.distribute_tensor(value, mesh, placed)
                 module.register_parameter(own, nn.Parameter(shard))
 
         distribute_module(model, mesh, of_module)

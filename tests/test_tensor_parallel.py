@@ -164,6 +164,15 @@ def test_graph(mesh: DeviceMesh, name: str) -> None:
     assert dict(counters["fx_fuser"]) == CASES[name].fuses
 
 
+def test_a_mesh_of_two_dimensions(mesh: DeviceMesh) -> None:
+    columns = {name: (Replicate(), Shard(0)) for name in ("weight", "bias", "scale")}
+    both = init_device_mesh("cpu", (1, 2))
+    model = Free(CASES["batch"].make().body, (Shard(0), Replicate()))  # type: ignore[union-attr, arg-type]
+    _placed(**columns)(model, both)
+    compare(filled(model), rows_of("").requires_grad_())
+    assert dict(counters["fx_fuser"]) == {MUL: 1}
+
+
 def test_sizes_are_those_of_the_shards(mesh: DeviceMesh) -> None:
     model, x = sharded("gated", mesh)
     report = fx_fuser.explain(model, x, options={"cpu_ops": True})

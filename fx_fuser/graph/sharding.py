@@ -231,7 +231,8 @@ class Finder:
         name, given = _call_of(node)
         if name == "to_local":
             usual = tuple(_types()[0]() if p.is_partial() else p for p in old.placements)
-            return tuple(given.pop("grad_placements", None) or usual) == usual and not given
+            placed = given.pop("grad_placements", None)
+            return (placed is None or _same(placed, usual)) and not given
         return (
             name == "redistribute"
             and given.keys() <= {"device_mesh", "placements", "async_op"}
@@ -271,6 +272,10 @@ class Finder:
             raise NoRuleError(f"the shards of {called(node)} are not laid out as the whole")
         if called_in_place(node) or storages((*operands, node)) & {None, *self.view.written_at}:
             raise NoRuleError(f"something writes to the memory of {called(node)} or of an operand")
+
+
+def _same(given: Any, placements: Placements) -> bool:
+    return isinstance(given, (tuple, list)) and tuple(given) == placements
 
 
 def _call_of(node: Node) -> tuple[str, dict[str, Any]]:

@@ -242,6 +242,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def plain_tensors(match: Match) -> Fault | None:
     """A tensor of another class, layout or unknown kind: DTensor, sparse, quantized.
 
+    Of DTensors that have a rule, `graph.localize` has put the plain local shards here.
     A user's own class without `__torch_dispatch__` raised TypeError at the first call.
     """
     for node in (*match.operands, *match.nodes):
