@@ -65,6 +65,12 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (_alone("a number as a plain tensor"),),
     ),
     (
+        "tensor parallel: the strides of a whole", RULES,
+        "pairs = zip((*made.shape, *made.stride()), (*value.shape, *value.stride()))",
+        "pairs = zip(made.shape, value.shape)",
+        (f"{FILE}::test_a_whole_is_remade_with_its_strides",),
+    ),
+    (
         "tensor parallel: nothing writes to operands", RULES,
         "if called_in_place(node) or storages((*operands, node)) & {None, *self.view.written_at}:",
         "if False:", (_refused("in place"), _refused("x is written")),

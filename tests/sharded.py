@@ -209,6 +209,8 @@ def near(found: Tensor, exact: Tensor, what: str) -> None:
 def check(name: str, mesh: DeviceMesh, inner: str, dtype: torch.dtype) -> None:
     """Two sizes of a batch, each with gradients, against the unsharded model."""
     case, rank, device = CASES[name], dist.get_rank(), mesh.device_type
+    # Elsewhere fx_fuser has no gemm, and leaves what no named pattern takes.
+    fuses_here = device == "cpu" or torch.cuda.get_device_capability() == (9, 0)
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -228,7 +230,7 @@ def check(name: str, mesh: DeviceMesh, inner: str, dtype: torch.dtype) -> None:
         found = compiled(local)
         model.zero_grad()
         found.backward(mine(dy, y_dim, rank).to(dtype))
-        if batch == case.batches[0]:
+        if batch == case.batches[0] and fuses_here:
             assert dict(counters["fx_fuser"]) == case.fuses, f"{name}: {counters['fx_fuser']}"
         near(found.detach(), mine(y.detach(), y_dim, rank), f"{name}: y")
         near(local.grad, mine(x.grad, case.dim, rank), f"{name}: dx")

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fx_fuser
+from fx_fuser.graph import sharding
 from fx_fuser.graph.nodes import storages
 from fx_fuser.ops.library import argument_names
 from fx_fuser.planning import ranks, timing
@@ -206,6 +207,15 @@ def test_a_dtensor_lies_in_the_memory_of_its_shard(mesh: DeviceMesh) -> None:
         node.meta["example_value"] = value
     x, y, z = (storages((node,)) for node in nodes)
     assert x == y != z
+
+
+def test_a_whole_is_remade_with_its_strides(mesh: DeviceMesh) -> None:
+    shard = torch.ones(2, 3)
+    for stride, remade in (((3, 1), True), ((1, 4), False)):
+        whole = DTensor.from_local(
+            shard, mesh, (Shard(0),), run_check=False, shape=torch.Size((4, 3)), stride=stride
+        )
+        assert sharding._is_remade(whole) is remade
 
 
 # ---- refused -----------------------------------------------------------------------------------
