@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -23,15 +23,26 @@ def run_script(
     script: Path, environment: Mapping[str, str] | None = None, as_tests: bool = False
 ) -> tuple[int, str]:
     """In the script's folder, with variables added; its exit status and what it has printed."""
+    (done,) = run_together([script], environment, as_tests)
+    return done
+
+
+def run_together(
+    scripts: Sequence[Path], environment: Mapping[str, str] | None = None, as_tests: bool = False
+) -> list[tuple[int, str]]:
+    """As `run_script`, all at the same time."""
     with mock.patch.dict(os.environ, PYTHONPATH=str(_CHECKOUT)):  # what it imports beforehand
         forkserver.ensure_running()
-    said = script.with_suffix(".out")
-    arguments = (script, dict(environment or {}), as_tests, said)
-    process = _SERVER.Process(target=_run, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode, said.read_text()
+    said = [script.with_suffix(".out") for script in scripts]
+    processes = [
+        _SERVER.Process(target=_run, args=(script, dict(environment or {}), as_tests, out))
+        for script, out in zip(scripts, said)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [(p.exitcode or 0, out.read_text()) for p, out in zip(processes, said)]
 
 
 def _run(script: Path, environment: dict[str, str], as_tests: bool, said: Path) -> None:

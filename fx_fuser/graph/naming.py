@@ -17,6 +17,7 @@ from fx_fuser.graph.canonical import Arg, Expr, Operand
 from fx_fuser.graph.source import op_of, source_of
 from fx_fuser.graph.view import View
 
+SHARD_OF = "fx_fuser_shard_of"  # in the meta of a DTensor's local shard: the node of the DTensor
 _LONGEST = 48  # of what is quoted
 _ITEM = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]")
 
@@ -66,6 +67,7 @@ def _source_name(node: Node) -> str | None:
 
 def called(node: Node) -> str:
     """The value in the user's words: `z`, or `torch.sigmoid(z)` if it has no name."""
+    node = node.meta.get(SHARD_OF, node)
     name, source = name_of(node), source_of(node)
     if name is None and source is not None and node.op != "placeholder":
         name = source.expression

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -59,6 +60,12 @@ def meta_tensor(node: Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_dtensor(value: object) -> bool:
+    """Only if the user's code has imported DTensor: the import takes time."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def hint_of(size: int | torch.SymInt) -> int | None:
     """A size as it is in this trace, or None if it depends on data."""
     if isinstance(size, int):
@@ -77,6 +84,7 @@ def storages(nodes: Iterable[Node]) -> set[Any]:
         value = node.meta.get("example_value")
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, torch.Tensor):
+                tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
                 try:
                     found.add(tensor.untyped_storage()._cdata)
                 except (NotImplementedError, RuntimeError):  # wrapper subclasses, sparse tensors
@@ -202,6 +210,8 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     target = node.target
     if node.op != "call_function":
         return inputs_of(node)
+    if getattr(target, "writes_nothing", False) is True:  # of `graph.localize`
+        return ()
     if target in (getattr, abs) or getattr(target, "__module__", None) in ("_operator", "math"):
         changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)
         return tuple(nodes_in(node.args[:1])) if changes else ()

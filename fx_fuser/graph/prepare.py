@@ -8,17 +8,20 @@ from torch.fx import Graph, Node
 
 from fx_fuser.graph.aten import drop_proven_checks
 from fx_fuser.graph.decompose import decompose, recompose
+from fx_fuser.graph.localize import localize
 from fx_fuser.graph.metadata import reread
 from fx_fuser.graph.sink import sink
 
 
 class Prepared:
-    """Edits the graph: checks that hold are dropped, calls that are an anchor and more decomposed,
-    and what stands between an anchor and its tail moved out of the way."""
+    """Edits the graph: checks that hold are dropped, operations on DTensors moved to their local
+    shards, calls that are an anchor and more decomposed, and what stands between an anchor and its
+    tail moved out of the way."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         drop_proven_checks(graph)
+        self._localized = localize(graph)
         decompose(graph)
         self._moved = reread(graph), sink(graph)
 
@@ -27,3 +30,4 @@ class Prepared:
         for moved in self._moved:
             moved.restore(results)
         recompose(self.graph)
+        self._localized.restore(results)

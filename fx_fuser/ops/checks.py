@@ -29,6 +29,7 @@ from fx_fuser.graph.naming import (
     without_break,
 )
 from fx_fuser.graph.nodes import called_in_place, inputs_of, meta_tensor, storages
+from fx_fuser.graph.sharding import reason_of
 from fx_fuser.graph.source import op_of
 from fx_fuser.graph.subclasses import origin_of
 from fx_fuser.native.kernel_spec import CUDA_TYPES, MAX_NUMBERS, MAX_TENSORS
@@ -241,6 +242,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def plain_tensors(match: Match) -> Fault | None:
     """A tensor of another class, layout or unknown kind: DTensor, sparse, quantized.
 
+    Of DTensors that have a rule, `graph.localize` has put the plain local shards here.
     A user's own class without `__torch_dispatch__` raised TypeError at the first call.
     """
     for node in (*match.operands, *match.nodes):
@@ -257,7 +259,9 @@ def plain_tensors(match: Match) -> Fault | None:
         if tensor is None:
             return Fault(node, f"{called(node)} is no tensor that is known when compiling")
         if not isinstance(tensor, FakeTensor) and type(tensor) not in _PLAIN:
-            return Fault(node, f"{called(node)} is a {type(tensor).__name__}, not a plain tensor")
+            rule = reason_of(match.site.node)
+            why = f"not a plain tensor{f', and {rule}' if rule else ''}"
+            return Fault(node, f"{called(node)} is a {type(tensor).__name__}, {why}")
         if tensor.layout is not torch.strided:
             return Fault(node, f"{called(node)} has layout {tensor.layout}")
     return None

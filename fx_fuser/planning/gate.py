@@ -173,9 +173,11 @@ GEMMS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
 # The inner compiler fuses these with nothing. Views are looked through.
 _OPAQUE = GEMMS | {"output"}
 _OPAQUE |= {"conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention"}
+_OPAQUE |= {"redistribute", "prim_redistribute"}  # a collective; prim_: in torch 2.11
 VIEWS = (
     PERMUTATIONS | REGROUPINGS | {"contiguous", "chunk", "split", "getitem", "expand", "getattr"}
 )
+VIEWS |= {"to_local", "from_local", "prim_to_local", "prim_from_local"}  # of a DTensor
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fx_fuser.native import binaries, compilers, store
+from fx_fuser.planning import ranks
 
 _BUDGET_MS = 40.0  # for the rounds of one candidate
 _ROUNDS = (5, 25)  # at least, at most
@@ -63,7 +64,7 @@ class Timing(NamedTuple):
 
 
 _lock = threading.Lock()
-_known: dict[str, list[Timing]] = {}
+_known: dict[tuple[str, int], list[Timing]] = {}  # by name and the ranks' store
 
 
 def medians(
@@ -76,18 +77,26 @@ def medians(
     key: what the answer depends on besides GPU, driver, torch, fx_fuser and the compiler of the
         kernels; compared as text.
     make_candidates: called only if the answer is not known. They run without gradients.
+
+    Of several ranks, all get the times that the first one found.
     """
     name = hashlib.sha256(repr((_machine(device), key)).encode()).hexdigest()[:32]
     with _lock:
-        if name not in _known:
+        shared = ranks.group_store()
+        known = name, id(shared)
+        if known not in _known:
             found = _recall(name)
             if found is None:
                 found = _measure(make_candidates, device)
-                if found is None:
-                    return None
-                _remember(name, found)
-            _known[name] = found
-        return _known[name]
+                if found is not None:
+                    _remember(name, found)
+            if shared is not None:
+                times = ranks.agreed(shared, name, found)
+                found = None if times is None else [Timing(*pair) for pair in times]
+            if found is None:
+                return None
+            _known[known] = found
+        return _known[known]
 
 
 def _machine(device: torch.device) -> tuple[object, ...]:
