@@ -30,6 +30,7 @@ FLOORS = (
         "installation",
         "__init__",
         "explain",
+        "exporting",
         "testing",
         "cache",
         "build",
