@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.utils import counters
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -59,15 +61,18 @@ def fuse_exported(
     gm = twin(program.graph_module)
 
     def attempt() -> tuple[ExportedProgram, backend.Outcome]:
-        meanings = _Meanings(gm)
-        for module in bodies(gm):
+        modules = list(dict.fromkeys(bodies(gm)))
+        meanings = _Meanings(modules)
+        for module in modules:
             module.meta[EXPORTED] = chosen.cpu_ops
         outcome = backend.fuse(gm, chosen, inputs=_lifted(program))
         outcome.tell(chosen.strict)
-        for module in bodies(gm):
+        if not outcome.matches:
+            return program, outcome
+        for module in modules:
             del module.meta[EXPORTED]
             _make_storable(module, meanings, program.dialect)
-        return (_rebuilt(program, gm) if outcome.matches else program), outcome
+        return _rebuilt(program, gm), outcome
 
     with fallback.compiling(), torch.no_grad():
         fused, outcome = fallback.result_or_none(gm, chosen.strict, attempt) or (program, None)
@@ -90,7 +95,7 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
             f"option 'verify' is {chosen.verify!r}, but an exported program has no calls to verify "
             "yet; leave it out, and compare the two programs' results"
         )
-    return chosen
+    return replace(chosen, masks=False)  # no reading of ATen's masks
 
 
 def _lifted(program: ExportedProgram) -> list[Any]:
@@ -104,16 +109,18 @@ def _lifted(program: ExportedProgram) -> list[Any]:
 
 class _Meanings:
     """Gives the nodes the `example_value` that the matcher reads, and knows the `val` of each.
+    targets: what the program calls.
 
     Fake tensors of a program that comes from a file share no memory, and those of one that writes
     to memory have to. So where something writes they are computed once more.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, modules: Sequence[GraphModule]) -> None:
         self._vals: dict[int, tuple[Any, Any]] = {}  # id of an example_value → it, and the val
-        for module in bodies(gm):
+        self.targets = {node.target for module in modules for node in module.graph.nodes}
+        for module in modules:
             writes = any(map(writes_of, module.graph.nodes))
-            if writes and module is not gm:
+            if writes and module is not modules[0]:
                 continue  # such a body is left
             values = dict(_computed(module)) if writes else {}
             for node in module.graph.nodes:
@@ -145,7 +152,8 @@ def _computed(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
     if mode is None:
         return
     shapes = mode.shape_env
-    with mode, shapes.ignore_fresh_unbacked_symbols() if shapes else nullcontext():
+    ignored = shapes.ignore_fresh_unbacked_symbols() if shapes else nullcontext()
+    with mode, ignored, enable_python_dispatcher():  # which gives sizes that are symbols
         Recorder(gm).run(*(v.detach() if isinstance(v, Tensor) else v for v in inputs))
     for node, value in found.items():
         if node.op != "output":
@@ -168,7 +176,7 @@ def _make_storable(module: GraphModule, meanings: _Meanings, dialect: str) -> No
     for node in list(graph.nodes):
         if node.target in composites:
             _put_op(graph, node, composites[node.target])
-        elif _is_new(node):
+        elif node.target not in meanings.targets and _is_of_torch(node):
             _put_aten(graph, node, pre_dispatch=dialect == "TRAINING")
     for node in graph.nodes:
         ours = [k for k in node.meta if k.startswith("fx_fuser_") or k == "example_value"]
@@ -188,14 +196,12 @@ def _put_op(graph: Graph, node: Node, kind: str) -> None:
     graph.erase_node(node)
 
 
-def _is_new(node: Node) -> bool:
-    """A method or a function of torch's, which no exported program has."""
+def _is_of_torch(node: Node) -> bool:
+    """A method, or a function of torch's that is no overload."""
     if node.op == "call_method":
         return True
     known = isinstance(node.target, (OpOverload, HigherOrderOperator))
-    if node.op != "call_function" or known or node.target is operator.getitem:
-        return False
-    return isinstance(node.meta.get("val"), Tensor)
+    return node.op == "call_function" and not known and node.target is not operator.getitem
 
 
 def _put_aten(graph: Graph, node: Node, pre_dispatch: bool) -> None:

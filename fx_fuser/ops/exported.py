@@ -42,7 +42,9 @@ _kernels: dict[tuple[Any, ...], Kernel | None] = {}  # what a call depends on â†
 
 def op_of(kind: str) -> torch._ops.OpOverload:
     """The op of this anchor."""
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops.fx_fuser, f"{kind}_exported"), _OVERLOAD)
+    found: torch._ops.OpOverload = getattr(
+        getattr(torch.ops.fx_fuser, f"{kind}_exported"), _OVERLOAD
+    )
     return found
 
 
