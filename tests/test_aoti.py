@@ -82,10 +82,14 @@ def sites(program: ExportedProgram) -> list[torch.fx.Node]:
     return [node for node in program.graph.nodes if str(node.target).startswith("fx_fuser.")]
 
 
-class _Shapes(torch.fx.Interpreter):
-    """found: of every operation's result, by the node's name."""
+def form_of(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
-    found: dict[str, torch.Size]
+
+class Forms(torch.fx.Interpreter):
+    """found: shape and dtype of every operation's result, by the node's name."""
+
+    found: dict[str, Any]
 
     def run(self, *inputs: Any) -> Any:
         self.found = {}
@@ -94,7 +98,7 @@ class _Shapes(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         value = super().run_node(n)
         if n.op == "call_function" and isinstance(value, Tensor):
-            self.found[n.name] = value.shape
+            self.found[n.name] = form_of(value)
         return value
 
 
@@ -234,19 +238,22 @@ def test_an_autocast_around_the_program() -> None:
 
 
 def test_a_val_is_that_of_the_value() -> None:
-    """A view moves below the tail, which then has the shape that z had."""
-    model = linear_program(lambda m, x: torch.sigmoid(m.lin(x).view(-1, 2, 3)).transpose(1, 2) * 2)
-    made = fuse(export(model.eval(), [torch.randn(4, 8)]), auto=True)
-    shapes = {node.name: node.meta["val"].shape for node in made.graph.nodes if node.users}
+    """The view moves below the cast, and then has another dtype."""
+    model = linear_program(lambda m, x: m.lin(x).relu().view(-1, 2, 3).double() * 2)
+    made = fuse(export(model.eval(), [torch.randn(4, 8)]))
+    forms = {node.name: form_of(node.meta.get("val")) for node in made.graph.nodes}
     with torch.no_grad():
-        seen = _Shapes(made.module())
+        seen = Forms(made.module())
         seen.run(torch.randn(4, 8))
-    assert {name: shapes[name] for name in seen.found} == seen.found
+    assert len(seen.found) == 2
+    assert {name: forms[name] for name in seen.found} == seen.found
 
 
 def test_no_notes_are_left() -> None:
-    made = fuse(export(linear_program(gate).eval(), [torch.randn(4, 8)]))
+    program = export(linear_program(gate).eval(), [torch.randn(4, 8)])
+    made = fuse(program)
     keys = {*made.graph_module.meta, *(key for node in made.graph.nodes for key in node.meta)}
+    keys |= {*program.graph_module.meta, *(k for node in program.graph.nodes for k in node.meta)}
     assert not [key for key in keys if key.startswith("fx_fuser") or key == "example_value"]
 
 
@@ -313,6 +320,9 @@ def test_a_gradient_raises() -> None:
     loss = fuse(export(model, [x])).module()(x).sum()
     with pytest.raises(FxFuserError, match=r"is for inference; run the program under .*no_grad"):
         loss.backward()
+    t = torch.randn(6, requires_grad=True)
+    with pytest.raises(FxFuserError, match="is for inference"):
+        ops.op_of("linear")(*arguments([t])).sum().backward()
 
 
 # ---- the op --------------------------------------------------------------------------------------
@@ -379,6 +389,17 @@ def test_kernels_are_loaded_once(machine: dict[str, Any]) -> None:
         torch.testing.assert_close(kernel("split"), torch.full((2, 4), 2 / (1 + 2.718281828**-3)))
     headers = ["pointwise/pointwise.cuh", "linear/linear_split_sm90.cuh"]
     assert machine["loaded"] == [headers] and machine["shim"] == 1
+
+
+def test_a_tensor_without_dimensions_has_a_kernel_of_its_own(machine: dict[str, Any]) -> None:
+    """It does not widen the epilogue's arithmetic."""
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    config = dict(zip(("product", "backward", "again"), LIBRARY))
+    operands = {"x": x, "weight": weight, "bias": None}
+    for t in (torch.ones(4).double(), torch.ones(()).double()):
+        text = "v0 = mul(z, t0)"
+        ops._kernel(ops.ANCHORS["linear"], operands, config, text, [t], [], torch.float32)
+    assert len(machine["loaded"]) == 2
 
 
 def test_a_kernel_of_another_gpu_is_left_for_the_library(machine: dict[str, Any]) -> None:

@@ -29,7 +29,6 @@ from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.errors import BuildError, FxFuserError
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.native import load
-from fx_fuser.ops import apply
 from fx_fuser.ops.library import FusedCall, argument_names, kernel_in_torch, split_arguments
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
@@ -98,8 +97,7 @@ def _kernel(
     None if no kernel can be loaded here, which one warning tells.
     """
     forms = tuple(
-        v if v is None else (v.dtype, v.device, apply.travels_as_number(v))
-        for v in (*operands.values(), *t)
+        v if v is None else (v.dtype, v.device, v.ndim == 0) for v in (*operands.values(), *t)
     )
     settings = tuple(tuple(v) if isinstance(v, (list, tuple)) else v for v in config.values())
     key = (anchor.kind, text, settings, tuple(numbers), out, forms)
