@@ -229,6 +229,10 @@ def _put_aten(graph: Graph, node: Node, pre_dispatch: bool) -> None:
 
 def _rebuilt(program: ExportedProgram, gm: GraphModule) -> ExportedProgram:
     """A program of this graph; torch checks it."""
+    inputs = (graph.find_nodes(op="placeholder") for graph in (gm.graph, program.graph))
+    for copied, written in zip(*inputs):  # a copied graph has no names of Python's, say `input`
+        copied.name, copied.target = written.name, written.target
+    gm.recompile()
     results = gm.graph.output_node().args[0]
     outputs = [_named(spec, result) for spec, result in zip(_outputs(program), results)]  # type: ignore[arg-type]
     names = {node.name for node in gm.graph.nodes}

@@ -120,6 +120,26 @@ def test_the_program_shares_all_but_its_graph() -> None:
     torch.testing.assert_close(results(made, x), results(program, x))
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 6)
+
+    def forward(self, input: Tensor, *, max: Tensor) -> Tensor:
+        return gate(self, input) * max
+
+
+def test_inputs_keep_their_names() -> None:
+    """A copy of a graph changes those that are names of Python's."""
+    x, most = torch.randn(4, 8), torch.randn(6)
+    program = torch.export.export(Named().eval(), (x,), {"max": most})
+    made = fuse(program)
+    assert made.graph_signature.user_inputs == ("input", "max")
+    for found in (made, loaded(made)):
+        with torch.no_grad():
+            torch.testing.assert_close(found.module()(x, max=most), program.module()(x, max=most))
+
+
 BODIES: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "several outputs": (
         lambda m, x: (gate(m, x), {"x": x + 1, "y": m.bare(x)}),
