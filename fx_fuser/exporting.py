@@ -111,18 +111,18 @@ class _Meanings:
     """Gives the nodes the `example_value` that the matcher reads, and knows the `val` of each.
     targets: what the program calls.
 
-    Fake tensors of a program that comes from a file share no memory, and those of one that writes
-    to memory have to. So where something writes they are computed once more.
+    Fake tensors of a program that comes from a file share no memory. Where something writes to
+    memory they have to, so that views are computed once more.
     """
 
     def __init__(self, modules: Sequence[GraphModule]) -> None:
         self._vals: dict[int, tuple[Any, Any]] = {}  # id of an example_value → it, and the val
         self.targets = {node.target for module in modules for node in module.graph.nodes}
         for module in modules:
-            writes = any(map(writes_of, module.graph.nodes))
-            if writes and module is not modules[0]:
-                continue  # such a body is left
-            values = dict(_computed(module)) if writes else {}
+            lacks = _lacks_memory(module)
+            if lacks and module is not modules[0]:
+                continue  # two arguments of a body may be one tensor: it is left
+            values = dict(_computed(module)) if lacks else {}
             for node in module.graph.nodes:
                 val = node.meta.get("val")
                 value = values.get(node, val)
@@ -138,13 +138,31 @@ class _Meanings:
         return value if known is None else known[1]
 
 
+def _lacks_memory(gm: GraphModule) -> bool:
+    """Does it write to memory, and no fake tensor tell which others see that?
+
+    One that was traced here does: what an operation in place returns is what it wrote to.
+    """
+    vals = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    alone = len({val.untyped_storage()._cdata for val in vals}) == len(vals)
+    return alone and any(map(writes_of, gm.graph.nodes))
+
+
+def _may_alias(node: Node) -> bool:
+    """May its value lie in an argument's memory?"""
+    if not isinstance(node.target, OpOverload):
+        return True
+    return any(argument.alias_info for argument in node.target._schema.arguments)
+
+
 def _computed(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
     """Every node's fake value, each with the memory that it has when the program runs."""
     found: dict[Node, Any] = {}
 
     class Recorder(Interpreter):
         def run_node(self, n: Node) -> Any:
-            found[n] = super().run_node(n)
+            known = n.op == "call_function" and "val" in n.meta and not _may_alias(n)
+            found[n] = n.meta["val"] if known else super().run_node(n)
             return found[n]
 
     inputs = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]

@@ -13,7 +13,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "aoti: memory that a file does not tell", "exporting.py",
-        "values = dict(_computed(module)) if writes else {}", "values: dict[Node, Any] = {}",
+        "values = dict(_computed(module)) if lacks else {}", "values: dict[Node, Any] = {}",
         (f"{FILE}::test_an_operand_is_written_through_a_view[True]",),
     ),
     (
