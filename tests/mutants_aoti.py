@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FILE = "tests/test_aoti.py"
+FILE, OPS = "tests/test_aoti.py", "tests/test_aoti_ops.py"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -51,18 +51,18 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "aoti: an empty list is None", "ops/exported.py",
         "list(t) or None", "list(t)",
-        (f"{FILE}::test_arguments_are_of_kinds_that_aotinductor_passes_on",),
+        (f"{OPS}::test_arguments_are_of_kinds_that_aotinductor_passes_on",),
     ),
     (
         "aoti: kernels of another GPU", "ops/exported.py",
         '            call.config["product"] = LIBRARY\n', "            pass\n",
-        (f"{FILE}::test_a_kernel_of_another_gpu_is_left_for_the_library",),
+        (f"{OPS}::test_a_kernel_of_another_gpu_is_left_for_the_library",),
     ),
     (
         "aoti: without kernels torch computes", "ops/exported.py",
         "    except BuildError as error:", "    except ZeroDivisionError as error:",
-        (f"{FILE}::test_without_kernels_torch_computes_and_one_warning_says_why",
-         f"{FILE}::test_a_kernel_that_does_not_build"),
+        (f"{OPS}::test_without_kernels_torch_computes_and_one_warning_says_why",
+         f"{OPS}::test_a_kernel_that_does_not_build"),
     ),
     (
         "aoti: operands are cast under autocast", "ops/exported.py",
@@ -73,6 +73,17 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "aoti: a gradient raises", "ops/exported.py",
         '    torch.library.register_autograd(f"fx_fuser::{name}", backward, lib=_LIBRARY)\n', "",
-        (f"{FILE}::test_a_gradient_raises",),
+        (f"{FILE}::test_a_gradient_raises",
+         f"{OPS}::test_a_gradient_of_a_tensor_of_the_epilogue_raises"),
+    ),
+    (
+        "aoti: names of inputs", "exporting.py",
+        "        copied.name, copied.target = written.name, written.target\n", "        pass\n",
+        (f"{FILE}::test_inputs_keep_their_names",),
+    ),
+    (
+        "aoti: rank 0 is in the key of a kernel", "ops/exported.py",
+        "(v.dtype, v.device, v.ndim == 0)", "(v.dtype, v.device)",
+        (f"{OPS}::test_a_tensor_without_dimensions_has_a_kernel_of_its_own",),
     ),
 )  # fmt: skip
