@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from fx_fuser.backend import fx_fuser, register_pattern, registered_patterns
 from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError
 from fx_fuser.explain import explain
+from fx_fuser.exporting import fuse_exported
 from fx_fuser.installation import install, installed, uninstall
 from fx_fuser.report.report import Report, SiteReport
 
@@ -27,6 +28,7 @@ __all__ = [
     "SiteReport",
     "__version__",
     "explain",
+    "fuse_exported",
     "install",
     "installed",
     "register_pattern",

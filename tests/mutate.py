@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import mutants_aoti
 import mutants_aten
 import mutants_bmm
 import mutants_install
@@ -198,8 +199,8 @@ def survives(mutant: Mutant) -> bool:
 
 def all_mutants() -> list[Mutant]:
     batches = (
-        mutants_matching, mutants_aten, mutants_bmm, mutants_install, mutants_masks,
-        mutants_provenance, mutants_tp, mutants_views,
+        mutants_matching, mutants_aoti, mutants_aten, mutants_bmm, mutants_install,
+        mutants_masks, mutants_provenance, mutants_tp, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]

@@ -242,6 +242,7 @@ ELSEWHERE = {
     "one_device": "test_other_device",
     "pattern_check": "test_pattern_check",
     "fits_a_kernel": "test_more_than_a_kernel_takes",
+    "runs_in_an_export": "test_norm_in_training_in_an_exported_program",
 }
 
 
@@ -489,3 +490,10 @@ def test_rewritten_nodes_have_fresh_meta() -> None:
     (node,) = [n for n in graphs[0].graph.nodes if "fx_fuser" in str(n.target)]
     allowed = {"example_value", "stack_trace", "nn_module_stack", "source_fn_stack"}
     assert set(node.meta) <= allowed
+
+
+def test_norm_in_training_in_an_exported_program() -> None:
+    """Its op returns no statistics, and a rewritten program would not be one."""
+    model = conv_program(lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
+    program = torch.export.export(model.train(), (torch.randn(2, 4, 8, 9),))
+    assert fx_fuser.fuse_exported(program, options={"cpu_ops": True, "strict": True}) is program

@@ -31,6 +31,7 @@ FLOORS = (
         "installation",
         "__init__",
         "explain",
+        "exporting",
         "testing",
         "cache",
         "build",

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from fx_fuser.graph.naming import End
 
 
+# In the meta of a module that `fuse_exported` rewrites: may a fused op run on a CPU?
+EXPORTED = "fx_fuser_exported"
+
+
 @dataclass(frozen=True)
 class Region:
     """The modes a node runs under: grad mode, autocast, functorch levels and the like."""

@@ -32,6 +32,7 @@ from fx_fuser.graph.nodes import called_in_place, inputs_of, meta_tensor, storag
 from fx_fuser.graph.sharding import reason_of
 from fx_fuser.graph.source import op_of
 from fx_fuser.graph.subclasses import origin_of
+from fx_fuser.graph.view import EXPORTED
 from fx_fuser.native.kernel_spec import CUDA_TYPES, MAX_NUMBERS, MAX_TENSORS
 
 _MAX_WRITES = 256  # within one match
@@ -358,6 +359,19 @@ def anchor_form(match: Match) -> Fault | None:
     return Fault(match.site.node, found) if found else None
 
 
+def runs_in_an_export(match: Match) -> Fault | None:
+    """An exported program has one op for the site, which writes no statistics. And on a CPU its
+    compiler would find that op instead of operations that it fuses itself."""
+    on_cpu = getattr(match.view.graph.owning_module, "meta", {}).get(EXPORTED)
+    if on_cpu is None:
+        return None
+    if match.site.attrs.get("training"):
+        return Fault(match.root, "a BatchNorm in training is not fused in an exported program")
+    if not on_cpu and meta_tensor(match.root).device.type == "cpu":  # type: ignore[union-attr]
+        return Fault(match.root, "on a CPU the compiler of the program does as well by itself")
+    return None
+
+
 def pattern_check(match: Match) -> Fault | None:
     """The pattern's own condition."""
     reason = match.pattern.check(match) if match.pattern.check else None
@@ -379,6 +393,7 @@ CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
     anchor_form,
     shape_kept,
     layout_kept,
+    runs_in_an_export,
     pattern_check,
 )
 

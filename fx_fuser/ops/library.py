@@ -51,7 +51,9 @@ def argument_names(kind: str) -> tuple[str, ...]:
     return tuple(a.split()[-1] for a in ANCHORS[kind].schema.split(", "))
 
 
-def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+def split_arguments(
+    anchor: Anchor, args: Sequence[Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Positional op arguments → operands, configuration, the rest."""
     names = argument_names(anchor.kind)
     count = len(anchor.operands)
@@ -60,8 +62,9 @@ def _split(anchor: Anchor, args: Sequence[Any]) -> tuple[dict[str, Any], dict[st
     return operands, config, list(args[len(names) :])
 
 
-def _kernel(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
-    operands, config, (text, t, s, _, out_dtype, save) = _split(anchor, args)
+def kernel_in_torch(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
+    """The kernel op's outputs, or fake ones."""
+    operands, config, (text, t, s, _, out_dtype, save) = split_arguments(anchor, args)
     outputs = (anchor.forward_like if fake else anchor.forward)(operands, config)
     c = outputs[0]
     shape = c.shape
@@ -83,8 +86,8 @@ def _define_kernel(anchor: Anchor) -> None:
         f"-> ({returns})"
     )
     # On CUDA: kernels_cu/host/linear.h and conv.h. In Python a call took 100 us.
-    _LIBRARY.impl(name, functools.partial(_kernel, anchor, False), "CPU")
-    fake = functools.partial(_kernel, anchor, True)
+    _LIBRARY.impl(name, functools.partial(kernel_in_torch, anchor, False), "CPU")
+    fake = functools.partial(kernel_in_torch, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
 
 
@@ -127,7 +130,7 @@ _LIBRARY.impl("exact_convolution", functools.partial(library_convolution, False)
 
 
 def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
-    operands, config, (slope, t, s, _, dy, outputs, wanted) = _split(anchor, args)
+    operands, config, (slope, t, s, _, dy, outputs, wanted) = split_arguments(anchor, args)
     like = {anchor.operands[i]: operands[anchor.operands[i]] for i in wanted}
     if fake:
         return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in like.values()]
@@ -159,7 +162,7 @@ def _define_backward_from_dy(anchor: Conv2d) -> None:
 
 
 def _again(anchor: Anchor, fake: bool, *args: Any) -> Tensor:
-    operands, config, _ = _split(anchor, args)
+    operands, config, _ = split_arguments(anchor, args)
     if fake:
         return anchor.forward_like(operands, config)[0]
     return anchor.recompute(operands, config)
@@ -205,14 +208,18 @@ class FusedCall:
 
     def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> list[str]:
         """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` did then."""
-        named = dict(zip(self.anchor.operands, operands))
-        x: Any = named["x"]
+        x: Any = operands[self.anchor.operands.index("x")]
         if x.device.type != "cuda":
             return []
         if self.config.get("training", False) and _is_real(x):
             load.prepare_batch_stats(x.device)
-        wanted = (self.anchor, self.config, self.epilogue, named, t, self.s, x.dtype, self.out)
-        return _prepared(apply.forward_specs(*wanted), x)
+        return _prepared(self.specs(operands, t), x)
+
+    def specs(self, operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> list[KernelSpec]:
+        """The CUDA kernels that the kernel op launches."""
+        named: dict[str, Any] = dict(zip(self.anchor.operands, operands))
+        wanted = (self.anchor, self.config, self.epilogue, named, t, self.s)
+        return apply.forward_specs(*wanted, named["x"].dtype, self.out)
 
     def reads(self, needs: Mapping[str, bool], needs_t: Sequence[bool]) -> frozenset[str]:
         """The operands and leaves of the epilogue, z among them, whose values backward reads."""
@@ -428,7 +435,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
-    operands, config, (text, t, s, compute, out, native) = _split(anchor, args)
+    operands, config, (text, t, s, compute, out, native) = split_arguments(anchor, args)
     epilogue = parse(text)
     with torch.autocast(operands["x"].device.type, enabled=False):
         for name in anchor.cast:
