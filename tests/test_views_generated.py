@@ -35,7 +35,9 @@ def _shapes_after(rng: random.Random, sizes: list[int]) -> tuple[str, list[int]]
                 return f".unflatten({i}, {split})", [*sizes[:i], *split, *sizes[i + 1 :]]
     if kind == "unsqueeze" and rank < 5:
         i = rng.randrange(rank + 1)
-        return f".unsqueeze({i})", [*sizes[:i], 1, *sizes[i:]]
+        index = ", ".join([*[":"] * i, "None", "..."])
+        said = rng.choice((f".unsqueeze({i})", f"[{index}]"))
+        return said, [*sizes[:i], 1, *sizes[i:]]
     if kind == "squeeze" and 1 in sizes:
         i = sizes.index(1)
         return f".squeeze({i})", [*sizes[:i], *sizes[i + 1 :]]

@@ -68,8 +68,17 @@ class Call:
 
 
 def is_view(node: Node) -> bool:
-    """Is it a call of a name above?"""
-    return _name(node) in PERMUTATIONS | REGROUPINGS
+    """Is it a call of a name above, or an index that only adds dimensions?"""
+    return _name(node) in PERMUTATIONS | REGROUPINGS or _is_unsqueezing(node)
+
+
+def _is_unsqueezing(node: Node) -> bool:
+    """Is it `x[:, None]`, `x[..., None]` or the like?"""
+    if _name(node) != "getitem" or len(node.args) != 2:
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    whole = (part is None or part is Ellipsis or part == slice(None) for part in index)
+    return all(whole) and None in index
 
 
 def _name(node: Node) -> str:
