@@ -28,7 +28,7 @@ from test_hazards import TRAPS, attempt, forward_ad_closed  # noqa: F401
 from test_refused_writes import IN_PLACE, OPERAND_WRITES, STATISTICS, WRITES, bump
 from torch import Tensor, nn
 
-from fx_fuser import backend
+from fx_fuser import reading
 from fx_fuser.graph.match import Fault
 from fx_fuser.ops import checks
 
@@ -279,14 +279,14 @@ def test_statistics_read_in_eval_are_in_the_way_of_nothing() -> None:
 def test_each_refused_region_is_followed_by_the_next_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, seen = backend._fault_of, []
+    right, seen = reading._fault_of, []
 
     def fault_of(match: Any, taken: Any) -> Fault | None:
         seen.append(match.root.name)
         large = len(match.nodes) > 2
         return Fault(match.root, "it is too large") if large else right(match, taken)
 
-    monkeypatch.setattr(backend, "_fault_of", fault_of)
+    monkeypatch.setattr(reading, "_fault_of", fault_of)
     _check(
         lambda m, x: torch.exp(torch.tanh(torch.sigmoid(m.lin(x)))),
         torch.randn(4, 8),
