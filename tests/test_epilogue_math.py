@@ -209,6 +209,7 @@ def _all_at_once(dtype: torch.dtype) -> KernelSpec:
 
 
 @needs_compilers
+@pytest.mark.each_once
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_ops_compile_in_one_kernel(arch: str, dtype: torch.dtype) -> None:

@@ -275,7 +275,12 @@ def _boom(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(rewrite, "replace_all"), (rewrite, "_erase"), (binaries, "fingerprint")]
+    ("module", "name"),
+    [
+        (rewrite, "replace_all"),
+        pytest.param(rewrite, "_erase", marks=pytest.mark.slow),
+        pytest.param(binaries, "fingerprint", marks=pytest.mark.slow),
+    ],
 )
 def test_a_failure_of_ours(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     model, x = gated(), torch.randn(4, 8)

@@ -87,6 +87,7 @@ def test_llama_inference() -> None:
         )
 
 
+@pytest.mark.slow
 def test_llama_generates_the_same_tokens() -> None:
     model = _llama().eval()
     model.config.use_cache = True

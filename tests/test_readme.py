@@ -31,7 +31,11 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 PYTHON = [
-    pytest.param(code, id=f"{name}-{number}")
+    pytest.param(
+        code,
+        id=f"{name}-{number}",
+        marks=[] if name == "README.md" else [pytest.mark.slow],  # a process each
+    )
     for name, text in TEXTS.items()
     for number, code in enumerate(blocks("python", text))
 ]

@@ -37,7 +37,9 @@ def test_programs(train: bool) -> None:
     assert tally.programs > 20 and tally.sites > 0.8 * tally.programs
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(
+    "train", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eval", "train"]
+)
 def test_programs_that_are_grown(train: bool) -> None:
     def report(seed: int, program: Program, message: str) -> None:
         pytest.fail(runnable(program, seed, "cpu", message))

@@ -317,6 +317,7 @@ def _ddp_step(rank: int, store: str, out: str) -> None:
     os._exit(0)  # see tests/test_compile.py
 
 
+@pytest.mark.slow
 def test_under_ddp_with_several_buckets(tmp_path: Path) -> None:
     out = tmp_path / "out"
     mp.spawn(_ddp_step, args=(str(tmp_path / "store"), str(out)), nprocs=1)

@@ -121,6 +121,7 @@ def test_an_error_that_is_inductors_too_is_told_apart(inductors: float) -> None:
     assert ("as Inductor" in tables.whole_nets_table([row])) is as_bad
 
 
+@pytest.mark.slow
 def test_a_job_has_a_process_of_its_own(tmp_path: Path) -> None:
     net("gpt2")
     job = Job("gpt2", "eval", "high", ("eager",), values=False, small=True)
