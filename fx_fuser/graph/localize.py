@@ -23,11 +23,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_fuser.graph.naming import SHARD_OF
-from fx_fuser.graph.nodes import is_dtensor, meta_tensor
+from fx_fuser.graph.nodes import as_written, is_dtensor, meta_tensor
 from fx_fuser.graph.sharding import Finder, Local, Placements
 from fx_fuser.graph.view import View
 
-_AS_WRITTEN = ("op", "target", "args", "kwargs")
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 # ---- what stands in the graph ------------------------------------------------------------------
@@ -100,7 +99,7 @@ class Localized:
         self._found = found
         self._base = base
         self._nodes = [node for node in graph.nodes if node in base]
-        self._written = {n: {k: getattr(n, k) for k in _AS_WRITTEN} for n in self._nodes}
+        self._written = {n: as_written(n) for n in self._nodes}
         self._meta = {n: dict(n.meta) for n in self._nodes}
         self._made: list[Node] = []
         self._whole: dict[Node, Node] = {}  # DTensor as written → the node that makes it again

@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.nodes import argument_of, meta_tensor
+from fx_fuser.graph.nodes import argument_of, as_written, meta_tensor
 from fx_fuser.graph.reindex import is_view
 from fx_fuser.graph.sites import Site, site_at
 from fx_fuser.graph.source import called_name
@@ -58,7 +58,7 @@ def reread(graph: Graph) -> Reread:
         x = site.operands["x"] if site is not None else None
         if x is None or node in tails:
             continue
-        written = {name: getattr(node, name) for name in ("op", "target", "args", "kwargs")}
+        written = as_written(node)
         if _reads_from(node, value, x):
             found.append((node, value, written))
     return Reread(tuple(found))

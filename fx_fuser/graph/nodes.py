@@ -60,6 +60,11 @@ def meta_tensor(node: Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def as_written(node: Node) -> dict[str, Any]:
+    """What it calls, as attributes: they can be set again after an edit."""
+    return {name: getattr(node, name) for name in ("op", "target", "args", "kwargs")}
+
+
 def is_dtensor(value: object) -> bool:
     """Only if the user's code has imported DTensor: the import takes time."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -28,12 +28,15 @@ from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.source import called_name
 from fx_fuser.graph.view import View
 
-# What multiplies and sums; where `site_at` finds no anchor, only Inductor has a kernel for it.
-_GEMMS = "linear matmul mm bmm mv dot vdot inner addmm addmv addbmm baddbmm einsum"
-_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
-_OTHERS = "tensordot bilinear multi_dot grouped_mm _grouped_mm _scaled_mm lstm gru convolution"
-_ATTENTION = "scaled_dot_product_attention"
-_PRODUCTS = frozenset(f"{_GEMMS} {_CONVOLUTIONS} {_OTHERS} {_ATTENTION}".split())
+# Names of functions that multiply and sum.
+GEMMS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
+ATTENTION = "scaled_dot_product_attention"
+_TRANSPOSED = {f"conv_transpose{d}d" for d in (1, 2, 3)}
+_OTHERS = "mv dot vdot inner addmv addbmm tensordot bilinear multi_dot lstm gru"
+_BY_GROUP = {"grouped_mm", "_grouped_mm", "_scaled_mm"}
+# Where `site_at` finds no anchor in one of these, only Inductor has a kernel for it.
+_PRODUCTS = GEMMS | CONVOLUTIONS | _TRANSPOSED | {ATTENTION, *_OTHERS.split()} | _BY_GROUP
 
 # Names of anchors' operands, leaves and results. Values are looked up by name, so a pattern's
 # wildcards must not have these (`graph.pattern` renames those that do).

@@ -37,7 +37,7 @@ from fx_fuser.anchors.linear import (
     asked_precision,
 )
 from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
-from fx_fuser.graph.sites import Site
+from fx_fuser.graph.sites import GEMMS, Site
 from fx_fuser.graph.source import called_name
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import KernelSpec
@@ -45,7 +45,7 @@ from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import products
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, call, fastest, put
 from fx_fuser.planning import rehearse
-from fx_fuser.planning.gate import GEMMS, VIEWS
+from fx_fuser.planning.gate import VIEWS
 from fx_fuser.planning.rehearse import TensorForm
 from fx_fuser.planning.timing import Candidate
 

@@ -30,6 +30,7 @@ from fx_fuser.errors import BuildError
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.graph.reindex import PERMUTATIONS, REGROUPINGS
+from fx_fuser.graph.sites import ATTENTION, CONVOLUTIONS, GEMMS
 from fx_fuser.graph.source import called_name
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
@@ -169,10 +170,8 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     return f"{alone.note}; {measured}" if plan.gains(fused, apart) else ""
 
 
-GEMMS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"}
 # The inner compiler fuses these with nothing. Views are looked through.
-_OPAQUE = GEMMS | {"output"}
-_OPAQUE |= {"conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention"}
+_OPAQUE = GEMMS | CONVOLUTIONS | {ATTENTION, "output"}
 _OPAQUE |= {"redistribute", "prim_redistribute"}  # a collective; prim_: in torch 2.11
 VIEWS = (
     PERMUTATIONS | REGROUPINGS | {"contiguous", "chunk", "split", "getitem", "expand", "getattr"}

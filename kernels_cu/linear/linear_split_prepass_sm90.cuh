@@ -208,8 +208,8 @@ __device__ __forceinline__ void split_long_rows(const SplitArgs& args) {
   }
 }
 
-// A row = `args.lanes` threads of a warp, which keep all of it. As a block each, rows of 128 take
-// 1.2 ns to begin, eight times as long as their bytes.
+// A row = `args.lanes` threads of a warp, which keep all of it. With a block each, the start of
+// blocks takes longer than the bytes of such rows (NOTES.md has the figures).
 template <class X>
 __device__ __forceinline__ void split_short_rows(const SplitArgs& args) {
   ptx::launch_dependents();
