@@ -18,6 +18,7 @@ from fx_fuser.native.binaries import batch_stats_source, cubins, shim
 from fx_fuser.native.kernel_spec import (
     CONV_DIRECT,
     CONV_DIRECT_BACKWARD,
+    FOLD,
     LINEAR_DENSE,
     LINEAR_EXACT,
     LINEAR_SPLIT,
@@ -74,6 +75,12 @@ def _sm90_examples() -> list[KernelSpec]:
     return specs
 
 
+def _fold_examples() -> list[KernelSpec]:
+    f32, bf16 = torch.float32, torch.bfloat16
+    dtypes = ((f32, f32), (bf16, bf16), (bf16, f32))
+    return [example(FOLD, "Identity", 0, f32, out, weight) for out, weight in dtypes]
+
+
 def _pointwise_examples() -> list[KernelSpec]:
     specs = []
     for value in _FLOATS:
@@ -111,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     passed = [] if chosen.no_shim else [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS if chosen.all_archs else ())):
-        specs = _pointwise_examples() + (_sm90_examples() if arch == "sm_90a" else [])
+        specs = (
+            _pointwise_examples()
+            + _fold_examples()
+            + (_sm90_examples() if arch == "sm_90a" else [])
+        )
         sources = [batch_stats_source(), *(spec.text for spec in specs)]
         compile_all = functools.partial(cubins, sources, arch)
         passed.append(_attempt(f"{arch}: {len(sources)} sources", compile_all))

@@ -83,7 +83,8 @@ def fuse_exported(
 
 
 def _parsed(options: Mapping[str, Any] | None) -> Options:
-    chosen = Options.parse(None, options, [p.name for p in backend.registered_patterns()])
+    parsed = Options.parse(None, options, [p.name for p in backend.registered_patterns()])
+    chosen = replace(parsed, exported=True)
     names = [n for n in ("inner", "mode") if getattr(chosen, n) != getattr(_DEFAULTS, n)]
     if names or chosen.inductor:
         raise OptionError(

@@ -58,6 +58,7 @@ class Options:
         goes back to the user's operations.
     cpu_ops: on CPU too, run kernel ops and their autograd rule (reference implementation).
     inductor: all other keys; they must be options of `torch._inductor.config`.
+    exported: no option of the user's; `fuse_exported` sets it.
     """
 
     inner: str = "inductor"
@@ -74,6 +75,7 @@ class Options:
     verify: str = "never"
     cpu_ops: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    exported: bool = False
 
     @classmethod
     def parse(
@@ -81,7 +83,7 @@ class Options:
     ) -> Options:
         """Check what the user gave; `known` are the names of the patterns there are."""
         given = dict(options or {})
-        names = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
+        names = {f.name for f in dataclasses.fields(cls)} - {"inductor", "exported"}
         values = {key: given.pop(key) for key in list(given) if key in names}
         if mode is not None:
             values.setdefault("mode", mode)

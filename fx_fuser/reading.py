@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.grow import Grown, alone, auto_pattern, grow
 from fx_fuser.graph.match import Fault, Match, Refusal, find
@@ -121,6 +122,10 @@ def _grown_at(
     fault = fault_of(only)
     if fault is not None:
         return Refusal.of(only, fault)
+    if isinstance(ANCHORS[site.kind], Conv2d):  # what takes one may depend on its tail
+        grown = grow(view, site, fault_of, functools.partial(plan.no_gain, options=options))
+        gainless = plan.no_gain(grown, options) if isinstance(grown, Match) else ""
+        return gainless or grown
     gainless = plan.no_gain(only, options)
     if gainless:
         return gainless

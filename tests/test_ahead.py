@@ -19,6 +19,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import Options
 from fx_fuser.passes import products, provenance
 from fx_fuser.planning import ahead, gate, plan
+from fx_fuser.planning.case import MatchCase
 from tests.plan_cases import GPU
 
 
@@ -62,7 +63,7 @@ def test_z_alone_its_tail_and_what_passes_need_are_one_run(
     assert SPLIT_GEMM.name in names
     for match, own in ((grown.alone, False), (grown, True)):
         assert match is not None
-        case = plan.MatchCase(match, Options())
+        case = MatchCase(match, Options())
         for choices in plan.ANCHORS["linear"].candidates(case)[own:]:
             assert {spec.name for spec in case.specs(choices)} <= set(names)
 
@@ -89,8 +90,8 @@ def _spec_of(grown: Grown) -> Callable[[str], KernelSpec]:
         spec.name: spec
         for match in (grown, grown.alone)
         if match is not None
-        for choices in plan.ANCHORS["linear"].candidates(plan.MatchCase(match, Options()))
-        for spec in plan.MatchCase(match, Options()).specs(choices)
+        for choices in plan.ANCHORS["linear"].candidates(MatchCase(match, Options()))
+        for spec in MatchCase(match, Options()).specs(choices)
     }
     return specs.__getitem__
 

@@ -43,6 +43,7 @@ from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.view import View
 from fx_fuser.options import Options
 from fx_fuser.planning import plan
+from fx_fuser.planning.case import MatchCase
 
 SLOW_S = 5.0  # reading a program of some forty operations
 SPACE = {"torch": torch, "F": F, "inf": math.inf, "nan": math.nan}
@@ -205,7 +206,7 @@ def _note_what_is_grown(program: Program, match: Match, options: Options, result
     bias = match.site.operands["bias"]
     program.has_bias = bias is not None and bias.name in program.operands
     program.whole = match.root.name == result
-    program.acc = plan.MatchCase(match, options).acc if program.whole else None
+    program.acc = MatchCase(match, options).acc if program.whole else None
 
 
 def _result_of(gm: torch.fx.GraphModule) -> str:

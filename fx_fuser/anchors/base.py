@@ -17,7 +17,8 @@ from fx_fuser.options import Options
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
 # Every anchor's configuration has these choices of `plan`: `product` and `backward` name the
-# backend on CUDA of forward and backward, "library" or a fused kernel ("split", "dense", "direct");
+# backend on CUDA of forward and backward, "library" or a fused kernel ("split", "dense", "direct"),
+# or for a convolution the library's fused call ("folded");
 # `again`: c is not saved, backward recomputes it.
 LIBRARY = "library"
 
@@ -48,8 +49,22 @@ class Case(Protocol):
     def operand(self, name: str) -> Tensor:
         """The fake tensor of an operand of the anchor."""
 
+    @property
+    def epilogue(self) -> Epilogue: ...
+
+    @property
+    def t(self) -> list[Tensor]:
+        """The fake tensors that the epilogue calls t0…."""
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Does the site run in channels_last, in the graph as the user wrote it?"""
+
     def specs(self, choices: Config) -> list[KernelSpec]:
         """The kernels that the site needs with these choices."""
+
+    def has_backward(self) -> bool:
+        """Is any gradient asked for?"""
 
     def gradients(self) -> dict[str, bool]:
         """Operand of the anchor → is its gradient asked for?"""

@@ -27,6 +27,9 @@ from fx_fuser.native.kernel_spec import CONV_DIRECT, CONV_DIRECT_BACKWARD, POINT
 # The backend beside LIBRARY. It splits fp32 into fp16, whatever `tf32` says; 16 bits it multiplies
 # as they are.
 DIRECT = "direct"
+# The library's own fused call, relu(convolution + bias + addend), with BatchNorm folded into the
+# weight: `fx_fuser.ops.folded`. It has no backward.
+FOLDED = "folded"
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
@@ -98,6 +101,28 @@ def library_convolution(
     return c
 
 
+def addend_of_relu(epilogue: Epilogue) -> str | None:
+    """The tensor t… of relu(z + t…), or "" of relu(z); None of any other epilogue."""
+    alias = {"z": "z"}
+    addend, is_added = "", False
+    for i, step in enumerate(epilogue.steps):
+        value = f"v{i}"
+        args = [alias.get(a, a) for a in step.args if a is not None]
+        if step.op == "identity":
+            alias[value] = args[0]
+        elif step.op == "add" and not is_added and len(args) == 2 and args.count("z") == 1:
+            (addend,) = (a for a in args if a != "z")
+            is_added = True
+            if not addend.startswith("t"):
+                return None
+            alias[value] = "z"
+        elif step.op == "relu" and args == ["z"] and i == len(epilogue.steps) - 1:
+            return addend
+        else:
+            return None
+    return None
+
+
 def per_channel(vector: Tensor) -> Tensor:
     """[C], shaped to broadcast against [N, C, H, W]."""
     return vector.view(-1, 1, 1)
@@ -135,6 +160,8 @@ class Conv2d(Anchor):
         options, c = case.options, case.tensors[0]
         asked = conv_tf32_requested() if options.fp32 == "follow" else options.fp32 == "tf32"
         makers = [(LIBRARY, LIBRARY)]
+        if self._takes_folded(case):
+            makers.append((FOLDED, LIBRARY))
         if self._takes_direct(case):
             makers.append((DIRECT, LIBRARY))
             if self._takes_direct_backward(case):
@@ -142,6 +169,41 @@ class Conv2d(Anchor):
         fixed = {"tf32": asked and may_be_tf32(c), "again": options.save == "memory"}
         names = ("tf32", "product", "backward", "again")  # in the order of the schema
         return [{n: {**fixed, "product": p, "backward": b}[n] for n in names} for p, b in makers]
+
+    def _takes_folded(self, case: Case) -> bool:
+        """May the library's fused call take the site?
+
+        Not in fp16: a weight times BatchNorm's scale may be beyond its range, or below it.
+        """
+        c = case.tensors[0]
+        dtypes = {torch.float32, c.dtype}
+        if case.has_backward() or c.dtype not in (torch.float32, torch.bfloat16):
+            return False
+        if case.options.exported:  # whose files hold ops that load their own kernels
+            return False
+        if case.out != c.dtype or not dtypes.issuperset(t.dtype for t in case.tensors):
+            return False
+        # It follows torch's setting, which by default allows TF32.
+        if case.options.fp32 in ("split", "ieee") and may_be_tf32(c):
+            return False
+        if case.device.type == "cpu":
+            if not (case.options.cpu_ops and case.options.plan == "always"):
+                return False
+        elif not (case.is_channels_last and torch.backends.cudnn.enabled):
+            return False
+        return self._has_shift(case.site) and self._is_relu(case)
+
+    def _has_shift(self, site: Site) -> bool:
+        """Is there a vector for the bias of the library's fused call?"""
+        return site.operands["bias"] is not None
+
+    def _is_relu(self, case: Case) -> bool:
+        addend = addend_of_relu(case.epilogue)
+        if not addend:
+            return addend is not None
+        c, added = case.tensors[0], case.t[int(addend[1:])]
+        same = added.dtype == c.dtype and added.ndim == c.ndim and added.device == c.device
+        return same and all(statically_known_true(a == b) for a, b in zip(added.shape, c.shape))
 
     def _takes_direct(self, case: Case) -> bool:
         """Does the direct kernel take the site's convolution?"""
@@ -202,7 +264,7 @@ class Conv2d(Anchor):
 
     def kernels(self, config: Config) -> tuple[Family, ...]:
         maker = config["product"]
-        return (POINTWISE,) if maker == LIBRARY else (POINTWISE, FAMILIES[maker])
+        return (POINTWISE, FAMILIES[maker]) if maker in FAMILIES else (POINTWISE,)
 
     def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
         x, padding = padded(operands["x"], config)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -54,8 +55,13 @@ def alone(view: View, site: Site) -> Match:
     return Match(auto_pattern(site.kind), site, site.node, frozenset(site.nodes), {}, view)
 
 
-def grow(view: View, site: Site, check: CheckAll) -> Grown | Refusal:
-    """The match of the largest tail that passes `check`; a Refusal if z alone does not pass."""
+def grow(
+    view: View, site: Site, check: CheckAll, why_not: Callable[[Match], str] = lambda match: ""
+) -> Grown | Refusal:
+    """The match of the largest tail that passes `check`; a Refusal if z alone does not pass.
+
+    why_not: why no kernel takes a tail that passes, or empty. It is not asked about z alone.
+    """
     smallest = alone(view, site)
     fault = check(smallest)
     if fault is not None:
@@ -66,6 +72,8 @@ def grow(view: View, site: Site, check: CheckAll) -> Grown | Refusal:
     for root, nodes in reversed(closed):
         larger = Match(smallest.pattern, site, root, nodes, {}, view)
         fault = check(larger)
+        if fault is None and (reason := why_not(larger)):
+            fault = Fault(root, reason)
         if fault is None:
             match, wildcards = larger, _named(larger.bound)
             break

@@ -53,6 +53,7 @@ LINEAR_DENSE = Family("linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_l
 LINEAR_EXACT = Family(
     "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"
 )
+FOLD = Family("conv/fold.cuh", "FX_FUSER_FOLD", "load_fold")
 CONV_DIRECT = Family(
     "conv/conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", "load_conv_direct", "sm_90a"
 )

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.conv2d import DIRECT
+from fx_fuser.anchors.conv2d import DIRECT, FOLDED
 from fx_fuser.graph.match import Match
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.rewrite import Call
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.ops import apply
+from fx_fuser.ops import apply, folded
 from fx_fuser.ops.library import FusedCall, argument_names
 
 
@@ -57,6 +57,9 @@ def kernel_specs(match: Match, choices: Mapping[str, Any]) -> list[KernelSpec]:
     call, t = fused_call(match, choices), fake_tensors(match)
     operands = {n: o and meta_tensor(o) for n, o in match.site.operands.items()}
     c = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
+    if choices.get("product") == FOLDED:
+        is_normed = "running_mean" in operands
+        return [folded.fold_spec(operands["weight"].dtype, c)] if is_normed else []  # type: ignore[union-attr]
     anchored = (call.anchor, call.config, call.epilogue, operands)
     specs = apply.forward_specs(*anchored, t, call.s, c, call.out)
     if choices.get("backward") == DIRECT:

@@ -29,15 +29,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.anchors import ANCHORS, Anchor
-from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, Conv2d, library_convolution
+from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, FOLDED, Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
-from fx_fuser.ops import apply
+from fx_fuser.ops import apply, folded, plain  # noqa: F401  (plain defines ops)
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _EPILOGUE_SCHEMA = "str epilogue, Tensor[] t, float[] s"
@@ -89,44 +88,6 @@ def _define_kernel(anchor: Anchor) -> None:
     _LIBRARY.impl(name, functools.partial(kernel_in_torch, anchor, False), "CPU")
     fake = functools.partial(kernel_in_torch, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
-
-
-def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
-    a, b = a.float(), b.float()
-    return F.linear(a, b) if b.ndim == 2 else a @ b.mT
-
-
-# a bᵀ in fp32; b is a matrix, or has a's leading sizes. kernel: the name of
-# `anchors.linear.SPLIT_GEMM` or, if one of the two is of 16 bits, of one of `MIXED_GEMMS`.
-_LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
-_LIBRARY.impl("split_product", _split_product, "CPU")
-torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
-
-
-def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
-    return F.linear(a.float(), b.float())
-
-
-# a bᵀ in fp32, of a matrix b, both of one 16-bit dtype. kernel: the name of one of
-# `anchors.linear.EXACT_GEMMS`.
-_LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
-_LIBRARY.impl("exact_product", _exact_product, "CPU")
-torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)
-
-
-# A copy that a partitioner does not recompute in backward, as it may a `clone`: by then the operand
-# may have been written to.
-_LIBRARY.define("kept(Tensor a) -> Tensor")
-_LIBRARY.impl("kept", lambda a: a.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("fx_fuser::kept", lambda a: a.clone(), lib=_LIBRARY)
-
-
-# In fp32 without TF32, whatever cuDNN's own setting says, which allows it by default.
-_LIBRARY.define(
-    "exact_convolution(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
-    "int groups) -> Tensor"
-)
-_LIBRARY.impl("exact_convolution", functools.partial(library_convolution, False), "CUDA")
 
 
 def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
@@ -438,6 +399,8 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
     operands, config, (text, t, s, compute, out, native) = split_arguments(anchor, args)
     epilogue = parse(text)
     with torch.autocast(operands["x"].device.type, enabled=False):
+        if config.get("product") == FOLDED:  # plan has seen that nothing needs a gradient
+            return [folded.run(operands, config, epilogue, t, compute)]
         for name in anchor.cast:
             if operands[name] is not None:
                 operands[name] = operands[name].to(compute)
@@ -477,7 +440,7 @@ for _anchor in ANCHORS.values():
 
 def contract() -> list[str]:
     """What kernels_cu/host/ assumes of Python, a fact a line; compared when it is loaded."""
-    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", "exact_product"]
+    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", "exact_product", "fold"]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
     norm = ANCHORS["conv2d_batchnorm"]

@@ -39,7 +39,8 @@ from fx_fuser.native import binaries, launch, limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.planning import plan, rehearse, timing
-from fx_fuser.planning.plan import gains, is_small
+from fx_fuser.planning.case import gains
+from fx_fuser.planning.plan import is_small
 from fx_fuser.planning.rehearse import TensorForm
 from fx_fuser.planning.timing import Candidate
 

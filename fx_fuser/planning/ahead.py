@@ -21,7 +21,7 @@ from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import plan
+from fx_fuser.planning.case import MatchCase, device_of
 
 log = logging.getLogger("fx_fuser.planning.ahead")
 
@@ -45,7 +45,7 @@ def build(
         for match, begun in zip(whole, first):
             if match is not begun:
                 _add(perhaps, match, options, fused_only=True)
-        norms = {plan.device_of(match) for match in first if match.site.attrs.get("training")}
+        norms = {device_of(match) for match in first if match.site.attrs.get("training")}
         for device in needed:
             if device.type != "cuda":
                 continue
@@ -65,7 +65,7 @@ def _add(
     fused_only: bool = False,
 ) -> None:
     """Add the kernels of all candidates. fused_only: not of the library's."""
-    for choices in ANCHORS[match.site.kind].candidates(plan.MatchCase(match, options)):
+    for choices in ANCHORS[match.site.kind].candidates(MatchCase(match, options)):
         if not fused_only or choices["product"] != LIBRARY:
             specs = calls.kernel_specs(match, choices)
-            kernels.setdefault(plan.device_of(match), []).extend(specs)
+            kernels.setdefault(device_of(match), []).extend(specs)

@@ -36,6 +36,7 @@ from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
 from fx_fuser.planning import ahead, plan, rehearse, timing
+from fx_fuser.planning.case import MatchCase, device_of, gains, timing_key
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.rehearse import TensorForm
 
@@ -73,7 +74,7 @@ def _first(match: Match, options: Options) -> Match:
 
     Fused convolutions are rare (few channels), so their tails are compiled at once.
     """
-    on_cuda = plan.device_of(match).type == "cuda" and options.plan == "measure"
+    on_cuda = device_of(match).type == "cuda" and options.plan == "measure"
     is_conv = isinstance(ANCHORS[match.site.kind], Conv2d)
     if isinstance(match, Grown) and match.alone is not None and on_cuda and not is_conv:
         return match.alone
@@ -109,7 +110,7 @@ def _built(
         if rehearse.tensors_of(match) is None:
             return False
         # A tail may rule out what z alone allows: the kernels' accumulators are float.
-        case = plan.MatchCase(match, options)
+        case = MatchCase(match, options)
         offered = ANCHORS[match.site.kind].candidates(case)
         if grown[i][1]["product"] not in [choices["product"] for choices in offered]:
             return False
@@ -152,10 +153,10 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     tensors = rehearse.tensors_of(match)
     assert tensors is not None and match.alone is not None
     choices = alone.choices
-    key = ("tail", *plan.timing_key(match, [choices], tensors))
+    key = ("tail", *timing_key(match, [choices], tensors))
     rehearsal = functools.partial(rehearse.tail, match, choices, tensors)
     try:
-        times = timing.medians(key, rehearsal, plan.device_of(match))
+        times = timing.medians(key, rehearsal, device_of(match))
     except rehearse.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return ""
@@ -164,10 +165,10 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     gemm, both, whole = (took.gpu for took in times)
     share, extra = _Neighbours(match).of_tail(tensors)
     apart = gemm + share * max(both - gemm, 0)
-    fused = whole + 1e3 * extra / limits.of(plan.device_of(match)).bandwidth
+    fused = whole + 1e3 * extra / limits.of(device_of(match)).bandwidth
     measured = f"with its tail {whole:.4g} ms, in two kernels {both:.4g}"
     log.info("%s: %s, of which %.0f %% counts", match.bound.epilogue.text, measured, 100 * share)
-    return f"{alone.note}; {measured}" if plan.gains(fused, apart) else ""
+    return f"{alone.note}; {measured}" if gains(fused, apart) else ""
 
 
 # The inner compiler fuses these with nothing. Views are looked through.

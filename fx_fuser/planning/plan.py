@@ -27,32 +27,27 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT, Conv2d, may_be_tf32
-from fx_fuser.anchors.linear import DENSE, SPLIT, matmul_tf32_requested
+from fx_fuser.anchors.conv2d import DIRECT, FOLDED, Conv2d, addend_of_relu, may_be_tf32
+from fx_fuser.anchors.linear import DENSE, SPLIT
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
 from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.sites import Site
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.ops import apply, calls
+from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import rehearse, timing
+from fx_fuser.planning import convolutions, rehearse, timing
+from fx_fuser.planning.case import MatchCase, device_of, gains, timing_key
 from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.plan")
 
-# A fused kernel must take at most this share of the library's time and, since CUDA events resolve
-# 0.5 us, at least this many ms less.
-_GAIN = 0.98
-_SAVED = 1e-3
 # The host's time for a Linear's training step (autograd, AOTAutograd's wrappers, launches), in
 # calls of the fused op: beside an H200 0.66 ms for the three of a Llama MLP, one call 24 us
 # (2026-11-22, kernels_cu/NOTES.md). If the GPU takes less, the host's time decides, and a fused op
@@ -112,7 +107,7 @@ def no_gain(match: Match, options: Options) -> str:
         c = rehearse.form_of(match.site.nodes[0])
         small = x is not None and c is not None and is_small(x.size, c.size)
         return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
-    if best["product"] in (SPLIT, DIRECT):
+    if best["product"] in (SPLIT, DIRECT, FOLDED):
         return ""
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"
@@ -134,47 +129,6 @@ def is_small(x: Sequence[int], c: Sequence[int]) -> bool:
     return max(operations / rates.fp32, 4 * elements / rates.copy) < 10e-6
 
 
-@dataclass(frozen=True)
-class MatchCase:
-    """A match as `Anchor.candidates` sees it: see `fx_fuser.anchors.base.Case`."""
-
-    match: Match
-    options: Options
-
-    @property
-    def site(self) -> Site:
-        return self.match.site
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.match)
-
-    @property
-    def out(self) -> torch.dtype:
-        return meta_tensor(self.match.root).dtype  # type: ignore[union-attr]
-
-    @property
-    def acc(self) -> torch.dtype:
-        return apply.accumulator_of(self.match.bound.epilogue, self.tensors, self.out)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        nodes = (self.site.nodes[0], *self.match.operands)
-        return [meta_tensor(node) for node in nodes]  # type: ignore[misc]
-
-    def operand(self, name: str) -> torch.Tensor:
-        return meta_tensor(self.site.operands[name])  # type: ignore[arg-type, return-value]
-
-    def specs(self, choices: Mapping[str, Any]) -> list[KernelSpec]:
-        return calls.kernel_specs(self.match, choices)
-
-    def gradients(self) -> dict[str, bool]:
-        return rehearse.gradients_of(self.match)
-
-    def may_have_fused_backward(self) -> bool:
-        return calls.may_have_fused_backward(self.match)
-
-
 def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
     """For each match how it runs, with all its kernels built and loaded; a Refusal leaves it alone.
 
@@ -194,7 +148,9 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
     candidates = at_each(lambda i, m: ANCHORS[m.site.kind].candidates(MatchCase(m, options)))
     _build_kernels(matches, candidates, options, failed)
     picked = at_each(lambda i, match: _pick(match, candidates[i], options))
-    return [failed.get(i, plan) for i, plan in enumerate(picked)]
+    plans = [failed.get(i, plan) for i, plan in enumerate(picked)]
+    _add_branches(matches, candidates, plans)
+    return plans
 
 
 def guarded(
@@ -214,10 +170,6 @@ def guarded(
         failed[i] = Refusal.of(match, Fault(match.root, f"{type(error).__name__}: {error}"))
         failed[i] = replace(failed[i], failed=True)
         return None
-
-
-def device_of(match: Match) -> torch.device:
-    return meta_tensor(match.site.node).device  # type: ignore[union-attr]
 
 
 def _build_kernels(
@@ -289,7 +241,7 @@ def _pick(
     if options.plan == "always":
         return Plan(on_kernels, preferred, preferred.get("product", ""))
     if isinstance(ANCHORS[match.site.kind], Conv2d):
-        best, note = _compare_convolutions(match, candidates, options)
+        best, note = convolutions.compare(match, candidates, options)
     else:
         best, note = _compare(match, candidates, options)
     if best is not None and (best["product"] != LIBRARY or not match.pattern.is_grown):
@@ -301,101 +253,35 @@ def _pick(
     if keeps_less or options.inner != "inductor":  # which would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     help = ""
-    if not candidates[0].get("tf32", True) and may_be_tf32(_output_of(match)):
+    if not candidates[0].get("tf32", True) and may_be_tf32(convolutions.output_of(match)):
         help = "give options={'fp32': 'split'}, with which its forward stays fp32-accurate"
     return Refusal.of(match, Fault(match.root, reason, help))
 
 
-def gains(fused: float, library: float) -> bool:
-    """Is the fused time clearly less than the library's?  In ms."""
-    return fused <= min(_GAIN * library, library - _SAVED)
-
-
-def timing_key(
-    match: Match,
-    candidates: Sequence[Mapping[str, Any]],
-    tensors: Sequence[rehearse.TensorForm | None],
-) -> tuple[object, ...]:
-    """Everything that the times depend on, except the machine and what `timing` adds."""
-    return (
-        match.site.kind,
-        calls.config_of(match, {}),  # a convolution's stride, padding, dilation, groups
-        [dict(choices) for choices in candidates],
-        [[spec.name for spec in calls.kernel_specs(match, c)] for c in candidates],
-        list(map(str, tensors)),
-        rehearse.gradients_of(match),
-        rehearse.gradients_of_tensors(match),
-        matmul_tf32_requested(),  # the library's gemm follows it
-        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
-        *(
-            getattr(torch.backends.cudnn, flag)
-            for flag in ("benchmark", "deterministic", "enabled")
-        ),
-        torch.backends.cudnn.version(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _compare_convolutions(
-    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
-) -> tuple[dict[str, Any] | None, str]:
-    """The fastest choices, with the figures; None if the inner compiler's convolution is faster.
-
-    If gradients are asked for, times are of forward and backward together.
+def _add_branches(
+    matches: Sequence[Match],
+    candidates: Sequence[list[dict[str, Any]] | None],
+    plans: list[Any],
+) -> None:
+    """Take BatchNorms without activation whose result one folded site adds, as in a downsampling
+    branch: their scale goes into their weight, their shift into that site's bias. What is left of
+    them is the convolution.
     """
-    library, *direct = map(dict, candidates)
-    # The inner compiler calls the library's convolution, too, converts whole graphs to the layout
-    # that suits it, and needs as few passes over the result. Only its precision may be wrong.
-    asked = options.fp32 in ("split", "ieee") and may_be_tf32(_output_of(match))
-    otherwise = library if asked else None
-    if not direct:
-        return otherwise, "the library's convolution is the inner compiler's"
-    tensors = rehearse.tensors_of(match)
-    if tensors is None:
-        return otherwise, "sizes unknown, so not timed"
-    rivals = _rivals(match, {**library, "again": False}, options)
-    key = (*timing_key(match, candidates, tensors), rivals)
-    rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
-    try:
-        found = timing.medians(key, rehearsals, device_of(match))
-    except rehearse.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
-        return otherwise, str(error)
-    if found is None:
-        return otherwise, "no memory to time it"
-    if options.replays_cuda_graphs:
-        found = [Timing(took.gpu) for took in found]
-    names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
-    times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
-    note = ", ".join(f"{name} {took}" for name, took in times.items())
-    fused_ms = [times.pop(name).ms for name in names]
-    fastest, choices = min(zip(fused_ms, direct), key=itemgetter(0))
-    *_, least_kept = direct
-    if least_kept["backward"] == DIRECT and options.save == "memory":
-        return least_kept, note
-    gained = gains(fastest, min(took.gpu for took in times.values()))
-    if gained and options.save == "auto" and _GAIN * fused_ms[-1] <= fastest:
-        choices = least_kept
-    return (choices if gained else otherwise), note
-
-
-def _output_of(match: Match) -> torch.Tensor:
-    return meta_tensor(match.site.nodes[0])  # type: ignore[return-value]
-
-
-def _rivals(
-    match: Match, library: Mapping[str, Any], options: Options
-) -> tuple[rehearse.Rival, ...]:
-    """The inner compiler's possible code of the match's convolution, if it is left."""
-    if library["tf32"] or not may_be_tf32(_output_of(match)):
-        return (rehearse.Rival("in channels_last", library, channels_last=True),)
-    if options.fp32 != "follow":
-        return ()
-    inexact = {**library, "tf32": True}
-    return (
-        rehearse.Rival("in TF32", inexact),
-        rehearse.Rival("in TF32 and channels_last", inexact, channels_last=True),
-    )
+    of_root = {match.root: i for i, match in enumerate(matches)}
+    for match, chosen in zip(matches, plans):
+        if not isinstance(chosen, Plan) or chosen.choices.get("product") != FOLDED:
+            continue
+        addend = addend_of_relu(match.bound.epilogue)
+        if not addend:
+            continue
+        i = of_root.get(match.bound.tensors[int(addend[1:])])
+        if i is None or not isinstance(plans[i], Refusal) or plans[i].failed:
+            continue
+        branch = matches[i]
+        offered = [c for c in candidates[i] or () if c["product"] == FOLDED]
+        only_here = match.nodes.issuperset(branch.view.readers[branch.root])
+        if offered and only_here and not branch.bound.epilogue.steps:
+            plans[i] = Plan(True, offered[0], "its shift goes to the site that adds it")
 
 
 def _compare(

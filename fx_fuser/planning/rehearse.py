@@ -19,6 +19,7 @@ from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match
 from fx_fuser.graph.nodes import hint_of, meta_tensor
 from fx_fuser.native import launch
+from fx_fuser.ops import folded as ops_folded
 from fx_fuser.ops.apply import travels_as_number
 from fx_fuser.ops.calls import fake_tensors, fused_call, kernel_specs
 from fx_fuser.ops.library import FusedCall, gradients
@@ -140,8 +141,8 @@ def convolutions(
     x, weight, *others = run.operands
 
     def step_of(choices: Mapping[str, Any], channels_last: bool = False) -> Callable[[], object]:
-        def laid(tensor: Tensor) -> Tensor:
-            return tensor.contiguous(memory_format=torch.channels_last) if channels_last else tensor
+        def laid(tensor: Tensor) -> Any:
+            return _channels_last(tensor) if channels_last else tensor
 
         operands = [laid(x), laid(weight), *others]
         if dy is None:
@@ -151,6 +152,31 @@ def convolutions(
     timed = [Candidate(step_of(library)) for library in candidates[:1]]
     timed += [Candidate(step_of(fused), run.calls(dy, fused)) for fused in candidates[1:]]
     return timed + [Candidate(step_of(rival.choices, rival.channels_last)) for rival in rivals]
+
+
+def folded(
+    match: Match, rival: Mapping[str, Any], tensors: Sequence[TensorForm | None]
+) -> list[Candidate]:
+    """The library's convolution and a pointwise kernel, which stand for the inner compiler's code;
+    and the library's fused call. Everything is in channels_last, and weights are folded ahead."""
+    run = _Rehearsal(match, tensors)
+    run.t = [_channels_last(t) for t in run.t]
+    operands = [_channels_last(v) for v in run.operands]
+    apart = run.forward(rival, operands)
+    named = dict(zip(run.anchor.operands, operands))
+    call = fused_call(match, rival)
+    fused = ops_folded.bound(
+        named, call.config, call.epilogue, run.t, run.c.dtype, ops_folded.fold_in_torch
+    )
+    in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()
+    choices = [{"product": "library's fused"}]
+    compare([apart, lambda: (fused(),)], choices, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+    return [Candidate(apart), Candidate(fused, fused)]
+
+
+def _channels_last(tensor: Any) -> Any:
+    is_image = isinstance(tensor, Tensor) and tensor.ndim == 4
+    return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor
 
 
 def rehearsals(

@@ -9,6 +9,7 @@
 #include "host/conv_backward.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
+#include "host/fold.h"
 #include "host/linear.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
@@ -35,6 +36,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def("load_fold(str name, str cubin, str[] signature, int device) -> int");
   m.def("load_conv_direct(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
@@ -71,6 +73,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load_linear", TORCH_BOX(&load_linear));
   m.impl("load_linear_exact", TORCH_BOX(&load_linear_exact));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
+  m.impl("load_fold", TORCH_BOX(&load_fold));
   m.impl("load_conv_direct", TORCH_BOX(&load_conv_direct));
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
   m.impl("conv_direct", TORCH_BOX(&conv_direct));

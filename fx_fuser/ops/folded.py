@@ -1,0 +1,236 @@
+"""relu(batch_norm(conv2d(x, weight)) + addend) by the library's one call for convolution, addition
+and relu, with BatchNorm (evaluation) folded into the weight.
+
+    fold            of each layer: weight · scale, channels_last; (bias − mean) · scale + beta
+    conv2d_folded   relu(conv2d(x, weight) + bias + addend), or the convolution alone
+
+with scale = gamma / √(var + eps). The graph calls `fold` on the live parameters at each call, so no
+update is missed. `fx_fuser.passes.folding` joins the calls of several layers into one.
+
+cuDNN reads the bias in the dtype of x. Its call is `aten::cudnn_convolution_relu` or
+`_add_relu`, which follow torch's cuDNN settings (TF32, benchmark), as eager's convolution does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser.anchors.base import Config, Operands
+from fx_fuser.anchors.conv2d import addend_of_relu, padded, per_channel
+from fx_fuser.graph.epilogue import Epilogue, accumulation_dtype, kernel_spec
+from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import FOLD, KernelSpec
+
+_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
+_CHANNELS_LAST = torch.channels_last
+# Bits of `given`: which of a layer's vectors there are besides mean and variance.
+_OPTIONAL = {"bias": 1, "gamma": 2, "beta": 4}
+_VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
+_MOST_ELEMENTS = 2**31 - 1  # of a tensor in torch's fused call
+
+
+# ---- fold ---------------------------------------------------------------------------------------
+
+
+_LIBRARY.define(
+    "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, str kernel, "
+    "ScalarType out) -> Tensor[]"
+)
+
+
+@functools.cache
+def fold_spec(weight: torch.dtype, out: torch.dtype) -> KernelSpec:
+    """The kernel that folds weights of one dtype into weights of another."""
+    return kernel_spec(Epilogue(), {"z": weight}, (), out, FOLD)
+
+
+def _layers(
+    weights: Sequence[Tensor], vectors: Sequence[Tensor], given: Sequence[int]
+) -> list[dict[str, Tensor]]:
+    """For each layer its vectors by name."""
+    rest = iter(vectors)
+    return [
+        {n: next(rest) for n in _VECTORS if _OPTIONAL.get(n, mask) & mask or n not in _OPTIONAL}
+        for mask in given
+    ]
+
+
+def fold_in_torch(
+    weights: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    given: Sequence[int],
+    eps: Sequence[float],
+    kernel: str,
+    out: torch.dtype,
+) -> list[Tensor]:
+    results = []
+    for weight, layer, epsilon in zip(weights, _layers(weights, vectors, given), eps):
+        acc = accumulation_dtype((weight.dtype, out))
+        wide = {name: vector.to(acc) for name, vector in layer.items()}
+        scale = (wide["running_var"] + epsilon).rsqrt() * wide.get("gamma", 1.0)
+        shift = (wide.get("bias", 0.0) - wide["running_mean"]) * scale + wide.get("beta", 0.0)
+        folded = (weight.to(acc) * scale.view(-1, 1, 1, 1)).to(out)
+        results += [folded.contiguous(memory_format=_CHANNELS_LAST), shift.to(out)]
+    return results
+
+
+def _fold_like(
+    weights: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    given: Sequence[int],
+    eps: Sequence[float],
+    kernel: str,
+    out: torch.dtype,
+) -> list[Tensor]:
+    results = []
+    for weight in weights:
+        results += [
+            torch.empty_like(weight, dtype=out, memory_format=_CHANNELS_LAST),
+            weight.new_empty(weight.shape[0], dtype=out),
+        ]
+    return results
+
+
+_LIBRARY.impl("fold", fold_in_torch, "CPU")  # on CUDA: kernels_cu/host/fold.h
+torch.library.register_fake("fx_fuser::fold", _fold_like, lib=_LIBRARY)
+
+
+# ---- the convolution ----------------------------------------------------------------------------
+
+
+_LIBRARY.define(
+    "conv2d_folded(Tensor x, Tensor weight, Tensor? bias, Tensor? addend, int[] stride, "
+    "int[] padding, int[] dilation, int groups, bool relu) -> Tensor"
+)
+
+
+def _format_of(x: Tensor) -> torch.memory_format:
+    """The layout that eager's convolution gives its result."""
+    is_last = x.is_contiguous(memory_format=_CHANNELS_LAST) and not x.is_contiguous()
+    return _CHANNELS_LAST if is_last else torch.contiguous_format
+
+
+def _conv2d_folded_in_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    relu: bool,
+) -> Tensor:
+    z = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    z = z if addend is None else z + addend
+    return (z.relu() if relu else z).contiguous(memory_format=_format_of(x))
+
+
+def _conv2d_folded_like(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    stride, padding, dilation, groups = args[2:6]
+    geometry = (stride, padding, dilation, False, [0, 0], groups)
+    z = torch.ops.aten.convolution.default(x, weight, None, *geometry)
+    return torch.empty_like(z, memory_format=_format_of(x))
+
+
+def _conv2d_folded_on_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    relu: bool,
+) -> Tensor:
+    form = _format_of(x)
+    x, weight = (v.contiguous(memory_format=_CHANNELS_LAST) for v in (x, weight))
+    geometry = (stride, padding, dilation, groups)
+    if not relu or not _is_taken(x, weight, stride):
+        return _conv2d_folded_in_torch(x, weight, bias, addend, *geometry, relu).contiguous(
+            memory_format=form
+        )
+    if addend is None:
+        y = torch.ops.aten.cudnn_convolution_relu.default(x, weight, bias, *geometry)
+    else:
+        addend = addend.contiguous(memory_format=_CHANNELS_LAST)
+        add_relu = torch.ops.aten.cudnn_convolution_add_relu.default
+        y = add_relu(x, weight, addend, None, bias, *geometry)
+    return y.contiguous(memory_format=form)
+
+
+def _is_taken(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
+    """Does cuDNN's fused call take the tensors? It has no splitting of large ones."""
+    of_y = x.numel() // max(weight.shape[1], 1) * weight.shape[0]  # of stride 1, or more
+    largest = max(x.numel(), of_y)
+    return torch.backends.cudnn.enabled and x.numel() > 0 and largest < _MOST_ELEMENTS
+
+
+_LIBRARY.impl("conv2d_folded", _conv2d_folded_in_torch, "CPU")
+_LIBRARY.impl("conv2d_folded", _conv2d_folded_on_cuda, "CUDA")
+torch.library.register_fake("fx_fuser::conv2d_folded", _conv2d_folded_like, lib=_LIBRARY)
+
+
+# ---- a site, in these ops -----------------------------------------------------------------------
+
+
+def run(
+    operands: Operands,
+    config: Config,
+    epilogue: Epilogue,
+    t: Sequence[Tensor],
+    compute: torch.dtype,
+) -> Tensor:
+    """The result of a site whose product is FOLDED. operands: before autocast's casts.
+
+    Without a relu, of BatchNorm(convolution) alone, the shift is added by an operation that the
+    inner compiler sees; `fx_fuser.passes.folding` moves it on where a site adds the result.
+    """
+    return bound(operands, config, epilogue, t, compute, _fold_by_op)()
+
+
+def bound(
+    operands: Operands,
+    config: Config,
+    epilogue: Epilogue,
+    t: Sequence[Tensor],
+    compute: torch.dtype,
+    fold: Callable[..., list[Tensor]],
+) -> Callable[[], Tensor]:
+    """What `run` runs once the weight is folded, by `fold`, whose arguments are the op's."""
+    weight, bias = operands["weight"], operands["bias"]
+    if "running_mean" in operands:
+        present = {n: operands[n] for n in _VECTORS if operands[n] is not None}
+        given = sum(bit for name, bit in _OPTIONAL.items() if name in present)
+        name = fold_spec(weight.dtype, compute).name
+        weight, bias = fold([weight], [*present.values()], [given], [config["eps"]], name, compute)
+    else:
+        weight, bias = (v if v is None else v.to(compute) for v in (weight, bias))
+    x, padding = padded(operands["x"].to(compute), config)
+    geometry = (config["stride"], padding, config["dilation"], config["groups"])
+    convolution = torch.ops.fx_fuser.conv2d_folded.default
+    if epilogue.steps:
+        found = addend_of_relu(epilogue)
+        addend = t[int(found[1:])] if found else None
+        return functools.partial(convolution, x, weight, bias, addend, *geometry, True)
+
+    def alone() -> Tensor:
+        y: Tensor = convolution(x, weight, None, None, *geometry, False)
+        return y if bias is None else y + per_channel(bias)
+
+    return alone
+
+
+def _fold_by_op(weights: Sequence[Tensor], *args: Any) -> list[Tensor]:
+    (weight,), out = weights, args[-1]
+    if weight.device.type == "cuda" and type(weight) in (Tensor, torch.nn.Parameter):
+        load.prepare([fold_spec(weight.dtype, out)], weight.device)
+    found: list[Tensor] = torch.ops.fx_fuser.fold.default(weights, *args)
+    return found

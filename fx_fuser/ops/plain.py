@@ -1,0 +1,51 @@
+"""Ops without an epilogue: gemms that passes call, a copy, an exact convolution."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fx_fuser.anchors.conv2d import library_convolution
+
+_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
+
+
+def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
+    a, b = a.float(), b.float()
+    return F.linear(a, b) if b.ndim == 2 else a @ b.mT
+
+
+# a bᵀ in fp32; b is a matrix, or has a's leading sizes. kernel: the name of
+# `anchors.linear.SPLIT_GEMM` or, if one of the two is of 16 bits, of one of `MIXED_GEMMS`.
+_LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
+_LIBRARY.impl("split_product", _split_product, "CPU")
+torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
+
+
+def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
+    return F.linear(a.float(), b.float())
+
+
+# a bᵀ in fp32, of a matrix b, both of one 16-bit dtype. kernel: the name of one of
+# `anchors.linear.EXACT_GEMMS`.
+_LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
+_LIBRARY.impl("exact_product", _exact_product, "CPU")
+torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)
+
+
+# A copy that a partitioner does not recompute in backward, as it may a `clone`: by then the operand
+# may have been written to.
+_LIBRARY.define("kept(Tensor a) -> Tensor")
+_LIBRARY.impl("kept", lambda a: a.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("fx_fuser::kept", lambda a: a.clone(), lib=_LIBRARY)
+
+
+# In fp32 without TF32, whatever cuDNN's own setting says, which allows it by default.
+_LIBRARY.define(
+    "exact_convolution(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+    "int groups) -> Tensor"
+)
+_LIBRARY.impl("exact_convolution", functools.partial(library_convolution, False), "CUDA")

@@ -1,0 +1,115 @@
+"""A convolution's candidates, measured beside what the inner compiler would run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from fx_fuser.anchors.base import LIBRARY
+from fx_fuser.anchors.conv2d import DIRECT, FOLDED, may_be_tf32
+from fx_fuser.graph.match import Match
+from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.native import limits
+from fx_fuser.options import Options
+from fx_fuser.planning import rehearse, timing
+from fx_fuser.planning.case import GAIN, device_of, gains, timing_key
+from fx_fuser.planning.timing import Timing
+
+
+def compare(
+    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
+) -> tuple[dict[str, Any] | None, str]:
+    """The fastest choices, with the figures; None if the inner compiler's convolution is faster.
+
+    If gradients are asked for, times are of forward and backward together.
+    """
+    library, *direct = map(dict, candidates)
+    if [choices["product"] for choices in direct] == [FOLDED]:
+        return _compare_folded(match, library, direct[0], options)
+    direct = [choices for choices in direct if choices["product"] != FOLDED]
+    # The inner compiler calls the library's convolution, too, converts whole graphs to the layout
+    # that suits it, and needs as few passes over the result. Only its precision may be wrong.
+    asked = options.fp32 in ("split", "ieee") and may_be_tf32(output_of(match))
+    otherwise = library if asked else None
+    if not direct:
+        return otherwise, "the library's convolution is the inner compiler's"
+    tensors = rehearse.tensors_of(match)
+    if tensors is None:
+        return otherwise, "sizes unknown, so not timed"
+    rivals = _rivals(match, {**library, "again": False}, options)
+    key = (*timing_key(match, candidates, tensors), rivals)
+    rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
+    try:
+        found = timing.medians(key, rehearsals, device_of(match))
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return otherwise, str(error)
+    if found is None:
+        return otherwise, "no memory to time it"
+    if options.replays_cuda_graphs:
+        found = [Timing(took.gpu) for took in found]
+    names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
+    times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
+    note = ", ".join(f"{name} {took}" for name, took in times.items())
+    fused_ms = [times.pop(name).ms for name in names]
+    fastest, choices = min(zip(fused_ms, direct), key=itemgetter(0))
+    *_, least_kept = direct
+    if least_kept["backward"] == DIRECT and options.save == "memory":
+        return least_kept, note
+    gained = gains(fastest, min(took.gpu for took in times.values()))
+    if gained and options.save == "auto" and GAIN * fused_ms[-1] <= fastest:
+        choices = least_kept
+    return (choices if gained else otherwise), note
+
+
+def _compare_folded(
+    match: Match, library: dict[str, Any], folded: dict[str, Any], options: Options
+) -> tuple[dict[str, Any] | None, str]:
+    """As `compare`, where the library's fused call is the one candidate."""
+    if not match.bound.epilogue.steps:
+        return None, "no activation follows, and no site adds it"
+    tensors = rehearse.tensors_of(match)
+    if tensors is None:
+        return None, "sizes unknown, so not timed"
+    rival = {**library, "tf32": may_be_tf32(output_of(match))}
+    key = (FOLDED, *timing_key(match, [rival, folded], tensors))
+    rehearsals = functools.partial(rehearse.folded, match, rival, tensors)
+    try:
+        found = timing.medians(key, rehearsals, device_of(match))
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return None, str(error)
+    if found is None:
+        return None, "no memory to time it"
+    apart, fused = (Timing(took.gpu) for took in found) if options.replays_cuda_graphs else found
+    note = f"convolution and a pass {apart}, the library's fused call {fused}"
+    weight = rehearse.form_of(match.site.operands["weight"])  # type: ignore[arg-type]
+    assert weight is not None
+    moved = 2 * math.prod(weight.size) * weight.dtype.itemsize if match.site.nodes[1:] else 0
+    folding = 1e3 * moved / limits.of(device_of(match)).bandwidth
+    return (folded if gains(fused.ms + folding, apart.gpu) else None), note
+
+
+def output_of(match: Match) -> torch.Tensor:
+    return meta_tensor(match.site.nodes[0])  # type: ignore[return-value]
+
+
+def _rivals(
+    match: Match, library: Mapping[str, Any], options: Options
+) -> tuple[rehearse.Rival, ...]:
+    """The inner compiler's possible code of the match's convolution, if it is left."""
+    if library["tf32"] or not may_be_tf32(output_of(match)):
+        return (rehearse.Rival("in channels_last", library, channels_last=True),)
+    if options.fp32 != "follow":
+        return ()
+    inexact = {**library, "tf32": True}
+    return (
+        rehearse.Rival("in TF32", inexact),
+        rehearse.Rival("in TF32 and channels_last", inexact, channels_last=True),
+    )

@@ -1,0 +1,135 @@
+// fx_fuser::fold on CUDA: BatchNorms folded into the weights before them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "conv/fold_args.h"
+#include "host/device.h"
+#include "host/pointwise.h"
+
+namespace fx_fuser {
+namespace {
+
+constexpr std::string_view kFoldNames = "weights, vectors, given, eps, kernel, out";
+// Bits of `given`, in the order of a layer's vectors; mean and variance are always there.
+constexpr int64_t kHasBias = 1;
+constexpr int64_t kHasGamma = 2;
+constexpr int64_t kHasBeta = 4;
+
+struct FoldKernels {
+  Kernel fold;
+  ScalarType out;
+  ScalarType in;
+};
+
+// `signature` is what stands between the parentheses of FX_FUSER_FOLD, as a list.
+int64_t load_fold(const std::string& name, const std::string& cubin,
+                  const std::vector<std::string>& signature, int64_t device) {
+  STD_TORCH_CHECK(signature.size() == 5, "fx_fuser: FX_FUSER_FOLD takes 5 arguments, not ",
+                  signature.size());
+  const OnDevice on_device(static_cast<int>(device));
+  const auto* loaded = new FoldKernels{get_kernel(load_library(cubin), "fx_fuser_fold"),
+                                       scalar_type_of(signature[3]), scalar_type_of(signature[4])};
+  registry<FoldKernels>().add(name, static_cast<int>(device), loaded);
+  return reinterpret_cast<int64_t>(loaded);
+}
+
+FoldVector fold_vector_of(const Tensor& vector, const Tensor& weight) {
+  STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == weight.size(0) &&
+                      (vector.size(0) < 2 || vector.stride(0) == 1),
+                  "fx_fuser: a vector of ", to_string(vector.sizes()), " with strides ",
+                  to_string(vector.strides()), " has no adjacent numbers for the channels of ",
+                  to_string(weight.sizes()));
+  STD_TORCH_CHECK(vector.get_device_index() == weight.get_device_index(),
+                  "fx_fuser: fold's tensors are on several devices");
+  switch (vector.scalar_type()) {
+    case ScalarType::Float:
+      return {vector.data_ptr(), VectorType::kFloat};
+    case ScalarType::Half:
+      return {vector.data_ptr(), VectorType::kHalf};
+    case ScalarType::BFloat16:
+      return {vector.data_ptr(), VectorType::kBFloat16};
+    default:
+      STD_TORCH_CHECK(false, "fx_fuser: fold reads no vectors of ", toString(vector.scalar_type()));
+  }
+}
+
+// The memory of a folded weight: channels_last.
+Tensor new_folded(const Tensor& weight, ScalarType type) {
+  const auto size = weight.sizes();
+  const int64_t strides[] = {size[1] * size[2] * size[3], 1, size[3] * size[1], size[1]};
+  return new_strided(weight, size.data(), strides, 4, type);
+}
+
+FoldSite fold_site_of(const Tensor& weight, const Tensor& folded, const Tensor& shift, double eps) {
+  FoldSite site{};
+  site.weight = weight.data_ptr();
+  site.folded = folded.data_ptr();
+  site.shift = shift.data_ptr();
+  site.eps = static_cast<float>(eps);
+  site.elements = static_cast<uint32_t>(weight.size(1) * weight.size(2) * weight.size(3));
+  for (int d = 0; d < 4; ++d) site.strides[d] = weight.stride(d);
+  site.channels = make_divisor(static_cast<uint32_t>(weight.size(1)));
+  site.columns = make_divisor(static_cast<uint32_t>(weight.size(3)));
+  return site;
+}
+
+// For each layer its folded weight and its shift.
+std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<Tensor>& vectors,
+                         const std::vector<int64_t>& given, const std::vector<double>& eps,
+                         const std::string& kernel, ScalarType out) {
+  STD_TORCH_CHECK(!weights.empty() && given.size() == weights.size() && eps.size() == given.size(),
+                  "fx_fuser: fold has ", weights.size(), " weights, ", given.size(),
+                  " sets of vectors and ", eps.size(), " eps");
+  const int device = weights[0].get_device_index();
+  const auto& kernels = registry<FoldKernels>().at(kernel, device);
+  STD_TORCH_CHECK(kernels.out == out, "fx_fuser: kernel ", kernel, " folds to ",
+                  toString(kernels.out), ", not to ", toString(out));
+  const OnDevice on_device(device);
+  const Stream stream = current_stream(device);
+  std::vector<Tensor> results;
+  auto vector = vectors.begin();
+  FoldArgs args{};
+  uint32_t blocks = 0;
+  const auto launch_all = [&] {
+    if (blocks > 0) launch(kernels.fold, blocks, kFoldThreads, stream, args);
+    args.sites = 0;
+    blocks = 0;
+  };
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor& weight = weights[i];
+    STD_TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == kernels.in &&
+                        weight.get_device_index() == device && weight.numel() < (int64_t{1} << 31),
+                    "fx_fuser: fold cannot take a weight ", to_string(weight.sizes()), " of ",
+                    toString(weight.scalar_type()));
+    const Tensor folded = new_folded(weight, out);
+    const Tensor shift = new_dense(weight, {weight.size(0)}, out);
+    FoldSite site = fold_site_of(weight, folded, shift, eps[i]);
+    const auto next = [&](bool is_there) -> FoldVector {
+      if (!is_there) return {};
+      STD_TORCH_CHECK(vector != vectors.end(), "fx_fuser: fold has too few vectors");
+      return fold_vector_of(*vector++, weight);
+    };
+    site.bias = next((given[i] & kHasBias) != 0);
+    site.mean = next(true);
+    site.variance = next(true);
+    site.gamma = next((given[i] & kHasGamma) != 0);
+    site.beta = next((given[i] & kHasBeta) != 0);
+    results.push_back(folded);
+    results.push_back(shift);
+    if (weight.numel() == 0) continue;
+    site.first_block = blocks;
+    blocks += static_cast<uint32_t>(weight.size(0));
+    args.site[args.sites++] = site;
+    if (args.sites == kFoldSites) launch_all();
+  }
+  launch_all();
+  return results;
+}
+
+}  // namespace
+}  // namespace fx_fuser
