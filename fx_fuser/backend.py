@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import fallback, patterns
+from fx_fuser.anchors.conv2d import FOLDED
 from fx_fuser.errors import PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
 from fx_fuser.graph.bodies import bodies, copy_of, twin
@@ -31,9 +32,9 @@ from fx_fuser.graph.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.passes import masks, provenance
+from fx_fuser.passes import folding, masks, provenance
 from fx_fuser.passes.masks import Mask
-from fx_fuser.planning import gate, plan
+from fx_fuser.planning import gate, layout, plan
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.reading import Reading, add_what_is_left, read_graph
 from fx_fuser.report.report import Report
@@ -157,6 +158,8 @@ def fuse_and_compile(
     coming = provenance.Passes.over(gm, options, inputs)
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = coming.load()
+    if outcome.folds:
+        passes = folding.settings(passes, options, outcome.is_converted)
     outcome.tell(options.strict)
     if outcome.matches or passes:
         return compile_tagged(compile_inner, options.with_passes(passes)), outcome
@@ -187,7 +190,9 @@ def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
 @dataclass
 class Outcome:
     """What `fuse` did. matches: those rewritten. left: those that gain nothing. wrong: those that
-    are wrong on these inputs. failed: those at which fx_fuser failed. masks: those removed."""
+    are wrong on these inputs. failed: those at which fx_fuser failed. masks: those removed.
+    folds: is there a site that `passes.folding` is for? is_converted: of its graphs, would Inductor
+    have converted one to channels_last?"""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
@@ -195,6 +200,8 @@ class Outcome:
     wrong: list[Refusal] = field(default_factory=list)
     failed: list[Refusal] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
+    folds: bool = False
+    is_converted: bool = False
 
     def tell(self, strict: bool) -> None:
         """Log, count and warn; raises VerifyError instead of a warning if strict."""
@@ -276,6 +283,9 @@ def fuse(
             stop = fused.stop if isinstance(fused, Grown) else ""
             report.add_match(fused, chosen.saved, chosen.kept, index, chosen.how.note, stop)
             outcome.matches.append(fused)
+            if chosen.how.choices.get("product") == FOLDED:
+                outcome.folds = True
+                outcome.is_converted |= layout.is_converted(read.view, options)
             replacements.append((fused, chosen.call))
         if (replacements or taken) and explained is None:
             prepared.restore(rewrite.replace_all(prepared.graph, replacements))

@@ -38,7 +38,7 @@ from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.native import binaries
 from fx_fuser.options import FIRST_PASS, Options
-from fx_fuser.passes import provenance
+from fx_fuser.passes import folding, provenance
 from fx_fuser.planning import plan
 
 _HAS_LATE_PASSES = hasattr(codecache, "resolve_pre_grad_pass_timing")  # torch 2.13
@@ -137,7 +137,7 @@ def _around(inductor: Callable[..., Any]) -> Callable[..., Any]:
         # Inductor calls itself, and the backend calls it. An exported program has to run in C++.
         if options is None or fallback.is_compiling() or V.aot_compilation:
             return inductor(*args, **kwargs)
-        if not isinstance(gm, GraphModule) or not provenance.has_gemms(gm):
+        if not isinstance(gm, GraphModule) or not _has_anchors(gm):
             return inductor(*args, **kwargs)
 
         def compile_inner(options: Options) -> backend.Compiled:
@@ -150,6 +150,10 @@ def _around(inductor: Callable[..., Any]) -> Callable[..., Any]:
 
     fused.is_fx_fusers = True  # type: ignore[attr-defined]
     return fused
+
+
+def _has_anchors(gm: GraphModule) -> bool:
+    return provenance.has_gemms(gm) or provenance.has_convolutions(gm)
 
 
 # ---- the pass ----------------------------------------------------------------------------------
@@ -186,6 +190,8 @@ def _compile_then_fuse(
 ) -> tuple[backend.Compiled | None, backend.Outcome]:
     """Inductor looks into its caches first. On a hit no outcome is known."""
     passes = provenance.Passes.over(gm, options, inputs).load()
+    if provenance.has_convolutions(gm):  # which may be folded
+        passes = folding.settings(passes, options, is_converted=False)
     fusion = Fusion(gm, inputs, options)
     try:
         settings = options.with_passes({**passes, FIRST_PASS: [fusion]})

@@ -7,10 +7,10 @@
 - neighbouring calls of `fold` become one, a launch for many layers, as long as what it makes takes
   little memory: it lives until the last of these layers has run.
 
-In the graph each convolution has eager's strides. Where Inductor would have converted the graph to
-channels_last, the lowering here asks for its operands in channels_last, and says that its result
-is, as Inductor's lowering of a convolution does. So a result is converted where something needs
-other strides, such as the end of the graph, and nowhere else.
+In the graph each convolution has eager's strides. The lowering here asks for its operands in
+channels_last, and says that its result is, as Inductor's lowering of a convolution does where it
+converts a graph. So a result is converted where something needs other strides, such as the end of
+the graph, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from fx_fuser.native import binaries
-from fx_fuser.passes.products import call
+from fx_fuser.options import LAST_PASS, Options
+from fx_fuser.passes.products import OF_VALUE, call, each_pass, joint_uuid
+from fx_fuser.planning.layout import FORCED
 
 _aten = torch.ops.aten
 _FOLD = torch.ops.fx_fuser.fold.default
@@ -36,7 +38,6 @@ _CONVOLUTION = torch.ops.fx_fuser.conv2d_folded.default
 _BIAS, _ADDEND, _RELU = 2, 3, 8  # places of its arguments
 _RESHAPES = {_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default}
 _MOST_BYTES = 4 << 20  # of the folded weights of one call: 1 % of an activation of a large batch
-_PER_LAYER = 2  # results of `fold`: weight and shift
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Folding(CustomGraphPass):
     before: Any = None
 
     def __call__(self, graph: Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
+        for other in each_pass(self.before):
+            other(graph)
         register_lowering()
         for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
             _move_shift(graph, node)
@@ -57,13 +58,17 @@ class Folding(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        before = self.before.uuid() if hasattr(self.before, "uuid") else None
-        return None if self.before is not None and before is None else (_version(), before)
+        return joint_uuid(("folding", binaries.fingerprint()), self.before)
 
 
-@functools.cache
-def _version() -> str:
-    return f"folding {binaries.fingerprint()}"
+def settings(passes: Mapping[str, Any], options: Options, is_converted: bool) -> dict[str, Any]:
+    """Inductor's settings for a graph with folded sites. passes: other passes of fx_fuser's.
+
+    is_converted: would Inductor convert the graph, as the user wrote it, to channels_last?
+    """
+    before = passes.get(LAST_PASS) or options.users_pass(LAST_PASS)
+    made = {**passes, LAST_PASS: Folding(before)}
+    return {**made, FORCED: True} if is_converted else made
 
 
 # ---- shifts --------------------------------------------------------------------------------------
@@ -123,7 +128,7 @@ def _join(graph: Graph, group: Sequence[Node]) -> None:
     lists = [list(itertools.chain(*parts)) for parts in zip(*(node.args[:4] for node in group))]
     with graph.inserting_before(first):
         joined = graph.call_function(_FOLD, (*lists, *first.args[4:]))
-    joined.meta = dict(first.meta)
+    joined.meta = {k: v for k, v in first.meta.items() if k not in OF_VALUE}
     joined.meta["val"] = [value for node in group for value in node.meta["val"]]
     start = 0
     for node in group:
@@ -153,10 +158,7 @@ def register_lowering() -> None:
 def _in_channels_last(fallback: Callable[..., Any]) -> Callable[..., Any]:
     def lower(*args: Any) -> Any:
         from torch._inductor.ir import ExternKernel
-        from torch._inductor.virtualized import V
 
-        if not V.graph.layout_opt:
-            return fallback(*args)
         return fallback(*(_laid(ExternKernel.require_channels_last, v) for v in args))
 
     return lower

@@ -56,7 +56,7 @@ _GEMMS: dict[Any, tuple[int, int]] = {
     _aten.baddbmm.default: (1, 2),
 }
 SPLIT_PRODUCT = torch.ops.fx_fuser.split_product.default
-_OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's meta about its value
+OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's meta about its value
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Products(CustomGraphPass):
     before: Any = None
 
     def __call__(self, graph: Graph) -> None:
-        for users in self.befores():
+        for users in each_pass(self.before):
             users(graph)
         replace = self.replacing(graph)
         for node in list(graph.nodes):
@@ -90,13 +90,7 @@ class Products(CustomGraphPass):
 
     def uuid(self) -> Any:
         """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""
-        others = [p.uuid() if hasattr(p, "uuid") else None for p in self.befores()]
-        return None if None in others else (*self.settings(), *others)
-
-    def befores(self) -> Sequence[Any]:
-        """The user's own passes: Inductor takes one or several."""
-        several = isinstance(self.before, (list, tuple))
-        return self.before if several else [] if self.before is None else [self.before]
+        return joint_uuid(self.settings(), self.before)
 
     def settings(self) -> tuple[Any, ...]:
         return binaries.fingerprint(), self.strict, self.on_cpu, SPLIT_GEMM.name
@@ -135,6 +129,18 @@ class Products(CustomGraphPass):
         if not load.runs_on(SPLIT_GEMM, device) or is_small(a.size, b.size):  # type: ignore[union-attr]
             return None
         return tuple(factors)  # type: ignore[return-value]
+
+
+def each_pass(passes: Any) -> Sequence[Any]:
+    """The passes of one of Inductor's settings: none, one or, since torch 2.13, several."""
+    several = isinstance(passes, (list, tuple))
+    return passes if several else [] if passes is None else [passes]
+
+
+def joint_uuid(own: tuple[Any, ...], before: Any) -> Any:
+    """The `uuid` of a pass that runs others first; None if one of them has none."""
+    others = [p.uuid() if hasattr(p, "uuid") else None for p in each_pass(before)]
+    return None if None in others else (*own, *others)
 
 
 def pass_for(
@@ -230,7 +236,7 @@ def put(
 def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A new node with the meta of `like`: of the same module, in forward or backward like it."""
     made = graph.call_function(target, args, kwargs)
-    made.meta = {k: v for k, v in like.meta.items() if k not in _OF_VALUE}
+    made.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUE}
     values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
     with like.meta["val"].fake_mode:
         made.meta["val"] = target(*values, **named)

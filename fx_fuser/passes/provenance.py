@@ -37,7 +37,7 @@ from fx_fuser.anchors.linear import (
     asked_precision,
 )
 from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
-from fx_fuser.graph.sites import GEMMS, Site
+from fx_fuser.graph.sites import CONVOLUTIONS, GEMMS, Site
 from fx_fuser.graph.source import called_name
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import KernelSpec
@@ -115,6 +115,12 @@ def has_gemms(gm: GraphModule) -> bool:
         for node in module.graph.nodes
         if node.op in ("call_function", "call_method", "call_module")
     )
+
+
+def has_convolutions(gm: GraphModule) -> bool:
+    """Is there a convolution in Dynamo's graph?"""
+    modules = (module for module in gm.modules() if isinstance(module, GraphModule))
+    return any(called_name(node) in CONVOLUTIONS for m in modules for node in m.graph.nodes)
 
 
 def narrow_dtypes(gm: GraphModule) -> tuple[torch.dtype, ...]:
