@@ -13,6 +13,7 @@
 #include "host/conv_direct.h"
 #include "host/linear.h"
 #include "host/pointwise.h"
+#include "host/stem.h"
 
 namespace fx_fuser {
 namespace {
@@ -125,16 +126,41 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
   return result_of(y, c, norm, x);
 }
 
+// As conv_in_one_kernel, where operands are a channel's. In training it takes no BatchNorm.
+std::optional<ConvResult> stem_in_one_kernel(const StemKernels& kernels, const StemCall& call,
+                                             const Conv& conv, const Norm& norm,
+                                             const Wildcards& wildcards) {
+  const Wildcards leaves = leaves_of(norm, wildcards);
+  const auto& operands = leaves.tensors;
+  if (!std::all_of(operands.begin(), operands.end(), is_per_channel)) return {};
+  const Tensor y = call.new_result(conv.x, conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = call.new_result(conv.x, conv.x.scalar_type());
+  run_stem(kernels, call, y, c, operands, leaves.scalars);
+  return result_of(y, c, norm, conv.x);
+}
+
 ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
   require_cuda(conv.x, "x");
   STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
                   to_string(conv.padding));
-  if (conv.kernels.size() > 1) {
-    auto done = conv_in_one_kernel(conv, norm, wildcards);
-    if (done) return *std::move(done);
-  }
   const int device = conv.x.get_device_index();
-  const Tensor c = convolution(conv);
+  std::optional<Tensor> own;  // the convolution, made by a kernel of ours
+  if (conv.kernels.size() > 1) {
+    const auto* stem = registry<StemKernels>().find(conv.kernels[1], device);
+    const auto call = stem != nullptr
+                          ? stem_call(*stem, conv.x, conv.weight, conv.stride, conv.padding)
+                          : std::nullopt;
+    auto done = stem == nullptr ? conv_in_one_kernel(conv, norm, wildcards)
+                : call          ? stem_in_one_kernel(*stem, *call, conv, norm, wildcards)
+                                : std::nullopt;
+    if (done) return *std::move(done);
+    if (call) {
+      own = call->new_result(conv.x, conv.x.scalar_type());
+      run_stem(*stem, *call, std::nullopt, own, {}, {});
+    }
+  }
+  const Tensor c = own ? *own : convolution(conv);
   if (norm.training) {
     std::tie(norm.mean, norm.variance) =
         run_batch_stats(registry<StatsLibrary>().at(kBatchStats, device), c);
