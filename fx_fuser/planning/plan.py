@@ -33,7 +33,7 @@ import torch
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT, FOLDED, Conv2d, addend_of_relu, may_be_tf32
+from fx_fuser.anchors.conv2d import DIRECT, FOLDED, STEM, Conv2d, addend_of_relu, may_be_tf32
 from fx_fuser.anchors.linear import DENSE, SPLIT
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
@@ -107,7 +107,7 @@ def no_gain(match: Match, options: Options) -> str:
         c = rehearse.form_of(match.site.nodes[0])
         small = x is not None and c is not None and is_small(x.size, c.size)
         return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
-    if best["product"] in (SPLIT, DIRECT, FOLDED):
+    if best["product"] in (SPLIT, DIRECT, STEM, FOLDED):
         return ""
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"

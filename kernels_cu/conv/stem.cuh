@@ -16,6 +16,8 @@
 // Below this file: stem_store.cuh, on stem_load.cuh.
 #pragma once
 
+#include <utility>
+
 #include "conv/stem_store.cuh"
 
 namespace fx_fuser::stem {
