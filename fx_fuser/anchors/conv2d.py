@@ -30,6 +30,8 @@ DIRECT = "direct"
 # The library's own fused call, relu(convolution + bias + addend), with BatchNorm folded into the
 # weight: `fx_fuser.ops.folded`. It has no backward.
 FOLDED = "folded"
+# Products that take channels_last as well as contiguous tensors, and return what they get.
+ANY_LAYOUT = frozenset({"stem", "depthwise"})
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
