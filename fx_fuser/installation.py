@@ -34,6 +34,7 @@ from fx_fuser import backend, fallback
 from fx_fuser.anchors.conv2d import conv_tf32_allowed
 from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.errors import OptionError
+from fx_fuser.graph.bodies import twin
 from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.native import binaries
@@ -190,9 +191,9 @@ def _compile_then_fuse(
 ) -> tuple[backend.Compiled | None, backend.Outcome]:
     """Inductor looks into its caches first. On a hit no outcome is known."""
     passes = provenance.Passes.over(gm, options, inputs).load()
-    if provenance.has_convolutions(gm):  # which may be folded
-        passes = folding.settings(passes, options, is_converted=False)
     fusion = Fusion(gm, inputs, options)
+    if provenance.has_convolutions(gm):  # which may be folded
+        passes = folding.settings(passes, options, fusion.is_converted)
     try:
         settings = options.with_passes({**passes, FIRST_PASS: [fusion]})
         compiled = backend.compile_tagged(compile_inner, settings)
@@ -200,7 +201,14 @@ def _compile_then_fuse(
         compiled = backend.compile_tagged(compile_inner, options.with_passes(passes))
     finally:
         fusion.gm, fusion.inputs = None, ()  # the pass lives as long as Inductor's settings
+    if fusion.outcome is None and any(_is_on_cuda(value) for value in inputs):
+        # A hit: the graph names kernels that the process had loaded in which it was fused.
+        backend.fuse(twin(gm), options, inputs=inputs)
     return compiled, fusion.outcome or backend.Outcome()
+
+
+def _is_on_cuda(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
 class _NotForCaches(Exception):
@@ -234,6 +242,9 @@ class Fusion(CustomGraphPass):
 
     def uuid(self) -> str:
         return self._uuid
+
+    def is_converted(self) -> bool:
+        return self.outcome is not None and self.outcome.is_converted
 
 
 def _uuid_of(inputs: Sequence[Any], options: Options) -> str:

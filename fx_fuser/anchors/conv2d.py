@@ -38,6 +38,8 @@ DIRECT = "direct"
 FOLDED = "folded"
 # A first layer's convolution, of few channels and with a stride, in 16 bits and TF32.
 STEM = "stem"
+# Products that take channels_last as well as contiguous tensors, and return what they get.
+ANY_LAYOUT = frozenset({STEM, "depthwise"})
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
