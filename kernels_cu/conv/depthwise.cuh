@@ -361,15 +361,12 @@ template <int kH, int kW, int kStride, class Epilogue, int kScalars, class Acc, 
 struct Kernels {
   static_assert(std::is_same_v<Acc, float>);
 
-  // Blocks an SM, which bound a thread's registers. What is compiled again may have all there are.
+  // What is compiled again may have all registers there are.
   static constexpr int blocks(bool planes, bool pixels) {
 #ifdef FX_FUSER_FEW_REGISTERS
     return 1;
 #else
-    if (pixels) return 4;
-    constexpr int kTaps = kH * kW;
-    if (planes) return kTaps <= 25 ? 8 : 5;
-    return kTaps <= 9 ? 8 : kTaps <= 25 && kStride > 1 ? 5 : 4;
+    return depthwise_resident(kH, kW, kStride, planes, pixels);
 #endif
   }
 

@@ -26,6 +26,15 @@ constexpr int depthwise_columns(int kernel_h, int kernel_w, int stride, int x_by
   return reuses && registers <= 150 ? kWide : 4;
 }
 
+// Blocks that a multiprocessor has at once, which bounds a thread's registers. pixels: an operand
+// differs from pixel to pixel.
+constexpr int depthwise_resident(int kernel_h, int kernel_w, int stride, bool planes, bool pixels) {
+  const int taps = kernel_h * kernel_w;
+  if (pixels) return 4;
+  if (planes) return taps <= 25 ? 8 : 5;
+  return taps <= 9 ? 8 : taps <= 25 && stride > 1 ? 5 : 4;
+}
+
 struct DepthwiseArgs {
   const void* x;       // [n, c, h, w], channels_last or contiguous
   const void* weight;  // [c, 1, kernel_h, kernel_w]
@@ -46,7 +55,6 @@ struct DepthwiseArgs {
   uint32_t items;            // of all images
   int32_t lanes_log2;        // threads along the channels
   int32_t groups;            // of channels
-  bool any_per_pixel;
 };
 
 }  // namespace fx_fuser

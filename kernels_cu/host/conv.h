@@ -1,7 +1,8 @@
-// fx_fuser::conv2d_kernel and conv2d_batchnorm_kernel on CUDA: the direct kernel, or the library's
+// fx_fuser::conv2d_kernel and conv2d_batchnorm_kernel on CUDA: a kernel of ours, or the library's
 // convolution, its statistics and then the epilogue.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 
 #include "host/batch_stats.h"
 #include "host/conv_direct.h"
+#include "host/depthwise.h"
 #include "host/linear.h"
 #include "host/pointwise.h"
 
@@ -96,13 +98,45 @@ ConvResult result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm
           norm.training ? *norm.variance : nothing()};
 }
 
-// Nothing where the kernel does not take these tensors.
-std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
-                                             const Wildcards& wildcards) {
+// Each nothing where the kernel does not take these tensors.
+std::optional<ConvResult> depthwise_in_one_kernel(const DepthwiseKernels& kernels, const Conv& conv,
+                                                  const Norm& norm, const Wildcards& wildcards) {
+  const Tensor& x = conv.x;
+  const Tensor& weight = conv.weight;
+  const auto are = [](const std::vector<int64_t>& values, int64_t value) {
+    return std::all_of(values.begin(), values.end(), [=](int64_t v) { return v == value; });
+  };
+  if (norm.training || !are(conv.stride, kernels.stride) || !are(conv.dilation, 1) ||
+      conv.groups != x.size(1) || conv.groups != weight.size(0)) {
+    return {};
+  }
+  const bool channels_last = suggests_channels_last(x) || suggests_channels_last(weight);
+  const DepthwiseForm form{kernels.stride, static_cast<int>(x.element_size()), !channels_last,
+                           false};
+  const auto cut =
+      depthwise_cut_of(conv_shape_of(x, weight, conv.padding), form, kernels.multiprocessors);
+  if (!cut) return {};
+  const std::vector<int64_t> shape{x.size(0), x.size(1), cut->out_h, cut->out_w};
+  const auto made = [&](ScalarType type) {
+    return channels_last
+               ? new_strided(x, shape.data(), channels_last_strides(shape).data(), 4, type)
+               : new_dense(x, shape, type);
+  };
+  const Tensor y = made(conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = made(x.scalar_type());
+  const Wildcards leaves = leaves_of(norm, wildcards);
+  if (!run_depthwise(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
+    return {};
+  }
+  return result_of(y, c, norm, x);
+}
+
+std::optional<ConvResult> direct_in_one_kernel(const ConvDirectKernels& kernels, const Conv& conv,
+                                               Norm norm, const Wildcards& wildcards) {
   const Tensor& x = conv.x;
   const Tensor& weight = conv.weight;
   const int device = x.get_device_index();
-  const auto& kernels = registry<ConvDirectKernels>().at(conv.kernels[1], device);
   if (norm.training) {
     norm.mean = new_dense(x, {weight.size(0)}, ScalarType::Float);
     norm.variance = new_dense(x, {weight.size(0)}, ScalarType::Float);
@@ -123,6 +157,17 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
     return {};
   }
   return result_of(y, c, norm, x);
+}
+
+std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, const Norm& norm,
+                                             const Wildcards& wildcards) {
+  const std::string& name = conv.kernels[1];
+  const int device = conv.x.get_device_index();
+  if (const auto* kernels = registry<DepthwiseKernels>().find(name, device)) {
+    return depthwise_in_one_kernel(*kernels, conv, norm, wildcards);
+  }
+  return direct_in_one_kernel(registry<ConvDirectKernels>().at(name, device), conv, norm,
+                              wildcards);
 }
 
 ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
