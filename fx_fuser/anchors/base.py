@@ -120,7 +120,7 @@ class Anchor(ABC):
         """The operands, in order, without those that the kernel op does not read."""
         return list(operands.values())
 
-    def kernels(self, config: Config) -> tuple[Family, ...]:
+    def kernels(self, operands: Operands, config: Config) -> tuple[Family, ...]:
         """The op's kernels on CUDA: the epilogue alone, then gemm or convolution with epilogue.
 
         The first is launched if there is no second, or if the second does not take the tensors.

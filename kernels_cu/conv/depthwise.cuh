@@ -265,31 +265,50 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   }
 };
 
-template <class G>
-__device__ __forceinline__ void load_weights(const DepthwiseArgs& args, typename G::Shared& shared,
-                                             int first, int lane,
-                                             float (&weight)[G::kTaps][G::kChannels]) {
-  const int count = (G::kChannels << args.lanes_log2) * G::kTaps;
-  const auto* from =
-      static_cast<const typename G::X*>(args.weight) + static_cast<int64_t>(first) * G::kTaps;
-  const int64_t exist = static_cast<int64_t>(args.channels - first) * G::kTaps;
-  for (int i = threadIdx.x; i < count && i < exist; i += kDepthwiseThreads) {
-    shared.weight[i] = from[i];
-  }
-  __syncthreads();
+// The weights of a thread's channels: in registers, if the epilogue leaves enough of them.
+template <class G, bool kKept>
+struct Weights {
+  float kept[kKept ? G::kTaps : 1][G::kChannels];
+  const typename G::X* shared;
+
+  // Called by all threads of a block. first: its first channel.
+  __device__ __forceinline__ Weights(const DepthwiseArgs& args, typename G::Shared& block,
+                                     int first, int lane)
+      : shared(block.weight + lane * G::kChannels * G::kTaps) {
+    const int count = (G::kChannels << args.lanes_log2) * G::kTaps;
+    const int64_t exist = static_cast<int64_t>(args.channels - first) * G::kTaps;
+    const auto* from =
+        static_cast<const typename G::X*>(args.weight) + static_cast<int64_t>(first) * G::kTaps;
+    for (int i = threadIdx.x; i < count && i < exist; i += kDepthwiseThreads) {
+      block.weight[i] = from[i];
+    }
+    __syncthreads();
+    if constexpr (kKept) {
 #pragma unroll
-  for (int tap = 0; tap < G::kTaps; ++tap) {
+      for (int tap = 0; tap < G::kTaps; ++tap) {
 #pragma unroll
-    for (int v = 0; v < G::kChannels; ++v) {
-      weight[tap][v] = convert<float>(shared.weight[(lane * G::kChannels + v) * G::kTaps + tap]);
+        for (int v = 0; v < G::kChannels; ++v) kept[tap][v] = loaded(tap, v);
+      }
     }
   }
-}
+
+  __device__ __forceinline__ float loaded(int tap, int v) const {
+    return convert<float>(shared[v * G::kTaps + tap]);
+  }
+
+  __device__ __forceinline__ float at(int tap, int v) const {
+    if constexpr (kKept) {
+      return kept[tap][v];
+    } else {
+      return loaded(tap, v);
+    }
+  }
+};
 
 // sum += one row of the window over one row of pixels.
-template <class G>
+template <class G, class WeightsOf>
 __device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kChannels],
-                                        const float (&weight)[G::kTaps][G::kChannels], int row,
+                                        const WeightsOf& weights, int row,
                                         float (&sum)[G::kColumns][G::kChannels]) {
 #pragma unroll
   for (int o = 0; o < G::kColumns; ++o) {
@@ -297,16 +316,17 @@ __device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kCha
     for (int j = 0; j < G::kW; ++j) {
 #pragma unroll
       for (int v = 0; v < G::kChannels; ++v) {
-        sum[o][v] = __fmaf_rn(weight[row * G::kW + j][v], pixel[o * G::kStride + j][v], sum[o][v]);
+        sum[o][v] =
+            __fmaf_rn(weights.at(row * G::kW + j, v), pixel[o * G::kStride + j][v], sum[o][v]);
       }
     }
   }
 }
 
-template <class G, class StoreOf>
+template <class G, class StoreOf, class WeightsOf>
 __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typename G::Shared& shared,
                                               const Item& item, int channel,
-                                              const float (&weight)[G::kTaps][G::kChannels]) {
+                                              const WeightsOf& weights) {
   Rows<G> rows(args, shared, item, channel);
   StoreOf store(args, item, channel);
   // Of output row `step - i` in place i.
@@ -330,7 +350,7 @@ __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typenam
       for (int i = G::kRing - 1; i >= 0; --i) {
         const int row = i * G::kStride + d;
         const bool is_stored = static_cast<uint32_t>(step - i) < static_cast<uint32_t>(item.rows);
-        if (row < G::kH && is_stored) add_row<G>(pixel, weight, row, sum[i]);
+        if (row < G::kH && is_stored) add_row<G>(pixel, weights, row, sum[i]);
       }
     }
     if (step >= G::kRing - 1) store.store_row(step - (G::kRing - 1), sum[G::kRing - 1]);
@@ -338,7 +358,7 @@ __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typenam
   if constexpr (!G::kPlanes) wait_for_copies<0>();
 }
 
-template <class G, class StoreOf>
+template <class G, class StoreOf, bool kKept>
 __device__ __forceinline__ void convolve(const DepthwiseArgs& args) {
   __shared__ typename G::Shared shared;
   const int lane = static_cast<int>(threadIdx.x) & ((1 << args.lanes_log2) - 1);
@@ -346,13 +366,12 @@ __device__ __forceinline__ void convolve(const DepthwiseArgs& args) {
   const uint32_t block = blockIdx.x / args.groups;
   const int first = static_cast<int>(group * G::kChannels) << args.lanes_log2;
   const int channel = first + lane * G::kChannels;
-  float weight[G::kTaps][G::kChannels];
-  load_weights<G>(args, shared, first, lane, weight);
+  const Weights<G, kKept> weights(args, shared, first, lane);
   if (channel >= args.channels) return;
   const uint32_t side = kDepthwiseThreads >> args.lanes_log2;  // items of a block, side by side
   const uint32_t stride = gridDim.x / args.groups * side;
   for (uint32_t i = block * side + (threadIdx.x >> args.lanes_log2); i < args.items; i += stride) {
-    convolve_item<G, StoreOf>(args, shared, Item::at(args, i, G::kColumns), channel, weight);
+    convolve_item<G, StoreOf>(args, shared, Item::at(args, i, G::kColumns), channel, weights);
   }
 }
 
@@ -361,23 +380,24 @@ template <int kH, int kW, int kStride, class Epilogue, int kScalars, class Acc, 
 struct Kernels {
   static_assert(std::is_same_v<Acc, float>);
 
-  // What is compiled again may have all registers there are.
-  static constexpr int blocks(bool planes, bool pixels) {
 #ifdef FX_FUSER_FEW_REGISTERS
-    return 1;
+  static constexpr bool kSpilled = true;
 #else
-    return depthwise_resident(kH, kW, kStride, planes, pixels);
+  static constexpr bool kSpilled = false;
 #endif
+
+  static constexpr int blocks(bool planes, bool pixels) {
+    return kSpilled ? 1 : depthwise_resident(kH, kW, kStride, planes, pixels);
   }
 
   template <bool kPlanes, bool kPixels>
   static __device__ __forceinline__ void run(const DepthwiseArgs& args) {
     using G = Geometry<kH, kW, kStride, kPlanes, X>;
-    using Places = std::index_sequence_for<In...>;
+    using StoreOf =
+        Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>;
+    constexpr bool kKept = !kSpilled && (!kPixels || G::kTaps <= 25);
     // Without an operand none differs.
-    if constexpr (!kPixels || sizeof...(In) > 0) {
-      convolve<G, Store<G, kPixels, Epilogue, kScalars, Out, Places, In...>>(args);
-    }
+    if constexpr (!kPixels || sizeof...(In) > 0) convolve<G, StoreOf, kKept>(args);
   }
 };
 
