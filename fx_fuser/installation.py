@@ -34,6 +34,7 @@ from fx_fuser import backend, fallback
 from fx_fuser.anchors.conv2d import conv_tf32_allowed
 from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.errors import OptionError
+from fx_fuser.graph.bodies import twin
 from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.native import binaries
@@ -200,7 +201,14 @@ def _compile_then_fuse(
         compiled = backend.compile_tagged(compile_inner, options.with_passes(passes))
     finally:
         fusion.gm, fusion.inputs = None, ()  # the pass lives as long as Inductor's settings
+    if fusion.outcome is None and any(_is_on_cuda(value) for value in inputs):
+        # A hit: the graph names kernels that the process had loaded in which it was fused.
+        backend.fuse(twin(gm), options, inputs=inputs)
     return compiled, fusion.outcome or backend.Outcome()
+
+
+def _is_on_cuda(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
 class _NotForCaches(Exception):

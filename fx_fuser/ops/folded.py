@@ -32,7 +32,6 @@ _CHANNELS_LAST = torch.channels_last
 # Bits of `given`: which of a layer's vectors there are besides mean and variance.
 _OPTIONAL = {"bias": 1, "gamma": 2, "beta": 4}
 _VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
-_MOST_ELEMENTS = 2**31 - 1  # of a tensor in torch's fused call
 
 
 # ---- fold ---------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ _MOST_ELEMENTS = 2**31 - 1  # of a tensor in torch's fused call
 
 _LIBRARY.define(
     "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, str kernel, "
-    "ScalarType out) -> Tensor[]"
+    "ScalarType out, Tensor after) -> Tensor[]"
 )
 
 
@@ -68,7 +67,10 @@ def fold_in_torch(
     eps: Sequence[float],
     kernel: str,
     out: torch.dtype,
+    after: Tensor,
 ) -> list[Tensor]:
+    """after: not read. Without it a scheduler folds the weights of all layers first, and holds
+    them all."""
     results = []
     for weight, layer, epsilon in zip(weights, _layers(weights, vectors, given), eps):
         acc = accumulation_dtype((weight.dtype, out))
@@ -87,6 +89,7 @@ def _fold_like(
     eps: Sequence[float],
     kernel: str,
     out: torch.dtype,
+    after: Tensor,
 ) -> list[Tensor]:
     results = []
     for weight in weights:
@@ -104,10 +107,11 @@ torch.library.register_fake("fx_fuser::fold", _fold_like, lib=_LIBRARY)
 # ---- the convolution ----------------------------------------------------------------------------
 
 
-_LIBRARY.define(
-    "conv2d_folded(Tensor x, Tensor weight, Tensor? bias, Tensor? addend, int[] stride, "
-    "int[] padding, int[] dilation, int groups, bool relu) -> Tensor"
+_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? addend, int[] stride, int[] padding, "
+    "int[] dilation, int groups, bool relu) -> Tensor"
 )
+_LIBRARY.define(f"conv2d_folded{_SCHEMA}")
 
 
 def _format_of(x: Tensor) -> torch.memory_format:
@@ -139,42 +143,10 @@ def _conv2d_folded_like(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(z, memory_format=_format_of(x))
 
 
-def _conv2d_folded_on_cuda(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    addend: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    relu: bool,
-) -> Tensor:
-    form = _format_of(x)
-    x, weight = (v.contiguous(memory_format=_CHANNELS_LAST) for v in (x, weight))
-    geometry = (stride, padding, dilation, groups)
-    if not relu or not _is_taken(x, weight, stride):
-        return _conv2d_folded_in_torch(x, weight, bias, addend, *geometry, relu).contiguous(
-            memory_format=form
-        )
-    if addend is None:
-        y = torch.ops.aten.cudnn_convolution_relu.default(x, weight, bias, *geometry)
-    else:
-        addend = addend.contiguous(memory_format=_CHANNELS_LAST)
-        add_relu = torch.ops.aten.cudnn_convolution_add_relu.default
-        y = add_relu(x, weight, addend, None, bias, *geometry)
-    return y.contiguous(memory_format=form)
-
-
-def _is_taken(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
-    """Does cuDNN's fused call take the tensors? It has no splitting of large ones."""
-    of_y = x.numel() // max(weight.shape[1], 1) * weight.shape[0]  # of stride 1, or more
-    largest = max(x.numel(), of_y)
-    return torch.backends.cudnn.enabled and x.numel() > 0 and largest < _MOST_ELEMENTS
-
-
 _LIBRARY.impl("conv2d_folded", _conv2d_folded_in_torch, "CPU")
-_LIBRARY.impl("conv2d_folded", _conv2d_folded_on_cuda, "CUDA")
+# On CUDA kernels_cu/host/folded.h calls cuDNN; what that does not take goes to `_in_torch`.
+_LIBRARY.define(f"conv2d_folded_in_torch{_SCHEMA}")
+_LIBRARY.impl("conv2d_folded_in_torch", _conv2d_folded_in_torch, "CUDA")
 torch.library.register_fake("fx_fuser::conv2d_folded", _conv2d_folded_like, lib=_LIBRARY)
 
 
@@ -210,7 +182,8 @@ def bound(
         present = {n: operands[n] for n in _VECTORS if operands[n] is not None}
         given = sum(bit for name, bit in _OPTIONAL.items() if name in present)
         name = fold_spec(weight.dtype, compute).name
-        weight, bias = fold([weight], [*present.values()], [given], [config["eps"]], name, compute)
+        vectors, eps = [*present.values()], [config["eps"]]
+        weight, bias = fold([weight], vectors, [given], eps, name, compute, operands["x"])
     else:
         weight, bias = (v if v is None else v.to(compute) for v in (weight, bias))
     x, padding = padded(operands["x"].to(compute), config)
@@ -229,7 +202,7 @@ def bound(
 
 
 def _fold_by_op(weights: Sequence[Tensor], *args: Any) -> list[Tensor]:
-    (weight,), out = weights, args[-1]
+    (weight,), out = weights, args[-2]
     if weight.device.type == "cuda" and type(weight) in (Tensor, torch.nn.Parameter):
         load.prepare([fold_spec(weight.dtype, out)], weight.device)
     found: list[Tensor] = torch.ops.fx_fuser.fold.default(weights, *args)

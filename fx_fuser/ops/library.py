@@ -440,7 +440,12 @@ for _anchor in ANCHORS.values():
 
 def contract() -> list[str]:
     """What kernels_cu/host/ assumes of Python, a fact a line; compared when it is loaded."""
-    names = [f"{kind}_kernel" for kind in ANCHORS] + ["split_product", "exact_product", "fold"]
+    names = [f"{kind}_kernel" for kind in ANCHORS] + [
+        "split_product",
+        "exact_product",
+        "fold",
+        "conv2d_folded",
+    ]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
     norm = ANCHORS["conv2d_batchnorm"]

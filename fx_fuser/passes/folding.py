@@ -106,8 +106,8 @@ def _groups(graph: Graph, folds: Sequence[Node]) -> Iterator[list[Node]]:
         size = _bytes_of(node)
         if group and not (
             held + size <= _MOST_BYTES
-            and node.args[4:] == group[0].args[4:]
-            and all(order[n] < order[group[0]] for n in node.all_input_nodes)
+            and node.args[4:6] == group[0].args[4:6]
+            and all(order[n] < order[group[0]] for n in (*node.args[0], *node.args[1]))
         ):
             yield group
             group, held = [], 0

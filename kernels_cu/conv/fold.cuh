@@ -4,7 +4,8 @@
 //   folded = weight * scale                        channels_last, whatever the weight's layout
 //   shift = (bias - mean) * scale + beta
 //
-// in Acc, each result rounded once. A block takes one output channel of one layer.
+// in Acc, each result rounded once. A thread makes kFoldWidth neighbouring elements of one output
+// channel, which are neighbouring input channels, or one where C is no multiple of that.
 #pragma once
 
 #include "common/convert.cuh"
@@ -26,28 +27,48 @@ __device__ __forceinline__ Acc number_of(const FoldVector& vector, uint32_t chan
   }
 }
 
-template <class Acc, class Out, class In>
-__device__ __forceinline__ void fold_channel(const FoldSite& site, uint32_t channel) {
+template <class Acc>
+__device__ __forceinline__ Acc scale_of(const FoldSite& site, uint32_t channel) {
   const Acc variance = number_of(site.variance, channel, Acc(0));
   const Acc root = math::rsqrt(math::add(variance, Acc(site.eps)));
-  const Acc scale = math::mul(root, number_of(site.gamma, channel, Acc(1)));
-  if (threadIdx.x == 0) {
-    const Acc bias = number_of(site.bias, channel, Acc(0));
-    const Acc centred = math::sub(bias, number_of(site.mean, channel, Acc(0)));
-    const Acc beta = number_of(site.beta, channel, Acc(0));
-    static_cast<Out*>(site.shift)[channel] = convert<Out>(math::fma(centred, scale, beta));
+  return math::mul(root, number_of(site.gamma, channel, Acc(1)));
+}
+
+template <class Acc>
+__device__ __forceinline__ Acc shift_of(const FoldSite& site, uint32_t channel, Acc scale) {
+  const Acc bias = number_of(site.bias, channel, Acc(0));
+  const Acc centred = math::sub(bias, number_of(site.mean, channel, Acc(0)));
+  return math::fma(centred, scale, number_of(site.beta, channel, Acc(0)));
+}
+
+// unit: of all output channels of the layer, each of site.units.size.
+template <int kWidth, class Acc, class Out, class In>
+__device__ __forceinline__ void fold_unit(const FoldSite& site, uint32_t unit) {
+  const uint32_t channel = divide(unit, site.units);
+  const uint32_t nth = unit - channel * site.units.size;  // of the output channel
+  const Acc scale = scale_of<Acc>(site, channel);
+  if (nth == 0) {
+    static_cast<Out*>(site.shift)[channel] = convert<Out>(shift_of(site, channel, scale));
   }
-  const In* weight = static_cast<const In*>(site.weight) + channel * site.strides[0];
-  Out* folded = static_cast<Out*>(site.folded) + static_cast<int64_t>(channel) * site.elements;
-  for (uint32_t i = threadIdx.x; i < site.elements; i += kFoldThreads) {
-    const uint32_t place = divide(i, site.channels);
-    const uint32_t row = divide(place, site.columns);
-    const uint32_t in_channel = i - place * site.channels.size;
-    const uint32_t column = place - row * site.columns.size;
-    const int64_t at =
-        in_channel * site.strides[1] + row * site.strides[2] + column * site.strides[3];
-    folded[i] = convert<Out>(math::mul(convert<Acc>(weight[at]), scale));
+  const uint32_t place = divide(nth, site.groups);
+  const uint32_t row = divide(place, site.columns);
+  const uint32_t first = (nth - place * site.groups.size) * kWidth;  // input channel
+  const int64_t at = channel * site.strides[0] + first * site.strides[1] + row * site.strides[2] +
+                     (place - row * site.columns.size) * site.strides[3];
+  const In* weight = static_cast<const In*>(site.weight) + at;
+  Vec<In, kWidth> raw;
+  if (kWidth > 1 && site.reads_vectors) {
+    raw = *reinterpret_cast<const Vec<In, kWidth>*>(weight);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) raw.element[i] = weight[i * site.strides[1]];
   }
+  Vec<Out, kWidth> folded;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    folded.element[i] = convert<Out>(math::mul(convert<Acc>(raw.element[i]), scale));
+  }
+  reinterpret_cast<Vec<Out, kWidth>*>(site.folded)[unit] = folded;
 }
 
 template <class Acc, class Out, class In>
@@ -55,7 +76,13 @@ __device__ __forceinline__ void fold(const FoldArgs& args) {
   int nth = 0;
   while (nth + 1 < args.sites && args.site[nth + 1].first_block <= blockIdx.x) ++nth;
   const FoldSite& site = args.site[nth];
-  fold_channel<Acc, Out, In>(site, blockIdx.x - site.first_block);
+  const uint32_t unit = (blockIdx.x - site.first_block) * kFoldThreads + threadIdx.x;
+  if (unit >= site.all_units) return;
+  if (site.is_wide) {
+    fold_unit<kFoldWidth, Acc, Out, In>(site, unit);
+  } else {
+    fold_unit<1, Acc, Out, In>(site, unit);
+  }
 }
 
 }  // namespace fx_fuser

@@ -8,8 +8,9 @@
 
 namespace fx_fuser {
 
-constexpr int kFoldThreads = 128;
-constexpr int kFoldSites = 20;  // of one launch: an argument block holds 4 KB
+constexpr int kFoldThreads = 256;
+constexpr int kFoldWidth = 8;   // elements of a thread
+constexpr int kFoldSites = 18;  // of one launch: an argument block holds 4 KB
 
 enum class VectorType : int8_t { kFloat, kHalf, kBFloat16 };
 
@@ -30,11 +31,14 @@ struct FoldSite {
   FoldVector gamma;
   FoldVector beta;
   float eps;
-  uint32_t elements;  // of one output channel
+  bool is_wide;        // C is a multiple of kFoldWidth: a unit has that many elements, else one
+  bool reads_vectors;  // a wide unit is one aligned vector of the weight
   uint32_t first_block;
+  uint32_t all_units;
   int64_t strides[4];
-  Divisor<uint32_t> channels;  // C
-  Divisor<uint32_t> columns;   // kw
+  Divisor<uint32_t> units;    // of one output channel
+  Divisor<uint32_t> groups;   // units of one place of the filter
+  Divisor<uint32_t> columns;  // kw
 };
 
 struct FoldArgs {

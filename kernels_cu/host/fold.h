@@ -14,7 +14,7 @@
 namespace fx_fuser {
 namespace {
 
-constexpr std::string_view kFoldNames = "weights, vectors, given, eps, kernel, out";
+constexpr std::string_view kFoldNames = "weights, vectors, given, eps, kernel, out, after";
 // Bits of `given`, in the order of a layer's vectors; mean and variance are always there.
 constexpr int64_t kHasBias = 1;
 constexpr int64_t kHasGamma = 2;
@@ -71,9 +71,20 @@ FoldSite fold_site_of(const Tensor& weight, const Tensor& folded, const Tensor& 
   site.folded = folded.data_ptr();
   site.shift = shift.data_ptr();
   site.eps = static_cast<float>(eps);
-  site.elements = static_cast<uint32_t>(weight.size(1) * weight.size(2) * weight.size(3));
   for (int d = 0; d < 4; ++d) site.strides[d] = weight.stride(d);
-  site.channels = make_divisor(static_cast<uint32_t>(weight.size(1)));
+  const int64_t channels = weight.size(1);
+  site.is_wide = channels % kFoldWidth == 0;
+  const auto bytes = static_cast<int64_t>(weight.element_size());
+  bool is_aligned = reinterpret_cast<uintptr_t>(weight.data_ptr()) % 16 == 0;
+  for (const int d : {0, 2, 3}) {
+    is_aligned = is_aligned && (weight.size(d) == 1 || weight.stride(d) * bytes % 16 == 0);
+  }
+  site.reads_vectors = is_aligned && weight.stride(1) == 1;
+  const int64_t groups = site.is_wide ? channels / kFoldWidth : channels;
+  const int64_t units = groups * weight.size(2) * weight.size(3);
+  site.all_units = static_cast<uint32_t>(units * weight.size(0));
+  site.units = make_divisor(static_cast<uint32_t>(units));
+  site.groups = make_divisor(static_cast<uint32_t>(groups));
   site.columns = make_divisor(static_cast<uint32_t>(weight.size(3)));
   return site;
 }
@@ -81,7 +92,7 @@ FoldSite fold_site_of(const Tensor& weight, const Tensor& folded, const Tensor& 
 // For each layer its folded weight and its shift.
 std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<Tensor>& vectors,
                          const std::vector<int64_t>& given, const std::vector<double>& eps,
-                         const std::string& kernel, ScalarType out) {
+                         const std::string& kernel, ScalarType out, const Tensor& /*after*/) {
   STD_TORCH_CHECK(!weights.empty() && given.size() == weights.size() && eps.size() == given.size(),
                   "fx_fuser: fold has ", weights.size(), " weights, ", given.size(),
                   " sets of vectors and ", eps.size(), " eps");
@@ -123,7 +134,7 @@ std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<T
     results.push_back(shift);
     if (weight.numel() == 0) continue;
     site.first_block = blocks;
-    blocks += static_cast<uint32_t>(weight.size(0));
+    blocks += static_cast<uint32_t>(ceil_div(site.all_units, kFoldThreads));
     args.site[args.sites++] = site;
     if (args.sites == kFoldSites) launch_all();
   }

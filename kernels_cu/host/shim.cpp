@@ -11,6 +11,7 @@
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
 #include "host/fold.h"
+#include "host/folded.h"
 #include "host/linear.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"

@@ -1,0 +1,77 @@
+// fx_fuser::conv2d_folded on CUDA: cuDNN's convolution with addition and relu, through torch.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "host/device.h"
+
+namespace fx_fuser {
+namespace {
+
+constexpr std::string_view kFoldedNames =
+    "x, weight, bias, addend, stride, padding, dilation, groups, relu";
+
+bool is_channels_last(const Tensor& image) {
+  if (image.dim() != 4) return false;
+  int64_t dense = 1;
+  for (const int d : {1, 3, 2, 0}) {
+    if (image.size(d) != 1 && image.stride(d) != dense) return false;
+    dense *= image.size(d);
+  }
+  return true;
+}
+
+template <size_t kCount>
+Tensor dispatched(const char* op, std::array<StableIValue, kCount>& stack) {
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// torch's fused call does not split large tensors.
+bool is_small(const Tensor& x, const Tensor& weight) {
+  const int64_t channels = std::max<int64_t>(weight.size(1), 1);
+  const int64_t most = std::max(x.numel(), x.numel() / channels * weight.size(0));
+  return x.numel() > 0 && most < std::numeric_limits<int32_t>::max();
+}
+
+Tensor conv2d_folded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                     const std::optional<Tensor>& addend, const std::vector<int64_t>& stride,
+                     const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+                     int64_t groups, bool relu) {
+  using torch::stable::detail::from;
+  require_cuda(x, "x");
+  // One column of one pixel, say, is in both layouts: a result has torch's choice of strides.
+  const bool is_plain = is_channels_last(x) && !x.is_contiguous() && is_channels_last(weight) &&
+                        (!addend || is_channels_last(*addend)) && is_small(x, weight);
+  if (!is_plain) {
+    std::array<StableIValue, 9> stack{from(x),        from(weight), from(bias),
+                                      from(addend),   from(stride), from(padding),
+                                      from(dilation), from(groups), from(relu)};
+    return dispatched("fx_fuser::conv2d_folded_in_torch", stack);
+  }
+  if (!relu) {
+    std::array<StableIValue, 9> stack{
+        from(x),       from(weight),   from(std::nullopt), from(stride),
+        from(padding), from(dilation), from(false),        from(std::vector<int64_t>{0, 0}),
+        from(groups)};
+    return dispatched("aten::convolution", stack);
+  }
+  if (!addend) {
+    std::array<StableIValue, 7> stack{from(x),       from(weight),   from(bias),  from(stride),
+                                      from(padding), from(dilation), from(groups)};
+    return dispatched("aten::cudnn_convolution_relu", stack);
+  }
+  std::array<StableIValue, 9> stack{from(x),     from(weight), from(*addend), from(std::nullopt),
+                                    from(bias),  from(stride), from(padding), from(dilation),
+                                    from(groups)};
+  return dispatched("aten::cudnn_convolution_add_relu", stack);
+}
+
+}  // namespace
+}  // namespace fx_fuser
