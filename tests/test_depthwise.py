@@ -20,6 +20,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.match import Refusal
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import depthwise as family
+from fx_fuser.ops import exported
 from fx_fuser.options import Options
 from fx_fuser.planning.case import MatchCase
 from fx_fuser.planning.plan import Plan
@@ -175,6 +176,21 @@ def test_taken_where_it_is_faster(match_of, on_gpu, ms, choices) -> None:
     assert isinstance(decision, Plan if choices else Refusal)
     assert f"depthwise {ms:g} ms" in str(decision)
     assert decide(match, plan="always").choices == DEPTHWISE  # type: ignore[union-attr]
+
+
+def test_exported_sites_of_two_windows_have_two_kernels(monkeypatch) -> None:
+    """All else may be the same, the padding too."""
+    made: list[int] = []
+    monkeypatch.setattr(exported, "_kernels", {})
+    monkeypatch.setattr(
+        exported, "_prepared", lambda call, operands, t: made.append(operands[1].shape[-1])
+    )
+    config = {"stride": [1, 1], "padding": [1] * 4, "dilation": [1, 1], "groups": 8, **DEPTHWISE}
+    for size in (3, 5, 3):
+        weight = torch.randn(8, 1, size, size)
+        operands = {"x": torch.randn(1, 8, 9, 9), "weight": weight, "bias": None}
+        exported._kernel(ANCHORS["conv2d"], operands, config, "", [], [], torch.float32)
+    assert made == [3, 5]
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -111,12 +111,9 @@ std::optional<ConvResult> depthwise_in_one_kernel(const DepthwiseKernels& kernel
     return {};
   }
   const bool channels_last = suggests_channels_last(x) || suggests_channels_last(weight);
-  const DepthwiseForm form{kernels.stride, static_cast<int>(x.element_size()), !channels_last,
-                           false};
-  const auto cut =
-      depthwise_cut_of(conv_shape_of(x, weight, conv.padding), form, kernels.multiprocessors);
-  if (!cut) return {};
-  const std::vector<int64_t> shape{x.size(0), x.size(1), cut->out_h, cut->out_w};
+  const auto out = depthwise_out(conv_shape_of(x, weight, conv.padding), kernels.stride);
+  if (!out) return {};
+  const std::vector<int64_t> shape{x.size(0), x.size(1), out->h, out->w};
   const auto made = [&](ScalarType type) {
     return channels_last
                ? new_strided(x, shape.data(), channels_last_strides(shape).data(), 4, type)

@@ -71,8 +71,6 @@ struct DepthwiseForm {
 };
 
 struct DepthwiseCut {
-  int64_t out_h;
-  int64_t out_w;
   int64_t columns;  // of an item
   int64_t rows;
   int64_t strips;  // of columns
@@ -100,36 +98,44 @@ int64_t depthwise_lanes_log2(int64_t units) {
   return best;
 }
 
-// Sizes that a kernel's indices hold, and windows that there are kernels for.
-bool depthwise_takes(const ConvShape& shape, int64_t stride) {
+struct DepthwiseOut {
+  int64_t h;
+  int64_t w;
+};
+
+// The result's size; nothing where there is no kernel for the window, or its indices do not hold
+// the sizes.
+std::optional<DepthwiseOut> depthwise_out(const ConvShape& shape, int64_t stride) {
   constexpr int64_t kHighest = int64_t{1} << 28;
   for (const int64_t size : {shape.samples, shape.channels, shape.h, shape.w}) {
-    if (size < 1 || size > kHighest) return false;
+    if (size < 1 || size > kHighest) return std::nullopt;
   }
   for (const int64_t padding : {shape.left, shape.right, shape.top, shape.bottom}) {
-    if (padding < 0 || padding > kHighest) return false;
+    if (padding < 0 || padding > kHighest) return std::nullopt;
   }
   for (const int64_t size : {shape.kernel_h, shape.kernel_w}) {
-    if (size < kDepthwiseLeastWindow || size > kDepthwiseMaxWindow) return false;
+    if (size < kDepthwiseLeastWindow || size > kDepthwiseMaxWindow) return std::nullopt;
   }
-  return (stride == 1 || stride == 2) && shape.outputs == shape.channels && shape.channels > 1 &&
-         shape.h + shape.top + shape.bottom >= shape.kernel_h &&
-         shape.w + shape.left + shape.right >= shape.kernel_w;
+  const int64_t spare_h = shape.h + shape.top + shape.bottom - shape.kernel_h;
+  const int64_t spare_w = shape.w + shape.left + shape.right - shape.kernel_w;
+  const bool is_taken = (stride == 1 || stride == 2) && shape.outputs == shape.channels &&
+                        shape.channels > 1 && spare_h >= 0 && spare_w >= 0;
+  if (!is_taken) return std::nullopt;
+  return DepthwiseOut{spare_h / stride + 1, spare_w / stride + 1};
 }
 
 // Nothing where the kernels do not take these sizes.
 std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const DepthwiseForm& form,
                                              int multiprocessors) {
+  const auto out = depthwise_out(shape, form.stride);
   const int64_t vector = depthwise_channels(form.planes);
-  if (!depthwise_takes(shape, form.stride) || shape.channels % vector != 0) return std::nullopt;
+  if (!out || shape.channels % vector != 0) return std::nullopt;
   const int kernel_h = static_cast<int>(shape.kernel_h);
   const int kernel_w = static_cast<int>(shape.kernel_w);
   const int stride = static_cast<int>(form.stride);
   DepthwiseCut cut{};
-  cut.out_h = (shape.h + shape.top + shape.bottom - kernel_h) / stride + 1;
-  cut.out_w = (shape.w + shape.left + shape.right - kernel_w) / stride + 1;
   cut.columns = depthwise_columns(kernel_h, kernel_w, stride, form.x_bytes, form.planes);
-  cut.strips = ceil_div(cut.out_w, cut.columns);
+  cut.strips = ceil_div(out->w, cut.columns);
   const int64_t units = shape.channels / vector;
   cut.lanes_log2 = form.planes ? 0 : depthwise_lanes_log2(units);
   cut.groups = ceil_div(units, int64_t{1} << cut.lanes_log2);
@@ -142,16 +148,16 @@ std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const Depth
   constexpr double kLastRound = 0.7;
   constexpr int64_t kBegin = 5;
   double least = 0;
-  for (int64_t chunks = 1; chunks <= std::min(cut.out_h, kMostChunks); ++chunks) {
-    const int64_t rows = ceil_div(cut.out_h, chunks);
-    const int64_t items = shape.samples * ceil_div(cut.out_h, rows) * cut.strips;
+  for (int64_t chunks = 1; chunks <= std::min(out->h, kMostChunks); ++chunks) {
+    const int64_t rows = ceil_div(out->h, chunks);
+    const int64_t items = shape.samples * ceil_div(out->h, rows) * cut.strips;
     const int64_t blocks = cut.groups * ceil_div(items, side);
     const double time = (static_cast<double>(blocks) / static_cast<double>(resident) + kLastRound) *
                         static_cast<double>(rows * stride + kernel_h + kBegin);
     if (chunks > 1 && time >= least) continue;
     least = time;
     cut.rows = rows;
-    cut.chunks = ceil_div(cut.out_h, rows);
+    cut.chunks = ceil_div(out->h, rows);
     cut.items = items;
   }
   // Blocks of more rounds would load weights more often than balance needs.
@@ -252,13 +258,14 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   const ConvShape shape = conv_shape_of(x, weight, padding);
   const DepthwiseForm form{kernels.stride, static_cast<int>(x.element_size()), planes, pixels};
   const auto cut = depthwise_cut_of(shape, form, kernels.multiprocessors);
-  if (!cut) return false;
+  const auto out_size = depthwise_out(shape, kernels.stride);
+  if (!cut || !out_size) return false;
   const int device = x.get_device_index();
   const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
     STD_TORCH_CHECK(
         result.get_device_index() == device && result.scalar_type() == type && result.dim() == 4 &&
             result.size(0) == shape.samples && result.size(1) == shape.channels &&
-            result.size(2) == cut->out_h && result.size(3) == cut->out_w,
+            result.size(2) == out_size->h && result.size(3) == out_size->w,
         "fx_fuser: ", name, " of shape ", to_string(result.sizes()), " and ",
         toString(result.scalar_type()), " does not hold the ", toString(type), " convolution of x ",
         to_string(x.sizes()), " and weight ", to_string(weight.sizes()));
@@ -274,8 +281,8 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   args.channels = static_cast<int32_t>(shape.channels);
   args.h = static_cast<int32_t>(shape.h);
   args.w = static_cast<int32_t>(shape.w);
-  args.out_h = static_cast<int32_t>(cut->out_h);
-  args.out_w = static_cast<int32_t>(cut->out_w);
+  args.out_h = static_cast<int32_t>(out_size->h);
+  args.out_w = static_cast<int32_t>(out_size->w);
   args.top = static_cast<int32_t>(shape.top);
   args.left = static_cast<int32_t>(shape.left);
   args.rows = static_cast<int32_t>(cut->rows);
