@@ -2,7 +2,7 @@
 
 The library's convolution runs without its bias, which the pointwise pass adds at no cost; with it,
 cuDNN's result would be read and written once more. For few channels there is a direct convolution,
-one kernel with that pass.
+and for depthwise ones a kernel for each window: one kernel with that pass.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fx_fuser.native.kernel_spec import (
     CONV_DIRECT_BACKWARD,
     POINTWISE,
     Family,
+    depthwise,
     stem,
 )
 
@@ -36,10 +37,12 @@ DIRECT = "direct"
 # The library's own fused call, relu(convolution + bias + addend), with BatchNorm folded into the
 # weight: `fx_fuser.ops.folded`. It has no backward.
 FOLDED = "folded"
+# A kernel for each window. It computes in fp32, whatever `tf32` says. The library makes gradients.
+DEPTHWISE = "depthwise"
 # A first layer's convolution, of few channels and with a stride, in 16 bits and TF32.
 STEM = "stem"
 # Products that take channels_last as well as contiguous tensors, and return what they get.
-ANY_LAYOUT = frozenset({STEM, "depthwise"})
+ANY_LAYOUT = frozenset({DEPTHWISE, STEM})
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
@@ -174,6 +177,8 @@ class Conv2d(Anchor):
             makers.append((FOLDED, LIBRARY))
         if self._takes_stem(case):
             makers.append((STEM, LIBRARY))
+        if self._takes_depthwise(case):
+            makers.append((DEPTHWISE, LIBRARY))
         if self._takes_direct(case):
             makers.append((DIRECT, LIBRARY))
             if self._takes_direct_backward(case):
@@ -243,6 +248,32 @@ class Conv2d(Anchor):
         *_, spec = case.specs({"tf32": False, "product": STEM, "again": False})
         return bool(launch.stem_cut(spec.family.sizes, c.dtype.itemsize, len(spec.inputs) - 1))
 
+    def _takes_depthwise(self, case: Case) -> bool:
+        """Does the depthwise kernel take the site's convolution?"""
+        c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
+        wide = torch.float64 in (case.acc, *(t.dtype for t in case.tensors))
+        if wide or c.dtype not in DIRECT_DTYPES or case.device.type != "cuda":
+            return False
+        config = self.config(case.site)
+        stride, groups = config["stride"], config["groups"]
+        if {*config["dilation"]} != {1} or stride[0] != stride[1] or config.get("training"):
+            return False
+        sizes = [[hint_of(n) for n in t.shape] for t in (x, weight)]
+        if None in (*sizes[0], *sizes[1]) or sizes[1][1] != 1 or sizes[0][1] != groups:
+            return False
+        *_, spec = case.specs({"tf32": False, "product": DEPTHWISE, "again": False})
+        cut = launch.depthwise_cut(
+            sizes[0],  # type: ignore[arg-type]
+            sizes[1],  # type: ignore[arg-type]
+            config["padding"],
+            stride[0],
+            operands=len(spec.inputs) - 1,
+            x_bytes=c.dtype.itemsize,
+            channels_last=case.is_channels_last,
+            multiprocessors=limits.of(case.device).multiprocessors,
+        )
+        return bool(cut)
+
     def _takes_direct(self, case: Case) -> bool:
         """Does the direct kernel take the site's convolution?"""
         c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
@@ -300,11 +331,14 @@ class Conv2d(Anchor):
             "groups": site.attrs["groups"],
         }
 
-    def kernels(self, config: Config, operands: Operands) -> tuple[Family, ...]:
+    def kernels(self, operands: Operands, config: Config) -> tuple[Family, ...]:
         maker = config["product"]
+        if maker == DEPTHWISE:
+            window = (*operands["weight"].shape[2:], config["stride"][0])
+            return (POINTWISE, depthwise(*map(int, window)))
         if maker == STEM:
-            outputs, channels, *window = map(int, operands["weight"].shape)
-            return POINTWISE, stem(channels, *window, config["stride"][0], outputs)
+            outputs, channels, *size = map(int, operands["weight"].shape)
+            return (POINTWISE, stem(channels, *size, config["stride"][0], outputs))
         return (POINTWISE, FAMILIES[maker]) if maker in FAMILIES else (POINTWISE,)
 
     def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:

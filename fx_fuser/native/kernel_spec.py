@@ -36,8 +36,8 @@ class Family:
     """A main loop. header: below kernels_cu; macro: of the header, instantiates the kernels.
 
     loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only architecture they
-    exist for, or None if they run everywhere. sizes: what the macro takes first, of a main loop
-    that is compiled for them.
+    exist for, or None if they run everywhere. sizes: the macro's first arguments, over which loops
+    are unrolled.
     """
 
     header: str
@@ -65,6 +65,17 @@ CONV_DIRECT_BACKWARD = Family(
     "load_conv_direct_backward",
     "sm_90a",
 )
+
+
+@functools.cache
+def depthwise(kernel_h: int, kernel_w: int, stride: int) -> Family:
+    """The depthwise convolutions with this window."""
+    return Family(
+        "conv/depthwise.cuh",
+        "FX_FUSER_DEPTHWISE",
+        "load_depthwise",
+        sizes=(kernel_h, kernel_w, stride),
+    )
 
 
 @functools.cache

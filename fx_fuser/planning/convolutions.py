@@ -54,7 +54,8 @@ def compare(
         return otherwise, "no memory to time it"
     if options.replays_cuda_graphs:
         found = [Timing(took.gpu) for took in found]
-    names = [_name_of(choices) for choices in direct]
+    ways = {DIRECT: " in both directions"}
+    names = [f"{c['product']}{ways.get(c['backward'], '')}" for c in direct]
     times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
     fused_ms = [times.pop(name).ms for name in names]
@@ -66,11 +67,6 @@ def compare(
     if gained and options.save == "auto" and GAIN * fused_ms[-1] <= fastest:
         choices = least_kept
     return (choices if gained else otherwise), note
-
-
-def _name_of(choices: Mapping[str, Any]) -> str:
-    maker: str = choices["product"]
-    return f"{maker} in both directions" if choices["backward"] == DIRECT else maker
 
 
 def _compare_in_layout(

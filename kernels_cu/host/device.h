@@ -181,7 +181,7 @@ class Registry {
     kernels_[{name, device}] = kernels;
   }
 
-  // Null where it is not loaded, or of another family.
+  // Null where these kernels have no such name.
   const Kernels* find(const std::string& name, int device) {
     const std::lock_guard lock(mutex_);
     const auto found = kernels_.find({name, device});

@@ -10,6 +10,7 @@
 
 #include "conv/stem_args.h"
 #include "host/conv_direct.h"
+#include "host/image.h"
 
 namespace fx_fuser {
 namespace {
@@ -75,30 +76,6 @@ std::vector<int64_t> stem_cut(const std::vector<int64_t>& sizes, int64_t x_bytes
   return {cut.tiles, cut.groups, cut.parts, cut.warp_rows, cut.shared_bytes};
 }
 
-// As torch's own convolution sees it: does the tensor lie in channels_last? Where a size of 1
-// leaves it open, what the strides say (c10/core/MemoryFormat.h).
-bool suggests_channels_last(const Tensor& tensor) {
-  int64_t least = 0;
-  if (tensor.stride(1) == 0) return false;
-  for (const int d : {1, 3, 2, 0}) {
-    const int64_t stride = tensor.stride(d);
-    if (tensor.size(d) == 0 || stride < least) return false;
-    if (d == 0 && least == tensor.stride(1)) return false;
-    least = stride * std::max<int64_t>(tensor.size(d), 1);
-  }
-  return true;
-}
-
-bool is_dense_in(const Tensor& tensor, bool channels_last) {
-  if (!channels_last) return is_contiguous(tensor);
-  int64_t dense = 1;
-  for (const int d : {1, 3, 2, 0}) {
-    if (tensor.size(d) != 1 && tensor.stride(d) != dense) return false;
-    dense *= tensor.size(d);
-  }
-  return true;
-}
-
 bool is_per_channel(const Tensor& operand) {
   const int64_t rank = operand.dim();
   for (int64_t d = 0; d < rank; ++d) {
@@ -123,8 +100,7 @@ struct StemCall {
 
   Tensor new_result(const Tensor& like, ScalarType type) const {
     if (!channels_last) return new_dense(like, size, type);
-    const int64_t strides[] = {size[1] * size[2] * size[3], 1, size[3] * size[1], size[1]};
-    return new_strided(like, size.data(), strides, size.size(), type);
+    return new_strided(like, size.data(), channels_last_strides(size).data(), size.size(), type);
   }
 };
 
@@ -196,13 +172,14 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
   const auto place_of = [&](const Tensor& result, const char* name, ScalarType type) {
     require_cuda(result, name);
     const auto sizes = result.sizes();
-    STD_TORCH_CHECK(result.scalar_type() == type && result.dim() == 4 &&
-                        std::equal(call.size.begin(), call.size.end(), sizes.begin()) &&
-                        is_dense_in(result, call.channels_last),
-                    "fx_fuser: ", name, " of ", toString(result.scalar_type()), ", shape ",
-                    to_string(sizes), " and strides ", to_string(result.strides()),
-                    " does not hold the convolution, ", to_string(call.size), " of ",
-                    toString(type), call.channels_last ? " in channels_last" : "");
+    STD_TORCH_CHECK(
+        result.scalar_type() == type && result.dim() == 4 &&
+            std::equal(call.size.begin(), call.size.end(), sizes.begin()) &&
+            (call.channels_last ? is_dense_channels_last(result) : is_contiguous(result)),
+        "fx_fuser: ", name, " of ", toString(result.scalar_type()), ", shape ", to_string(sizes),
+        " and strides ", to_string(result.strides()), " does not hold the convolution, ",
+        to_string(call.size), " of ", toString(type),
+        call.channels_last ? " in channels_last" : "");
     device = result.get_device_index();
     return result.data_ptr();
   };
