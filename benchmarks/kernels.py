@@ -212,6 +212,34 @@ def depthwise(
     return _ops.depthwise.default(handle, x, weight, padding, out, c, operands, scalars)
 
 
+def stem(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    out: Tensor | None,
+    c: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """As `conv_direct`, of a first layer's convolution; in fp32 in TF32.
+
+    Args:
+        spec: a kernel of a family `kernel_spec.stem`, see kernels_cu/conv/stem.cuh.
+        x, weight: of the family's sizes, with any strides.
+        stride: [down, across], which are alike.
+        padding: [left, right, top, bottom], zeros.
+        out, c: dense; in channels_last where x or the weight is. Either may be absent.
+        operands: each a number, or one a channel.
+        scalars: as many as `spec` names.
+
+    Returns, raises: as `conv_direct`.
+    """
+    handle = load.handle_of(spec, x)
+    return _ops.stem.default(handle, x, weight, stride, padding, out, c, operands, scalars)
+
+
 @dataclass(frozen=True)
 class Normalisation:
     """z = gamma (c + bias - mean) / sqrt(variance + eps) + beta, in float32.

@@ -17,6 +17,7 @@ from benchmarks import (
     linear_sm90,
     narrow_sm90,
     split_planes_sm90,
+    stem,
 )
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
@@ -28,8 +29,10 @@ ran = len(SMALL_CASES)
 failures: list[str] = []
 load.prepare([depthwise.spec_of(*one) for one in depthwise.EXAMPLES], "cuda")
 depthwise.sweep(40, 0, failures, side=20)
+load.prepare([stem.spec_of(*one) for one in stem.EXAMPLES], "cuda")
+stem.sweep(40, 0, failures, side=30)
 assert not failures, failures
-ran += 40
+ran += 80
 if binaries.arch_of() == "sm_90a":
 
     def sweep(harness: ModuleType, cases: int, *more: object) -> None:
