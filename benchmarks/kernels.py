@@ -188,6 +188,30 @@ def conv_direct_statistics(
     )
 
 
+def depthwise(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    out: Tensor,
+    c: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """As `conv_direct`, of a convolution in which every channel has a window of its own.
+
+    Args:
+        spec: a kernel of a family `kernel_spec.depthwise`, see kernels_cu/conv/depthwise.cuh.
+        x: [N, C, H, W], channels_last (of an even C) or contiguous; out and c are as x.
+        weight: [C, 1, kh, kw], contiguous, of the family's window.
+        padding, out, c, operands, scalars: as `conv_direct`'s.
+
+    Returns, raises: as `conv_direct`.
+    """
+    handle = load.handle_of(spec, out)
+    return _ops.depthwise.default(handle, x, weight, padding, out, c, operands, scalars)
+
+
 @dataclass(frozen=True)
 class Normalisation:
     """z = gamma (c + bias - mean) / sqrt(variance + eps) + beta, in float32.

@@ -25,6 +25,8 @@ from fx_fuser.native.kernel_spec import (
     POINTWISE,
     Family,
     KernelSpec,
+    depthwise,
+    stem,
 )
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
@@ -81,6 +83,27 @@ def _fold_examples() -> list[KernelSpec]:
     return [example(FOLD, "Identity", 0, f32, out, weight) for out, weight in dtypes]
 
 
+def _depthwise_examples() -> list[KernelSpec]:
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    specs = [example(depthwise(7, 3, 2), "ThreeOperands", 1, f32, f16, bf16, f32, bf16, torch.bool)]
+    for window in ((3, 3, 1), (5, 5, 1), (5, 5, 2), (7, 7, 1), (7, 7, 2)):
+        for value in (f32, bf16):
+            norm = ("BatchNormMul", 1, f32, value, value, *[f32] * 5)
+            specs.append(example(depthwise(*window), *norm))
+    return specs
+
+
+def _stem_examples() -> list[KernelSpec]:
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    of_norm = ("BatchNormMul", 1, f32)
+    return [
+        example(stem(3, 7, 7, 2, 64), *of_norm, bf16, bf16, *[f32] * 5),
+        example(stem(3, 7, 7, 2, 64), *of_norm, f32, f32, *[f32] * 5),
+        example(stem(3, 3, 3, 2, 32), "Swish", 1, f32, f16, f16),
+        example(stem(4, 7, 7, 4, 96), "Swish", 1, f32, f16, f32),
+    ]
+
+
 def _pointwise_examples() -> list[KernelSpec]:
     specs = []
     for value in _FLOATS:
@@ -121,6 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         specs = (
             _pointwise_examples()
             + _fold_examples()
+            + _depthwise_examples()
+            + _stem_examples()
             + (_sm90_examples() if arch == "sm_90a" else [])
         )
         sources = [batch_stats_source(), *(spec.text for spec in specs)]

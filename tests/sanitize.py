@@ -12,6 +12,7 @@ from benchmarks import (
     conv_backward_sm90,
     conv_cases,
     conv_sm90,
+    depthwise,
     linear_dense_sm90,
     linear_sm90,
     narrow_sm90,
@@ -24,8 +25,12 @@ from fx_fuser.native import binaries, load
 for case in SMALL_CASES:
     case()
 ran = len(SMALL_CASES)
+failures: list[str] = []
+load.prepare([depthwise.spec_of(*one) for one in depthwise.EXAMPLES], "cuda")
+depthwise.sweep(40, 0, failures, side=20)
+assert not failures, failures
+ran += 40
 if binaries.arch_of() == "sm_90a":
-    failures: list[str] = []
 
     def sweep(harness: ModuleType, cases: int, *more: object) -> None:
         global ran

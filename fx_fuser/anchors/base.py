@@ -120,8 +120,10 @@ class Anchor(ABC):
         """The operands, in order, without those that the kernel op does not read."""
         return list(operands.values())
 
-    def kernels(self, config: Config) -> tuple[Family, ...]:
+    def kernels(self, operands: Operands, config: Config) -> tuple[Family, ...]:
         """The op's kernels on CUDA: the epilogue alone, then gemm or convolution with epilogue.
+
+        operands: of which the weight's shape may choose the kernel.
 
         The first is launched if there is no second, or if the second does not take the tensors.
         """

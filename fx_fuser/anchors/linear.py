@@ -118,7 +118,7 @@ class Linear(Anchor):
         """The backend of 16-bit and TF32 gemms, if its kernel takes these operands."""
         return DENSE
 
-    def kernels(self, config: Config) -> tuple[Family, ...]:
+    def kernels(self, operands: Operands, config: Config) -> tuple[Family, ...]:
         maker = config["product"]
         return (POINTWISE,) if maker == LIBRARY else (POINTWISE, FAMILIES[maker])
 

@@ -36,13 +36,15 @@ class Family:
     """A main loop. header: below kernels_cu; macro: of the header, instantiates the kernels.
 
     loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only architecture they
-    exist for, or None if they run everywhere.
+    exist for, or None if they run everywhere. sizes: the macro's first arguments, over which loops
+    are unrolled.
     """
 
     header: str
     macro: str
     loader: str
     arch: str | None = None
+    sizes: tuple[int, ...] = ()
 
 
 POINTWISE = Family("pointwise/pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointwise")
@@ -63,6 +65,24 @@ CONV_DIRECT_BACKWARD = Family(
     "load_conv_direct_backward",
     "sm_90a",
 )
+
+
+@functools.cache
+def depthwise(kernel_h: int, kernel_w: int, stride: int) -> Family:
+    """The depthwise convolutions with this window."""
+    return Family(
+        "conv/depthwise.cuh",
+        "FX_FUSER_DEPTHWISE",
+        "load_depthwise",
+        sizes=(kernel_h, kernel_w, stride),
+    )
+
+
+@functools.cache
+def stem(channels: int, kernel_h: int, kernel_w: int, stride: int, outputs: int) -> Family:
+    """The convolution of a first layer with these sizes; `stem_cut` says whether it exists."""
+    sizes = (channels, kernel_h, kernel_w, stride, outputs)
+    return Family("conv/stem.cuh", "FX_FUSER_STEM", "load_stem", sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,7 @@ class KernelSpec:
     def signature(self) -> list[str]:
         """The macro's arguments; the shim gets the same."""
         types = (CUDA_TYPES[dtype] for dtype in (self.acc, self.out, *self.inputs))
-        return [self.functor, str(self.scalars), *types]
+        return [*map(str, self.family.sizes), self.functor, str(self.scalars), *types]
 
     @functools.cached_property
     def text(self) -> str:

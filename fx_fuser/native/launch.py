@@ -107,6 +107,56 @@ def conv_direct_backward_cut(
     return cut
 
 
+def depthwise_cut(
+    x: Sequence[int],
+    weight: Sequence[int],
+    padding: Sequence[int],
+    stride: int,
+    operands: int = 0,
+    x_bytes: int = 4,
+    channels_last: bool = True,
+    multiprocessors: int = limits.H200.multiprocessors,
+) -> list[int]:
+    """How the depthwise convolution divides images of these sizes; empty if it refuses them.
+
+    Needs no GPU. The numbers are explained in kernels_cu/host/depthwise.h.
+
+    Args:
+        weight: [C, 1, kh, kw].
+        padding: [left, right, top, bottom].
+        operands: number of the epilogue's tensors.
+        x_bytes: size of an element of x and weight.
+        channels_last: is x in channels_last? Else it is contiguous.
+        multiprocessors: of the GPU.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    load.load_shim()
+    sizes = [*x, weight[0], *weight[2:], *padding]
+    op = _ops.depthwise_cut.default
+    cut: list[int] = op(sizes, stride, x_bytes, channels_last, operands, multiprocessors)
+    return cut
+
+
+def stem_cut(sizes: Sequence[int], x_bytes: int, operands: int = 0) -> list[int]:
+    """How `stem` divides a convolution; empty if it refuses it. Needs no GPU.
+
+    The numbers are explained in kernels_cu/host/stem.h.
+
+    Args:
+        sizes: input channels, the kernel's height and width, stride, output channels.
+        x_bytes: size of an element of x and weight.
+        operands: number of the epilogue's tensors.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    load.load_shim()
+    cut: list[int] = _ops.stem_cut.default(sizes, x_bytes, operands)
+    return cut
+
+
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every channel of x [N, C, ...], each [C].
 

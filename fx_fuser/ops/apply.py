@@ -139,9 +139,10 @@ def forward_specs(
 ) -> list[KernelSpec]:
     """The kernels that the anchor's op launches; none if the library's c is the result.
 
-    operands, t: only dtypes, ranks and devices matter. c: its dtype.
+    operands, t: only dtypes, ranks and devices matter, and for `Anchor.kernels` a convolution's
+    weight's shape. c: its dtype.
     """
-    families = anchor.kernels(config)
+    families = anchor.kernels(operands, config)
     z = anchor.z(operands, config)
     if len(families) == 1 and not (z.steps or epilogue.steps) and c == out:
         return []

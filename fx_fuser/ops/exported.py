@@ -100,7 +100,8 @@ def _kernel(
         v if v is None else (v.dtype, v.device, v.ndim == 0) for v in (*operands.values(), *t)
     )
     settings = tuple(tuple(v) if isinstance(v, (list, tuple)) else v for v in config.values())
-    key = (anchor.kind, text, settings, tuple(numbers), out, forms)
+    families = anchor.kernels(operands, config)
+    key = (anchor.kind, text, settings, tuple(numbers), out, forms, families)
     if key not in _kernels:
         call = FusedCall(anchor, dict(config), parse(text), list(numbers), out)
         _kernels[key] = _prepared(call, [*operands.values()], t)

@@ -54,7 +54,8 @@ def compare(
         return otherwise, "no memory to time it"
     if options.replays_cuda_graphs:
         found = [Timing(took.gpu) for took in found]
-    names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
+    ways = {DIRECT: " in both directions"}
+    names = [f"{c['product']}{ways.get(c['backward'], '')}" for c in direct]
     times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
     fused_ms = [times.pop(name).ms for name in names]

@@ -33,7 +33,15 @@ import torch
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT, FOLDED, Conv2d, addend_of_relu, may_be_tf32
+from fx_fuser.anchors.conv2d import (
+    DEPTHWISE,
+    DIRECT,
+    FOLDED,
+    STEM,
+    Conv2d,
+    addend_of_relu,
+    may_be_tf32,
+)
 from fx_fuser.anchors.linear import DENSE, SPLIT
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
@@ -96,8 +104,9 @@ def runs_native(match: Match, options: Options) -> bool:
 def no_gain(match: Match, options: Options) -> str:
     """Why no fused kernel may gain at a grown match, so that none is timed; empty if one may.
 
-    One may for an fp32 gemm that is not small, and for a convolution of few channels. In 16 bits
-    and TF32 the library's gemm of many rows is as fast as the dense kernel (kernels_cu/NOTES.md).
+    One may for an fp32 gemm that is not small, and for a convolution that a kernel takes. In 16
+    bits and TF32 the library's gemm of many rows is as fast as the dense kernel
+    (kernels_cu/NOTES.md).
     """
     if device_of(match).type != "cuda":
         return "" if options.cpu_ops else ON_CPU
@@ -107,7 +116,7 @@ def no_gain(match: Match, options: Options) -> str:
         c = rehearse.form_of(match.site.nodes[0])
         small = x is not None and c is not None and is_small(x.size, c.size)
         return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
-    if best["product"] in (SPLIT, DIRECT, FOLDED):
+    if best["product"] in (SPLIT, DEPTHWISE, STEM, DIRECT, FOLDED):
         return ""
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"

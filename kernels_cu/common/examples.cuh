@@ -80,6 +80,15 @@ struct BatchNormMul {
   }
 };
 
+// silu of a BatchNorm in evaluation; operands as above.
+struct NormSilu {
+  template <class Acc>
+  __device__ Acc operator()(const Acc (&in)[5], const Acc (&scalar)[1]) const {
+    const Acc scale = math::mul(math::rsqrt(math::add(in[2], scalar[0])), in[3]);
+    return math::silu(math::fma(math::sub(in[0], in[1]), scale, in[4]));
+  }
+};
+
 // Every function of epilogue_math.cuh at least once.
 struct EveryFunction {
   template <class Acc>

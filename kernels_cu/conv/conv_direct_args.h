@@ -17,6 +17,7 @@
 
 #include "common/divisor.h"
 #include "common/operands.h"
+#include "conv/conv_operand.h"
 
 namespace fx_fuser {
 
@@ -38,7 +39,6 @@ constexpr int kConvMaxSlots = 8;
 constexpr int kConvStagePitch = 264;  // floats between the channels of a staged unit: no conflicts
 constexpr int kConvStages = 2;        // of floats; of 16 bits twice as many
 constexpr int kConvMaxStages = 4;
-constexpr int kConvMaxOperands = 7;    // more would spill registers
 constexpr int kConvStageUnused = 260;  // marks positions that are no elements
 constexpr int kConvStoreWidth = 4;     // elements that are stored at once
 constexpr int kConvSector = 32;        // bytes that memory writes at once
@@ -58,12 +58,6 @@ constexpr int kConvStageBytes = kConvStages * kConvGroup * kConvStagePitch * 4;
 struct ConvStep {
   uint32_t weight;
   uint32_t pixels;
-};
-
-struct ConvOperand {
-  const void* data;
-  int64_t stride[4];  // 0 where it is broadcast
-  bool per_pixel;     // differs within a channel of a sample
 };
 
 struct ConvDirectArgs {

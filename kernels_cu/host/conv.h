@@ -1,7 +1,8 @@
-// fx_fuser::conv2d_kernel and conv2d_batchnorm_kernel on CUDA: the direct kernel, or the library's
+// fx_fuser::conv2d_kernel and conv2d_batchnorm_kernel on CUDA: a kernel of ours, or the library's
 // convolution, its statistics and then the epilogue.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -11,8 +12,10 @@
 
 #include "host/batch_stats.h"
 #include "host/conv_direct.h"
+#include "host/depthwise.h"
 #include "host/linear.h"
 #include "host/pointwise.h"
+#include "host/stem.h"
 
 namespace fx_fuser {
 namespace {
@@ -96,13 +99,42 @@ ConvResult result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm
           norm.training ? *norm.variance : nothing()};
 }
 
-// Nothing where the kernel does not take these tensors.
-std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
-                                             const Wildcards& wildcards) {
+// Each nothing where the kernel does not take these tensors.
+std::optional<ConvResult> depthwise_in_one_kernel(const DepthwiseKernels& kernels, const Conv& conv,
+                                                  const Norm& norm, const Wildcards& wildcards) {
+  const Tensor& x = conv.x;
+  const Tensor& weight = conv.weight;
+  const auto are = [](const std::vector<int64_t>& values, int64_t value) {
+    return std::all_of(values.begin(), values.end(), [=](int64_t v) { return v == value; });
+  };
+  if (norm.training || !are(conv.stride, kernels.stride) || !are(conv.dilation, 1) ||
+      conv.groups != x.size(1) || conv.groups != weight.size(0)) {
+    return {};
+  }
+  const bool channels_last = suggests_channels_last(x) || suggests_channels_last(weight);
+  const auto out = depthwise_out(conv_shape_of(x, weight, conv.padding), kernels.stride);
+  if (!out) return {};
+  const std::vector<int64_t> shape{x.size(0), x.size(1), out->h, out->w};
+  const auto made = [&](ScalarType type) {
+    return channels_last
+               ? new_strided(x, shape.data(), channels_last_strides(shape).data(), 4, type)
+               : new_dense(x, shape, type);
+  };
+  const Tensor y = made(conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = made(x.scalar_type());
+  const Wildcards leaves = leaves_of(norm, wildcards);
+  if (!run_depthwise(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
+    return {};
+  }
+  return result_of(y, c, norm, x);
+}
+
+std::optional<ConvResult> direct_in_one_kernel(const ConvDirectKernels& kernels, const Conv& conv,
+                                               Norm norm, const Wildcards& wildcards) {
   const Tensor& x = conv.x;
   const Tensor& weight = conv.weight;
   const int device = x.get_device_index();
-  const auto& kernels = registry<ConvDirectKernels>().at(conv.kernels[1], device);
   if (norm.training) {
     norm.mean = new_dense(x, {weight.size(0)}, ScalarType::Float);
     norm.variance = new_dense(x, {weight.size(0)}, ScalarType::Float);
@@ -125,6 +157,51 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, Norm norm,
   return result_of(y, c, norm, x);
 }
 
+// The epilogue of c in a pass of its own, which overwrites c where nothing else reads it.
+ConvResult with_epilogue(const Conv& conv, const Norm& norm, Wildcards leaves, const Tensor& c) {
+  const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], c.get_device_index());
+  leaves.tensors.insert(leaves.tensors.begin(), c);
+  const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
+  const Tensor y = in_place ? c : new_like(c, conv.out_type);
+  run_pointwise(epilogue, y, leaves.tensors, leaves.scalars);
+  return result_of(y, conv.save ? std::optional(c) : std::nullopt, norm, c);
+}
+
+// With operands that are no channel's, the kernel makes c alone.
+std::optional<ConvResult> stem_in_one_kernel(const StemKernels& kernels, const Conv& conv,
+                                             const Norm& norm, const Wildcards& wildcards) {
+  const std::vector<int64_t> none{1, 1};
+  if (norm.training || conv.groups != 1 || conv.dilation != none) return {};
+  const auto call = stem_call(kernels, conv.x, conv.weight, conv.stride, conv.padding);
+  if (!call) return {};
+  const Wildcards leaves = leaves_of(norm, wildcards);
+  const auto& operands = leaves.tensors;
+  const bool applies = std::all_of(operands.begin(), operands.end(), is_per_channel);
+  std::optional<Tensor> c;
+  if (conv.save || !applies) c = call->new_result(conv.x, conv.x.scalar_type());
+  if (!applies) {
+    run_stem(kernels, *call, std::nullopt, c, {}, {});
+    return with_epilogue(conv, norm, leaves, *c);
+  }
+  const Tensor y = call->new_result(conv.x, conv.out_type);
+  run_stem(kernels, *call, y, c, operands, leaves.scalars);
+  return result_of(y, c, norm, conv.x);
+}
+
+std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, const Norm& norm,
+                                             const Wildcards& wildcards) {
+  const std::string& name = conv.kernels[1];
+  const int device = conv.x.get_device_index();
+  if (const auto* kernels = registry<DepthwiseKernels>().find(name, device)) {
+    return depthwise_in_one_kernel(*kernels, conv, norm, wildcards);
+  }
+  if (const auto* kernels = registry<StemKernels>().find(name, device)) {
+    return stem_in_one_kernel(*kernels, conv, norm, wildcards);
+  }
+  return direct_in_one_kernel(registry<ConvDirectKernels>().at(name, device), conv, norm,
+                              wildcards);
+}
+
 ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
   require_cuda(conv.x, "x");
   STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
@@ -133,23 +210,17 @@ ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildc
     auto done = conv_in_one_kernel(conv, norm, wildcards);
     if (done) return *std::move(done);
   }
-  const int device = conv.x.get_device_index();
   const Tensor c = convolution(conv);
   if (norm.training) {
-    std::tie(norm.mean, norm.variance) =
-        run_batch_stats(registry<StatsLibrary>().at(kBatchStats, device), c);
+    const auto& statistics = registry<StatsLibrary>().at(kBatchStats, conv.x.get_device_index());
+    std::tie(norm.mean, norm.variance) = run_batch_stats(statistics, c);
   }
-  Wildcards leaves = leaves_of(norm, wildcards);
+  const Wildcards leaves = leaves_of(norm, wildcards);
   if (conv.kernels.empty()) {
     check_is_result(c, conv.out_type, leaves);
     return result_of(c, std::nullopt, norm, c);
   }
-  const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], device);
-  leaves.tensors.insert(leaves.tensors.begin(), c);
-  const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
-  const Tensor y = in_place ? c : new_like(c, conv.out_type);
-  run_pointwise(epilogue, y, leaves.tensors, leaves.scalars);
-  return result_of(y, conv.save ? std::optional(c) : std::nullopt, norm, c);
+  return with_epilogue(conv, norm, leaves, c);
 }
 
 std::tuple<Tensor, Tensor> conv2d_kernel(

@@ -129,17 +129,18 @@ bool is_contiguous(const Tensor& tensor) {
 }
 
 void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
-                const std::vector<int64_t>& padding) {
+                const std::vector<int64_t>& padding, int64_t groups = 1) {
   require_cuda(x, "x");
   for (const Tensor& tensor : {x, weight}) {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index() &&
                         tensor.scalar_type() == type && tensor.dim() == 4,
                     "fx_fuser: this direct convolution takes x [N, C, H, W] and weight "
-                    "[O, C, kh, kw] as ",
+                    "[O, C/groups, kh, kw] as ",
                     toString(type), " on one CUDA device");
   }
-  STD_TORCH_CHECK(x.size(1) == weight.size(1), "fx_fuser: x of shape ", to_string(x.sizes()),
-                  " has other channels than weight ", to_string(weight.sizes()));
+  STD_TORCH_CHECK(x.size(1) == weight.size(1) * groups, "fx_fuser: x of shape ",
+                  to_string(x.sizes()), " has other channels than weight ",
+                  to_string(weight.sizes()));
   STD_TORCH_CHECK(padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
                   to_string(padding));
 }
@@ -158,6 +159,18 @@ std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const 
   args->x = x.data_ptr();
   args->weight = weight.data_ptr();
   return args;
+}
+
+// A tensor that broadcasts to [N, O, H, W].
+ConvOperand conv_operand_of(const Tensor& tensor) {
+  ConvOperand operand{};
+  operand.data = tensor.data_ptr();
+  const int64_t missing = 4 - tensor.dim();
+  for (int64_t d = missing; d < 4; ++d) {
+    operand.stride[d] = tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
+  }
+  operand.per_pixel = operand.stride[2] != 0 || operand.stride[3] != 0;
+  return operand;
 }
 
 // out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
@@ -186,14 +199,7 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   if (c) check_result(*c, "c", kernels.x);
   check_epilogue(kernels, out, operands, scalars);
   for (size_t i = 0; i < operands.size(); ++i) {
-    const Tensor& tensor = operands[i];
-    ConvOperand& operand = args->operand[i];
-    operand.data = tensor.data_ptr();
-    const int64_t missing = 4 - tensor.dim();
-    for (int64_t d = missing; d < 4; ++d) {
-      operand.stride[d] = tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
-    }
-    operand.per_pixel = operand.stride[2] != 0 || operand.stride[3] != 0;
+    const ConvOperand operand = args->operand[i] = conv_operand_of(operands[i]);
     args->any_per_pixel |= operand.per_pixel;
     args->any_per_sample |= operand.stride[0] != 0;
   }

@@ -181,12 +181,18 @@ class Registry {
     kernels_[{name, device}] = kernels;
   }
 
-  const Kernels& at(const std::string& name, int device) {
+  // Null where these kernels have no such name.
+  const Kernels* find(const std::string& name, int device) {
     const std::lock_guard lock(mutex_);
     const auto found = kernels_.find({name, device});
-    STD_TORCH_CHECK(found != kernels_.end(), "fx_fuser: kernel ", name,
-                    " is not loaded on cuda:", device, "; fx_fuser.native.load.prepare loads it");
-    return *found->second;
+    return found == kernels_.end() ? nullptr : found->second;
+  }
+
+  const Kernels& at(const std::string& name, int device) {
+    const Kernels* found = find(name, device);
+    STD_TORCH_CHECK(found != nullptr, "fx_fuser: kernel ", name, " is not loaded on cuda:", device,
+                    "; fx_fuser.native.load.prepare loads it");
+    return *found;
   }
 
  private:

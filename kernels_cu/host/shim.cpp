@@ -9,12 +9,14 @@
 #include "host/conv_backward.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
+#include "host/depthwise.h"
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/linear.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/pointwise.h"
+#include "host/stem.h"
 
 namespace fx_fuser {
 
@@ -48,6 +50,18 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
       "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
+  m.def("load_depthwise(str name, str cubin, str[] signature, int device) -> int");
+  m.def(
+      "depthwise_cut(int[] sizes, int stride, int x_bytes, bool channels_last, int operands, int "
+      "multiprocessors) -> int[]");
+  m.def(
+      "depthwise(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def("load_stem(str name, str cubin, str[] signature, int device) -> int");
+  m.def("stem_cut(int[] sizes, int x_bytes, int operands) -> int[]");
+  m.def(
+      "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def("load_conv_direct_backward(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
@@ -79,6 +93,12 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
   m.impl("conv_direct", TORCH_BOX(&conv_direct));
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
+  m.impl("load_depthwise", TORCH_BOX(&load_depthwise));
+  m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));
+  m.impl("depthwise", TORCH_BOX(&depthwise));
+  m.impl("load_stem", TORCH_BOX(&load_stem));
+  m.impl("stem_cut", TORCH_BOX(&stem_cut));
+  m.impl("stem", TORCH_BOX(&stem));
   m.impl("load_conv_direct_backward", TORCH_BOX(&load_conv_direct_backward));
   m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));

@@ -1,0 +1,418 @@
+// out[n, c, y, x] = epilogue(z, operands...),
+// z = sum over i, j of x[n, c, y * stride + i - top, x * stride + j - left] weight[c, 0, i, j],
+// in fp32 arithmetic, for bf16, fp16 and fp32, channels_last or contiguous. For sm_80 and later.
+//
+// A thread has two channels (one, of a contiguous image) and a strip of output columns, and walks
+// down the image. Each row of pixels is read once and added to every output row that it is part of:
+// the sums of as many output rows as the window is high are kept in registers, and so are the
+// weights. So an output takes its products, its share of a row of pixels and its epilogue, and
+// nothing in memory is read twice but the columns at the edges of strips, which the L1 has.
+//
+// A row of pixels waits on its way: in channels_last three rows are under way in shared memory that
+// belongs to the thread (cp.async, which needs no barrier and no registers), in planes one row is
+// in registers.
+//
+// The window's height, width and stride are numbers of the translation unit, as all loops over them
+// are unrolled:
+//
+//   FX_FUSER_DEPTHWISE(/*kernel_h*/ 3, /*kernel_w*/ 3, /*stride*/ 1, Epilogue, /*scalars*/ 1,
+//                      /*Acc*/ float, /*Out*/ __half, /*x, weight, c*/ __half,
+//                      /*operands*/ float...)
+#pragma once
+
+#include <utility>
+
+#include "common/convert.cuh"
+#include "common/epilogue_math.cuh"
+#include "common/packed.cuh"
+#include "common/ptx_sm90.cuh"
+#include "conv/depthwise_args.h"
+
+namespace fx_fuser::depthwise {
+
+constexpr int kDepth = 4;  // rows of pixels in shared memory; a power of two
+
+// Keeps the compiler from holding in registers, or making again for each row, what follows from it.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// All of this thread's copies but those of the last kPending groups.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+template <int kHeight, int kWidth, int kStrideOf, bool kIsPlane, class XOf>
+struct Geometry {
+  using X = XOf;
+  static constexpr int kH = kHeight;
+  static constexpr int kW = kWidth;
+  static constexpr int kStride = kStrideOf;
+  static constexpr bool kPlanes = kIsPlane;
+  static constexpr int kChannels = depthwise_channels(kPlanes);
+  static constexpr int kColumns = depthwise_columns(kH, kW, kStride, sizeof(X), kPlanes);
+  static constexpr int kTaps = kH * kW;
+  static constexpr int kWindow = (kColumns - 1) * kStride + kW;    // pixels of a row
+  static constexpr int kRing = (kH + kStride - 1) / kStride;       // output rows that a row is in
+  static constexpr int kLanes = kPlanes ? 1 : kDepthwiseMaxLanes;  // at most
+  using Raw = Packed<X, kChannels>;
+
+  struct Shared {
+    Raw row[kPlanes ? 1 : kDepth][kPlanes ? 1 : kWindow][kDepthwiseThreads];
+    X weight[kLanes * kChannels * kTaps];
+  };
+};
+
+// Rows of output below each other, in one strip of columns.
+struct Item {
+  uint32_t sample;
+  int32_t y;  // of the output
+  int32_t x;
+  int32_t rows;
+
+  static __device__ __forceinline__ Item at(const DepthwiseArgs& args, uint32_t index,
+                                            int columns) {
+    const uint32_t row = divide(index, args.strips);
+    const uint32_t sample = divide(row, args.chunks);
+    const auto y = static_cast<int32_t>(row - sample * args.chunks.size) * args.rows;
+    const auto x = static_cast<int32_t>(index - row * args.strips.size) * columns;
+    return {sample, y, x, min(args.rows, args.out_h - y)};
+  }
+};
+
+// The rows of pixels of an item, from the top.
+template <class G>
+struct Rows {
+  using Raw = typename G::Raw;
+  using X = typename G::X;
+
+  const DepthwiseArgs& args;
+  typename G::Shared& shared;
+  const X* ahead;    // the row that is asked for next
+  int64_t pitch;     // of a row
+  uint32_t columns;  // a bit each, that exist
+  int32_t first;     // the first row's place in the image
+  int32_t count;
+  Raw next[G::kPlanes ? G::kWindow : 1];
+
+  __device__ __forceinline__ Rows(const DepthwiseArgs& of, typename G::Shared& in, const Item& item,
+                                  int channel)
+      : args(of), shared(in), columns(0) {
+    const int pixel = G::kPlanes ? 1 : args.channels;
+    const int64_t plane = static_cast<int64_t>(args.h) * args.w;
+    const int column = item.x * G::kStride - args.left;
+    pitch = static_cast<int64_t>(args.w) * pixel;
+    first = item.y * G::kStride - args.top;
+    count = (item.rows - 1) * G::kStride + G::kH;
+    ahead = static_cast<const X*>(args.x) + item.sample * plane * args.channels +
+            channel * (G::kPlanes ? plane : 1) + first * pitch +
+            static_cast<int64_t>(column) * pixel;
+#pragma unroll
+    for (int c = 0; c < G::kWindow; ++c) {
+      columns |=
+          static_cast<uint32_t>(static_cast<uint32_t>(column + c) < static_cast<uint32_t>(args.w))
+          << c;
+    }
+    columns = opaque(columns);
+    if constexpr (G::kPlanes) {
+      ask(0);
+    } else {
+#pragma unroll
+      for (int row = 0; row < kDepth - 1; ++row) ask(row);
+    }
+  }
+
+  // Is it a row of the image?  Those above and below are zeros, which add nothing.
+  __device__ __forceinline__ bool has(int row) const {
+    return row < count && static_cast<uint32_t>(first + row) < static_cast<uint32_t>(args.h);
+  }
+
+  __device__ __forceinline__ void ask(int row) {
+    if (has(row)) {
+      const int64_t step = G::kPlanes ? 1 : opaque(args.channels);
+#pragma unroll
+      for (int c = 0; c < G::kWindow; ++c) {
+        const auto* from = reinterpret_cast<const Raw*>(ahead + c * step);
+        const bool reads = columns >> c & 1;
+        if constexpr (G::kPlanes) {
+          next[c] = reads ? *from : Raw{};
+        } else {
+          ptx::copy_async(ptx::shared_address(&shared.row[row % kDepth][c][threadIdx.x]), from,
+                          reads);
+        }
+      }
+    }
+    ahead += pitch;
+    if constexpr (!G::kPlanes) commit_copies();
+  }
+
+  // The pixels of a row, if it has any; and asks for a later one.
+  __device__ __forceinline__ bool take(int row, float (&pixel)[G::kWindow][G::kChannels]) {
+    Raw raw[G::kWindow];
+    const bool found = has(row);
+    if constexpr (G::kPlanes) {
+#pragma unroll
+      for (int c = 0; c < G::kWindow; ++c) raw[c] = next[c];
+      ask(row + 1);
+    } else {
+      wait_for_copies<kDepth - 2>();
+      if (found) {
+#pragma unroll
+        for (int c = 0; c < G::kWindow; ++c) raw[c] = shared.row[row % kDepth][c][threadIdx.x];
+      }
+      ask(row + kDepth - 1);
+    }
+#pragma unroll
+    for (int c = 0; c < G::kWindow; ++c) {
+#pragma unroll
+      for (int v = 0; v < G::kChannels; ++v) pixel[c][v] = convert<float>(raw[c][v]);
+    }
+    return found;
+  }
+};
+
+template <class G, bool kPixels, class Epilogue, int kScalars, class Out, class Operands,
+          class... In>
+struct Store;
+
+// From sums to memory: what comes after the convolution. kPixels: an operand differs from pixel to
+// pixel; others are loaded once an item.
+template <class G, bool kPixels, class Epilogue, int kScalars, class Out, size_t... kOperand,
+          class... In>
+struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...> {
+  static constexpr int kOperands = sizeof...(In);
+  static constexpr int kSlots = kOperands > 0 ? kOperands : 1;
+  static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
+  static_assert(kOperands <= kConvMaxOperands && kScalars <= kMaxScalars);
+  using X = typename G::X;
+
+  const DepthwiseArgs& args;
+  Item item;
+  int channel;
+  int columns;      // of the strip, that exist
+  int64_t element;  // of the row that is stored next
+  float value[kSlots][G::kChannels];
+
+  __device__ __forceinline__ Store(const DepthwiseArgs& of, const Item& at, int first)
+      : args(of), item(at), channel(first) {
+    const int64_t plane = static_cast<int64_t>(args.out_h) * args.out_w;
+    const int64_t pixel = static_cast<int64_t>(item.y) * args.out_w + item.x;
+    columns = min(G::kColumns, args.out_w - item.x);
+    element = item.sample * plane * args.channels +
+              (G::kPlanes ? channel * plane + pixel : pixel * args.channels + channel);
+    if constexpr (!kPixels) load_operands(0, 0);
+  }
+
+  template <class T>
+  __device__ __forceinline__ void load_operand(const ConvOperand& operand, int y, int x,
+                                               float (&loaded)[G::kChannels]) const {
+    const T* from = static_cast<const T*>(operand.data) + item.sample * operand.stride[0] +
+                    channel * operand.stride[1] + y * operand.stride[2] + x * operand.stride[3];
+#pragma unroll
+    for (int v = 0; v < G::kChannels; ++v) loaded[v] = convert<float>(from[v * operand.stride[1]]);
+  }
+
+  __device__ __forceinline__ void load_operands(int y, int x) {
+    (load_operand<In>(args.operand[kOperand], y, x, value[kOperand]), ...);
+  }
+
+  __device__ __forceinline__ void store_pixel(const float (&sum)[G::kChannels], int64_t at,
+                                              bool exists) const {
+    float scalar[kScalarSlots];
+#pragma unroll
+    for (int s = 0; s < kScalarSlots; ++s) scalar[s] = args.scalar[s];
+    float y[G::kChannels];
+#pragma unroll
+    for (int v = 0; v < G::kChannels; ++v) {
+      const float in[1 + kOperands] = {sum[v], value[kOperand][v]...};
+      y[v] = Epilogue{}(in, scalar);
+    }
+    if (exists) store(static_cast<Out*>(args.out) + at, y);
+  }
+
+  template <class T>
+  static __device__ __forceinline__ void store(T* to, const float (&value)[G::kChannels]) {
+    if constexpr (G::kChannels == 2) {
+      *reinterpret_cast<Vec<T, 2>*>(to) = convert_pair<T>(value[0], value[1]);
+    } else {
+      *to = convert<T>(value[0]);
+    }
+  }
+
+  // Row `nth` of the item, and then on to the next.
+  __device__ __forceinline__ void store_row(int nth,
+                                            const float (&sum)[G::kColumns][G::kChannels]) {
+    const int64_t step = G::kPlanes ? 1 : opaque(args.channels);
+    if (args.c != nullptr) {
+#pragma unroll
+      for (int o = 0; o < G::kColumns; ++o) {
+        if (o < columns) store(static_cast<X*>(args.c) + element + o * step, sum[o]);
+      }
+    }
+#pragma unroll
+    for (int o = 0; o < G::kColumns; ++o) {
+      // Loaded under no condition, so that those of several columns can be under way together.
+      if constexpr (kPixels) load_operands(item.y + nth, item.x + min(o, columns - 1));
+      store_pixel(sum[o], element + o * step, o < columns);
+    }
+    element += args.out_w * (G::kPlanes ? 1 : static_cast<int64_t>(args.channels));
+  }
+};
+
+// The weights of a thread's channels: in registers, if the epilogue leaves enough of them.
+template <class G, bool kKept>
+struct Weights {
+  float kept[kKept ? G::kTaps : 1][G::kChannels];
+  const typename G::X* shared;
+
+  // Called by all threads of a block. first: its first channel.
+  __device__ __forceinline__ Weights(const DepthwiseArgs& args, typename G::Shared& block,
+                                     int first, int lane)
+      : shared(block.weight + lane * G::kChannels * G::kTaps) {
+    const int count = (G::kChannels << args.lanes_log2) * G::kTaps;
+    const int64_t exist = static_cast<int64_t>(args.channels - first) * G::kTaps;
+    const auto* from =
+        static_cast<const typename G::X*>(args.weight) + static_cast<int64_t>(first) * G::kTaps;
+    for (int i = threadIdx.x; i < count && i < exist; i += kDepthwiseThreads) {
+      block.weight[i] = from[i];
+    }
+    __syncthreads();
+    if constexpr (kKept) {
+#pragma unroll
+      for (int tap = 0; tap < G::kTaps; ++tap) {
+#pragma unroll
+        for (int v = 0; v < G::kChannels; ++v) kept[tap][v] = loaded(tap, v);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float loaded(int tap, int v) const {
+    return convert<float>(shared[v * G::kTaps + tap]);
+  }
+
+  __device__ __forceinline__ float at(int tap, int v) const {
+    if constexpr (kKept) {
+      return kept[tap][v];
+    } else {
+      return loaded(tap, v);
+    }
+  }
+};
+
+// sum += one row of the window over one row of pixels.
+template <class G, class WeightsOf>
+__device__ __forceinline__ void add_row(const float (&pixel)[G::kWindow][G::kChannels],
+                                        const WeightsOf& weights, int row,
+                                        float (&sum)[G::kColumns][G::kChannels]) {
+#pragma unroll
+  for (int o = 0; o < G::kColumns; ++o) {
+#pragma unroll
+    for (int j = 0; j < G::kW; ++j) {
+#pragma unroll
+      for (int v = 0; v < G::kChannels; ++v) {
+        sum[o][v] =
+            __fmaf_rn(weights.at(row * G::kW + j, v), pixel[o * G::kStride + j][v], sum[o][v]);
+      }
+    }
+  }
+}
+
+template <class G, class StoreOf, class WeightsOf>
+__device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typename G::Shared& shared,
+                                              const Item& item, int channel,
+                                              const WeightsOf& weights) {
+  Rows<G> rows(args, shared, item, channel);
+  StoreOf store(args, item, channel);
+  // Of output row `step - i` in place i.
+  float sum[G::kRing][G::kColumns][G::kChannels] = {};
+  const int steps = item.rows + G::kRing - 1;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int i = G::kRing - 1; i >= 0; --i) {
+#pragma unroll
+      for (int o = 0; o < G::kColumns; ++o) {
+#pragma unroll
+        for (int v = 0; v < G::kChannels; ++v) sum[i][o][v] = i > 0 ? sum[i - 1][o][v] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < G::kStride; ++d) {
+      float pixel[G::kWindow][G::kChannels];
+      if (!rows.take(step * G::kStride + d, pixel)) continue;
+#pragma unroll
+      for (int i = G::kRing - 1; i >= 0; --i) {
+        const int row = i * G::kStride + d;
+        const bool is_stored = static_cast<uint32_t>(step - i) < static_cast<uint32_t>(item.rows);
+        if (row < G::kH && is_stored) add_row<G>(pixel, weights, row, sum[i]);
+      }
+    }
+    if (step >= G::kRing - 1) store.store_row(step - (G::kRing - 1), sum[G::kRing - 1]);
+  }
+  if constexpr (!G::kPlanes) wait_for_copies<0>();
+}
+
+template <class G, class StoreOf, bool kKept>
+__device__ __forceinline__ void convolve(const DepthwiseArgs& args) {
+  __shared__ typename G::Shared shared;
+  const int lane = static_cast<int>(threadIdx.x) & ((1 << args.lanes_log2) - 1);
+  const uint32_t group = blockIdx.x % args.groups;
+  const uint32_t block = blockIdx.x / args.groups;
+  const int first = static_cast<int>(group * G::kChannels) << args.lanes_log2;
+  const int channel = first + lane * G::kChannels;
+  const Weights<G, kKept> weights(args, shared, first, lane);
+  if (channel >= args.channels) return;
+  const uint32_t side = kDepthwiseThreads >> args.lanes_log2;  // items of a block, side by side
+  const uint32_t stride = gridDim.x / args.groups * side;
+  for (uint32_t i = block * side + (threadIdx.x >> args.lanes_log2); i < args.items; i += stride) {
+    convolve_item<G, StoreOf>(args, shared, Item::at(args, i, G::kColumns), channel, weights);
+  }
+}
+
+template <int kH, int kW, int kStride, class Epilogue, int kScalars, class Acc, class Out, class X,
+          class... In>
+struct Kernels {
+  static_assert(std::is_same_v<Acc, float>);
+
+#ifdef FX_FUSER_FEW_REGISTERS
+  static constexpr bool kSpilled = true;
+#else
+  static constexpr bool kSpilled = false;
+#endif
+
+  static constexpr int blocks(bool planes, bool pixels) {
+    return kSpilled ? 1 : depthwise_resident(kH, kW, kStride, planes, pixels);
+  }
+
+  template <bool kPlanes, bool kPixels>
+  static __device__ __forceinline__ void run(const DepthwiseArgs& args) {
+    using G = Geometry<kH, kW, kStride, kPlanes, X>;
+    using StoreOf =
+        Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>;
+    constexpr bool kKept = !kSpilled && (!kPixels || G::kTaps <= 25);
+    // Without an operand none differs.
+    if constexpr (!kPixels || sizeof...(In) > 0) convolve<G, StoreOf, kKept>(args);
+  }
+};
+
+}  // namespace fx_fuser::depthwise
+
+#define FX_FUSER_DEPTHWISE_KERNEL(name, planes, pixels, ...)              \
+  extern "C" __global__ void __launch_bounds__(                           \
+      fx_fuser::kDepthwiseThreads,                                        \
+      fx_fuser::depthwise::Kernels<__VA_ARGS__>::blocks(planes, pixels))  \
+      name(const __grid_constant__ fx_fuser::DepthwiseArgs args) {        \
+    fx_fuser::depthwise::Kernels<__VA_ARGS__>::run<planes, pixels>(args); \
+  }
+
+#define FX_FUSER_DEPTHWISE(...)                                                                \
+  FX_FUSER_DEPTHWISE_KERNEL(fx_fuser_depthwise_channels_last, false, false, __VA_ARGS__)       \
+  FX_FUSER_DEPTHWISE_KERNEL(fx_fuser_depthwise_channels_last_pixels, false, true, __VA_ARGS__) \
+  FX_FUSER_DEPTHWISE_KERNEL(fx_fuser_depthwise_planes, true, false, __VA_ARGS__)               \
+  FX_FUSER_DEPTHWISE_KERNEL(fx_fuser_depthwise_planes_pixels, true, true, __VA_ARGS__)

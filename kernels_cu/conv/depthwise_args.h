@@ -1,0 +1,60 @@
+// What the host tells the depthwise convolution kernels, and how wide their strips are. The shim
+// fills it (host/depthwise.h), depthwise.cuh reads it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/divisor.h"
+#include "common/operands.h"
+#include "conv/conv_operand.h"
+
+namespace fx_fuser {
+
+constexpr int kDepthwiseThreads = 64;
+constexpr int kDepthwiseMaxLanes = 32;  // threads side by side along the channels
+constexpr int kDepthwiseLeastWindow = 3;
+constexpr int kDepthwiseMaxWindow = 7;
+
+// Channels of a thread. In planes of one channel neighbours are no vector.
+constexpr int depthwise_channels(bool planes) { return planes ? 1 : 2; }
+
+// Output columns of a thread: as many as leave registers for weights, sums and pixels.
+constexpr int depthwise_columns(int kernel_h, int kernel_w, int stride, int x_bytes, bool planes) {
+  constexpr int kWide = 7;
+  const bool reuses = !planes && stride == 1 && x_bytes == 2;
+  const int registers = 2 * (kernel_h * kernel_w + kernel_h * kWide + kernel_w + kWide - 1);
+  return reuses && registers <= 150 ? kWide : 4;
+}
+
+// Blocks that a multiprocessor has at once, which bounds a thread's registers. pixels: an operand
+// differs from pixel to pixel.
+constexpr int depthwise_resident(int kernel_h, int kernel_w, int stride, bool planes, bool pixels) {
+  const int taps = kernel_h * kernel_w;
+  if (pixels) return 4;
+  if (planes) return taps <= 25 ? 8 : 5;
+  return taps <= 9 ? 8 : taps <= 25 && stride > 1 ? 5 : 4;
+}
+
+struct DepthwiseArgs {
+  const void* x;       // [n, c, h, w], channels_last or contiguous
+  const void* weight;  // [c, 1, kernel_h, kernel_w]
+  void* out;           // [n, c, out_h, out_w] in x's layout
+  void* c;             // the convolution by itself, of x's type and out's layout, or null
+  ConvOperand operand[kConvMaxOperands];
+  float scalar[kMaxScalars];
+  int32_t channels;
+  int32_t h;
+  int32_t w;
+  int32_t out_h;
+  int32_t out_w;
+  int32_t top;
+  int32_t left;
+  int32_t rows;              // of an item: one strip of output columns, this many rows
+  Divisor<uint32_t> strips;  // across an image
+  Divisor<uint32_t> chunks;  // of rows, down an image
+  uint32_t items;            // of all images
+  int32_t lanes_log2;        // threads along the channels
+  int32_t groups;            // of channels
+};
+
+}  // namespace fx_fuser

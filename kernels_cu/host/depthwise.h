@@ -1,0 +1,285 @@
+// The depthwise convolution: how an image is divided, and its launch.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conv/depthwise_args.h"
+#include "host/conv_direct.h"
+#include "host/image.h"
+
+namespace fx_fuser {
+namespace {
+
+struct DepthwiseKernels {
+  // By bits: planes, pixels.
+  std::array<Kernel, 4> kernel;
+  int multiprocessors;
+  int64_t kernel_h;
+  int64_t kernel_w;
+  int64_t stride;
+  int scalars;
+  ScalarType out;
+  ScalarType x;  // and the weight's and c's
+  std::vector<ScalarType> operands;
+};
+
+// `signature` is what stands between the parentheses of FX_FUSER_DEPTHWISE, as a list.
+int64_t load_depthwise(const std::string& name, const std::string& cubin,
+                       const std::vector<std::string>& signature, int64_t device) {
+  constexpr size_t kFirstOperand = 8;
+  STD_TORCH_CHECK(signature.size() >= kFirstOperand,
+                  "fx_fuser: FX_FUSER_DEPTHWISE needs the window's height, width and stride, an "
+                  "epilogue, a number of scalars, Acc, Out and the type of x");
+  const OnDevice on_device(static_cast<int>(device));
+  Library library = load_library(cubin);
+  auto kernels = std::make_unique<DepthwiseKernels>();
+  const std::string prefix = "fx_fuser_depthwise_";
+  kernels->kernel = {get_kernel(library, prefix + "channels_last"),
+                     get_kernel(library, prefix + "planes"),
+                     get_kernel(library, prefix + "channels_last_pixels"),
+                     get_kernel(library, prefix + "planes_pixels")};
+  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
+  kernels->kernel_h = std::stoi(signature[0]);
+  kernels->kernel_w = std::stoi(signature[1]);
+  kernels->stride = std::stoi(signature[2]);
+  kernels->scalars = std::stoi(signature[4]);
+  kernels->out = scalar_type_of(signature[6]);
+  kernels->x = scalar_type_of(signature[7]);
+  for (size_t i = kFirstOperand; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
+                  "fx_fuser: a depthwise convolution takes at most ", kConvMaxOperands,
+                  " operands");
+  registry<DepthwiseKernels>().add(name, static_cast<int>(device), kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// ---- how an image is divided --------------------------------------------------------------------
+
+// What decides it beside the sizes.
+struct DepthwiseForm {
+  int64_t stride;
+  int x_bytes;
+  bool planes;
+  bool pixels;
+};
+
+struct DepthwiseCut {
+  int64_t columns;  // of an item
+  int64_t rows;
+  int64_t strips;  // of columns
+  int64_t chunks;  // of rows
+  int64_t items;
+  int64_t lanes_log2;
+  int64_t groups;  // of channels
+  int64_t blocks;
+};
+
+// Threads side by side along the channels: as many as can be, unless fewer leave fewer idle.
+int64_t depthwise_lanes_log2(int64_t units) {
+  constexpr int64_t kFewest = 4;
+  int64_t best = 0;
+  int64_t threads = 0;
+  int64_t log2 = 0;
+  while ((1 << log2) < kDepthwiseMaxLanes) ++log2;
+  for (; (1 << log2) >= kFewest; --log2) {
+    const int64_t made = ceil_div(units, 1 << log2) << log2;
+    if (threads == 0 || made < threads - threads / 16) {
+      threads = made;
+      best = log2;
+    }
+  }
+  return best;
+}
+
+struct DepthwiseOut {
+  int64_t h;
+  int64_t w;
+};
+
+// The result's size; nothing where there is no kernel for the window, or its indices do not hold
+// the sizes.
+std::optional<DepthwiseOut> depthwise_out(const ConvShape& shape, int64_t stride) {
+  constexpr int64_t kHighest = int64_t{1} << 28;
+  for (const int64_t size : {shape.samples, shape.channels, shape.h, shape.w}) {
+    if (size < 1 || size > kHighest) return std::nullopt;
+  }
+  for (const int64_t padding : {shape.left, shape.right, shape.top, shape.bottom}) {
+    if (padding < 0 || padding > kHighest) return std::nullopt;
+  }
+  for (const int64_t size : {shape.kernel_h, shape.kernel_w}) {
+    if (size < kDepthwiseLeastWindow || size > kDepthwiseMaxWindow) return std::nullopt;
+  }
+  const int64_t spare_h = shape.h + shape.top + shape.bottom - shape.kernel_h;
+  const int64_t spare_w = shape.w + shape.left + shape.right - shape.kernel_w;
+  const bool is_taken = (stride == 1 || stride == 2) && shape.outputs == shape.channels &&
+                        shape.channels > 1 && spare_h >= 0 && spare_w >= 0;
+  if (!is_taken) return std::nullopt;
+  return DepthwiseOut{spare_h / stride + 1, spare_w / stride + 1};
+}
+
+// Nothing where the kernels do not take these sizes.
+std::optional<DepthwiseCut> depthwise_cut_of(const ConvShape& shape, const DepthwiseForm& form,
+                                             int multiprocessors) {
+  const auto out = depthwise_out(shape, form.stride);
+  const int64_t vector = depthwise_channels(form.planes);
+  if (!out || shape.channels % vector != 0) return std::nullopt;
+  const int kernel_h = static_cast<int>(shape.kernel_h);
+  const int kernel_w = static_cast<int>(shape.kernel_w);
+  const int stride = static_cast<int>(form.stride);
+  DepthwiseCut cut{};
+  cut.columns = depthwise_columns(kernel_h, kernel_w, stride, form.x_bytes, form.planes);
+  cut.strips = ceil_div(out->w, cut.columns);
+  const int64_t units = shape.channels / vector;
+  cut.lanes_log2 = form.planes ? 0 : depthwise_lanes_log2(units);
+  cut.groups = ceil_div(units, int64_t{1} << cut.lanes_log2);
+  const int64_t side = kDepthwiseThreads >> cut.lanes_log2;
+  const int64_t resident = int64_t{multiprocessors} *
+                           depthwise_resident(kernel_h, kernel_w, stride, form.planes, form.pixels);
+  // The blocks' rounds, of which the last is not full, times an item's rows of pixels, among them
+  // those that it reads beside its neighbours and what it takes to begin.
+  constexpr int64_t kMostChunks = 64;
+  constexpr double kLastRound = 0.7;
+  constexpr int64_t kBegin = 5;
+  double least = 0;
+  for (int64_t chunks = 1; chunks <= std::min(out->h, kMostChunks); ++chunks) {
+    const int64_t rows = ceil_div(out->h, chunks);
+    const int64_t items = shape.samples * ceil_div(out->h, rows) * cut.strips;
+    const int64_t blocks = cut.groups * ceil_div(items, side);
+    const double time = (static_cast<double>(blocks) / static_cast<double>(resident) + kLastRound) *
+                        static_cast<double>(rows * stride + kernel_h + kBegin);
+    if (chunks > 1 && time >= least) continue;
+    least = time;
+    cut.rows = rows;
+    cut.chunks = ceil_div(out->h, rows);
+    cut.items = items;
+  }
+  // Blocks of more rounds would load weights more often than balance needs.
+  constexpr int64_t kMostRounds = 4;
+  const int64_t workers =
+      std::min(ceil_div(cut.items, side), ceil_div(kMostRounds * resident, cut.groups));
+  cut.blocks = workers * cut.groups;
+  constexpr int64_t kHighest =
+      (int64_t{1} << 31) - (int64_t{1} << 20);  // with a stride of the grid
+  if (cut.items > kHighest - workers * side || cut.blocks > kHighest) return std::nullopt;
+  return cut;
+}
+
+// [columns, rows, strips, chunks, items, lanes, groups, blocks]; empty where the kernels do not
+// take these sizes or so many operands. sizes: as of `conv_shape_of`.
+std::vector<int64_t> depthwise_cut(const std::vector<int64_t>& sizes, int64_t stride,
+                                   int64_t x_bytes, bool channels_last, int64_t operands,
+                                   int64_t multiprocessors) {
+  const DepthwiseForm form{stride, static_cast<int>(x_bytes), !channels_last, false};
+  const auto cut = depthwise_cut_of(conv_shape_of(sizes), form, static_cast<int>(multiprocessors));
+  if (!cut || operands > kConvMaxOperands) return {};
+  return {cut->columns, cut->rows,  cut->strips,
+          cut->chunks,  cut->items, int64_t{1} << cut->lanes_log2,
+          cut->groups,  cut->blocks};
+}
+
+// ---- layouts ------------------------------------------------------------------------------------
+
+// ---- the launch ---------------------------------------------------------------------------------
+
+void check_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,
+                     const std::vector<int64_t>& padding) {
+  check_conv(kernels.x, x, weight, padding, x.dim() == 4 ? x.size(1) : 1);
+  STD_TORCH_CHECK(weight.size(2) == kernels.kernel_h && weight.size(3) == kernels.kernel_w,
+                  "fx_fuser: this depthwise convolution is of windows of ", kernels.kernel_h, " x ",
+                  kernels.kernel_w, ", not of weight ", to_string(weight.sizes()));
+}
+
+// Of one layout: channels_last or contiguous.
+bool are_alike(const Tensor& x, const Tensor& out, const std::optional<Tensor>& c, bool planes) {
+  const auto is_so = [&](const Tensor& image) {
+    return planes ? is_contiguous(image) : is_dense_channels_last(image);
+  };
+  return is_so(x) && is_so(out) && (!c || is_so(*c));
+}
+
+// Two channels of each pixel are one access.
+bool are_aligned(const Tensor& x, const Tensor& out, const std::optional<Tensor>& c) {
+  const auto is_aligned = [](const Tensor& image) {
+    return reinterpret_cast<uintptr_t>(image.data_ptr()) % (2 * image.element_size()) == 0;
+  };
+  return is_aligned(x) && is_aligned(out) && (!c || is_aligned(*c));
+}
+
+// out = epilogue(conv2d(x, weight, groups=channels), operands, scalars), and the convolution itself
+// if asked for. False, and nothing is launched, where the kernel does not take these shapes or
+// strides.
+bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,
+                   const std::vector<int64_t>& padding, const Tensor& out,
+                   const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+                   const std::vector<double>& scalars) {
+  check_depthwise(kernels, x, weight, padding);
+  const bool planes = !are_alike(x, out, c, /*planes=*/false);
+  if (planes && !are_alike(x, out, c, /*planes=*/true)) return false;
+  if (!is_contiguous(weight) || (!planes && !are_aligned(x, out, c))) return false;
+  check_epilogue(kernels, out, operands, scalars);
+  DepthwiseArgs args{};
+  bool pixels = false;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    args.operand[i] = conv_operand_of(operands[i]);
+    pixels |= args.operand[i].per_pixel;
+  }
+  const ConvShape shape = conv_shape_of(x, weight, padding);
+  const DepthwiseForm form{kernels.stride, static_cast<int>(x.element_size()), planes, pixels};
+  const auto cut = depthwise_cut_of(shape, form, kernels.multiprocessors);
+  const auto out_size = depthwise_out(shape, kernels.stride);
+  if (!cut || !out_size) return false;
+  const int device = x.get_device_index();
+  const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
+    STD_TORCH_CHECK(
+        result.get_device_index() == device && result.scalar_type() == type && result.dim() == 4 &&
+            result.size(0) == shape.samples && result.size(1) == shape.channels &&
+            result.size(2) == out_size->h && result.size(3) == out_size->w,
+        "fx_fuser: ", name, " of shape ", to_string(result.sizes()), " and ",
+        toString(result.scalar_type()), " does not hold the ", toString(type), " convolution of x ",
+        to_string(x.sizes()), " and weight ", to_string(weight.sizes()));
+  };
+  check_result(out, "out", kernels.out);
+  if (c) check_result(*c, "c", kernels.x);
+
+  args.x = x.data_ptr();
+  args.weight = weight.data_ptr();
+  args.out = out.data_ptr();
+  args.c = c ? c->data_ptr() : nullptr;
+  std::copy(scalars.begin(), scalars.end(), args.scalar);
+  args.channels = static_cast<int32_t>(shape.channels);
+  args.h = static_cast<int32_t>(shape.h);
+  args.w = static_cast<int32_t>(shape.w);
+  args.out_h = static_cast<int32_t>(out_size->h);
+  args.out_w = static_cast<int32_t>(out_size->w);
+  args.top = static_cast<int32_t>(shape.top);
+  args.left = static_cast<int32_t>(shape.left);
+  args.rows = static_cast<int32_t>(cut->rows);
+  args.strips = make_divisor(static_cast<uint32_t>(cut->strips));
+  args.chunks = make_divisor(static_cast<uint32_t>(cut->chunks));
+  args.items = static_cast<uint32_t>(cut->items);
+  args.lanes_log2 = static_cast<int32_t>(cut->lanes_log2);
+  args.groups = static_cast<int32_t>(cut->groups);
+  const OnDevice on_device(device);
+  launch(kernels.kernel[(planes ? 1 : 0) + (pixels ? 2 : 0)], cut->blocks, kDepthwiseThreads,
+         current_stream(device), args);
+  return true;
+}
+
+bool depthwise(int64_t handle, const Tensor& x, const Tensor& weight,
+               const std::vector<int64_t>& padding, const Tensor& out,
+               const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+               const std::vector<double>& scalars) {
+  return run_depthwise(*reinterpret_cast<const DepthwiseKernels*>(handle), x, weight, padding, out,
+                       c, operands, scalars);
+}
+
+}  // namespace
+}  // namespace fx_fuser
