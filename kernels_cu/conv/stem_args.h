@@ -102,7 +102,7 @@ constexpr StemGeometry stem_geometry(const StemShape& shape, int x_bytes, int op
     if (cost(n) < cost(tiles)) tiles = n;
   }
   // Of fp32 a thread has twice the pixels and weights, beside its sums.
-  int warp_rows = x_bytes == 4 && tiles > 4 ? 2 : 4;
+  int warp_rows = x_bytes == 4 && tiles > 2 ? 2 : 4;
   while (warp_rows > 1 &&
          2 * stem_divided(shape, x_bytes, operands, tiles, warp_rows).patch() * x_bytes >
              kStemPatches) {
