@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import fallback, patterns
-from fx_fuser.anchors.conv2d import FOLDED
+from fx_fuser.anchors.conv2d import ANY_LAYOUT, FOLDED
 from fx_fuser.errors import PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
 from fx_fuser.graph.bodies import bodies, copy_of, twin
@@ -36,6 +36,7 @@ from fx_fuser.passes import folding, masks, provenance
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import gate, layout, plan
 from fx_fuser.planning.ahead import Kernels
+from fx_fuser.planning.layout import FORCED
 from fx_fuser.reading import Reading, add_what_is_left, read_graph
 from fx_fuser.report.report import Report
 from fx_fuser.report.traffic import Saved, kept, saved
@@ -159,7 +160,8 @@ def fuse_and_compile(
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = coming.load()
     if outcome.folds:
-        passes = folding.settings(passes, options, outcome.is_converted)
+        passes = folding.settings(passes, options, lambda: outcome.is_converted)
+        passes = {**passes, FORCED: True} if outcome.is_converted else passes
     outcome.tell(options.strict)
     if outcome.matches or passes:
         return compile_tagged(compile_inner, options.with_passes(passes)), outcome
@@ -283,7 +285,7 @@ def fuse(
             stop = fused.stop if isinstance(fused, Grown) else ""
             report.add_match(fused, chosen.saved, chosen.kept, index, chosen.how.note, stop)
             outcome.matches.append(fused)
-            if chosen.how.choices.get("product") == FOLDED:
+            if chosen.how.choices.get("product") in (FOLDED, *ANY_LAYOUT):
                 outcome.folds = True
                 outcome.is_converted |= layout.is_converted(read.view, options)
             replacements.append((fused, chosen.call))

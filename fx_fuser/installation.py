@@ -191,9 +191,9 @@ def _compile_then_fuse(
 ) -> tuple[backend.Compiled | None, backend.Outcome]:
     """Inductor looks into its caches first. On a hit no outcome is known."""
     passes = provenance.Passes.over(gm, options, inputs).load()
-    if provenance.has_convolutions(gm):  # which may be folded
-        passes = folding.settings(passes, options, is_converted=False)
     fusion = Fusion(gm, inputs, options)
+    if provenance.has_convolutions(gm):  # which may be folded
+        passes = folding.settings(passes, options, fusion.is_converted)
     try:
         settings = options.with_passes({**passes, FIRST_PASS: [fusion]})
         compiled = backend.compile_tagged(compile_inner, settings)
@@ -242,6 +242,9 @@ class Fusion(CustomGraphPass):
 
     def uuid(self) -> str:
         return self._uuid
+
+    def is_converted(self) -> bool:
+        return self.outcome is not None and self.outcome.is_converted
 
 
 def _uuid_of(inputs: Sequence[Any], options: Options) -> str:

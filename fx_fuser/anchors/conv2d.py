@@ -38,6 +38,8 @@ DIRECT = "direct"
 FOLDED = "folded"
 # A kernel for each window. It computes in fp32, whatever `tf32` says. The library makes gradients.
 DEPTHWISE = "depthwise"
+# Products that take channels_last as well as contiguous tensors, and return what they get.
+ANY_LAYOUT = frozenset({"stem", DEPTHWISE})
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD

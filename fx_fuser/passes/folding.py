@@ -7,15 +7,13 @@
 - neighbouring calls of `fold` become one, a launch for many layers, as long as what it makes takes
   little memory: it lives until the last of these layers has run.
 
-In the graph each convolution has eager's strides. The lowering here asks for its operands in
-channels_last, and says that its result is, as Inductor's lowering of a convolution does where it
-converts a graph. So a result is converted where something needs other strides, such as the end of
-the graph, and nowhere else.
+In the graph each convolution has eager's strides. Its node asks for operands in channels_last, and
+the op returns what it gets. So a result is converted where something needs other strides, such as
+the end of the graph, and nowhere else, as where Inductor itself converts a graph.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -24,34 +22,47 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
+from fx_fuser.anchors.conv2d import ANY_LAYOUT
 from fx_fuser.native import binaries
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes.products import OF_VALUE, call, each_pass, joint_uuid
-from fx_fuser.planning.layout import FORCED
 
 _aten = torch.ops.aten
 _FOLD = torch.ops.fx_fuser.fold.default
 _CONVOLUTION = torch.ops.fx_fuser.conv2d_folded.default
 _BIAS, _ADDEND, _RELU = 2, 3, 8  # places of its arguments
+_KERNEL_OPS = {
+    torch.ops.fx_fuser.conv2d_kernel.default,
+    torch.ops.fx_fuser.conv2d_batchnorm_kernel.default,
+}
 _RESHAPES = {_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default}
 _MOST_BYTES = 4 << 20  # of the folded weights of one call: 1 % of an activation of a large batch
 
 
 @dataclass(frozen=True)
 class Folding(CustomGraphPass):
-    """The pass. before: another pass, which runs first."""
+    """The pass. before: another pass, which runs first. is_converted: would Inductor convert the
+    graph, as the user wrote it, to channels_last?"""
 
     before: Any = None
+    is_converted: Callable[[], bool] | None = None
 
     def __call__(self, graph: Graph) -> None:
         for other in each_pass(self.before):
             other(graph)
-        register_lowering()
         for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
             _move_shift(graph, node)
+            _ask_for_channels_last(node)
+        if self.is_converted is not None and self.is_converted():
+            for node in graph.nodes:
+                if node.target in _KERNEL_OPS and not ANY_LAYOUT.isdisjoint(map(str, node.args)):
+                    _ask_for_channels_last(node, but=[1])  # the weight
         folds = graph.find_nodes(op="call_function", target=_FOLD)
         for group in _groups(graph, folds):
             _join(graph, group)
@@ -61,14 +72,12 @@ class Folding(CustomGraphPass):
         return joint_uuid(("folding", binaries.fingerprint()), self.before)
 
 
-def settings(passes: Mapping[str, Any], options: Options, is_converted: bool) -> dict[str, Any]:
-    """Inductor's settings for a graph with folded sites. passes: other passes of fx_fuser's.
-
-    is_converted: would Inductor convert the graph, as the user wrote it, to channels_last?
-    """
+def settings(
+    passes: Mapping[str, Any], options: Options, is_converted: Callable[[], bool]
+) -> dict[str, Any]:
+    """Inductor's settings for a graph with folded sites. passes: other passes of fx_fuser's."""
     before = passes.get(LAST_PASS) or options.users_pass(LAST_PASS)
-    made = {**passes, LAST_PASS: Folding(before)}
-    return {**made, FORCED: True} if is_converted else made
+    return {**passes, LAST_PASS: Folding(before, is_converted)}
 
 
 # ---- shifts --------------------------------------------------------------------------------------
@@ -107,7 +116,7 @@ def _groups(graph: Graph, folds: Sequence[Node]) -> Iterator[list[Node]]:
         if group and not (
             held + size <= _MOST_BYTES
             and node.args[4:6] == group[0].args[4:6]
-            and all(order[n] < order[group[0]] for n in (*node.args[0], *node.args[1]))
+            and all(order[n] < order[group[0]] for n in _read_by(node))
         ):
             yield group
             group, held = [], 0
@@ -115,6 +124,12 @@ def _groups(graph: Graph, folds: Sequence[Node]) -> Iterator[list[Node]]:
         held += size
     if group:
         yield group
+
+
+def _read_by(fold: Node) -> Iterator[Node]:
+    weights, vectors = fold.args[:2]
+    yield from weights  # type: ignore[misc]
+    yield from vectors  # type: ignore[misc]
 
 
 def _bytes_of(node: Node) -> int:
@@ -143,27 +158,23 @@ def _join(graph: Graph, group: Sequence[Node]) -> None:
         start += len(node.meta["val"])
 
 
-# ---- Inductor's lowering -------------------------------------------------------------------------
+# ---- layout --------------------------------------------------------------------------------------
 
 
-@functools.cache
-def register_lowering() -> None:
-    """Tells Inductor how to lower the op. Not on import: that of Inductor takes a second."""
-    from torch._inductor import lowering
+def _ask_for_channels_last(node: Node, but: Sequence[int] = ()) -> None:
+    """Inductor gives an op its operands with the strides that this entry of its node says, and asks
+    the op's fake what it returns for these. but: places of arguments that stay as they are."""
 
-    lower = _in_channels_last(lowering.fallback_handler(_CONVOLUTION, add_to_fallback_set=False))
-    lowering.register_lowering(_CONVOLUTION, type_promotion_kind=None)(lower)
+    def laid(value: Any) -> Any:
+        is_image = isinstance(value, Tensor) and value.ndim == 4
+        return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
-
-def _in_channels_last(fallback: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(*args: Any) -> Any:
-        from torch._inductor.ir import ExternKernel
-
-        return fallback(*(_laid(ExternKernel.require_channels_last, v) for v in args))
-
-    return lower
+    with _mode_of(node.meta["val"]):
+        values = [map_arg(a, lambda n: n.meta["val"]) for a in node.args]
+        asked = [v if i in but else pytree.tree_map(laid, v) for i, v in enumerate(values)]
+    node.meta["eager_input_vals"] = (tuple(asked), {})
 
 
-def _laid(require: Callable[[Any], Any], value: Any) -> Any:
-    is_image = hasattr(value, "get_size") and len(value.get_size()) == 4
-    return require(value) if is_image else value
+def _mode_of(value: Any) -> Any:
+    """The mode of the fake tensors of a node's value."""
+    return (value[0] if isinstance(value, (list, tuple)) else value).fake_mode

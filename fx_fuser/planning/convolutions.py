@@ -17,7 +17,7 @@ from fx_fuser.graph.match import Match
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.native import limits
 from fx_fuser.options import Options
-from fx_fuser.planning import rehearse, timing
+from fx_fuser.planning import layout, rehearse, timing
 from fx_fuser.planning.case import GAIN, device_of, gains, timing_key
 from fx_fuser.planning.timing import Timing
 
@@ -30,13 +30,14 @@ def compare(
     If gradients are asked for, times are of forward and backward together.
     """
     library, *direct = map(dict, candidates)
-    if [choices["product"] for choices in direct] == [FOLDED]:
-        return _compare_folded(match, library, direct[0], options)
-    direct = [choices for choices in direct if choices["product"] != FOLDED]
     # The inner compiler calls the library's convolution, too, converts whole graphs to the layout
     # that suits it, and needs as few passes over the result. Only its precision may be wrong.
     asked = options.fp32 in ("split", "ieee") and may_be_tf32(output_of(match))
     otherwise = library if asked else None
+    if direct and all(choices["product"] != DIRECT for choices in direct):
+        best, note = _compare_in_layout(match, library, direct, options)
+        return best or otherwise, note
+    direct = [choices for choices in direct if choices["product"] == DIRECT]
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
     tensors = rehearse.tensors_of(match)
@@ -54,8 +55,7 @@ def compare(
         return otherwise, "no memory to time it"
     if options.replays_cuda_graphs:
         found = [Timing(took.gpu) for took in found]
-    ways = {DIRECT: " in both directions"}
-    names = [f"{c['product']}{ways.get(c['backward'], '')}" for c in direct]
+    names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
     times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
     fused_ms = [times.pop(name).ms for name in names]
@@ -69,18 +69,21 @@ def compare(
     return (choices if gained else otherwise), note
 
 
-def _compare_folded(
-    match: Match, library: dict[str, Any], folded: dict[str, Any], options: Options
+def _compare_in_layout(
+    match: Match, library: dict[str, Any], fused: Sequence[dict[str, Any]], options: Options
 ) -> tuple[dict[str, Any] | None, str]:
-    """As `compare`, where the library's fused call is the one candidate."""
+    """As `compare`, in inference, of candidates that run in the layout that the graph has."""
     if not match.bound.epilogue.steps:
+        fused = [choices for choices in fused if choices["product"] != FOLDED]
+    if not fused:
         return None, "no activation follows, and no site adds it"
     tensors = rehearse.tensors_of(match)
     if tensors is None:
         return None, "sizes unknown, so not timed"
     rival = {**library, "tf32": may_be_tf32(output_of(match))}
-    key = (FOLDED, *timing_key(match, [rival, folded], tensors))
-    rehearsals = functools.partial(rehearse.folded, match, rival, tensors)
+    is_last = layout.is_channels_last(match.view, match.site, options)
+    key = ("in layout", is_last, *timing_key(match, [rival, *fused], tensors))
+    rehearsals = functools.partial(rehearse.in_layout, match, rival, fused, tensors, is_last)
     try:
         found = timing.medians(key, rehearsals, device_of(match))
     except rehearse.DisagreementError as error:
@@ -88,13 +91,26 @@ def _compare_folded(
         return None, str(error)
     if found is None:
         return None, "no memory to time it"
-    apart, fused = (Timing(took.gpu) for took in found) if options.replays_cuda_graphs else found
-    note = f"convolution and a pass {apart}, the library's fused call {fused}"
+    if options.replays_cuda_graphs:
+        found = [Timing(took.gpu) for took in found]
+    apart, *each = found
+    names = [choices["product"] for choices in fused]
+    times = ", ".join(f"{name} {took}" for name, took in zip(names, each))
+    needed = [
+        took.ms + (_folding_ms(match) if name == FOLDED else 0) for name, took in zip(names, each)
+    ]
+    best = min(range(len(fused)), key=needed.__getitem__)
+    note = f"convolution and a pass {apart}, {times}"
+    return (fused[best] if gains(needed[best], apart.gpu) else None), note
+
+
+def _folding_ms(match: Match) -> float:
+    """What folding a BatchNorm into the weight takes at each call, together with other layers'."""
     weight = rehearse.form_of(match.site.operands["weight"])  # type: ignore[arg-type]
-    assert weight is not None
-    moved = 2 * math.prod(weight.size) * weight.dtype.itemsize if match.site.nodes[1:] else 0
-    folding = 1e3 * moved / limits.of(device_of(match)).bandwidth
-    return (folded if gains(fused.ms + folding, apart.gpu) else None), note
+    if weight is None or "running_mean" not in match.site.operands:
+        return 0.0
+    moved = 2 * math.prod(weight.size) * weight.dtype.itemsize
+    return 1e3 * moved / limits.of(device_of(match)).bandwidth
 
 
 def output_of(match: Match) -> torch.Tensor:

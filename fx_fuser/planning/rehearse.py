@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.conv2d import Conv2d, conv_tf32_allowed
+from fx_fuser.anchors.conv2d import FOLDED, Conv2d, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match
@@ -154,24 +154,32 @@ def convolutions(
     return timed + [Candidate(step_of(rival.choices, rival.channels_last)) for rival in rivals]
 
 
-def folded(
-    match: Match, rival: Mapping[str, Any], tensors: Sequence[TensorForm | None]
+def in_layout(
+    match: Match,
+    rival: Mapping[str, Any],
+    fused: Sequence[Mapping[str, Any]],
+    tensors: Sequence[TensorForm | None],
+    channels_last: bool,
 ) -> list[Candidate]:
     """The library's convolution and a pointwise kernel, which stand for the inner compiler's code;
-    and the library's fused call. Everything is in channels_last, and weights are folded ahead."""
+    then each of the candidates. Weights are folded ahead."""
     run = _Rehearsal(match, tensors)
-    run.t = [_channels_last(t) for t in run.t]
-    operands = [_channels_last(v) for v in run.operands]
+    operands = list(run.operands)
+    if channels_last:
+        run.t = [_channels_last(t) for t in run.t]
+        operands = [_channels_last(v) for v in run.operands]
     apart = run.forward(rival, operands)
-    named = dict(zip(run.anchor.operands, operands))
-    call = fused_call(match, rival)
-    fused = ops_folded.bound(
-        named, call.config, call.epilogue, run.t, run.c.dtype, ops_folded.fold_in_torch
-    )
     in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()
-    choices = [{"product": "library's fused"}]
-    compare([apart, lambda: (fused(),)], choices, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
-    return [Candidate(apart), Candidate(fused, fused)]
+    timed = [Candidate(apart)]
+    for choices in fused:
+        made: Callable[[], tuple[Tensor, ...]]
+        if choices["product"] == FOLDED:
+            made = run.folded(rival, operands)
+        else:
+            made = run.forward(choices, operands)
+        compare([apart, made], [choices], run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+        timed.append(Candidate(made, made))
+    return timed
 
 
 def _channels_last(tensor: Any) -> Any:
@@ -303,6 +311,17 @@ class _Rehearsal:
         """The op with all of its arguments."""
         call, read, _ = self.call(choices, operands)
         return call.bound([*read.values()], self.t, save=self._saves(call, False))
+
+    def folded(
+        self, library: Mapping[str, Any], operands: Sequence[Tensor | None]
+    ) -> Callable[[], tuple[Tensor]]:
+        """The library's fused call, with BatchNorm folded into the weight already."""
+        call = fused_call(self.match, library)
+        named = dict(zip(self.anchor.operands, operands))
+        made = ops_folded.bound(
+            named, call.config, call.epilogue, self.t, self.c.dtype, ops_folded.fold_in_torch
+        )
+        return lambda: (made(),)
 
     def _saves(self, call: FusedCall, fused_backward: bool) -> bool:
         needs = {name: self.needs.get(name, False) for name in self.anchor.operands}
