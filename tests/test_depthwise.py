@@ -326,8 +326,10 @@ def test_training_has_its_gradients(layout, autocast) -> None:
                 y = call(x)
             y.double().square().mean().backward()
             results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    # Sums over all pixels have few digits wrong, and eager's by luck fewer.
+    least = torch.finfo(torch.bfloat16).eps / 8 if autocast else 1e-6
     for value, other, truth in zip(*results, strict=True):
-        assert relative(value, truth) <= max(2 * relative(other, truth), 1e-6)
+        assert relative(value, truth) <= max(2 * relative(other, truth), least)
 
 
 @gpu
