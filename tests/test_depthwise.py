@@ -170,7 +170,7 @@ def test_not_offered(match_of, on_gpu, form, given) -> None:
 @pytest.mark.parametrize(("ms", "choices"), [(0.9, DEPTHWISE), (0.99, None)])
 def test_taken_where_it_is_faster(match_of, on_gpu, ms, choices) -> None:
     match = match_of(scaled(), *tensors(torch.bfloat16))
-    on_gpu(1.2, ms, 1.0)
+    on_gpu(1.0, ms)
     decision = decide(match)
     assert getattr(decision, "choices", None) == choices
     assert isinstance(decision, Plan if choices else Refusal)
@@ -191,6 +191,15 @@ def test_exported_sites_of_two_windows_have_two_kernels(monkeypatch) -> None:
         operands = {"x": torch.randn(1, 8, 9, 9), "weight": weight, "bias": None}
         exported._kernel(ANCHORS["conv2d"], operands, config, "", [], [], torch.float32)
     assert made == [3, 5]
+
+
+@needs_compilers
+def test_exactness_asked_for_is_kept_where_the_kernel_gains_nothing(match_of, on_gpu) -> None:
+    """The inner compiler's convolution may take TF32."""
+    match = match_of(scaled(), *tensors())
+    on_gpu(1.0, 2.0)
+    assert decide(match, fp32="split").choices == CONV  # type: ignore[union-attr]
+    assert isinstance(decide(match), Refusal)
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------
@@ -317,8 +326,10 @@ def test_training_has_its_gradients(layout, autocast) -> None:
                 y = call(x)
             y.double().square().mean().backward()
             results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    # Sums over all pixels have few digits wrong, and eager's by luck fewer.
+    least = torch.finfo(torch.bfloat16).eps / 8 if autocast else 1e-6
     for value, other, truth in zip(*results, strict=True):
-        assert relative(value, truth) <= max(2 * relative(other, truth), 1e-6)
+        assert relative(value, truth) <= max(2 * relative(other, truth), least)
 
 
 @gpu

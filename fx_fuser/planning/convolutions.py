@@ -30,13 +30,14 @@ def compare(
     If gradients are asked for, times are of forward and backward together.
     """
     library, *direct = map(dict, candidates)
-    if direct and all(choices["product"] != DIRECT for choices in direct):
-        return _compare_in_layout(match, library, direct, options)
-    direct = [choices for choices in direct if choices["product"] == DIRECT]
     # The inner compiler calls the library's convolution, too, converts whole graphs to the layout
     # that suits it, and needs as few passes over the result. Only its precision may be wrong.
     asked = options.fp32 in ("split", "ieee") and may_be_tf32(output_of(match))
     otherwise = library if asked else None
+    if direct and all(choices["product"] != DIRECT for choices in direct):
+        best, note = _compare_in_layout(match, library, direct, options)
+        return best or otherwise, note
+    direct = [choices for choices in direct if choices["product"] == DIRECT]
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
     tensors = rehearse.tensors_of(match)
@@ -54,8 +55,7 @@ def compare(
         return otherwise, "no memory to time it"
     if options.replays_cuda_graphs:
         found = [Timing(took.gpu) for took in found]
-    ways = {DIRECT: " in both directions"}
-    names = [f"{c['product']}{ways.get(c['backward'], '')}" for c in direct]
+    names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
     times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
     fused_ms = [times.pop(name).ms for name in names]

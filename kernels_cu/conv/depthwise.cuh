@@ -395,7 +395,7 @@ struct Kernels {
     using G = Geometry<kH, kW, kStride, kPlanes, X>;
     using StoreOf =
         Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...>;
-    constexpr bool kKept = !kSpilled && (!kPixels || G::kTaps <= 25);
+    constexpr bool kKept = G::kTaps <= 9 || (!kSpilled && !kPixels);
     // Without an operand none differs.
     if constexpr (!kPixels || sizeof...(In) > 0) convolve<G, StoreOf, kKept>(args);
   }

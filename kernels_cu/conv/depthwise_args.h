@@ -18,12 +18,18 @@ constexpr int kDepthwiseMaxWindow = 7;
 // Channels of a thread. In planes of one channel neighbours are no vector.
 constexpr int depthwise_channels(bool planes) { return planes ? 1 : 2; }
 
-// Output columns of a thread: as many as leave registers for weights, sums and pixels.
+// Of two channels: what weights, sums and a row of pixels take of a thread's registers.
+constexpr int depthwise_registers(int kernel_h, int kernel_w, int stride, int columns) {
+  const int sums = (kernel_h + stride - 1) / stride * columns;
+  return 2 * (kernel_h * kernel_w + sums + (columns - 1) * stride + kernel_w);
+}
+
+// Output columns of a thread: as many as leave registers for the epilogue.
 constexpr int depthwise_columns(int kernel_h, int kernel_w, int stride, int x_bytes, bool planes) {
-  constexpr int kWide = 7;
-  const bool reuses = !planes && stride == 1 && x_bytes == 2;
-  const int registers = 2 * (kernel_h * kernel_w + kernel_h * kWide + kernel_w + kWide - 1);
-  return reuses && registers <= 150 ? kWide : 4;
+  if (planes) return 4;
+  const bool is_wide = stride == 1 && x_bytes == 2;
+  if (is_wide && depthwise_registers(kernel_h, kernel_w, stride, 7) <= 150) return 7;
+  return depthwise_registers(kernel_h, kernel_w, stride, 4) <= 160 ? 4 : 3;
 }
 
 // Blocks that a multiprocessor has at once, which bounds a thread's registers. pixels: an operand
