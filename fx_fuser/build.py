@@ -26,6 +26,7 @@ from fx_fuser.native.kernel_spec import (
     Family,
     KernelSpec,
     depthwise,
+    stem,
 )
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
@@ -92,6 +93,17 @@ def _depthwise_examples() -> list[KernelSpec]:
     return specs
 
 
+def _stem_examples() -> list[KernelSpec]:
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    of_norm = ("BatchNormMul", 1, f32)
+    return [
+        example(stem(3, 7, 7, 2, 64), *of_norm, bf16, bf16, *[f32] * 5),
+        example(stem(3, 7, 7, 2, 64), *of_norm, f32, f32, *[f32] * 5),
+        example(stem(3, 3, 3, 2, 32), "Swish", 1, f32, f16, f16),
+        example(stem(4, 7, 7, 4, 96), "Swish", 1, f32, f16, f32),
+    ]
+
+
 def _pointwise_examples() -> list[KernelSpec]:
     specs = []
     for value in _FLOATS:
@@ -133,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _pointwise_examples()
             + _fold_examples()
             + _depthwise_examples()
+            + _stem_examples()
             + (_sm90_examples() if arch == "sm_90a" else [])
         )
         sources = [batch_stats_source(), *(spec.text for spec in specs)]

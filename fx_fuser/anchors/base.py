@@ -123,6 +123,8 @@ class Anchor(ABC):
     def kernels(self, operands: Operands, config: Config) -> tuple[Family, ...]:
         """The op's kernels on CUDA: the epilogue alone, then gemm or convolution with epilogue.
 
+        operands: of which the weight's shape may choose the kernel.
+
         The first is launched if there is no second, or if the second does not take the tensors.
         """
         return (POINTWISE,)

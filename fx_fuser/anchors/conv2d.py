@@ -28,6 +28,7 @@ from fx_fuser.native.kernel_spec import (
     POINTWISE,
     Family,
     depthwise,
+    stem,
 )
 
 # The backend beside LIBRARY. It splits fp32 into fp16, whatever `tf32` says; 16 bits it multiplies
@@ -38,8 +39,10 @@ DIRECT = "direct"
 FOLDED = "folded"
 # A kernel for each window. It computes in fp32, whatever `tf32` says. The library makes gradients.
 DEPTHWISE = "depthwise"
+# A first layer's convolution, of few channels and with a stride, in 16 bits and TF32.
+STEM = "stem"
 # Products that take channels_last as well as contiguous tensors, and return what they get.
-ANY_LAYOUT = frozenset({"stem", DEPTHWISE})
+ANY_LAYOUT = frozenset({DEPTHWISE, STEM})
 DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
@@ -172,6 +175,8 @@ class Conv2d(Anchor):
         makers = [(LIBRARY, LIBRARY)]
         if self._takes_folded(case):
             makers.append((FOLDED, LIBRARY))
+        if self._takes_stem(case):
+            makers.append((STEM, LIBRARY))
         if self._takes_depthwise(case):
             makers.append((DEPTHWISE, LIBRARY))
         if self._takes_direct(case):
@@ -180,7 +185,10 @@ class Conv2d(Anchor):
                 makers.append((DIRECT, DIRECT))
         fixed = {"tf32": asked and may_be_tf32(c), "again": options.save == "memory"}
         names = ("tf32", "product", "backward", "again")  # in the order of the schema
-        return [{n: {**fixed, "product": p, "backward": b}[n] for n in names} for p, b in makers]
+        found: list[dict[str, Any]] = [{**fixed, "product": p, "backward": b} for p, b in makers]
+        for choices in found:
+            choices["tf32"] |= choices["product"] == STEM and may_be_tf32(c)
+        return [{n: choices[n] for n in names} for choices in found]
 
     def _takes_folded(self, case: Case) -> bool:
         """May the library's fused call take the site?
@@ -216,6 +224,29 @@ class Conv2d(Anchor):
         c, added = case.tensors[0], case.t[int(addend[1:])]
         same = added.dtype == c.dtype and added.ndim == c.ndim and added.device == c.device
         return same and all(statically_known_true(a == b) for a, b in zip(added.shape, c.shape))
+
+    def _takes_stem(self, case: Case) -> bool:
+        """Does the stems' kernel take the site's convolution?
+
+        In fp32 it makes it in TF32, which it may where the library's may.
+        """
+        c, weight = case.tensors[0], case.operand("weight")
+        wide = torch.float64 in (case.acc, *(t.dtype for t in case.tensors))
+        if wide or c.dtype not in DIRECT_DTYPES or case.out not in DIRECT_DTYPES:
+            return False
+        may = may_be_tf32(c) and case.options.fp32 in ("follow", "tf32")
+        if c.dtype == torch.float32 and not may:
+            return False
+        # Without cuDNN, results of channels_last are contiguous.
+        if case.device.type != "cuda" or not torch.backends.cudnn.enabled:
+            return False
+        if case.site.attrs.get("training") or None in map(hint_of, weight.shape):
+            return False
+        config = self.config(case.site)
+        if {*config["dilation"], config["groups"]} != {1} or len({*config["stride"]}) != 1:
+            return False
+        *_, spec = case.specs({"tf32": False, "product": STEM, "again": False})
+        return bool(launch.stem_cut(spec.family.sizes, c.dtype.itemsize, len(spec.inputs) - 1))
 
     def _takes_depthwise(self, case: Case) -> bool:
         """Does the depthwise kernel take the site's convolution?"""
@@ -305,6 +336,9 @@ class Conv2d(Anchor):
         if maker == DEPTHWISE:
             window = (*operands["weight"].shape[2:], config["stride"][0])
             return (POINTWISE, depthwise(*map(int, window)))
+        if maker == STEM:
+            outputs, channels, *size = map(int, operands["weight"].shape)
+            return (POINTWISE, stem(channels, *size, config["stride"][0], outputs))
         return (POINTWISE, FAMILIES[maker]) if maker in FAMILIES else (POINTWISE,)
 
     def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:

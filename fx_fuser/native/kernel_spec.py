@@ -78,6 +78,13 @@ def depthwise(kernel_h: int, kernel_w: int, stride: int) -> Family:
     )
 
 
+@functools.cache
+def stem(channels: int, kernel_h: int, kernel_w: int, stride: int, outputs: int) -> Family:
+    """The convolution of a first layer with these sizes; `stem_cut` says whether it exists."""
+    sizes = (channels, kernel_h, kernel_w, stride, outputs)
+    return Family("conv/stem.cuh", "FX_FUSER_STEM", "load_stem", sizes=sizes)
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """A family's main loop with one functor.

@@ -139,6 +139,24 @@ def depthwise_cut(
     return cut
 
 
+def stem_cut(sizes: Sequence[int], x_bytes: int, operands: int = 0) -> list[int]:
+    """How `stem` divides a convolution; empty if it refuses it. Needs no GPU.
+
+    The numbers are explained in kernels_cu/host/stem.h.
+
+    Args:
+        sizes: input channels, the kernel's height and width, stride, output channels.
+        x_bytes: size of an element of x and weight.
+        operands: number of the epilogue's tensors.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    load.load_shim()
+    cut: list[int] = _ops.stem_cut.default(sizes, x_bytes, operands)
+    return cut
+
+
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every channel of x [N, C, ...], each [C].
 

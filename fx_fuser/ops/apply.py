@@ -140,7 +140,7 @@ def forward_specs(
     """The kernels that the anchor's op launches; none if the library's c is the result.
 
     operands, t: only dtypes, ranks and devices matter, and for `Anchor.kernels` a convolution's
-    window. c: its dtype.
+    weight's shape. c: its dtype.
     """
     families = anchor.kernels(operands, config)
     z = anchor.z(operands, config)

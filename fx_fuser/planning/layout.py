@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ log = logging.getLogger("fx_fuser.planning.layout")
 
 FORCED = "force_layout_optimization"  # Inductor's setting
 _SETTINGS = ("layout_optimization", FORCED)
-_converted: weakref.WeakKeyDictionary[View, bool] = weakref.WeakKeyDictionary()
+# View → Inductor's settings → its answer
+_converted: weakref.WeakKeyDictionary[View, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 def is_channels_last(view: View, site: Site, options: Options) -> bool:
@@ -41,19 +43,20 @@ def is_converted(view: View, options: Options) -> bool:
     """Would Inductor convert the graph, as the user wrote it, to channels_last?"""
     if options.inner != "inductor":
         return False
-    if view not in _converted:
-        _converted[view] = _inductor_converts(view, options)
-    return _converted[view]
+    given = {name: options.inductor[name] for name in _SETTINGS if name in options.inductor}
+    known = _converted.setdefault(view, {})
+    if str(given) not in known:
+        known[str(given)] = _inductor_converts(view, given)
+    return known[str(given)]
 
 
-def _inductor_converts(view: View, options: Options) -> bool:
+def _inductor_converts(view: View, given: Mapping[str, Any]) -> bool:
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
-    given = {name: options.inductor[name] for name in _SETTINGS if name in options.inductor}
     try:
         stand_in, trains = _convolutions_of(view)
-        with config.patch(given):
+        with config.patch(dict(given)):
             return GraphLowering.decide_layout_opt(stand_in, is_inference=not trains)
     except Exception:  # not a public function of torch's
         log.info("it is not known whether Inductor converts a graph", exc_info=True)

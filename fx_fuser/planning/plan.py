@@ -33,7 +33,15 @@ import torch
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DEPTHWISE, DIRECT, FOLDED, Conv2d, addend_of_relu, may_be_tf32
+from fx_fuser.anchors.conv2d import (
+    DEPTHWISE,
+    DIRECT,
+    FOLDED,
+    STEM,
+    Conv2d,
+    addend_of_relu,
+    may_be_tf32,
+)
 from fx_fuser.anchors.linear import DENSE, SPLIT
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
@@ -108,7 +116,7 @@ def no_gain(match: Match, options: Options) -> str:
         c = rehearse.form_of(match.site.nodes[0])
         small = x is not None and c is not None and is_small(x.size, c.size)
         return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
-    if best["product"] in (SPLIT, DEPTHWISE, DIRECT, FOLDED):
+    if best["product"] in (SPLIT, DEPTHWISE, STEM, DIRECT, FOLDED):
         return ""
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"

@@ -15,6 +15,7 @@
 #include "host/depthwise.h"
 #include "host/linear.h"
 #include "host/pointwise.h"
+#include "host/stem.h"
 
 namespace fx_fuser {
 namespace {
@@ -156,12 +157,46 @@ std::optional<ConvResult> direct_in_one_kernel(const ConvDirectKernels& kernels,
   return result_of(y, c, norm, x);
 }
 
+// The epilogue of c in a pass of its own, which overwrites c where nothing else reads it.
+ConvResult with_epilogue(const Conv& conv, const Norm& norm, Wildcards leaves, const Tensor& c) {
+  const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], c.get_device_index());
+  leaves.tensors.insert(leaves.tensors.begin(), c);
+  const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
+  const Tensor y = in_place ? c : new_like(c, conv.out_type);
+  run_pointwise(epilogue, y, leaves.tensors, leaves.scalars);
+  return result_of(y, conv.save ? std::optional(c) : std::nullopt, norm, c);
+}
+
+// With operands that are no channel's, the kernel makes c alone.
+std::optional<ConvResult> stem_in_one_kernel(const StemKernels& kernels, const Conv& conv,
+                                             const Norm& norm, const Wildcards& wildcards) {
+  const std::vector<int64_t> none{1, 1};
+  if (norm.training || conv.groups != 1 || conv.dilation != none) return {};
+  const auto call = stem_call(kernels, conv.x, conv.weight, conv.stride, conv.padding);
+  if (!call) return {};
+  const Wildcards leaves = leaves_of(norm, wildcards);
+  const auto& operands = leaves.tensors;
+  const bool applies = std::all_of(operands.begin(), operands.end(), is_per_channel);
+  std::optional<Tensor> c;
+  if (conv.save || !applies) c = call->new_result(conv.x, conv.x.scalar_type());
+  if (!applies) {
+    run_stem(kernels, *call, std::nullopt, c, {}, {});
+    return with_epilogue(conv, norm, leaves, *c);
+  }
+  const Tensor y = call->new_result(conv.x, conv.out_type);
+  run_stem(kernels, *call, y, c, operands, leaves.scalars);
+  return result_of(y, c, norm, conv.x);
+}
+
 std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, const Norm& norm,
                                              const Wildcards& wildcards) {
   const std::string& name = conv.kernels[1];
   const int device = conv.x.get_device_index();
   if (const auto* kernels = registry<DepthwiseKernels>().find(name, device)) {
     return depthwise_in_one_kernel(*kernels, conv, norm, wildcards);
+  }
+  if (const auto* kernels = registry<StemKernels>().find(name, device)) {
+    return stem_in_one_kernel(*kernels, conv, norm, wildcards);
   }
   return direct_in_one_kernel(registry<ConvDirectKernels>().at(name, device), conv, norm,
                               wildcards);
@@ -175,23 +210,17 @@ ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildc
     auto done = conv_in_one_kernel(conv, norm, wildcards);
     if (done) return *std::move(done);
   }
-  const int device = conv.x.get_device_index();
   const Tensor c = convolution(conv);
   if (norm.training) {
-    std::tie(norm.mean, norm.variance) =
-        run_batch_stats(registry<StatsLibrary>().at(kBatchStats, device), c);
+    const auto& statistics = registry<StatsLibrary>().at(kBatchStats, conv.x.get_device_index());
+    std::tie(norm.mean, norm.variance) = run_batch_stats(statistics, c);
   }
-  Wildcards leaves = leaves_of(norm, wildcards);
+  const Wildcards leaves = leaves_of(norm, wildcards);
   if (conv.kernels.empty()) {
     check_is_result(c, conv.out_type, leaves);
     return result_of(c, std::nullopt, norm, c);
   }
-  const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], device);
-  leaves.tensors.insert(leaves.tensors.begin(), c);
-  const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
-  const Tensor y = in_place ? c : new_like(c, conv.out_type);
-  run_pointwise(epilogue, y, leaves.tensors, leaves.scalars);
-  return result_of(y, conv.save ? std::optional(c) : std::nullopt, norm, c);
+  return with_epilogue(conv, norm, leaves, c);
 }
 
 std::tuple<Tensor, Tensor> conv2d_kernel(

@@ -11,6 +11,7 @@
 
 #include "conv/depthwise_args.h"
 #include "host/conv_direct.h"
+#include "host/image.h"
 
 namespace fx_fuser {
 namespace {
@@ -185,31 +186,6 @@ std::vector<int64_t> depthwise_cut(const std::vector<int64_t>& sizes, int64_t st
 }
 
 // ---- layouts ------------------------------------------------------------------------------------
-
-// As torch sees it (c10/core/MemoryFormat.h): also of tensors with gaps, and not of those that are
-// contiguous and channels_last alike.
-bool suggests_channels_last(const Tensor& image) {
-  int64_t least = 0;
-  for (const int d : {1, 3, 2, 0}) {
-    if (image.size(d) == 0 || image.stride(d) < least || image.stride(1) == 0) return false;
-    if (d == 0 && least == image.stride(1)) return false;
-    least = image.stride(d) * std::max<int64_t>(image.size(d), 1);
-  }
-  return true;
-}
-
-std::array<int64_t, 4> channels_last_strides(const std::vector<int64_t>& size) {
-  return {size[1] * size[2] * size[3], 1, size[3] * size[1], size[1]};
-}
-
-bool is_dense_channels_last(const Tensor& image) {
-  const auto strides =
-      channels_last_strides({image.size(0), image.size(1), image.size(2), image.size(3)});
-  for (int d = 0; d < 4; ++d) {
-    if (image.size(d) != 1 && image.stride(d) != strides[d]) return false;
-  }
-  return true;
-}
 
 // ---- the launch ---------------------------------------------------------------------------------
 

@@ -75,6 +75,8 @@ struct Driver {
   int (*LibraryGetKernel)(LibraryKernel*, Library, const char* name);
   int (*KernelGetFunction)(Kernel*, LibraryKernel);
   int (*FuncSetAttribute)(Kernel, int attribute, int value);
+  int (*OccupancyMaxActiveBlocksPerMultiprocessor)(int* blocks, Kernel, int threads,
+                                                   size_t shared_bytes);
   int (*OccupancyMaxActiveClusters)(int* clusters, Kernel, const LaunchConfig*);
   int (*LaunchKernelEx)(const LaunchConfig*, Kernel, void** parameters, void** extra);
   int (*MemHostAlloc)(void**, size_t bytes, unsigned flags);
@@ -120,6 +122,7 @@ void use_driver(int64_t address) {
   FX_FUSER_SET(LibraryGetKernel);
   FX_FUSER_SET(KernelGetFunction);
   FX_FUSER_SET(FuncSetAttribute);
+  FX_FUSER_SET(OccupancyMaxActiveBlocksPerMultiprocessor);
   FX_FUSER_SET(OccupancyMaxActiveClusters);
   FX_FUSER_SET(LaunchKernelEx);
   FX_FUSER_SET(MemHostAlloc);

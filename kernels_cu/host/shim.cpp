@@ -16,6 +16,7 @@
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/pointwise.h"
+#include "host/stem.h"
 
 namespace fx_fuser {
 
@@ -56,6 +57,11 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "depthwise(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def("load_stem(str name, str cubin, str[] signature, int device) -> int");
+  m.def("stem_cut(int[] sizes, int x_bytes, int operands) -> int[]");
+  m.def(
+      "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def("load_conv_direct_backward(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
@@ -90,6 +96,9 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load_depthwise", TORCH_BOX(&load_depthwise));
   m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));
   m.impl("depthwise", TORCH_BOX(&depthwise));
+  m.impl("load_stem", TORCH_BOX(&load_stem));
+  m.impl("stem_cut", TORCH_BOX(&stem_cut));
+  m.impl("stem", TORCH_BOX(&stem));
   m.impl("load_conv_direct_backward", TORCH_BOX(&load_conv_direct_backward));
   m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));

@@ -1,0 +1,311 @@
+"""The library's fused convolution, with BatchNorm folded into the weight: `fx_fuser.ops.folded`."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folded_nets import FORCED, check, net, random_norm, relative
+from plan_cases import decide
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.fx import Graph
+
+import fx_fuser
+from fx_fuser.anchors.conv2d import addend_of_relu
+from fx_fuser.graph.epilogue import parse
+from fx_fuser.graph.match import Refusal
+from fx_fuser.ops import folded
+from fx_fuser.options import Options
+from fx_fuser.passes import folding
+from fx_fuser.planning import layout
+from fx_fuser.planning.plan import Plan
+
+_ops = torch.ops.fx_fuser
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter[str]]]:
+    """What is called in each of Inductor's graphs after the pass."""
+    seen: list[Counter[str]] = []
+    run = folding.Folding.__call__
+
+    def watched(self: folding.Folding, graph: Graph) -> None:
+        run(self, graph)
+        seen.append(Counter(str(n.target) for n in graph.nodes if n.op == "call_function"))
+
+    monkeypatch.setattr(folding.Folding, "__call__", watched)
+    torch._dynamo.reset()
+    counters.clear()
+    with fresh_cache():  # on a hit no pass runs
+        yield seen
+    torch._dynamo.reset()
+
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, addend",
+    [
+        ("v0 = relu(z)", ""),
+        ("v0 = add(z, t0); v1 = relu(v0)", "t0"),
+        ("v0 = add(t1, z); v1 = identity(v0); v2 = relu(v1)", "t1"),
+        ("", None),
+        ("v0 = add(z, t0)", None),
+        ("v0 = add(z, s0); v1 = relu(v0)", None),
+        ("v0 = add(z, z); v1 = relu(v0)", None),
+        ("v0 = add(z, t0, s0); v1 = relu(v0)", None),
+        ("v0 = relu(z); v1 = add(v0, t0)", None),
+        ("v0 = relu(t0); v1 = add(z, v0); v2 = relu(v1)", None),
+        ("v0 = add(z, t0); v1 = add(v0, t1); v2 = relu(v1)", None),
+        ("v0 = sub(z, t0); v1 = relu(v0)", None),
+        ("v0 = silu(z)", None),
+    ],
+)
+def test_which_tails_the_call_computes(text: str, addend: str | None) -> None:
+    assert addend_of_relu(parse(text)) == addend
+
+
+@pytest.mark.parametrize("missing", [(), ("bias",), ("gamma", "beta"), ("bias", "gamma", "beta")])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 3, 3, 2), (4, 8, 1, 1), (7, 16, 3, 3)])
+def test_fold(shape: tuple[int, ...], out: torch.dtype, missing: tuple[str, ...]) -> None:
+    """Of two layers in one call, of which the second lacks some vectors."""
+    weights = [torch.randn(shape), torch.randn(6, 4, 1, 1)]
+    names = ("bias", "running_mean", "running_var", "gamma", "beta")
+    layers = [{n: torch.rand(w.shape[0]) + 0.1 for n in names} for w in weights]
+    for name in missing:
+        del layers[1][name]
+    given = [sum(b for n, b in folded._OPTIONAL.items() if n in layer) for layer in layers]
+    vectors = [v for layer in layers for v in layer.values()]
+    made = _ops.fold(weights, vectors, given, [1e-5, 1e-3], "", out, weights[0])
+    for i, (weight, layer, eps) in enumerate(zip(weights, layers, (1e-5, 1e-3))):
+        wide = {n: v.double() for n, v in layer.items()}
+        scale = wide.get("gamma", 1.0) / (wide["running_var"] + eps).sqrt()
+        shift = (wide.get("bias", 0.0) - wide["running_mean"]) * scale + wide.get("beta", 0.0)
+        bound = torch.finfo(out).eps
+        assert relative(made[2 * i], weight.double() * scale.view(-1, 1, 1, 1)) < bound
+        assert relative(made[2 * i + 1], shift) < 4 * bound  # of a difference
+        assert made[2 * i].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_ops_keep_their_contracts() -> None:
+    weight, vector = torch.randn(4, 3, 3, 3), torch.rand(4) + 0.5
+    fold = ([weight], [vector, vector], [0], [1e-5], "", torch.float32, weight)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_ops.fold.default, fold, test_utils=tests)
+    for form in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 3, 7, 6).contiguous(memory_format=form)
+        addend = torch.randn(2, 4, 4, 3)
+        for arguments in ((vector, addend, True), (vector, None, True), (None, None, False)):
+            *others, relu = arguments
+            called = (x, weight, *others, [2, 2], [1, 1], [1, 1], 1, relu)
+            torch.library.opcheck(_ops.conv2d_folded.default, called, test_utils=tests)
+
+
+# ---- through the backend, on a CPU ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
+    """One fold for all layers; the shortcut's shift is in the bias of the layer that adds it."""
+    model = net().to(memory_format=form)
+    check(model, torch.randn(3, 3, 29, 34).contiguous(memory_format=form))
+    (graph,) = graphs
+    assert graph["fx_fuser.fold.default"] == 1
+    assert graph["fx_fuser.conv2d_folded.default"] == 8
+    assert graph["aten.convolution.default"] == graph["aten.relu.default"] == 0
+    assert graph["aten.add.Tensor"] == 1  # of the two shifts, which are vectors
+    assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 8
+
+
+def test_an_inner_compiler_without_the_pass(graphs: list[Counter[str]]) -> None:
+    check(net(), torch.randn(2, 3, 17, 16), inner="aot_eager")
+    assert graphs == []
+    assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 8
+
+
+def test_no_batch_norm(graphs: list[Counter[str]]) -> None:
+    """As in VGG and SqueezeNet."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding="same"), nn.ReLU(), nn.Conv2d(8, 4, 2), nn.ReLU()
+    )
+    check(model.eval(), torch.randn(2, 3, 9, 9))
+    assert graphs[0]["fx_fuser.conv2d_folded.default"] == 2
+    assert graphs[0]["fx_fuser.fold.default"] == 0
+
+
+def test_live_parameters(graphs: list[Counter[str]]) -> None:
+    """Evaluation, training, evaluation: nothing is folded once for all."""
+    model = net()
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    x = torch.randn(4, 3, 21, 21)
+    for _ in range(3):
+        with torch.no_grad():
+            assert relative(compiled(x), model(x).double()) < 1e-5
+        model.train()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        model.eval()
+    assert graphs[0]["fx_fuser.conv2d_folded.default"] == 8
+
+
+def test_16_bits_and_autocast(graphs: list[Counter[str]]) -> None:
+    x = torch.randn(2, 3, 21, 21)
+    check(net().bfloat16(), x.bfloat16())
+    model = net()
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            found, eager = compiled(x), model(x)
+    assert relative(found, exact) <= 2 * relative(eager, exact)
+    assert found.dtype == eager.dtype == torch.bfloat16
+    assert all(graph["fx_fuser.conv2d_folded.default"] == 8 for graph in graphs)
+
+
+def _tail(f: Callable[..., Tensor]) -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), random_norm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return f(self.norm(self.conv(x)))
+
+    return Model().eval()
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda z: F.silu(z),
+        lambda z: torch.relu(z + torch.ones(4, 1, 1)),  # not of z's shape
+        lambda z: torch.relu(z + z),
+        lambda z: torch.relu(torch.add(z, torch.ones_like(z), alpha=0.5)),
+        lambda z: torch.relu(z + torch.ones_like(z, dtype=torch.float64)),
+        lambda z: torch.relu(z.half()),
+    ],
+)
+def test_other_tails_are_others(tail: Callable[..., Tensor], graphs: list[Counter[str]]) -> None:
+    check(_tail(tail), torch.randn(2, 3, 8, 8))
+    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+
+
+def test_the_end_of_a_longer_tail_is_left(graphs: list[Counter[str]]) -> None:
+    """On CUDA the match ends with relu (`plan.no_gain`); here any tail is taken, by the library."""
+    check(_tail(lambda z: torch.relu(z) * 0.5), torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_dtypes_that_are_refused(dtype: torch.dtype, graphs: list[Counter[str]]) -> None:
+    """A weight times BatchNorm's scale may be beyond the range of fp16."""
+    check(_tail(torch.relu).to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype))
+    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+
+
+def test_gradients_and_batch_statistics_are_refused(graphs: list[Counter[str]]) -> None:
+    model = _tail(torch.relu)
+    x = torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    compiled(x).sum().backward()  # a frozen BatchNorm
+    found = model.conv.weight.grad.clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(found, model.conv.weight.grad)
+    model.train()
+    with torch.no_grad():
+        compiled(x)
+    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+
+
+def test_exactness_that_is_asked_for_is_kept(graphs: list[Counter[str]]) -> None:
+    """The call follows torch's setting, by which convolutions may take TF32."""
+    check(_tail(torch.relu), torch.randn(2, 3, 8, 8), fp32="split")
+    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+
+
+def test_little_is_folded_at_a_time(
+    graphs: list[Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one call folds lives until its last layer has run."""
+    monkeypatch.setattr(folding, "_MOST_BYTES", 10_000)
+    check(net(), torch.randn(2, 3, 16, 16))
+    assert 2 <= graphs[0]["fx_fuser.fold.default"] <= 4
+
+
+def test_a_branch_with_another_reader_keeps_its_shift(graphs: list[Counter[str]]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = _tail(lambda z: z), _tail(lambda z: z)
+
+        def forward(self, x: Tensor) -> Tensor:
+            branch = self.b(x)
+            return torch.relu(self.a(x) + branch) + branch
+
+    check(Model().eval(), torch.randn(2, 3, 8, 8))
+
+
+def test_installed(graphs: list[Counter[str]]) -> None:
+    model, x = net(), torch.randn(2, 3, 21, 21)
+    with torch.no_grad(), fx_fuser.installed(FORCED):
+        found = torch.compile(model)(x)
+        assert relative(found, model(x).double()) < 1e-5
+    assert graphs[-1]["fx_fuser.conv2d_folded.default"] == 8
+
+
+def test_exported_programs_have_no_such_op() -> None:
+    """Their files hold ops that load their own kernels."""
+    program = torch.export.export(net(), (torch.randn(2, 3, 16, 16),))
+    made = fx_fuser.fuse_exported(program, options=FORCED)
+    called = [str(node.target) for node in made.graph.nodes]
+    assert not any("folded" in name or "fold" in name for name in called)
+
+
+# ---- the plan, by made-up times ------------------------------------------------------------------
+
+
+def _relu(x: Tensor, weight: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return torch.relu(F.batch_norm(F.conv2d(x, weight), mean, var))
+
+
+def _images(form: torch.memory_format = torch.channels_last) -> tuple[Tensor, ...]:
+    x = torch.randn(2, 16, 8, 8).contiguous(memory_format=form)
+    return x.bfloat16(), torch.randn(8, 16, 3, 3).bfloat16(), torch.zeros(8), torch.ones(8)
+
+
+@pytest.mark.parametrize("times, taken", [((1.0, 0.9), True), ((1.0, 0.99), False)])
+def test_it_is_taken_where_it_gains(
+    times: tuple[float, float], taken: bool, match_of: Any, on_gpu: Any
+) -> None:
+    on_gpu(*times)
+    with torch.no_grad():
+        decision = decide(match_of(_relu, *_images(), options={"cpu_ops": True}))
+    if taken:
+        assert isinstance(decision, Plan) and decision.choices["product"] == "folded"
+        assert decision.note == "convolution and a pass 1 ms, folded 0.9 ms"
+    else:
+        assert isinstance(decision, Refusal) and "folded 0.99 ms" in decision.reason
+
+
+def test_a_contiguous_net_is_taken_where_inductor_converts_it(match_of: Any, on_gpu: Any) -> None:
+    on_gpu(1.0, 0.5)
+    images = _images(torch.contiguous_format)
+    with torch.no_grad():
+        match = match_of(_relu, *images, options={"cpu_ops": True})
+        decision = decide(match)
+        left = decide(match, inductor={"layout_optimization": False})
+    assert isinstance(decision, Plan) and decision.choices["product"] == "folded"
+    assert isinstance(left, Refusal)
+    assert not layout.is_channels_last(match.view, match.site, Options(inner="aot_eager"))

@@ -1,0 +1,166 @@
+"""Folded convolutions on a CUDA device: cuDNN's call, the kernel that folds, whole nets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from folded_nets import FORCED, check, net, relative
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from fx_fuser.native import load
+from fx_fuser.ops import folded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FORMS = [torch.contiguous_format, torch.channels_last]
+SITES = 8  # of `net`
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def taken() -> int:
+    return counters["fx_fuser"]["auto_conv2d_batchnorm"]
+
+
+def on_gpu(form: torch.memory_format, dtype: torch.dtype, **norm: Any) -> nn.Module:
+    return net(**norm).cuda().to(dtype).to(memory_format=form)
+
+
+def images(*shape: int, form: torch.memory_format, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=form)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float32", "bfloat16")])
+def test_the_kernel_that_folds(dtypes: tuple[str, str], missing: bool) -> None:
+    """More layers than one launch takes, of all layouts, some not aligned."""
+    of_weight, out = (getattr(torch, name) for name in dtypes)
+    spec = folded.fold_spec(of_weight, out)
+    load.prepare([spec], torch.device("cuda"))
+    weights = []
+    for i in range(45):
+        shape = ((5, 3, 3, 2), (16, 8, 1, 1), (9, 24, 3, 3), (4, 1, 5, 5))[i % 4]
+        weight = torch.randn(shape, device="cuda", dtype=of_weight)
+        if i % 3 == 1:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        if i % 3 == 2:
+            weight = torch.randn(weight.numel() + 1, device="cuda").to(of_weight)[1:].view(shape)
+        weights.append(weight)
+    given = [0 if missing and i % 2 else 7 for i in range(len(weights))]
+    vectors = []
+    for weight, mask in zip(weights, given):
+        for i in range(5 if mask else 2):
+            dtype = torch.bfloat16 if i == 1 else torch.float32
+            vectors.append((torch.rand(weight.shape[0], device="cuda") + 0.2).to(dtype))
+    eps = [1e-5 * (i + 1) for i in range(len(weights))]
+    torch.full((2**22,), torch.nan, device="cuda")  # what the results' memory may hold
+    found = torch.ops.fx_fuser.fold(weights, vectors, given, eps, spec.name, out, weights[0])
+    exact = folded.fold_in_torch(
+        [w.double() for w in weights], vectors, given, eps, "", torch.float64, weights[0]
+    )
+    for one, right in zip(found, exact, strict=True):
+        assert relative(one, right) < 4 * torch.finfo(out).eps
+        assert one.dtype == out
+
+
+@pytest.mark.parametrize("size", [(1, 33, 47), (5, 64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_net(form: torch.memory_format, dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    count, height, width = size
+    x = images(count, 3, height, width, form=form, dtype=dtype)
+    check(on_gpu(form, dtype), x)
+    assert taken() == SITES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_over_four_decades(dtype: torch.dtype) -> None:
+    form = torch.channels_last
+    check(on_gpu(form, dtype, decades=4.0), images(4, 3, 48, 48, form=form, dtype=dtype))
+    assert taken() == SITES
+
+
+def test_in_fp32_without_tf32() -> None:
+    setting = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        form, dtype = torch.channels_last, torch.float32
+        check(on_gpu(form, dtype), images(4, 3, 48, 48, form=form, dtype=dtype))
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = setting
+    assert taken() == SITES
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast(form: torch.memory_format) -> None:
+    model = on_gpu(form, torch.float32)
+    x = images(4, 3, 48, 48, form=form, dtype=torch.float32)
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+        with torch.autocast("cuda", torch.bfloat16):
+            found, eager = compiled(x), model(x)
+    assert relative(found, exact) <= 2 * relative(eager, exact)
+    assert found.stride() == eager.stride() and found.dtype == eager.dtype
+    assert taken() == SITES
+
+
+def test_a_dynamic_batch() -> None:
+    form, dtype = torch.channels_last, torch.bfloat16
+    model = on_gpu(form, dtype)
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    exact = copy.deepcopy(model).double()
+    for count in (4, 7, 1, 12):
+        x = images(count, 3, 40, 40, form=form, dtype=dtype)
+        with torch.no_grad():
+            right = exact(x.double())
+            assert relative(compiled(x), right) <= 2 * relative(model(x), right)
+
+
+def test_cuda_graphs_and_live_parameters() -> None:
+    form, dtype = torch.channels_last, torch.float32
+    model = on_gpu(form, dtype)
+    options = {**FORCED, "mode": "reduce-overhead"}
+    compiled = torch.compile(model, backend="fx_fuser", options=options)
+    x = images(4, 3, 40, 40, form=form, dtype=dtype)
+    for _ in range(3):
+        with torch.no_grad():
+            for _ in range(3):
+                found = compiled(x).clone()
+            exact = copy.deepcopy(model).double()(x.double())
+            assert relative(found, exact) <= max(2 * relative(model(x), exact), 4e-7)
+        model.train()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        model.eval()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_as_measured(form: torch.memory_format) -> None:
+    """Whatever is chosen."""
+    x = images(16, 3, 112, 112, form=form, dtype=torch.bfloat16)
+    check(on_gpu(form, torch.bfloat16), x, plan="measure")
+
+
+def test_many_launches_are_the_same() -> None:
+    form, dtype = torch.channels_last, torch.bfloat16
+    model = on_gpu(form, dtype)
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    x = images(4, 3, 40, 40, form=form, dtype=dtype)
+    with torch.no_grad():
+        first = compiled(x)
+        for _ in range(200):  # of 8 convolutions and folds each
+            assert torch.equal(compiled(x), first)
