@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import coverage, coverage_gpu, results, tables
+from benchmarks import conv_nets, coverage, coverage_gpu, results, tables
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 # Page → the marks between which its generated text stands. README has the narrow table alone.
 PAGES = {
     "README.md": ("summary",),
-    "docs/results.md": ("whole-nets", "kernelbench", "seed-problems", "linear-fp32"),
+    "docs/results.md": ("whole-nets", "conv-nets", "kernelbench", "seed-problems", "linear-fp32"),
     "docs/models.md": ("models", "models-gpu"),
 }
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
@@ -192,6 +192,7 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
         "linear-fp32": "\n\n".join(map(linear_section, linear)),
         "models": coverage.table(coverage.read(folder)),
         "models-gpu": coverage_gpu.table(coverage_gpu.read(folder)),
+        "conv-nets": conv_nets.table(conv_nets.read(folder)),
     }
 
 
