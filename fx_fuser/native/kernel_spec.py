@@ -49,6 +49,10 @@ POINTWISE = Family("pointwise/pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointw
 LINEAR_SPLIT = Family(
     "linear/linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split", "sm_90a"
 )
+# The same product by mma.sync: for GPUs without wgmma, and on Hopper where it is asked for.
+LINEAR_SPLIT_MMA = Family(
+    "linear/linear_split_mma.cuh", "FX_FUSER_LINEAR_SPLIT_MMA", "load_linear_split_mma"
+)
 LINEAR_DENSE = Family("linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
 LINEAR_EXACT = Family(
     "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"

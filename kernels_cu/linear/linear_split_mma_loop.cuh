@@ -1,0 +1,486 @@
+// Of the split product by mma.sync (linear_split_mma.cuh): the ring of stages, and the main loop of
+// the warps that feed it and multiply.
+#pragma once
+
+#include "linear/linear_split_sums.cuh"
+
+namespace fx_fuser::linear_split {
+
+// ---- shared memory ------------------------------------------------------------------------------
+
+// 32 of k. The weight lies as RawWeight has it. Rows of x are 64 bytes: the 16-byte chunk c of row
+// r lies at chunk c ^ (r / 2 % 4), so that eight rows of one chunk have all banks.
+struct MmaStage {
+  union {
+    float box[kTileN][kMmaTileK];                               // [n][k]
+    float n_major[kTileN / kLinearBox][kMmaTileK][kLinearBox];  // [n][k][n]
+  };
+  __half x[2 /*hi, lo*/][kTileM][kMmaTileK];
+};
+static_assert(sizeof(MmaStage) == kMmaStageBytes && kMmaTileK == kLinearBox);
+
+// And behind it as many stages as LinearSplitArgs::stages.
+struct MmaShared {
+  Shared tiles;
+  Barriers<kMmaMostStages> ring;
+
+  __device__ __forceinline__ MmaStage& stage(int slot) {
+    return reinterpret_cast<MmaStage*>(this + 1)[slot];
+  }
+};
+static_assert(sizeof(MmaShared) == kMmaBesideStages && kMmaBesideStages % 128 == 0);
+
+// ---- the ring is fed ----------------------------------------------------------------------------
+
+// A thread's part of the stages, ahead of the one that is multiplied: of the weight's [n][k] 16
+// rows a warp, four at once by eight lanes each; of an N-major weight four rows of k; of each half
+// of x 16 rows, eight at once by four lanes each.
+template <bool kNMajor, class X>
+struct Feeder {
+  static constexpr int kWarps = kMmaThreads / 32;
+  static constexpr int kWeightCopies = kMmaTileK * kTileN * 4 / 16 / kMmaThreads;
+  static constexpr int kXCopies = kMmaTileK * kTileM * 2 / 16 / kMmaThreads;  // of a half
+  static constexpr int kParts = kHasLo<X> ? 2 : 1;
+  static_assert(kWeightCopies == 4 && kXCopies == 2);
+
+  const LinearSplitArgs& args;
+  MmaShared& shared;
+  int index = 0;
+  int left = 0;             // of the tile's k
+  bool for_scales = false;  // a tile that is done again comes twice: its products after
+  const float* weight = nullptr;
+  const __half* x = nullptr;
+  int weight_lines = 0;  // rows of the weight, or columns, from this thread's first one on
+  int x_rows = 0;        // likewise
+
+  // In a stage, of the thread's first copies: lines, and chunks of 16 bytes. Found anew where it is
+  // used: there are no registers to keep it.
+  struct Part {
+    int weight_line;
+    int weight_chunk;
+    int x_row;
+    int x_chunk;
+
+    static __device__ __forceinline__ Part self() {
+      const auto thread = static_cast<int>(ptx::thread_index());
+      const int warp = thread / 32;
+      const int lane = thread % 32;
+      return {kNMajor ? warp * kWeightCopies : warp * 16 + lane / 8, kNMajor ? lane : lane % 8,
+              warp * 16 + lane / 4, lane % 4};
+    }
+  };
+
+  // At the block's first tile, of all or of those that are marked to be done again.
+  __device__ __forceinline__ void start(bool again) {
+    index = static_cast<int>(blockIdx.x - gridDim.x);
+    next_tile(again);
+  }
+
+  __device__ __forceinline__ void next_tile(bool again) {
+    do {
+      index += static_cast<int>(gridDim.x);
+    } while (again && index < args.tiles && args.again[index] == 0);
+    for_scales = again;
+    left = 0;
+    if (index < args.tiles) find_tile();
+  }
+
+  __device__ __forceinline__ void find_tile() {
+    const Part me = Part::self();
+    const Tile tile = tile_at(args, index);
+    const float* plane = args.weight + offset_of(tile.at, args.weight_plane);
+    left = k_of(args.planes, tile.at);
+    if constexpr (kNMajor) {
+      const int n = tile.n + 4 * me.weight_chunk;
+      weight = plane + me.weight_line * args.weight_stride_k + n;
+      weight_lines = args.n - n;
+    } else {
+      const int n = tile.n + me.weight_line;
+      weight = plane + n * args.weight_stride_n + 4 * me.weight_chunk;
+      weight_lines = args.n - n;
+    }
+    const int m = tile.m + me.x_row;
+    const int64_t line = int64_t{tile.plane} * kParts * args.m + m;
+    x = static_cast<const __half*>(args.split) + line * args.padded_k + 8 * me.x_chunk;
+    x_rows = args.m - m;
+  }
+
+  // The next stage, if there is one, to a slot that all warps are through with.
+  __device__ __forceinline__ void feed(int slot, bool again) {
+    if (left <= 0) return;
+    MmaStage& to = shared.stage(slot);
+    const Part me = Part::self();
+    copy_weight(me, to);
+    copy_x(me, to);
+    ptx::mbarrier_arrive_on_copies(ptx::shared_address(&shared.ring.full[slot]));
+    left -= kMmaTileK;
+    if (left > 0) return;
+    if (!for_scales) {
+      next_tile(again);
+    } else {
+      for_scales = false;
+      find_tile();
+    }
+  }
+
+  __device__ __forceinline__ void copy_weight(const Part& me, MmaStage& to) {
+    const int line = me.weight_line;
+    const int chunk = me.weight_chunk;
+    const int elements = kNMajor ? weight_lines : left - 4 * chunk;
+    const int lines = kNMajor ? left - line : weight_lines;
+    const int64_t step = kNMajor ? args.weight_stride_k : 4 * args.weight_stride_n;
+    const auto copy_all = [&](const auto& copy) {
+      const float* from = weight;
+#pragma unroll
+      for (int i = 0; i < kWeightCopies; ++i) {
+        const int next = kNMajor ? i : 4 * i;
+        const int at = line + next;
+        const float* place = kNMajor ? &to.n_major[chunk / 8][at][(chunk ^ at) % 8 * 4]
+                                     : &to.box[at][(chunk ^ at % 8) * 4];
+        copy(ptx::shared_address(place), from, next);
+        from += step;
+      }
+    };
+    constexpr int kLast = kNMajor ? kWeightCopies - 1 : 4 * (kWeightCopies - 1);
+    if (elements >= 4 && lines > kLast) {
+      copy_all([](uint32_t place, const float* from, int) { ptx::copy_async_16(place, from); });
+    } else {
+      copy_all([&](uint32_t place, const float* from, int next) {
+        const int bytes = next < lines ? max(0, min(elements, 4)) * 4 : 0;
+        ptx::copy_async_16(place, bytes > 0 ? from : args.weight, static_cast<uint32_t>(bytes));
+      });
+    }
+    weight += kNMajor ? kMmaTileK * args.weight_stride_k : kMmaTileK;
+  }
+
+  __device__ __forceinline__ void copy_x(const Part& me, MmaStage& to) {
+    const auto copy_all = [&](const auto& copy) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const __half* from = x + int64_t{part} * args.m * args.padded_k;
+#pragma unroll
+        for (int next = 0; next < 8 * kXCopies; next += 8) {
+          const int row = me.x_row + next;
+          const __half* place = &to.x[part][row][(me.x_chunk ^ row / 2 % 4) * 8];
+          copy(ptx::shared_address(place), from, next);
+          from += int64_t{8} * args.padded_k;
+        }
+      }
+    };
+    if (x_rows > 8 * (kXCopies - 1)) {
+      copy_all([](uint32_t place, const __half* from, int) { ptx::copy_async_16(place, from); });
+    } else {
+      copy_all([&](uint32_t place, const __half* from, int next) {
+        const bool reads = next < x_rows;
+        ptx::copy_async_16(place, reads ? from : args.split, reads ? 16 : 0);
+      });
+    }
+    x += kMmaTileK;
+  }
+};
+
+// ---- products -----------------------------------------------------------------------------------
+
+constexpr int kMmaRowsN = 2;   // of a warp: 16 rows of the weight each
+constexpr int kMmaRowsM = 8;   // and eight rows of x each
+constexpr int kMmaGroupM = 2;  // of those, whose accumulators are at once
+constexpr int kMmaGroups = kMmaRowsM / kMmaGroupM;
+constexpr int kMmaSteps = kMmaTileK / 16;       // of a stage
+constexpr int kMmaWarpM = 8 * kMmaRowsM;        // rows of x
+constexpr int kMmaPairN = kMmaRowsN * kWarpN;   // rows of the weight
+constexpr int kMmaWarpsM = kTileM / kMmaWarpM;  // warps with the same rows of the weight
+constexpr int kMmaSumsN = 4 * kMmaRowsM;        // of 16 rows of the weight
+static_assert(kMmaWarpsM == 2 && kMmaRowsN * kMmaSumsN == 64);
+
+using MmaFragments = Fragments<kMmaTileK>;
+
+// What a warp is of its block.
+struct MmaWarp {
+  int pair;  // of warps with the same rows of the weight
+  int half;  // of the tile's rows of x, and after the last stage of the pair's rows of the weight
+
+  static __device__ __forceinline__ MmaWarp self() {
+    const int warp = static_cast<int>(ptx::thread_index()) / 32;
+    return {warp / kMmaWarpsM, warp % kMmaWarpsM};
+  }
+};
+
+// Where a lane's loads begin. Found anew for each tile, as there are no registers to keep it.
+struct MmaPlace {
+  int row;          // of the weight's tile
+  uint32_t weight;  // in a stage
+  uint32_t x;       // in a stage: of the first eight rows a lane's one, and its chunk of k
+
+  template <bool kNMajor>
+  static __device__ __forceinline__ MmaPlace of() {
+    const MmaWarp warp = MmaWarp::self();
+    const int lane = static_cast<int>(ptx::thread_index()) % 32;
+    const int row = warp.pair * kMmaPairN + lane / 4;
+    const int x_row = warp.half * kMmaWarpM + lane % 8;
+    return {row, RawWeight<kNMajor, kMmaTileK>::place_of(row, lane / 4, lane % 4),
+            static_cast<uint32_t>(offsetof(MmaStage, x) + x_row * kMmaTileK * sizeof(__half) +
+                                  (lane / 8 ^ lane % 8 / 2) * 16)};
+  }
+};
+
+// accumulator[r][i] = the products of 16 rows r of the weight with eight rows i of x, from where a
+// lane's matrices of x begin. The small ones first: what the tensor core truncates is relative to
+// the sum so far.
+template <class X>
+__device__ __forceinline__ void multiply_group(float (&accumulator)[kMmaRowsN][kMmaGroupM][4],
+                                               const MmaFragments (&weight)[kMmaRowsN],
+                                               uint32_t x_place, int group) {
+  constexpr int kBytesOfRows = 8 * kMmaTileK * sizeof(__half);
+  constexpr int kBytesOfPart = kTileM * kMmaTileK * sizeof(__half);
+  uint32_t x_hi[kMmaGroupM][2 * kMmaSteps];
+  uint32_t x_lo[kMmaGroupM][2 * kMmaSteps];
+#pragma unroll
+  for (int i = 0; i < kMmaGroupM; ++i) {
+    if constexpr (kHasLo<X>) {
+      ptx::load_matrices(x_lo[i], x_place + (kMmaGroupM * group + i) * kBytesOfRows + kBytesOfPart);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMmaGroupM; ++i)
+    ptx::load_matrices(x_hi[i], x_place + (kMmaGroupM * group + i) * kBytesOfRows);
+  bool begun = false;
+  const auto add = [&](bool low_weight, int step, const uint32_t (&x)[kMmaGroupM][2 * kMmaSteps]) {
+    constexpr float kNothing[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kMmaGroupM; ++i) {
+#pragma unroll
+      for (int r = 0; r < kMmaRowsN; ++r) {
+        float (&d)[4] = accumulator[r][i];
+        const uint32_t (&a)[4] = low_weight ? weight[r].lo[step] : weight[r].hi[step];
+        const uint32_t b0 = x[i][2 * step];
+        const uint32_t b1 = x[i][2 * step + 1];
+        if (begun) {
+          ptx::mma_m16n8k16<__half>(d, a, b0, b1);
+        } else {
+          ptx::mma_m16n8k16<__half>(d, a, b0, b1, kNothing);
+        }
+      }
+    }
+    begun = true;
+  };
+#pragma unroll
+  for (int step = 0; step < kMmaSteps; ++step) {
+    if constexpr (kHasLo<X>) add(false, step, x_lo);
+    add(true, step, x_hi);
+  }
+#pragma unroll
+  for (int step = 0; step < kMmaSteps; ++step) add(false, step, x_hi);
+}
+
+// Promotes the accumulators of a group to sums in fp32: sum[32r + 4i + e], i of a warp's.
+__device__ __forceinline__ void promote(float (&sum)[64],
+                                        const float (&accumulator)[kMmaRowsN][kMmaGroupM][4],
+                                        int group) {
+#pragma unroll
+  for (int r = 0; r < kMmaRowsN; ++r) {
+#pragma unroll
+    for (int i = 0; i < kMmaGroupM; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sum[kMmaSumsN * r + 4 * (kMmaGroupM * group + i) + e] += accumulator[r][i][e];
+      }
+    }
+  }
+}
+
+// The two warps of a pair swap half of their sums, 16 at once, by way of both exchanges. From then
+// on sum[4i + 2r + t] is the one of
+//   weight row 16 warp + lane / 4 + 8r and x row 8i + 2 (lane % 4) + t
+// as in the Hopper kernel.
+__device__ __forceinline__ void swap_sums(Shared& shared, float (&sum)[64]) {
+  constexpr int kAtOnce = 16;
+  static_assert(sizeof(Exchange::z) >= kAtOnce * 32 * sizeof(float));
+  const MmaWarp me = MmaWarp::self();
+  const int warp = static_cast<int>(ptx::thread_index()) / 32;
+  const int lane = static_cast<int>(ptx::thread_index()) % 32;
+  auto* mine = reinterpret_cast<float4*>(shared.exchange[warp].z) + lane;
+  const auto* others = reinterpret_cast<const float4*>(shared.exchange[warp ^ 1].z) + lane;
+  const bool gives_first = me.half == 1;
+#pragma unroll
+  for (int begin = 0; begin < kMmaSumsN; begin += kAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i += 4) {
+      const auto given = [&](int e) {
+        return gives_first ? sum[begin + i + e] : sum[kMmaSumsN + begin + i + e];
+      };
+      mine[i / 4 * 32] = make_float4(given(0), given(1), given(2), given(3));
+    }
+    ptx::barrier_sync<64>(1 + me.pair);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i += 4) {
+      const float4 got = others[i / 4 * 32];
+      const float value[4] = {got.x, got.y, got.z, got.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& first = sum[begin + i + e];
+        float& second = sum[kMmaSumsN + begin + i + e];
+        if (gives_first) {
+          first = value[e];
+        } else {
+          second = value[e];
+        }
+      }
+    }
+    ptx::barrier_sync<64>(1 + me.pair);
+  }
+}
+
+// Of a warp's rows of the weight: largest values, then scales.
+template <bool kNMajor>
+struct MmaWeight {
+  RawWeight<kNMajor, kMmaTileK> raw[kMmaRowsN];
+  float largest[kMmaRowsN][2];
+  float scale[kMmaRowsN][2];
+
+  __device__ __forceinline__ void load(uint32_t address) {
+    raw[0].load(address);
+    raw[1].load(RawWeight<kNMajor, kMmaTileK>::next_rows(address));
+  }
+
+  // What is known of rows ahead of their values, which is nothing where scales are guessed.
+  __device__ __forceinline__ void begin(const LinearSplitArgs& args, const Tile& tile, int row) {
+#pragma unroll
+    for (int r = 0; r < kMmaRowsN; ++r) {
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        largest[r][eight] = 0;
+        if (args.weight_factors == nullptr) continue;
+        const int n = min(tile.n + row + kWarpN * r + 8 * eight, args.n - 1);
+        const SplitRowFactors& factors = args.weight_factors[int64_t{tile.plane} * args.n + n];
+        largest[r][eight] = Scale::largest_of(factors.unscale);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void look() {
+#pragma unroll
+    for (int r = 0; r < kMmaRowsN; ++r) {
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        largest[r][eight] = fmaxf(largest[r][eight], raw[r].largest_in_row(eight));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool again) {
+#pragma unroll
+    for (int r = 0; r < kMmaRowsN; ++r) {
+      float unscale[2];
+      linear_split::find_scales(args, again, largest[r], scale[r], unscale);
+    }
+  }
+};
+
+// tile_epilogue(index, sum, imprecise, weights) for every tile of the block, as Hopper's `consume`
+// calls it; then tile_epilogue.repair().
+template <bool kNMajor, class X, class TileEpilogue>
+__device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared& shared,
+                                         TileEpilogue& tile_epilogue) {
+  PipelineState stage;  // that is read next, or whose products are made next
+  MmaWeight<kNMajor> weight;
+  const auto read = [&](uint32_t place) {
+    stage.wait_until_full(shared.ring);
+    weight.load(ptx::shared_address(&shared.stage(stage.slot)) + place);
+  };
+  const auto release = [&](int slot) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ring.empty[slot]));
+  };
+
+  Feeder<kNMajor, X> feeder{args, shared};
+  TileScheduler scheduler{args, shared.tiles};
+  // The slot of the last stage gets the one that comes after all others.
+  const auto feed = [&] {
+    const PipelineState last = stage.before(args.stages);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
+    feeder.feed(last.slot, scheduler.again);
+  };
+  int filled = 0;  // how often the ring: for the ordinary tiles, and for those done again
+  while (scheduler.next(OfWarp{})) {
+    if (filled == static_cast<int>(scheduler.again)) {
+      feeder.start(scheduler.again);
+      PipelineState next = stage;
+#pragma unroll 1
+      for (int i = 1; i < args.stages; ++i) {
+        feeder.feed(next.slot, scheduler.again);
+        next.advance(args.stages);
+      }
+      ++filled;
+    }
+    const MmaPlace place = MmaPlace::of<kNMajor>();
+    const Tile tile = tile_at(args, scheduler.index);
+    const int k_tiles = (k_of(args.planes, tile.at) + kMmaTileK - 1) / kMmaTileK;
+    tile_epilogue.begin(scheduler.index);
+    weight.begin(args, tile, place.row);
+    if (scheduler.again) {
+#pragma unroll 1
+      for (int i = 0; i < k_tiles; ++i) {
+        feed();
+        read(place.weight);
+        weight.look();
+        release(stage.slot);
+        stage.advance(args.stages);
+      }
+    }
+    read(place.weight);
+    weight.look();
+    weight.find_scales(args, scheduler.again);
+
+    float sum[64];
+#pragma unroll
+    for (float& one : sum) one = 0;
+    constexpr int kChunkTiles = kLinearChunkK / kMmaTileK;
+#pragma unroll 1
+    for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
+      if (begin > 0) spill_sums(args, sum, /*first=*/begin == kChunkTiles);
+      const int end = min(begin + kChunkTiles, k_tiles);
+#pragma unroll 1
+      for (int k_tile = begin; k_tile < end; ++k_tile) {
+        const int slot = stage.slot;
+        const uint32_t x = ptx::shared_address(&shared.stage(slot)) + place.x;
+        MmaFragments fragments[kMmaRowsN];
+#pragma unroll
+        for (int r = 0; r < kMmaRowsN; ++r) {
+          fragments[r].split_of(weight.raw[r], weight.scale[r]);
+        }
+#pragma unroll
+        for (int group = 0; group < kMmaGroups; ++group) {
+          float accumulator[kMmaRowsN][kMmaGroupM][4];
+          multiply_group<X>(accumulator, fragments, x, group);
+          if (group + 1 == kMmaGroups / 2) feed();
+          if (group + 1 == kMmaGroups) {
+            release(slot);
+            stage.advance(args.stages);
+            if (k_tile + 1 < k_tiles) read(place.weight);
+          }
+          promote(sum, accumulator, group);
+        }
+      }
+    }
+    if (k_tiles > kChunkTiles) restore_sums(args, sum);
+    swap_sums(shared.tiles, sum);
+
+    if (!scheduler.again) scheduler.report(is_overflowed(sum));
+    tile_epilogue.ready();
+    const uint32_t imprecise = imprecise_rows(sum, args.least_sum, tile_epilogue);
+    const uint32_t weights = imprecise_weights(sum, args.least_sum);
+    float unscale[2];
+#pragma unroll
+    for (int eight = 0; eight < 2; ++eight) {
+      unscale[eight] = Scale::unscale_of(weight.scale[0][eight]);
+      if (MmaWarp::self().half == 1) unscale[eight] = Scale::unscale_of(weight.scale[1][eight]);
+    }
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
+    tile_epilogue(scheduler.index, sum, imprecise, weights);
+  }
+  if (threadIdx.x == 0) report_misled(args, shared.tiles);
+  tile_epilogue.repair();
+}
+
+}  // namespace fx_fuser::linear_split
