@@ -2,6 +2,7 @@
 timed beside the library and, on Hopper, beside the kernel of wgmma.
 
     python -m benchmarks.linear_mma [--skip-checks] [--skip-timing] [--cases 60] [--seed 0]
+        [--compiled] [--once]
 
 Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
 on random data, the splitting of x included.
@@ -82,6 +83,12 @@ class Problem:
     n: int
     n_major: bool = False
 
+    def run_once(self) -> None:
+        x = torch.rand(self.m, self.k, device=CUDA)
+        linear = torch.nn.Linear(self.k, self.n, device=CUDA)
+        linear_sm90.run(self.example, x, linear.weight.detach(), linear.bias.detach())
+        torch.cuda.synchronize()
+
     def measure(self, failures: list[str], compiles: bool) -> Timing:
         m, n, k = self.m, self.n, self.k
         x = torch.rand(m, k, device=CUDA)
@@ -137,9 +144,14 @@ def _median(step: Callable[[], Tensor]) -> float:
 def main() -> int:
     parser = harness.parser("linear_mma", cases=60)
     parser.add_argument("--compiled", action="store_true", help="time torch.compile too")
+    parser.add_argument("--once", action="store_true", help="#70 and #59 once each, for ncu")
     chosen = parser.parse_args()
     done = harness.progress()
     linear_sm90.choose_family(LINEAR_SPLIT_MMA)
+    if chosen.once:
+        for problem in problems()[:2]:
+            problem.run_once()
+        return 0
     specs = [e.spec for e in linear_sm90.EXAMPLES]
     if not chosen.skip_timing and has_wgmma():
         specs += [replace(spec, family=LINEAR_SPLIT) for spec in specs[:3]]

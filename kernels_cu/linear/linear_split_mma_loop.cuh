@@ -217,9 +217,10 @@ struct MmaPlace {
     const int lane = static_cast<int>(ptx::thread_index()) % 32;
     const int row = warp.pair * kMmaPairN + lane / 4;
     const int x_row = warp.half * kMmaWarpM + lane % 8;
-    return {row, RawWeight<kNMajor, kMmaTileK>::place_of(row, lane / 4, lane % 4),
-            static_cast<uint32_t>(offsetof(MmaStage, x) + x_row * kMmaTileK * sizeof(__half) +
-                                  (lane / 8 ^ lane % 8 / 2) * 16)};
+    return {
+        row, RawWeight<kNMajor, kMmaTileK>::place_of(row, lane / 4, lane % 4),
+        static_cast<uint32_t>(sizeof(MmaStage) - sizeof(MmaStage::x) +
+                              x_row * kMmaTileK * sizeof(__half) + (lane / 8 ^ lane % 8 / 2) * 16)};
   }
 };
 
