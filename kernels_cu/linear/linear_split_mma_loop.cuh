@@ -18,6 +18,7 @@ struct MmaStage {
   __half x[2 /*hi, lo*/][kTileM][kMmaTileK];
 };
 static_assert(sizeof(MmaStage) == kMmaStageBytes && kMmaTileK == kLinearBox);
+constexpr int kMmaXOffset = sizeof(MmaStage) - sizeof(MmaStage::x);  // NVRTC has no offsetof
 
 // And behind it as many stages as LinearSplitArgs::stages.
 struct MmaShared {
@@ -41,7 +42,11 @@ struct Feeder {
   static constexpr int kWeightCopies = kMmaTileK * kTileN * 4 / 16 / kMmaThreads;
   static constexpr int kXCopies = kMmaTileK * kTileM * 2 / 16 / kMmaThreads;  // of a half
   static constexpr int kParts = kHasLo<X> ? 2 : 1;
+  static constexpr int kWeightStep = kNMajor ? 1 : 4;  // lines from one copy to the next
+  static constexpr int kRowBytes = kLinearBox * 4;
+  static constexpr int kXRowBytes = kMmaTileK * static_cast<int>(sizeof(__half));
   static_assert(kWeightCopies == 4 && kXCopies == 2);
+  static_assert(sizeof(MmaStage) < 1 << 16);
 
   const LinearSplitArgs& args;
   MmaShared& shared;
@@ -53,8 +58,11 @@ struct Feeder {
   int weight_lines = 0;  // rows of the weight, or columns, from this thread's first one on
   int x_rows = 0;        // likewise
 
-  // In a stage, of the thread's first copies: lines, and chunks of 16 bytes. Found anew where it is
-  // used: there are no registers to keep it.
+  bool inside = false;  // all lines that this thread copies of the tile are there
+  uint32_t places =
+      0;  // in a stage, of its first copies: of the weight's, and from bit 16 on of x's
+
+  // In a stage, of the thread's first copies: lines, and chunks of 16 bytes.
   struct Part {
     int weight_line;
     int weight_chunk;
@@ -62,17 +70,28 @@ struct Feeder {
     int x_chunk;
 
     static __device__ __forceinline__ Part self() {
-      const auto thread = static_cast<int>(ptx::thread_index());
-      const int warp = thread / 32;
-      const int lane = thread % 32;
-      return {kNMajor ? warp * kWeightCopies : warp * 16 + lane / 8, kNMajor ? lane : lane % 8,
-              warp * 16 + lane / 4, lane % 4};
+      const uint32_t thread = ptx::thread_index();
+      const uint32_t warp = thread / 32;
+      const uint32_t lane = thread % 32;
+      return {static_cast<int>(kNMajor ? warp * kWeightCopies : warp * 16 + lane / 8),
+              static_cast<int>(kNMajor ? lane : lane % 8), static_cast<int>(warp * 16 + lane / 4),
+              static_cast<int>(lane % 4)};
     }
   };
+
+  __device__ __forceinline__ void find_places() {
+    const Part me = Part::self();
+    const int swizzled = (me.weight_chunk ^ me.weight_line) % 8;
+    const int box = kNMajor ? me.weight_chunk / 8 * (kMmaTileK * kRowBytes) : 0;
+    const int weight_place = box + me.weight_line * kRowBytes + swizzled * 16;
+    const int x_place = me.x_row * kXRowBytes + (me.x_chunk ^ me.x_row / 2 % 4) * 16;
+    places = static_cast<uint32_t>(weight_place | x_place << 16);
+  }
 
   // At the block's first tile, of all or of those that are marked to be done again.
   __device__ __forceinline__ void start(bool again) {
     index = static_cast<int>(blockIdx.x - gridDim.x);
+    find_places();
     next_tile(again);
   }
 
@@ -103,16 +122,27 @@ struct Feeder {
     const int64_t line = int64_t{tile.plane} * kParts * args.m + m;
     x = static_cast<const __half*>(args.split) + line * args.padded_k + 8 * me.x_chunk;
     x_rows = args.m - m;
+    inside = x_rows > 8 * (kXCopies - 1) &&
+             (kNMajor ? weight_lines >= 4 : weight_lines > kWeightStep * (kWeightCopies - 1));
   }
 
   // The next stage, if there is one, to a slot that all warps are through with.
   __device__ __forceinline__ void feed(int slot, bool again) {
     if (left <= 0) return;
-    MmaStage& to = shared.stage(slot);
-    const Part me = Part::self();
-    copy_weight(me, to);
-    copy_x(me, to);
+    const uint32_t stage = ptx::shared_address(&shared.stage(slot));
+    const uint32_t weight_place = stage + places % (1 << 16);
+    const uint32_t x_place = stage + places / (1 << 16) + kMmaXOffset;
+    if (inside && left >= kMmaTileK) {
+      copy(
+          weight_place, x_place,
+          [](uint32_t place, const void* from, int) { ptx::copy_async_16(place, from); },
+          [](uint32_t place, const void* from, int) { ptx::copy_async_16(place, from); });
+    } else {
+      copy_what_is_there(weight_place, x_place);
+    }
     ptx::mbarrier_arrive_on_copies(ptx::shared_address(&shared.ring.full[slot]));
+    weight += kNMajor ? kMmaTileK * args.weight_stride_k : kMmaTileK;
+    x += kMmaTileK;
     left -= kMmaTileK;
     if (left > 0) return;
     if (!for_scales) {
@@ -123,59 +153,45 @@ struct Feeder {
     }
   }
 
-  __device__ __forceinline__ void copy_weight(const Part& me, MmaStage& to) {
-    const int line = me.weight_line;
-    const int chunk = me.weight_chunk;
-    const int elements = kNMajor ? weight_lines : left - 4 * chunk;
-    const int lines = kNMajor ? left - line : weight_lines;
-    const int64_t step = kNMajor ? args.weight_stride_k : 4 * args.weight_stride_n;
-    const auto copy_all = [&](const auto& copy) {
-      const float* from = weight;
+  // copy_weight and copy_x(place, from, lines after the thread's first) for all of a stage's. Only
+  // a row's number modulo 8, or of x's rows half of it modulo 4, swizzles.
+  template <class CopyWeight, class CopyX>
+  __device__ __forceinline__ void copy(uint32_t weight_place, uint32_t x_place,
+                                       const CopyWeight& copy_weight, const CopyX& copy_x) {
+    const int64_t step = kNMajor ? args.weight_stride_k : kWeightStep * args.weight_stride_n;
+    const float* from = weight;
 #pragma unroll
-      for (int i = 0; i < kWeightCopies; ++i) {
-        const int next = kNMajor ? i : 4 * i;
-        const int at = line + next;
-        const float* place = kNMajor ? &to.n_major[chunk / 8][at][(chunk ^ at) % 8 * 4]
-                                     : &to.box[at][(chunk ^ at % 8) * 4];
-        copy(ptx::shared_address(place), from, next);
-        from += step;
-      }
-    };
-    constexpr int kLast = kNMajor ? kWeightCopies - 1 : 4 * (kWeightCopies - 1);
-    if (elements >= 4 && lines > kLast) {
-      copy_all([](uint32_t place, const float* from, int) { ptx::copy_async_16(place, from); });
-    } else {
-      copy_all([&](uint32_t place, const float* from, int next) {
-        const int bytes = next < lines ? max(0, min(elements, 4)) * 4 : 0;
-        ptx::copy_async_16(place, bytes > 0 ? from : args.weight, static_cast<uint32_t>(bytes));
-      });
+    for (int i = 0; i < kWeightCopies; ++i) {
+      const uint32_t swizzle = kWeightStep * i % 8 * 16;
+      copy_weight((weight_place ^ swizzle) + kWeightStep * i * kRowBytes, from, kWeightStep * i);
+      from += step;
     }
-    weight += kNMajor ? kMmaTileK * args.weight_stride_k : kMmaTileK;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const __half* row = x + int64_t{part} * args.m * args.padded_k;
+#pragma unroll
+      for (int next = 0; next < 8 * kXCopies; next += 8) {
+        copy_x(x_place + (part * kTileM + next) * kXRowBytes, row, next);
+        row += int64_t{8} * args.padded_k;
+      }
+    }
   }
 
-  __device__ __forceinline__ void copy_x(const Part& me, MmaStage& to) {
-    const auto copy_all = [&](const auto& copy) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const __half* from = x + int64_t{part} * args.m * args.padded_k;
-#pragma unroll
-        for (int next = 0; next < 8 * kXCopies; next += 8) {
-          const int row = me.x_row + next;
-          const __half* place = &to.x[part][row][(me.x_chunk ^ row / 2 % 4) * 8];
-          copy(ptx::shared_address(place), from, next);
-          from += int64_t{8} * args.padded_k;
-        }
-      }
-    };
-    if (x_rows > 8 * (kXCopies - 1)) {
-      copy_all([](uint32_t place, const __half* from, int) { ptx::copy_async_16(place, from); });
-    } else {
-      copy_all([&](uint32_t place, const __half* from, int next) {
-        const bool reads = next < x_rows;
-        ptx::copy_async_16(place, reads ? from : args.split, reads ? 16 : 0);
-      });
-    }
-    x += kMmaTileK;
+  // At edges: zeros for the rest.
+  __device__ __forceinline__ void copy_what_is_there(uint32_t weight_place, uint32_t x_place) {
+    const Part me = Part::self();
+    const int elements = kNMajor ? weight_lines : left - 4 * me.weight_chunk;
+    const int lines = kNMajor ? left - me.weight_line : weight_lines;
+    copy(
+        weight_place, x_place,
+        [&](uint32_t place, const float* from, int next) {
+          const int bytes = next < lines ? max(0, min(elements, 4)) * 4 : 0;
+          ptx::copy_async_16(place, bytes > 0 ? from : args.weight, static_cast<uint32_t>(bytes));
+        },
+        [&](uint32_t place, const __half* from, int next) {
+          const bool reads = next < x_rows;
+          ptx::copy_async_16(place, reads ? from : args.split, reads ? 16 : 0);
+        });
   }
 };
 
@@ -217,33 +233,38 @@ struct MmaPlace {
     const int lane = static_cast<int>(ptx::thread_index()) % 32;
     const int row = warp.pair * kMmaPairN + lane / 4;
     const int x_row = warp.half * kMmaWarpM + lane % 8;
-    return {
-        row, RawWeight<kNMajor, kMmaTileK>::place_of(row, lane / 4, lane % 4),
-        static_cast<uint32_t>(sizeof(MmaStage) - sizeof(MmaStage::x) +
-                              x_row * kMmaTileK * sizeof(__half) + (lane / 8 ^ lane % 8 / 2) * 16)};
+    return {row, RawWeight<kNMajor, kMmaTileK>::place_of(row, lane / 4, lane % 4),
+            static_cast<uint32_t>(kMmaXOffset + x_row * kMmaTileK * sizeof(__half) +
+                                  (lane / 8 ^ lane % 8 / 2) * 16)};
   }
 };
 
-// accumulator[r][i] = the products of 16 rows r of the weight with eight rows i of x, from where a
-// lane's matrices of x begin. The small ones first: what the tensor core truncates is relative to
-// the sum so far.
+// Of two times eight rows of x, all of a stage's k.
+template <class X>
+struct XFragments {
+  uint32_t hi[kMmaGroupM][2 * kMmaSteps];
+  uint32_t lo[kMmaGroupM][2 * kMmaSteps];  // unused where X has none
+
+  // From where a lane's matrices of x begin in a stage.
+  __device__ __forceinline__ void load(uint32_t place, int group) {
+    constexpr int kBytesOfRows = 8 * kMmaTileK * sizeof(__half);
+    constexpr int kBytesOfPart = kTileM * kMmaTileK * sizeof(__half);
+    place += kMmaGroupM * group * kBytesOfRows;
+#pragma unroll
+    for (int i = 0; i < kMmaGroupM; ++i) {
+      if constexpr (kHasLo<X>) ptx::load_matrices(lo[i], place + i * kBytesOfRows + kBytesOfPart);
+    }
+#pragma unroll
+    for (int i = 0; i < kMmaGroupM; ++i) ptx::load_matrices(hi[i], place + i * kBytesOfRows);
+  }
+};
+
+// accumulator[r][i] = the products of 16 rows r of the weight with eight rows i of x. The small
+// ones first: what the tensor core truncates is relative to the sum so far.
 template <class X>
 __device__ __forceinline__ void multiply_group(float (&accumulator)[kMmaRowsN][kMmaGroupM][4],
                                                const MmaFragments (&weight)[kMmaRowsN],
-                                               uint32_t x_place, int group) {
-  constexpr int kBytesOfRows = 8 * kMmaTileK * sizeof(__half);
-  constexpr int kBytesOfPart = kTileM * kMmaTileK * sizeof(__half);
-  uint32_t x_hi[kMmaGroupM][2 * kMmaSteps];
-  uint32_t x_lo[kMmaGroupM][2 * kMmaSteps];
-#pragma unroll
-  for (int i = 0; i < kMmaGroupM; ++i) {
-    if constexpr (kHasLo<X>) {
-      ptx::load_matrices(x_lo[i], x_place + (kMmaGroupM * group + i) * kBytesOfRows + kBytesOfPart);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kMmaGroupM; ++i)
-    ptx::load_matrices(x_hi[i], x_place + (kMmaGroupM * group + i) * kBytesOfRows);
+                                               const XFragments<X>& x) {
   bool begun = false;
   const auto add = [&](bool low_weight, int step, const uint32_t (&x)[kMmaGroupM][2 * kMmaSteps]) {
     constexpr float kNothing[4] = {0, 0, 0, 0};
@@ -266,11 +287,11 @@ __device__ __forceinline__ void multiply_group(float (&accumulator)[kMmaRowsN][k
   };
 #pragma unroll
   for (int step = 0; step < kMmaSteps; ++step) {
-    if constexpr (kHasLo<X>) add(false, step, x_lo);
-    add(true, step, x_hi);
+    if constexpr (kHasLo<X>) add(false, step, x.lo);
+    add(true, step, x.hi);
   }
 #pragma unroll
-  for (int step = 0; step < kMmaSteps; ++step) add(false, step, x_hi);
+  for (int step = 0; step < kMmaSteps; ++step) add(false, step, x.hi);
 }
 
 // Promotes the accumulators of a group to sums in fp32: sum[32r + 4i + e], i of a warp's.
@@ -384,9 +405,18 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
                                          TileEpilogue& tile_epilogue) {
   PipelineState stage;  // that is read next, or whose products are made next
   MmaWeight<kNMajor> weight;
+  XFragments<X> x[kMmaGroups / 2];  // half of a stage's
+  const auto load_x = [&](uint32_t place, int half) {
+#pragma unroll
+    for (int i = 0; i < kMmaGroups / 2; ++i) x[i].load(place, kMmaGroups / 2 * half + i);
+  };
   const auto read = [&](uint32_t place) {
     stage.wait_until_full(shared.ring);
     weight.load(ptx::shared_address(&shared.stage(stage.slot)) + place);
+  };
+  const auto read_all = [&](const MmaPlace& place) {
+    read(place.weight);
+    load_x(ptx::shared_address(&shared.stage(stage.slot)) + place.x, 0);
   };
   const auto release = [&](int slot) {
     __syncwarp();
@@ -428,7 +458,7 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
         stage.advance(args.stages);
       }
     }
-    read(place.weight);
+    read_all(place);
     weight.look();
     weight.find_scales(args, scheduler.again);
 
@@ -442,24 +472,31 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
       const int end = min(begin + kChunkTiles, k_tiles);
 #pragma unroll 1
       for (int k_tile = begin; k_tile < end; ++k_tile) {
-        const int slot = stage.slot;
-        const uint32_t x = ptx::shared_address(&shared.stage(slot)) + place.x;
         MmaFragments fragments[kMmaRowsN];
 #pragma unroll
         for (int r = 0; r < kMmaRowsN; ++r) {
           fragments[r].split_of(weight.raw[r], weight.scale[r]);
         }
 #pragma unroll
-        for (int group = 0; group < kMmaGroups; ++group) {
-          float accumulator[kMmaRowsN][kMmaGroupM][4];
-          multiply_group<X>(accumulator, fragments, x, group);
-          if (group + 1 == kMmaGroups / 2) feed();
-          if (group + 1 == kMmaGroups) {
-            release(slot);
-            stage.advance(args.stages);
-            if (k_tile + 1 < k_tiles) read(place.weight);
+        for (int half = 0; half < 2; ++half) {
+          float accumulator[kMmaGroups / 2][kMmaRowsN][kMmaGroupM][4];
+#pragma unroll
+          for (int i = 0; i < kMmaGroups / 2; ++i) {
+            multiply_group<X>(accumulator[i], fragments, x[i]);
           }
-          promote(sum, accumulator, group);
+          if (half == 0) {
+            // The slot is read before its products are made, so that others may fill it early.
+            load_x(ptx::shared_address(&shared.stage(stage.slot)) + place.x, 1);
+            release(stage.slot);
+            feed();
+          } else {
+            stage.advance(args.stages);
+            if (k_tile + 1 < k_tiles) read_all(place);
+          }
+#pragma unroll
+          for (int i = 0; i < kMmaGroups / 2; ++i) {
+            promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
+          }
         }
       }
     }
