@@ -223,6 +223,19 @@ __device__ __forceinline__ void load_matrices(uint32_t (&word)[4], uint32_t row)
                : "memory");
 }
 
+// The same where all lanes say so, by no branch.
+__device__ __forceinline__ void load_matrices_if(bool reads, uint32_t (&word)[4], uint32_t row) {
+  asm volatile(
+      "{\n"
+      ".reg .pred reads;\n"
+      "setp.ne.b32 reads, %5, 0;\n"
+      "@reads ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3])
+      : "r"(row), "r"(static_cast<int>(reads))
+      : "memory");
+}
+
 // The same of each matrix transposed: column lane / 4, rows 2 (lane % 4) and the next.
 __device__ __forceinline__ void load_transposed(uint32_t (&word)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -55,8 +55,6 @@ struct Feeder {
   bool for_scales = false;  // a tile that is done again comes twice: its products after
   const float* weight = nullptr;
   const __half* x = nullptr;
-  int weight_lines = 0;  // rows of the weight, or columns, from this thread's first one on
-  int x_rows = 0;        // likewise
 
   bool inside = false;  // all lines that this thread copies of the tile are there
   uint32_t places =
@@ -112,18 +110,16 @@ struct Feeder {
     if constexpr (kNMajor) {
       const int n = tile.n + 4 * me.weight_chunk;
       weight = plane + me.weight_line * args.weight_stride_k + n;
-      weight_lines = args.n - n;
+      inside = args.n - n >= 4;
     } else {
       const int n = tile.n + me.weight_line;
       weight = plane + n * args.weight_stride_n + 4 * me.weight_chunk;
-      weight_lines = args.n - n;
+      inside = args.n - n > kWeightStep * (kWeightCopies - 1);
     }
     const int m = tile.m + me.x_row;
     const int64_t line = int64_t{tile.plane} * kParts * args.m + m;
     x = static_cast<const __half*>(args.split) + line * args.padded_k + 8 * me.x_chunk;
-    x_rows = args.m - m;
-    inside = x_rows > 8 * (kXCopies - 1) &&
-             (kNMajor ? weight_lines >= 4 : weight_lines > kWeightStep * (kWeightCopies - 1));
+    inside = inside && args.m - m > 8 * (kXCopies - 1);
   }
 
   // The next stage, if there is one, to a slot that all warps are through with.
@@ -177,11 +173,16 @@ struct Feeder {
     }
   }
 
-  // At edges: zeros for the rest.
+  // At edges: zeros for the rest. How much is there is found anew, as there are no registers to
+  // keep it.
   __device__ __forceinline__ void copy_what_is_there(uint32_t weight_place, uint32_t x_place) {
     const Part me = Part::self();
-    const int elements = kNMajor ? weight_lines : left - 4 * me.weight_chunk;
-    const int lines = kNMajor ? left - me.weight_line : weight_lines;
+    const Tile tile = tile_at(args, index);
+    const int x_rows = args.m - tile.m - me.x_row;
+    const int in_k = left - (kNMajor ? me.weight_line : 4 * me.weight_chunk);
+    const int in_n = args.n - tile.n - (kNMajor ? 4 * me.weight_chunk : me.weight_line);
+    const int elements = kNMajor ? in_n : in_k;
+    const int lines = kNMajor ? in_k : in_n;
     copy(
         weight_place, x_place,
         [&](uint32_t place, const float* from, int next) {
@@ -207,6 +208,14 @@ constexpr int kMmaPairN = kMmaRowsN * kWarpN;   // rows of the weight
 constexpr int kMmaWarpsM = kTileM / kMmaWarpM;  // warps with the same rows of the weight
 constexpr int kMmaSumsN = 4 * kMmaRowsM;        // of 16 rows of the weight
 static_assert(kMmaWarpsM == 2 && kMmaRowsN * kMmaSumsN == 64);
+
+// The next stage's first operands are loaded when half of one's products are made. Two stages are
+// too few for that: the next one is not there yet. For sm_80 ptxas spills.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr bool kReadsEarly = true;
+#else
+constexpr bool kReadsEarly = false;
+#endif
 
 using MmaFragments = Fragments<kMmaTileK>;
 
@@ -245,17 +254,21 @@ struct XFragments {
   uint32_t hi[kMmaGroupM][2 * kMmaSteps];
   uint32_t lo[kMmaGroupM][2 * kMmaSteps];  // unused where X has none
 
-  // From where a lane's matrices of x begin in a stage.
-  __device__ __forceinline__ void load(uint32_t place, int group) {
+  // From where a lane's matrices of x begin in a stage; nothing where not `reads`.
+  __device__ __forceinline__ void load(uint32_t place, int group, bool reads) {
     constexpr int kBytesOfRows = 8 * kMmaTileK * sizeof(__half);
     constexpr int kBytesOfPart = kTileM * kMmaTileK * sizeof(__half);
     place += kMmaGroupM * group * kBytesOfRows;
 #pragma unroll
     for (int i = 0; i < kMmaGroupM; ++i) {
-      if constexpr (kHasLo<X>) ptx::load_matrices(lo[i], place + i * kBytesOfRows + kBytesOfPart);
+      if constexpr (kHasLo<X>) {
+        ptx::load_matrices_if(reads, lo[i], place + i * kBytesOfRows + kBytesOfPart);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kMmaGroupM; ++i) ptx::load_matrices(hi[i], place + i * kBytesOfRows);
+    for (int i = 0; i < kMmaGroupM; ++i) {
+      ptx::load_matrices_if(reads, hi[i], place + i * kBytesOfRows);
+    }
   }
 };
 
@@ -406,17 +419,14 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
   PipelineState stage;  // that is read next, or whose products are made next
   MmaWeight<kNMajor> weight;
   XFragments<X> x[kMmaGroups / 2];  // half of a stage's
-  const auto load_x = [&](uint32_t place, int half) {
+  const auto load_x = [&](uint32_t place, int half, bool reads) {
+    place += ptx::shared_address(&shared.stage(stage.slot));
 #pragma unroll
-    for (int i = 0; i < kMmaGroups / 2; ++i) x[i].load(place, kMmaGroups / 2 * half + i);
+    for (int i = 0; i < kMmaGroups / 2; ++i) x[i].load(place, kMmaGroups / 2 * half + i, reads);
   };
   const auto read = [&](uint32_t place) {
     stage.wait_until_full(shared.ring);
     weight.load(ptx::shared_address(&shared.stage(stage.slot)) + place);
-  };
-  const auto read_all = [&](const MmaPlace& place) {
-    read(place.weight);
-    load_x(ptx::shared_address(&shared.stage(stage.slot)) + place.x, 0);
   };
   const auto release = [&](int slot) {
     __syncwarp();
@@ -458,7 +468,8 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
         stage.advance(args.stages);
       }
     }
-    read_all(place);
+    read(place.weight);
+    load_x(place.x, 0, true);
     weight.look();
     weight.find_scales(args, scheduler.again);
 
@@ -467,36 +478,35 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
     for (float& one : sum) one = 0;
     constexpr int kChunkTiles = kLinearChunkK / kMmaTileK;
 #pragma unroll 1
-    for (int begin = 0; begin < k_tiles; begin += kChunkTiles) {
-      if (begin > 0) spill_sums(args, sum, /*first=*/begin == kChunkTiles);
-      const int end = min(begin + kChunkTiles, k_tiles);
-#pragma unroll 1
-      for (int k_tile = begin; k_tile < end; ++k_tile) {
-        MmaFragments fragments[kMmaRowsN];
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      if (k_tile > 0 && k_tile % kChunkTiles == 0) spill_sums(args, sum, k_tile == kChunkTiles);
+      const bool more = k_tile + 1 < k_tiles;
+      MmaFragments fragments[kMmaRowsN];
 #pragma unroll
-        for (int r = 0; r < kMmaRowsN; ++r) {
-          fragments[r].split_of(weight.raw[r], weight.scale[r]);
+      for (int r = 0; r < kMmaRowsN; ++r) {
+        fragments[r].split_of(weight.raw[r], weight.scale[r]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float accumulator[kMmaGroups / 2][kMmaRowsN][kMmaGroupM][4];
+#pragma unroll
+        for (int i = 0; i < kMmaGroups / 2; ++i) {
+          multiply_group<X>(accumulator[i], fragments, x[i]);
+        }
+        if (half == 0) {
+          // The slot is read before its products are made, so that others may fill it early.
+          load_x(place.x, 1, true);
+          release(stage.slot);
+          feed();
+          stage.advance(args.stages);
+          if (kReadsEarly && more) read(place.weight);
+        } else {
+          if (!kReadsEarly && more) read(place.weight);
+          load_x(place.x, 0, more);
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float accumulator[kMmaGroups / 2][kMmaRowsN][kMmaGroupM][4];
-#pragma unroll
-          for (int i = 0; i < kMmaGroups / 2; ++i) {
-            multiply_group<X>(accumulator[i], fragments, x[i]);
-          }
-          if (half == 0) {
-            // The slot is read before its products are made, so that others may fill it early.
-            load_x(ptx::shared_address(&shared.stage(stage.slot)) + place.x, 1);
-            release(stage.slot);
-            feed();
-          } else {
-            stage.advance(args.stages);
-            if (k_tile + 1 < k_tiles) read_all(place);
-          }
-#pragma unroll
-          for (int i = 0; i < kMmaGroups / 2; ++i) {
-            promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
-          }
+        for (int i = 0; i < kMmaGroups / 2; ++i) {
+          promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
         }
       }
     }
