@@ -90,13 +90,15 @@ int64_t load_split(const std::string& name, const std::string& cubin,
   return reinterpret_cast<int64_t>(kernels.release());
 }
 
-// `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
+// Of linear/linear_split.cuh, whose loop is wgmma's where the GPU has it. `signature` is what
+// stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
 int64_t load_linear_split(const std::string& name, const std::string& cubin,
                           const std::vector<std::string>& signature, int64_t device) {
-  return load_split(name, cubin, signature, device, /*mma=*/false);
+  const bool has_wgmma = attribute_of(static_cast<int>(device), kDeviceMajor) == 9;
+  return load_split(name, cubin, signature, device, /*mma=*/!has_wgmma);
 }
 
-// The same of FX_FUSER_LINEAR_SPLIT_MMA.
+// The same of FX_FUSER_LINEAR_SPLIT_MMA, on every GPU.
 int64_t load_linear_split_mma(const std::string& name, const std::string& cubin,
                               const std::vector<std::string>& signature, int64_t device) {
   return load_split(name, cubin, signature, device, /*mma=*/true);

@@ -493,6 +493,14 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
         for (int i = 0; i < kMmaGroups / 2; ++i) {
           multiply_group<X>(accumulator[i], fragments, x[i]);
         }
+        const auto promote_all = [&] {
+#pragma unroll
+          for (int i = 0; i < kMmaGroups / 2; ++i) {
+            promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
+          }
+        };
+        // Registers for the second half's accumulators beside these are too many for sm_80.
+        if (half == 0 && !kReadsEarly) promote_all();
         if (half == 0) {
           // The slot is read before its products are made, so that others may fill it early.
           load_x(place.x, 1, true);
@@ -504,10 +512,7 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
           if (!kReadsEarly && more) read(place.weight);
           load_x(place.x, 0, more);
         }
-#pragma unroll
-        for (int i = 0; i < kMmaGroups / 2; ++i) {
-          promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
-        }
+        if (half == 1 || kReadsEarly) promote_all();
       }
     }
     if (k_tiles > kChunkTiles) restore_sums(args, sum);
