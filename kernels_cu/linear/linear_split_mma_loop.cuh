@@ -1,200 +1,9 @@
-// Of the split product by mma.sync (linear_split_mma.cuh): the ring of stages, and the main loop of
-// the warps that feed it and multiply.
+// Of the split product by mma.sync (linear_split_mma.cuh): the main loop of its warps.
 #pragma once
 
-#include "linear/linear_split_sums.cuh"
+#include "linear/linear_split_mma_feed.cuh"
 
 namespace fx_fuser::linear_split {
-
-// ---- shared memory ------------------------------------------------------------------------------
-
-// 32 of k. The weight lies as RawWeight has it. Rows of x are 64 bytes: the 16-byte chunk c of row
-// r lies at chunk c ^ (r / 2 % 4), so that eight rows of one chunk have all banks.
-struct MmaStage {
-  union {
-    float box[kTileN][kMmaTileK];                               // [n][k]
-    float n_major[kTileN / kLinearBox][kMmaTileK][kLinearBox];  // [n][k][n]
-  };
-  __half x[2 /*hi, lo*/][kTileM][kMmaTileK];
-};
-static_assert(sizeof(MmaStage) == kMmaStageBytes && kMmaTileK == kLinearBox);
-constexpr int kMmaXOffset = sizeof(MmaStage) - sizeof(MmaStage::x);  // NVRTC has no offsetof
-
-// And behind it as many stages as LinearSplitArgs::stages.
-struct MmaShared {
-  Shared tiles;
-  Barriers<kMmaMostStages> ring;
-
-  __device__ __forceinline__ MmaStage& stage(int slot) {
-    return reinterpret_cast<MmaStage*>(this + 1)[slot];
-  }
-};
-static_assert(sizeof(MmaShared) == kMmaBesideStages && kMmaBesideStages % 128 == 0);
-
-// ---- the ring is fed ----------------------------------------------------------------------------
-
-// A thread's part of the stages, ahead of the one that is multiplied: of the weight's [n][k] 16
-// rows a warp, four at once by eight lanes each; of an N-major weight four rows of k; of each half
-// of x 16 rows, eight at once by four lanes each.
-template <bool kNMajor, class X>
-struct Feeder {
-  static constexpr int kWarps = kMmaThreads / 32;
-  static constexpr int kWeightCopies = kMmaTileK * kTileN * 4 / 16 / kMmaThreads;
-  static constexpr int kXCopies = kMmaTileK * kTileM * 2 / 16 / kMmaThreads;  // of a half
-  static constexpr int kParts = kHasLo<X> ? 2 : 1;
-  static constexpr int kWeightStep = kNMajor ? 1 : 4;  // lines from one copy to the next
-  static constexpr int kRowBytes = kLinearBox * 4;
-  static constexpr int kXRowBytes = kMmaTileK * static_cast<int>(sizeof(__half));
-  static_assert(kWeightCopies == 4 && kXCopies == 2);
-  static_assert(sizeof(MmaStage) < 1 << 16);
-
-  const LinearSplitArgs& args;
-  MmaShared& shared;
-  int index = 0;
-  int left = 0;             // of the tile's k
-  bool for_scales = false;  // a tile that is done again comes twice: its products after
-  const float* weight = nullptr;
-  const __half* x = nullptr;
-
-  bool inside = false;  // all lines that this thread copies of the tile are there
-  uint32_t places =
-      0;  // in a stage, of its first copies: of the weight's, and from bit 16 on of x's
-
-  // In a stage, of the thread's first copies: lines, and chunks of 16 bytes.
-  struct Part {
-    int weight_line;
-    int weight_chunk;
-    int x_row;
-    int x_chunk;
-
-    static __device__ __forceinline__ Part self() {
-      const uint32_t thread = ptx::thread_index();
-      const uint32_t warp = thread / 32;
-      const uint32_t lane = thread % 32;
-      return {static_cast<int>(kNMajor ? warp * kWeightCopies : warp * 16 + lane / 8),
-              static_cast<int>(kNMajor ? lane : lane % 8), static_cast<int>(warp * 16 + lane / 4),
-              static_cast<int>(lane % 4)};
-    }
-  };
-
-  __device__ __forceinline__ void find_places() {
-    const Part me = Part::self();
-    const int swizzled = (me.weight_chunk ^ me.weight_line) % 8;
-    const int box = kNMajor ? me.weight_chunk / 8 * (kMmaTileK * kRowBytes) : 0;
-    const int weight_place = box + me.weight_line * kRowBytes + swizzled * 16;
-    const int x_place = me.x_row * kXRowBytes + (me.x_chunk ^ me.x_row / 2 % 4) * 16;
-    places = static_cast<uint32_t>(weight_place | x_place << 16);
-  }
-
-  // At the block's first tile, of all or of those that are marked to be done again.
-  __device__ __forceinline__ void start(bool again) {
-    index = static_cast<int>(blockIdx.x - gridDim.x);
-    find_places();
-    next_tile(again);
-  }
-
-  __device__ __forceinline__ void next_tile(bool again) {
-    do {
-      index += static_cast<int>(gridDim.x);
-    } while (again && index < args.tiles && args.again[index] == 0);
-    for_scales = again;
-    left = 0;
-    if (index < args.tiles) find_tile();
-  }
-
-  __device__ __forceinline__ void find_tile() {
-    const Part me = Part::self();
-    const Tile tile = tile_at(args, index);
-    const float* plane = args.weight + offset_of(tile.at, args.weight_plane);
-    left = k_of(args.planes, tile.at);
-    if constexpr (kNMajor) {
-      const int n = tile.n + 4 * me.weight_chunk;
-      weight = plane + me.weight_line * args.weight_stride_k + n;
-      inside = args.n - n >= 4;
-    } else {
-      const int n = tile.n + me.weight_line;
-      weight = plane + n * args.weight_stride_n + 4 * me.weight_chunk;
-      inside = args.n - n > kWeightStep * (kWeightCopies - 1);
-    }
-    const int m = tile.m + me.x_row;
-    const int64_t line = int64_t{tile.plane} * kParts * args.m + m;
-    x = static_cast<const __half*>(args.split) + line * args.padded_k + 8 * me.x_chunk;
-    inside = inside && args.m - m > 8 * (kXCopies - 1);
-  }
-
-  // The next stage, if there is one, to a slot that all warps are through with.
-  __device__ __forceinline__ void feed(int slot, bool again) {
-    if (left <= 0) return;
-    const uint32_t stage = ptx::shared_address(&shared.stage(slot));
-    const uint32_t weight_place = stage + places % (1 << 16);
-    const uint32_t x_place = stage + places / (1 << 16) + kMmaXOffset;
-    if (inside && left >= kMmaTileK) {
-      copy(
-          weight_place, x_place,
-          [](uint32_t place, const void* from, int) { ptx::copy_async_16(place, from); },
-          [](uint32_t place, const void* from, int) { ptx::copy_async_16(place, from); });
-    } else {
-      copy_what_is_there(weight_place, x_place);
-    }
-    ptx::mbarrier_arrive_on_copies(ptx::shared_address(&shared.ring.full[slot]));
-    weight += kNMajor ? kMmaTileK * args.weight_stride_k : kMmaTileK;
-    x += kMmaTileK;
-    left -= kMmaTileK;
-    if (left > 0) return;
-    if (!for_scales) {
-      next_tile(again);
-    } else {
-      for_scales = false;
-      find_tile();
-    }
-  }
-
-  // copy_weight and copy_x(place, from, lines after the thread's first) for all of a stage's. Only
-  // a row's number modulo 8, or of x's rows half of it modulo 4, swizzles.
-  template <class CopyWeight, class CopyX>
-  __device__ __forceinline__ void copy(uint32_t weight_place, uint32_t x_place,
-                                       const CopyWeight& copy_weight, const CopyX& copy_x) {
-    const int64_t step = kNMajor ? args.weight_stride_k : kWeightStep * args.weight_stride_n;
-    const float* from = weight;
-#pragma unroll
-    for (int i = 0; i < kWeightCopies; ++i) {
-      const uint32_t swizzle = kWeightStep * i % 8 * 16;
-      copy_weight((weight_place ^ swizzle) + kWeightStep * i * kRowBytes, from, kWeightStep * i);
-      from += step;
-    }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const __half* row = x + int64_t{part} * args.m * args.padded_k;
-#pragma unroll
-      for (int next = 0; next < 8 * kXCopies; next += 8) {
-        copy_x(x_place + (part * kTileM + next) * kXRowBytes, row, next);
-        row += int64_t{8} * args.padded_k;
-      }
-    }
-  }
-
-  // At edges: zeros for the rest. How much is there is found anew, as there are no registers to
-  // keep it.
-  __device__ __forceinline__ void copy_what_is_there(uint32_t weight_place, uint32_t x_place) {
-    const Part me = Part::self();
-    const Tile tile = tile_at(args, index);
-    const int x_rows = args.m - tile.m - me.x_row;
-    const int in_k = left - (kNMajor ? me.weight_line : 4 * me.weight_chunk);
-    const int in_n = args.n - tile.n - (kNMajor ? 4 * me.weight_chunk : me.weight_line);
-    const int elements = kNMajor ? in_n : in_k;
-    const int lines = kNMajor ? in_k : in_n;
-    copy(
-        weight_place, x_place,
-        [&](uint32_t place, const float* from, int next) {
-          const int bytes = next < lines ? max(0, min(elements, 4)) * 4 : 0;
-          ptx::copy_async_16(place, bytes > 0 ? from : args.weight, static_cast<uint32_t>(bytes));
-        },
-        [&](uint32_t place, const __half* from, int next) {
-          const bool reads = next < x_rows;
-          ptx::copy_async_16(place, reads ? from : args.split, reads ? 16 : 0);
-        });
-  }
-};
 
 // ---- products -----------------------------------------------------------------------------------
 
@@ -411,67 +220,131 @@ struct MmaWeight {
   }
 };
 
+// A warp's way through the ring: what it feeds, what it has loaded, what it multiplies.
+template <bool kNMajor, class X>
+struct MmaRing {
+  const LinearSplitArgs& args;
+  MmaShared& shared;
+  Feeder<kNMajor, X> feeder{args, shared};
+  PipelineState stage{};  // that is read next, or whose products are made next
+  MmaWeight<kNMajor> weight{};
+  XFragments<X> x[kMmaGroups / 2];  // half of a stage's
+
+  __device__ __forceinline__ uint32_t address() const {
+    return ptx::shared_address(&shared.stage(stage.slot));
+  }
+
+  __device__ __forceinline__ void load_x(uint32_t place, int half, bool reads) {
+#pragma unroll
+    for (int i = 0; i < kMmaGroups / 2; ++i) {
+      x[i].load(address() + place, kMmaGroups / 2 * half + i, reads);
+    }
+  }
+
+  __device__ __forceinline__ void read(uint32_t place) {
+    stage.wait_until_full(shared.ring);
+    weight.load(address() + place);
+  }
+
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.ring.empty[stage.slot]));
+  }
+
+  // Before a block's first tile, of all or of those that are done again.
+  __device__ __forceinline__ void fill(bool again) {
+    feeder.start(again);
+    PipelineState next = stage;
+#pragma unroll 1
+    for (int i = 1; i < args.stages; ++i) {
+      feeder.feed(next.slot, again);
+      next.advance(args.stages);
+    }
+  }
+
+  // The slot of the last stage gets the one that comes after all others.
+  __device__ __forceinline__ void feed(bool again) {
+    const PipelineState last = stage.before(args.stages);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
+    feeder.feed(last.slot, again);
+  }
+
+  // All of a tile that is done again, for the largest values of its rows.
+  __device__ __forceinline__ void look(const MmaPlace& place, int k_tiles) {
+#pragma unroll 1
+    for (int i = 0; i < k_tiles; ++i) {
+      feed(/*again=*/true);
+      read(place.weight);
+      weight.look();
+      release();
+      stage.advance(args.stages);
+    }
+  }
+
+  // sum += the products of a stage, whose first operands are loaded; and the first of the next one,
+  // if there is `more` of the tile.
+  __device__ __forceinline__ void multiply_stage(float (&sum)[64], const MmaPlace& place, bool more,
+                                                 bool again) {
+    MmaFragments fragments[kMmaRowsN];
+#pragma unroll
+    for (int r = 0; r < kMmaRowsN; ++r) {
+      fragments[r].split_of(weight.raw[r], weight.scale[r]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float accumulator[kMmaGroups / 2][kMmaRowsN][kMmaGroupM][4];
+#pragma unroll
+      for (int i = 0; i < kMmaGroups / 2; ++i) {
+        multiply_group<X>(accumulator[i], fragments, x[i]);
+      }
+      const auto promote_all = [&] {
+#pragma unroll
+        for (int i = 0; i < kMmaGroups / 2; ++i) {
+          promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
+        }
+      };
+      // Registers for the second half's accumulators beside these are too many for sm_80.
+      if (half == 0 && !kReadsEarly) promote_all();
+      if (half == 0) {
+        // The slot is read before its products are made, so that others may fill it early.
+        load_x(place.x, 1, true);
+        release();
+        feed(again);
+        stage.advance(args.stages);
+        if (kReadsEarly && more) read(place.weight);
+      } else {
+        if (!kReadsEarly && more) read(place.weight);
+        load_x(place.x, 0, more);
+      }
+      if (half == 1 || kReadsEarly) promote_all();
+    }
+  }
+};
+
 // tile_epilogue(index, sum, imprecise, weights) for every tile of the block, as Hopper's `consume`
 // calls it; then tile_epilogue.repair().
 template <bool kNMajor, class X, class TileEpilogue>
 __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared& shared,
                                          TileEpilogue& tile_epilogue) {
-  PipelineState stage;  // that is read next, or whose products are made next
-  MmaWeight<kNMajor> weight;
-  XFragments<X> x[kMmaGroups / 2];  // half of a stage's
-  const auto load_x = [&](uint32_t place, int half, bool reads) {
-    place += ptx::shared_address(&shared.stage(stage.slot));
-#pragma unroll
-    for (int i = 0; i < kMmaGroups / 2; ++i) x[i].load(place, kMmaGroups / 2 * half + i, reads);
-  };
-  const auto read = [&](uint32_t place) {
-    stage.wait_until_full(shared.ring);
-    weight.load(ptx::shared_address(&shared.stage(stage.slot)) + place);
-  };
-  const auto release = [&](int slot) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ring.empty[slot]));
-  };
-
-  Feeder<kNMajor, X> feeder{args, shared};
+  MmaRing<kNMajor, X> ring{args, shared};
   TileScheduler scheduler{args, shared.tiles};
-  // The slot of the last stage gets the one that comes after all others.
-  const auto feed = [&] {
-    const PipelineState last = stage.before(args.stages);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
-    feeder.feed(last.slot, scheduler.again);
-  };
   int filled = 0;  // how often the ring: for the ordinary tiles, and for those done again
   while (scheduler.next(OfWarp{})) {
     if (filled == static_cast<int>(scheduler.again)) {
-      feeder.start(scheduler.again);
-      PipelineState next = stage;
-#pragma unroll 1
-      for (int i = 1; i < args.stages; ++i) {
-        feeder.feed(next.slot, scheduler.again);
-        next.advance(args.stages);
-      }
+      ring.fill(scheduler.again);
       ++filled;
     }
     const MmaPlace place = MmaPlace::of<kNMajor>();
     const Tile tile = tile_at(args, scheduler.index);
     const int k_tiles = (k_of(args.planes, tile.at) + kMmaTileK - 1) / kMmaTileK;
     tile_epilogue.begin(scheduler.index);
-    weight.begin(args, tile, place.row);
-    if (scheduler.again) {
-#pragma unroll 1
-      for (int i = 0; i < k_tiles; ++i) {
-        feed();
-        read(place.weight);
-        weight.look();
-        release(stage.slot);
-        stage.advance(args.stages);
-      }
-    }
-    read(place.weight);
-    load_x(place.x, 0, true);
-    weight.look();
-    weight.find_scales(args, scheduler.again);
+    ring.weight.begin(args, tile, place.row);
+    if (scheduler.again) ring.look(place, k_tiles);
+    ring.read(place.weight);
+    ring.load_x(place.x, 0, true);
+    ring.weight.look();
+    ring.weight.find_scales(args, scheduler.again);
 
     float sum[64];
 #pragma unroll
@@ -480,40 +353,7 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
 #pragma unroll 1
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       if (k_tile > 0 && k_tile % kChunkTiles == 0) spill_sums(args, sum, k_tile == kChunkTiles);
-      const bool more = k_tile + 1 < k_tiles;
-      MmaFragments fragments[kMmaRowsN];
-#pragma unroll
-      for (int r = 0; r < kMmaRowsN; ++r) {
-        fragments[r].split_of(weight.raw[r], weight.scale[r]);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float accumulator[kMmaGroups / 2][kMmaRowsN][kMmaGroupM][4];
-#pragma unroll
-        for (int i = 0; i < kMmaGroups / 2; ++i) {
-          multiply_group<X>(accumulator[i], fragments, x[i]);
-        }
-        const auto promote_all = [&] {
-#pragma unroll
-          for (int i = 0; i < kMmaGroups / 2; ++i) {
-            promote(sum, accumulator[i], kMmaGroups / 2 * half + i);
-          }
-        };
-        // Registers for the second half's accumulators beside these are too many for sm_80.
-        if (half == 0 && !kReadsEarly) promote_all();
-        if (half == 0) {
-          // The slot is read before its products are made, so that others may fill it early.
-          load_x(place.x, 1, true);
-          release(stage.slot);
-          feed();
-          stage.advance(args.stages);
-          if (kReadsEarly && more) read(place.weight);
-        } else {
-          if (!kReadsEarly && more) read(place.weight);
-          load_x(place.x, 0, more);
-        }
-        if (half == 1 || kReadsEarly) promote_all();
-      }
+      ring.multiply_stage(sum, place, k_tile + 1 < k_tiles, scheduler.again);
     }
     if (k_tiles > kChunkTiles) restore_sums(args, sum);
     swap_sums(shared.tiles, sum);
@@ -525,8 +365,9 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
     float unscale[2];
 #pragma unroll
     for (int eight = 0; eight < 2; ++eight) {
-      unscale[eight] = Scale::unscale_of(weight.scale[0][eight]);
-      if (MmaWarp::self().half == 1) unscale[eight] = Scale::unscale_of(weight.scale[1][eight]);
+      unscale[eight] = Scale::unscale_of(ring.weight.scale[0][eight]);
+      if (MmaWarp::self().half == 1)
+        unscale[eight] = Scale::unscale_of(ring.weight.scale[1][eight]);
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
