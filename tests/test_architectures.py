@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from plan_cases import DENSE, GPU, LIBRARY, SPLIT, decide, linear_tensors, scaled_norm, swish
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+import fx_fuser
+from fx_fuser import backend
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM
 from fx_fuser.errors import OptionError
@@ -54,21 +55,35 @@ def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
 # ---- the plan ------------------------------------------------------------------------------------
 
 
+def gated_product(x, weight, a):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(x @ weight) * a
+
+
+def gated_batch(x, weight, a):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(torch.bmm(x, weight)) * a
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.sigmoid(x @ weight) * 2.0
+
+
 @pytest.mark.parametrize("capability", [*OTHERS, (9, 0)])
-@pytest.mark.parametrize(
-    "f, weight", [(F.linear, (8, 16)), (torch.matmul, (16, 8)), (torch.bmm, (3, 16, 8))]
-)
+@pytest.mark.parametrize("f, lead", [(swish, ()), (gate, ()), (gate, (3,))])
 def test_fp32_gemms_are_candidates(
     match_of: Any,
     on_gpu: Any,
     become: Become,
+    monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     f: Callable[..., Tensor],
-    weight: tuple[int, ...],
+    lead: tuple[int, ...],
 ) -> None:
-    x = torch.randn(*weight[:-2], 4, 16)
-    with_tail = lambda x, w: (z := f(x, w)) * torch.sigmoid(z) * 2.0  # noqa: E731
-    match = match_of(with_tail, x, torch.randn(weight))
+    """Of linear, matmul and bmm: taken where they are faster."""
+    if f is gate:
+        monkeypatch.setattr(backend, "_registry", [])
+        fx_fuser.register_pattern(gated_batch if lead else gated_product)
+    weight = (8, 16) if f is swish else (16, 8)
+    match = match_of(f, torch.randn(*lead, 4, 16), torch.randn(*lead, *weight))
     become(capability)
     assert candidates(match) == [LIBRARY, SPLIT]
     decision = decide(match, strict=True)
