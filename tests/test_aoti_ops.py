@@ -90,7 +90,7 @@ def test_a_tensor_without_dimensions_has_a_kernel_of_its_own(machine: dict[str, 
 
 def test_a_kernel_of_another_gpu_is_left_for_the_library(machine: dict[str, Any]) -> None:
     machine["runs"] = False
-    kernel("split")
+    kernel("dense")
     assert machine["loaded"] == [["pointwise/pointwise.cuh"]]
 
 
