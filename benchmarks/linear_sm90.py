@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +41,7 @@ from benchmarks.sm90 import (
 )
 from fx_fuser import build
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT, Family, KernelSpec
 
 First = Literal["", "x", "weight"]  # the operand that is split first
 
@@ -74,7 +74,14 @@ OPERANDS = Example(
     scalars=1,
 )
 HALF_OUT = Example(_example("Identity", 0, out=torch.float16), lambda z, t, s: z, out=torch.float16)
-EXAMPLES = (IDENTITY, SWISH, RESIDUAL, OPERANDS, HALF_OUT)
+EXAMPLES: tuple[Example, ...] = (IDENTITY, SWISH, RESIDUAL, OPERANDS, HALF_OUT)
+
+
+def choose_family(family: Family) -> None:
+    """From here on all examples are kernels of this family: LINEAR_SPLIT, LINEAR_SPLIT_MMA."""
+    global IDENTITY, SWISH, RESIDUAL, OPERANDS, HALF_OUT, EXAMPLES
+    made = [replace(e, spec=replace(e.spec, family=family)) for e in EXAMPLES]
+    IDENTITY, SWISH, RESIDUAL, OPERANDS, HALF_OUT = EXAMPLES = tuple(made)
 
 
 def run(

@@ -16,7 +16,13 @@ from toolchains import ARCH, SPILLING, needs_compilers
 from fx_fuser import build
 from fx_fuser.errors import BuildError
 from fx_fuser.native import binaries, launch, load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, MAX_NUMBERS, MAX_TENSORS, POINTWISE
+from fx_fuser.native.kernel_spec import (
+    LINEAR_DENSE,
+    LINEAR_SPLIT,
+    MAX_NUMBERS,
+    MAX_TENSORS,
+    POINTWISE,
+)
 
 # ---- refusals ------------------------------------------------------------------------------------
 
@@ -85,7 +91,7 @@ def test_a_spec_is_its_text_and_its_name():
 def test_a_family_says_where_it_runs(monkeypatch):
     f32 = torch.float32
     everywhere, hopper = (
-        build.example(f, "Swish", 1, f32, f32, f32) for f in (POINTWISE, LINEAR_SPLIT)
+        build.example(f, "Swish", 1, f32, f32, f32) for f in (LINEAR_SPLIT, LINEAR_DENSE)
     )
     for capability, runs in (((9, 0), True), ((10, 0), False), ((8, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
@@ -159,7 +165,7 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
 
 
 def test_a_kernel_of_another_architecture_is_not_built(loader, fake):
-    split = build.example(LINEAR_SPLIT, "Swish", 1, torch.float32, torch.float32, torch.float32)
+    split = build.example(LINEAR_DENSE, "Swish", 1, torch.float32, torch.float32, torch.float32)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
         load.prepare([split], "cuda:0")
     assert load._kernels == {(split.name, 0): load.NO_KERNEL}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folded_nets import FORCED, check, net, random_norm, relative
-from plan_cases import decide
+from plan_cases import CONV, decide
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -24,7 +24,7 @@ from fx_fuser.graph.match import Refusal
 from fx_fuser.ops import folded
 from fx_fuser.options import Options
 from fx_fuser.passes import folding
-from fx_fuser.planning import layout
+from fx_fuser.planning import layout, rehearse
 from fx_fuser.planning.plan import Plan
 
 _ops = torch.ops.fx_fuser
@@ -309,3 +309,37 @@ def test_a_contiguous_net_is_taken_where_inductor_converts_it(match_of: Any, on_
     assert isinstance(decision, Plan) and decision.choices["product"] == "folded"
     assert isinstance(left, Refusal)
     assert not layout.is_channels_last(match.view, match.site, Options(inner="aot_eager"))
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, taken", [(0, 0, True), (1e-3, 1e-3, True), (0, 1e-3, False)]
+)
+def test_tf32_only_where_the_library_takes_it(
+    theirs: float, ours: float, taken: bool, match_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """theirs, ours: errors put into the library's and the folded result."""
+    x, weight, mean, var = (t.float() for t in _images())
+    with torch.no_grad():
+        match = match_of(_relu, x, weight, mean, var, options={"cpu_ops": True})
+    forward, made = rehearse._Rehearsal.forward, rehearse._Rehearsal.folded
+    error = torch.randn(2, 8, 6, 6)
+
+    def in_tf32(self: Any, choices: Any, operands: Any) -> Callable[[], Any]:
+        run = forward(self, choices, operands)
+        return lambda: (run()[0] * (1 + theirs * error * choices["tf32"]),)
+
+    def folded_in_tf32(self: Any, library: Any, operands: Any) -> Callable[[], Any]:
+        run = made(self, library, operands)
+        return lambda: (run()[0] * (1 + ours * error),)
+
+    monkeypatch.setattr(rehearse._Rehearsal, "forward", in_tf32)
+    monkeypatch.setattr(rehearse._Rehearsal, "folded", folded_in_tf32)
+    rival = {**CONV, "tf32": True}
+    tensors = rehearse.tensors_of(match)
+    assert tensors is not None
+    fused = [{**CONV, "product": "folded"}]
+    if taken:
+        assert len(rehearse.in_layout(match, rival, fused, tensors, True)) == 2
+    else:
+        with pytest.raises(rehearse.InexactError, match="folded takes TF32"):
+            rehearse.in_layout(match, rival, fused, tensors, True)

@@ -28,8 +28,8 @@ from fx_fuser.options import Options
 Multiply = Callable[[Tensor, Tensor], Tensor]  # a bᵀ
 SPLIT = "split"
 DENSE = "dense"
-# The backends on CUDA beside the library. "split": an fp32 gemm as three gemms of fp16 halves;
-# "dense": one gemm in the operands' 16-bit dtype, or of fp32 in TF32.
+# The backends on CUDA beside the library. "split": an fp32 gemm as three gemms of fp16 halves, on
+# every GPU; "dense": one gemm in the operands' 16-bit dtype, or of fp32 in TF32, on Hopper.
 FAMILIES = {SPLIT: LINEAR_SPLIT, DENSE: LINEAR_DENSE}
 SPLIT_GEMM = kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, LINEAR_SPLIT)
 # fp32 gemms of operands that were cast up from this 16-bit dtype: both operands, or one of them.

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from dataclasses import dataclass, field
 
 import torch
+
+from fx_fuser.errors import OptionError
 
 CUDA_TYPES = {
     torch.float32: "float",
@@ -48,9 +51,28 @@ class Family:
 
 
 POINTWISE = Family("pointwise/pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointwise")
-LINEAR_SPLIT = Family(
-    "linear/linear_split_sm90.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split", "sm_90a"
+# The split product by mma.sync, which every GPU has.
+LINEAR_SPLIT_MMA = Family(
+    "linear/linear_split_mma.cuh", "FX_FUSER_LINEAR_SPLIT_MMA", "load_linear_split_mma"
 )
+# By wgmma on Hopper, elsewhere the same kernels as LINEAR_SPLIT_MMA's.
+LINEAR_SPLIT_BEST = Family("linear/linear_split.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split")
+
+
+def split_family(asked: str | None) -> Family:
+    """The split product's main loop; asked: what FX_FUSER_SPLIT_LOOP says, "mma" on Hopper too.
+
+    Raises:
+        OptionError: it says anything else.
+    """
+    if not asked:
+        return LINEAR_SPLIT_BEST
+    if asked != "mma":
+        raise OptionError(f"FX_FUSER_SPLIT_LOOP is {asked!r}; give 'mma', or leave it unset")
+    return LINEAR_SPLIT_MMA
+
+
+LINEAR_SPLIT = split_family(os.environ.get("FX_FUSER_SPLIT_LOOP"))
 LINEAR_DENSE = Family("linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
 LINEAR_EXACT = Family(
     "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"

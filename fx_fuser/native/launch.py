@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fx_fuser.native import limits, load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT_BEST, LINEAR_SPLIT_MMA, KernelSpec
 
 _ops = torch.ops.fx_fuser_native
 
@@ -45,7 +45,8 @@ def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """
     for spec in specs:
         handle = load.loaded(spec, device)
-        if spec.family == LINEAR_SPLIT and handle != load.NO_KERNEL:
+        is_split = spec.family in (LINEAR_SPLIT_BEST, LINEAR_SPLIT_MMA)
+        if is_split and handle != load.NO_KERNEL:
             _ops.reset_linear_split.default(handle)
 
 

@@ -126,7 +126,7 @@ class Products(CustomGraphPass):
         if device.type != "cuda":
             return tuple(factors) if self.on_cpu else None  # type: ignore[return-value]
         a, b = forms
-        if not load.runs_on(SPLIT_GEMM, device) or is_small(a.size, b.size):  # type: ignore[union-attr]
+        if not load.runs_on(SPLIT_GEMM, device) or is_small(a.size, b.size, device):  # type: ignore[union-attr]
             return None
         return tuple(factors)  # type: ignore[return-value]
 

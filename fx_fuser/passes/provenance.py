@@ -39,7 +39,7 @@ from fx_fuser.anchors.linear import (
 from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.graph.sites import CONVOLUTIONS, GEMMS, Site
 from fx_fuser.graph.source import called_name
-from fx_fuser.native import launch
+from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import products
@@ -356,8 +356,10 @@ def _recipes(left: _Source | None, right: _Source | None) -> Iterator[_Recipe]:
     """The likely fastest first; the last one reads the casts' fp32 results."""
     dtypes = [None if source is None else source.value.dtype for source in (left, right)]
     if right is not None and dtypes[0] == dtypes[1] and right.value.ndim == 2:
-        exact = torch.ops.fx_fuser.exact_product.default
-        yield _Recipe(exact, EXACT_GEMMS[right.value.dtype], (True, True), dense=True)
+        spec, device = EXACT_GEMMS[right.value.dtype], right.value.device
+        if device.type != "cuda" or load.runs_on(spec, device):
+            exact = torch.ops.fx_fuser.exact_product.default
+            yield _Recipe(exact, spec, (True, True), dense=True)
     for dtype, reads in zip(dtypes, ((True, False), (False, True))):
         if dtype is not None:
             yield _Recipe(SPLIT_PRODUCT, MIXED_GEMMS[dtype], reads, dense=False)

@@ -86,6 +86,9 @@ def _compare_in_layout(
     rehearsals = functools.partial(rehearse.in_layout, match, rival, fused, tensors, is_last)
     try:
         found = timing.medians(key, rehearsals, device_of(match))
+    except rehearse.InexactError as error:
+        rest = [choices for choices in fused if choices != error.choices]
+        return _compare_in_layout(match, library, rest, options) if rest else (None, str(error))
     except rehearse.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return None, str(error)

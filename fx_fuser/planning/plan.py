@@ -114,7 +114,7 @@ def no_gain(match: Match, options: Options) -> str:
     if best["product"] == SPLIT and options.plan == "measure":
         x = rehearse.form_of(match.site.operands["x"])  # type: ignore[arg-type]
         c = rehearse.form_of(match.site.nodes[0])
-        small = x is not None and c is not None and is_small(x.size, c.size)
+        small = x is not None and c is not None and is_small(x.size, c.size, device_of(match))
         return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
     if best["product"] in (SPLIT, DEPTHWISE, STEM, DIRECT, FOLDED):
         return ""
@@ -124,17 +124,17 @@ def no_gain(match: Match, options: Options) -> str:
     if dtype != torch.float32 or best["product"] == DENSE:
         precision = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
         return f"in {precision} the library's gemm is as fast"
-    return "fx_fuser's fp32 gemms need compute capability 9.0, and a result that is row-major"
+    return "fx_fuser's fp32 gemms need a result that is row-major"
 
 
-def is_small(x: Sequence[int], c: Sequence[int]) -> bool:
+def is_small(x: Sequence[int], c: Sequence[int], device: torch.device) -> bool:
     """Does an fp32 gemm of these sizes, x [*, K] to c [*, N], take the library some 10 us at most?
 
     The split kernel needs as much to begin.
     """
     rows, k, n = math.prod(x[:-1]), x[-1], c[-1]
     operations, elements = 2 * rows * n * k, rows * k + rows * n + n * k
-    rates = limits.H200
+    rates = limits.of(device)
     return max(operations / rates.fp32, 4 * elements / rates.copy) < 10e-6
 
 

@@ -162,14 +162,18 @@ def in_layout(
     channels_last: bool,
 ) -> list[Candidate]:
     """The library's convolution and a pointwise kernel, which stand for the inner compiler's code;
-    then each of the candidates. Weights are folded ahead."""
+    then each of the candidates. Weights are folded ahead.
+
+    Raises InexactError for the first candidate that is less exact than the library.
+    """
     run = _Rehearsal(match, tensors)
     operands = list(run.operands)
     if channels_last:
         run.t = [_channels_last(t) for t in run.t]
         operands = [_channels_last(v) for v in run.operands]
     apart = run.forward(rival, operands)
-    in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()
+    far = _FAR_IN_TF32 if run.c.dtype == torch.float32 and conv_tf32_allowed() else None
+    exact = run.forward({**rival, "tf32": False}, operands)
     timed = [Candidate(apart)]
     for choices in fused:
         made: Callable[[], tuple[Tensor, ...]]
@@ -177,7 +181,9 @@ def in_layout(
             made = run.folded(rival, operands)
         else:
             made = run.forward(choices, operands)
-        compare([apart, made], [choices], run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+        compare([apart, made], [choices], run.c.dtype, far)
+        if far is not None and not _is_as_exact(exact()[0], apart()[0], made()[0]):
+            raise InexactError(choices)
         timed.append(Candidate(made, made))
     return timed
 
@@ -235,6 +241,14 @@ def tail(
     return [Candidate(alone), Candidate(apart), Candidate(fused)]
 
 
+class InexactError(RuntimeError):
+    """A candidate takes TF32 where the library does not."""
+
+    def __init__(self, choices: Mapping[str, Any]) -> None:
+        super().__init__(f"{choices['product']} takes TF32, which the library does not take here")
+        self.choices = choices
+
+
 class DisagreementError(RuntimeError):
     """A fused kernel is further from the library's result than rounding explains."""
 
@@ -243,6 +257,7 @@ class DisagreementError(RuntimeError):
 # of a wrong index or a lost tile.
 _FAR = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-5}
 _FAR_IN_TF32 = 1e-2
+_NEAR = 1e-6  # of two fp32 results
 _COMPARED = 2**22  # elements at most, in evenly spaced rows
 
 
@@ -258,16 +273,31 @@ def compare(
     if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
     for library, fused in zip(runs[0](), runs[-1]()):
-        step = 1 + library.numel() // _COMPARED
-        exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, fused))
-        usual = exact.isfinite()  # an epilogue may take a logarithm
-        exact, found = (torch.where(usual, v.double(), 0.0) for v in (exact, found))
-        size, distance = (torch.linalg.vector_norm(v).item() for v in (exact, found - exact))
-        if not distance <= far * size:
+        found, size = _distance(library, fused)
+        if not found <= far * size:
             raise DisagreementError(
                 f"the {candidates[-1]['product']} kernel's {list(library.shape)} in {dtype} is "
-                f"{distance / max(size, 1e-30):.1g} from the library's"
+                f"{found / max(size, 1e-30):.1g} from the library's"
             )
+
+
+def _distance(library: Tensor, fused: Tensor) -> tuple[float, float]:
+    """How far the two are from each other, and how far the first one is from 0."""
+    step = 1 + library.numel() // _COMPARED
+    exact, found = (v.flatten(0, -2)[::step] if v.ndim > 1 else v for v in (library, fused))
+    usual = exact.isfinite()  # an epilogue may take a logarithm
+    exact, found = (torch.where(usual, v.double(), 0.0) for v in (exact, found))
+    size, distance = (torch.linalg.vector_norm(v).item() for v in (exact, found - exact))
+    return distance, size
+
+
+def _is_as_exact(exact: Tensor, library: Tensor, fused: Tensor) -> bool:
+    """Is the fused result at most twice as far from the fp32 one as the library's?
+
+    torch's setting lets the library take TF32. Whether it does so here, its result says.
+    """
+    theirs, size = _distance(exact, library)
+    return _distance(exact, fused)[0] <= 2 * max(theirs, _NEAR * size)
 
 
 class _Rehearsal:

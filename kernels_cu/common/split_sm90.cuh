@@ -32,6 +32,10 @@ struct Scale {
     return {__uint_as_float((254u << 23) + shift - exponent), __uint_as_float(exponent - shift)};
   }
 
+  static __device__ __forceinline__ float unscale_of(float scale) {
+    return __uint_as_float((254u << 23) - __float_as_uint(scale));
+  }
+
   // Of a row whose scale this undoes: a power of two that has the same scale as its largest.
   static __device__ __forceinline__ float largest_of(float unscale) { return unscale * 0x1p14f; }
 };

@@ -67,12 +67,17 @@ class OnDevice {
   Context before_ = nullptr;
 };
 
-int multiprocessors_of(int device) {
-  int count = 0;
-  check(driver().DeviceGetAttribute(&count, kDeviceMultiprocessors, driver_device(device)),
+int attribute_of(int device, int attribute) {
+  int value = 0;
+  check(driver().DeviceGetAttribute(&value, attribute, driver_device(device)),
         "cuDeviceGetAttribute");
-  return count;
+  return value;
 }
+
+int multiprocessors_of(int device) { return attribute_of(device, kDeviceMultiprocessors); }
+
+// Has the GPU clusters of blocks, and launches ahead of the end of the kernel before?
+bool has_clusters(int device) { return attribute_of(device, kDeviceMajor) >= 9; }
 
 Stream current_stream(int device) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,

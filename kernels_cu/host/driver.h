@@ -22,8 +22,10 @@ using LibraryKernel = struct LibraryKernelOfDriver*;
 using Kernel = struct KernelOfDriver*;  // of one context
 using Stream = struct StreamOfDriver*;
 
-constexpr int kDeviceMultiprocessors = 16;   // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-constexpr int kKernelMaxDynamicShared = 8;   // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kDeviceMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kDeviceMajor = 75;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+constexpr int kDeviceMaxShared = 97;        // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kKernelMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr unsigned kHostMemoryPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 constexpr unsigned kHostMemoryMapped = 2;    // CU_MEMHOSTALLOC_DEVICEMAP
 constexpr unsigned kLaunchCluster = 4;       // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

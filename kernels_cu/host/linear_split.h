@@ -24,7 +24,25 @@
 namespace fx_fuser {
 namespace {
 
+// How the product's kernels are launched.
+struct SplitLoop {
+  int threads;
+  int shared_bytes;
+  int stages;     // that mma.sync's loop is told of; 0: wgmma, with tensor maps
+  bool clusters;  // has_clusters
+
+  static SplitLoop hopper() { return {kLinearThreads, kLinearSharedBytes, 0, true}; }
+
+  static SplitLoop mma(int device) {
+    const int stages = mma_stages(attribute_of(device, kDeviceMaxShared));
+    STD_TORCH_CHECK(stages >= kMmaLeastStages, "fx_fuser: cuda:", device,
+                    " has too little shared memory for the split product");
+    return {kMmaThreads, mma_shared_bytes(stages), stages, has_clusters(device)};
+  }
+};
+
 struct LinearSplitKernels {
+  SplitLoop loop;
   Kernel split_rows;
   Kernel split_columns;
   std::array<Kernel, 2> product;  // of a weight as it is, of an N-major one
@@ -40,21 +58,21 @@ struct LinearSplitKernels {
   std::unique_ptr<Fallback> guesses;    // to scales that are found ahead
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
-int64_t load_linear_split(const std::string& name, const std::string& cubin,
-                          const std::vector<std::string>& signature, int64_t device) {
+int64_t load_split(const std::string& name, const std::string& cubin,
+                   const std::vector<std::string>& signature, int64_t device, bool mma) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
                   "Out and the type of the operand that is split first");
   const OnDevice on_device(static_cast<int>(device));
   Library library = load_library(cubin);
   auto kernels = std::make_unique<LinearSplitKernels>();
+  kernels->loop = mma ? SplitLoop::mma(static_cast<int>(device)) : SplitLoop::hopper();
   kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
   kernels->split_columns = get_kernel(library, "fx_fuser_linear_split_columns");
   kernels->sum = get_kernel(library, "fx_fuser_linear_split_sum");
   kernels->copy_rows = get_kernel(library, "fx_fuser_copy_rows");
   const auto product = [&](const char* name) {
-    return get_kernel(library, name, kLinearSharedBytes);
+    return get_kernel(library, name, kernels->loop.shared_bytes);
   };
   kernels->product = {product("fx_fuser_linear_split"), product("fx_fuser_linear_split_n_major")};
   kernels->chunk = {product("fx_fuser_linear_split_chunk"),
@@ -70,6 +88,20 @@ int64_t load_linear_split(const std::string& name, const std::string& cubin,
   }
   registry<LinearSplitKernels>().add(name, static_cast<int>(device), kernels.get());
   return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// Of linear/linear_split.cuh, whose loop is wgmma's where the GPU has it. `signature` is what
+// stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
+int64_t load_linear_split(const std::string& name, const std::string& cubin,
+                          const std::vector<std::string>& signature, int64_t device) {
+  const bool has_wgmma = attribute_of(static_cast<int>(device), kDeviceMajor) == 9;
+  return load_split(name, cubin, signature, device, /*mma=*/!has_wgmma);
+}
+
+// The same of FX_FUSER_LINEAR_SPLIT_MMA, on every GPU.
+int64_t load_linear_split_mma(const std::string& name, const std::string& cubin,
+                              const std::vector<std::string>& signature, int64_t device) {
+  return load_split(name, cubin, signature, device, /*mma=*/true);
 }
 
 // The stride between rows of a tensor seen as [rows, columns], whose leading dimensions broadcast
@@ -201,13 +233,18 @@ float least_sum(const SplitPlan& plan) { return kLeastSum * std::sqrt(static_cas
 // The product of `first`, which is split, and `second`, whose values TMA takes.
 LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand& second,
                                    const SplitSizes& sizes, const SplitPlan& plan,
-                                   const Planes& planes, const SplitWorkspace& work,
-                                   int64_t parts) {
+                                   const Planes& planes, const SplitWorkspace& work, int64_t parts,
+                                   int stages) {
   LinearSplitArgs args{};
   args.planes = planes;
-  args.weight_map = second.map();
   const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
-  args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches, parts);
+  if (stages == 0) {
+    args.weight_map = second.map();
+    args.x_map = split_map(work.split, padded_k, first.rows, plan.chunks * sizes.batches, parts);
+  }
+  args.split = work.split;
+  args.padded_k = static_cast<int32_t>(padded_k);
+  args.stages = stages;
   args.x_factors = work.factors;
   args.weight_factors = work.other_factors;
   args.spilled = work.spilled;
@@ -270,13 +307,13 @@ struct SplitLaunch {
       args.factors = factors;
       args.least_sum = least_sum(plan);
       launch_split(kernels.split_rows, kernels.split_columns, args, planes, multiprocessors(),
-                   stream);
+                   kernels.loop.clusters, stream);
     };
     if (wish.exact) split(part.second, nullptr, work.other_factors);
     split(part.first, work.split, work.factors);
 
-    LinearSplitArgs args =
-        split_product_args(part.first, part.second, sizes, plan, of_product, work, parts);
+    LinearSplitArgs args = split_product_args(part.first, part.second, sizes, plan, of_product,
+                                              work, parts, kernels.loop.stages);
     args.result = whole ? part.result : partial_result(work.partial, part.rows, sizes.n);
     args.was_strained = kernels.precision->flag(call.sizes.all());
     args.bearable = call.bearable();
@@ -284,10 +321,10 @@ struct SplitLaunch {
     args.transposed = part.weight_first;
     args.pairs = !whole || stores_pairs;
     LaunchOptions overlapped;
-    overlapped.shared_bytes = kLinearSharedBytes;
-    overlapped.dependent = true;
+    overlapped.shared_bytes = kernels.loop.shared_bytes;
+    overlapped.dependent = kernels.loop.clusters;
     launch((whole ? kernels.product : kernels.chunk)[part.second.transposed()], blocks,
-           kLinearThreads, stream, args, overlapped);
+           kernels.loop.threads, stream, args, overlapped);
     if (!whole) sum(part, plan, work, pitch);
   }
 
@@ -312,7 +349,7 @@ struct SplitLaunch {
                              static_cast<int32_t>(pitch),
                              static_cast<int32_t>(plan.chunks)};
     LaunchOptions overlapped;
-    overlapped.dependent = true;
+    overlapped.dependent = kernels.loop.clusters;
     launch(kernels.sum, ceil_div(count, kSumThreads), kSumThreads, stream, args, overlapped);
   }
 };

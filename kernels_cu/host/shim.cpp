@@ -28,6 +28,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("load_batch_stats(str cubin, int device) -> int");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
   m.def("load_linear_split(str name, str cubin, str[] signature, int device) -> int");
+  m.def("load_linear_split_mma(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
@@ -82,6 +83,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
   m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
+  m.impl("load_linear_split_mma", TORCH_BOX(&load_linear_split_mma));
   m.impl("linear_split", TORCH_BOX(&linear_split));
   m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
   m.impl("reset_linear_split", TORCH_BOX(&reset_linear_split));

@@ -187,7 +187,7 @@ TensorMap split_map(const void* split, int64_t padded_k, int64_t rows, int64_t p
 }
 
 void launch_split(Kernel split_rows, Kernel split_columns, SplitArgs args, int64_t planes,
-                  int64_t multiprocessors, Stream stream) {
+                  int64_t multiprocessors, bool clusters, Stream stream) {
   const bool columns = args.x_stride_k != 1 && args.x_stride_m == 1 && args.rows > 1;
   const int64_t units = columns ? ceil_div(args.rows, kSplitStrip) : args.rows;
   args.units = make_divisor(static_cast<uint32_t>(units));
@@ -198,9 +198,11 @@ void launch_split(Kernel split_rows, Kernel split_columns, SplitArgs args, int64
     return;
   }
   LaunchOptions in_cluster;
-  in_cluster.cluster =
-      columns ? strip_cluster(units * planes, args.padded_k / kSplitDepth, multiprocessors)
-              : split_cluster(args.planes.k);
+  if (clusters) {
+    in_cluster.cluster =
+        columns ? strip_cluster(units * planes, args.padded_k / kSplitDepth, multiprocessors)
+                : split_cluster(args.planes.k);
+  }
   launch(columns ? split_columns : split_rows, units * planes * in_cluster.cluster,
          columns ? kSplitThreads : split_threads(args.planes.k), stream, args, in_cluster);
 }

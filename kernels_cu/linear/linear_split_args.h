@@ -1,5 +1,5 @@
 // What the host tells the split-product linear kernels. The shim fills it, linear_split_sm90.cuh
-// reads it.
+// and linear_split_mma.cuh read it.
 #pragma once
 
 #include <cstdint>
@@ -134,9 +134,28 @@ constexpr int kLinearStageBytes =
     kLinearTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
 constexpr int kLinearEpilogueBytes =
     8 * ((32 * 20 + 3 * 128) * 4 + (2 + kMaxInputs) * 8);  // an Exchange a warp
-constexpr int kLinearSharedBytes = kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) +
-                                   kLinearEpilogueBytes + 8 /*began*/ +
-                                   16 /*when to do what again*/ + 8 /*to whole vectors*/;
+constexpr int kLinearTilesBytes =
+    kLinearEpilogueBytes + 8 /*began*/ + 16 /*when to do what again*/ + 8 /*to whole vectors*/;
+constexpr int kLinearSharedBytes =
+    kLinearStages * (kLinearStageBytes + 4 * 8 /*barriers*/) + kLinearTilesBytes;
+
+// The same by mma.sync, of any architecture (linear_split_mma.cuh). A stage is 32 of k, and their
+// number what shared memory holds.
+constexpr int kMmaThreads = kLinearConsumerThreads;
+constexpr int kMmaTileK = 32;
+constexpr int kMmaLeastStages = 2;
+constexpr int kMmaMostStages = 6;
+constexpr int kMmaStageBytes =
+    kMmaTileK * (kLinearTileN * 4 /*fp32*/ + kLinearTileM * 2 * 2 /*hi, lo fp16*/);
+constexpr int kMmaBesideStages = kLinearTilesBytes + kMmaMostStages * 2 * 8 /*barriers*/;
+
+// Of the shared memory that a block may have; too few where it is less than any GPU's from sm_80
+// on.
+constexpr int mma_stages(int shared_bytes) {
+  const int stages = (shared_bytes - kMmaBesideStages) / kMmaStageBytes;
+  return stages < kMmaMostStages ? stages : kMmaMostStages;
+}
+constexpr int mma_shared_bytes(int stages) { return kMmaBesideStages + stages * kMmaStageBytes; }
 
 // Element [m, n] is data[m * stride_m + n * stride_n].
 struct LinearOperand {
@@ -184,6 +203,11 @@ struct LinearResult {
 struct LinearSplitArgs {
   TensorMap weight_map;  // [outer, inner, n, k] fp32; an N-major one [outer, inner, k, n]
   TensorMap x_map;       // [plane, parts, m, padded k] fp16, as the split wrote it
+  // Instead of both, for mma.sync, which copies by itself: the split, and how many stages there
+  // are.
+  const void* split;
+  int32_t padded_k;
+  int32_t stages;
   const SplitRowFactors* x_factors;       // [plane, m]
   const SplitRowFactors* weight_factors;  // [plane, n], or null: the rows' scales are guessed
   void* spilled;     // [blocks, tile m * tile n] float where k > kLinearChunkK, else unused

@@ -6,7 +6,7 @@
 
 #include "common/convert.cuh"
 #include "common/epilogue_math.cuh"
-#include "common/ptx_sm90.cuh"
+#include "common/ptx.cuh"
 #include "linear/linear_split_args.h"
 
 namespace fx_fuser::linear_split {

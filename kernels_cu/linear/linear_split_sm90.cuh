@@ -45,9 +45,10 @@
 // compute. They take turns at the tensor core: while one's products run the other promotes and
 // splits.
 //
-// Beside this file: the pre-pass in linear_split_prepass_sm90.cuh, linear_split_tiles_sm90.cuh, the
-// main loop in linear_split_loop_sm90.cuh, linear_split_epilogue_sm90.cuh and
-// linear_split_store_sm90.cuh. What the sums become, and sum_chunks: linear_split_result.cuh.
+// Beside this file: the main loop in linear_split_loop_sm90.cuh. What it shares with the one of
+// linear_split_mma.cuh: the pre-pass in linear_split_prepass.cuh, linear_split_tiles.cuh,
+// linear_split_sums.cuh, linear_split_epilogue.cuh, linear_split_store.cuh, and what the sums
+// become, and sum_chunks, in linear_split_result.cuh.
 //
 // The generated translation unit is that of pointwise.cuh with another last line, where in[0] is z:
 //
@@ -55,33 +56,38 @@
 //                         /*operands*/ float...)
 #pragma once
 
-#include "common/copy_rows.cuh"
-#include "linear/linear_split_epilogue_sm90.cuh"
+#include "linear/linear_split_kernels.cuh"
 #include "linear/linear_split_loop_sm90.cuh"
-#include "linear/linear_split_prepass_sm90.cuh"
 
 namespace fx_fuser::linear_split {
 
+struct Hopper {
+  static constexpr int kWordsAhead = 20;  // see Store
+
+  template <bool kNMajor, class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
+  static __device__ __forceinline__ void run(const LinearSplitArgs& args);
+};
+
 template <bool kNMajor, class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
-__device__ __forceinline__ void run(const LinearSplitArgs& args) {
+__device__ __forceinline__ void Hopper::run(const LinearSplitArgs& args) {
   static_assert(std::is_same_v<Acc, float> && (std::is_same_v<X, float> || kIs16BitFloat<X>));
   // Declared aligned, so that the compiler knows the low bits of what becomes descriptors.
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
-  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  HopperShared& shared = *reinterpret_cast<HopperShared*>(dynamic_shared);
   if (ptx::shared_address(dynamic_shared) % 1024 != 0) __trap();
 
   if (threadIdx.x == 0) {
-    for (Barriers* barriers : {&shared.of_weight, &shared.of_x}) {
+    for (Barriers<kLinearStages>* barriers : {&shared.of_weight, &shared.of_x}) {
       for (int slot = 0; slot < kLinearStages; ++slot) {
         ptx::mbarrier_init(ptx::shared_address(&barriers->full[slot]), 1);
         ptx::mbarrier_init(ptx::shared_address(&barriers->empty[slot]),
                            kConsumers * kWarpgroup / 32);
       }
     }
-    ptx::mbarrier_init(ptx::shared_address(&shared.ordinary_tiles_done),
+    ptx::mbarrier_init(ptx::shared_address(&shared.tiles.ordinary_tiles_done),
                        kConsumers * kWarpgroup / 32);
-    shared.any_again = 0;
-    shared.began = clock64();
+    shared.tiles.any_again = 0;
+    shared.tiles.began = clock64();
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -99,64 +105,14 @@ __device__ __forceinline__ void run(const LinearSplitArgs& args) {
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_prerequisites();  // the scales of x's rows
-    TileEpilogue<X, Epilogue, kScalars, Out, In...> tile_epilogue{{args, shared}};
+    TileEpilogue<Hopper, X, Epilogue, kScalars, Out, In...> tile_epilogue{{args, shared.tiles}};
     consume<kNMajor, X>(args, shared, warpgroup, tile_epilogue);
   }
 }
 
-// The kernels around it, of the macro's arguments.
-template <class Epilogue, int kScalars, class Acc, class Out, class X, class... In>
-struct Around {
-  template <bool kNMajor>
-  static __device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
-    ptx::launch_dependents();
-    run<kNMajor, Partial, 0, float, float, X>(args);
-  }
-  static __device__ __forceinline__ void run_sum(const LinearSumArgs& args) {
-    sum_chunks<Epilogue, kScalars, Out, In...>(args);
-  }
-  static __device__ __forceinline__ void split_rows(const SplitArgs& args) {
-    fx_fuser::split_rows<X>(args);
-  }
-  static __device__ __forceinline__ void split_columns(const SplitArgs& args) {
-    fx_fuser::split_columns<X>(args);
-  }
-};
-
 }  // namespace fx_fuser::linear_split
 
 // FX_FUSER_LINEAR_SPLIT(Epilogue, scalars, Acc, Out, X, Operands...)
-#define FX_FUSER_LINEAR_SPLIT(...)                                                            \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
-      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {         \
-    fx_fuser::linear_split::run<false, __VA_ARGS__>(args);                                    \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
-      fx_fuser_linear_split_n_major(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
-    fx_fuser::linear_split::run<true, __VA_ARGS__>(args);                                     \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
-      fx_fuser_linear_split_chunk(const __grid_constant__ fx_fuser::LinearSplitArgs args) {   \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<false>(args);                      \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kLinearThreads, 1)                   \
-      fx_fuser_linear_split_chunk_n_major(                                                    \
-          const __grid_constant__ fx_fuser::LinearSplitArgs args) {                           \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::run_chunk<true>(args);                       \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSumThreads)                         \
-      fx_fuser_linear_split_sum(const __grid_constant__ fx_fuser::LinearSumArgs args) {       \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::run_sum(args);                               \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                       \
-      fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitArgs args) {          \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::split_rows(args);                            \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                       \
-      fx_fuser_linear_split_columns(const __grid_constant__ fx_fuser::SplitArgs args) {       \
-    fx_fuser::linear_split::Around<__VA_ARGS__>::split_columns(args);                         \
-  }                                                                                           \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kCopyThreads)                        \
-      fx_fuser_copy_rows(const __grid_constant__ fx_fuser::CopyRowsArgs args) {               \
-    fx_fuser::copy_rows(args);                                                                \
-  }
+#define FX_FUSER_LINEAR_SPLIT(...)                                                        \
+  FX_FUSER_LINEAR_SPLIT_KERNELS(fx_fuser::linear_split::Hopper, fx_fuser::kLinearThreads, \
+                                __VA_ARGS__)

@@ -1,16 +1,12 @@
-// Of the split product: shared memory, and which tile is whose.
+// Of the split product: what a block's warps share beside the ring, and which tile is whose.
 #pragma once
 
-#include "common/ptx_sm90.cuh"
+#include "common/ptx.cuh"
 #include "common/split_sm90.cuh"
 #include "linear/linear_split_args.h"
 
 namespace fx_fuser::linear_split {
 
-constexpr int kConsumers = 2;
-constexpr int kWarpgroup = 128;
-constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
 constexpr int kTileM = kLinearTileM;
 constexpr int kTileN = kLinearTileN;
 constexpr int kTileK = kLinearTileK;
@@ -20,34 +16,8 @@ constexpr int kBatchM = 32;                 // rows of x that the epilogue handl
 constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
 constexpr int kTransposedPitch = kBatchM + 8;  // the same of its pairs
 constexpr int kMostAgain = 8;                  // one tile of so many is worth exact scales
-static_assert(kLinearThreads == (kConsumers + 1) * kWarpgroup);
-// What a block is launched with is all that its warps can give and take: with more, they wait for
-// ever.
-constexpr int kLaunchRegisters = 64 * 1024 / kLinearThreads / 8 * 8;
-static_assert(kConsumerRegisters * kConsumers + kProducerRegisters <=
-              kLaunchRegisters * (kConsumers + 1));
 
 // ---- shared memory ------------------------------------------------------------------------------
-
-// 64 of k. Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
-struct WeightSlot {
-  union {
-    float box[kTileK / kLinearBox][kTileN][kLinearBox];      // [k][n][k]
-    float n_major[kTileN / kLinearBox][kTileK][kLinearBox];  // [n][k][n]
-  };
-};
-struct XSlot {
-  __half part[2 /*hi, lo*/][kTileM][kTileK];
-};
-static_assert(sizeof(WeightSlot) + sizeof(XSlot) == kLinearStageBytes);
-static_assert(sizeof(WeightSlot) % 1024 == 0 && sizeof(XSlot) % 1024 == 0);
-
-// Two rings: a slot of the weight is free once it is in registers, one of x once its products are
-// done, more than a turn later.
-struct Barriers {
-  uint64_t full[kLinearStages];
-  uint64_t empty[kLinearStages];
-};
 
 // Of any tile of a warp: has it results to be computed plainly? kImprecise: for what the split
 // loses.
@@ -65,33 +35,42 @@ struct Exchange {
   void* place[LinearResult::kFirstOperand + kMaxInputs];
 };
 
+// Of a block, beside its ring of stages.
 struct Shared {
-  WeightSlot weight[kLinearStages];
-  XSlot x[kLinearStages];
-  Exchange exchange[kConsumers * kWarpgroup / 32];
-  Barriers of_weight;
-  Barriers of_x;
+  Exchange exchange[kLinearConsumerThreads / 32];
   int64_t began;                 // the multiprocessor's clock at the kernel's start
   uint64_t ordinary_tiles_done;  // the consumers are through with the ordinary tiles, and any_again
                                  // is final
   uint32_t any_again;            // of this block's tiles
 };
-static_assert(sizeof(Shared) == kLinearSharedBytes);
+static_assert(sizeof(Shared) == kLinearTilesBytes);
+
+// A pair a slot of the ring.
+template <int kStages>
+struct Barriers {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+};
 
 // Where in a ring a reader or writer is.
 struct PipelineState {
   int slot = 0;
   uint32_t phase = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++slot == kLinearStages) {
+  __device__ __forceinline__ void advance(int stages) {
+    if (++slot == stages) {
       slot = 0;
       phase ^= 1;
     }
   }
+  __device__ __forceinline__ PipelineState before(int stages) const {
+    return slot > 0 ? PipelineState{slot - 1, phase} : PipelineState{stages - 1, phase ^ 1};
+  }
+  template <class Barriers>
   __device__ __forceinline__ void wait_until_full(Barriers& barriers) const {
     ptx::mbarrier_wait(ptx::shared_address(&barriers.full[slot]), phase);
   }
+  template <class Barriers>
   __device__ __forceinline__ void wait_until_empty(Barriers& barriers) const {
     ptx::mbarrier_wait(ptx::shared_address(&barriers.empty[slot]), phase ^ 1);
   }
@@ -121,6 +100,16 @@ __device__ __forceinline__ Tile tile_at(const LinearSplitArgs& args, int index) 
           static_cast<int>(plane), plane_at(args.planes, plane)};
 }
 
+// What all of a warp's lanes, or one thread alone, know to be the same.
+struct OfWarp {
+  __device__ __forceinline__ bool operator()(bool value) const {
+    return __any_sync(0xFFFFFFFF, value) != 0;
+  }
+};
+struct OfThread {
+  __device__ __forceinline__ bool operator()(bool value) const { return value; }
+};
+
 // A block's tiles, in the order in which all of its warps take them: every one, then once more
 // those where a consumer's warp saw that the scale of a row was guessed too large.
 struct TileScheduler {
@@ -129,8 +118,7 @@ struct TileScheduler {
   bool again = false;
   int index = static_cast<int>(blockIdx.x - gridDim.x);
 
-  // To the next tile; false where there is none. `uniform` says of a warp's lanes, which all ask
-  // the same, what they all know to be the same.
+  // To the next tile; false where there is none. uniform: OfWarp or OfThread.
   template <class Uniform>
   __device__ __forceinline__ bool next(const Uniform& uniform) {
     for (;;) {
@@ -156,5 +144,18 @@ struct TileScheduler {
     }
   }
 };
+
+// One thread of a block, after all tiles: were many of them done again?
+__device__ __forceinline__ void report_misled(const LinearSplitArgs& args, const Shared& shared) {
+  if (args.misled == nullptr || shared.any_again == 0) return;
+  int tiles = 0;
+  int again = 0;
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    ++tiles;
+    again += args.again[index] != 0;
+  }
+  // The kernel takes as long as its slowest block.
+  if (again * kMostAgain > tiles) *args.misled = static_cast<uint32_t>(again * kMostAgain / tiles);
+}
 
 }  // namespace fx_fuser::linear_split

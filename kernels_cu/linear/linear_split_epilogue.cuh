@@ -1,10 +1,10 @@
 // Of the split product: what a tile's epilogue needs, and what is not finite or unsure computed
-// again. How results are stored: linear_split_store_sm90.cuh.
+// again. How results are stored: linear_split_store.cuh.
 #pragma once
 
 #include <utility>
 
-#include "linear/linear_split_store_sm90.cuh"
+#include "linear/linear_split_store.cuh"
 
 namespace fx_fuser::linear_split {
 
@@ -37,9 +37,9 @@ __device__ __forceinline__ float plain_product(const LinearSplitArgs& args, cons
   return sum;
 }
 
-template <class X, class Epilogue, int kScalars, class Out, class... In>
-struct TileEpilogue : Store<Epilogue, kScalars, Out, In...> {
-  using Base = Store<Epilogue, kScalars, Out, In...>;
+template <class Loop, class X, class Epilogue, int kScalars, class Out, class... In>
+struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
+  using Base = Store<Loop, Epilogue, kScalars, Out, In...>;
   using Base::args;
   using Base::column_of;
   using Base::row_of;

@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "common/convert.cuh"
-#include "common/ptx_sm90.cuh"
+#include "common/ptx.cuh"
 #include "common/split_sm90.cuh"
 #include "linear/linear_split_args.h"
 

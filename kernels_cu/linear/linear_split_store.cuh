@@ -6,11 +6,11 @@
 
 #include "common/packed.cuh"
 #include "linear/linear_split_result.cuh"
-#include "linear/linear_split_tiles_sm90.cuh"
+#include "linear/linear_split_tiles.cuh"
 
 namespace fx_fuser::linear_split {
 
-template <class Epilogue, int kScalars, class Out, class... In>
+template <class Loop, class Epilogue, int kScalars, class Out, class... In>
 struct Store {
   using Operands = std::index_sequence_for<In...>;
   using Values = Inputs<Operands, In...>;
@@ -21,22 +21,24 @@ struct Store {
   // kDirect: stored from the accumulators' layout, in whole sectors: partial sums, and what has
   // neither operands nor scalars, such as a product alone, which backward passes need over few k.
   // kMostWords: registers that one vector of each operand may take; kWordsAhead: that those on
-  // their way may. What would spill is compiled again with fewer (fx_fuser/native/jobs.py).
+  // their way may, where the main loop has them to spare. What would spill is compiled again with
+  // fewer (fx_fuser/native/jobs.py).
 #ifdef FX_FUSER_FEW_REGISTERS
   static constexpr bool kDirect = kIsPartial;
   static constexpr int kMostWords = 8;
-  static constexpr int kWordsAhead = 12;
+  static constexpr int kWordsAhead = Loop::kWordsAhead - 8;
 #else
   static constexpr bool kDirect = kOperands == 0 && kScalars == 0;
   static constexpr int kMostWords = 16;
-  static constexpr int kWordsAhead = 20;
+  static constexpr int kWordsAhead = Loop::kWordsAhead;
 #endif
   static constexpr int kPlaces = LinearResult::kFirstOperand + kOperands;
   static constexpr int kBatches = kTileM / kBatchM;
   static constexpr int kElements = kBatchM * kWarpN / 32;  // of a lane in a batch
   static constexpr int kUnits = kElements / kLinearVector;
   static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
-  static constexpr int kAhead = kWords > kMostWords ? 1 : kWordsAhead / (kWords < 4 ? 4 : kWords);
+  static constexpr int kAhead =
+      kWords > kMostWords || kWords > kWordsAhead ? 1 : kWordsAhead / (kWords < 4 ? 4 : kWords);
   static constexpr int kElementsAhead = kOperands < 2 ? 4 : kOperands < 8 ? 2 : 1;
   static_assert(kUnits * kLinearVector == kElements && kBatches * kElements == 64);
   static_assert(kElements % kElementsAhead == 0);

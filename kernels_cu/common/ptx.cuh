@@ -1,0 +1,278 @@
+// One function an instruction that CUDA C++ has no name for, of every architecture from sm_80 on;
+// what Hopper alone has is in ptx_sm90.cuh. The sections cited are those of the PTX ISA manual.
+// Shared-memory addresses are 32-bit, as the instructions take them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fx_fuser::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarrier (9.7.13.15) -----------------------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#else  // asks for a place for the phase
+  asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(barrier)
+               : "memory");
+#endif
+}
+
+// Arrives once all that this thread has copied by copy_async is there; counted by mbarrier_init.
+__device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+#define FX_FUSER_TRY_WAIT "mbarrier.try_wait.parity.shared::cta.b64"  // lets the warp sleep
+#else
+#define FX_FUSER_TRY_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+// Returns once the phase of this parity is complete.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "again_%=:\n" FX_FUSER_TRY_WAIT
+      " complete, [%0], %1;\n"
+      "@!complete bra again_%=;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+#undef FX_FUSER_TRY_WAIT
+
+// ---- named barriers (9.7.13.1) ------------------------------------------------------------------
+
+template <int kThreads>
+__device__ __forceinline__ void barrier_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+template <int kThreads>
+__device__ __forceinline__ void barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// ---- clusters (9.7.13.3) ------------------------------------------------------------------------
+
+// Below sm_90 a block is a cluster by itself.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// A barrier of the cluster in two halves, which also orders shared-memory accesses of its blocks.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Stores to the same variable of another block of the cluster, which must have started.
+__device__ __forceinline__ void store_to_block(uint32_t address, uint32_t rank, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.f32 [remote], %2;\n"
+      "}\n" ::"r"(address),
+      "r"(rank), "f"(value)
+      : "memory");
+}
+#else
+__device__ __forceinline__ uint32_t cluster_rank() { return 0; }
+__device__ __forceinline__ uint32_t cluster_size() { return 1; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() { __syncthreads(); }
+__device__ __forceinline__ void store_to_block(uint32_t address, uint32_t /*rank*/, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+#endif
+
+// ---- dependent launches (9.7.13.13) -------------------------------------------------------------
+
+// Below sm_90 a kernel starts when the one before is complete.
+
+// The next kernel in the stream, if launched for it, may start once every block has said so.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns once the kernel before is complete and its writes are visible.
+__device__ __forceinline__ void wait_for_prerequisites() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- registers ----------------------------------------------------------------------------------
+
+// threadIdx.x where it is used: what follows from it is not kept in registers across a loop.
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// The value, of which the compiler knows nothing ahead of this.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The value of the warp's first lane, which ptxas then knows to be uniform. A descriptor that it
+// takes for per-lane goes to each wgmma through R2UR, which waits for the wgmma before to have read
+// the same uniform registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(0xFFFFFFFF, value, 0);
+}
+
+// Values are in these registers here: what follows cannot be computed before, nor what precedes be
+// put off.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(value[i])::"memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(value[i])::"memory");
+}
+
+// ---- copies and loads (9.7.9) -------------------------------------------------------------------
+
+// 4 or 8 bytes to shared memory, zeros where `reads` is false; arrived after copy_async_wait()
+// (9.7.9.25.3).
+template <class T>
+__device__ __forceinline__ void copy_async(uint32_t to, const T* from, bool reads) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(sizeof(T)),
+               "r"(reads ? static_cast<uint32_t>(sizeof(T)) : 0u)
+               : "memory");
+}
+
+// 16 bytes from memory that is as aligned, past the L1 cache.
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+               : "memory");
+}
+
+// The same of the first `bytes`, then zeros.
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+
+// For all of this thread's.
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Brings the line that has this address to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ float load_shared_word(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
+// Four 8 x 8 matrices of 16-bit elements, whose rows of 16 bytes begin where lanes 8i...8i + 7 say
+// for matrix i: of each, a lane gets row lane / 4, columns 2 (lane % 4) and the next. (9.7.14.5.15)
+__device__ __forceinline__ void load_matrices(uint32_t (&word)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same where all lanes say so, by no branch.
+__device__ __forceinline__ void load_matrices_if(bool reads, uint32_t (&word)[4], uint32_t row) {
+  asm volatile(
+      "{\n"
+      ".reg .pred reads;\n"
+      "setp.ne.b32 reads, %5, 0;\n"
+      "@reads ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3])
+      : "r"(row), "r"(static_cast<int>(reads))
+      : "memory");
+}
+
+// The same of each matrix transposed: column lane / 4, rows 2 (lane % 4) and the next.
+__device__ __forceinline__ void load_transposed(uint32_t (&word)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(row)
+               : "memory");
+}
+
+// ---- mma (9.7.14) -------------------------------------------------------------------------------
+
+// d[16 x 8] = a[16 x 16] * b[16 x 8] + c[16 x 8] of one warp, a and b of T: fp16 or bf16. With
+// g = lane / 4, l = lane % 4
+//   a[2s + r] holds row g + 8r, columns 8s + 2l and 8s + 2l + 1
+//   b[s] holds column g, rows 8s + 2l and 8s + 2l + 1
+//   c and d[2r + t] are row g + 8r, column 2l + t
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1, const float (&c)[4]) {
+#define FX_FUSER_MMA(type)                                                                  \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"            \
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), \
+        "f"(c[2]), "f"(c[3]))
+  if constexpr (std::is_same_v<T, __half>) {
+    FX_FUSER_MMA("f16");
+  } else {
+    FX_FUSER_MMA("bf16");
+  }
+#undef FX_FUSER_MMA
+}
+
+// d += a * b
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  mma_m16n8k16<T>(d, a, b0, b1, d);
+}
+
+}  // namespace fx_fuser::ptx

@@ -1,0 +1,10 @@
+// The split product by the main loop that the architecture has: wgmma's on Hopper, else mma.sync's.
+// The shim, which launches them, chooses alike (host/linear_split.h).
+#pragma once
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#include "linear/linear_split_sm90.cuh"
+#else
+#include "linear/linear_split_mma.cuh"
+#define FX_FUSER_LINEAR_SPLIT(...) FX_FUSER_LINEAR_SPLIT_MMA(__VA_ARGS__)
+#endif

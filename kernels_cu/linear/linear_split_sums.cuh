@@ -1,0 +1,246 @@
+// Of the split product: the weight's part of a product, split in registers, and what a warp asks of
+// its sums. Of every architecture.
+#pragma once
+
+#include "linear/linear_split_tiles.cuh"
+
+namespace fx_fuser::linear_split {
+
+// ---- the weight, from shared memory to the tensor core's operand --------------------------------
+
+// In shared memory kDepth of k lie as boxes of 32, [k][n][k], or [n][k][n] of an N-major weight.
+// Rows are 128 bytes, swizzled: the 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+//
+// A thread's part of a stage: rows g and g + 8 of 16, chunks 2c and 2c + 1 of each 32 of k. Chunk
+// 2c + j of box b is its part of the product over k positions 32b + 16j...32b + 16j + 15. Of an
+// N-major weight, what the product asks for in order: k 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16.
+template <bool kNMajor, int kDepth>
+struct RawWeight {
+  static constexpr int kBoxBytes = kTileN * kLinearBox * 4;  // of [n][k]
+
+  float4 chunk[kDepth / 16][2 /*row*/];
+
+  // Where a thread's loads begin in a slot; `row` is that of g in the tile.
+  static __device__ __forceinline__ uint32_t place_of(int row, int g, int c) {
+    if constexpr (kNMajor) {
+      const int column = row % kLinearBox;
+      return row / kLinearBox * (kDepth * kLinearBox * 4) + 2 * c * kLinearBox * 4 +
+             ((column / 4 ^ 2 * c) << 4) + column % 4 * 4;
+    } else {
+      return row * kLinearBox * 4 + ((2 * c ^ g) << 4);
+    }
+  }
+
+  // From a place to that of the row 16 further on, of a row below 16 in its 32.
+  static __device__ __forceinline__ uint32_t next_rows(uint32_t place) {
+    return kNMajor ? place ^ 16 * 4 : place + 16 * kLinearBox * 4;
+  }
+
+  // Free of bank conflicts: the eight lanes of one phase have eight different swizzled chunks; of a
+  // N-major weight the 32 lanes have the words of eight.
+  __device__ __forceinline__ void load(uint32_t address) {
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        if constexpr (kNMajor) {
+          // Row g + 8 is two chunks on, and an odd k swizzles to the neighbour.
+          const auto at = [&](int k) {
+            return ptx::load_shared_word((address ^ row << 5 ^ (k & 1) << 4) +
+                                         (step * 16 + k) * kLinearBox * 4);
+          };
+          chunk[step][row] = make_float4(at(0), at(1), at(8), at(9));
+        } else {
+          const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
+          chunk[step][row] =
+              ptx::load_shared(chunk_address + step / 2 * kBoxBytes + row * 8 * kLinearBox * 4);
+        }
+      }
+    }
+  }
+
+  // What this lane has of one of the two rows.
+  __device__ __forceinline__ float largest_in_row(int row) const {
+    float largest = largest_of(chunk[0][row]);
+#pragma unroll
+    for (int step = 1; step < kDepth / 16; ++step) {
+      largest = fmaxf(largest, largest_of(chunk[step][row]));
+    }
+    return largest;
+  }
+};
+
+// Of a row: the quad's lanes have a part each.
+__device__ __forceinline__ float largest_in_quad(float largest) {
+  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
+  return fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+}
+
+template <int kDepth>
+struct Fragments {
+  uint32_t hi[kDepth / 16][4];
+  uint32_t lo[kDepth / 16][4];
+
+  template <class Raw>
+  __device__ __forceinline__ void split_of(const Raw& raw, const float (&scale)[2]) {
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float4 v = raw.chunk[step][row];
+        const SplitPair front = split(v.x * scale[row], v.y * scale[row]);
+        const SplitPair back = split(v.z * scale[row], v.w * scale[row]);
+        hi[step][row] = front.hi;
+        hi[step][2 + row] = back.hi;
+        lo[step][row] = front.lo;
+        lo[step][2 + row] = back.lo;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step) {
+      ptx::pin(hi[step]);
+      ptx::pin(lo[step]);
+    }
+  }
+};
+
+// ---- a warp's sums ------------------------------------------------------------------------------
+
+// Sums of more than kLinearChunk of k are sums of such sums, each begun at zero: adding a thousand
+// terms to one fp32 would cost more than cuBLAS's own error. What is done waits in memory, as
+// [block][16][thread] float4.
+constexpr int kChunkTiles = kLinearChunkK / kTileK;
+
+__device__ __forceinline__ float4* spilled_sums(const LinearSplitArgs& args) {
+  return static_cast<float4*>(args.spilled) + blockIdx.x * (16 * kLinearConsumerThreads) +
+         threadIdx.x;
+}
+
+__device__ __forceinline__ void spill_sums(const LinearSplitArgs& args, float (&sum)[64],
+                                           bool first) {
+  float4* place = spilled_sums(args);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float4 before = make_float4(0, 0, 0, 0);
+    if (!first) before = place[i * kLinearConsumerThreads];
+    place[i * kLinearConsumerThreads] =
+        make_float4(before.x + sum[4 * i], before.y + sum[4 * i + 1], before.z + sum[4 * i + 2],
+                    before.w + sum[4 * i + 3]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[4 * i + e] = 0;
+  }
+}
+
+__device__ __forceinline__ void restore_sums(const LinearSplitArgs& args, float (&sum)[64]) {
+  const float4* place = spilled_sums(args);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float4 before = place[i * kLinearConsumerThreads];
+    sum[4 * i] += before.x;
+    sum[4 * i + 1] += before.y;
+    sum[4 * i + 2] += before.z;
+    sum[4 * i + 3] += before.w;
+  }
+}
+
+// The rows of x all of whose sums in this warp are small, but not all zero: bit 2i + t of a lane is
+// row 8i + 2 (lane % 4) + t. The sums are still scaled, so that of each element at most 2^-25 is
+// lost, and of a sum 2^-25.8 times the Euclidean norms of both rows, if errors are random: whatever
+// the data, `least` = kLeastSum sqrt(k) is where that can reach 3e-7 of 16 sums. The pre-pass knows
+// x's norm, and tile_epilogue.least_sum may be less. How far data of what kind is above it:
+// linear/NOTES.md.
+template <class TileEpilogue>
+__device__ __forceinline__ uint32_t imprecise_rows(const float (&sum)[64], float least,
+                                                   const TileEpilogue& tile_epilogue) {
+  float smallest = INFINITY;  // of the larger ones of a thread's two sums of a row
+#pragma unroll
+  for (int i = 0; i < 64; i += 4) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      smallest = fminf(smallest, fmaxf(fabsf(sum[i + t]), fabsf(sum[i + 2 + t])));
+    }
+  }
+  if (!__any_sync(0xFFFFFFFF, smallest < least)) return 0;
+  uint32_t large = 0;
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const float larger = fmaxf(fabsf(sum[4 * i + t]), fabsf(sum[4 * i + 2 + t]));
+      const uint32_t bit = 1u << (2 * i + t);
+      const int row = 8 * i + 2 * (threadIdx.x % 4) + t;
+      large |= larger >= tile_epilogue.least_sum(row) ? bit : 0;
+      any |= larger > 0 ? bit : 0;
+    }
+  }
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    large |= __shfl_xor_sync(0xFFFFFFFF, large, distance);
+    any |= __shfl_xor_sync(0xFFFFFFFF, any, distance);
+  }
+  return any & ~large;
+}
+
+// The same of the rows of the weight, of four sums that are not zero and more, which a quad has:
+// bit 4 g + r is row g + 8 r of the warp's 16. The same in all lanes.
+__device__ __forceinline__ uint32_t imprecise_weights(const float (&sum)[64], float least) {
+  // One sum that is large enough clears a row, and a lane's first ones are, for most data.
+  const float first =
+      fminf(fmaxf(fabsf(sum[0]), fabsf(sum[1])), fmaxf(fabsf(sum[2]), fabsf(sum[3])));
+  if (__all_sync(0xFFFFFFFF, first >= least)) return 0;
+  constexpr uint32_t kFirstOfQuads = 0x11111111;
+  float largest[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], fabsf(sum[i]));
+  uint32_t rows = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float of_row = largest_in_quad(largest[r]);
+    const bool is_imprecise = of_row > 0 && of_row < least;
+    rows |= (__ballot_sync(0xFFFFFFFF, is_imprecise) & kFirstOfQuads) << r;
+  }
+  if (rows == 0) return 0;
+  // One sum or two may be small by chance: where most of x is zeros, as gradients can be.
+  constexpr int kLeastSums = 4;
+  uint32_t supported = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int sums = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sums += (sum[4 * i + 2 * r] != 0) + (sum[4 * i + 2 * r + 1] != 0);
+    sums += __shfl_xor_sync(0xFFFFFFFF, sums, 1);
+    sums += __shfl_xor_sync(0xFFFFFFFF, sums, 2);
+    supported |= (__ballot_sync(0xFFFFFFFF, sums >= kLeastSums) & kFirstOfQuads) << r;
+  }
+  return rows & supported;
+}
+
+// A scale too large makes an infinity of a weight, and no sum of its row is then finite. Is there
+// such a row in this warp? A lane's first sums say that there is none, for most data.
+__device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
+  if (__all_sync(0xFFFFFFFF, isfinite(sum[0]) && isfinite(sum[2]))) return false;
+  float least[2] = {INFINITY, INFINITY};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) least[i / 2 % 2] = fminf(least[i / 2 % 2], fabsf(sum[i]));
+  return __any_sync(0xFFFFFFFF, fmaxf(least[0], least[1]) == INFINITY);
+}
+
+// Of a thread's two rows of the weight, from their largest values, or what is known of those: where
+// a tile is done `again`, or a kernel ahead of this one has found them, it is the truth.
+__device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool again,
+                                            const float (&largest)[2], float (&scale)[2],
+                                            float (&unscale)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool is_true = again || args.weight_factors != nullptr;
+    const Scale found = Scale::of(largest_in_quad(largest[r]), is_true ? 0 : kHeadRoom);
+    scale[r] = found.scale;
+    unscale[r] = found.unscale;
+  }
+}
+
+}  // namespace fx_fuser::linear_split

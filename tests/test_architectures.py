@@ -1,0 +1,188 @@
+"""What another GPU than a Hopper gets: kernels, limits, refusals; its architecture is faked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import DENSE, GPU, LIBRARY, SPLIT, decide, linear_tensors, scaled_norm, swish
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import fx_fuser
+from fx_fuser import backend
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM
+from fx_fuser.errors import OptionError
+from fx_fuser.graph.match import Refusal
+from fx_fuser.native import kernel_spec, limits, load
+from fx_fuser.ops import library as ops
+from fx_fuser.options import Options
+from fx_fuser.passes import products
+from fx_fuser.planning import plan, timing
+from fx_fuser.planning.plan import Plan
+
+OTHERS = [(8, 0), (8, 6), (12, 0)]
+RUNS_ON = load.runs_on  # which `on_gpu` replaces
+Become = Callable[..., None]
+
+
+@pytest.fixture
+def become(monkeypatch: pytest.MonkeyPatch) -> Iterator[Become]:
+    """As if the GPU were of this compute capability, with 80 multiprocessors. there: torch sees it;
+    then no tensor can be made, since there is none.
+    """
+    properties = SimpleNamespace(multi_processor_count=80)
+
+    def fake(capability: tuple[int, int], there: bool = False) -> None:
+        limits.of.cache_clear()
+        monkeypatch.setattr(load, "runs_on", RUNS_ON)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+
+    yield fake
+    limits.of.cache_clear()
+
+
+def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
+    return ANCHORS[match.site.kind].candidates(plan.MatchCase(match, Options(**options)))
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def gated_product(x, weight, a):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(x @ weight) * a
+
+
+def gated_batch(x, weight, a):  # type: ignore[no-untyped-def]
+    return torch.sigmoid(torch.bmm(x, weight)) * a
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.sigmoid(x @ weight) * 2.0
+
+
+@pytest.mark.parametrize("capability", [*OTHERS, (9, 0)])
+@pytest.mark.parametrize("f, lead", [(swish, ()), (gate, ()), (gate, (3,))])
+def test_fp32_gemms_are_candidates(
+    match_of: Any,
+    on_gpu: Any,
+    become: Become,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    f: Callable[..., Tensor],
+    lead: tuple[int, ...],
+) -> None:
+    """Of linear, matmul and bmm: taken where they are faster."""
+    if f is gate:
+        monkeypatch.setattr(backend, "_registry", [])
+        fx_fuser.register_pattern(gated_batch if lead else gated_product)
+    weight = (8, 16) if f is swish else (16, 8)
+    match = match_of(f, torch.randn(*lead, 4, 16), torch.randn(*lead, *weight))
+    become(capability)
+    assert candidates(match) == [LIBRARY, SPLIT]
+    decision = decide(match, strict=True)
+    assert isinstance(decision, Plan) and decision.choices["product"] == "split"
+    on_gpu(1.0, 1.1)
+    become(capability)
+    assert isinstance(decide(match), Refusal)
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_what_only_hopper_has_is_the_librarys(
+    match_of: Any, on_gpu: Any, become: Become, capability: tuple[int, int]
+) -> None:
+    """16-bit and TF32 gemms and small convolutions."""
+    half = match_of(swish, *linear_tensors(torch.bfloat16))
+    single = match_of(swish, *linear_tensors())
+    conv = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
+    become((9, 0))
+    assert [c["product"] for c in candidates(half)] == ["library", "dense"]
+    assert candidates(single, fp32="tf32") == [LIBRARY, DENSE]
+    become(capability)
+    assert candidates(half) == [LIBRARY]
+    assert candidates(single, fp32="tf32") == [LIBRARY]
+    assert candidates(single, fp32="ieee") == [LIBRARY]
+    assert {c["product"] for c in candidates(conv)} == {"library"}
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_a_result_that_disagrees_costs_the_candidate(
+    match_of: Any,
+    on_gpu: Any,
+    become: Become,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+) -> None:
+    """With one warning; the graph is compiled without it."""
+    match = match_of(swish, *linear_tensors())
+    become(capability)
+    right = ops.FusedCall.bound
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y, *others = right(self, *args, **kwargs)()
+        y[-1, -1] += 0.01 * (self.config["product"] == "split")
+        return lambda: (y, *others)
+
+    monkeypatch.setattr(ops.FusedCall, "bound", wrong)
+    monkeypatch.setattr(timing, "medians", lambda key, make_ways, device: make_ways())
+    with pytest.warns(UserWarning, match=r"split kernel's .* from the library's") as warned:
+        decision = decide(match)
+    assert isinstance(decision, Refusal) and len(warned) == 1
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_the_passes_over_inductors_graphs_run_there(
+    become: Become, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    become(capability)
+    monkeypatch.setattr(plan, "unavailable", lambda device: None)
+    with FakeTensorMode():
+        x = torch.empty(4, 4, device="cuda:0")
+    narrow = (torch.bfloat16,)
+    found = products.kernels_for(Options(), [x], narrow)
+    assert found is not None and SPLIT_GEMM in found[GPU] and MIXED_GEMMS[narrow[0]] in found[GPU]
+    assert load.runs_on(SPLIT_GEMM, GPU) and not load.runs_on(EXACT_GEMMS[narrow[0]], GPU)
+
+
+def test_the_loop_is_forced_by_the_environment() -> None:
+    best, forced = kernel_spec.split_family(None), kernel_spec.split_family("mma")
+    assert best.arch is None and forced.loader == "load_linear_split_mma"
+    with pytest.raises(OptionError, match="FX_FUSER_SPLIT_LOOP is 'wgmma'; give 'mma'"):
+        kernel_spec.split_family("wgmma")
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "capability, copy, fp32",
+    [((8, 0), 1.67e12, 11.7e12), ((8, 6), 0.78e12, 28.2e12), ((12, 0), 1.5e12, 39.7e12)],
+)
+def test_limits_follow_the_architecture(
+    become: Become, capability: tuple[int, int], copy: float, fp32: float
+) -> None:
+    become(capability, there=True)
+    found = limits.of(GPU)
+    assert found.multiprocessors == 80
+    assert found.copy == pytest.approx(copy, rel=0.01)
+    assert found.fp32 == pytest.approx(fp32, rel=0.01)
+    become((9, 0), there=True)
+    rates = [(here.bandwidth, here.copy, here.fp32) for here in (limits.of(GPU), limits.H200)]
+    assert rates[0] == rates[1]
+
+
+def test_a_gemm_is_small_by_the_gpus_own_rates(become: Become) -> None:
+    sizes = (256, 1024), (256, 512)  # 0.27 GFLOP
+    become((9, 0), there=True)
+    assert plan.is_small(*sizes, GPU)
+    become((8, 0), there=True)
+    assert not plan.is_small(*sizes, torch.device("cuda", 1))
