@@ -160,8 +160,9 @@ def fuse_and_compile(
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
     passes = coming.load()
     if outcome.folds:
-        passes = folding.settings(passes, options, lambda: outcome.is_converted)
-        passes = {**passes, FORCED: True} if outcome.is_converted else passes
+        converted = outcome.is_converted
+        passes = folding.settings(passes, options, lambda: converted)
+        passes = {**passes, FORCED: True} if converted else passes
     outcome.tell(options.strict)
     if outcome.matches or passes:
         return compile_tagged(compile_inner, options.with_passes(passes)), outcome

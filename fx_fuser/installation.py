@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ from fx_fuser.passes import folding, provenance
 from fx_fuser.planning import plan
 
 _HAS_LATE_PASSES = hasattr(codecache, "resolve_pre_grad_pass_timing")  # torch 2.13
+
+log = logging.getLogger("fx_fuser.installation")
 
 _lock = threading.Lock()
 _everywhere: list[Options] = []  # of `install`: none, or one
@@ -202,9 +205,18 @@ def _compile_then_fuse(
     finally:
         fusion.gm, fusion.inputs = None, ()  # the pass lives as long as Inductor's settings
     if fusion.outcome is None and any(_is_on_cuda(value) for value in inputs):
-        # A hit: the graph names kernels that the process had loaded in which it was fused.
-        backend.fuse(twin(gm), options, inputs=inputs)
+        _load_kernels(gm, inputs, options)
     return compiled, fusion.outcome or backend.Outcome()
+
+
+def _load_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
+    """After a hit: the graph names kernels that the process had loaded in which it was fused."""
+    try:
+        backend.fuse(twin(gm), options, inputs=inputs)
+    except Exception:
+        if options.strict:
+            raise
+        log.info("the kernels of a graph from Inductor's cache were not all found", exc_info=True)
 
 
 def _is_on_cuda(value: Any) -> bool:

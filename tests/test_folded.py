@@ -126,6 +126,46 @@ def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
     assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 8
 
 
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_only_the_weights_are_in_channels_last(inner: str, graphs: list[Counter[str]]) -> None:
+    """Then eager's results are, from the first layer on, which is left."""
+    model = net().to(memory_format=torch.channels_last)
+    check(model, torch.randn(3, 3, 29, 34), inner=inner)
+    if inner == "inductor":
+        assert graphs[0]["fx_fuser.conv2d_folded.default"] == 7
+
+
+def test_a_fold_by_itself_pins_no_layout(
+    graphs: list[Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the layer's input to keep its place, and reads nothing of it."""
+    monkeypatch.setattr(folding, "_MOST_BYTES", 0)
+    run = folding.Folding.__call__
+
+    def watched(self: folding.Folding, graph: Graph) -> None:
+        run(self, graph)
+        folds = graph.find_nodes(op="call_function", target=_ops.fold.default)
+        assert len(folds) == 8 and not any("eager_input_vals" in n.meta for n in folds)
+
+    monkeypatch.setattr(folding.Folding, "__call__", watched)
+    check(net(), torch.randn(2, 3, 16, 16))
+
+
+def test_vectors_that_are_views(graphs: list[Counter[str]]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.one = nn.Conv2d(3, 4, 3), nn.Parameter(torch.tensor([1.5]))
+            self.register_buffer("statistics", torch.rand(4, 2) + 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean, var = self.statistics.unbind(1)
+            return F.batch_norm(self.conv(x), mean, var, self.one.expand(4)).relu()
+
+    check(Model().eval(), torch.randn(2, 3, 8, 8))
+    assert graphs[0]["fx_fuser.conv2d_folded.default"] == 1
+
+
 def test_an_inner_compiler_without_the_pass(graphs: list[Counter[str]]) -> None:
     check(net(), torch.randn(2, 3, 17, 16), inner="aot_eager")
     assert graphs == []
@@ -205,6 +245,8 @@ def test_other_tails_are_others(tail: Callable[..., Tensor], graphs: list[Counte
 def test_the_end_of_a_longer_tail_is_left(graphs: list[Counter[str]]) -> None:
     """On CUDA the match ends with relu (`plan.no_gain`); here any tail is taken, by the library."""
     check(_tail(lambda z: torch.relu(z) * 0.5), torch.randn(2, 3, 8, 8))
+    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+    assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -270,6 +312,7 @@ def test_exported_programs_have_no_such_op() -> None:
     program = torch.export.export(net(), (torch.randn(2, 3, 16, 16),))
     made = fx_fuser.fuse_exported(program, options=FORCED)
     called = [str(node.target) for node in made.graph.nodes]
+    assert sum("conv2d_batchnorm_exported" in name for name in called) == 8
     assert not any("folded" in name or "fold" in name for name in called)
 
 

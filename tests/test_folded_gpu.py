@@ -61,7 +61,8 @@ def test_the_kernel_that_folds(dtypes: tuple[str, str], missing: bool) -> None:
     for weight, mask in zip(weights, given):
         for i in range(5 if mask else 2):
             dtype = torch.bfloat16 if i == 1 else torch.float32
-            vectors.append((torch.rand(weight.shape[0], device="cuda") + 0.2).to(dtype))
+            vector = (torch.rand(2, weight.shape[0], device="cuda") + 0.2).to(dtype)
+            vectors.append(vector[0] if i % 2 else vector.t().contiguous()[:, 0])
     eps = [1e-5 * (i + 1) for i in range(len(weights))]
     torch.full((2**22,), torch.nan, device="cuda")  # what the results' memory may hold
     found = torch.ops.fx_fuser.fold(weights, vectors, given, eps, spec.name, out, weights[0])
@@ -125,6 +126,21 @@ def test_a_dynamic_batch() -> None:
         with torch.no_grad():
             right = exact(x.double())
             assert relative(compiled(x), right) <= 2 * relative(model(x), right)
+    assert taken() >= SITES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_not_a_number(dtype: torch.dtype) -> None:
+    """It goes through both calls, as through eager's relu."""
+    form = torch.channels_last
+    model = on_gpu(form, dtype)
+    x = images(4, 3, 40, 40, form=form, dtype=dtype)
+    x[1, 0, 20, 20] = torch.nan
+    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    with torch.no_grad():
+        found, eager = compiled(x), model(x)
+    assert torch.equal(found.isnan(), eager.isnan())
+    assert eager.isnan().any() and taken() == SITES
 
 
 def test_cuda_graphs_and_live_parameters() -> None:
@@ -146,6 +162,7 @@ def test_cuda_graphs_and_live_parameters() -> None:
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
         model.eval()
+    assert taken() == SITES
 
 
 @pytest.mark.parametrize("form", FORMS)

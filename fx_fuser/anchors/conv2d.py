@@ -114,6 +114,12 @@ def library_convolution(
     return c
 
 
+def memory_format_of(image: Tensor) -> torch.memory_format:
+    """channels_last, or contiguous_format of any other layout and where it is both."""
+    is_last = image.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if is_last and not image.is_contiguous() else torch.contiguous_format
+
+
 def addend_of_relu(epilogue: Epilogue) -> str | None:
     """The tensor t… of relu(z + t…), or "" of relu(z); None of any other epilogue."""
     alias = {"z": "z"}
@@ -205,6 +211,9 @@ class Conv2d(Anchor):
             return False
         if case.out != c.dtype or not dtypes.issuperset(t.dtype for t in case.tensors):
             return False
+        # In eager a weight in channels_last is enough; the op goes by x.
+        if memory_format_of(c) != memory_format_of(case.operand("x")):
+            return False
         # It follows torch's setting, which by default allows TF32.
         if case.options.fp32 in ("split", "ieee") and may_be_tf32(c):
             return False
@@ -237,12 +246,14 @@ class Conv2d(Anchor):
         if wide or c.dtype not in DIRECT_DTYPES or case.out not in DIRECT_DTYPES:
             return False
         may = may_be_tf32(c) and case.options.fp32 in ("follow", "tf32")
+        may = may and not case.options.exported  # a file holds no setting of torch's
         if c.dtype == torch.float32 and not may:
             return False
         # Without cuDNN, results of channels_last are contiguous.
         if case.device.type != "cuda" or not torch.backends.cudnn.enabled:
             return False
-        if case.site.attrs.get("training") or None in map(hint_of, weight.shape):
+        sizes = (*case.operand("x").shape, *weight.shape)
+        if case.site.attrs.get("training") or None in map(hint_of, sizes):
             return False
         config = self.config(case.site)
         if {*config["dilation"], config["groups"]} != {1} or len({*config["stride"]}) != 1:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fx_fuser.anchors.base import Config, Operands
-from fx_fuser.anchors.conv2d import addend_of_relu, padded, per_channel
+from fx_fuser.anchors.conv2d import addend_of_relu, memory_format_of, padded, per_channel
 from fx_fuser.graph.epilogue import Epilogue, accumulation_dtype, kernel_spec
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import FOLD, KernelSpec
@@ -114,12 +114,6 @@ _SCHEMA = (
 _LIBRARY.define(f"conv2d_folded{_SCHEMA}")
 
 
-def _format_of(x: Tensor) -> torch.memory_format:
-    """The layout that eager's convolution gives its result."""
-    is_last = x.is_contiguous(memory_format=_CHANNELS_LAST) and not x.is_contiguous()
-    return _CHANNELS_LAST if is_last else torch.contiguous_format
-
-
 def _conv2d_folded_in_torch(
     x: Tensor,
     weight: Tensor,
@@ -133,14 +127,14 @@ def _conv2d_folded_in_torch(
 ) -> Tensor:
     z = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     z = z if addend is None else z + addend
-    return (z.relu() if relu else z).contiguous(memory_format=_format_of(x))
+    return (z.relu() if relu else z).contiguous(memory_format=memory_format_of(x))
 
 
 def _conv2d_folded_like(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     stride, padding, dilation, groups = args[2:6]
     geometry = (stride, padding, dilation, False, [0, 0], groups)
     z = torch.ops.aten.convolution.default(x, weight, None, *geometry)
-    return torch.empty_like(z, memory_format=_format_of(x))
+    return torch.empty_like(z, memory_format=memory_format_of(x))
 
 
 _LIBRARY.impl("conv2d_folded", _conv2d_folded_in_torch, "CPU")

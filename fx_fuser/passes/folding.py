@@ -64,6 +64,8 @@ class Folding(CustomGraphPass):
                 if node.target in _KERNEL_OPS and not ANY_LAYOUT.isdisjoint(map(str, node.args)):
                     _ask_for_channels_last(node, but=[1])  # the weight
         folds = graph.find_nodes(op="call_function", target=_FOLD)
+        for node in folds:  # which reads no element of the layer's input: any layout will do
+            node.meta.pop("eager_input_vals", None)
         for group in _groups(graph, folds):
             _join(graph, group)
         graph.eliminate_dead_code()

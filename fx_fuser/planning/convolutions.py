@@ -37,7 +37,9 @@ def compare(
     if direct and all(choices["product"] != DIRECT for choices in direct):
         best, note = _compare_in_layout(match, library, direct, options)
         return best or otherwise, note
+    others = [choices for choices in direct if choices["product"] != DIRECT]
     direct = [choices for choices in direct if choices["product"] == DIRECT]
+    candidates = [library, *direct]
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
     tensors = rehearse.tensors_of(match)
@@ -64,6 +66,9 @@ def compare(
     if least_kept["backward"] == DIRECT and options.save == "memory":
         return least_kept, note
     gained = gains(fastest, min(took.gpu for took in times.values()))
+    if not gained and others:
+        best, more = _compare_in_layout(match, library, others, options)
+        return best or otherwise, f"{note}; {more}"
     if gained and options.save == "auto" and GAIN * fused_ms[-1] <= fastest:
         choices = least_kept
     return (choices if gained else otherwise), note

@@ -26,6 +26,10 @@ from fx_fuser.options import Options
 log = logging.getLogger("fx_fuser.planning.layout")
 
 FORCED = "force_layout_optimization"  # Inductor's setting
+_CONVOLUTION = torch.ops.aten.convolution.default
+# As many nodes a convolution and more, and Inductor leaves the layout. Its own graph, of which it
+# counts, has some two for each of Dynamo's.
+_FEW = 300 // 2
 _SETTINGS = ("layout_optimization", FORCED)
 # View → Inductor's settings → its answer
 _converted: weakref.WeakKeyDictionary[View, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -56,6 +60,9 @@ def _inductor_converts(view: View, given: Mapping[str, Any]) -> bool:
 
     try:
         stand_in, trains = _convolutions_of(view)
+        convolutions = len(stand_in.graph.find_nodes(op="call_function", target=_CONVOLUTION))
+        if len(view.nodes) >= _FEW * convolutions:
+            return False
         with config.patch(dict(given)):
             return GraphLowering.decide_layout_opt(stand_in, is_inference=not trains)
     except Exception:  # not a public function of torch's
@@ -85,8 +92,7 @@ def _convolutions_of(view: View) -> tuple[GraphModule, bool]:
         left, _, top, _ = found["padding"]
         window = found["stride"], [top, left], found["dilation"]
         inputs = placeholder(x.detach()), placeholder(weight.detach()), None
-        target = torch.ops.aten.convolution.default
-        graph.call_function(target, (*inputs, *window, False, [0, 0], found["groups"]))
+        graph.call_function(_CONVOLUTION, (*inputs, *window, False, [0, 0], found["groups"]))
         trains |= z is not None and z.requires_grad
     graph.output(None)
     return GraphModule({}, graph), trains

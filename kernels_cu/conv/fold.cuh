@@ -17,13 +17,14 @@ namespace fx_fuser {
 template <class Acc>
 __device__ __forceinline__ Acc number_of(const FoldVector& vector, uint32_t channel, Acc absent) {
   if (vector.data == nullptr) return absent;
+  const int64_t at = channel * vector.stride;
   switch (vector.type) {
     case VectorType::kFloat:
-      return convert<Acc>(static_cast<const float*>(vector.data)[channel]);
+      return convert<Acc>(static_cast<const float*>(vector.data)[at]);
     case VectorType::kHalf:
-      return convert<Acc>(static_cast<const __half*>(vector.data)[channel]);
+      return convert<Acc>(static_cast<const __half*>(vector.data)[at]);
     default:
-      return convert<Acc>(static_cast<const __nv_bfloat16*>(vector.data)[channel]);
+      return convert<Acc>(static_cast<const __nv_bfloat16*>(vector.data)[at]);
   }
 }
 

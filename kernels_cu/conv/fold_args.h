@@ -10,13 +10,14 @@ namespace fx_fuser {
 
 constexpr int kFoldThreads = 256;
 constexpr int kFoldWidth = 8;   // elements of a thread
-constexpr int kFoldSites = 18;  // of one launch: an argument block holds 4 KB
+constexpr int kFoldSites = 17;  // of one launch: an argument block holds 4 KB
 
 enum class VectorType : int8_t { kFloat, kHalf, kBFloat16 };
 
 // A number for each output channel; data is null where the layer has none.
 struct FoldVector {
   const void* data;
+  int64_t stride;
   VectorType type;
 };
 

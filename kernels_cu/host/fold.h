@@ -9,6 +9,7 @@
 
 #include "conv/fold_args.h"
 #include "host/device.h"
+#include "host/image.h"
 #include "host/pointwise.h"
 
 namespace fx_fuser {
@@ -39,34 +40,32 @@ int64_t load_fold(const std::string& name, const std::string& cubin,
 }
 
 FoldVector fold_vector_of(const Tensor& vector, const Tensor& weight) {
-  STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == weight.size(0) &&
-                      (vector.size(0) < 2 || vector.stride(0) == 1),
-                  "fx_fuser: a vector of ", to_string(vector.sizes()), " with strides ",
-                  to_string(vector.strides()), " has no adjacent numbers for the channels of ",
+  STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == weight.size(0), "fx_fuser: a vector of ",
+                  to_string(vector.sizes()), " has no number for each channel of ",
                   to_string(weight.sizes()));
   STD_TORCH_CHECK(vector.get_device_index() == weight.get_device_index(),
                   "fx_fuser: fold's tensors are on several devices");
   switch (vector.scalar_type()) {
     case ScalarType::Float:
-      return {vector.data_ptr(), VectorType::kFloat};
+      return {vector.data_ptr(), vector.stride(0), VectorType::kFloat};
     case ScalarType::Half:
-      return {vector.data_ptr(), VectorType::kHalf};
+      return {vector.data_ptr(), vector.stride(0), VectorType::kHalf};
     case ScalarType::BFloat16:
-      return {vector.data_ptr(), VectorType::kBFloat16};
+      return {vector.data_ptr(), vector.stride(0), VectorType::kBFloat16};
     default:
       STD_TORCH_CHECK(false, "fx_fuser: fold reads no vectors of ", toString(vector.scalar_type()));
   }
 }
 
-// The memory of a folded weight: channels_last.
 Tensor new_folded(const Tensor& weight, ScalarType type) {
   const auto size = weight.sizes();
-  const int64_t strides[] = {size[1] * size[2] * size[3], 1, size[3] * size[1], size[1]};
-  return new_strided(weight, size.data(), strides, 4, type);
+  const auto strides = channels_last_strides({size[0], size[1], size[2], size[3]});
+  return new_strided(weight, size.data(), strides.data(), 4, type);
 }
 
-FoldSite fold_site_of(const Tensor& weight, const Tensor& folded, const Tensor& shift, double eps) {
-  FoldSite site{};
+// All of a site but its vectors.
+void describe(FoldSite& site, const Tensor& weight, const Tensor& folded, const Tensor& shift,
+              double eps) {
   site.weight = weight.data_ptr();
   site.folded = folded.data_ptr();
   site.shift = shift.data_ptr();
@@ -86,7 +85,6 @@ FoldSite fold_site_of(const Tensor& weight, const Tensor& folded, const Tensor& 
   site.units = make_divisor(static_cast<uint32_t>(units));
   site.groups = make_divisor(static_cast<uint32_t>(groups));
   site.columns = make_divisor(static_cast<uint32_t>(weight.size(3)));
-  return site;
 }
 
 // For each layer its folded weight and its shift.
@@ -119,7 +117,9 @@ std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<T
                     toString(weight.scalar_type()));
     const Tensor folded = new_folded(weight, out);
     const Tensor shift = new_dense(weight, {weight.size(0)}, out);
-    FoldSite site = fold_site_of(weight, folded, shift, eps[i]);
+    results.push_back(folded);
+    results.push_back(shift);
+    FoldSite site{};
     const auto next = [&](bool is_there) -> FoldVector {
       if (!is_there) return {};
       STD_TORCH_CHECK(vector != vectors.end(), "fx_fuser: fold has too few vectors");
@@ -130,9 +130,8 @@ std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<T
     site.variance = next(true);
     site.gamma = next((given[i] & kHasGamma) != 0);
     site.beta = next((given[i] & kHasBeta) != 0);
-    results.push_back(folded);
-    results.push_back(shift);
     if (weight.numel() == 0) continue;
+    describe(site, weight, folded, shift, eps[i]);
     site.first_block = blocks;
     blocks += static_cast<uint32_t>(ceil_div(site.all_units, kFoldThreads));
     args.site[args.sites++] = site;

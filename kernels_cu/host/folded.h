@@ -10,22 +10,13 @@
 #include <vector>
 
 #include "host/device.h"
+#include "host/image.h"
 
 namespace fx_fuser {
 namespace {
 
 constexpr std::string_view kFoldedNames =
     "x, weight, bias, addend, stride, padding, dilation, groups, relu";
-
-bool is_channels_last(const Tensor& image) {
-  if (image.dim() != 4) return false;
-  int64_t dense = 1;
-  for (const int d : {1, 3, 2, 0}) {
-    if (image.size(d) != 1 && image.stride(d) != dense) return false;
-    dense *= image.size(d);
-  }
-  return true;
-}
 
 template <size_t kCount>
 Tensor dispatched(const char* op, std::array<StableIValue, kCount>& stack) {
@@ -34,10 +25,14 @@ Tensor dispatched(const char* op, std::array<StableIValue, kCount>& stack) {
 }
 
 // torch's fused call does not split large tensors.
-bool is_small(const Tensor& x, const Tensor& weight) {
-  const int64_t channels = std::max<int64_t>(weight.size(1), 1);
-  const int64_t most = std::max(x.numel(), x.numel() / channels * weight.size(0));
-  return x.numel() > 0 && most < std::numeric_limits<int32_t>::max();
+bool is_small(const Tensor& x, const Tensor& weight, const std::vector<int64_t>& stride,
+              const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation) {
+  int64_t result = x.size(0) * weight.size(0);
+  for (int d = 0; d < 2; ++d) {
+    const int64_t window = dilation[d] * (weight.size(2 + d) - 1) + 1;
+    result *= (x.size(2 + d) + 2 * padding[d] - window) / stride[d] + 1;
+  }
+  return x.numel() > 0 && std::max(x.numel(), result) < std::numeric_limits<int32_t>::max();
 }
 
 Tensor conv2d_folded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -47,8 +42,10 @@ Tensor conv2d_folded(const Tensor& x, const Tensor& weight, const std::optional<
   using torch::stable::detail::from;
   require_cuda(x, "x");
   // One column of one pixel, say, is in both layouts: a result has torch's choice of strides.
-  const bool is_plain = is_channels_last(x) && !x.is_contiguous() && is_channels_last(weight) &&
-                        (!addend || is_channels_last(*addend)) && is_small(x, weight);
+  const bool is_plain = is_dense_channels_last(x) && !x.is_contiguous() &&
+                        is_dense_channels_last(weight) &&
+                        (!addend || is_dense_channels_last(*addend)) &&
+                        is_small(x, weight, stride, padding, dilation);
   if (!is_plain) {
     std::array<StableIValue, 9> stack{from(x),        from(weight), from(bias),
                                       from(addend),   from(stride), from(padding),
