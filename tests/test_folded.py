@@ -342,6 +342,17 @@ def test_it_is_taken_where_it_gains(
         assert isinstance(decision, Refusal) and "folded 0.99 ms" in decision.reason
 
 
+@pytest.mark.parametrize("rival, product", [(4.0, "direct"), (1.0, "folded")])
+def test_beside_the_direct_kernel(rival: float, product: str, match_of: Any, on_gpu: Any) -> None:
+    """Of few channels. Where that kernel does not gain, this call is looked at."""
+    on_gpu(2.0, 1.5, rival)
+    x, weight = torch.randn(2, 3, 8, 8).bfloat16(), torch.randn(8, 3, 3, 3).bfloat16()
+    with torch.no_grad():
+        match = match_of(_relu, x, weight, *_images()[2:], options={"cpu_ops": True})
+        decision = decide(match)
+    assert isinstance(decision, Plan) and decision.choices["product"] == product
+
+
 def test_a_contiguous_net_is_taken_where_inductor_converts_it(match_of: Any, on_gpu: Any) -> None:
     on_gpu(1.0, 0.5)
     images = _images(torch.contiguous_format)
