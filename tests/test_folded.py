@@ -200,7 +200,7 @@ def test_live_parameters(graphs: list[Counter[str]]) -> None:
     assert graphs[0]["fx_fuser.conv2d_folded.default"] == 8
 
 
-def test_16_bits_and_autocast(graphs: list[Counter[str]]) -> None:
+def test_16_bits_are_left_on_a_cpu(graphs: list[Counter[str]]) -> None:
     x = torch.randn(2, 3, 21, 21)
     check(net().bfloat16(), x.bfloat16())
     model = net()
@@ -211,7 +211,7 @@ def test_16_bits_and_autocast(graphs: list[Counter[str]]) -> None:
             found, eager = compiled(x), model(x)
     assert relative(found, exact) <= 2 * relative(eager, exact)
     assert found.dtype == eager.dtype == torch.bfloat16
-    assert all(graph["fx_fuser.conv2d_folded.default"] == 8 for graph in graphs)
+    assert all(graph["fx_fuser.conv2d_folded.default"] == 0 for graph in graphs)
 
 
 def _tail(f: Callable[..., Tensor]) -> nn.Module:
