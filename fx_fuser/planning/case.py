@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from fx_fuser.graph.sites import Site
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options
-from fx_fuser.planning import layout, rehearse
+from fx_fuser.planning import layout, rehearse, timing
+from fx_fuser.planning.timing import Timing
 
 # A fused kernel must take at most this share of the library's time and, since CUDA events resolve
 # 0.5 us, at least this many ms less.
@@ -87,6 +89,26 @@ def device_of(match: Match) -> torch.device:
 def gains(fused: float, library: float) -> bool:
     """Is the fused time clearly less than the library's?  In ms."""
     return fused <= min(GAIN * library, library - _SAVED)
+
+
+def measured(
+    match: Match,
+    key: Sequence[object],
+    rehearsals: Callable[[], Sequence[timing.Candidate]],
+    options: Options,
+) -> list[Timing] | str:
+    """The times of each candidate, or why there are none.
+
+    Without the host's, where CUDA graphs are replayed. A kernel that is wrong is warned of.
+    """
+    try:
+        found = timing.medians(key, rehearsals, device_of(match))
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return str(error)
+    if found is None:
+        return "no memory to time it"
+    return [Timing(took.gpu) for took in found] if options.replays_cuda_graphs else found
 
 
 def timing_key(

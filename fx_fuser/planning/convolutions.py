@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -17,9 +16,8 @@ from fx_fuser.graph.match import Match
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.native import limits
 from fx_fuser.options import Options
-from fx_fuser.planning import layout, rehearse, timing
-from fx_fuser.planning.case import GAIN, device_of, gains, timing_key
-from fx_fuser.planning.timing import Timing
+from fx_fuser.planning import layout, rehearse
+from fx_fuser.planning.case import GAIN, device_of, gains, measured, timing_key
 
 
 def compare(
@@ -48,15 +46,9 @@ def compare(
     rivals = _rivals(match, {**library, "again": False}, options)
     key = (*timing_key(match, candidates, tensors), rivals)
     rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
-    try:
-        found = timing.medians(key, rehearsals, device_of(match))
-    except rehearse.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
-        return otherwise, str(error)
-    if found is None:
-        return otherwise, "no memory to time it"
-    if options.replays_cuda_graphs:
-        found = [Timing(took.gpu) for took in found]
+    found = measured(match, key, rehearsals, options)
+    if isinstance(found, str):
+        return otherwise, found
     names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
     times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
@@ -90,17 +82,12 @@ def _compare_in_layout(
     key = ("in layout", is_last, *timing_key(match, [rival, *fused], tensors))
     rehearsals = functools.partial(rehearse.in_layout, match, rival, fused, tensors, is_last)
     try:
-        found = timing.medians(key, rehearsals, device_of(match))
+        found = measured(match, key, rehearsals, options)
     except rehearse.InexactError as error:
         rest = [choices for choices in fused if choices != error.choices]
         return _compare_in_layout(match, library, rest, options) if rest else (None, str(error))
-    except rehearse.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
-        return None, str(error)
-    if found is None:
-        return None, "no memory to time it"
-    if options.replays_cuda_graphs:
-        found = [Timing(took.gpu) for took in found]
+    if isinstance(found, str):
+        return None, found
     apart, *each = found
     names = [choices["product"] for choices in fused]
     times = ", ".join(f"{name} {took}" for name, took in zip(names, each))

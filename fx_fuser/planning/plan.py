@@ -50,9 +50,8 @@ from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import convolutions, rehearse, timing
-from fx_fuser.planning.case import MatchCase, device_of, gains, timing_key
-from fx_fuser.planning.timing import Timing
+from fx_fuser.planning import convolutions, rehearse
+from fx_fuser.planning.case import MatchCase, device_of, gains, measured, timing_key
 
 log = logging.getLogger("fx_fuser.planning.plan")
 
@@ -308,15 +307,9 @@ def _compare(
         return None, "sizes unknown, so not timed"
     key = timing_key(match, candidates, tensors)
     rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
-    try:
-        times = timing.medians(key, rehearsals, device_of(match))
-    except rehearse.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
-        return None, str(error)
-    if times is None:
-        return None, "no memory to time it"
-    if options.replays_cuda_graphs:
-        times = [Timing(took.gpu) for took in times]
+    times = measured(match, key, rehearsals, options)
+    if isinstance(times, str):
+        return None, times
     note = f"library {times[0]}, {fused['product']} {times[1]}"
     ahead, back = times[:2], [took.gpu for took in times[2:]]
     backward = LIBRARY
