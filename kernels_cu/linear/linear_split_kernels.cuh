@@ -33,6 +33,13 @@ struct Kernels {
 
 }  // namespace fx_fuser::linear_split
 
+// For sm_120 ptxas aims at five or six blocks per SM, and may spill; with four named it does not.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define FX_FUSER_SPLIT_COLUMNS_BOUNDS fx_fuser::kSplitThreads, 4
+#else
+#define FX_FUSER_SPLIT_COLUMNS_BOUNDS fx_fuser::kSplitThreads
+#endif
+
 // Loop, its threads, and Epilogue, scalars, Acc, Out, X, Operands...
 #define FX_FUSER_LINEAR_SPLIT_KERNELS(Loop, threads, ...)                                       \
   extern "C" __global__ void __launch_bounds__(threads, 1)                                      \
@@ -59,7 +66,7 @@ struct Kernels {
       fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitArgs args) {            \
     fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::split_rows(args);                       \
   }                                                                                             \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                         \
+  extern "C" __global__ void __launch_bounds__(FX_FUSER_SPLIT_COLUMNS_BOUNDS)                   \
       fx_fuser_linear_split_columns(const __grid_constant__ fx_fuser::SplitArgs args) {         \
     fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::split_columns(args);                    \
   }                                                                                             \
