@@ -397,3 +397,21 @@ def test_tf32_only_where_the_library_takes_it(
     else:
         with pytest.raises(rehearse.InexactError, match="folded takes TF32"):
             rehearse.in_layout(match, rival, fused, tensors, True)
+
+
+def test_not_where_cudnn_loses_a_nan(match_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        match = match_of(_relu, *(t.float() for t in _images()), options={"cpu_ops": True})
+    tensors, fused = rehearse.tensors_of(match), [{**CONV, "product": "folded"}]
+    assert tensors is not None
+    _, folded = rehearse.in_layout(match, CONV, fused, tensors, True)
+    assert not folded.run()[0].isnan().any()  # the one that was put in is gone again
+    made = rehearse._Rehearsal.folded
+
+    def as_fmax(self: Any, library: Any, operands: Any) -> Callable[[], Any]:
+        run = made(self, library, operands)
+        return lambda: (run()[0].fmax(torch.zeros(())),)
+
+    monkeypatch.setattr(rehearse._Rehearsal, "folded", as_fmax)
+    with pytest.raises(rehearse.InexactError, match="folded makes a number of NaN"):
+        rehearse.in_layout(match, CONV, fused, tensors, True)

@@ -164,7 +164,7 @@ def in_layout(
     """The library's convolution and a pointwise kernel, which stand for the inner compiler's code;
     then each of the candidates. Weights are folded ahead.
 
-    Raises InexactError for the first candidate that is less exact than the library.
+    Raises InexactError for the first candidate that is less exact than the library, or loses NaNs.
     """
     run = _Rehearsal(match, tensors)
     operands = list(run.operands)
@@ -183,7 +183,9 @@ def in_layout(
             made = run.forward(choices, operands)
         compare([apart, made], [choices], run.c.dtype, far)
         if far is not None and not _is_as_exact(exact()[0], apart()[0], made()[0]):
-            raise InexactError(choices)
+            raise InexactError(choices, "takes TF32, which the library does not take here")
+        if choices["product"] == FOLDED and not run.hands_nan_on(rival, operands):
+            raise InexactError(choices, "makes a number of NaN: so does cuDNN's relu here")
         timed.append(Candidate(made, made))
     return timed
 
@@ -242,10 +244,10 @@ def tail(
 
 
 class InexactError(RuntimeError):
-    """A candidate takes TF32 where the library does not."""
+    """A candidate's result is not what the contract asks for, by the library's doing."""
 
-    def __init__(self, choices: Mapping[str, Any]) -> None:
-        super().__init__(f"{choices['product']} takes TF32, which the library does not take here")
+    def __init__(self, choices: Mapping[str, Any], why: str) -> None:
+        super().__init__(f"{choices['product']} {why}")
         self.choices = choices
 
 
@@ -352,6 +354,22 @@ class _Rehearsal:
             named, call.config, call.epilogue, self.t, self.c.dtype, ops_folded.fold_in_torch
         )
         return lambda: (made(),)
+
+    def hands_nan_on(self, library: Mapping[str, Any], operands: Sequence[Any]) -> bool:
+        """Does a NaN in x reach the result of `folded`, as it does that of torch's operations?
+
+        What cuDNN's relu does with it is not documented, and may depend on the kernel that the
+        sizes get: so each kind of site is asked. One element of x is NaN meanwhile.
+        """
+        x = operands[0]
+        one = x[(0,) * x.ndim]
+        held = one.clone()
+        one.fill_(torch.nan)
+        # Made anew: what pads x has a copy of it.
+        apart, folded = self.forward(library, operands), self.folded(library, operands)
+        right, found = (made()[0][0].isnan().any() for made in (apart, folded))
+        one.copy_(held)
+        return bool(found or not right)  # not which ones: a Winograd kernel spreads it to more
 
     def _saves(self, call: FusedCall, fused_backward: bool) -> bool:
         needs = {name: self.needs.get(name, False) for name in self.anchor.operands}
