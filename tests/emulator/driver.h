@@ -138,6 +138,8 @@ inline fx_fuser::Driver driver() {
   made.OccupancyMaxActiveBlocksPerMultiprocessor = resident_blocks;
   made.LaunchKernelEx = launch;
   made.MemHostAlloc = host_memory;
+  made.TensorMapEncodeTiled = [](auto...) { return failed("there is no TMA on the emulated GPU"); };
+  made.OccupancyMaxActiveClusters = [](auto...) { return failed("no such kernel is emulated"); };
   return made;
 }
 
