@@ -41,14 +41,14 @@ class EmulatedGpu:
         self._handles: dict[KernelSpec, int] = {}
 
     def handle_of(self, spec: KernelSpec, _tensor: Tensor | None = None) -> int:
-        spec = _emulated(spec)
+        spec = emulated(spec)
         if spec not in self._handles:
             made = emulator.load(spec, self.capability, self.multiprocessors)
             self._handles[spec] = made
         return self._handles[spec]
 
     def prepare(self, specs: Sequence[KernelSpec], _device: object = None) -> None:
-        emulator.build([(_emulated(spec), self.capability) for spec in specs])
+        emulator.build([(emulated(spec), self.capability) for spec in specs])
 
     def __getattr__(self, name: str) -> Any:
         """An op, of which `default` is called."""
@@ -60,7 +60,7 @@ class EmulatedGpu:
         return [SCHEDULES[(first + i) % len(SCHEDULES)] for i in range(AT_ONCE)]
 
 
-def _emulated(spec: KernelSpec) -> KernelSpec:
+def emulated(spec: KernelSpec) -> KernelSpec:
     """wgmma is not emulated: on all GPUs the split product is that of mma.sync."""
     is_best = spec.family is LINEAR_SPLIT_BEST
     return dataclasses.replace(spec, family=LINEAR_SPLIT_MMA) if is_best else spec
@@ -122,7 +122,7 @@ def _taken_out(returned: Any) -> Any:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.equal(*(values.flatten().view(torch.uint8) for values in (a, b)))
 
 
 def in_place_of_cuda(

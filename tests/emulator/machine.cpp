@@ -753,9 +753,9 @@ struct Found {
 
 }  // namespace
 
-#define FX_FUSER_FINDS(name, what)                                                             \
-  extern "C" [[noreturn]] void __ubsan_handle_##name##_abort(const Found* found, ...) {        \
-    emulator::fail(what, {found->file, static_cast<int>(found->line)});                        \
+#define FX_FUSER_FINDS(name, what)                                                      \
+  extern "C" [[noreturn]] void __ubsan_handle_##name##_abort(const Found* found, ...) { \
+    emulator::fail(what, {found->file, static_cast<int>(found->line)});                 \
   }
 FX_FUSER_FINDS(type_mismatch_v1, "an access that is not aligned, or through a null pointer")
 FX_FUSER_FINDS(out_of_bounds, "an index beyond the array")
