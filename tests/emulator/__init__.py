@@ -107,9 +107,11 @@ def _text_of(*names: str) -> str:
 
 
 def _machine() -> Job:
-    headers = hashlib.sha256(_text_of("memory.h", "machine.h", "device/cuda_fp16.h").encode())
+    headers = hashlib.sha256(
+        _text_of("memory.h", "machine.h", "fibers.h", "device/cuda_fp16.h").encode()
+    )
     text = f"// of headers {headers.hexdigest()}\n"
-    text += _text_of("memory.cpp", "machine.cpp", "tensor_core.cpp")
+    text += _text_of("memory.cpp", "machine.cpp", "calls.cpp", "tensor_core.cpp")
     folders = f"-I{HERE}", f"-I{HERE / 'device'}"
     return _library(text, "-O3", "-fvisibility=default", "-Wall", *folders)
 
