@@ -1,0 +1,337 @@
+#include <signal.h>
+#include <unistd.h>
+
+#include "fibers.h"
+
+namespace emulator {
+
+Thread* self = nullptr;
+
+// ---- from fiber to fiber ------------------------------------------------------------------------
+
+void run_fiber() {
+  Fiber* me = machine.current;
+  for (;;) {
+    if (_setjmp(me->context) == 0) {
+      if (!me->is_alive) {
+        me->is_alive = true;
+        setcontext(&machine.making);
+      }
+      _longjmp(machine.scheduler, 1);
+    }
+    machine.launch.kernel(machine.launch.args);
+    me->state = State::kDone;
+  }
+}
+
+void make_alive(Fiber& fiber) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  if (fiber.stack == nullptr) {
+    void* mapped = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    mprotect(mapped, page, PROT_NONE);
+    fiber.stack = static_cast<unsigned char*>(mapped);
+  }
+  getcontext(&fiber.first);
+  fiber.first.uc_stack.ss_sp = fiber.stack + page;
+  fiber.first.uc_stack.ss_size = kStackBytes - page;
+  fiber.first.uc_link = nullptr;
+  makecontext(&fiber.first, run_fiber, 0);
+  machine.current = &fiber;
+  swapcontext(&machine.making, &fiber.first);
+}
+
+// Until it waits, ends or fails.
+__attribute__((noinline)) void resume(Fiber& fiber) {
+  machine.current = &fiber;
+  self = &fiber.thread;
+  if (_setjmp(machine.scheduler) == 0) _longjmp(fiber.context, 1);
+}
+
+// Back to the scheduler; returns when this fiber is run again.
+void leave() {
+  if (_setjmp(machine.current->context) == 0) _longjmp(machine.scheduler, 1);
+}
+
+void make_ready(Fiber& fiber) {
+  fiber.state = State::kReady;
+  ++fiber.warp->ready;
+}
+
+void wait(const char* what, Where where) {
+  Fiber& me = *machine.current;
+  me.state = State::kWaits;
+  me.waits_for = what;
+  me.where = where;
+  leave();
+}
+
+void release(Barrier& barrier) {
+  barrier.arrived = 0;
+  for (Fiber* fiber : barrier.waiting) make_ready(*fiber);
+  barrier.waiting.clear();
+}
+
+std::string name_of(const Fiber& fiber) {
+  return "thread " + std::to_string(fiber.thread.thread.x) + " of block " +
+         std::to_string(fiber.thread.block.x);
+}
+
+// ---- what arrives -------------------------------------------------------------------------------
+
+bool arrive(uint64_t* word) {
+  Mbarrier found = Mbarrier::of(*word);
+  if (found.magic != Mbarrier::kMagic || found.pending == 0) return false;
+  if (--found.pending == 0) {
+    found.phase ^= 1;
+    found.pending = found.expected;
+    *word = found.word();
+    for (Fiber* fiber : machine.fibers) {
+      if (fiber->state == State::kWaits && fiber->mbarrier == word &&
+          fiber->parity != found.phase) {
+        fiber->mbarrier = nullptr;
+        make_ready(*fiber);
+      }
+    }
+  }
+  *word = found.word();
+  return true;
+}
+
+// ---- copies -------------------------------------------------------------------------------------
+
+void land(const Copy& copy) {
+  if (copy.arrives != nullptr) {
+    if (!arrive(copy.arrives)) machine.error = "copies arrive at an mbarrier that is none";
+    return;
+  }
+  std::memcpy(copy.to, copy.from, copy.reads);
+  std::memset(static_cast<char*>(copy.to) + copy.reads, 0, copy.bytes - copy.reads);
+}
+
+void land_first(Fiber& fiber, size_t count) {
+  for (size_t i = 0; i < count; ++i) land(fiber.copies[i]);
+  fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + static_cast<ptrdiff_t>(count));
+}
+
+// Of a thread that does not run, as the hardware would at that moment.
+__attribute__((noinline)) void land_beside(Fiber& fiber, size_t count) {
+  machine.current = &fiber;
+  if (_setjmp(machine.scheduler) == 0) land_first(fiber, count);
+}
+
+// Nothing can run: what some thread has copied arrives, as it would by itself.
+bool land_one_arrival() {
+  std::vector<Fiber*> with;
+  for (Fiber* fiber : machine.fibers) {
+    const auto& copies = fiber->copies;
+    if (std::any_of(copies.begin(), copies.end(), [](auto& c) { return c.arrives != nullptr; })) {
+      with.push_back(fiber);
+    }
+  }
+  if (with.empty()) return false;
+  size_t chosen = 0;
+  if (machine.settings.order == Order::kReverse) chosen = with.size() - 1;
+  if (machine.settings.order == Order::kRandom) chosen = machine.random() % with.size();
+  Fiber& fiber = *with[chosen];
+  size_t count = 1;
+  while (fiber.copies[count - 1].arrives == nullptr) ++count;
+  land_beside(fiber, count);
+  return true;
+}
+
+// ---- the scheduler ------------------------------------------------------------------------------
+
+Warp* next_warp() {
+  std::vector<Warp*> ready;
+  const bool forward = machine.settings.order == Order::kForward;
+  for (size_t i = 0; i < machine.warps.size(); ++i) {
+    Warp& warp = machine.warps[forward ? i : machine.warps.size() - 1 - i];
+    if (warp.ready == 0) continue;
+    // The first one that can run, as long as it can: so warps get as far apart as they may.
+    if (machine.settings.order != Order::kRandom) return &warp;
+    ready.push_back(&warp);
+  }
+  return ready.empty() ? nullptr : ready[machine.random() % ready.size()];
+}
+
+void run_lanes(Warp& warp) {
+  const auto count = static_cast<int>(warp.lanes.size());
+  int order[kLanes];
+  for (int i = 0; i < count; ++i) {
+    order[i] = machine.settings.order == Order::kReverse ? count - 1 - i : i;
+  }
+  if (machine.settings.order == Order::kRandom) {
+    std::shuffle(order, order + count, machine.random);
+  }
+  for (int i = 0; i < count && machine.error.empty(); ++i) {
+    Fiber& fiber = *warp.lanes[order[i]];
+    if (fiber.state != State::kReady) continue;
+    --warp.ready;
+    ++machine.ticks;
+    resume(fiber);
+    if (fiber.state == State::kDone) {
+      Block& block = *fiber.block;
+      --block.alive;
+      --machine.alive;
+      // Who has ended is not waited for.
+      if (block.all.arrived > 0 && block.all.arrived == block.alive) release(block.all);
+    }
+  }
+}
+
+std::string deadlock() {
+  std::string text = "no thread can run:";
+  for (const Warp& warp : machine.warps) {
+    std::map<std::string, int> places;
+    for (const Fiber* fiber : warp.lanes) {
+      const bool is_done = fiber->state == State::kDone;
+      ++places[is_done ? "ended"
+                       : std::string("at ") + fiber->waits_for + ", " + text_of(fiber->where)];
+    }
+    text += "\n  block " + std::to_string(warp.lanes[0]->thread.block.x) + ", warp " +
+            std::to_string(warp.number) + ":";
+    const char* comma = " ";
+    for (const auto& [place, lanes] : places) {
+      text += comma + std::to_string(lanes) + " lanes " + place;
+      comma = "; ";
+    }
+  }
+  return text;
+}
+
+void schedule() {
+  while (machine.alive > 0 && machine.error.empty()) {
+    if (Warp* warp = next_warp()) {
+      run_lanes(*warp);
+    } else if (!land_one_arrival()) {
+      machine.error = deadlock();
+    }
+  }
+}
+
+// ---- faults -------------------------------------------------------------------------------------
+
+void on_signal(int signal, siginfo_t* info, void* /*context*/) {
+  if (machine.current == nullptr) {
+    ::signal(signal, SIG_DFL);
+    return;
+  }
+  const char* name = signal == SIGSEGV || signal == SIGBUS ? "touches memory " : "is stopped at ";
+  machine.error = name_of(*machine.current) + " " + name + describe(info->si_addr);
+  _longjmp(machine.scheduler, 1);
+}
+
+class Signals {
+ public:
+  Signals() {
+    stack_t alternate{};
+    alternate.ss_sp = stack_.data();
+    alternate.ss_size = stack_.size();
+    sigaltstack(&alternate, &stack_before_);
+    struct sigaction action{};
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (size_t i = 0; i < std::size(kCaught); ++i) sigaction(kCaught[i], &action, &before_[i]);
+  }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+  ~Signals() {
+    for (size_t i = 0; i < std::size(kCaught); ++i) sigaction(kCaught[i], &before_[i], nullptr);
+    if (stack_before_.ss_flags != SS_ONSTACK) sigaltstack(&stack_before_, nullptr);
+  }
+
+ private:
+  static constexpr int kCaught[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+  std::vector<char> stack_ = std::vector<char>(64 << 10);
+  stack_t stack_before_{};
+  struct sigaction before_[std::size(kCaught)];
+};
+
+// ---- a launch -----------------------------------------------------------------------------------
+
+template <class T>
+void take(std::vector<T*>& taken, std::vector<std::unique_ptr<T>>& pool, size_t count) {
+  while (pool.size() < count) pool.push_back(std::make_unique<T>());
+  taken.clear();
+  for (size_t i = 0; i < count; ++i) taken.push_back(pool[i].get());
+}
+
+void begin_cluster(unsigned first_block) {
+  const Launch& launch = machine.launch;
+  const unsigned threads = launch.threads.x;
+  const unsigned warps = (threads + kLanes - 1) / kLanes;
+  take(machine.blocks, machine.block_pool, launch.cluster);
+  take(machine.fibers, machine.pool, size_t{launch.cluster} * threads);
+  machine.warps.assign(size_t{launch.cluster} * warps, Warp{});
+  machine.cluster_arrived = 0;
+  machine.cluster_phase = 0;
+  machine.waiting_for_cluster.clear();
+  machine.alive = static_cast<int>(machine.fibers.size());
+  for (unsigned rank = 0; rank < launch.cluster; ++rank) {
+    Block& block = *machine.blocks[rank];
+    block.index.x = first_block + rank;
+    block.rank = rank;
+    block.alive = static_cast<int>(threads);
+    block.all = {};
+    for (Barrier& barrier : block.some) barrier = {};
+    block.arena.begin(launch.shared_bytes);
+    for (unsigned t = 0; t < threads; ++t) {
+      Fiber& fiber = *machine.fibers[rank * threads + t];
+      if (!fiber.is_alive) make_alive(fiber);
+      Warp& warp = machine.warps[rank * warps + t / kLanes];
+      warp.number = static_cast<int>(t) / kLanes;
+      warp.lanes.push_back(&fiber);
+      fiber.thread = {{t, 0, 0}, {block.index.x, 0, 0}, launch.threads, launch.blocks};
+      fiber.warp = &warp;
+      fiber.block = &block;
+      fiber.lane = static_cast<int>(t) % kLanes;
+      fiber.mbarrier = nullptr;
+      fiber.arrived_in_cluster = false;
+      fiber.group = 0;
+      fiber.copies.clear();
+      make_ready(fiber);
+    }
+  }
+}
+
+void end_cluster() {
+  for (Fiber* fiber : machine.fibers) land_beside(*fiber, fiber->copies.size());
+  for (const Block* block : machine.blocks) {
+    if (block->arena.is_overrun()) machine.error = "written behind the dynamic shared memory";
+  }
+}
+
+std::string run(const Launch& launch, const Settings& settings) {
+  machine.launch = launch;
+  machine.settings = settings;
+  machine.random.seed(settings.seed);
+  machine.error.clear();
+  const Signals signals;
+  const unsigned clusters = launch.blocks.x / launch.cluster;
+  std::vector<unsigned> order(clusters);
+  for (unsigned i = 0; i < clusters; ++i) {
+    order[i] = settings.order == Order::kReverse ? clusters - 1 - i : i;
+  }
+  if (settings.order == Order::kRandom) std::shuffle(order.begin(), order.end(), machine.random);
+  for (const unsigned cluster : order) {
+    begin_cluster(cluster * launch.cluster);
+    schedule();
+    if (machine.error.empty()) end_cluster();
+    if (!machine.error.empty()) break;
+  }
+  machine.current = nullptr;
+  for (Fiber* fiber : machine.fibers) {
+    if (fiber->state != State::kDone) fiber->is_alive = false;
+    fiber->state = State::kDone;
+  }
+  return machine.error;
+}
+
+void fail(const std::string& what, Where where) {
+  machine.error = name_of(*machine.current) + ", " + text_of(where) + ": " + what;
+  _longjmp(machine.scheduler, 1);
+}
+
+}  // namespace emulator
