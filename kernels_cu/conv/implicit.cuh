@@ -1,6 +1,6 @@
 // out = epilogue(conv2d(x, weight, stride, padding, dilation), operands, scalars) in channels_last,
-// in bf16 and fp16, as an implicit gemm by `mma.sync`: for layers that bytes bound, 1 x 1 above all.
-// For sm_80 and later.
+// in bf16 and fp16, as an implicit gemm by `mma.sync`: for layers that bytes bound, 1 x 1 above
+// all. For sm_80 and later.
 //
 // What tiles, stages and pieces are: implicit_args.h. Persistent blocks walk over the pixels;
 // neighbouring blocks have the columns of the same pixels, so that the L2 serves x again. All that
@@ -35,8 +35,8 @@ __device__ __forceinline__ void multiply_stage(Sums<S>& sum, uint32_t pixels, ui
   // second half of k; of the weights' both halves of eight rows, then of the next.
   const uint32_t pixel_row =
       pixels + (warp / 2 * 32 + lane % 16) * kImplicitRow + (lane / 16 ^ lane % 8) * 16;
-  const uint32_t weight_row = weights + (lane / 16 * 8 + lane % 8) * kImplicitRow +
-                              (lane / 8 % 2 ^ lane % 8) * 16;
+  const uint32_t weight_row =
+      weights + (lane / 16 * 8 + lane % 8) * kImplicitRow + (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
   for (int k = 0; k < kImplicitStepVectors / 2; ++k) {
     if (k >= count) return;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void multiply_stage(Sums<S>& sum, uint32_t pixels, ui
 #pragma unroll
     for (int pair = 0; pair < S::kTiles / 2; ++pair) {
       const int group = pair / 2;
-      const int row = group * kImplicitGroupColumns + warp % 2 * 8 * S::tiles_of(group) +
-                      pair % 2 * 16;
+      const int row =
+          group * kImplicitGroupColumns + warp % 2 * 8 * S::tiles_of(group) + pair % 2 * 16;
       uint32_t weight[4];
       ptx::load_matrices(weight, (weight_row ^ 32 * k) + row * kImplicitRow);
 #pragma unroll
@@ -66,22 +66,20 @@ template <class S, class TailOf>
 __device__ __forceinline__ void convolve(const ImplicitArgs& args) {
   extern __shared__ __align__(kImplicitRow) uint8_t storage[];
   auto* leaves = reinterpret_cast<float*>(storage + kImplicitBarrierBytes);
-  const int first_channel = static_cast<int>(blockIdx.x) % args.parts * S::kColumns;
-  int tile = static_cast<int>(blockIdx.x) / args.parts;
   const uint32_t shared = ptx::shared_address(storage);
-  Ring<S> ring{args, shared, Feeder<S>(args, first_channel, tile)};
+  Ring<S> ring{args, shared, Feeder<S>(args)};
   const TailOf tail{args, leaves};
   if (threadIdx.x == 0) ring.begin();
   __syncthreads();
   ring.fill();
-  if (args.keeps) keep_weights<S>(args, first_channel, shared);
-  tail.stage(first_channel, leaves);
+  if (args.keeps) keep_weights<S>(args, shared);
+  tail.stage(leaves);
   ptx::copy_async_wait();
   __syncthreads();
 
-  const bool works = first_channel + Lane<S, 0>::warp_column() < args.outputs;
+  const bool works = first_channel<S>(args) + Lane<S, 0>::warp_column() < args.outputs;
 #pragma unroll 1
-  for (; tile < args.tiles; tile += static_cast<int>(gridDim.x) / args.parts) {
+  for (int tile = first_tile(args); tile < args.tiles; tile += args.workers) {
     Sums<S> sum = {};
 #pragma unroll 1
     for (int step = 0; step < args.steps; ++step) {
@@ -93,7 +91,7 @@ __device__ __forceinline__ void convolve(const ImplicitArgs& args) {
       if (works) multiply_stage<S>(sum, pixels, weights, left);
       ring.pass();
     }
-    tail.finish(ring, Target{tile, first_channel}, sum);
+    tail.finish(ring, tile, sum);
   }
 }
 
@@ -110,9 +108,9 @@ constexpr int kBlocks = kFewRegisters ? 1 : kImplicitResident;
 
 }  // namespace fx_fuser::implicit
 
-#define FX_FUSER_IMPLICIT(...)                                                         \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kImplicitThreads,             \
-                                               fx_fuser::implicit::kBlocks)            \
-      fx_fuser_implicit(const __grid_constant__ fx_fuser::ImplicitArgs args) {         \
-    fx_fuser::implicit::run<__VA_ARGS__>(args);                                        \
+#define FX_FUSER_IMPLICIT(...)                                                 \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kImplicitThreads,     \
+                                               fx_fuser::implicit::kBlocks)    \
+      fx_fuser_implicit(const __grid_constant__ fx_fuser::ImplicitArgs args) { \
+    fx_fuser::implicit::run<__VA_ARGS__>(args);                                \
   }

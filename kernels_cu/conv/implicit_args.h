@@ -18,10 +18,10 @@ namespace fx_fuser {
 
 constexpr int kImplicitWarps = 8;
 constexpr int kImplicitThreads = 32 * kImplicitWarps;
-constexpr int kImplicitPixels = 128;     // of a tile
-constexpr int kImplicitRow = 128;        // bytes
-constexpr int kImplicitVector = 8;       // elements of x or the weight
-constexpr int kImplicitStepVectors = 8;  // of a stage
+constexpr int kImplicitPixels = 128;                                 // of a tile
+constexpr int kImplicitRow = 128;                                    // bytes
+constexpr int kImplicitVector = 8;                                   // elements of x or the weight
+constexpr int kImplicitStepVectors = 8;                              // of a stage
 constexpr int kImplicitPixelBytes = kImplicitPixels * kImplicitRow;  // of a stage
 constexpr int kImplicitMostStages = 8;
 constexpr int kImplicitFewestStages = 3;
@@ -34,7 +34,8 @@ constexpr int kImplicitMaxGroups = kImplicitMaxColumns / kImplicitGroupColumns;
 // Beside those of one group there is a stage to come, and one that slower warps still read.
 constexpr int kImplicitMaxHeld = kImplicitMostStages - 2;
 constexpr int kImplicitMaxPieces = kImplicitMaxGroups * kImplicitMaxHeld;
-constexpr int kImplicitReserved = 1 << 10;  // bytes of shared memory that a block has without asking
+constexpr int kImplicitReserved = 1
+                                  << 10;  // bytes of shared memory that a block has without asking
 // Of rows, columns, strides, paddings: their sums are to fit into 16 bits.
 constexpr int kImplicitHighest = 1 << 14;
 
@@ -71,8 +72,8 @@ constexpr ImplicitGeometry implicit_geometry(const ImplicitShape& shape, int sha
       const int fit = room > ring_at ? (room - ring_at) / stage_bytes : 0;
       const int stages = fit < kImplicitMostStages ? fit : kImplicitMostStages;
       if (stages < fewest) continue;
-      return {resident, keeps, stages, stage_bytes, kept_at, ring_at,
-              ring_at + stages * stage_bytes};
+      return {
+          resident, keeps, stages, stage_bytes, kept_at, ring_at, ring_at + stages * stage_bytes};
     }
   }
   return {};
@@ -112,9 +113,10 @@ struct ImplicitArgs {
   int32_t vectors;                          // of all k
   int32_t steps;
   int32_t outputs;
-  int32_t parts;   // of the output channels, of as many columns as a tile has
-  int32_t pixels;  // of the result
-  int32_t tiles;   // of pixels
+  int32_t pixels;           // of the result
+  int32_t tiles;            // of pixels
+  int32_t workers;          // blocks with the same columns, among which tiles are dealt out
+  Divisor<uint32_t> parts;  // of the output channels, of as many columns as a tile has
   Divisor<uint32_t> out_w;
   Divisor<uint32_t> out_h;
   Divisor<uint32_t> channel_vectors;  // of a tap

@@ -17,7 +17,8 @@ constexpr bool kFewRegisters = true;
 constexpr bool kFewRegisters = false;
 #endif
 
-constexpr int kThreadRows = 4;  // rows of pixels that a thread copies of a stage, one vector of each
+constexpr int kThreadRows =
+    4;  // rows of pixels that a thread copies of a stage, one vector of each
 constexpr int kRowsApart = kImplicitPixels / kThreadRows;
 static_assert(kRowsApart * kImplicitStepVectors == kImplicitThreads);
 
@@ -63,6 +64,18 @@ __device__ __forceinline__ bool is_below(int value, int limit) {  // and not neg
   return static_cast<uint32_t>(value) < static_cast<uint32_t>(limit);
 }
 
+// The block's first tile of pixels, and its first channel.
+__device__ __forceinline__ int first_tile(const ImplicitArgs& args) {
+  return static_cast<int>(divide(blockIdx.x, args.parts));
+}
+
+// Found where it is used: a register less across the loop.
+template <class S>
+__device__ __forceinline__ int first_channel(const ImplicitArgs& args) {
+  const auto block = static_cast<uint32_t>(ptx::opaque(static_cast<int>(blockIdx.x)));
+  return static_cast<int>(block - divide(block, args.parts) * args.parts.size) * S::kColumns;
+}
+
 struct Pixel {
   int sample;  // and of the result:
   int row;
@@ -80,17 +93,17 @@ struct Pixel {
 // `vector` of all k. Rows are in the order of a warp's tiles, channels so that a lane's sums of
 // them are neighbours: row 8t + 2l + i of a warp's is channel 2 tiles l + 2t + i.
 template <class S>
-__device__ __forceinline__ void copy_weights(const ImplicitArgs& args, int first_channel,
-                                             int vector, uint32_t to) {
+__device__ __forceinline__ void copy_weights(const ImplicitArgs& args, int vector, uint32_t to) {
   const int row = Part::self().row;
+  const int first = first_channel<S>(args);
   const auto* weight = static_cast<const uint4*>(args.weight);
 #pragma unroll
   for (int i = 0; i < S::kColumns / kRowsApart; ++i) {
     const int tiles = S::tiles_of(i / 2);
     const int slice = row / (8 * tiles);  // of the last group: a warp's
     const int tile = row / 8 % tiles;
-    const int channel = kRowsApart * i + slice * 8 * tiles + row % 8 / 2 * (2 * tiles) + 2 * tile +
-                        row % 2 + first_channel;
+    const int channel =
+        kRowsApart * i + slice * 8 * tiles + row % 8 / 2 * (2 * tiles) + 2 * tile + row % 2 + first;
     const bool reads = vector < args.vectors && channel < args.outputs;
     const int64_t at = reads ? static_cast<int64_t>(channel) * args.vectors + vector : 0;
     ptx::copy_async_16(to + i * kRowsApart * kImplicitRow, weight + at, reads ? 16 : 0);
@@ -104,15 +117,13 @@ __device__ __forceinline__ int filled_vectors(const ImplicitArgs& args) {
 
 // To where the block keeps them. Arrive after ptx::copy_async_wait().
 template <class S>
-__device__ __forceinline__ void keep_weights(const ImplicitArgs& args, int first_channel,
-                                             uint32_t shared) {
+__device__ __forceinline__ void keep_weights(const ImplicitArgs& args, uint32_t shared) {
   const Part me = Part::self();
 #pragma unroll 1
   for (int step = 0; step < args.steps; ++step) {
     const int vector = step * kImplicitStepVectors + me.vector;
     if (vector >= filled_vectors(args)) return;
-    copy_weights<S>(args, first_channel, vector,
-                    shared + args.kept_at + step * S::kWeightBytes + me.place());
+    copy_weights<S>(args, vector, shared + args.kept_at + step * S::kWeightBytes + me.place());
   }
 }
 
@@ -122,7 +133,6 @@ struct Feeder {
   static constexpr int kNowhere = static_cast<int>(0x80008000);  // outside of any image
 
   const ImplicitArgs& args;
-  int first_channel;
   int tile;
   int item = 0;  // of the tile
   // Of the thread's rows: the pixel of the first tap, from x on, in vectors, and where it is in the
@@ -130,8 +140,8 @@ struct Feeder {
   int from[kThreadRows];
   int corner[S::kWindow ? kThreadRows : 1];
 
-  __device__ __forceinline__ Feeder(const ImplicitArgs& of, int channel, int first_tile)
-      : args(of), first_channel(channel), tile(first_tile) {
+  __device__ __forceinline__ explicit Feeder(const ImplicitArgs& of)
+      : args(of), tile(first_tile(of)) {
     find_rows();
   }
 
@@ -150,8 +160,8 @@ struct Feeder {
       const int x = at.column * args.stride[1] - args.left;
       from[i] = at.sample * args.x_stride[0] + y * args.x_stride[1] + x * args.x_stride[2];
       if constexpr (S::kWindow) {
-        corner[i] = exists ? static_cast<int>(static_cast<uint32_t>(y) << 16) | (x & 0xFFFF)
-                           : kNowhere;
+        corner[i] =
+            exists ? static_cast<int>(static_cast<uint32_t>(y) << 16) | (x & 0xFFFF) : kNowhere;
       } else if (!exists) {
         from[i] = -1;
       }
@@ -166,7 +176,8 @@ struct Feeder {
     int tap_column = 0;
     int ahead = vector;
     if constexpr (S::kWindow) {
-      const auto tap = static_cast<int>(divide(static_cast<uint32_t>(vector), args.channel_vectors));
+      const auto tap =
+          static_cast<int>(divide(static_cast<uint32_t>(vector), args.channel_vectors));
       const auto row = static_cast<int>(divide(static_cast<uint32_t>(tap), args.kernel_w));
       tap_row = row * args.dilation[0];
       tap_column = (tap - row * static_cast<int>(args.kernel_w.size)) * args.dilation[1];
@@ -187,7 +198,7 @@ struct Feeder {
                          x + (reads ? from[i] + ahead : 0), reads ? 16 : 0);
     }
     if (!args.keeps) {
-      copy_weights<S>(args, first_channel, vector, stage + kImplicitPixelBytes + me.place());
+      copy_weights<S>(args, vector, stage + kImplicitPixelBytes + me.place());
     }
   }
 
@@ -196,7 +207,7 @@ struct Feeder {
     const ImplicitPiece& piece = args.piece[item - args.steps];
     if (me.vector * 16 >= piece.bytes) return;
     const int pixel_bytes = args.outputs * piece.element_bytes;
-    const int byte = first_channel * piece.element_bytes + piece.first + me.vector * 16;
+    const int byte = first_channel<S>(args) * piece.element_bytes + piece.first + me.vector * 16;
     const int first = tile * kImplicitPixels + me.row;
     const auto* data = static_cast<const uint8_t*>(piece.data);
 #pragma unroll
@@ -220,7 +231,7 @@ struct Feeder {
     ptx::mbarrier_arrive_on_copies(full);
     if (++item < args.steps + args.pieces) return;
     item = 0;
-    tile += static_cast<int>(gridDim.x) / args.parts;
+    tile += args.workers;
     if (tile < args.tiles) find_rows();
   }
 };
@@ -235,9 +246,7 @@ struct Ring {
   uint32_t phase = 0;
 
   __device__ __forceinline__ uint32_t full(int of) const { return shared + 8 * of; }
-  __device__ __forceinline__ uint32_t empty(int of) const {
-    return full(kImplicitMostStages + of);
-  }
+  __device__ __forceinline__ uint32_t empty(int of) const { return full(kImplicitMostStages + of); }
   __device__ __forceinline__ uint32_t stage(int of) const {
     return shared + args.ring_at + of * args.stage_bytes;
   }

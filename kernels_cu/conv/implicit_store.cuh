@@ -12,8 +12,8 @@ namespace fx_fuser::implicit {
 constexpr int kLanePixels = 4;  // eight rows of the tile apart
 constexpr int kQuad = 4;        // channels whose values are made at once
 
-// d[2r + i] of tile t, 16 pixels m: row 16m + 8r + lane / 4 of the warp's, and of a group of columns
-// channel 2 tiles (lane % 4) + 2t + i.
+// d[2r + i] of tile t, 16 pixels m: row 16m + 8r + lane / 4 of the warp's, and of a group of
+// columns channel 2 tiles (lane % 4) + 2t + i.
 template <class S>
 using Sums = float[2][S::kTiles][4];
 
@@ -24,8 +24,8 @@ struct Lane {
   static constexpr int kTiles = S::tiles_of(kGroup);
   static constexpr int kRun = 2 * kTiles;
   static constexpr int kQuads = kRun / kQuad;
-  int row;      // of the tile
-  int column;   // of the tile, and of the group:
+  int row;     // of the tile
+  int column;  // of the tile, and of the group:
   int inside;
 
   static __device__ __forceinline__ Lane self() {
@@ -40,12 +40,6 @@ struct Lane {
     return kGroup * kImplicitGroupColumns +
            static_cast<int>(ptx::thread_index()) / 32 % 2 * 8 * kTiles;
   }
-};
-
-// Where a block's tile is.
-struct Target {
-  int tile;
-  int first_channel;
 };
 
 // The results of a lane's pixels, 16 bytes at once where the tensor has such vectors.
@@ -66,15 +60,15 @@ struct Results {
     }
   }
 
-  __device__ __forceinline__ void store(const ImplicitArgs& args, const Target& target, void* to,
+  __device__ __forceinline__ void store(const ImplicitArgs& args, int tile, void* to,
                                         bool takes_vectors) const {
     const L lane = L::self();
-    const int channel = target.first_channel + lane.column;
+    const int channel = first_channel<S>(args) + lane.column;
     const int present = args.outputs - channel;
     const bool whole = takes_vectors && present >= L::kRun;
 #pragma unroll
     for (int p = 0; p < kLanePixels; ++p) {
-      const int pixel = target.tile * kImplicitPixels + lane.row + 8 * p;
+      const int pixel = tile * kImplicitPixels + lane.row + 8 * p;
       if (pixel >= args.pixels) return;
       T* at = static_cast<T*>(to) + static_cast<int64_t>(pixel) * args.outputs + channel;
       if (!whole) {
@@ -98,8 +92,7 @@ struct Results {
 
 // The convolution itself.
 template <class S, int kGroup>
-__device__ __forceinline__ void store_sums(const ImplicitArgs& args, const Target& target,
-                                           const Sums<S>& sum) {
+__device__ __forceinline__ void store_sums(const ImplicitArgs& args, int tile, const Sums<S>& sum) {
   using L = Lane<S, kGroup>;
   Results<S, kGroup, typename S::X> results;
 #pragma unroll
@@ -113,18 +106,18 @@ __device__ __forceinline__ void store_sums(const ImplicitArgs& args, const Targe
       results.put(p, q, value);
     }
   }
-  results.store(args, target, args.c, args.c_takes_vectors);
+  results.store(args, tile, args.c, args.c_takes_vectors);
 }
 
 // A leaf is one number a channel, and as fp32 in shared memory: [leaf][column]. Of channels that do
 // not exist, the last one's.
 template <class S, int kLeaf, class T>
-__device__ __forceinline__ void stage_leaf(const ImplicitArgs& args, int first_channel,
-                                           float* leaves) {
+__device__ __forceinline__ void stage_leaf(const ImplicitArgs& args, float* leaves) {
   if constexpr (kLeaf < S::kLeaves) {
     const ConvOperand& operand = args.operand[kLeaf].of;
+    const int first = first_channel<S>(args);
     for (int i = threadIdx.x; i < S::kColumns; i += kImplicitThreads) {
-      const int64_t channel = min(first_channel + i, args.outputs - 1);
+      const int64_t channel = min(first + i, args.outputs - 1);
       leaves[kLeaf * S::kColumns + i] =
           convert<float>(static_cast<const T*>(operand.data)[channel * operand.stride[1]]);
     }
@@ -142,7 +135,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
   static constexpr int kScalarSlots = kScalars > 0 ? kScalars : 1;
   static constexpr int kOthers = kOperands - S::kLeaves;
   // Pixels whose operands are loaded at once.
-  static constexpr int kAtOnce = kFewRegisters || kOthers > 2 ? 1 : kOthers == 2 ? 2 : 4;
+  static constexpr int kAtOnce = kFewRegisters || kOthers > 1 ? 1 : 2;
   static_assert(kOperands <= kImplicitMaxOperands && kScalars <= kMaxScalars);
   static_assert(kOthers >= 0);
   using Vectors = PackedVectors<std::index_sequence<kOperand...>, kQuad, In...>;
@@ -150,8 +143,8 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
   const ImplicitArgs& args;
   const float* leaves;
 
-  __device__ __forceinline__ void stage(int first_channel, float* to) const {
-    (stage_leaf<S, kOperand, In>(args, first_channel, to), ...);
+  __device__ __forceinline__ void stage(float* to) const {
+    (stage_leaf<S, kOperand, In>(args, to), ...);
   }
 
   // Waits for the operand's pieces of the group, which come next in the ring; at: where the lane's
@@ -178,7 +171,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
 
   // Quad `quad` of the lane's channels, of pixels from `first` on.
   template <int kGroup, int kIndex, class T>
-  __device__ __forceinline__ void load(const Target& target, int quad, int first, uint32_t at,
+  __device__ __forceinline__ void load(int tile, int quad, int first, uint32_t at,
                                        Vectors (&vectors)[kAtOnce]) const {
     if constexpr (kIndex >= S::kLeaves) {
       using L = Lane<S, kGroup>;
@@ -194,10 +187,10 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
         return;
       }
       const L lane = L::self();
-      const int channel = target.first_channel + lane.column + quad * kQuad;
+      const int channel = first_channel<S>(args) + lane.column + quad * kQuad;
 #pragma unroll
       for (int p = 0; p < kAtOnce; ++p) {
-        const int pixel = target.tile * kImplicitPixels + lane.row + 8 * (first + p);
+        const int pixel = tile * kImplicitPixels + lane.row + 8 * (first + p);
         const Pixel place = Pixel::at(args, min(pixel, args.pixels - 1));
         const int64_t (&stride)[4] = operand.of.stride;
         const T* from = static_cast<const T*>(operand.of.data) + place.sample * stride[0] +
@@ -228,7 +221,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
   }
 
   template <int kGroup>
-  __device__ __forceinline__ void run(const Target& target, const uint32_t (&at)[kSlots],
+  __device__ __forceinline__ void run(int tile, const uint32_t (&at)[kSlots],
                                       const Sums<S>& sum) const {
     using L = Lane<S, kGroup>;
     const int column = L::self().column;
@@ -255,7 +248,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
 #pragma unroll
       for (int first = 0; first < kLanePixels; first += kAtOnce) {
         Vectors vectors[kAtOnce];
-        (load<kGroup, kOperand, In>(target, q, first, at[kOperand], vectors), ...);
+        (load<kGroup, kOperand, In>(tile, q, first, at[kOperand], vectors), ...);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int p = first + i;
@@ -271,24 +264,23 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
         }
       }
     }
-    results.store(args, target, args.out, args.out_takes_vectors);
+    results.store(args, tile, args.out, args.out_takes_vectors);
   }
 
   // All of the warp's groups, and the pieces of each out of the ring.
   template <int kGroup = 0>
-  __device__ __forceinline__ void finish(Ring<S>& ring, const Target& target,
-                                         const Sums<S>& sum) const {
+  __device__ __forceinline__ void finish(Ring<S>& ring, int tile, const Sums<S>& sum) const {
     uint32_t at[kSlots];
     int slot = ring.slot;
     uint32_t phase = ring.phase;
     (find_piece<kGroup, kOperand, In>(ring, slot, phase, at), ...);
-    if (target.first_channel + Lane<S, kGroup>::warp_column() < args.outputs) {
-      if (args.c != nullptr) store_sums<S, kGroup>(args, target, sum);
-      run<kGroup>(target, at, sum);
+    if (first_channel<S>(args) + Lane<S, kGroup>::warp_column() < args.outputs) {
+      if (args.c != nullptr) store_sums<S, kGroup>(args, tile, sum);
+      run<kGroup>(tile, at, sum);
     }
 #pragma unroll 1
     for (int i = 0; i < args.held[kGroup]; ++i) ring.pass();
-    if constexpr (kGroup + 1 < S::kGroups) finish<kGroup + 1>(ring, target, sum);
+    if constexpr (kGroup + 1 < S::kGroups) finish<kGroup + 1>(ring, tile, sum);
   }
 };
 
