@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/convert.cuh"
+#include "common/ptx.cuh"
 
 namespace fx_fuser::math {
 
@@ -153,9 +154,7 @@ __device__ __forceinline__ Acc erf(Acc x) {
 // which is exact: .ftz flushes results below 2^-126, and no other than zero is. rcp.approx without
 // .ftz takes six instructions more.
 __device__ __forceinline__ float four_sigmoids(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fma(::exp(-x), 0.25f, 0.25f)));
-  return y;
+  return ptx::reciprocal(fma(::exp(-x), 0.25f, 0.25f));
 }
 
 // Subnormal where torch's is: sigmoid(-88).

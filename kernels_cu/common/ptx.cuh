@@ -190,6 +190,24 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, uin
                : "memory");
 }
 
+// 16 bytes or as many zeros, past the L1 cache; what lies around them is not brought to the L2.
+__device__ __forceinline__ void copy_async_only_16(uint32_t to, const void* from, bool reads) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(reads ? 16 : 0)
+               : "memory");
+}
+
+// What this thread has copied since the last commit is a group.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// For this thread's groups but the last kPending.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // For all of this thread's.
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -279,6 +297,47 @@ template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
   mma_m16n8k16<T>(d, a, b0, b1, d);
+}
+
+// d[16 x 8] += a[16 x 8] * b[8 x 8]: the same of s = 0 alone.
+template <class T>
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+#define FX_FUSER_MMA(type)                                       \
+  asm("mma.sync.aligned.m16n8k8.row.col.f32." type "." type      \
+      ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
+      : "r"(a0), "r"(a1), "r"(b0))
+  if constexpr (std::is_same_v<T, __half>) {
+    FX_FUSER_MMA("f16");
+  } else {
+    FX_FUSER_MMA("bf16");
+  }
+#undef FX_FUSER_MMA
+}
+
+// The same of TF32: a[2s + r] is row g + 8r, column 4s + l, and b[s] column g, row 4s + l.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- arithmetic (9.7.3, 9.7.9.21) ---------------------------------------------------------------
+
+// The nearest number of TF32, as its bits; ties away from zero.
+__device__ __forceinline__ uint32_t to_tf32(float value) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return bits;
+}
+
+// 1 / value to one ulp. Subnormal results are zeros, and of subnormal values infinities.
+__device__ __forceinline__ float reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
 }
 
 }  // namespace fx_fuser::ptx

@@ -25,28 +25,12 @@
 #include "common/convert.cuh"
 #include "common/epilogue_math.cuh"
 #include "common/packed.cuh"
-#include "common/ptx_sm90.cuh"
+#include "common/ptx.cuh"
 #include "conv/depthwise_args.h"
 
 namespace fx_fuser::depthwise {
 
 constexpr int kDepth = 4;  // rows of pixels in shared memory; a power of two
-
-// Keeps the compiler from holding in registers, or making again for each row, what follows from it.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// All of this thread's copies but those of the last kPending groups.
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 template <int kHeight, int kWidth, int kStrideOf, bool kIsPlane, class XOf>
 struct Geometry {
@@ -119,7 +103,7 @@ struct Rows {
           static_cast<uint32_t>(static_cast<uint32_t>(column + c) < static_cast<uint32_t>(args.w))
           << c;
     }
-    columns = opaque(columns);
+    columns = ptx::opaque(columns);
     if constexpr (G::kPlanes) {
       ask(0);
     } else {
@@ -135,7 +119,7 @@ struct Rows {
 
   __device__ __forceinline__ void ask(int row) {
     if (has(row)) {
-      const int64_t step = G::kPlanes ? 1 : opaque(args.channels);
+      const int64_t step = G::kPlanes ? 1 : ptx::opaque(args.channels);
 #pragma unroll
       for (int c = 0; c < G::kWindow; ++c) {
         const auto* from = reinterpret_cast<const Raw*>(ahead + c * step);
@@ -149,7 +133,7 @@ struct Rows {
       }
     }
     ahead += pitch;
-    if constexpr (!G::kPlanes) commit_copies();
+    if constexpr (!G::kPlanes) ptx::copy_async_commit();
   }
 
   // The pixels of a row, if it has any; and asks for a later one.
@@ -161,7 +145,7 @@ struct Rows {
       for (int c = 0; c < G::kWindow; ++c) raw[c] = next[c];
       ask(row + 1);
     } else {
-      wait_for_copies<kDepth - 2>();
+      ptx::copy_async_wait_for_groups<kDepth - 2>();
       if (found) {
 #pragma unroll
         for (int c = 0; c < G::kWindow; ++c) raw[c] = shared.row[row % kDepth][c][threadIdx.x];
@@ -248,7 +232,7 @@ struct Store<G, kPixels, Epilogue, kScalars, Out, std::index_sequence<kOperand..
   // Row `nth` of the item, and then on to the next.
   __device__ __forceinline__ void store_row(int nth,
                                             const float (&sum)[G::kColumns][G::kChannels]) {
-    const int64_t step = G::kPlanes ? 1 : opaque(args.channels);
+    const int64_t step = G::kPlanes ? 1 : ptx::opaque(args.channels);
     if (args.c != nullptr) {
 #pragma unroll
       for (int o = 0; o < G::kColumns; ++o) {
@@ -355,7 +339,7 @@ __device__ __forceinline__ void convolve_item(const DepthwiseArgs& args, typenam
     }
     if (step >= G::kRing - 1) store.store_row(step - (G::kRing - 1), sum[G::kRing - 1]);
   }
-  if constexpr (!G::kPlanes) wait_for_copies<0>();
+  if constexpr (!G::kPlanes) ptx::copy_async_wait_for_groups<0>();
 }
 
 template <class G, class StoreOf, bool kKept>

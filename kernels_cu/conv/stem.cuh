@@ -27,26 +27,13 @@ namespace fx_fuser::stem {
 template <class X, bool kWhole>
 __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                          uint32_t a3, uint32_t b0, uint32_t b1) {
+  const uint32_t a[4] = {a0, a1, a2, a3};
   if constexpr (sizeof(X) == 4) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    ptx::mma_m16n8k8_tf32(d, a, b0, b1);
   } else if constexpr (kWhole) {
-    const uint32_t a[4] = {a0, a1, a2, a3};
     ptx::mma_m16n8k16<X>(d, a, b0, b1);
   } else {
-#define FX_FUSER_MMA(type)                                       \
-  asm("mma.sync.aligned.m16n8k8.row.col.f32." type "." type      \
-      ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
-      : "r"(a0), "r"(a1), "r"(b0))
-    if constexpr (std::is_same_v<X, __half>) {
-      FX_FUSER_MMA("f16");
-    } else {
-      FX_FUSER_MMA("bf16");
-    }
-#undef FX_FUSER_MMA
+    ptx::mma_m16n8k8<X>(d, a0, a1, b0);
   }
 }
 

@@ -77,20 +77,6 @@ __device__ __forceinline__ Place place_of(const StemArgs& args, int tile) {
           (tile - across * args.tiles_x) * kStemColumns};
 }
 
-// The nearest number of TF32, as its bits.
-__device__ __forceinline__ uint32_t to_tf32(float value) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return bits;
-}
-
-// 16 bytes to shared memory, zeros where `reads` is false.
-__device__ __forceinline__ void copy_vector(void* to, const void* from, bool reads) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ptx::shared_address(to)),
-               "l"(from), "r"(reads ? 16 : 0)
-               : "memory");
-}
-
 __device__ __forceinline__ bool is_below(int value, int limit) {  // and not negative
   return static_cast<uint32_t>(value) < static_cast<uint32_t>(limit);
 }
@@ -130,7 +116,8 @@ __device__ __forceinline__ void load_patch(const StemArgs& args, const Place& pl
       const int from = first + element;
       const bool reads = is_below(first_row + row, args.h) && is_below(from, args.w * S::kChannels);
       const int64_t at = reads ? (first_row + row) * args.x_stride[2] + from : 0;
-      copy_vector(patch + row * S::kPitch + element, x + at, reads);
+      void* to = patch + row * S::kPitch + element;
+      ptx::copy_async_only_16(ptx::shared_address(to), x + at, reads);
     });
     return;
   }
@@ -168,13 +155,13 @@ __device__ __forceinline__ void round_patch(const StemArgs& args, typename S::X*
         void* at = patch + row * S::kPitch + element;
         const float4 v = *static_cast<const float4*>(at);
         *static_cast<uint4*>(at) =
-            make_uint4(to_tf32(v.x), to_tf32(v.y), to_tf32(v.z), to_tf32(v.w));
+            make_uint4(ptx::to_tf32(v.x), ptx::to_tf32(v.y), ptx::to_tf32(v.z), ptx::to_tf32(v.w));
       });
     } else {
       for_each_pixel<S>([&](int row, int column) {
         float* at = patch + row * S::kPitch + column * S::kChannels;
 #pragma unroll
-        for (int c = 0; c < S::kChannels; ++c) at[c] = __uint_as_float(to_tf32(at[c]));
+        for (int c = 0; c < S::kChannels; ++c) at[c] = __uint_as_float(ptx::to_tf32(at[c]));
       });
     }
   }
@@ -211,7 +198,7 @@ __device__ __forceinline__ void fill_weights(const StemArgs& args, int first_out
       const Vec<X, 2> pair = {element(first), element(first + 1)};
       weights[word] = reinterpret_cast<const uint32_t&>(pair);
     } else {
-      weights[word] = to_tf32(element(first));
+      weights[word] = ptx::to_tf32(element(first));
     }
   }
 }

@@ -1,0 +1,208 @@
+"""fx_fuser's kernels on the CPU, launched by the shim's own host code.
+
+`machine.cpp` is a CUDA multiprocessor, `device/` what a kernel's translation unit includes in place
+of CUDA's headers and of `common/ptx.cuh`, and `shim.cpp` the shim for the emulated device. All are
+compiled by g++ alone. What this checks and what it cannot: CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fx_fuser.errors import BuildError
+from fx_fuser.native import binaries, compilers, store
+from fx_fuser.native.jobs import Job
+from fx_fuser.native.kernel_spec import KernelSpec
+
+HERE = Path(__file__).parent
+ops = torch.ops.fx_fuser_emulated
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What kernels and host code see of a GPU. shared_bytes: that a block may have."""
+
+    capability: int
+    shared_bytes: int
+
+    @property
+    def macro(self) -> str:
+        """__CUDA_ARCH__."""
+        return f"-D__CUDA_ARCH__={self.capability}0"
+
+
+# CUDA C++ Programming Guide, "Technical specifications per compute capability".
+GPUS = {
+    gpu.capability: gpu
+    for gpu in (
+        Gpu(80, 163 << 10),
+        Gpu(86, 99 << 10),
+        Gpu(89, 99 << 10),
+        Gpu(90, 227 << 10),
+        Gpu(100, 227 << 10),
+        Gpu(120, 99 << 10),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a launch goes. order: of warps, of a warp's lanes, and of blocks.
+
+    copies: when cp.async reads and writes: at once, as late as the rules allow, or now so, now so.
+    guard_ahead: the page that nobody may touch lies ahead of a tensor, not behind it.
+    """
+
+    order: str = "forward"
+    copies: str = "late"
+    seed: int = 1
+    guard_ahead: bool = False
+
+    def use(self) -> None:
+        order = ("forward", "reverse", "random").index(self.order)
+        copies = ("at once", "late", "random").index(self.copies)
+        ops.use_settings.default(order, copies, self.seed, self.guard_ahead)
+
+
+# ---- compiling -----------------------------------------------------------------------------------
+
+_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
+_KERNEL_FLAGS = (
+    *("-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-w"),
+    "-ftrivial-auto-var-init=pattern",  # what is read of registers that nobody has set
+    "-fsanitize=alignment,null,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fno-sanitize-recover=all",
+    # Not the library of -fsanitize: machine.cpp says what is found.
+    *("-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"),
+)
+
+
+def missing() -> str | None:
+    """None if kernels can be emulated here, else the reason."""
+    found = shutil.which("g++")
+    return None if found else "needs g++"
+
+
+def _library(text: str, *command: str) -> Job:
+    host = compilers.of_shim()
+    whole = (str(host.cxx), *_FLAGS, *command, "{source}", "-o", "{target}")
+    key = hashlib.sha256("\0".join((text, *whole, host.version)).encode()).hexdigest()[:32]
+    return Job(key, text, ".cpp", ".so", whole)
+
+
+def _machine() -> Job:
+    text = "".join((HERE / name).read_text() for name in ("memory.h", "machine.h"))
+    text = "".join(f"// {line}\n" for line in text.splitlines())  # for the key
+    text += "".join((HERE / name).read_text() for name in ("memory.cpp", "machine.cpp"))
+    return _library(text, "-O2", "-fvisibility=default", "-Wall", f"-I{HERE}")
+
+
+def _shim() -> Job:
+    host = compilers.of_shim()
+    command = binaries.shim_command(host, ["-O0", f"-I{HERE}"])
+    own = "".join((HERE / name).read_text() for name in ("driver.h", "memory.h", "machine.h"))
+    parts = (*command, host.version, torch.__version__, binaries.shim_sources(), own)
+    text = (HERE / "shim.cpp").read_text()
+    key = hashlib.sha256("\0".join((text, *parts)).encode()).hexdigest()[:32]
+    return Job(key, text, ".cpp", ".so", tuple(part.replace("-O2", "-O0") for part in command))
+
+
+@functools.cache
+def _load_shim() -> None:
+    machine, shim = store.ensure([_machine(), _shim()])
+    ctypes.CDLL(str(machine), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(shim)
+
+
+# CUDA C++ that is no C++, as the preprocessor leaves it.
+_DYNAMIC = re.compile(r"extern __shared__ (?:alignas\(\w+\) )?(\w+) (\w+)\[\];")
+_STATIC = re.compile(r"__shared__ ([^;]*?)\b(\w+)((?:\[[^]]*\])*);")
+_KERNEL = re.compile(r'extern "C" __attribute__\(\(visibility\("default"\)\)\) void\s+(\w+)\(')
+
+_LAUNCHED = """
+extern "C" __attribute__((visibility("default"))) void emulated_{name}(const void* args) {{
+  emulator::call({name}, args);
+}}
+"""
+
+
+def translation_unit(text: str, gpu: Gpu) -> str:
+    """C++ of a kernel's translation unit, which exports `emulated_NAME(args)` for each kernel."""
+    folders = (HERE / "device", HERE, binaries.KERNELS.resolve())
+    command = [
+        *(str(compilers.of_shim().cxx), "-E", "-std=c++17", "-x", "c++", "-", gpu.macro),
+        *("-include", "prelude.h"),
+        *(f"-I{folder}" for folder in folders),
+    ]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{done.stderr}")
+    unit = _DYNAMIC.sub(r"\1* const \2 = static_cast<\1*>(emulator::dynamic_shared());", done.stdout)
+    unit = _STATIC.sub(r"static \1 \2_of_all\3; auto& \2 = emulator::of_block(\2_of_all);", unit)
+    for name in _KERNEL.findall(unit):
+        unit += _LAUNCHED.format(name=name)
+    return unit
+
+
+def _kernel_job(text: str, gpu: Gpu) -> Job:
+    return _library(translation_unit(text, gpu), *_KERNEL_FLAGS, "-fpreprocessed")
+
+
+def build(specs: Sequence[tuple[KernelSpec, int]]) -> list[Path]:
+    """The libraries of these kernels, each for a GPU of a compute capability, made at once."""
+    return store.ensure([_kernel_job(spec.text, GPUS[capability]) for spec, capability in specs])
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
+    """The kernel on such a GPU, as a handle that `ops` take."""
+    _load_shim()
+    gpu = GPUS[capability]
+    ops.use_device.default(capability // 10, multiprocessors, gpu.shared_bytes)
+    (path,) = build([(spec, capability)])
+    Settings().use()
+    handle: int = getattr(ops, spec.family.loader).default(
+        spec.name, str(path), spec.signature, ON_CPU
+    )
+    return handle
+
+
+ON_CPU = -1  # the index of the CPU, which shim.cpp takes for a GPU
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """The same values and strides, as far off 16 bytes, beside a page that nobody may touch."""
+    made: Tensor = ops.guarded.default(tensor, tensor.data_ptr() % 16)
+    return made.copy_(tensor)
+
+
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """All NaN, in the same layout."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype)
+    made: Tensor = ops.guarded.default(like, 0)
+    return made
+
+
+@contextlib.contextmanager
+def memory() -> Iterator[None]:
+    """Guarded tensors that are made within live as long, and are checked at the end."""
+    _load_shim()
+    try:
+        yield
+    finally:
+        found = ops.release.default()
+    assert not found, found

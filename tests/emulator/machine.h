@@ -1,0 +1,107 @@
+// A CUDA multiprocessor on the CPU: the blocks of a cluster at once, each thread of them a fiber.
+// Fibers run one at a time, until they wait for others.
+//
+// Compiled kernels call this through device/prelude.h and device/common/ptx.cuh.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace emulator {
+
+struct Dim {
+  unsigned x = 1;
+  unsigned y = 1;
+  unsigned z = 1;
+};
+
+// What a thread knows of itself.
+struct Thread {
+  Dim thread;
+  Dim block;
+  Dim threads;
+  Dim blocks;
+};
+
+extern Thread* self;  // the one that runs
+
+// A line of a kernel's source: as a default argument, that of the call.
+struct Where {
+  const char* file;
+  int line;
+
+  static constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return {file, line};
+  }
+};
+
+// Ends the launch, with an error that says what the kernel did.
+[[noreturn]] void fail(const std::string& what, Where where);
+
+// ---- a launch -----------------------------------------------------------------------------------
+
+enum class Order { kForward, kReverse, kRandom };  // of warps, lanes and blocks
+enum class Copies { kAtOnce, kLate, kRandom };     // when cp.async reads and writes
+
+struct Settings {
+  Order order = Order::kForward;
+  Copies copies = Copies::kAtOnce;
+  uint64_t seed = 1;
+};
+
+struct Launch {
+  void (*kernel)(const void* args);
+  const void* args;
+  Dim blocks;
+  Dim threads;
+  size_t shared_bytes;
+  size_t most_shared_bytes;  // with what is declared in the kernel
+  unsigned cluster;
+};
+
+// Empty, or what went wrong.
+std::string run(const Launch& launch, const Settings& settings);
+
+// ---- what kernels call --------------------------------------------------------------------------
+
+// The block's own instance of a variable that is declared __shared__; `key` stands for it.
+void* static_shared(const void* key, size_t bytes, size_t alignment);
+void* dynamic_shared();  // aligned to 1024
+
+template <class T>
+T& of_block(T& key) {
+  return *static_cast<T*>(static_shared(&key, sizeof(T), alignof(T)));
+}
+
+// 32 bits for the block's shared memory, and back. rank: of the block in its cluster.
+uint32_t address_of(const void* pointer, Where where);
+void* at_address(uint32_t address, size_t bytes, Where where);
+void* in_block_of_cluster(uint32_t address, unsigned rank, size_t bytes, Where where);
+
+// All lanes of `mask` come here with their `data`; the last one executes for all.
+using Execute = void (*)(void* const (&data)[32], uint32_t mask);
+void collect(const char* what, uint32_t mask, void* data, Execute execute, Where where);
+
+void sync_block(Where where);
+void sync_some(int barrier, int threads, bool waits, Where where);
+
+unsigned cluster_rank();
+unsigned cluster_size();
+void arrive_in_cluster(Where where);
+void wait_for_cluster(Where where);
+
+void init_mbarrier(uint32_t barrier, uint32_t arrivals, Where where);
+void arrive_at_mbarrier(uint32_t barrier, Where where);
+void wait_for_mbarrier(uint32_t barrier, uint32_t parity, Where where);
+
+// cp.async: `bytes` of which `reads` are copied, the rest zeros.
+void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t reads, Where where);
+void commit_copies();
+void wait_for_copies(int pending_groups);
+void wait_for_all_copies();
+void arrive_on_copies(uint32_t barrier, Where where);
+
+int64_t clock();
+
+}  // namespace emulator

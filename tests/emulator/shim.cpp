@@ -1,0 +1,125 @@
+// The shim's own host code, which checks tensors, fills arguments and launches, for the emulated
+// device: its tensors are the CPU's, and its driver is that of driver.h.
+//
+// torch's headers come first, so that the names below are changed in fx_fuser's code alone.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "memory.h"
+
+namespace torch::stable::accelerator {
+
+struct NoGuard {
+  explicit NoGuard(int /*device*/) {}
+};
+
+}  // namespace torch::stable::accelerator
+
+namespace emulator {
+namespace {
+
+Guard guard = Guard::kBehind;
+
+// In guarded memory, which lives until `release`.
+AOTITorchError guarded_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
+                               int32_t dtype, int32_t device_type, int32_t device,
+                               size_t misalignment, AtenTensorHandle* made) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < rank; ++d) {
+    if (sizes[d] == 0) {
+      return aoti_torch_empty_strided(rank, sizes, strides, dtype, device_type, device, made);
+    }
+    last += (sizes[d] - 1) * strides[d];
+  }
+  const auto bytes = static_cast<size_t>(last + 1) * aoti_torch_dtype_element_size(dtype);
+  void* data = allocate(bytes, misalignment, guard);
+  return aoti_torch_create_tensor_from_blob(data, rank, sizes, strides, 0, dtype, device_type,
+                                            device, made);
+}
+
+AOTITorchError guarded_empty(int64_t rank, const int64_t* sizes, const int64_t* strides,
+                             int32_t dtype, int32_t device_type, int32_t device,
+                             AtenTensorHandle* made) {
+  return guarded_strided(rank, sizes, strides, dtype, device_type, device, 0, made);
+}
+
+}  // namespace
+}  // namespace emulator
+
+#define DeviceGuard NoGuard
+#define is_cuda is_cpu
+#define aoti_torch_get_current_cuda_stream emulated_stream
+#define aoti_torch_empty_strided emulator::guarded_empty
+#define fx_fuser_native fx_fuser_emulated
+#define CUDA PrivateUse1  // of the ops that graphs call, which nobody calls here
+#include "host/shim.cpp"
+#undef fx_fuser_native
+#undef CUDA
+
+#include "driver.h"
+
+AOTITorchError emulated_stream(int32_t /*device*/, void** stream) {
+  *stream = nullptr;
+  return AOTI_TORCH_SUCCESS;
+}
+
+namespace fx_fuser {
+namespace {
+
+// A tensor of these sizes and strides, all NaN, so far off 16 bytes.
+Tensor guarded(const Tensor& like, int64_t misalignment) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(emulator::guarded_strided(
+      like.dim(), like.sizes().data(), like.strides().data(), dtype, device_type,
+      like.get_device_index(), static_cast<size_t>(misalignment), &made));
+  return Tensor(made);
+}
+
+std::string release() { return emulator::release_all(); }
+
+// What is loaded from now on is for such a GPU.
+void use_device(int64_t major, int64_t multiprocessors, int64_t shared_bytes) {
+  loaded_driver() = emulator::driver();
+  emulator::device = {static_cast<int>(major), static_cast<int>(multiprocessors),
+                      static_cast<int>(shared_bytes)};
+}
+
+// How launches go from now on. Numbers as in machine.h.
+void use_settings(int64_t order, int64_t copies, int64_t seed, bool guard_ahead) {
+  emulator::settings = {static_cast<emulator::Order>(order), static_cast<emulator::Copies>(copies),
+                        static_cast<uint64_t>(seed)};
+  emulator::guard = guard_ahead ? emulator::Guard::kAhead : emulator::Guard::kBehind;
+}
+
+int64_t launches() { return emulator::launches; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_emulated, m) {
+  m.def("guarded(Tensor like, int misalignment) -> Tensor");
+  m.def("release() -> str");
+  m.def("use_device(int major, int multiprocessors, int shared_bytes) -> ()");
+  m.def("use_settings(int order, int copies, int seed, bool guard_ahead) -> ()");
+  m.def("launches() -> int");
+  m.def(
+      "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, str kernel, "
+      "ScalarType out, Tensor after) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fx_fuser_emulated, CompositeExplicitAutograd, m) {
+  m.impl("guarded", TORCH_BOX(&guarded));
+  m.impl("release", TORCH_BOX(&release));
+  m.impl("use_device", TORCH_BOX(&use_device));
+  m.impl("use_settings", TORCH_BOX(&use_settings));
+  m.impl("launches", TORCH_BOX(&launches));
+  m.impl("fold", TORCH_BOX(&fold));
+}
+
+}  // namespace fx_fuser
