@@ -80,7 +80,7 @@ class Settings:
 
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
 _KERNEL_FLAGS = (
-    *("-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-w"),
+    *("-O0", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-w"),
     "-ftrivial-auto-var-init=pattern",  # what is read of registers that nobody has set
     "-fsanitize=alignment,null,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
     "-fno-sanitize-recover=all",
@@ -102,21 +102,27 @@ def _library(text: str, *command: str) -> Job:
     return Job(key, text, ".cpp", ".so", whole)
 
 
+def _text_of(*names: str) -> str:
+    return "".join((HERE / name).read_text() for name in names)
+
+
 def _machine() -> Job:
-    text = "".join((HERE / name).read_text() for name in ("memory.h", "machine.h"))
-    text = "".join(f"// {line}\n" for line in text.splitlines())  # for the key
-    text += "".join((HERE / name).read_text() for name in ("memory.cpp", "machine.cpp"))
-    return _library(text, "-O2", "-fvisibility=default", "-Wall", f"-I{HERE}")
+    headers = hashlib.sha256(_text_of("memory.h", "machine.h", "device/cuda_fp16.h").encode())
+    text = f"// of headers {headers.hexdigest()}\n"
+    text += _text_of("memory.cpp", "machine.cpp", "tensor_core.cpp")
+    folders = f"-I{HERE}", f"-I{HERE / 'device'}"
+    return _library(text, "-O3", "-fvisibility=default", "-Wall", *folders)
 
 
 def _shim() -> Job:
     host = compilers.of_shim()
-    command = binaries.shim_command(host, ["-O0", f"-I{HERE}"])
-    own = "".join((HERE / name).read_text() for name in ("driver.h", "memory.h", "machine.h"))
-    parts = (*command, host.version, torch.__version__, binaries.shim_sources(), own)
-    text = (HERE / "shim.cpp").read_text()
-    key = hashlib.sha256("\0".join((text, *parts)).encode()).hexdigest()[:32]
-    return Job(key, text, ".cpp", ".so", tuple(part.replace("-O2", "-O0") for part in command))
+    command = binaries.shim_command(host, [f"-I{HERE}"])
+    command = tuple("-O0" if part == "-O2" else part for part in command)
+    parts = (*command, host.version, torch.__version__, binaries.shim_sources())
+    headers = _text_of("driver.h", "memory.h", "machine.h")
+    text = _text_of("shim.cpp")
+    key = hashlib.sha256("\0".join((text, headers, *parts)).encode()).hexdigest()[:32]
+    return Job(key, text, ".cpp", ".so", command)
 
 
 @functools.cache

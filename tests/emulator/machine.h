@@ -83,6 +83,14 @@ void* in_block_of_cluster(uint32_t address, unsigned rank, size_t bytes, Where w
 using Execute = void (*)(void* const (&data)[32], uint32_t mask);
 void collect(const char* what, uint32_t mask, void* data, Execute execute, Where where);
 
+// ldmatrix of four matrices, if all lanes say so: `row` is the address of the lane's row.
+void load_matrices(bool reads, bool transposed, uint32_t (&word)[4], uint32_t row, Where where);
+
+// mma of 16 rows and 8 columns: d = a b + c, of so many registers of b along k.
+enum class Element { kHalf, kBfloat16, kTf32 };
+void multiply(Element element, int steps, float (&d)[4], const uint32_t* a, const uint32_t* b,
+              const float (&c)[4], Where where);
+
 void sync_block(Where where);
 void sync_some(int barrier, int threads, bool waits, Where where);
 

@@ -89,4 +89,3 @@ inline __half2 __floats2half2_rn(float x, float y) {
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
 }
-inline float2 __half22float2(__half2 both) { return {__half2float(both.x), __half2float(both.y)}; }

@@ -206,3 +206,9 @@ T __shfl_down_sync(unsigned mask, T value, unsigned by,
   return emulator::shuffled("__shfl_down_sync", mask, value, from < 32 ? from : emulator::lane(),
                             where);
 }
+
+// ---- 16 bits ------------------------------------------------------------------------------------
+
+#include "cuda_fp16.h"
+
+inline float2 __half22float2(__half2 both) { return {__half2float(both.x), __half2float(both.y)}; }

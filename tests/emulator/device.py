@@ -1,0 +1,131 @@
+"""The emulated GPU in place of CUDA's, for checks that were written for one.
+
+A call's tensors are copied to guarded memory, which is between pages that nobody may touch, and the
+results back. Each call is made by several schedules, whose results must be the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import emulator
+import pytest
+import torch
+from emulator import Settings
+from torch import Tensor
+
+from benchmarks import kernels
+from fx_fuser.native import launch, load
+from fx_fuser.native.kernel_spec import KernelSpec
+
+SCHEDULES = (
+    Settings("forward", "late"),
+    Settings("reverse", "at once", guard_ahead=True),
+    Settings("random", "random", seed=7),
+    Settings("reverse", "late"),
+    Settings("random", "late", seed=8, guard_ahead=True),
+)
+AT_ONCE = 2  # of these for a call: the next ones for the next
+
+
+class EmulatedGpu:
+    """Kernels and their launches; `capability` is 80 and the like."""
+
+    def __init__(self, capability: int, multiprocessors: int) -> None:
+        self.capability = capability
+        self.multiprocessors = multiprocessors
+        self.calls = 0
+        self._handles: dict[KernelSpec, int] = {}
+
+    def handle_of(self, spec: KernelSpec, _tensor: Tensor | None = None) -> int:
+        if spec not in self._handles:
+            made = emulator.load(spec, self.capability, self.multiprocessors)
+            self._handles[spec] = made
+        return self._handles[spec]
+
+    def prepare(self, specs: Sequence[KernelSpec], _device: object = None) -> None:
+        emulator.build([(spec, self.capability) for spec in specs])
+
+    def __getattr__(self, name: str) -> Any:
+        """An op, of which `default` is called."""
+        return _Op(self, getattr(emulator.ops, name).default)
+
+    def schedules(self) -> list[Settings]:
+        first = self.calls * AT_ONCE
+        self.calls += 1
+        return [SCHEDULES[(first + i) % len(SCHEDULES)] for i in range(AT_ONCE)]
+
+
+class _Op:
+    def __init__(self, gpu: EmulatedGpu, op: Callable[..., Any]) -> None:
+        self.gpu = gpu
+        self.op = op
+
+    def default(self, *arguments: Any) -> Any:
+        wanted: list[Tensor] | None = None
+        returned: Any = None
+        given: dict[tuple[Any, ...], Tensor] = {}
+        for settings in self.gpu.schedules():
+            settings.use()
+            with emulator.memory():
+                copies: dict[tuple[Any, ...], Tensor] = {}
+                guarded = [_guarded(one, given, copies) for one in arguments]
+                returned = _taken_out(self.op(*guarded))
+                found = [_span(copy).clone() for copy in copies.values()]
+                found += returned if isinstance(returned, list) else []
+                del guarded, copies
+            if wanted is not None:
+                same = all(map(_same_bits, wanted, found))
+                assert same, f"{settings} gives other bits than the schedule before"
+            wanted = found
+        for tensor, values in zip(given.values(), wanted or ()):
+            _span(tensor).copy_(values)
+        return returned
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """All memory from the first element to the last."""
+    if tensor.numel() == 0:
+        return tensor.flatten()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.as_strided((last + 1,), (1,))
+
+
+def _guarded(value: Any, given: dict[Any, Tensor], copies: dict[Any, Tensor]) -> Any:
+    """Tensors copied, each once: what is the same memory stays so."""
+    if isinstance(value, (list, tuple)) and any(isinstance(one, Tensor) for one in value):
+        return [_guarded(one, given, copies) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+    if key not in copies:
+        given.setdefault(key, value)
+        copies[key] = emulator.guarded(_span(value)).as_strided(value.shape, value.stride())
+    return copies[key]
+
+
+def _taken_out(returned: Any) -> Any:
+    """Results that lie in guarded memory are copied."""
+    if isinstance(returned, (list, tuple)):
+        return [one.clone() for one in returned]
+    return returned
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def in_place_of_cuda(
+    gpu: EmulatedGpu, patch: pytest.MonkeyPatch, modules: Sequence[ModuleType]
+) -> None:
+    """From here on these modules' kernels run on the emulated GPU."""
+    for name in ("handle_of", "prepare"):
+        patch.setattr(load, name, getattr(gpu, name))
+    for module in (kernels, launch):
+        patch.setattr(module, "_ops", gpu)
+    for module in modules:
+        for name in ("CUDA", "DEVICE"):
+            if hasattr(module, name):
+                patch.setattr(module, name, torch.device("cpu"))
