@@ -96,14 +96,12 @@ def tables(times: Sequence[Sequence[object]]) -> list[str]:
     return [tabulate(times, heads, floatfmt=formats)] if times else []
 
 
-def random_operand(
-    shape: torch.Size, dtype: torch.dtype, choose: random.Random, device: torch.device = CUDA
-) -> Tensor:
+def random_operand(shape: torch.Size, dtype: torch.dtype, choose: random.Random) -> Tensor:
     n, o, h, w = shape
     chosen = choose.choice(
         (*(((o, 1, 1),) * 4), (), (n, o, 1, 1), (n, 1, 1, 1), (h, w), (n, o, h, w), (1, 1, h, 1))
     )
-    values = torch.randn(chosen, device=device)
+    values = torch.randn(chosen, device=CUDA)
     values = values > 0 if dtype == torch.bool else values.to(dtype)
     if chosen == (n, o, h, w) and choose.random() < 0.5:
         values = values.to(memory_format=torch.channels_last)

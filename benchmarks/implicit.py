@@ -94,8 +94,6 @@ ALONE = {
     for is_window in (False, True)
 }
 
-Launch = Callable[..., bool]  # as kernels.implicit
-
 
 def run(
     one: tuple[Example, Form],
@@ -106,11 +104,10 @@ def run(
     c: Tensor | None = None,
     operands: Sequence[Tensor] = (),
     scalars: Sequence[float] = (),
-    launch: Launch = kernels.implicit,
 ) -> None:
     geometry = ([*window.stride], [*window.padding], [*window.dilation])
     given = (out, c, list(operands), list(scalars))
-    taken = launch(spec_of(*one), x, weight, *geometry, *given)
+    taken = kernels.implicit(spec_of(*one), x, weight, *geometry, *given)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
 
 
@@ -118,7 +115,7 @@ def run(
 
 
 def _drawn(
-    choose: random.Random, form: Form, dtype: torch.dtype, side: int, device: torch.device
+    choose: random.Random, form: Form, dtype: torch.dtype, side: int
 ) -> tuple[Tensor, Tensor, Window]:
     channels = 8 * choose.choice((1, 2, 3, 5, 8, 9, choose.randint(1, 40)))
     outputs = choose.choice((form.columns, 8 * choose.randint(1, 40), choose.randint(1, 260)))
@@ -137,57 +134,48 @@ def _drawn(
         choose.choice((n, choose.randint(n, side + n), choose.randint(n, 9 + n))) for n in least
     )
     shape = choose.randint(1, 9), channels, h, w
-    x = torch.randn(shape, device=device).to(dtype, memory_format=LAST)
+    x = torch.randn(shape, device=CUDA).to(dtype, memory_format=LAST)
     if choose.random() < 0.2:  # some of a pixel's channels, of a wider image's inside
         wide = F.pad(x, (2, 1, 0, 3, 8, 16)).contiguous(memory_format=LAST)
         x = wide[:, 8 : 8 + channels, :h, 2 : 2 + w]
     fan_in = channels * kernel[0] * kernel[1]
-    weight = torch.randn(outputs, channels, *kernel, device=device) / fan_in**0.5
+    weight = torch.randn(outputs, channels, *kernel, device=CUDA) / fan_in**0.5
     if kernel != (1, 1) or choose.random() < 0.5:
         weight = weight.contiguous(memory_format=LAST)
     return x, weight.to(dtype), window
 
 
-def _operands(
-    choose: random.Random, one: tuple[Example, Form], shape: torch.Size, device: torch.device
-) -> list[Tensor]:
+def _operands(choose: random.Random, one: tuple[Example, Form], shape: torch.Size) -> list[Tensor]:
     example, form = one
     found = []
     for i, dtype in enumerate(example.operands):
         if i < form.leaves:
             leaf = choose.choice(((shape[1], 1, 1), (shape[1], 1, 1), ()))
-            values = torch.randn(leaf, device=device)
+            values = torch.randn(leaf, device=CUDA)
             found.append(values > 0 if dtype == torch.bool else values.to(dtype))
         elif choose.random() < 0.4:
-            values = torch.randn(shape, device=device)
+            values = torch.randn(shape, device=CUDA)
             values = values > 0 if dtype == torch.bool else values.to(dtype)
             found.append(values.contiguous(memory_format=LAST))
         else:
-            found.append(random_operand(shape, dtype, choose, device))
+            found.append(random_operand(shape, dtype, choose))
     if example.name == NORM.name:
         found[1] = found[1].abs() + 0.1
     return found
 
 
-def sweep(
-    cases: int,
-    seed: int,
-    failures: list[str],
-    side: int = 60,
-    launch: Launch = kernels.implicit,
-    device: torch.device = CUDA,
-) -> None:
+def sweep(cases: int, seed: int, failures: list[str], side: int = 60) -> None:
     """Random sizes, layouts, operands and outputs."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     for case in range(cases):
         one = example, form = choose.choice(EXAMPLES)
-        x, weight, window = _drawn(choose, form, example.x, side, device)
+        x, weight, window = _drawn(choose, form, example.x, side)
         exact_c = window.convolve(x.double(), weight.double()).contiguous(memory_format=LAST)
-        operands = _operands(choose, one, exact_c.shape, device)
+        operands = _operands(choose, one, exact_c.shape)
         scalars = [choose.uniform(0.1, 2) for _ in range(example.scalars)]
         results = Results.like(exact_c, (example.out, example.x), choose, (0, 0, 0, 4, 1))
-        run(one, x, weight, window, results.out, results.c, operands, scalars, launch)
+        run(one, x, weight, window, results.out, results.c, operands, scalars)
 
         exact = example.reference(exact_c, operands, scalars)
         what = (
@@ -200,12 +188,7 @@ def sweep(
         failures += [f"{what}: {fault}" for fault in found]
 
 
-def special_values(
-    failures: list[str],
-    dtype: torch.dtype,
-    launch: Launch = kernels.implicit,
-    device: torch.device = CUDA,
-) -> None:
+def special_values(failures: list[str], dtype: torch.dtype) -> None:
     """Infinities and NaN at edges and inside, and denormals, as IEEE's products give them."""
     inf, nan = float("inf"), float("nan")
 
@@ -217,10 +200,10 @@ def special_values(
         taps = F.unfold(wide, size, dilation=window.dilation, stride=window.stride)
         like = window.convolve(x.double(), weight.double()).contiguous(memory_format=LAST)
         products = weight.flatten(1).double().cpu() @ taps
-        exact = products.view(like.shape).to(device, dtype)
+        exact = products.view(like.shape).to(CUDA, dtype)
         finite = exact.isfinite()
         out, _ = framed(like, dtype, 64)
-        run(one, x, weight, window, out, launch=launch)
+        run(one, x, weight, window, out)
         name = f"{what}, {dtype}, {tuple(weight.shape)}, {window}"
         found, wanted = (v.nan_to_num(0, 1, -1)[~finite] for v in (out, exact))
         if not torch.equal(out.isfinite(), finite) or not torch.equal(found, wanted):
@@ -231,8 +214,8 @@ def special_values(
 
     around = (1, 1, 1, 1)
     for kernel, window in ((1, Window()), (3, Window()), (3, Window((2, 1), around, (1, 2)))):
-        x = torch.randn(3, 24, 11, 13, device=device).to(dtype, memory_format=LAST)
-        weight = torch.randn(70, 24, kernel, kernel, device=device)
+        x = torch.randn(3, 24, 11, 13, device=CUDA).to(dtype, memory_format=LAST)
+        weight = torch.randn(70, 24, kernel, kernel, device=CUDA)
         weight = weight.to(dtype, memory_format=LAST)
         if dtype == torch.float16:
             same("denormal x", x * 1e-6, weight * 1e2, window)
@@ -275,13 +258,11 @@ def repeats(failures: list[str]) -> None:
         failures.append("launches differ")
 
 
-def refusals(
-    failures: list[str], launch: Launch = kernels.implicit, device: torch.device = CUDA
-) -> None:
+def refusals(failures: list[str]) -> None:
     """Of calls that the kernel does not take; nothing is written."""
 
     def images(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).bfloat16().contiguous(memory_format=LAST)
+        return torch.randn(shape, device=CUDA).bfloat16().contiguous(memory_format=LAST)
 
     x, weight = images(2, 16, 9, 10), images(24, 16, 3, 3)
     odd = images(2, 17, 9, 10)[:, 1:]
@@ -298,16 +279,16 @@ def refusals(
     ):
         one = ALONE[torch.bfloat16, True]
         sizes = (len(a), len(b), *(max(n - 2, 1) for n in a.shape[2:]))
-        out = torch.full(sizes, 7.0, device=device, dtype=torch.bfloat16)
+        out = torch.full(sizes, 7.0, device=CUDA, dtype=torch.bfloat16)
         out = out.contiguous(memory_format=layout)
         geometry = ([*window.stride], [*window.padding], [*window.dilation])
-        if launch(spec_of(*one), a, b, *geometry, out, None, [], []):
+        if kernels.implicit(spec_of(*one), a, b, *geometry, out, None, [], []):
             failures.append(f"{what} was not refused")
         if not bool((out == 7).all()):
             failures.append(f"{what}: something was written")
     alone = spec_of(*ALONE[torch.bfloat16, False])
     out = torch.empty_like(x)
-    if launch(alone, x, weight, [1, 1], [1] * 4, [1, 1], out[:, :24], None, [], []):
+    if kernels.implicit(alone, x, weight, [1, 1], [1] * 4, [1, 1], out[:, :24], None, [], []):
         failures.append("a window was not refused by the kernel of 1 x 1")
 
 
