@@ -106,8 +106,8 @@ def run(
     scalars: Sequence[float] = (),
 ) -> None:
     geometry = ([*window.stride], [*window.padding], [*window.dilation])
-    given = (out, c, list(operands), list(scalars))
-    taken = kernels.implicit(spec_of(*one), x, weight, *geometry, *given)
+    spec = spec_of(*one)
+    taken = kernels.implicit(spec, x, weight, *geometry, out, c, operands, scalars)
     assert taken, f"{tuple(x.shape)} by {tuple(weight.shape)} was refused"
 
 
