@@ -38,7 +38,9 @@ struct Shape {
   static_assert(kColumns % 32 == 0 && kColumns <= kImplicitMaxColumns);
 
   // Tiles of a warp in a group: of the last one half as many where 32 columns are left.
-  static constexpr int tiles_of(int group) { return kTiles - 4 * group < 4 ? 2 : 4; }
+  static __host__ __device__ constexpr int tiles_of(int group) {
+    return kTiles - 4 * group < 4 ? 2 : 4;
+  }
 };
 
 // Where a thread's vectors lie in a stage: rows r, r + 32... The vector v of row r is at v ^ r % 8,
