@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from plan_cases import CONV, decide
 from test_depthwise import gpu, made
 from toolchains import needs_compilers
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph
 
 from benchmarks import implicit
 from benchmarks.conv_sm90 import HALVES
@@ -24,6 +26,7 @@ from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import implicit as family
 from fx_fuser.native.kernel_spec import implicit_columns
 from fx_fuser.options import Options
+from fx_fuser.passes import folding
 from fx_fuser.planning import layout
 from fx_fuser.planning.case import MatchCase
 from fx_fuser.planning.plan import Plan
@@ -49,18 +52,7 @@ def test_columns_waste_little() -> None:
         assert columns * parts < outputs + columns
         if outputs > 64:
             assert columns * parts <= outputs * 1.5
-    wanted = {
-        16: 32,
-        24: 32,
-        40: 64,
-        64: 64,
-        96: 96,
-        144: 96,
-        240: 128,
-        480: 96,
-        672: 96,
-        1152: 128,
-    }
+    wanted = {24: 32, 40: 64, 64: 64, 144: 96, 240: 128, 320: 128, 672: 96, 1152: 128}
     assert {outputs: implicit_columns(outputs) for outputs in wanted} == wanted
 
 
@@ -292,6 +284,35 @@ def test_a_kernel_is_of_the_columns_and_leaves() -> None:
     assert family(200, False, 1).sizes == (128, 0, 1)
     of_other_outputs = family(250, False, 1)
     assert of_other_outputs == family(200, False, 1)  # and so is the kernel
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize(("product", "kernel"), [("implicit", 1), ("implicit", 3), ("stem", 3)])
+def test_a_converted_graph_gives_images_in_channels_last(product, kernel, is_converted) -> None:
+    """And of the weights those of which the kernel reads windows."""
+    graph, args = Graph(), []
+    with FakeTensorMode():
+        for shape in ((2, 16, 14, 14), (8, 16, kernel, kernel)):
+            args.append(graph.placeholder(f"p{len(args)}"))
+            args[-1].meta["val"] = torch.empty(shape)
+        result = torch.empty(2, 8, 15 - kernel, 15 - kernel)
+    geometry = ([1, 1], [0] * 4, [1, 1], 1)
+    choices = (False, product, "library", False)
+    tail = ("", [], [], [], torch.float32, False)
+    op = torch.ops.fx_fuser.conv2d_kernel.default
+    node = graph.call_function(op, (*args, None, *geometry, *choices, *tail))
+    node.meta["val"] = (result, result.new_empty(0))
+    graph.output(node)
+    folding.Folding(None, lambda: is_converted)(graph)
+    (node,) = graph.find_nodes(op="call_function", target=op)
+    if not is_converted:
+        assert "eager_input_vals" not in node.meta
+        return
+    x, weight = node.meta["eager_input_vals"][0][:2]
+    assert x.is_contiguous(memory_format=LAST)
+    asks = kernel > 1 and product == "implicit"
+    assert weight.is_contiguous(memory_format=LAST) == (asks or kernel == 1)
+    assert weight.is_contiguous() == (not asks)
 
 
 # ---- on a GPU: the checks of the benchmark -------------------------------------------------------

@@ -107,6 +107,9 @@ def stem(channels: int, kernel_h: int, kernel_w: int, stride: int, outputs: int)
     return Family("conv/stem.cuh", "FX_FUSER_STEM", "load_stem", sizes=sizes)
 
 
+_COLUMNS = (32, 64, 96, 128)  # that a tile of implicit.cuh may have
+
+
 @functools.cache
 def implicit(outputs: int, is_window: bool, leaves: int) -> Family:
     """The convolution of channels_last 16-bit tensors as an implicit gemm.
@@ -119,13 +122,10 @@ def implicit(outputs: int, is_window: bool, leaves: int) -> Family:
 
 
 def implicit_columns(outputs: int) -> int:
-    """Output channels of a tile: what wastes least. Each part of them costs its columns, and reads
+    """Output channels of a tile: what costs least. Each part of them costs its columns, and reads
     the pixels again."""
-    of_part = 32  # columns' worth
+    of_part = 48  # columns' worth
     return min((-(-outputs // n) * (n + of_part), -(-outputs // n) * n, n) for n in _COLUMNS)[-1]
-
-
-_COLUMNS = (32, 64, 96, 128)
 
 
 @dataclass(frozen=True)
