@@ -237,12 +237,13 @@ def special_values(
     first: First = "x",
     cast: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, weight: (x, weight),
     multiply: Callable[[Tensor, Tensor], Tensor] | None = None,
+    sizes: tuple[int, int, int] = (200, 300, 500),
 ) -> None:
     """Infinities, NaN, zeros, denormals and extremes, as an fp32 gemm gives them.
 
     cast: of the operands, beforehand. multiply: what is checked, if not this kernel.
     """
-    m, n, k = 200, 300, 500
+    m, n, k = sizes
     gemm = multiply or (lambda a, b: run(IDENTITY, a, b, chunks=chunks, first=first))
 
     def same(what: str, x: Tensor, weight: Tensor) -> None:
@@ -272,7 +273,7 @@ def special_values(
 
     inf, nan = float("inf"), float("nan")
     x, weight = pair()
-    x[3, 7], x[150, 499], weight[5, 8], weight[299, 0] = inf, -inf, inf, -inf
+    x[3, 7], x[m - 50, k - 1], weight[5, 8], weight[n - 1, 0] = inf, -inf, inf, -inf
     same("infinities", x, weight)
     x, weight = pair()
     x[3, 7], x[3, 9], weight[17, 100] = inf, nan, nan

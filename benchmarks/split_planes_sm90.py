@@ -84,7 +84,17 @@ def random_operand(shape: tuple[int, ...], dtype: torch.dtype, choose: random.Ra
     return values > 0 if dtype == torch.bool else values.to(dtype)
 
 
-def sweep(cases: int, seed: int, failures: list[str]) -> float:
+def sizes(choose: random.Random) -> tuple[int, int, int]:
+    m, n = choose.choice((1, choose.randint(1, 300))), choose.randint(1, 300)
+    return m, n, choose.choice((choose.randint(1, 64), choose.randint(1, 1500)))
+
+
+def sweep(
+    cases: int,
+    seed: int,
+    failures: list[str],
+    sizes: Callable[[random.Random], tuple[int, int, int]] = sizes,
+) -> float:
     """Random batches, chunks, strides, operands and outputs; returns the largest error seen."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
@@ -92,8 +102,7 @@ def sweep(cases: int, seed: int, failures: list[str]) -> float:
     for case in range(cases):
         example = choose.choice(EXAMPLES)
         lead = tuple(choose.choice((1, 2, 3)) for _ in range(choose.choice((0, 0, 1, 2))))
-        m, n = choose.choice((1, choose.randint(1, 300))), choose.randint(1, 300)
-        k = choose.choice((choose.randint(1, 64), choose.randint(1, 1500)))
+        m, n, k = sizes(choose)
         x, weight = scattered((*lead, m, k), choose), scattered((*lead, n, k), choose)
         if lead and choose.random() < 0.2:
             weight = weight[:1].expand(*lead, n, k)

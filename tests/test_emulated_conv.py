@@ -1,4 +1,5 @@
-"""The depthwise, first layers' and folding kernels on the CPU emulator: as their tests on a GPU."""
+"""The depthwise, first layers' and folding kernels on the CPU emulator, by the checks that they
+pass on a GPU."""
 
 from __future__ import annotations
 
@@ -6,39 +7,137 @@ import emulator
 import pytest
 import torch
 from emulator.device import EmulatedGpu, in_place_of_cuda
+from torch import Tensor
 
 from benchmarks import conv_cases, conv_sm90, depthwise, sm90, stem
 from benchmarks.measure import float32_settings
+from benchmarks.sm90 import relative
 from fx_fuser.ops import folded
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
-    made = EmulatedGpu(getattr(request, "param", 80), multiprocessors=3)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    """Of an architecture like any other: no kernel here asks which it is."""
+    made = EmulatedGpu(80, multiprocessors=3)
     in_place_of_cuda(made, monkeypatch, (conv_cases, conv_sm90, depthwise, sm90, stem))
     return made
 
 
-def test_depthwise_sweep(gpu) -> None:
+def check_depthwise(cases: int, seed: int) -> None:
     failures: list[str] = []
-    depthwise.sweep(20, 0, failures, side=20)
+    depthwise.sweep(cases, seed, failures, side=20)
     assert not failures
 
-@pytest.mark.parametrize("dtype", conv_sm90.DTYPES, ids=str)
-def test_depthwise_special(gpu, dtype) -> None:
+
+def check_stems(cases: int, seed: int) -> None:
+    failures: list[str] = []
+    with float32_settings("fp32"):
+        stem.sweep(cases, seed, failures, side=40)
+    assert not failures
+
+
+# Of each dtype one, and of two channels and more than fit a thread's registers.
+FEW_DEPTHWISE = [depthwise.EXAMPLES[i] for i in (1, 9, 17)]
+FEW_STEMS = [stem.EXAMPLES[i] for i in (3, 16)]
+
+
+def test_depthwise(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depthwise, "EXAMPLES", FEW_DEPTHWISE)
+    gpu.prepare([depthwise.spec_of(*one) for one in FEW_DEPTHWISE])
+    check_depthwise(24, 0)
+
+
+def test_stem(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stem, "EXAMPLES", FEW_STEMS)
+    gpu.prepare([stem.spec_of(*one) for one in FEW_STEMS])
+    check_stems(8, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_every_depthwise(gpu: EmulatedGpu, seed: int) -> None:
+    gpu.prepare([depthwise.spec_of(*one) for one in depthwise.EXAMPLES])
+    check_depthwise(80, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_every_stem(gpu: EmulatedGpu, seed: int) -> None:
+    gpu.prepare([stem.spec_of(*one) for one in stem.EXAMPLES])
+    check_stems(60, seed)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float16, torch.float32)),
+    ],
+    ids=str,
+)
+def test_depthwise_of_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     failures: list[str] = []
     depthwise.special_values(failures, dtype)
     assert not failures
 
-def test_stem_sweep(gpu) -> None:
-    failures: list[str] = []
-    stem.sweep(10, 0, failures, side=30)
-    assert not failures
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", conv_sm90.DTYPES, ids=str)
-def test_stem_special(gpu, dtype) -> None:
+def test_stem_of_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     failures: list[str] = []
     stem.special_values(failures, dtype)
     assert not failures
+
+
+@pytest.mark.slow
+def test_refusals(gpu: EmulatedGpu) -> None:
+    failures: list[str] = []
+    for check in (depthwise.refusals, stem.refusals):
+        check(failures)
+    assert not failures
+
+
+def weights(dtype: torch.dtype) -> list[Tensor]:
+    """More than one launch takes, of all layouts, some not aligned."""
+    found = []
+    for i in range(45):
+        shape = ((5, 3, 3, 2), (16, 8, 1, 1), (9, 24, 3, 3), (4, 1, 5, 5))[i % 4]
+        weight = torch.randn(shape).to(dtype)
+        if i % 3 == 1:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        if i % 3 == 2:
+            weight = torch.randn(weight.numel() + 1).to(dtype)[1:].view(shape)
+        found.append(weight)
+    return found
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(
+    ("of_weight", "out"),
+    [
+        (torch.float32, torch.bfloat16),
+        pytest.param(torch.float32, torch.float32, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_fold(gpu: EmulatedGpu, of_weight: torch.dtype, out: torch.dtype, missing: bool) -> None:
+    given = weights(of_weight)
+    masks = [0 if missing and i % 2 else 7 for i in range(len(given))]
+    vectors = []
+    for weight, mask in zip(given, masks):
+        for i in range(5 if mask else 2):
+            vector = (torch.rand(2, weight.shape[0]) + 0.2).to(
+                (torch.float32, torch.bfloat16)[i == 1]
+            )
+            vectors.append(vector[0] if i % 2 else vector.t().contiguous()[:, 0])
+    eps = [1e-5 * (i + 1) for i in range(len(given))]
+    spec = folded.fold_spec(of_weight, out)
+    gpu.handle_of(spec)
+    found = gpu.fold.default(given, vectors, masks, eps, spec.name, out, given[0])
+    doubles = [weight.double() for weight in given]
+    exact = folded.fold_in_torch(doubles, vectors, masks, eps, "", torch.float64, given[0])
+    for one, right in zip(found, exact, strict=True):
+        assert relative(one, right) < 4 * torch.finfo(out).eps
+        assert one.dtype == out

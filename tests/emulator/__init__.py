@@ -82,7 +82,7 @@ _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden")
 _KERNEL_FLAGS = (
     *("-O0", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-w"),
     "-ftrivial-auto-var-init=pattern",  # what is read of registers that nobody has set
-    "-fsanitize=alignment,null,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
     "-fno-sanitize-recover=all",
     # Not the library of -fsanitize: machine.cpp says what is found.
     *("-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"),
@@ -144,6 +144,7 @@ extern "C" __attribute__((visibility("default"))) void emulated_{name}(const voi
 """
 
 
+@functools.cache
 def translation_unit(text: str, gpu: Gpu) -> str:
     """C++ of a kernel's translation unit, which exports `emulated_NAME(args)` for each kernel."""
     folders = (HERE / "device", HERE, binaries.KERNELS.resolve())
@@ -155,7 +156,9 @@ def translation_unit(text: str, gpu: Gpu) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr}")
-    unit = _DYNAMIC.sub(r"\1* const \2 = static_cast<\1*>(emulator::dynamic_shared());", done.stdout)
+    unit = _DYNAMIC.sub(
+        r"\1* const \2 = static_cast<\1*>(emulator::dynamic_shared());", done.stdout
+    )
     unit = _STATIC.sub(r"static \1 \2_of_all\3; auto& \2 = emulator::of_block(\2_of_all);", unit)
     for name in _KERNEL.findall(unit):
         unit += _LAUNCHED.format(name=name)
@@ -185,6 +188,27 @@ def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
         spec.name, str(path), spec.signature, ON_CPU
     )
     return handle
+
+
+def run_kernel(
+    text: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    threads: int,
+    blocks: int = 1,
+    shared_bytes: int = 0,
+    cluster: int = 1,
+    capability: int = 90,
+) -> None:
+    """One kernel of a CUDA source, whose argument is a struct of the tensors' addresses.
+
+    Raises:
+        RuntimeError: the kernel did what no kernel may.
+    """
+    _load_shim()
+    ops.use_device.default(capability // 10, 2, GPUS[capability].shared_bytes)
+    (path,) = store.ensure([_kernel_job(text, GPUS[capability])])
+    ops.run_kernel.default(str(path), name, blocks, threads, shared_bytes, cluster, tensors)
 
 
 ON_CPU = -1  # the index of the CPU, which shim.cpp takes for a GPU

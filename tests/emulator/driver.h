@@ -90,8 +90,8 @@ inline int launch(const fx_fuser::LaunchConfig* config, fx_fuser::Kernel of, voi
     const fx_fuser::LaunchAttribute& given = config->attributes[i];
     if (given.id == fx_fuser::kLaunchCluster) cluster = given.value.cluster.x;
   }
-  const bool fits = config->grid[0] > 0 && config->grid[0] % cluster == 0 &&
-                    config->block[0] > 0 && config->block[0] <= 1024 &&
+  const bool fits = config->grid[0] > 0 && config->grid[0] % cluster == 0 && config->block[0] > 0 &&
+                    config->block[0] <= 1024 &&
                     config->shared_bytes <= static_cast<unsigned>(kernel.most_dynamic_shared);
   if (!fits) return failed(kernel.name + ": no such launch");
   const Launch made{kernel.run,
@@ -138,6 +138,8 @@ inline fx_fuser::Driver driver() {
   made.OccupancyMaxActiveBlocksPerMultiprocessor = resident_blocks;
   made.LaunchKernelEx = launch;
   made.MemHostAlloc = host_memory;
+  made.TensorMapEncodeTiled = [](auto...) { return failed("there is no TMA on the emulated GPU"); };
+  made.OccupancyMaxActiveClusters = [](auto...) { return failed("no such kernel is emulated"); };
   return made;
 }
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <new>
 #include <random>
 #include <vector>
 
@@ -72,6 +73,7 @@ struct Arena {
   void map() {
     void* mapped = mmap(nullptr, kArenaBytes + 2 * kArenaAlignment, PROT_NONE,
                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
     const auto at = reinterpret_cast<uintptr_t>(mapped) + kArenaAlignment;
     base = reinterpret_cast<unsigned char*>(at / kArenaAlignment * kArenaAlignment);
     mprotect(base, kArenaBytes, PROT_READ | PROT_WRITE);
@@ -155,9 +157,11 @@ struct Machine {
   Launch launch{};
   Settings settings;
   std::mt19937_64 random;
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<std::unique_ptr<Fiber>> pool;  // with their stacks, for all launches
+  std::vector<std::unique_ptr<Block>> block_pool;
+  std::vector<Fiber*> fibers;  // of the cluster
+  std::vector<Block*> blocks;
   std::vector<Warp> warps;
-  std::vector<std::unique_ptr<Block>> blocks;  // of the cluster
   unsigned cluster_arrived = 0;
   unsigned cluster_phase = 0;
   std::vector<Fiber*> waiting_for_cluster;
@@ -193,6 +197,7 @@ void make_alive(Fiber& fiber) {
   if (fiber.stack == nullptr) {
     void* mapped = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
     mprotect(mapped, page, PROT_NONE);
     fiber.stack = static_cast<unsigned char*>(mapped);
   }
@@ -274,7 +279,7 @@ bool arrive(uint64_t* word) {
     found.phase ^= 1;
     found.pending = found.expected;
     *word = found.word();
-    for (const auto& fiber : machine.fibers) {
+    for (Fiber* fiber : machine.fibers) {
       if (fiber->state == State::kWaits && fiber->mbarrier == word &&
           fiber->parity != found.phase) {
         fiber->mbarrier = nullptr;
@@ -311,10 +316,10 @@ __attribute__((noinline)) void land_beside(Fiber& fiber, size_t count) {
 // Nothing can run: what some thread has copied arrives, as it would by itself.
 bool land_one_arrival() {
   std::vector<Fiber*> with;
-  for (const auto& fiber : machine.fibers) {
+  for (Fiber* fiber : machine.fibers) {
     const auto& copies = fiber->copies;
     if (std::any_of(copies.begin(), copies.end(), [](auto& c) { return c.arrives != nullptr; })) {
-      with.push_back(fiber.get());
+      with.push_back(fiber);
     }
   }
   if (with.empty()) return false;
@@ -438,15 +443,19 @@ class Signals {
 
 // ---- a launch -----------------------------------------------------------------------------------
 
+template <class T>
+void take(std::vector<T*>& taken, std::vector<std::unique_ptr<T>>& pool, size_t count) {
+  while (pool.size() < count) pool.push_back(std::make_unique<T>());
+  taken.clear();
+  for (size_t i = 0; i < count; ++i) taken.push_back(pool[i].get());
+}
+
 void begin_cluster(unsigned first_block) {
   const Launch& launch = machine.launch;
   const unsigned threads = launch.threads.x;
   const unsigned warps = (threads + kLanes - 1) / kLanes;
-  while (machine.blocks.size() < launch.cluster) machine.blocks.push_back(std::make_unique<Block>());
-  while (machine.fibers.size() < size_t{launch.cluster} * threads) {
-    machine.fibers.push_back(std::make_unique<Fiber>());
-  }
-  machine.fibers.resize(size_t{launch.cluster} * threads);
+  take(machine.blocks, machine.block_pool, launch.cluster);
+  take(machine.fibers, machine.pool, size_t{launch.cluster} * threads);
   machine.warps.assign(size_t{launch.cluster} * warps, Warp{});
   machine.cluster_arrived = 0;
   machine.cluster_phase = 0;
@@ -480,11 +489,9 @@ void begin_cluster(unsigned first_block) {
 }
 
 void end_cluster() {
-  for (const auto& fiber : machine.fibers) land_beside(*fiber, fiber->copies.size());
-  for (const auto& block : machine.blocks) {
-    if (block->arena.base != nullptr && block->arena.is_overrun()) {
-      machine.error = "written behind the dynamic shared memory";
-    }
+  for (Fiber* fiber : machine.fibers) land_beside(*fiber, fiber->copies.size());
+  for (const Block* block : machine.blocks) {
+    if (block->arena.is_overrun()) machine.error = "written behind the dynamic shared memory";
   }
 }
 
@@ -509,7 +516,7 @@ std::string run(const Launch& launch, const Settings& settings) {
     if (!machine.error.empty()) break;
   }
   machine.current = nullptr;
-  for (const auto& fiber : machine.fibers) {
+  for (Fiber* fiber : machine.fibers) {
     if (fiber->state != State::kDone) fiber->is_alive = false;
     fiber->state = State::kDone;
   }
@@ -746,9 +753,9 @@ struct Found {
 
 }  // namespace
 
-#define FX_FUSER_FINDS(name, what)                                                             \
-  extern "C" [[noreturn]] void __ubsan_handle_##name##_abort(const Found* found, ...) {        \
-    emulator::fail(what, {found->file, static_cast<int>(found->line)});                        \
+#define FX_FUSER_FINDS(name, what)                                                      \
+  extern "C" [[noreturn]] void __ubsan_handle_##name##_abort(const Found* found, ...) { \
+    emulator::fail(what, {found->file, static_cast<int>(found->line)});                 \
   }
 FX_FUSER_FINDS(type_mismatch_v1, "an access that is not aligned, or through a null pointer")
 FX_FUSER_FINDS(out_of_bounds, "an index beyond the array")

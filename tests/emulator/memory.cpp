@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 
 namespace emulator {
@@ -32,7 +33,7 @@ void* allocate(size_t bytes, size_t misalignment, Guard guard) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t usable = (bytes + 2 * kAlignment + page - 1) / page * page;
   void* mapped = mmap(nullptr, usable + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return nullptr;
+  if (mapped == MAP_FAILED) throw std::bad_alloc();
   Allocation made{};
   made.mapped = static_cast<unsigned char*>(mapped);
   made.mapped_bytes = usable + 2 * page;

@@ -98,6 +98,20 @@ void use_settings(int64_t order, int64_t copies, int64_t seed, bool guard_ahead)
   emulator::guard = guard_ahead ? emulator::Guard::kAhead : emulator::Guard::kBehind;
 }
 
+// A kernel by itself, whose argument is a struct of these tensors' addresses.
+void run_kernel(const std::string& library, const std::string& name, int64_t blocks,
+                int64_t threads, int64_t shared_bytes, int64_t cluster,
+                const std::vector<Tensor>& tensors) {
+  const Kernel kernel = get_kernel(load_library(library), name, static_cast<int>(shared_bytes));
+  std::array<const void*, 8> args{};
+  STD_TORCH_CHECK(tensors.size() <= args.size(), "fx_fuser: at most ", args.size(), " tensors");
+  for (size_t i = 0; i < tensors.size(); ++i) args[i] = tensors[i].data_ptr();
+  LaunchOptions options;
+  options.shared_bytes = static_cast<int>(shared_bytes);
+  options.cluster = static_cast<int>(cluster);
+  launch(kernel, blocks, static_cast<int>(threads), nullptr, args, options);
+}
+
 int64_t launches() { return emulator::launches; }
 
 }  // namespace
@@ -107,6 +121,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_emulated, m) {
   m.def("release() -> str");
   m.def("use_device(int major, int multiprocessors, int shared_bytes) -> ()");
   m.def("use_settings(int order, int copies, int seed, bool guard_ahead) -> ()");
+  m.def(
+      "run_kernel(str library, str name, int blocks, int threads, int shared_bytes, int cluster, "
+      "Tensor[] tensors) -> ()");
   m.def("launches() -> int");
   m.def(
       "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, str kernel, "
@@ -118,6 +135,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_emulated, CompositeExplicitAutograd, m) {
   m.impl("release", TORCH_BOX(&release));
   m.impl("use_device", TORCH_BOX(&use_device));
   m.impl("use_settings", TORCH_BOX(&use_settings));
+  m.impl("run_kernel", TORCH_BOX(&run_kernel));
   m.impl("launches", TORCH_BOX(&launches));
   m.impl("fold", TORCH_BOX(&fold));
 }

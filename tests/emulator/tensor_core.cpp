@@ -133,7 +133,8 @@ void multiply(Element element, int steps, float (&d)[4], const uint32_t* a, cons
   if (element == Element::kTf32) {
     execute = multiply_for_warp<Element::kTf32, 2>;
   } else if (element == Element::kHalf) {
-    execute = steps == 2 ? multiply_for_warp<Element::kHalf, 2> : multiply_for_warp<Element::kHalf, 1>;
+    execute =
+        steps == 2 ? multiply_for_warp<Element::kHalf, 2> : multiply_for_warp<Element::kHalf, 1>;
   } else {
     execute = steps == 2 ? multiply_for_warp<Element::kBfloat16, 2>
                          : multiply_for_warp<Element::kBfloat16, 1>;

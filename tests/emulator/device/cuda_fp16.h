@@ -79,10 +79,10 @@ inline float bfloat16_to_float(uint16_t value) {
 
 inline float __half2float(__half value) { return emulator::half_to_float(value.bits); }
 inline __half __float2half_rn(float value) { return {emulator::to_half(value)}; }
-inline float __bfloat162float(__nv_bfloat16 value) { return emulator::bfloat16_to_float(value.bits); }
-inline __nv_bfloat16 __float2bfloat16_rn(float value) {
-  return {emulator::to_bfloat16(value)};
+inline float __bfloat162float(__nv_bfloat16 value) {
+  return emulator::bfloat16_to_float(value.bits);
 }
+inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {emulator::to_bfloat16(value)}; }
 inline __half2 __floats2half2_rn(float x, float y) {
   return {__float2half_rn(x), __float2half_rn(y)};
 }

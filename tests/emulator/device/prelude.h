@@ -176,7 +176,8 @@ inline int lane() { return static_cast<int>(self->thread.x % 32); }
 
 }  // namespace emulator
 
-inline void __syncwarp(unsigned mask = 0xFFFFFFFF, emulator::Where where = emulator::Where::here()) {
+inline void __syncwarp(unsigned mask = 0xFFFFFFFF,
+                       emulator::Where where = emulator::Where::here()) {
   emulator::ballot_of("__syncwarp", mask, true, where);
 }
 inline int __any_sync(unsigned mask, bool value, emulator::Where where = emulator::Where::here()) {

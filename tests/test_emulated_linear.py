@@ -1,0 +1,114 @@
+"""The split product by mma.sync on the CPU emulator, in the forms of every architecture, by the
+checks that it passes on Hopper."""
+
+from __future__ import annotations
+
+import random
+
+import emulator
+import pytest
+import torch
+from emulator.device import EmulatedGpu, emulated, in_place_of_cuda
+
+from benchmarks import linear_mma, linear_sm90, narrow_sm90, sm90, split_planes_sm90
+from benchmarks.linear_sm90 import IDENTITY
+from benchmarks.sm90 import FLOOR, misleading, n_major, relative
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+MODULES = (linear_mma, linear_sm90, narrow_sm90, sm90, split_planes_sm90)
+SLOW = {"marks": pytest.mark.slow}
+# Stages in shared memory are 4, 2, 2, 6, 6 and 2; from 90 on there are clusters, and up to 100 a
+# stage's first operands are read early.
+CAPABILITIES = (80, 86, pytest.param(89, **SLOW), 90, pytest.param(100, **SLOW), 120)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    made = EmulatedGpu(getattr(request, "param", 80), multiprocessors=3)
+    in_place_of_cuda(made, monkeypatch, MODULES)
+    return made
+
+
+every_gpu = pytest.mark.parametrize("gpu", CAPABILITIES, indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """The forms that the default run has, at once."""
+    emulator.build([(emulated(IDENTITY.spec), capability) for capability in (80, 90, 120)])
+
+
+@every_gpu
+def test_tiles_and_layouts(gpu: EmulatedGpu) -> None:
+    """Edges in all dimensions, more tiles than blocks, k of no and of many stages."""
+    for m, n, k in ((130, 257, 36), (300, 150, 100), (5, 3, 420)):
+        x, weight = torch.randn(m, k), torch.randn(n, k)
+        exact = x.double() @ weight.double().T
+        for b in (weight, n_major(weight)):
+            assert relative(linear_sm90.run(IDENTITY, x, b, chunks=1, first="x"), exact) <= FLOOR
+
+
+def small(choose: random.Random) -> tuple[int, int, int]:
+    m, n = choose.randint(1, 150), choose.randint(1, 150)
+    return m, n, choose.choice((choose.randint(1, 40), 97, 172))
+
+
+@pytest.mark.parametrize("gpu", [80], indirect=True)
+def test_batches_and_chunks(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_planes_sm90, "EXAMPLES", (IDENTITY,))
+    failures: list[str] = []
+    split_planes_sm90.sweep(6, 0, failures, small)
+    assert not failures
+
+
+@pytest.mark.slow
+@every_gpu
+def test_every_epilogue(gpu: EmulatedGpu) -> None:
+    failures: list[str] = []
+    split_planes_sm90.sweep(25, 1, failures, small)
+    assert not failures
+
+
+@pytest.mark.parametrize(
+    "gpu", (86, *(pytest.param(c, **SLOW) for c in (80, 90, 120))), indirect=True
+)
+def test_special_values(gpu: EmulatedGpu) -> None:
+    failures: list[str] = []
+    linear_sm90.special_values(failures, sizes=(70, 40, 108))
+    assert not failures
+
+
+@pytest.mark.slow
+@every_gpu
+@pytest.mark.parametrize("first", ["x", "weight"])
+def test_wrong_guesses(gpu: EmulatedGpu, first: linear_sm90.First) -> None:
+    """Tiles that are done again: one, some and all of a block's."""
+    m, n, k = 150, 300, 300
+    x = torch.randn(m, k)
+    for what, weight in misleading(n, k):
+        exact = x.double() @ weight.double().T
+        for b in (weight, n_major(weight)):
+            a, b = (x, b) if first == "x" else (b, x)
+            found = linear_sm90.run(IDENTITY, a, b, first=first, chunks=1)
+            found = found if first == "x" else found.T
+            assert relative(found, exact) <= FLOOR, what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [80, 90], indirect=True)
+def test_more_k_than_one_sum_takes(gpu: EmulatedGpu) -> None:
+    x, weight = torch.randn(3, 65536 + 36), torch.randn(2, 65536 + 36)
+    exact = x.double() @ weight.double().T
+    assert relative(linear_sm90.run(IDENTITY, x, weight, first="x", chunks=1), exact) <= FLOOR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [80, 120], indirect=True)
+def test_one_operand_of_16_bits(gpu: EmulatedGpu) -> None:
+    for way in ("mixed x", "mixed weight"):
+        for dtype in narrow_sm90.DTYPES:
+            x, weight = narrow_sm90.cast(way, dtype, torch.randn(140, 200), torch.randn(70, 200))
+            exact = x.double() @ weight.double().T
+            for chunks in (1, 3):
+                found = narrow_sm90.by_kernel(way, dtype, x, weight, None, chunks)
+                assert relative(found, exact) <= FLOOR, (way, dtype, chunks)
