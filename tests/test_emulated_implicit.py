@@ -1,39 +1,60 @@
-"""The implicit gemm on the CPU emulator: as its tests on a GPU."""
+"""The implicit gemm on the CPU emulator, by the checks that are written for a GPU."""
 
 from __future__ import annotations
 
 import emulator
 import pytest
+import torch
 from emulator.device import EmulatedGpu, in_place_of_cuda
 
 from benchmarks import conv_cases, conv_sm90, implicit, sm90
-from benchmarks.conv_sm90 import HALVES
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+
+GPUS = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100, 120))]
 
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    """They differ in their shared memory, so in what a block keeps of the weights."""
     made = EmulatedGpu(getattr(request, "param", 90), multiprocessors=2)
     in_place_of_cuda(made, monkeypatch, (conv_cases, conv_sm90, implicit, sm90))
     return made
 
 
-@pytest.mark.parametrize("gpu", [80, 90, 120], indirect=True)
-def test_random_sizes_and_operands(gpu) -> None:
+def check(gpu: EmulatedGpu, cases: int, side: int) -> None:
+    gpu.prepare([implicit.spec_of(*one) for one in implicit.EXAMPLES])
     failures: list[str] = []
-    implicit.sweep(10, gpu.capability, failures, side=9)
+    implicit.sweep(cases, gpu.capability, failures, side=side)
     assert not failures
 
 
+@pytest.mark.parametrize("gpu", GPUS, indirect=True)
+def test_random_sizes_and_operands(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two numbers of columns, with and without a window, operands of each way and leaves."""
+    few = [one for one in implicit.EXAMPLES if one[1].columns in (32, 96)][::3]
+    assert {form.is_window for _, form in few} == {False, True}
+    monkeypatch.setattr(implicit, "EXAMPLES", few)
+    check(gpu, 12, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [80, 90, 100, 120], indirect=True)
+def test_every_kernel(gpu: EmulatedGpu) -> None:
+    check(gpu, 100, 20)
+
+
+HALVES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_special_values(gpu, dtype) -> None:
+def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     failures: list[str] = []
     implicit.special_values(failures, dtype)
     assert not failures
 
 
-def test_refusals(gpu) -> None:
+def test_refusals(gpu: EmulatedGpu) -> None:
     failures: list[str] = []
     implicit.refusals(failures)
     assert not failures
