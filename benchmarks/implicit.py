@@ -401,19 +401,19 @@ SAMPLES = 128
 class Timed:
     """A layer on random bf16 tensors: our kernel, and what it is compared with."""
 
-    def __init__(self, layer: Layer, device: torch.device = CUDA) -> None:
+    def __init__(self, layer: Layer, device: torch.device = CUDA, samples: int = SAMPLES) -> None:
         self.tail, self.layer, self.device = TAILS[layer.tail], layer, device
         self.anchor, self.epilogue = ANCHORS["conv2d_batchnorm"], parse(self.tail.text)
         kernel, pad = (layer.kernel, layer.kernel), layer.kernel // 2
         self.window = Window((layer.stride, layer.stride), (pad, pad, pad, pad))
-        self.x = self._image(SAMPLES, layer.channels, layer.side, layer.side)
+        self.x = self._image(samples, layer.channels, layer.side, layer.side)
         fan_in = layer.channels * layer.kernel**2
         self.weight = self._image(layer.outputs, layer.channels, *kernel) / fan_in**0.5
         mean, beta = torch.randn(2, layer.outputs, device=device)
         var, gamma = torch.rand(2, layer.outputs, device=device) + 0.5
         self.vectors = (mean, var, gamma, beta)
         side = (layer.side - 1) // layer.stride + 1
-        self.out = self._image(SAMPLES, layer.outputs, side, side)
+        self.out = self._image(samples, layer.outputs, side, side)
         self.t = [torch.randn_like(self.out)] if self.tail.adds else []
         moved = (self.x, self.weight, self.out, *self.t)
         self.floor = sum(v.nbytes for v in moved) / COPY * 1e3
@@ -465,15 +465,19 @@ class Timed:
         given = (self.config("folded"), self.epilogue, self.t, torch.bfloat16)
         return folded.bound(self.operands(), *given, folded.fold_in_torch)
 
+    def exact(self, few: slice = slice(None)) -> Tensor:
+        """Of these samples."""
+        c = self.window.convolve(self.x[few].double(), self.weight.double())
+        z = F.batch_norm(c, *(v.double() for v in self.vectors))
+        return self.tail.reference(z, *(v[few].double() for v in self.t))
+
     def error(self) -> float:
         """Of our result, of some samples, against float64."""
         few = slice(None, None, 32)
         self.out.fill_(float("nan"))
         self.ours()
-        c = self.window.convolve(self.x[few].double(), self.weight.double())
-        z = F.batch_norm(c, *(v.double() for v in self.vectors))
-        exact = self.tail.reference(z, *(v[few].double() for v in self.t))
-        return float("nan") if self.out.isnan().any() else relative(self.out[few], exact)
+        is_filled = not bool(self.out.isnan().any())
+        return relative(self.out[few], self.exact(few)) if is_filled else float("nan")
 
 
 def timing(failures: list[str]) -> list[str]:

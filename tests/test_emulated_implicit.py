@@ -58,3 +58,28 @@ def test_refusals(gpu: EmulatedGpu) -> None:
     failures: list[str] = []
     implicit.refusals(failures)
     assert not failures
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_the_op_that_graphs_call(gpu: EmulatedGpu, save: bool) -> None:
+    """Its leaves and operands are in the kernel's order, its results in the layout of x."""
+    layer = implicit.Layer(16, 40, 7, 3, 2, "add, relu")
+    timed = implicit.Timed(layer, torch.device("cpu"), samples=2)
+    specs = timed.specs()
+    for spec in specs:
+        gpu.handle_of(spec)
+    call = timed.call("implicit")
+    arguments = (*timed.operands().values(), *call.config.values())
+    tail = (call.epilogue.text, timed.t, [], [spec.name for spec in specs], torch.bfloat16, save)
+    op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
+    launches = emulator.ops.launches.default()
+    with emulator.memory():
+        y, c, *_ = op._op_dk(torch._C.DispatchKey.PrivateUse1, *arguments, *tail)
+        y, c = y.clone(), c.clone()
+    assert emulator.ops.launches.default() == launches + 1
+    assert y.stride() == timed.out.stride()
+    assert sm90.relative(y, timed.exact()) <= conv_sm90.ROUNDED[torch.bfloat16]
+    if save:
+        exact = timed.window.convolve(timed.x.double(), timed.weight.double())
+        assert c.stride() == timed.out.stride()
+        assert sm90.relative(c, exact) <= conv_sm90.ROUNDED[torch.bfloat16]
