@@ -129,6 +129,7 @@ USUAL = {
         {"stride": (0, 1)},
         {"dilation": (1, 2**14), "padding": (2**14,) * 4},
         {"leaves": 16},
+        {"leaves": 4, "operands": 12},
     ],
 )
 def test_refused(other) -> None:

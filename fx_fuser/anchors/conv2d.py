@@ -334,6 +334,7 @@ class Conv2d(Anchor):
             config["padding"],
             config["dilation"],
             leaves=spec.family.sizes[-1],
+            operands=len(spec.inputs) - 1,
             multiprocessors=limits.of(case.device).multiprocessors,
             shared_bytes=LEAST_SHARED,
         )

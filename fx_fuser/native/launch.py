@@ -170,6 +170,7 @@ def implicit_cut(
     padding: Sequence[int],
     dilation: Sequence[int],
     leaves: int = 0,
+    operands: int | None = None,
     held: int = 0,
     columns: int | None = None,
     multiprocessors: int = limits.H200.multiprocessors,
@@ -183,6 +184,7 @@ def implicit_cut(
         stride, dilation: down and across.
         padding: [left, right, top, bottom].
         leaves: number of the epilogue's tensors that are one number a channel and staged.
+        operands: number of all of them; by default there are no others.
         held: pieces of operands that are in the ring at once.
         columns: of a tile; by default those that suit the weight.
         shared_bytes: that a block may have on the GPU.
@@ -194,9 +196,9 @@ def implicit_cut(
     sizes = [*x, weight[0], *weight[2:], *padding]
     columns = columns or implicit_columns(weight[0])
     op = _ops.implicit_cut.default
-    cut: list[int] = op(
-        sizes, stride, dilation, columns, leaves, held, multiprocessors, shared_bytes
-    )
+    count = leaves if operands is None else operands
+    gpu = (multiprocessors, shared_bytes)
+    cut: list[int] = op(sizes, stride, dilation, columns, leaves, count, held, *gpu)
     return cut
 
 

@@ -28,6 +28,8 @@ constexpr int kImplicitFewestStages = 3;
 constexpr int kImplicitBarrierBytes = 2 * 8 * kImplicitMostStages;
 constexpr int kImplicitResident = 2;  // blocks a multiprocessor, which bounds a thread's registers
 constexpr int kImplicitMaxOperands = kMaxInputs - 1;
+constexpr int kImplicitMaxOthers =
+    kConvMaxOperands;  // that are no leaves: more compile for too long
 constexpr int kImplicitMaxColumns = 128;
 constexpr int kImplicitGroupColumns = 64;  // whose epilogue is one pass
 constexpr int kImplicitMaxGroups = kImplicitMaxColumns / kImplicitGroupColumns;

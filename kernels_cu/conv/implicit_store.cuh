@@ -137,7 +137,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
   // Pixels whose operands are loaded at once.
   static constexpr int kAtOnce = kFewRegisters || kOthers > 1 ? 1 : 2;
   static_assert(kOperands <= kImplicitMaxOperands && kScalars <= kMaxScalars);
-  static_assert(kOthers >= 0);
+  static_assert(kOthers >= 0 && kOthers <= kImplicitMaxOthers);
   using Vectors = PackedVectors<std::index_sequence<kOperand...>, kQuad, In...>;
 
   const ImplicitArgs& args;

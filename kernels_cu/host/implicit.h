@@ -137,15 +137,18 @@ int64_t implicit_workers(int64_t tiles, int64_t parts, int64_t at_once) {
 }
 
 // [stages, keeps its weights, resident, parts, blocks, shared bytes]; empty where the kernel does
-// not take these sizes. sizes: as of `conv_shape_of`. held: pieces of a group of columns.
-// shared_bytes: that a block may have at most.
+// not take these sizes or operands. sizes: as of `conv_shape_of`. operands: leaves and others.
+// held: pieces of a group of columns. shared_bytes: that a block may have at most.
 std::vector<int64_t> implicit_cut(const std::vector<int64_t>& sizes,
                                   const std::vector<int64_t>& stride,
                                   const std::vector<int64_t>& dilation, int64_t columns,
-                                  int64_t leaves, int64_t held, int64_t multiprocessors,
-                                  int64_t shared_bytes) {
+                                  int64_t leaves, int64_t operands, int64_t held,
+                                  int64_t multiprocessors, int64_t shared_bytes) {
   const ImplicitWindow window = window_of(conv_shape_of(sizes), stride, dilation);
-  if (!implicit_takes(window) || leaves > kImplicitMaxOperands) return {};
+  if (!implicit_takes(window) || operands > kImplicitMaxOperands ||
+      operands - leaves > kImplicitMaxOthers) {
+    return {};
+  }
   const ImplicitShape shape{static_cast<int>(columns),
                             static_cast<int>(ceil_div(window.vectors(), kImplicitStepVectors)),
                             static_cast<int>(leaves), static_cast<int>(held)};

@@ -66,8 +66,8 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def("load_implicit(str name, str cubin, str[] signature, int device) -> int");
   m.def(
-      "implicit_cut(int[] sizes, int[] stride, int[] dilation, int columns, int leaves, int held, "
-      "int multiprocessors, int shared_bytes) -> int[]");
+      "implicit_cut(int[] sizes, int[] stride, int[] dilation, int columns, int leaves, "
+      "int operands, int held, int multiprocessors, int shared_bytes) -> int[]");
   m.def(
       "implicit(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, "
       "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
