@@ -64,6 +64,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(module, "device_of", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
     monkeypatch.setattr(load, "runs_on", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])
     precision = torch.backends.cuda.matmul.fp32_precision
 

@@ -88,6 +88,8 @@ def test_fp32_gemms_are_candidates(
     assert candidates(match) == [LIBRARY, SPLIT]
     decision = decide(match, strict=True)
     assert isinstance(decision, Plan) and decision.choices["product"] == "split"
+    loop = "wgmma" if capability == (9, 0) else "mma.sync"
+    assert decision.note == f"library 1 ms, split by {loop} 0.5 ms"
     on_gpu(1.0, 1.1)
     become(capability)
     assert isinstance(decide(match), Refusal)

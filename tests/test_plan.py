@@ -49,7 +49,8 @@ def test_on_a_cpu_the_inner_compiler_has_the_plain_ops(match_of: Any) -> None:
 def test_a_faster_kernel_is_taken_and_says_by_how_much(match_of: Any, on_gpu: Any) -> None:
     on_gpu(2.0, 0.75)
     decision = decide(match_of(swish, *linear_tensors()))
-    assert decision == Plan(True, {**SPLIT, "backward": "library"}, "library 2 ms, split 0.75 ms")
+    note = "library 2 ms, split by wgmma 0.75 ms"
+    assert decision == Plan(True, {**SPLIT, "backward": "library"}, note)
 
 
 @pytest.mark.parametrize("split", [0.985, 1.0, 3.0])
@@ -58,7 +59,7 @@ def test_what_gains_nothing_is_left_to_inductor(match_of: Any, on_gpu: Any, spli
     match = match_of(swish, *linear_tensors())
     decision = decide(match)
     assert isinstance(decision, Refusal)
-    assert f"library 1 ms, split {split:g} ms" in decision.reason
+    assert f"library 1 ms, split by wgmma {split:g} ms" in decision.reason
     # Other compilers would run the epilogue op by op.
     assert decide(match, inner="eager").choices == LIBRARY  # type: ignore[union-attr]
     assert decide(match, plan="always").choices == SPLIT  # type: ignore[union-attr]

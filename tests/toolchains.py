@@ -49,8 +49,12 @@ int nvrtcCreateProgram(Program** made, const char* text, const char*, int, void*
 }
 int nvrtcCompileProgram(Program* program, int count, const char* const* option) {
   const auto says = [&](const char* word) { return program->text.find(word) != std::string::npos; };
-  bool few = false;
-  for (int i = 0; i < count; ++i) few |= std::string(option[i]) == "-DFX_FUSER_FEW_REGISTERS";
+  bool few = false, together = true;
+  for (int i = 0; i < count; ++i) {
+    few |= std::string(option[i]) == "-DFX_FUSER_FEW_REGISTERS";
+    together &= std::string(option[i]).find("--split-compile") != 0;
+  }
+  few &= together;  // else registers are a matter of luck
   if (says(few ? "SPILLS ALWAYS" : "SPILLS")) program->log += "ptxas . 12 bytes spill stores\n";
   if (says("SERIAL")) program->log += "Potential Performance Loss: wgmma.mma_async is serialized\n";
   if (says("BROKEN")) program->log = "error: no such thing\n";

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from fx_fuser.errors import BuildError
+from fx_fuser.native.jobs import IN_PARALLEL
 
 log = logging.getLogger("fx_fuser.native.compilers")
 
@@ -137,8 +138,8 @@ class Nvrtc:
     def flags(self, arch: str) -> tuple[str, ...]:
         # Unannotated functions are the device's, there being no host; ptxas's options one by one.
         flags = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
-        threads = "--split-compile=4"  # a gemm's source has four large kernels
-        return (*_FLAGS, *flags, threads, "--ptxas-options=-v", "--ptxas-options=-warn-spills")
+        ptxas = ("--ptxas-options=-v", "--ptxas-options=-warn-spills")
+        return (*_FLAGS, *flags, IN_PARALLEL, *ptxas)  # a gemm's source has four large kernels
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         folders = (kernels / "nvrtc", kernels, self.include)

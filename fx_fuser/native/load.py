@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fx_fuser.errors import BuildError
 from fx_fuser.native import binaries, compilers, store
-from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT, LINEAR_SPLIT_BEST, KernelSpec
 
 _lock = threading.RLock()
 _kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
@@ -63,6 +63,12 @@ def handle_of(spec: KernelSpec, tensor: Tensor) -> int:
 def runs_on(spec: KernelSpec, device: torch.device | str | int) -> bool:
     """Is there such a kernel for the architecture of this device?"""
     return spec.family.arch in (None, binaries.arch_of(torch.device(device)))
+
+
+def split_loop(device: torch.device | str | int) -> str:
+    """The split product's main loop on this CUDA device: "wgmma" or "mma.sync"."""
+    is_hopper = binaries.arch_of(torch.device(device)) == "sm_90a"
+    return "wgmma" if is_hopper and LINEAR_SPLIT is LINEAR_SPLIT_BEST else "mma.sync"
 
 
 def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> None:

@@ -240,6 +240,13 @@ def prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:
         load.prepare(specs, device)
 
 
+def _title(choices: Mapping[str, Any], match: Match) -> str:
+    """What makes the product, as `explain` names it."""
+    product: str = choices.get("product", "")
+    is_split = product == SPLIT
+    return f"{product} by {load.split_loop(device_of(match))}" if is_split else product
+
+
 def _pick(
     match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
 ) -> Plan | Refusal:
@@ -248,7 +255,7 @@ def _pick(
     if device_of(match).type != "cuda":
         return Plan(on_kernels, preferred)
     if options.plan == "always":
-        return Plan(on_kernels, preferred, preferred.get("product", ""))
+        return Plan(on_kernels, preferred, _title(preferred, match))
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         best, note = convolutions.compare(match, candidates, options)
     else:
@@ -311,7 +318,7 @@ def _compare(
     times = measured(match, key, rehearsals, options)
     if isinstance(times, str):
         return None, times
-    note = f"library {times[0]}, {fused['product']} {times[1]}"
+    note = f"library {times[0]}, {_title(fused, match)} {times[1]}"
     ahead, back = times[:2], [took.gpu for took in times[2:]]
     backward = LIBRARY
     if back:

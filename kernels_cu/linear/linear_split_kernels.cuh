@@ -33,9 +33,9 @@ struct Kernels {
 
 }  // namespace fx_fuser::linear_split
 
-// For sm_120 ptxas aims at five or six blocks per SM, and may spill; with four named it does not.
+// For sm_120 ptxas aims at four to six blocks per SM, and may spill; with three named it does not.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-#define FX_FUSER_SPLIT_COLUMNS_BOUNDS fx_fuser::kSplitThreads, 4
+#define FX_FUSER_SPLIT_COLUMNS_BOUNDS fx_fuser::kSplitThreads, 3
 #else
 #define FX_FUSER_SPLIT_COLUMNS_BOUNDS fx_fuser::kSplitThreads
 #endif
