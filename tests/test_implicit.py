@@ -417,8 +417,7 @@ def test_a_converted_graph(asked_for) -> None:
         nn.Sequential(nn.Conv2d(c, 64, k, 1, k // 2), nn.SiLU()) for c, k in ((32, 3), (64, 1))
     ]
     eager = nn.Sequential(*layers).cuda().bfloat16().eval()
-    settings = {"force_layout_optimization": True}
-    options = {"plan": "always", "inductor": settings}
+    options = {"plan": "always", "force_layout_optimization": True}
     compiled = torch.compile(copy.deepcopy(eager), backend="fx_fuser", options=options)
     x = torch.randn(4, 32, 20, 20, device="cuda").bfloat16()
     with torch.no_grad():
