@@ -34,7 +34,7 @@ def test_values(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", native_cases.FLOATS, ids=str)
-@pytest.mark.parametrize("shape", on_gpu.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [[5], [7, 33], [2, 8, 4, 8]], ids=str)
 def test_every_layout(shape: list[int], dtype: torch.dtype) -> None:
     on_gpu.test_layouts(shape, dtype)
 

@@ -116,8 +116,8 @@ __device__ __forceinline__ void load_patch(const StemArgs& args, const Place& pl
       const int from = first + element;
       const bool reads = is_below(first_row + row, args.h) && is_below(from, args.w * S::kChannels);
       const int64_t at = reads ? (first_row + row) * args.x_stride[2] + from : 0;
-      void* to = patch + row * S::kPitch + element;
-      ptx::copy_async_only_16(ptx::shared_address(to), x + at, reads);
+      ptx::copy_async_only_16(ptx::shared_address(patch + row * S::kPitch + element), x + at,
+                              reads);
     });
     return;
   }

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import emulator
 import pytest
 import torch
-from emulator import Settings
 from torch import Tensor
 
+import emulator
 from benchmarks import kernels
+from emulator import Settings
 from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT_BEST, LINEAR_SPLIT_MMA, KernelSpec
 

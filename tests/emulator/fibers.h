@@ -1,0 +1,209 @@
+// What the machine is made of: blocks with their shared memory, warps, and threads as fibers.
+// Of machine.cpp, which runs them, and calls.cpp, which is what kernels call.
+#pragma once
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <new>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "machine.h"
+#include "memory.h"
+
+namespace emulator {
+
+inline constexpr int kLanes = 32;
+constexpr size_t kStackBytes = 512 << 10;
+constexpr size_t kArenaBytes = 512 << 10;
+constexpr size_t kArenaAlignment = 64 << 10;
+constexpr uint32_t kFirstAddress = 1024;  // 0 is no address
+constexpr int kNamedBarriers = 16;
+
+// ---- a block's shared memory --------------------------------------------------------------------
+
+struct Variable {
+  size_t offset;
+  size_t bytes;
+};
+
+// Variables from the beginning on; the dynamic part ends at a forbidden page.
+struct Arena {
+  unsigned char* base = nullptr;
+  size_t used = 0;
+  size_t dynamic = 0;  // where it begins
+  size_t dynamic_bytes = 0;
+  std::map<const void*, Variable> variables;
+
+  void begin(size_t bytes) {
+    if (base == nullptr) map();
+    used = 0;
+    variables.clear();
+    dynamic_bytes = bytes;
+    dynamic = (kArenaBytes - bytes) / 1024 * 1024;
+    std::memset(base + dynamic, kNobodys, kArenaBytes - dynamic);
+  }
+
+  bool has(size_t offset, size_t bytes) const {
+    if (offset >= dynamic) return offset + bytes <= dynamic + dynamic_bytes;
+    for (const auto& [key, one] : variables) {
+      if (offset >= one.offset && offset + bytes <= one.offset + one.bytes) return true;
+    }
+    return false;
+  }
+
+  // Was something written behind the dynamic part?
+  bool is_overrun() const {
+    const unsigned char* end = base + dynamic + dynamic_bytes;
+    return std::any_of(end, static_cast<const unsigned char*>(base) + kArenaBytes,
+                       [](unsigned char byte) { return byte != kNobodys; });
+  }
+
+ private:
+  void map() {
+    void* mapped = mmap(nullptr, kArenaBytes + 2 * kArenaAlignment, PROT_NONE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    const auto at = reinterpret_cast<uintptr_t>(mapped) + kArenaAlignment;
+    base = reinterpret_cast<unsigned char*>(at / kArenaAlignment * kArenaAlignment);
+    mprotect(base, kArenaBytes, PROT_READ | PROT_WRITE);
+  }
+};
+
+// ---- threads ------------------------------------------------------------------------------------
+
+enum class State { kReady, kWaits, kDone };
+
+struct Copy {
+  void* to;
+  const void* from;
+  uint32_t bytes;
+  uint32_t reads;
+  int group;
+  uint64_t* arrives;  // null, or in place of a copy: the mbarrier that is told of those before
+};
+
+struct Warp;
+struct Block;
+
+struct Fiber {
+  Thread thread;
+  Warp* warp = nullptr;
+  Block* block = nullptr;
+  int lane = 0;
+  State state = State::kDone;
+  const char* waits_for = "";
+  Where where{"", 0};
+  const uint64_t* mbarrier = nullptr;  // that it waits for
+  uint32_t parity = 0;
+  bool arrived_in_cluster = false;
+  unsigned cluster_phase = 0;  // that it has arrived in
+  int group = 0;               // of copies
+  std::vector<Copy> copies;    // that have not landed, in order
+
+  bool is_alive = false;  // is on its stack, ready for a kernel
+  unsigned char* stack = nullptr;
+  ucontext_t first;
+  jmp_buf context;
+};
+
+// A warp's lanes on their way to one instruction.
+struct Gathering {
+  const char* what;
+  Where where;
+  uint32_t mask;
+  uint32_t arrived = 0;
+  void* data[kLanes] = {};
+  Fiber* lanes[kLanes] = {};
+};
+
+struct Warp {
+  int number;  // in its block
+  std::vector<Fiber*> lanes;
+  int ready = 0;
+  std::vector<Gathering> gatherings;
+};
+
+struct Barrier {
+  int arrived = 0;
+  std::vector<Fiber*> waiting;
+};
+
+struct Block {
+  Dim index;
+  unsigned rank = 0;  // in its cluster
+  int alive = 0;
+  Arena arena;
+  Barrier all;
+  Barrier some[kNamedBarriers];
+};
+
+inline std::string text_of(Where where) {
+  const char* slash = std::strrchr(where.file, '/');
+  return std::string(slash != nullptr ? slash + 1 : where.file) + ":" + std::to_string(where.line);
+}
+
+struct Machine {
+  Launch launch{};
+  Settings settings;
+  std::mt19937_64 random;
+  std::vector<std::unique_ptr<Fiber>> pool;  // with their stacks, for all launches
+  std::vector<std::unique_ptr<Block>> block_pool;
+  std::vector<Fiber*> fibers;  // of the cluster
+  std::vector<Block*> blocks;
+  std::vector<Warp> warps;
+  unsigned cluster_arrived = 0;
+  unsigned cluster_phase = 0;
+  std::vector<Fiber*> waiting_for_cluster;
+  int alive = 0;
+  int64_t ticks = 0;
+  Fiber* current = nullptr;
+  std::string error;
+  jmp_buf scheduler;
+  ucontext_t making;
+};
+
+inline Machine machine;
+
+// ---- mbarriers ----------------------------------------------------------------------------------
+
+// In the word that the kernel keeps for it.
+struct Mbarrier {
+  static constexpr uint32_t kMagic = 0xBA22;
+  uint32_t magic;
+  uint32_t phase;
+  uint32_t expected;
+  uint32_t pending;
+
+  static Mbarrier of(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 48), static_cast<uint32_t>(word >> 40 & 1),
+            static_cast<uint32_t>(word >> 20 & 0xFFFFF), static_cast<uint32_t>(word & 0xFFFFF)};
+  }
+  uint64_t word() const {
+    return uint64_t{magic} << 48 | uint64_t{phase} << 40 | uint64_t{expected} << 20 | pending;
+  }
+};
+
+// ---- machine.cpp's ------------------------------------------------------------------------------
+
+// This thread waits until make_ready is called for it.
+void wait(const char* what, Where where);
+void make_ready(Fiber& fiber);
+void release(Barrier& barrier);
+std::string name_of(const Fiber& fiber);
+
+// At an mbarrier; false where there is none. A copy may arrive, when no thread runs.
+bool arrive(uint64_t* word);
+
+// The copy, or of a thread's copies the first so many, is made.
+void land(const Copy& copy);
+void land_first(Fiber& fiber, size_t count);
+
+}  // namespace emulator
