@@ -8,6 +8,7 @@ import torch
 from emulator.device import EmulatedGpu, in_place_of_cuda
 
 from benchmarks import conv_cases, conv_sm90, implicit, sm90
+from benchmarks.conv_layers import Layer
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 
@@ -63,7 +64,7 @@ def test_refusals(gpu: EmulatedGpu) -> None:
 @pytest.mark.parametrize("save", [False, True])
 def test_the_op_that_graphs_call(gpu: EmulatedGpu, save: bool) -> None:
     """Its leaves and operands are in the kernel's order, its results in the layout of x."""
-    layer = implicit.Layer(16, 40, 7, 3, 2, "add, relu")
+    layer = Layer(16, 40, 7, 3, 2, "add, relu")
     timed = implicit.Timed(layer, torch.device("cpu"), samples=2)
     specs = timed.specs()
     for spec in specs:

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
 from benchmarks import implicit
+from benchmarks.conv_layers import NETS
 from benchmarks.conv_sm90 import HALVES
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
@@ -138,9 +139,9 @@ def test_refused(other) -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("net", implicit.NETS)
+@pytest.mark.parametrize("net", NETS)
 def test_the_nets_layers_are_taken(net) -> None:
-    for layer in {*implicit.NETS[net]()}:
+    for layer in {*NETS[net]()}:
         pad = layer.kernel // 2
         assert launch.implicit_cut(
             (128, layer.channels, layer.side, layer.side),
@@ -156,7 +157,7 @@ def test_the_nets_layers_are_taken(net) -> None:
 
 def test_the_nets_have_all_of_their_layers() -> None:
     """Without first layers, depthwise ones and those of squeeze-and-excitation."""
-    counts = {net: sum(1 for _ in layers()) for net, layers in implicit.NETS.items()}
+    counts = {net: sum(1 for _ in layers()) for net, layers in NETS.items()}
     assert counts == {"ResNet-50": 52, "EfficientNet-B0": 32, "MobileNetV3-L": 30}
 
 
