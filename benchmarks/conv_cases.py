@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from tabulate import tabulate
 from torch import Tensor
 
-from benchmarks.sm90 import CUDA
+from benchmarks.sm90 import CUDA, SENTINEL, relative
 from fx_fuser.native import launch
 
 Padding = tuple[int, int, int, int]  # left, right, top, bottom
 NONE: Padding = (0, 0, 0, 0)
+FORMATS = (torch.channels_last, torch.contiguous_format)
+COPY = 4.28e12  # bytes/s of a copy on an H200
 
 
 def families(x: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -39,6 +43,57 @@ def families(x: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[tuple[str,
     yield "scaled samples and filters", samples, normal(*weight) * spread(6, weight[0], 1, 1, 1)
     rows = normal(*x) * spread(3, 1, 1, x[2], 1)
     yield "scaled rows", rows, normal(*weight)
+
+
+def framed(like: Tensor, dtype: torch.dtype, before: int) -> tuple[Tensor, Tensor]:
+    """Poisoned memory for a result of this form, and the memory that it lies in."""
+    frame = torch.full((before + like.numel() + 64,), SENTINEL, device=like.device, dtype=dtype)
+    result = frame[before:-64].as_strided(like.shape, like.stride())
+    return result.fill_(float("nan")), frame
+
+
+@dataclass(frozen=True)
+class Results:
+    """Poisoned tensors for a kernel to fill: the result, framed, and perhaps the convolution."""
+
+    out: Tensor
+    frame: Tensor
+    before: int
+    c: Tensor | None
+
+    @classmethod
+    def like(
+        cls,
+        exact: Tensor,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        choose: random.Random,
+        into: Sequence[int],
+    ) -> Results:
+        """dtypes: of the result and the convolution. into: where in a vector a result may begin."""
+        before = 64 + choose.choice(into)
+        out, frame = framed(exact, dtypes[0], before)
+        c = framed(exact, dtypes[1], 64)[0] if choose.random() < 0.4 else None
+        return cls(out, frame, before, c)
+
+    def faults(self, exact: Tensor, exact_c: Tensor, most: float, most_of_c: float) -> list[str]:
+        """What is wrong with them; most: how large errors may be."""
+        found = []
+        around = (self.frame[: self.before], self.frame[-64:])
+        if not all(bool((part == SENTINEL).all()) for part in around):
+            found.append("wrote outside the result")
+        size = exact.norm() + 1e-3 * exact.numel() ** 0.5
+        error = float((self.out.double() - exact).norm() / size)
+        error_of_c = 0.0 if self.c is None else relative(self.c, exact_c)
+        if not error <= most or not error_of_c <= most_of_c:
+            found.append(f"error {error:.2e}, of c {error_of_c:.2e}")
+        return found
+
+
+def tables(times: Sequence[Sequence[object]]) -> list[str]:
+    """Of layers: what each of them is, then ms, ratios and an error."""
+    heads = ["", "bytes, ms", "library alone", "+ a copy", "ours", "× bytes", "gain", "error"]
+    formats = ["", ".4f", ".4f", ".4f", ".4f", ".2f", ".2f", ".1e"]
+    return [tabulate(times, heads, floatfmt=formats)] if times else []
 
 
 def random_operand(shape: torch.Size, dtype: torch.dtype, choose: random.Random) -> Tensor:

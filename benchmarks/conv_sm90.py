@@ -70,6 +70,8 @@ OPERANDS = Example(
     (torch.float32, torch.bfloat16, torch.bool),
     scalars=1,
 )
+# silu(batch_norm(c)) as the backend makes it, without a bias
+NORM_SILU = Example("NormSilu", lambda c, t, s: c, (torch.float32,) * 4, scalars=1)
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
 

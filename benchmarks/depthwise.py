@@ -15,26 +15,40 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import conv_sm90, harness, kernels
-from benchmarks.conv_cases import Padding, random_operand
-from benchmarks.conv_sm90 import CUDA, DTYPES, IDENTITY, NORM, OPERANDS, ROUNDED, SWISH, Example
+from benchmarks.conv_cases import (
+    COPY,
+    FORMATS,
+    Padding,
+    Results,
+    framed,
+    random_operand,
+    tables,
+)
+from benchmarks.conv_sm90 import (
+    CUDA,
+    DTYPES,
+    IDENTITY,
+    NORM,
+    NORM_SILU,
+    OPERANDS,
+    ROUNDED,
+    SWISH,
+    Example,
+)
 from benchmarks.measure import float32_settings, median_ms
-from benchmarks.sm90 import SENTINEL, relative
+from benchmarks.sm90 import relative
 from fx_fuser import build
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec, depthwise
-
-COPY = 4.28e12  # bytes/s of a copy on an H200
 
 Window = tuple[int, int, int]  # height, width, stride
 WINDOWS: tuple[Window, ...] = (
     *((3, 3, 1), (3, 3, 2), (5, 5, 1), (5, 5, 2)),
     *((7, 7, 1), (7, 7, 2), (4, 6, 2), (3, 7, 1)),
 )
-FORMATS = (torch.channels_last, torch.contiguous_format)
 
 
 def spec_of(example: Example, window: Window) -> KernelSpec:
@@ -61,13 +75,6 @@ ALONE += [(conv_sm90.of_dtype(IDENTITY, dtype), (5, 5, 2)) for dtype in DTYPES]
 
 def convolve(x: Tensor, weight: Tensor, padding: Padding, stride: int) -> Tensor:
     return F.conv2d(F.pad(x, padding), weight, None, stride, groups=x.shape[1])
-
-
-def framed(like: Tensor, dtype: torch.dtype, before: int) -> tuple[Tensor, Tensor]:
-    """Poisoned memory for a result of this form, and the memory that it lies in."""
-    frame = torch.full((before + like.numel() + 64,), SENTINEL, device=CUDA, dtype=dtype)
-    result = frame[before:-64].as_strided(like.shape, like.stride())
-    return result.fill_(float("nan")), frame
 
 
 def run(
@@ -125,23 +132,18 @@ def sweep(cases: int, seed: int, failures: list[str], side: int = 90) -> None:
             operands[1] = operands[1].abs() + 0.1
         scalars = [choose.uniform(0.1, 2) for _ in range(example.scalars)]
         # In channels_last two channels are one access.
-        before = 64 + choose.choice((0, 2, 6) if layout is FORMATS[0] else (0, 1, 3))
-        out, frame = framed(exact_c, example.out, before)
-        c = framed(exact_c, example.x, 64)[0] if choose.random() < 0.4 else None
-        run(example, window, x, weight, padding, out, c, operands, scalars)
+        into = (0, 2, 6) if layout is FORMATS[0] else (0, 1, 3)
+        results = Results.like(exact_c, (example.out, example.x), choose, into)
+        run(example, window, x, weight, padding, results.out, results.c, operands, scalars)
 
         exact = example.reference(exact_c, operands, scalars)
-        error = float((out.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
-        error_of_c = 0.0 if c is None else relative(c, exact_c)
         what = (
             f"case {case}: {tuple(x.shape)} {layout} by {tuple(weight.shape)}, padding {padding}, "
             f"{', '.join(spec_of(example, window).signature)}, "
             f"operands {[tuple(t.shape) for t in operands]}"
         )
-        if not bool((frame[:before] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
-            failures.append(f"{what}: wrote outside the result")
-        if not error <= ROUNDED[example.out] or not error_of_c <= ROUNDED[example.x]:
-            failures.append(f"{what}: error {error:.2e}, of c {error_of_c:.2e}")
+        found = results.faults(exact, exact_c, ROUNDED[example.out], ROUNDED[example.x])
+        failures += [f"{what}: {fault}" for fault in found]
 
 
 def special_values(failures: list[str], dtype: torch.dtype) -> None:
@@ -244,8 +246,6 @@ CASES += [
         (torch.bfloat16, FORMATS[1]),
     )
 ]
-# silu(batch_norm(c)) as the backend makes it, without a bias
-NORM_SILU = Example("NormSilu", lambda c, t, s: c, (torch.float32,) * 4, scalars=1)
 
 
 def timing(failures: list[str]) -> list[list[object]]:
@@ -317,10 +317,7 @@ def main() -> int:
         if not chosen.skip_timing:
             times = timing(failures)
             done("timing")
-    heads = ["", "bytes, ms", "library alone", "+ a copy", "ours", "× bytes", "gain", "error"]
-    formats = ["", ".4f", ".4f", ".4f", ".4f", ".2f", ".2f", ".1e"]
-    tables = [tabulate(times, heads, floatfmt=formats)] if times else []
-    return harness.report(tables, failures)
+    return harness.report(tables(times), failures)
 
 
 if __name__ == "__main__":

@@ -240,6 +240,39 @@ def stem(
     return _ops.stem.default(handle, x, weight, stride, padding, out, c, operands, scalars)
 
 
+def implicit(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    out: Tensor,
+    c: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """As `conv_direct`, of channels_last tensors of 16 bits, with any stride and dilation.
+
+    Args:
+        spec: a kernel of a family `kernel_spec.implicit`, see kernels_cu/conv/implicit.cuh.
+        x: [N, C, H, W], C a multiple of 8; a pixel's channels are adjacent, and pixels begin at
+            multiples of 16 bytes.
+        weight: [O, C, kh, kw], dense in channels_last, or contiguous if 1 × 1.
+        stride, dilation: [down, across].
+        padding: [left, right, top, bottom], zeros.
+        out, c: dense in channels_last.
+        operands: the family's leaves are one number a channel; others broadcast to out's shape.
+        scalars: as many as `spec` names.
+
+    Returns, raises: as `conv_direct`.
+    """
+    handle = load.handle_of(spec, out)
+    return _ops.implicit.default(
+        handle, x, weight, stride, padding, dilation, out, c, operands, scalars
+    )
+
+
 @dataclass(frozen=True)
 class Normalisation:
     """z = gamma (c + bias - mean) / sqrt(variance + eps) + beta, in float32.

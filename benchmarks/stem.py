@@ -15,15 +15,23 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import conv_sm90, harness, kernels
-from benchmarks.conv_cases import Padding
-from benchmarks.conv_sm90 import CUDA, DTYPES, IDENTITY, NORM, OPERANDS, ROUNDED, SWISH, Example
-from benchmarks.depthwise import COPY, FORMATS, NORM_SILU, framed
+from benchmarks.conv_cases import COPY, FORMATS, Padding, Results, framed, tables
+from benchmarks.conv_sm90 import (
+    CUDA,
+    DTYPES,
+    IDENTITY,
+    NORM,
+    NORM_SILU,
+    OPERANDS,
+    ROUNDED,
+    SWISH,
+    Example,
+)
 from benchmarks.measure import float32_settings, median_ms
-from benchmarks.sm90 import SENTINEL, relative
+from benchmarks.sm90 import relative
 from fx_fuser import build
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec, stem
@@ -132,24 +140,19 @@ def sweep(cases: int, seed: int, failures: list[str], side: int = 120) -> None:
         if example.name == NORM.name:
             operands[1] = operands[1].abs() + 0.1
         scalars = [choose.uniform(0.1, 2) for _ in range(example.scalars)]
-        before = 64 + choose.choice((0, 0, 2, 3, 6))
-        out, frame = framed(exact_c, example.out, before)
-        c = framed(exact_c, example.x, 64)[0] if choose.random() < 0.4 else None
-        run(example, sizes, x, weight, padding, out, c, operands, scalars)
+        dtypes = (example.out, example.x)
+        results = Results.like(exact_c, dtypes, choose, (0, 0, 2, 3, 6))
+        run(example, sizes, x, weight, padding, results.out, results.c, operands, scalars)
 
         exact = example.reference(exact_c, operands, scalars)
-        error = float((out.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
-        error_of_c = 0.0 if c is None else relative(c, exact_c)
         what = (
             f"case {case}: {tuple(x.shape)} {x.stride()} by {tuple(weight.shape)}, padding "
             f"{padding}, {', '.join(spec_of(example, sizes).signature)}, "
             f"operands {[tuple(t.shape) for t in operands]}"
         )
-        if not bool((frame[:before] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
-            failures.append(f"{what}: wrote outside the result")
         of_c = rounded(dataclasses.replace(example, out=example.x))
-        if not error <= rounded(example) or not error_of_c <= of_c:
-            failures.append(f"{what}: error {error:.2e}, of c {error_of_c:.2e}")
+        found = results.faults(exact, exact_c, rounded(example), of_c)
+        failures += [f"{what}: {fault}" for fault in found]
 
 
 def special_values(failures: list[str], dtype: torch.dtype) -> None:
@@ -317,10 +320,7 @@ def main() -> int:
         if not chosen.skip_timing:
             times = timing(failures)
             done("timing")
-    heads = ["", "bytes, ms", "library alone", "+ a copy", "ours", "× bytes", "gain", "error"]
-    formats = ["", ".4f", ".4f", ".4f", ".4f", ".2f", ".2f", ".1e"]
-    tables = [tabulate(times, heads, floatfmt=formats)] if times else []
-    return harness.report(tables, failures)
+    return harness.report(tables(times), failures)
 
 
 if __name__ == "__main__":

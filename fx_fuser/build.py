@@ -27,6 +27,7 @@ from fx_fuser.native.kernel_spec import (
     Family,
     KernelSpec,
     depthwise,
+    implicit,
     stem,
 )
 
@@ -113,6 +114,21 @@ def _stem_examples() -> list[KernelSpec]:
     ]
 
 
+def _implicit_examples() -> list[KernelSpec]:
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    of_norm = ("BatchNormMul", 1, f32)
+    specs = [
+        example(implicit(128, True, 4), *of_norm, f32, f16, *[f32] * 5),
+        example(implicit(128, True, 1), "ThreeOperands", 1, f32, f16, bf16, f32, bf16, torch.bool),
+    ]
+    for columns in (32, 64, 96, 128):
+        for is_window in (False, True):
+            family = implicit(columns, is_window, 4)
+            specs.append(example(family, "NormSilu", 1, f32, bf16, bf16, *[f32] * 4))
+            specs.append(example(family, *of_norm, bf16, bf16, *[f32] * 4, bf16))
+    return specs
+
+
 def _pointwise_examples() -> list[KernelSpec]:
     specs = []
     for value in _FLOATS:
@@ -158,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sources = [spec.text for spec in _split_examples()[:2]]
         else:
             specs = _split_examples() + _pointwise_examples() + _fold_examples()
-            specs += _depthwise_examples() + _stem_examples()
+            specs += _depthwise_examples() + _stem_examples() + _implicit_examples()
             specs += _sm90_examples() if arch == "sm_90a" else []
             sources = [batch_stats_source(), *(spec.text for spec in specs)]
         compile_all = functools.partial(cubins, sources, arch)

@@ -13,6 +13,7 @@ from benchmarks import (
     conv_cases,
     conv_sm90,
     depthwise,
+    implicit,
     linear_dense_sm90,
     linear_sm90,
     narrow_sm90,
@@ -31,8 +32,10 @@ load.prepare([depthwise.spec_of(*one) for one in depthwise.EXAMPLES], "cuda")
 depthwise.sweep(40, 0, failures, side=20)
 load.prepare([stem.spec_of(*one) for one in stem.EXAMPLES], "cuda")
 stem.sweep(40, 0, failures, side=30)
+load.prepare([implicit.spec_of(*one) for one in implicit.EXAMPLES], "cuda")
+implicit.sweep(40, 0, failures, side=20)
 assert not failures, failures
-ran += 80
+ran += 120
 if binaries.arch_of() == "sm_90a":
 
     def sweep(harness: ModuleType, cases: int, *more: object) -> None:

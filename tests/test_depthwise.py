@@ -14,6 +14,7 @@ from plan_cases import CONV, decide
 from toolchains import needs_compilers
 
 from benchmarks import conv_sm90, depthwise
+from benchmarks.conv_cases import FORMATS
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
@@ -289,7 +290,7 @@ BLOCKS = [
 
 
 @gpu
-@pytest.mark.parametrize("layout", depthwise.FORMATS, ids=str)
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", conv_sm90.DTYPES, ids=str)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_blocks(block, dtype, layout) -> None:
@@ -308,7 +309,7 @@ def test_blocks(block, dtype, layout) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("layout", depthwise.FORMATS, ids=str)
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_has_its_gradients(layout, autocast) -> None:
     torch._dynamo.reset()

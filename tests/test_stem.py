@@ -17,7 +17,7 @@ from test_plan_conv import cudnn_precision  # noqa: F401
 from toolchains import needs_compilers
 
 from benchmarks import conv_sm90, stem
-from benchmarks.depthwise import FORMATS
+from benchmarks.conv_cases import FORMATS
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS

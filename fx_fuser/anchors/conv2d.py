@@ -7,6 +7,7 @@ and for depthwise ones a kernel for each window: one kernel with that pass.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from fx_fuser.native.kernel_spec import (
     POINTWISE,
     Family,
     depthwise,
+    implicit,
     stem,
 )
 
@@ -41,11 +43,20 @@ FOLDED = "folded"
 DEPTHWISE = "depthwise"
 # A first layer's convolution, of few channels and with a stride, in 16 bits and TF32.
 STEM = "stem"
+# A convolution of channels_last 16-bit tensors as a gemm over pixels. The library makes gradients.
+IMPLICIT = "implicit"
 # Products that take channels_last as well as contiguous tensors, and return what they get.
-ANY_LAYOUT = frozenset({DEPTHWISE, STEM})
-DIRECT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ANY_LAYOUT = frozenset({DEPTHWISE, STEM, IMPLICIT})
+HALVES = (torch.bfloat16, torch.float16)
+DIRECT_DTYPES = (torch.float32, *HALVES)
+LEAST_SHARED = 99 << 10  # bytes that a block may have on each GPU from sm_80 on
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
+
+
+def offers_implicit() -> bool:
+    """Is IMPLICIT a candidate? Its kernel has run in emulation, on no GPU: only if asked for."""
+    return os.environ.get("FX_FUSER_IMPLICIT") == "1"
 
 
 def conv_tf32_allowed() -> bool:
@@ -120,6 +131,11 @@ def memory_format_of(image: Tensor) -> torch.memory_format:
     return torch.channels_last if is_last and not image.is_contiguous() else torch.contiguous_format
 
 
+def is_window(weight: Tensor) -> bool:
+    """Has a filter more than one tap?"""
+    return any(int(size) != 1 for size in weight.shape[2:])
+
+
 def addend_of_relu(epilogue: Epilogue) -> str | None:
     """The tensor t… of relu(z + t…), or "" of relu(z); None of any other epilogue."""
     alias = {"z": "z"}
@@ -187,6 +203,8 @@ class Conv2d(Anchor):
                 makers.append((STEM, LIBRARY))
             if self._takes_depthwise(case):
                 makers.append((DEPTHWISE, LIBRARY))
+            if offers_implicit() and self._takes_implicit(case):
+                makers.append((IMPLICIT, LIBRARY))
         if self._takes_direct(case):
             makers.append((DIRECT, LIBRARY))
             if self._takes_direct_backward(case):
@@ -289,6 +307,39 @@ class Conv2d(Anchor):
         )
         return bool(cut)
 
+    def _takes_implicit(self, case: Case) -> bool:
+        """Does the implicit gemm take the site's convolution?"""
+        c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
+        wide = torch.float64 in (case.acc, *(t.dtype for t in case.tensors))
+        if wide or c.dtype not in HALVES or case.out not in DIRECT_DTYPES:
+            return False
+        # Without cuDNN, results of channels_last are contiguous.
+        if case.device.type != "cuda" or not torch.backends.cudnn.enabled:
+            return False
+        config = self.config(case.site)
+        if config["groups"] != 1 or config.get("training") or not case.is_channels_last:
+            return False
+        # Where the graph is converted, the weight is, too; else it is as the user has it.
+        is_given = memory_format_of(x) == torch.channels_last
+        if is_given and is_window(weight) and memory_format_of(weight) != torch.channels_last:
+            return False
+        sizes = [[hint_of(n) for n in t.shape] for t in (x, weight)]
+        if None in (*sizes[0], *sizes[1]):
+            return False
+        *_, spec = case.specs({"tf32": False, "product": IMPLICIT, "again": False})
+        cut = launch.implicit_cut(
+            sizes[0],  # type: ignore[arg-type]
+            sizes[1],  # type: ignore[arg-type]
+            config["stride"],
+            config["padding"],
+            config["dilation"],
+            leaves=spec.family.sizes[-1],
+            operands=len(spec.inputs) - 1,
+            multiprocessors=limits.of(case.device).multiprocessors,
+            shared_bytes=LEAST_SHARED,
+        )
+        return bool(cut)
+
     def _takes_direct(self, case: Case) -> bool:
         """Does the direct kernel take the site's convolution?"""
         c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")
@@ -354,6 +405,11 @@ class Conv2d(Anchor):
         if maker == STEM:
             outputs, channels, *size = map(int, operands["weight"].shape)
             return (POINTWISE, stem(channels, *size, config["stride"][0], outputs))
+        if maker == IMPLICIT:
+            weight = operands["weight"]
+            has_window = is_window(weight) or any(config["padding"])
+            leaves = sum(v is not None for v in operands.values()) - 2  # x and weight are none
+            return (POINTWISE, implicit(int(weight.shape[0]), has_window, leaves))
         return (POINTWISE, FAMILIES[maker]) if maker in FAMILIES else (POINTWISE,)
 
     def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:

@@ -107,6 +107,27 @@ def stem(channels: int, kernel_h: int, kernel_w: int, stride: int, outputs: int)
     return Family("conv/stem.cuh", "FX_FUSER_STEM", "load_stem", sizes=sizes)
 
 
+_COLUMNS = (32, 64, 96, 128)  # that a tile of implicit.cuh may have
+
+
+@functools.cache
+def implicit(outputs: int, is_window: bool, leaves: int) -> Family:
+    """The convolution of channels_last 16-bit tensors as an implicit gemm.
+
+    outputs: its channels. is_window: is the kernel more than 1 × 1, or is there padding? leaves:
+    how many of the epilogue's first tensors are one number a channel.
+    """
+    sizes = (implicit_columns(outputs), int(is_window), leaves)
+    return Family("conv/implicit.cuh", "FX_FUSER_IMPLICIT", "load_implicit", sizes=sizes)
+
+
+def implicit_columns(outputs: int) -> int:
+    """Output channels of a tile: what costs least. Each part of them costs its columns, and reads
+    the pixels again."""
+    of_part = 48  # columns' worth
+    return min((-(-outputs // n) * (n + of_part), -(-outputs // n) * n, n) for n in _COLUMNS)[-1]
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """A family's main loop with one functor.

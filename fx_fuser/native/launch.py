@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from fx_fuser.native import limits, load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT_BEST, LINEAR_SPLIT_MMA, KernelSpec
+from fx_fuser.native.kernel_spec import (
+    LINEAR_SPLIT_BEST,
+    LINEAR_SPLIT_MMA,
+    KernelSpec,
+    implicit_columns,
+)
 
 _ops = torch.ops.fx_fuser_native
 
@@ -155,6 +160,45 @@ def stem_cut(sizes: Sequence[int], x_bytes: int, operands: int = 0) -> list[int]
     """
     load.load_shim()
     cut: list[int] = _ops.stem_cut.default(sizes, x_bytes, operands)
+    return cut
+
+
+def implicit_cut(
+    x: Sequence[int],
+    weight: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    leaves: int = 0,
+    operands: int | None = None,
+    held: int = 0,
+    columns: int | None = None,
+    multiprocessors: int = limits.H200.multiprocessors,
+    shared_bytes: int = 227 << 10,
+) -> list[int]:
+    """How the implicit gemm divides a convolution; empty if it refuses it. Needs no GPU.
+
+    The numbers are explained in kernels_cu/host/implicit.h.
+
+    Args:
+        stride, dilation: down and across.
+        padding: [left, right, top, bottom].
+        leaves: number of the epilogue's tensors that are one number a channel and staged.
+        operands: number of all of them; by default there are no others.
+        held: pieces of operands that are in the ring at once.
+        columns: of a tile; by default those that suit the weight.
+        shared_bytes: that a block may have on the GPU.
+
+    Raises:
+        BuildError: the shim does not compile or load.
+    """
+    load.load_shim()
+    sizes = [*x, weight[0], *weight[2:], *padding]
+    columns = columns or implicit_columns(weight[0])
+    op = _ops.implicit_cut.default
+    count = leaves if operands is None else operands
+    gpu = (multiprocessors, shared_bytes)
+    cut: list[int] = op(sizes, stride, dilation, columns, leaves, count, held, *gpu)
     return cut
 
 

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from fx_fuser.anchors.conv2d import ANY_LAYOUT
+from fx_fuser.anchors.conv2d import ANY_LAYOUT, IMPLICIT, is_window
 from fx_fuser.native import binaries
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes.products import OF_VALUE, call, each_pass, joint_uuid
@@ -36,7 +36,7 @@ from fx_fuser.passes.products import OF_VALUE, call, each_pass, joint_uuid
 _aten = torch.ops.aten
 _FOLD = torch.ops.fx_fuser.fold.default
 _CONVOLUTION = torch.ops.fx_fuser.conv2d_folded.default
-_BIAS, _ADDEND, _RELU = 2, 3, 8  # places of its arguments
+_WEIGHT, _BIAS, _ADDEND, _RELU = 1, 2, 3, 8  # places of its arguments
 _KERNEL_OPS = {
     torch.ops.fx_fuser.conv2d_kernel.default,
     torch.ops.fx_fuser.conv2d_batchnorm_kernel.default,
@@ -62,7 +62,8 @@ class Folding(CustomGraphPass):
         if self.is_converted is not None and self.is_converted():
             for node in graph.nodes:
                 if node.target in _KERNEL_OPS and not ANY_LAYOUT.isdisjoint(map(str, node.args)):
-                    _ask_for_channels_last(node, but=[1])  # the weight
+                    asks = IMPLICIT in node.args and is_window(node.args[_WEIGHT].meta["val"])
+                    _ask_for_channels_last(node, but=[] if asks else [_WEIGHT])
         folds = graph.find_nodes(op="call_function", target=_FOLD)
         for node in folds:  # which reads no element of the layer's input: any layout will do
             node.meta.pop("eager_input_vals", None)

@@ -37,6 +37,7 @@ from fx_fuser.anchors.conv2d import (
     DEPTHWISE,
     DIRECT,
     FOLDED,
+    IMPLICIT,
     STEM,
     Conv2d,
     addend_of_relu,
@@ -115,7 +116,7 @@ def no_gain(match: Match, options: Options) -> str:
         c = rehearse.form_of(match.site.nodes[0])
         small = x is not None and c is not None and is_small(x.size, c.size, device_of(match))
         return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
-    if best["product"] in (SPLIT, DEPTHWISE, STEM, DIRECT, FOLDED):
+    if best["product"] in (SPLIT, DEPTHWISE, STEM, IMPLICIT, DIRECT, FOLDED):
         return ""
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"

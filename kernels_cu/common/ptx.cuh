@@ -226,6 +226,12 @@ __device__ __forceinline__ float4 load_shared(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  return value;
+}
+
 __device__ __forceinline__ float load_shared_word(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));

@@ -13,6 +13,7 @@
 #include "host/batch_stats.h"
 #include "host/conv_direct.h"
 #include "host/depthwise.h"
+#include "host/implicit.h"
 #include "host/linear.h"
 #include "host/pointwise.h"
 #include "host/stem.h"
@@ -188,6 +189,30 @@ std::optional<ConvResult> stem_in_one_kernel(const StemKernels& kernels, const C
   return result_of(y, c, norm, conv.x);
 }
 
+std::optional<ConvResult> implicit_in_one_kernel(const ImplicitKernels& kernels, const Conv& conv,
+                                                 const Norm& norm, const Wildcards& wildcards) {
+  const Tensor& x = conv.x;
+  // torch's result lies as one of the two.
+  const bool channels_last = suggests_channels_last(x) || suggests_channels_last(conv.weight);
+  if (norm.training || conv.groups != 1 || !channels_last) return {};
+  check_conv(kernels.x, x, conv.weight, conv.padding);
+  const ImplicitWindow window =
+      implicit_window(x, conv.weight, conv.stride, conv.padding, conv.dilation);
+  if (!implicit_takes(window)) return {};
+  const std::vector<int64_t> size{x.size(0), conv.weight.size(0), window.out_h(), window.out_w()};
+  const auto made = [&](ScalarType type) {
+    return new_strided(x, size.data(), channels_last_strides(size).data(), size.size(), type);
+  };
+  const Tensor y = made(conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = made(x.scalar_type());
+  const Wildcards leaves = leaves_of(norm, wildcards);
+  if (!run_implicit(kernels, x, conv.weight, window, y, c, leaves.tensors, leaves.scalars)) {
+    return {};
+  }
+  return result_of(y, c, norm, x);
+}
+
 std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, const Norm& norm,
                                              const Wildcards& wildcards) {
   const std::string& name = conv.kernels[1];
@@ -197,6 +222,9 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, const Norm& norm,
   }
   if (const auto* kernels = registry<StemKernels>().find(name, device)) {
     return stem_in_one_kernel(*kernels, conv, norm, wildcards);
+  }
+  if (const auto* kernels = registry<ImplicitKernels>().find(name, device)) {
+    return implicit_in_one_kernel(*kernels, conv, norm, wildcards);
   }
   return direct_in_one_kernel(registry<ConvDirectKernels>().at(name, device), conv, norm,
                               wildcards);

@@ -36,5 +36,22 @@ bool is_dense_channels_last(const Tensor& image) {
   return true;
 }
 
+// One number a channel, or one?
+bool is_per_channel(const Tensor& operand) {
+  const int64_t rank = operand.dim();
+  for (int64_t d = 0; d < rank; ++d) {
+    if (rank - d != 3 && operand.size(d) != 1) return false;
+  }
+  return rank <= 4;
+}
+
+// May whole vectors be stored: to rows of the result, or to pixels where channels are innermost?
+bool takes_vectors(const Tensor& result, bool channels_last) {
+  const int64_t width = channels_last ? 16 / result.element_size() : 8 / result.element_size();
+  const int64_t bytes = width * result.element_size();
+  return result.size(channels_last ? 1 : 3) % width == 0 &&
+         reinterpret_cast<uintptr_t>(result.data_ptr()) % bytes == 0;
+}
+
 }  // namespace
 }  // namespace fx_fuser

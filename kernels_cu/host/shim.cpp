@@ -12,6 +12,7 @@
 #include "host/depthwise.h"
 #include "host/fold.h"
 #include "host/folded.h"
+#include "host/implicit.h"
 #include "host/linear.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
@@ -63,6 +64,13 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def("load_implicit(str name, str cubin, str[] signature, int device) -> int");
+  m.def(
+      "implicit_cut(int[] sizes, int[] stride, int[] dilation, int columns, int leaves, "
+      "int operands, int held, int multiprocessors, int shared_bytes) -> int[]");
+  m.def(
+      "implicit(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, "
+      "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def("load_conv_direct_backward(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
@@ -101,6 +109,9 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("load_stem", TORCH_BOX(&load_stem));
   m.impl("stem_cut", TORCH_BOX(&stem_cut));
   m.impl("stem", TORCH_BOX(&stem));
+  m.impl("load_implicit", TORCH_BOX(&load_implicit));
+  m.impl("implicit_cut", TORCH_BOX(&implicit_cut));
+  m.impl("implicit", TORCH_BOX(&implicit));
   m.impl("load_conv_direct_backward", TORCH_BOX(&load_conv_direct_backward));
   m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));

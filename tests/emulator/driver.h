@@ -106,8 +106,8 @@ inline int launch(const fx_fuser::LaunchConfig* config, fx_fuser::Kernel of, voi
   return what.empty() ? 0 : failed(kernel.name + ": " + what);
 }
 
-inline int resident_blocks(int* blocks, fx_fuser::Kernel, int, size_t) {
-  *blocks = 1;
+inline int resident_blocks(int* blocks, fx_fuser::Kernel, int, size_t shared_bytes) {
+  *blocks = 2 * shared_bytes <= static_cast<size_t>(device.shared_bytes) ? 2 : 1;
   return 0;
 }
 

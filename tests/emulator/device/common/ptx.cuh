@@ -105,6 +105,9 @@ inline void prefetch(const void* /*from*/) {}
 inline float4 load_shared(uint32_t address, Where where = Where::here()) {
   return *static_cast<const float4*>(emulator::at_address(address, sizeof(float4), where));
 }
+inline uint2 load_shared_pair(uint32_t address, Where where = Where::here()) {
+  return *static_cast<const uint2*>(emulator::at_address(address, sizeof(uint2), where));
+}
 inline float load_shared_word(uint32_t address, Where where = Where::here()) {
   return *static_cast<const float*>(emulator::at_address(address, sizeof(float), where));
 }

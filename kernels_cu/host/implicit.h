@@ -1,0 +1,377 @@
+// The convolution of channels_last images as an implicit gemm: implicit.cuh.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conv/implicit_args.h"
+#include "host/conv_direct.h"
+#include "host/image.h"
+
+namespace fx_fuser {
+namespace {
+
+struct ImplicitKernels {
+  Kernel kernel;
+  int resident;  // blocks a multiprocessor, by their registers
+  int multiprocessors;
+  int shared_bytes;  // of a multiprocessor
+  int columns;
+  bool is_window;
+  int leaves;
+  int scalars;
+  ScalarType out;
+  ScalarType x;  // and the weight's and c's
+  std::vector<ScalarType> operands;
+};
+
+// `signature` is what stands between the parentheses of FX_FUSER_IMPLICIT, as a list.
+int64_t load_implicit(const std::string& name, const std::string& cubin,
+                      const std::vector<std::string>& signature, int64_t device) {
+  constexpr size_t kFirstOperand = 8;
+  STD_TORCH_CHECK(signature.size() >= kFirstOperand,
+                  "fx_fuser: FX_FUSER_IMPLICIT needs three sizes, an epilogue, a number of "
+                  "scalars, Acc, Out and the type of x");
+  const int on = static_cast<int>(device);
+  const OnDevice on_device(on);
+  auto kernels = std::make_unique<ImplicitKernels>();
+  kernels->columns = std::stoi(signature[0]);
+  kernels->is_window = std::stoi(signature[1]) != 0;
+  kernels->leaves = std::stoi(signature[2]);
+  kernels->scalars = std::stoi(signature[4]);
+  kernels->out = scalar_type_of(signature[6]);
+  kernels->x = scalar_type_of(signature[7]);
+  for (size_t i = kFirstOperand; i < signature.size(); ++i) {
+    kernels->operands.push_back(scalar_type_of(signature[i]));
+  }
+  kernels->multiprocessors = multiprocessors_of(on);
+  const int most_of_block = attribute_of(on, kDeviceMaxShared);
+  kernels->shared_bytes = most_of_block + kImplicitReserved;
+  kernels->kernel = get_kernel(load_library(cubin), "fx_fuser_implicit", most_of_block);
+  check(driver().OccupancyMaxActiveBlocksPerMultiprocessor(&kernels->resident, kernels->kernel,
+                                                           kImplicitThreads, 0),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  kernels->resident = std::min(kernels->resident, kImplicitResident);
+  registry<ImplicitKernels>().add(name, on, kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// ---- how a convolution is divided ---------------------------------------------------------------
+
+struct ImplicitWindow {
+  ConvShape shape;
+  int64_t stride[2];  // down and across
+  int64_t dilation[2];
+
+  int64_t out_h() const {
+    return out_of(shape.h, shape.top, shape.bottom, shape.kernel_h, stride[0], dilation[0]);
+  }
+  int64_t out_w() const {
+    return out_of(shape.w, shape.left, shape.right, shape.kernel_w, stride[1], dilation[1]);
+  }
+  int64_t vectors() const {
+    return shape.kernel_h * shape.kernel_w * shape.channels / kImplicitVector;
+  }
+  bool is_one_by_one() const {
+    return shape.kernel_h == 1 && shape.kernel_w == 1 && shape.left == 0 && shape.right == 0 &&
+           shape.top == 0 && shape.bottom == 0;
+  }
+
+ private:
+  static int64_t out_of(int64_t size, int64_t before, int64_t after, int64_t kernel, int64_t stride,
+                        int64_t dilation) {
+    const int64_t spare = size + before + after - dilation * (kernel - 1) - 1;
+    return spare < 0 ? 0 : spare / stride + 1;
+  }
+};
+
+ImplicitWindow window_of(const ConvShape& shape, const std::vector<int64_t>& stride,
+                         const std::vector<int64_t>& dilation) {
+  STD_TORCH_CHECK(stride.size() == 2 && dilation.size() == 2,
+                  "fx_fuser: stride and dilation are pairs");
+  return {shape, {stride[0], stride[1]}, {dilation[0], dilation[1]}};
+}
+
+// padding: left, right, top, bottom.
+ImplicitWindow implicit_window(const Tensor& x, const Tensor& weight,
+                               const std::vector<int64_t>& stride,
+                               const std::vector<int64_t>& padding,
+                               const std::vector<int64_t>& dilation) {
+  return window_of(conv_shape_of(x, weight, padding), stride, dilation);
+}
+
+// Does the kernel take these sizes? What it counts has 32 bits: pixels of the result, vectors of x.
+bool implicit_takes(const ImplicitWindow& window) {
+  const ConvShape& s = window.shape;
+  const auto is_in = [](int64_t value, int64_t least) {
+    return value >= least && value <= kImplicitHighest;
+  };
+  for (const int64_t size : {s.h, s.w, s.kernel_h, s.kernel_w}) {
+    if (!is_in(size, 1)) return false;
+  }
+  for (const int64_t padding : {s.left, s.right, s.top, s.bottom}) {
+    if (!is_in(padding, 0)) return false;
+  }
+  for (int d = 0; d < 2; ++d) {
+    if (!is_in(window.stride[d], 1) || !is_in(window.dilation[d], 1)) return false;
+  }
+  if (!is_in(window.dilation[0] * (s.kernel_h - 1), 0) ||
+      !is_in(window.dilation[1] * (s.kernel_w - 1), 0)) {
+    return false;
+  }
+  constexpr int64_t kMost = (int64_t{1} << 31) - (int64_t{1} << 24);  // with a stride of the grid
+  const int64_t plane = window.out_h() * window.out_w();
+  return s.samples >= 1 && s.channels >= 1 && s.channels % kImplicitVector == 0 && plane >= 1 &&
+         s.outputs >= 1 && s.outputs <= kMost && s.samples <= kMost / plane &&
+         s.channels <= kMost / (s.kernel_h * s.kernel_w) && window.vectors() <= kMost / s.outputs;
+}
+
+// Blocks for each part of the columns, of as many as run at once.
+int64_t implicit_workers(int64_t tiles, int64_t parts, int64_t at_once) {
+  return std::min(tiles, std::max<int64_t>(at_once / parts, 1));
+}
+
+// [stages, keeps its weights, resident, parts, blocks, shared bytes]; empty where the kernel does
+// not take these sizes or operands. sizes: as of `conv_shape_of`. operands: leaves and others.
+// held: pieces of a group of columns. shared_bytes: that a block may have at most.
+std::vector<int64_t> implicit_cut(const std::vector<int64_t>& sizes,
+                                  const std::vector<int64_t>& stride,
+                                  const std::vector<int64_t>& dilation, int64_t columns,
+                                  int64_t leaves, int64_t operands, int64_t held,
+                                  int64_t multiprocessors, int64_t shared_bytes) {
+  const ImplicitWindow window = window_of(conv_shape_of(sizes), stride, dilation);
+  if (!implicit_takes(window) || operands > kImplicitMaxOperands ||
+      operands - leaves > kImplicitMaxOthers) {
+    return {};
+  }
+  const ImplicitShape shape{static_cast<int>(columns),
+                            static_cast<int>(ceil_div(window.vectors(), kImplicitStepVectors)),
+                            static_cast<int>(leaves), static_cast<int>(held)};
+  const ImplicitGeometry cut = implicit_geometry(
+      shape, static_cast<int>(shared_bytes) + kImplicitReserved, kImplicitResident);
+  if (cut.resident == 0) return {};
+  const int64_t parts = ceil_div(window.shape.outputs, columns);
+  const int64_t tiles =
+      ceil_div(window.shape.samples * window.out_h() * window.out_w(), kImplicitPixels);
+  const int64_t workers = implicit_workers(tiles, parts, cut.resident * multiprocessors);
+  return {cut.stages, cut.keeps, cut.resident, parts, workers * parts, cut.shared_bytes};
+}
+
+// ---- a call -------------------------------------------------------------------------------------
+
+bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+}
+
+// Strides of x in vectors, of samples, rows and columns; nothing where channels are not adjacent or
+// a pixel does not begin with a vector.
+bool find_x_strides(const Tensor& x, const ImplicitWindow& window, ImplicitArgs& args) {
+  if (x.stride(1) != 1 || !is_aligned(x)) return false;
+  const ConvShape& s = window.shape;
+  const int64_t sizes[] = {s.samples, s.h, s.w};
+  const int64_t outside[] = {0, s.top + s.bottom, s.left + s.right};
+  int64_t extent = window.vectors();
+  for (int i = 0; i < 3; ++i) {
+    const int64_t stride = sizes[i] == 1 ? 0 : x.stride(i == 0 ? 0 : i + 1);
+    if (stride % kImplicitVector != 0) return false;
+    const int64_t vectors = stride / kImplicitVector;
+    if (vectors > std::numeric_limits<int32_t>::max()) return false;
+    // Places outside of the image are counted as well.
+    extent += (sizes[i] + outside[i]) * vectors;
+    args.x_stride[i] = static_cast<int32_t>(vectors);
+  }
+  return extent < std::numeric_limits<int32_t>::max() / 2;
+}
+
+// Are the weights of an output channel [kernel_h][kernel_w][channels], and dense?
+bool is_weight_taken(const Tensor& weight) {
+  const bool one_tap = weight.size(2) == 1 && weight.size(3) == 1;
+  return is_aligned(weight) &&
+         (is_dense_channels_last(weight) || (one_tap && is_contiguous(weight)));
+}
+
+// How operand `index` is read, and its pieces, as long as the ring has room for them.
+class ImplicitOperands {
+ public:
+  ImplicitOperands(const ImplicitKernels& kernels, const Tensor& out, ImplicitArgs& args)
+      : kernels_(kernels), out_(out), args_(args) {
+    shape_ = {kernels.columns, args.steps, kernels.leaves, 0};
+    cut = geometry(0);
+  }
+
+  void add(size_t index, const Tensor& tensor) {
+    ImplicitOperand& operand = args_.operand[index];
+    operand.of = conv_operand_of(tensor);
+    if (index < static_cast<size_t>(kernels_.leaves)) {
+      STD_TORCH_CHECK(is_per_channel(tensor), "fx_fuser: operand ", index, " of shape ",
+                      to_string(tensor.sizes()), " is not one number a channel");
+      return;
+    }
+    const int bytes = static_cast<int>(tensor.element_size());
+    operand.way =
+        takes_vectors_of(operand.of, bytes) ? ImplicitWay::kVectors : ImplicitWay::kElements;
+    if (!is_like_out(tensor) || (bytes != 2 && bytes != 4)) return;
+    int found[kImplicitMaxGroups]{};
+    int most = 0;
+    for (int group = 0; group < groups(); ++group) {
+      found[group] = static_cast<int>(ceil_div(columns_of(group) * bytes, kImplicitRow));
+      most = std::max(most, args_.held[group] + found[group]);
+    }
+    if (most > kImplicitMaxHeld) return;
+    const ImplicitGeometry with = geometry(most);
+    // Not for it a block less.
+    if (with.resident < cut.resident) return;
+    cut = with;
+    operand.way = ImplicitWay::kRing;
+    for (int group = 0; group < groups(); ++group) {
+      args_.held[group] += found[group];
+      for (int piece = 0; piece < found[group]; ++piece) {
+        const int first = piece * kImplicitRow;
+        pieces_[group].push_back({tensor.data_ptr(), group * kImplicitGroupColumns * bytes + first,
+                                  std::min(kImplicitRow, columns_of(group) * bytes - first),
+                                  bytes});
+      }
+    }
+  }
+
+  // Once all are added.
+  void list_pieces() {
+    for (const auto& group : pieces_) {
+      for (const ImplicitPiece& piece : group) args_.piece[args_.pieces++] = piece;
+    }
+  }
+
+  ImplicitGeometry cut;
+
+ private:
+  int groups() const { return static_cast<int>(ceil_div(kernels_.columns, kImplicitGroupColumns)); }
+  int columns_of(int group) const {
+    return std::min(kImplicitGroupColumns, kernels_.columns - group * kImplicitGroupColumns);
+  }
+  ImplicitGeometry geometry(int held) {
+    shape_.held = held;
+    return implicit_geometry(shape_, kernels_.shared_bytes, kernels_.resident);
+  }
+  bool is_like_out(const Tensor& tensor) const {
+    return tensor.dim() == 4 && is_dense_channels_last(tensor) && is_aligned(tensor) &&
+           std::equal(tensor.sizes().begin(), tensor.sizes().end(), out_.sizes().begin()) &&
+           out_.size(1) * tensor.element_size() % 16 == 0;
+  }
+  // By four channels, where each four of a pixel's are aligned.
+  bool takes_vectors_of(const ConvOperand& operand, int bytes) const {
+    constexpr int64_t kFour = 4;
+    const auto is_whole = [&](int64_t elements) { return elements % kFour == 0; };
+    return operand.stride[1] == 1 && is_whole(out_.size(1)) && is_whole(operand.stride[0]) &&
+           is_whole(operand.stride[2]) && is_whole(operand.stride[3]) &&
+           reinterpret_cast<uintptr_t>(operand.data) % std::min<int64_t>(kFour * bytes, 16) == 0;
+  }
+
+  const ImplicitKernels& kernels_;
+  const Tensor& out_;
+  ImplicitArgs& args_;
+  ImplicitShape shape_{};
+  std::vector<ImplicitPiece> pieces_[kImplicitMaxGroups];
+};
+
+// What is convolved; nothing where the kernel does not take these shapes or strides.
+std::optional<ImplicitArgs> implicit_args(const ImplicitKernels& kernels, const Tensor& x,
+                                          const Tensor& weight, const ImplicitWindow& window) {
+  const ConvShape& shape = window.shape;
+  ImplicitArgs args{};
+  const bool is_kernels = kernels.is_window || window.is_one_by_one();
+  if (!is_kernels || !implicit_takes(window) || !find_x_strides(x, window, args) ||
+      !is_weight_taken(weight)) {
+    return {};
+  }
+  args.x = x.data_ptr();
+  args.weight = weight.data_ptr();
+  args.vectors = static_cast<int32_t>(window.vectors());
+  args.steps = static_cast<int32_t>(ceil_div(window.vectors(), kImplicitStepVectors));
+  args.outputs = static_cast<int32_t>(shape.outputs);
+  args.pixels = static_cast<int32_t>(shape.samples * window.out_h() * window.out_w());
+  args.tiles = static_cast<int32_t>(ceil_div(args.pixels, kImplicitPixels));
+  args.parts = make_divisor(static_cast<uint32_t>(ceil_div(shape.outputs, kernels.columns)));
+  args.out_w = make_divisor(static_cast<uint32_t>(window.out_w()));
+  args.out_h = make_divisor(static_cast<uint32_t>(window.out_h()));
+  args.channel_vectors = make_divisor(static_cast<uint32_t>(shape.channels / kImplicitVector));
+  args.kernel_w = make_divisor(static_cast<uint32_t>(shape.kernel_w));
+  args.h = static_cast<int32_t>(shape.h);
+  args.w = static_cast<int32_t>(shape.w);
+  args.top = static_cast<int32_t>(shape.top);
+  args.left = static_cast<int32_t>(shape.left);
+  for (int d = 0; d < 2; ++d) {
+    args.stride[d] = static_cast<int32_t>(window.stride[d]);
+    args.dilation[d] = static_cast<int32_t>(window.dilation[d]);
+  }
+  args.is_flat = window.is_one_by_one() && window.stride[0] == 1 && window.stride[1] == 1 &&
+                 is_dense_channels_last(x);
+  if (args.is_flat) args.x_stride[2] = static_cast<int32_t>(shape.channels / kImplicitVector);
+  return args;
+}
+
+// out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
+// False, and nothing is launched, where the kernel does not take these shapes or strides.
+bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor& weight,
+                  const ImplicitWindow& window, const Tensor& out, const std::optional<Tensor>& c,
+                  const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
+  const ConvShape& shape = window.shape;
+  auto args = implicit_args(kernels, x, weight, window);
+  if (!args) return false;
+  const int device = x.get_device_index();
+  const auto is_taken = [&](const Tensor& result, const char* name, ScalarType type) {
+    STD_TORCH_CHECK(
+        result.get_device_index() == device && result.scalar_type() == type && result.dim() == 4 &&
+            result.size(0) == shape.samples && result.size(1) == shape.outputs &&
+            result.size(2) == window.out_h() && result.size(3) == window.out_w(),
+        "fx_fuser: ", name, " of shape ", to_string(result.sizes()), " and ",
+        toString(result.scalar_type()), " does not hold the ", toString(type), " convolution of x ",
+        to_string(x.sizes()), " and weight ", to_string(weight.sizes()));
+    return is_dense_channels_last(result);
+  };
+  if (!is_taken(out, "out", kernels.out) || (c && !is_taken(*c, "c", kernels.x))) return false;
+  check_epilogue(kernels, out, operands, scalars);
+  args->out = out.data_ptr();
+  args->out_takes_vectors = takes_vectors(out, /*channels_last=*/true);
+  args->c = c ? c->data_ptr() : nullptr;
+  args->c_takes_vectors = c && takes_vectors(*c, /*channels_last=*/true);
+  std::copy(scalars.begin(), scalars.end(), args->scalar);
+
+  ImplicitOperands found(kernels, out, *args);
+  for (size_t i = 0; i < operands.size(); ++i) found.add(i, operands[i]);
+  found.list_pieces();
+  const ImplicitGeometry& cut = found.cut;
+  if (cut.resident == 0) return false;
+  args->stages = cut.stages;
+  args->stage_bytes = cut.stage_bytes;
+  args->kept_at = cut.kept_at;
+  args->ring_at = cut.ring_at;
+  args->keeps = cut.keeps;
+  const int64_t parts = args->parts.size;
+  args->workers = static_cast<int32_t>(
+      implicit_workers(args->tiles, parts, int64_t{cut.resident} * kernels.multiprocessors));
+  LaunchOptions options;
+  options.shared_bytes = cut.shared_bytes;
+  const OnDevice on_device(device);
+  launch(kernels.kernel, args->workers * parts, kImplicitThreads, current_stream(device), *args,
+         options);
+  return true;
+}
+
+bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
+              const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+              const std::vector<int64_t>& dilation, const Tensor& out,
+              const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+              const std::vector<double>& scalars) {
+  const auto& kernels = *reinterpret_cast<const ImplicitKernels*>(handle);
+  check_conv(kernels.x, x, weight, padding);
+  const ImplicitWindow window = implicit_window(x, weight, stride, padding, dilation);
+  return run_implicit(kernels, x, weight, window, out, c, operands, scalars);
+}
+
+}  // namespace
+}  // namespace fx_fuser

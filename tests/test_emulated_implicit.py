@@ -1,0 +1,86 @@
+"""The implicit gemm on the CPU emulator, by the checks that are written for a GPU."""
+
+from __future__ import annotations
+
+import emulator
+import pytest
+import torch
+from emulator.device import EmulatedGpu, in_place_of_cuda
+
+from benchmarks import conv_cases, conv_sm90, implicit, sm90
+from benchmarks.conv_layers import Layer
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+
+GPUS = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100, 120))]
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    """They differ in their shared memory, so in what a block keeps of the weights."""
+    made = EmulatedGpu(getattr(request, "param", 90), multiprocessors=2)
+    in_place_of_cuda(made, monkeypatch, (conv_cases, conv_sm90, implicit, sm90))
+    return made
+
+
+def check(gpu: EmulatedGpu, cases: int, side: int) -> None:
+    gpu.prepare([implicit.spec_of(*one) for one in implicit.EXAMPLES])
+    failures: list[str] = []
+    implicit.sweep(cases, gpu.capability, failures, side=side)
+    assert not failures
+
+
+@pytest.mark.parametrize("gpu", GPUS, indirect=True)
+def test_random_sizes_and_operands(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two numbers of columns, with and without a window, operands of each way and leaves."""
+    few = [one for one in implicit.EXAMPLES if one[1].columns in (32, 96)][::3]
+    assert {form.is_window for _, form in few} == {False, True}
+    monkeypatch.setattr(implicit, "EXAMPLES", few)
+    check(gpu, 12, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [80, 90, 100, 120], indirect=True)
+def test_every_kernel(gpu: EmulatedGpu) -> None:
+    check(gpu, 100, 20)
+
+
+HALVES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    failures: list[str] = []
+    implicit.special_values(failures, dtype)
+    assert not failures
+
+
+def test_refusals(gpu: EmulatedGpu) -> None:
+    failures: list[str] = []
+    implicit.refusals(failures)
+    assert not failures
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_the_op_that_graphs_call(gpu: EmulatedGpu, save: bool) -> None:
+    """Its leaves and operands are in the kernel's order, its results in the layout of x."""
+    layer = Layer(16, 40, 7, 3, 2, "add, relu")
+    timed = implicit.Timed(layer, torch.device("cpu"), samples=2)
+    specs = timed.specs()
+    for spec in specs:
+        gpu.handle_of(spec)
+    call = timed.call("implicit")
+    arguments = (*timed.operands().values(), *call.config.values())
+    tail = (call.epilogue.text, timed.t, [], [spec.name for spec in specs], torch.bfloat16, save)
+    op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
+    launches = emulator.ops.launches.default()
+    with emulator.memory():
+        y, c, *_ = op._op_dk(torch._C.DispatchKey.PrivateUse1, *arguments, *tail)
+        y, c = y.clone(), c.clone()
+    assert emulator.ops.launches.default() == launches + 1
+    assert y.stride() == timed.out.stride()
+    assert sm90.relative(y, timed.exact()) <= conv_sm90.ROUNDED[torch.bfloat16]
+    if save:
+        exact = timed.window.convolve(timed.x.double(), timed.weight.double())
+        assert c.stride() == timed.out.stride()
+        assert sm90.relative(c, exact) <= conv_sm90.ROUNDED[torch.bfloat16]
