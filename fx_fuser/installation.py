@@ -32,13 +32,14 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
 from fx_fuser import backend, fallback
-from fx_fuser.anchors.conv2d import conv_tf32_allowed
+from fx_fuser.anchors.conv2d import conv_tf32_allowed, offers_implicit
 from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.bodies import twin
 from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.native import binaries
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 from fx_fuser.options import FIRST_PASS, Options
 from fx_fuser.passes import folding, provenance
 from fx_fuser.planning import plan
@@ -269,6 +270,7 @@ def _uuid_of(inputs: Sequence[Any], options: Options) -> str:
         replace(options, inductor={}),
         [_version_of(pattern) for pattern in backend.registered_patterns()],
         (matmul_tf32_requested(), conv_tf32_allowed()),
+        (offers_implicit(), LINEAR_SPLIT.macro),  # by the environment
         sorted((str(device), plan.unavailable(device)) for device in devices),
         [type(tensor).__qualname__ for tensor in tensors if is_user_class(tensor)],
         _shared_memory(tensors),

@@ -177,7 +177,13 @@ def test_a_bad_source_fails_and_stays_out_of_the_cache(fake_nvrtc, text, says):
 
 
 def test_what_spills_is_compiled_again_with_few_registers(fake_nvrtc):
-    assert binaries.cubin("// SPILLS", ARCH).read_text() == "// SPILLS"
+    assert binaries.cubin("// SPILLS", ARCH).read_text() == "// SPILLS with few registers"
+
+
+def test_what_spills_by_bad_luck_keeps_its_registers(fake_nvrtc):
+    """NVRTC's threads make registers differ from run to run."""
+    assert binaries.cubin("// UNLUCKY", ARCH).read_text() == "// UNLUCKY"
+    assert [path.suffix for path in store.cache_dir().glob("*alone*")] == []
 
 
 def test_an_nvrtc_that_does_not_load_is_named(fake_nvrtc):

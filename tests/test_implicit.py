@@ -106,6 +106,15 @@ def test_cut(x, weight, gpu, cut) -> None:
     assert found[:4] == cut
 
 
+@needs_compilers
+@pytest.mark.parametrize("channels", [768, 1024])
+def test_weights_beyond_2_31_bytes_are_not_kept(channels: int) -> None:
+    """A product of 32 bits would be negative, or 0."""
+    x, weight = (1, channels, 128, 128), (128, channels, 128, 128)
+    _, keeps, *_, shared_bytes = launch.implicit_cut(x, weight, (1, 1), (0,) * 4, (1, 1))
+    assert not keeps and 0 < shared_bytes <= 227 << 10
+
+
 USUAL = {
     "x": (2, 16, 9, 9),
     "weight": (24, 16, 3, 3),

@@ -32,6 +32,7 @@ from fx_fuser import backend, installation
 from fx_fuser.errors import OptionError
 from fx_fuser.graph import rewrite
 from fx_fuser.native import binaries
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT_MMA
 from fx_fuser.ops import calls
 
 OPTIONS = {"cpu_ops": True, "strict": True, "auto": False}
@@ -338,7 +339,11 @@ def test_the_uuid_has_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     found.add(_uuid())
     monkeypatch.setattr(installation, "conv_tf32_allowed", lambda: "otherwise")
     found.add(_uuid())
-    assert len(found) == 7
+    monkeypatch.setenv("FX_FUSER_IMPLICIT", "1")
+    found.add(_uuid())
+    monkeypatch.setattr(installation, "LINEAR_SPLIT", LINEAR_SPLIT_MMA)
+    found.add(_uuid())
+    assert len(found) == 9
     x = torch.randn(4, 8)
     chosen = installation._parsed(OPTIONS)
     assert installation._uuid_of([x, x.T], chosen) != installation._uuid_of(

@@ -54,11 +54,13 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* option) 
     few |= std::string(option[i]) == "-DFX_FUSER_FEW_REGISTERS";
     together &= std::string(option[i]).find("--split-compile") != 0;
   }
-  few &= together;  // else registers are a matter of luck
-  if (says(few ? "SPILLS ALWAYS" : "SPILLS")) program->log += "ptxas . 12 bytes spill stores\n";
+  const bool spills = says(few && together ? "SPILLS ALWAYS" : "SPILLS");
+  if (spills || (says("UNLUCKY") && !together)) program->log += "ptxas . 12 bytes spill stores\n";
   if (says("SERIAL")) program->log += "Potential Performance Loss: wgmma.mma_async is serialized\n";
   if (says("BROKEN")) program->log = "error: no such thing\n";
-  return says("BROKEN") ? 6 : 0;
+  const int status = says("BROKEN") ? 6 : 0;
+  if (few) program->text += " with few registers";
+  return status;
 }
 int nvrtcGetProgramLogSize(Program* p, size_t* size) { *size = p->log.size() + 1; return 0; }
 int nvrtcGetProgramLog(Program* p, char* log) { p->log.copy(log, p->log.size()); return 0; }

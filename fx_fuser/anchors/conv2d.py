@@ -321,6 +321,10 @@ class Conv2d(Anchor):
             return False
         # Where the graph is converted, the weight is, too; else it is as the user has it.
         is_given = memory_format_of(x) == torch.channels_last
+        if case.options.exported and not is_given:  # nobody converts it
+            return False
+        if memory_format_of(c) != memory_format_of(x):  # a torch without cuDNN
+            return False
         if is_given and is_window(weight) and memory_format_of(weight) != torch.channels_last:
             return False
         sizes = [[hint_of(n) for n in t.shape] for t in (x, weight)]

@@ -18,7 +18,7 @@ log = logging.getLogger("fx_fuser.native.jobs")
 
 FEW_REGISTERS = "-DFX_FUSER_FEW_REGISTERS"  # for what spills; a header may heed it
 # NVRTC's threads for one source. With them a kernel's registers differ from run to run (NVRTC 13.0
-# and 13.2, sm_120), so what spills is compiled again without.
+# and 13.2, sm_120): what spills is compiled without, too, before it is called a kernel that spills.
 IN_PARALLEL = "--split-compile=4"
 _PROGRESS_S = 5.0  # between two lines of the log
 
@@ -49,14 +49,27 @@ def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
     logs = {job: _read_log(work, job) for job in jobs}
     if spilled := [job for job in jobs if _SPILL.search(logs[job])]:
         log.info("compiling %d kernels again with %s", len(spilled), FEW_REGISTERS)
-        _run_ninja(work, [_with_few_registers(job) for job in spilled])
-        logs |= {job: _read_log(work, job) for job in spilled}
+        logs |= _compiled_again(work, spilled)
     return {job: reason for job in jobs if (reason := _failure(work, job, logs[job]))}
 
 
-def _with_few_registers(job: Job) -> Job:
-    command = (part for part in job.command if part != IN_PARALLEL)
-    return replace(job, command=(*command, FEW_REGISTERS))
+def _compiled_again(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
+    """The logs. Binaries are those without IN_PARALLEL, or if these spill with FEW_REGISTERS."""
+    retries: list[Job] = []
+    alone: dict[Job, Job] = {}
+    for job in jobs:
+        command = tuple(part for part in job.command if part != IN_PARALLEL)
+        retries.append(replace(job, command=(*command, FEW_REGISTERS)))
+        if command != job.command:
+            alone[job] = replace(job, key=f"{job.key}-alone", command=command)
+    _run_ninja(work, [*retries, *alone.values()])  # at once: more processors than jobs are usual
+    logs = {job: _read_log(work, job) for job in jobs}
+    for job, again in alone.items():
+        text = _read_log(work, again)
+        if again.binary(work).exists() and not _SPILL.search(text):
+            os.replace(again.binary(work), job.binary(work))
+            logs[job] = text
+    return logs
 
 
 def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +103,7 @@ def measured(
     try:
         found = timing.medians(key, rehearsals, device_of(match))
     except rehearse.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        error.warn()
         return str(error)
     if found is None:
         return "no memory to time it"

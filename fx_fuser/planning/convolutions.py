@@ -81,11 +81,7 @@ def _compare_in_layout(
     is_last = layout.is_channels_last(match.view, match.site, options)
     key = ("in layout", is_last, *timing_key(match, [rival, *fused], tensors))
     rehearsals = functools.partial(rehearse.in_layout, match, rival, fused, tensors, is_last)
-    try:
-        found = measured(match, key, rehearsals, options)
-    except rehearse.InexactError as error:
-        rest = [choices for choices in fused if choices != error.choices]
-        return _compare_in_layout(match, library, rest, options) if rest else (None, str(error))
+    found = measured(match, key, rehearsals, options)
     if isinstance(found, str):
         return None, found
     apart, *each = found

@@ -69,6 +69,7 @@ constexpr ImplicitGeometry implicit_geometry(const ImplicitShape& shape, int sha
   for (; resident > 0; --resident) {
     const int room = shared_bytes / resident - kImplicitReserved;
     for (const bool keeps : {true, false}) {
+      if (keeps && shape.steps > room / weights) continue;  // nor would the product fit an int
       const int ring_at = kept_at + (keeps ? shape.steps * weights : 0);
       const int stage_bytes = kImplicitPixelBytes + (keeps ? 0 : weights);
       const int fit = room > ring_at ? (room - ring_at) / stage_bytes : 0;

@@ -127,7 +127,7 @@ bool implicit_takes(const ImplicitWindow& window) {
   constexpr int64_t kMost = (int64_t{1} << 31) - (int64_t{1} << 24);  // with a stride of the grid
   const int64_t plane = window.out_h() * window.out_w();
   return s.samples >= 1 && s.channels >= 1 && s.channels % kImplicitVector == 0 && plane >= 1 &&
-         s.outputs >= 1 && s.outputs <= kMost && s.samples <= kMost / plane &&
+         s.outputs >= 1 && s.outputs <= kMost / 8 && s.samples <= kMost / plane &&
          s.channels <= kMost / (s.kernel_h * s.kernel_w) && window.vectors() <= kMost / s.outputs;
 }
 

@@ -89,10 +89,14 @@ _KERNEL_FLAGS = (
 )
 
 
+@functools.cache
 def missing() -> str | None:
     """None if kernels can be emulated here, else the reason."""
-    found = shutil.which("g++")
-    return None if found else "needs g++"
+    if shutil.which("g++") is None:
+        return "needs g++"
+    asked = ("g++", *_FLAGS, *_KERNEL_FLAGS, "-fsyntax-only", "-x", "c++", "/dev/null")
+    known = subprocess.run(asked, capture_output=True, check=False).returncode == 0
+    return None if known else "needs g++ 12 or newer"
 
 
 def _library(text: str, *command: str) -> Job:
@@ -113,7 +117,9 @@ def _machine() -> Job:
     text = f"// of headers {headers.hexdigest()}\n"
     text += _text_of("memory.cpp", "machine.cpp", "calls.cpp", "tensor_core.cpp")
     folders = f"-I{HERE}", f"-I{HERE / 'device'}"
-    return _library(text, "-O3", "-fvisibility=default", "-Wall", *folders)
+    # A fortified longjmp may not change over to another stack.
+    flags = ("-O3", "-U_FORTIFY_SOURCE", "-fvisibility=default", "-Wall")
+    return _library(text, *flags, *folders)
 
 
 def _shim() -> Job:
