@@ -38,7 +38,7 @@ from benchmarks.conv_sm90 import (
     SWISH,
     Example,
 )
-from benchmarks.measure import float32_settings, median_ms
+from benchmarks.measure import float32_settings, gpu_ms
 from benchmarks.sm90 import relative
 from fx_fuser import build
 from fx_fuser.native import load
@@ -280,10 +280,10 @@ def timing(failures: list[str]) -> list[list[object]]:
         if not error <= ROUNDED[dtype] or bool(out.isnan().any()):
             failures.append(f"{channels} x {side}, {window}, {dtype}, {layout}: {error:.1e}")
         floor = (x.nbytes + out.nbytes) / COPY * 1e3
-        alone = median_ms(library, [], CUDA, 3, 15)
+        took = gpu_ms({"library": library, "ours": ours}, [], CUDA)
+        alone, ms = took["library"], took["ours"]
         # Inductor's pass takes a copy's time at best.
         least = alone + 2 * out.nbytes / COPY * 1e3
-        ms = median_ms(ours, [], CUDA, 3, 15)
         kind = "NHWC" if layout is FORMATS[0] else "NCHW"
         name = f"{channels} x {side}², {height} x {width} / {stride}, {dtype} {kind}"
         table.append([name, floor, alone, least, ms, ms / floor, least / ms, error])

@@ -30,7 +30,7 @@ from benchmarks.conv_sm90 import (
     SWISH,
     Example,
 )
-from benchmarks.measure import float32_settings, median_ms
+from benchmarks.measure import float32_settings, gpu_ms
 from benchmarks.sm90 import relative
 from fx_fuser import build
 from fx_fuser.native import load
@@ -286,11 +286,11 @@ def timing(failures: list[str]) -> list[list[object]]:
                 failures.append(f"{title}: error {error:.1e}")
             floor = (x.nbytes + out.nbytes) / COPY * 1e3
             torch.backends.cudnn.benchmark = True
-            alone = median_ms(library, [], CUDA, 10, 50)
+            alone = gpu_ms({"library": library}, [], CUDA)["library"]
             torch.backends.cudnn.benchmark = False  # float64's plans would take seconds
             # Inductor's pass takes a copy's time at best.
             least = alone + bool(operands) * 2 * out.nbytes / COPY * 1e3
-            ms = median_ms(ours, [], CUDA, 10, 50)
+            ms = gpu_ms({"ours": ours}, [], CUDA)["ours"]
             table.append([title, floor, alone, least, ms, ms / floor, least / ms, error])
     return table
 

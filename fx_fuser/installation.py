@@ -32,7 +32,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
 from fx_fuser import backend, fallback
-from fx_fuser.anchors.conv2d import conv_tf32_allowed, offers_implicit
+from fx_fuser.anchors.conv2d import conv_tf32_allowed
 from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.bodies import twin
@@ -270,7 +270,7 @@ def _uuid_of(inputs: Sequence[Any], options: Options) -> str:
         replace(options, inductor={}),
         [_version_of(pattern) for pattern in backend.registered_patterns()],
         (matmul_tf32_requested(), conv_tf32_allowed()),
-        (offers_implicit(), LINEAR_SPLIT.macro),  # by the environment
+        LINEAR_SPLIT.macro,  # by the environment
         sorted((str(device), plan.unavailable(device)) for device in devices),
         [type(tensor).__qualname__ for tensor in tensors if is_user_class(tensor)],
         _shared_memory(tensors),

@@ -37,11 +37,6 @@ LAST = torch.channels_last
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}  # that a block may have
 
 
-@pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FX_FUSER_IMPLICIT", "1")
-
-
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
@@ -207,20 +202,9 @@ def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
         (scaled_norm(2, padding=(1, 2), dilation=(1, 2)), 3),
     ],
 )
-def test_offered(match_of, on_gpu, asked_for, dtype, fp32, form, kernel) -> None:
+def test_offered(match_of, on_gpu, dtype, fp32, form, kernel) -> None:
     match = match_of(form, *tensors(dtype, kernel=kernel))
     assert candidates(match, fp32=fp32) == [IMPLICIT]
-
-
-@needs_compilers
-@pytest.mark.parametrize("asked", [None, "", "0"])
-def test_offered_only_where_it_is_asked_for(match_of, on_gpu, monkeypatch, asked) -> None:
-    """No GPU has run the kernel yet."""
-    if asked is None:
-        monkeypatch.delenv("FX_FUSER_IMPLICIT", raising=False)
-    else:
-        monkeypatch.setenv("FX_FUSER_IMPLICIT", asked)
-    assert not candidates(match_of(scaled_norm(), *tensors()))
 
 
 @needs_compilers
@@ -236,16 +220,14 @@ def test_offered_only_where_it_is_asked_for(match_of, on_gpu, monkeypatch, asked
         (scaled_norm(training=True), tensors()),
     ],
 )
-def test_not_offered(match_of, on_gpu, asked_for, monkeypatch, form, given) -> None:
+def test_not_offered(match_of, on_gpu, monkeypatch, form, given) -> None:
     monkeypatch.setattr(layout, "is_converted", lambda *_: False)
     assert not candidates(match_of(form, *given))
 
 
 @needs_compilers
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_offered_where_the_graph_is_converted(
-    match_of, on_gpu, asked_for, monkeypatch, kernel
-) -> None:
+def test_offered_where_the_graph_is_converted(match_of, on_gpu, monkeypatch, kernel) -> None:
     """Weights, too."""
     given = tensors(kernel=kernel, x=torch.contiguous_format, weight=torch.contiguous_format)
     match = match_of(scaled_norm(), *given)
@@ -254,7 +236,7 @@ def test_offered_where_the_graph_is_converted(
 
 
 @needs_compilers
-def test_not_offered_without_cudnn(match_of, on_gpu, asked_for, monkeypatch) -> None:
+def test_not_offered_without_cudnn(match_of, on_gpu, monkeypatch) -> None:
     match = match_of(scaled_norm(), *tensors())
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     assert not candidates(match)
@@ -262,7 +244,7 @@ def test_not_offered_without_cudnn(match_of, on_gpu, asked_for, monkeypatch) -> 
 
 @needs_compilers
 @pytest.mark.parametrize(("ms", "choices"), [(0.9, IMPLICIT), (0.99, None)])
-def test_taken_where_it_is_faster(match_of, on_gpu, asked_for, ms, choices) -> None:
+def test_taken_where_it_is_faster(match_of, on_gpu, ms, choices) -> None:
     match = match_of(scaled_norm(), *tensors())
     on_gpu(1.0, ms)
     decision = decide(match)
@@ -274,7 +256,7 @@ def test_taken_where_it_is_faster(match_of, on_gpu, asked_for, ms, choices) -> N
 
 @needs_compilers
 @pytest.mark.parametrize(("folded", "ours", "best"), [(0.6, 0.5, "implicit"), (0.5, 0.6, "folded")])
-def test_beside_the_librarys_fused_call(match_of, on_gpu, asked_for, folded, ours, best) -> None:
+def test_beside_the_librarys_fused_call(match_of, on_gpu, folded, ours, best) -> None:
     def relu_norm(x, weight, mean, var):
         return F.relu(F.batch_norm(F.conv2d(x, weight), mean, var))
 
@@ -401,7 +383,7 @@ BLOCKS = [
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_blocks(asked_for, block, dtype) -> None:
+def test_blocks(block, dtype) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = Block(*block).cuda().to(dtype, memory_format=LAST).eval()
@@ -419,7 +401,7 @@ def test_blocks(asked_for, block, dtype) -> None:
 
 
 @gpu
-def test_a_converted_graph(asked_for) -> None:
+def test_a_converted_graph() -> None:
     """From contiguous tensors, which Inductor converts; and back."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -438,7 +420,7 @@ def test_a_converted_graph(asked_for) -> None:
 
 @gpu
 @pytest.mark.parametrize("norm", [False, True])
-def test_training_has_its_gradients(asked_for, norm) -> None:
+def test_training_has_its_gradients(norm) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = Block(3, 1, norm, lambda z, r, g: F.silu(z) + r).cuda().bfloat16()
@@ -467,7 +449,7 @@ def test_training_has_its_gradients(asked_for, norm) -> None:
 
 
 @gpu
-def test_other_sizes_and_strides_of_x(asked_for) -> None:
+def test_other_sizes_and_strides_of_x() -> None:
     """A graph of any batch, image and layout has one kernel; of others the library's runs."""
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -339,11 +339,9 @@ def test_the_uuid_has_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     found.add(_uuid())
     monkeypatch.setattr(installation, "conv_tf32_allowed", lambda: "otherwise")
     found.add(_uuid())
-    monkeypatch.setenv("FX_FUSER_IMPLICIT", "1")
-    found.add(_uuid())
     monkeypatch.setattr(installation, "LINEAR_SPLIT", LINEAR_SPLIT_MMA)
     found.add(_uuid())
-    assert len(found) == 9
+    assert len(found) == 8
     x = torch.randn(4, 8)
     chosen = installation._parsed(OPTIONS)
     assert installation._uuid_of([x, x.T], chosen) != installation._uuid_of(

@@ -7,7 +7,7 @@ and for depthwise ones a kernel for each window: one kernel with that pass.
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,13 +50,11 @@ ANY_LAYOUT = frozenset({DEPTHWISE, STEM, IMPLICIT})
 HALVES = (torch.bfloat16, torch.float16)
 DIRECT_DTYPES = (torch.float32, *HALVES)
 LEAST_SHARED = 99 << 10  # bytes that a block may have on each GPU from sm_80 on
+# Multiplications for each byte of x, weight and result. Beyond, what the library takes with a pass
+# behind it was less than IMPLICIT's time at nearly all layers of three nets (conv/NOTES.md).
+MOST_PER_BYTE = 90
 FAMILIES = {DIRECT: CONV_DIRECT}
 BACKWARD = CONV_DIRECT_BACKWARD
-
-
-def offers_implicit() -> bool:
-    """Is IMPLICIT a candidate? Its kernel has run in emulation, on no GPU: only if asked for."""
-    return os.environ.get("FX_FUSER_IMPLICIT") == "1"
 
 
 def conv_tf32_allowed() -> bool:
@@ -203,7 +201,7 @@ class Conv2d(Anchor):
                 makers.append((STEM, LIBRARY))
             if self._takes_depthwise(case):
                 makers.append((DEPTHWISE, LIBRARY))
-            if offers_implicit() and self._takes_implicit(case):
+            if self._takes_implicit(case):
                 makers.append((IMPLICIT, LIBRARY))
         if self._takes_direct(case):
             makers.append((DIRECT, LIBRARY))
@@ -327,8 +325,13 @@ class Conv2d(Anchor):
             return False
         if is_given and is_window(weight) and memory_format_of(weight) != torch.channels_last:
             return False
-        sizes = [[hint_of(n) for n in t.shape] for t in (x, weight)]
-        if None in (*sizes[0], *sizes[1]):
+        sizes = [[hint_of(n) for n in t.shape] for t in (x, weight, c)]
+        if any(None in size for size in sizes):
+            return False
+        of_x, of_weight, of_c = map(math.prod, sizes)  # type: ignore[arg-type]
+        moved = (of_x + of_weight + of_c) * c.dtype.itemsize
+        per_byte = of_c * of_weight / sizes[1][0] / moved  # type: ignore[operator]
+        if per_byte > MOST_PER_BYTE and case.options.plan == "measure":
             return False
         *_, spec = case.specs({"tf32": False, "product": IMPLICIT, "again": False})
         cut = launch.implicit_cut(

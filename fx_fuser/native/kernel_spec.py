@@ -154,8 +154,10 @@ class KernelSpec:
     @functools.cached_property
     def text(self) -> str:
         """The translation unit."""
+        has_16_bits = self.out in (torch.float16, torch.bfloat16)
+        coarse = "#define FX_FUSER_16_BIT_RESULT\n" if has_16_bits else ""  # epilogue_math.cuh
         return (
-            f'#include "{self.family.header}"\n{self.definition}\n'
+            f'{coarse}#include "{self.family.header}"\n{self.definition}\n'
             f"{self.family.macro}({', '.join(self.signature)})\n"
         )
 

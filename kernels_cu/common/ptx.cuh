@@ -340,4 +340,11 @@ __device__ __forceinline__ float reciprocal(float value) {
   return result;
 }
 
+// 2^value to 2^-22 of it. Subnormal results are zeros.
+__device__ __forceinline__ float exp2(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
 }  // namespace fx_fuser::ptx

@@ -162,11 +162,12 @@ inline uint32_t to_tf32(float value) {
   return (bits + 0x1000) & 0xFFFFE000;
 }
 
-inline float reciprocal(float value) {
-  const auto flushed = [](float x) {
-    return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
-  };
-  return flushed(1 / flushed(value));
+inline float flushed(float value) {
+  return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
 }
+
+inline float reciprocal(float value) { return flushed(1 / flushed(value)); }
+
+inline float exp2(float value) { return flushed(std::exp2(value)); }
 
 }  // namespace fx_fuser::ptx
