@@ -271,7 +271,8 @@ def timing(failures: list[str]) -> list[list[object]]:
             return F.conv2d(x, weight, None, stride, height // 2, 1, channels)  # noqa: B023
 
         def tail(c: Tensor) -> Tensor:
-            return F.silu(F.batch_norm(c, mean, var, gamma, beta))  # noqa: B023
+            vectors = (v.double() for v in (mean, var, gamma, beta))  # noqa: B023
+            return F.silu(F.batch_norm(c, *vectors))
 
         ours()
         few = slice(None, None, 16)

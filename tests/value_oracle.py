@@ -236,8 +236,21 @@ def _bounded(
         for name in slack:
             values = [{"y": o.y, "dz": o.dz, **o.grads}[name] for o in (up, down)]
             slack[name] += torch.maximum(*(_moves(parts[name], v) for v in values))  # type: ignore[arg-type]
+    if noise is not None:
+        _excuse(slack, noise.isinf())
     found.slack = slack
     return found
+
+
+def _excuse(slack: dict[str, Tensor], unknown: Tensor) -> None:
+    """Anything is right where z is unknown, and in sums that such an element is in."""
+    if not unknown.any():
+        return
+    for of_one in slack.values():
+        if torch.broadcast_shapes(unknown.shape, of_one.shape) == of_one.shape:
+            of_one.masked_fill_(unknown, torch.inf)
+        else:
+            of_one.fill_(torch.inf)
 
 
 # ---- comparisons -------------------------------------------------------------------------------
@@ -270,7 +283,11 @@ def _rounded_bad(found: Tensor, wide: Tensor, slack: Tensor) -> Tensor:
 
 
 def _norm_z(p: Program, inputs: dict[str, Tensor], acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """z by the anchor's formula, and what other roundings of it may change."""
+    """z by the anchor's formula, and what other roundings of it may change.
+
+    Infinite where gamma (c - mean) may overflow: torch's CUDA kernel makes that product, ours the
+    scale gamma / sqrt(var + eps) and then one fma. Both have subnormal numbers' roundings.
+    """
     anchor = ANCHORS["conv2d_batchnorm"]
     operands = {n: inputs[n].detach() if n in inputs else None for n in anchor.operands}
     stride, padding = p.geometry
@@ -285,7 +302,8 @@ def _norm_z(p: Program, inputs: dict[str, Tensor], acc: torch.dtype) -> tuple[Te
     if p.training_norm:  # c's mean may be zero, and off by roundings of c
         reach = reach + wide["c"].abs().mean((0, 2, 3), True) * rstd
     size = reach * wide["gamma"].abs() + z.abs()
-    return z, 8 * torch.finfo(torch.float32).eps * size
+    subnormal = 1.5e-45 * (1 + reach / rstd)
+    return z, 8 * torch.finfo(torch.float32).eps * size + subnormal
 
 
 def _z(p: Program, space: dict[str, Any], inputs: dict[str, Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,9 +50,16 @@ def _name(path: Path) -> str:
 def _hash_files(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{_name(path)}\0{path.stat().st_size}\0".encode())
-        digest.update(path.read_bytes())
+        found = path.stat()
+        version = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        digest.update(_named_hash(path, version))
     return digest.hexdigest()
+
+
+@functools.lru_cache(4096)  # a graph's plan asks for all sources' hashes at each kind of site
+def _named_hash(path: Path, version: tuple[int, ...]) -> bytes:
+    """Of a file's name and contents. version: changes whenever it is written to."""
+    return hashlib.sha256(f"{_name(path)}\0".encode() + path.read_bytes()).digest()
 
 
 def fingerprint() -> str:
