@@ -1,5 +1,6 @@
 // The functions an epilogue may call. Each has the meaning of the PyTorch operator of its name,
-// NaN included, in Acc = float or double, with the accurate (never the fast-math) library routines.
+// NaN included, in Acc = float or double, with the accurate (never the fast-math) library routines;
+// but for `exp_of_minus`.
 //
 // Arithmetic goes through add, sub, mul and div, whose roundings nvcc leaves where they are: from
 // `z * 10 - inf` with + and * it makes one fma, which is -inf for a z whose product overflows,
