@@ -301,7 +301,7 @@ def _norm_z(p: Program, inputs: dict[str, Tensor], acc: torch.dtype) -> tuple[Te
     reach = (wide["c"].abs() + wide["mean"].abs() + wide.get("bias", rstd * 0).abs()) * rstd
     if p.training_norm:  # c's mean may be zero, and off by roundings of c
         reach = reach + wide["c"].abs().mean((0, 2, 3), True) * rstd
-    size = reach * wide["gamma"].abs() + z.abs()
+    size = reach * wide["gamma"].abs() + torch.where(z.isinf(), 0, z.abs())
     subnormal = 1.5e-45 * (1 + reach / rstd)
     return z, 8 * torch.finfo(torch.float32).eps * size + subnormal
 
