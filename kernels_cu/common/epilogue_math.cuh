@@ -151,8 +151,8 @@ __device__ __forceinline__ Acc erf(Acc x) {
 }
 
 // exp(-x) of a sigmoid. Where the kernel's result has 16 bits (kernel_spec.py), it is off by
-// 2^-22 + |x| 2^-24 of it, as Triton's exp is, and has two instructions in place of eight. Subnormal
-// results are zeros.
+// 2^-22 + |x| 2^-24 of it, as Triton's exp is, and has two instructions in place of eight.
+// Subnormal results are zeros.
 __device__ __forceinline__ float exp_of_minus(float x) {
 #ifdef FX_FUSER_16_BIT_RESULT
   constexpr float kLog2E = 1.4426950408889634f;
