@@ -97,6 +97,11 @@ def net_of(name: str) -> tuple[nn.Module, Tensor]:
             norm.bias.normal_(0, 0.2)
         if norms:
             model(x[:32])
+        for (
+            parameter
+        ) in model.parameters():  # a head of zeros gives zeros, by which nothing is judged
+            if parameter.ndim > 1 and not parameter.any():
+                parameter.normal_(0, 0.02)
     return model.eval(), x
 
 
