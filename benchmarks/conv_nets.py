@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import gpu_kinds, measure
+from benchmarks import gpu_kinds, measure, tables
 from benchmarks.results import FOLDER
 from benchmarks.run import commit_here
 from fx_fuser.planning import timing
@@ -61,7 +61,7 @@ NOISE = 1.02
 @dataclass
 class Row:
     """By mode: ms of the GPU by kind and in "all", wall ms, MiB at the peak beyond parameters and
-    input, s of the first call. errors: by mode, and eager's."""
+    input, s of the first call. errors: by mode, and eager's. alone: no other process ran."""
 
     net: str
     inputs: str
@@ -74,6 +74,7 @@ class Row:
     peak_mib: dict[str, float] = field(default_factory=dict)
     compile_s: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
+    alone: bool = False
 
 
 def net_of(name: str) -> tuple[nn.Module, Tensor]:
@@ -118,7 +119,7 @@ def holding(lock: Path | None) -> Iterator[None]:
 def measured(name: str, inputs: str, commit: str, lock: Path | None) -> Row:
     dtype, form = INPUTS[inputs]
     today = datetime.date.today().isoformat()
-    row = Row(name, inputs, dict(measure.machine(CUDA)), today, commit)
+    row = Row(name, inputs, dict(measure.machine(CUDA)), today, commit, alone=lock is None)
     with torch.no_grad():
         model, x = net_of(name)
         exact = copy.deepcopy(model).double()(x[:JUDGED].double())
@@ -155,7 +156,6 @@ def faults(row: Row) -> list[str]:
     ratio = row.gpu_ms["fx_fuser"]["all"] / row.gpu_ms["inductor"]["all"]
     if ratio > NOISE:
         found.append(f"{ratio:.3f} of Inductor's time")
-    # ViT's head is zero, so that its error is not a number.
     allowed = 2 * max(row.errors["eager"], row.errors["inductor"])
     if row.errors["fx_fuser"] > allowed:
         found.append(f"error {row.errors['fx_fuser']:.1e}")
@@ -175,6 +175,29 @@ def _pair(of_mode: Mapping[str, float], digits: int) -> list[str]:
     return [f"{of_mode[mode]:.{digits}f}" for mode in MODES]
 
 
+def narrow_table(rows: Sequence[Row]) -> str:
+    """README's: of what had the machine to itself."""
+    rows = [row for row in rows if row.alone]
+    if not rows:
+        return ""
+    cells = []
+    for row in rows:
+        gpu, wall = {m: of["all"] for m, of in row.gpu_ms.items()}, row.wall_ms
+        of_gpu, of_wall = (ms["inductor"] / ms["fx_fuser"] for ms in (gpu, wall))
+        name = f"{row.net}, {row.inputs}"
+        cells.append([name, *_pair(gpu, 2), f"**{of_gpu:.2f}×**", f"{of_wall:.2f}×"])
+    heads = ["torchvision, inference", "Inductor", "fx_fuser", "speed-up", "on the clock"]
+    align = ("left", *["right"] * 4)
+    found = tabulate(cells, heads, tablefmt="github", colalign=align, disable_numparse=True)
+    facts = [(row.machine["gpu"], f"torch {row.machine['torch']}", row.date) for row in rows]
+    names = ", ".join(", ".join(sorted(set(fact))) for fact in zip(*facts))
+    said = (
+        f"GPU time in ms of {IMAGES} images of {SIZE}², {names}; bf16 "
+        "in channels_last, fp32 at torch's defaults: TF32 in convolutions. On the clock: wall time."
+    )
+    return f"{found}\n\n{tables.wrapped(said)}"
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown; empty if there are none."""
     if not rows:
@@ -186,6 +209,7 @@ def table(rows: Sequence[Row]) -> str:
         cells.append([
             row.net,
             row.inputs,
+            "alone" if row.alone else "",
             row.fused,
             *_pair(gpu, 3),
             f"{gpu['inductor'] / gpu['fx_fuser']:.2f}×",
@@ -196,16 +220,16 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.errors['fx_fuser']:.1e} ({row.errors['eager']:.1e})",
             "; ".join(faults(row)),
         ])  # fmt: skip
-    heads = ["net", "from", "fused", "Inductor, GPU ms", "fx_fuser, GPU ms", "GPU", "wall"]
+    heads = ["net", "from", "", "fused", "Inductor, GPU ms", "fx_fuser, GPU ms", "GPU", "wall"]
     heads += ["fx_fuser's ms by kind", "Inductor compiles, s", "fx_fuser, s", "peak"]
     heads += ["error (eager's)", "falls short"]
     first = rows[0]
     said = (
         f"{first.machine['gpu']}, driver {first.machine['driver']}, torch "
         f"{first.machine['torch']}, {' and '.join(sorted({row.date for row in rows}))}, "
-        f"commit {' and '.join(sorted({row.commit for row in rows}))}."
+        f"commits {', '.join(sorted({row.commit[:7] for row in rows}))}."
     )
-    return f"{said}\n\n{tabulate(cells, heads, tablefmt='github', disable_numparse=True)}"
+    return f"{tables.wrapped(said)}\n\n{tabulate(cells, heads, tablefmt='github', disable_numparse=True)}"
 
 
 def write(rows: Sequence[Row], path: Path, lock: Path | None = None) -> None:

@@ -186,13 +186,16 @@ def linear_section(figures: Figures) -> str:
 def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path) -> dict[str, str]:
     """Mark → its text. folder: of the results of whole nets and KernelBench."""
     sections = [section(path, rows) for path, rows in files.items()]
+    nets, of_tables = conv_nets.read(folder), tables.sections(folder)
+    summary = [of_tables.pop("summary"), conv_nets.narrow_table(nets)]
     return {
-        **tables.sections(folder),
+        **of_tables,
+        "summary": "\n\n".join(filter(None, summary)),
         "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
         "linear-fp32": "\n\n".join(map(linear_section, linear)),
         "models": coverage.table(coverage.read(folder)),
         "models-gpu": coverage_gpu.table(coverage_gpu.read(folder)),
-        "conv-nets": conv_nets.table(conv_nets.read(folder)),
+        "conv-nets": conv_nets.table(nets),
     }
 
 
