@@ -229,7 +229,8 @@ def table(rows: Sequence[Row]) -> str:
         f"{first.machine['torch']}, {' and '.join(sorted({row.date for row in rows}))}, "
         f"commits {', '.join(sorted({row.commit[:7] for row in rows}))}."
     )
-    return f"{tables.wrapped(said)}\n\n{tabulate(cells, heads, tablefmt='github', disable_numparse=True)}"
+    found = tabulate(cells, heads, tablefmt="github", disable_numparse=True)
+    return f"{tables.wrapped(said)}\n\n{found}"
 
 
 def write(rows: Sequence[Row], path: Path, lock: Path | None = None) -> None:
