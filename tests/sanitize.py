@@ -1,8 +1,11 @@
 """The native kernels on small shapes: `PYTHONPATH=. compute-sanitizer python tests/sanitize.py`.
 
-Run it once without the sanitizer, so that everything is built: compilers are slow under it.
+Run it once without the sanitizer, so that everything is built: compilers are slow under it. With
+`--racecheck` it leaves out what that tool takes for races: kernels in which one lane arrives at a
+stage's barrier for its warp (kernels_cu/conv/NOTES.md, implicit gemm).
 """
 
+import sys
 from types import ModuleType
 
 import torch
@@ -32,10 +35,12 @@ load.prepare([depthwise.spec_of(*one) for one in depthwise.EXAMPLES], "cuda")
 depthwise.sweep(40, 0, failures, side=20)
 load.prepare([stem.spec_of(*one) for one in stem.EXAMPLES], "cuda")
 stem.sweep(40, 0, failures, side=30)
-load.prepare([implicit.spec_of(*one) for one in implicit.EXAMPLES], "cuda")
-implicit.sweep(40, 0, failures, side=20)
+ran += 80
+if "--racecheck" not in sys.argv:
+    load.prepare([implicit.spec_of(*one) for one in implicit.EXAMPLES], "cuda")
+    implicit.sweep(40, 0, failures, side=20)
+    ran += 40
 assert not failures, failures
-ran += 120
 if binaries.arch_of() == "sm_90a":
 
     def sweep(harness: ModuleType, cases: int, *more: object) -> None:
