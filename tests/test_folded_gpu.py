@@ -11,6 +11,7 @@ from folded_nets import FORCED, check, net, relative
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.native import load
 from fx_fuser.ops import folded
 
@@ -26,6 +27,15 @@ SITES = 8  # of `net`
 def _fresh() -> None:
     torch._dynamo.reset()
     counters.clear()
+
+
+@pytest.fixture
+def no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan "always" takes the implicit gemm where it can, and in 16 bits it can."""
+    monkeypatch.setattr(Conv2d, "_takes_implicit", lambda *_: False)
+
+
+folds = pytest.mark.usefixtures("no_other")
 
 
 def taken() -> int:
@@ -74,6 +84,7 @@ def test_the_kernel_that_folds(dtypes: tuple[str, str], missing: bool) -> None:
         assert one.dtype == out
 
 
+@folds
 @pytest.mark.parametrize("size", [(1, 33, 47), (5, 64, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
@@ -84,6 +95,7 @@ def test_a_net(form: torch.memory_format, dtype: torch.dtype, size: tuple[int, .
     assert taken() == SITES
 
 
+@folds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scales_over_four_decades(dtype: torch.dtype) -> None:
     form = torch.channels_last
@@ -102,6 +114,7 @@ def test_in_fp32_without_tf32() -> None:
     assert taken() == SITES
 
 
+@folds
 @pytest.mark.parametrize("form", FORMS)
 def test_autocast(form: torch.memory_format) -> None:
     model = on_gpu(form, torch.float32)
@@ -116,6 +129,7 @@ def test_autocast(form: torch.memory_format) -> None:
     assert taken() == SITES
 
 
+@folds
 def test_a_dynamic_batch() -> None:
     form, dtype = torch.channels_last, torch.bfloat16
     model = on_gpu(form, dtype)
@@ -129,18 +143,25 @@ def test_a_dynamic_batch() -> None:
     assert taken() >= SITES
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_not_a_number(dtype: torch.dtype) -> None:
-    """It goes through both calls, as through eager's relu."""
+@folds
+@pytest.mark.parametrize(
+    ("dtype", "plan"), [(torch.float32, "measure"), (torch.bfloat16, "always")]
+)
+def test_not_a_number(dtype: torch.dtype, plan: str) -> None:
+    """It goes through both calls, as through eager's relu.
+
+    In TF32 some of cuDNN's kernels lose it (docs/accuracy.md): who measures does not take these.
+    """
     form = torch.channels_last
     model = on_gpu(form, dtype)
     x = images(4, 3, 40, 40, form=form, dtype=dtype)
     x[1, 0, 20, 20] = torch.nan
-    compiled = torch.compile(model, backend="fx_fuser", options=FORCED)
+    options = {**FORCED, "plan": plan}
+    compiled = torch.compile(model, backend="fx_fuser", options=options)
     with torch.no_grad():
         found, eager = compiled(x), model(x)
     assert torch.equal(found.isnan(), eager.isnan())
-    assert eager.isnan().any() and taken() == SITES
+    assert eager.isnan().any() and (plan == "measure" or taken() == SITES)
 
 
 def test_cuda_graphs_and_live_parameters() -> None:
@@ -172,6 +193,7 @@ def test_as_measured(form: torch.memory_format) -> None:
     check(on_gpu(form, torch.bfloat16), x, plan="measure")
 
 
+@folds
 def test_many_launches_are_the_same() -> None:
     form, dtype = torch.channels_last, torch.bfloat16
     model = on_gpu(form, dtype)

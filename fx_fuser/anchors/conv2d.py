@@ -331,7 +331,7 @@ class Conv2d(Anchor):
         of_x, of_weight, of_c = map(math.prod, sizes)  # type: ignore[arg-type]
         moved = (of_x + of_weight + of_c) * c.dtype.itemsize
         per_byte = of_c * of_weight / sizes[1][0] / moved  # type: ignore[operator]
-        if per_byte > MOST_PER_BYTE and case.options.plan == "measure":
+        if per_byte > MOST_PER_BYTE:
             return False
         *_, spec = case.specs({"tf32": False, "product": IMPLICIT, "again": False})
         cut = launch.implicit_cut(
