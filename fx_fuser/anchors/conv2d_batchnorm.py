@@ -152,10 +152,11 @@ class Conv2dBatchNorm(Conv2d):
         self, statistics: Sequence[Tensor], operands: Operands, config: Config
     ) -> Sequence[Tensor]:
         """c's mean lacks the bias."""
-        mean, var = statistics
         bias = operands["bias"]
-        with_bias = config["training"] and bias is not None
-        return (mean + bias.detach(), var) if with_bias else statistics
+        if bias is None or not config["training"]:
+            return statistics
+        mean, var = statistics
+        return mean + bias.detach(), var
 
     def results(
         self, y: Tensor, statistics: Sequence[Tensor], operands: Operands, config: Config

@@ -17,6 +17,9 @@ pattern, and no cache by name or number can be stale:
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
 
+Where y alone is wanted, AOTAutograd sees `fx_fuser::evaluate` in the kernel op's place, to which
+the call is a text (`fx_fuser.ops.evaluate`).
+
 The kernel op also takes `kernels`, on CUDA the names of `apply.forward_specs`, which
 `fx_fuser.native.load` has loaded; and `save`: return c, else an empty tensor in its place.
 """
@@ -36,7 +39,7 @@ from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, FOLDED, Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
-from fx_fuser.ops import apply, folded, plain  # noqa: F401  (plain defines ops)
+from fx_fuser.ops import apply, evaluate, folded, plain  # noqa: F401  (plain defines ops)
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _EPILOGUE_SCHEMA = "str epilogue, Tensor[] t, float[] s"
@@ -162,10 +165,26 @@ class FusedCall:
     def bound(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """The kernel op with all of its arguments, as a compiled graph calls it."""
+        """The kernel op with all of its arguments, as a compiled graph calls it in training."""
+        return functools.partial(*self._kernel_call(operands, t, save))
+
+    def evaluation(
+        self, operands: Sequence[Tensor | None], t: Sequence[Tensor]
+    ) -> Callable[[], Tensor]:
+        """y alone, as a compiled graph calls it in inference."""
+        op, *arguments = self._kernel_call(operands, t, save=False)
+        brief = evaluate.arguments(op, arguments)
+        if brief is None:
+            return lambda: op(*arguments)[0]
+        return functools.partial(torch.ops.fx_fuser.evaluate.default, *brief)
+
+    def _kernel_call(
+        self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
+    ) -> tuple[Any, ...]:
+        """The kernel op and its arguments."""
         op = getattr(torch.ops.fx_fuser, f"{self.anchor.kind}_kernel").default
         tail = (self.epilogue.text, list(t), self.s, self._kernels(operands, t), self.out)
-        return functools.partial(op, *operands, *self.config.values(), *tail, save)
+        return (op, *operands, *self.config.values(), *tail, save)
 
     def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> list[str]:
         """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` did then."""
@@ -410,10 +429,13 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
             z, *statistics = anchor.reference(operands, config)
             y = apply.in_torch(epilogue, z, t, s, out)
         else:
+            given = tensors[: len(operands)]
             if torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
-                y, *statistics = _Fused.apply(call, *t, *tensors[: len(operands)])
+                y, *statistics = _Fused.apply(call, *t, *given)
+            elif config.get("training"):
+                y, _, *statistics = call.run(given, t, save=False)
             else:
-                y, _, *statistics = call.run(tensors[: len(operands)], t, save=False)
+                y, statistics = call.evaluation(given, t)(), []
             statistics = list(anchor.statistics_of_z(statistics, operands, config))
         return anchor.results(y, statistics, operands, config)
 
@@ -445,6 +467,7 @@ def contract() -> list[str]:
         "exact_product",
         "fold",
         "conv2d_folded",
+        "evaluate",
     ]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]

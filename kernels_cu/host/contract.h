@@ -14,6 +14,7 @@
 
 #include "host/conv.h"
 #include "host/conv_backward.h"
+#include "host/evaluate.h"
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/linear.h"
@@ -36,6 +37,7 @@ constexpr std::string_view kBackwardNames = "epilogue, t, s, kernels, dy, produc
   OP(conv2d_batchnorm_kernel, kConvBatchNormNames, kForwardNames, "y, c, mean, var") \
   OP(conv2d_batchnorm_backward, kConvBatchNormNames, kBackwardNames, "")             \
   OP(conv2d_folded, kFoldedNames, std::string_view(), "")                            \
+  OP(evaluate, std::string_view("tensors, call"), std::string_view(), "")            \
   OP(fold, kFoldNames, std::string_view(), "")                                       \
   OP(split_product, std::string_view("a, b, kernel"), std::string_view(), "")        \
   OP(exact_product, std::string_view("a, b, kernel"), std::string_view(), "")
@@ -117,7 +119,7 @@ std::vector<std::string> contract() {
   std::vector<std::string> lines{"limit tensors " + std::to_string(kMaxInputs),
                                  "limit numbers " + std::to_string(kMaxScalars)};
 #define FX_FUSER_SCHEMA_LINE(function, anchor_names, names, result_names) \
-  lines.push_back(schema_line(&function, #function, anchor_names, names, result_names));
+  lines.push_back(schema_line(function, #function, anchor_names, names, result_names));
   FX_FUSER_OPS(FX_FUSER_SCHEMA_LINE)
 #undef FX_FUSER_SCHEMA_LINE
 

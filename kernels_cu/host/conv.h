@@ -15,6 +15,7 @@
 #include "host/depthwise.h"
 #include "host/implicit.h"
 #include "host/linear.h"
+#include "host/made.h"
 #include "host/pointwise.h"
 #include "host/stem.h"
 
@@ -41,8 +42,6 @@ struct Conv {
   ScalarType out_type;
   bool save;
 };
-
-using ConvResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // y, c, mean, variance
 
 Tensor convolution(const Conv& conv) {
   using torch::stable::detail::from;
@@ -93,16 +92,14 @@ Wildcards leaves_of(const Norm& norm, const Wildcards& wildcards) {
   return found;
 }
 
-ConvResult result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm,
-                     const Tensor& like) {
-  const auto nothing = [&] { return new_dense(like, {0}, like.scalar_type()); };
-  return {y, c ? *c : nothing(), norm.training ? *norm.mean : nothing(),
-          norm.training ? *norm.variance : nothing()};
+Made result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm) {
+  if (!norm.training) return {y, c, {}, {}};
+  return {y, c, norm.mean, norm.variance};
 }
 
 // Each nothing where the kernel does not take these tensors.
-std::optional<ConvResult> depthwise_in_one_kernel(const DepthwiseKernels& kernels, const Conv& conv,
-                                                  const Norm& norm, const Wildcards& wildcards) {
+std::optional<Made> depthwise_in_one_kernel(const DepthwiseKernels& kernels, const Conv& conv,
+                                            const Norm& norm, const Wildcards& wildcards) {
   const Tensor& x = conv.x;
   const Tensor& weight = conv.weight;
   const auto are = [](const std::vector<int64_t>& values, int64_t value) {
@@ -128,11 +125,11 @@ std::optional<ConvResult> depthwise_in_one_kernel(const DepthwiseKernels& kernel
   if (!run_depthwise(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
     return {};
   }
-  return result_of(y, c, norm, x);
+  return result_of(y, c, norm);
 }
 
-std::optional<ConvResult> direct_in_one_kernel(const ConvDirectKernels& kernels, const Conv& conv,
-                                               Norm norm, const Wildcards& wildcards) {
+std::optional<Made> direct_in_one_kernel(const ConvDirectKernels& kernels, const Conv& conv,
+                                         Norm norm, const Wildcards& wildcards) {
   const Tensor& x = conv.x;
   const Tensor& weight = conv.weight;
   const int device = x.get_device_index();
@@ -155,22 +152,22 @@ std::optional<ConvResult> direct_in_one_kernel(const ConvDirectKernels& kernels,
                        norm.training)) {
     return {};
   }
-  return result_of(y, c, norm, x);
+  return result_of(y, c, norm);
 }
 
 // The epilogue of c in a pass of its own, which overwrites c where nothing else reads it.
-ConvResult with_epilogue(const Conv& conv, const Norm& norm, Wildcards leaves, const Tensor& c) {
+Made with_epilogue(const Conv& conv, const Norm& norm, Wildcards leaves, const Tensor& c) {
   const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], c.get_device_index());
   leaves.tensors.insert(leaves.tensors.begin(), c);
   const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
   const Tensor y = in_place ? c : new_like(c, conv.out_type);
   run_pointwise(epilogue, y, leaves.tensors, leaves.scalars);
-  return result_of(y, conv.save ? std::optional(c) : std::nullopt, norm, c);
+  return result_of(y, conv.save ? std::optional(c) : std::nullopt, norm);
 }
 
 // With operands that are no channel's, the kernel makes c alone.
-std::optional<ConvResult> stem_in_one_kernel(const StemKernels& kernels, const Conv& conv,
-                                             const Norm& norm, const Wildcards& wildcards) {
+std::optional<Made> stem_in_one_kernel(const StemKernels& kernels, const Conv& conv,
+                                       const Norm& norm, const Wildcards& wildcards) {
   const std::vector<int64_t> none{1, 1};
   if (norm.training || conv.groups != 1 || conv.dilation != none) return {};
   const auto call = stem_call(kernels, conv.x, conv.weight, conv.stride, conv.padding);
@@ -186,11 +183,11 @@ std::optional<ConvResult> stem_in_one_kernel(const StemKernels& kernels, const C
   }
   const Tensor y = call->new_result(conv.x, conv.out_type);
   run_stem(kernels, *call, y, c, operands, leaves.scalars);
-  return result_of(y, c, norm, conv.x);
+  return result_of(y, c, norm);
 }
 
-std::optional<ConvResult> implicit_in_one_kernel(const ImplicitKernels& kernels, const Conv& conv,
-                                                 const Norm& norm, const Wildcards& wildcards) {
+std::optional<Made> implicit_in_one_kernel(const ImplicitKernels& kernels, const Conv& conv,
+                                           const Norm& norm, const Wildcards& wildcards) {
   const Tensor& x = conv.x;
   // torch's result lies as one of the two.
   const bool channels_last = suggests_channels_last(x) || suggests_channels_last(conv.weight);
@@ -210,11 +207,11 @@ std::optional<ConvResult> implicit_in_one_kernel(const ImplicitKernels& kernels,
   if (!run_implicit(kernels, x, conv.weight, window, y, c, leaves.tensors, leaves.scalars)) {
     return {};
   }
-  return result_of(y, c, norm, x);
+  return result_of(y, c, norm);
 }
 
-std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, const Norm& norm,
-                                             const Wildcards& wildcards) {
+std::optional<Made> conv_in_one_kernel(const Conv& conv, const Norm& norm,
+                                       const Wildcards& wildcards) {
   const std::string& name = conv.kernels[1];
   const int device = conv.x.get_device_index();
   if (const auto* kernels = registry<DepthwiseKernels>().find(name, device)) {
@@ -230,7 +227,7 @@ std::optional<ConvResult> conv_in_one_kernel(const Conv& conv, const Norm& norm,
                               wildcards);
 }
 
-ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
+Made fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
   require_cuda(conv.x, "x");
   STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
                   to_string(conv.padding));
@@ -246,40 +243,44 @@ ConvResult fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildc
   const Wildcards leaves = leaves_of(norm, wildcards);
   if (conv.kernels.empty()) {
     check_is_result(c, conv.out_type, leaves);
-    return result_of(c, std::nullopt, norm, c);
+    return result_of(c, std::nullopt, norm);
   }
   return with_epilogue(conv, norm, leaves, c);
 }
 
-std::tuple<Tensor, Tensor> conv2d_kernel(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
-    const std::string& /*backward*/, bool /*again*/, const std::string& /*epilogue*/,
-    const std::vector<Tensor>& t, const std::vector<double>& s,
-    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+Made make_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                 const std::vector<int64_t>& dilation, int64_t groups, bool tf32,
+                 const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/,
+                 const std::string& /*epilogue*/, const std::vector<Tensor>& t,
+                 const std::vector<double>& s, const std::vector<std::string>& kernels,
+                 ScalarType out_type, bool save) {
   const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
   Norm norm;
   norm.bias = bias;
-  auto [y, c, mean, variance] = fused_convolution(conv, norm, wildcards_of(t, s));
-  return {y, c};
+  return fused_convolution(conv, norm, wildcards_of(t, s));
 }
 
-ConvResult conv2d_batchnorm_kernel(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_variance,
-    const std::optional<Tensor>& gamma, const std::optional<Tensor>& beta,
-    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& /*product*/,
-    const std::string& /*backward*/, bool /*again*/, bool training, double /*momentum*/, double eps,
-    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
-    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+Made make_conv2d_batchnorm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                           const std::optional<Tensor>& running_mean,
+                           const std::optional<Tensor>& running_variance,
+                           const std::optional<Tensor>& gamma, const std::optional<Tensor>& beta,
+                           const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                           const std::vector<int64_t>& dilation, int64_t groups, bool tf32,
+                           const std::string& /*product*/, const std::string& /*backward*/,
+                           bool /*again*/, bool training, double /*momentum*/, double eps,
+                           const std::string& /*epilogue*/, const std::vector<Tensor>& t,
+                           const std::vector<double>& s, const std::vector<std::string>& kernels,
+                           ScalarType out_type, bool save) {
   const Conv conv{x, weight, stride, padding, dilation, groups, tf32, kernels, out_type, save};
   Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
   // The bias only shifts the batch's mean; running statistics are not read.
   if (training) norm.bias = norm.mean = norm.variance = std::nullopt;
   return fused_convolution(conv, norm, wildcards_of(t, s));
 }
+
+constexpr auto* conv2d_kernel = Filled<&make_conv2d>::two;
+constexpr auto* conv2d_batchnorm_kernel = Filled<&make_conv2d_batchnorm>::four;
 
 }  // namespace
 }  // namespace fx_fuser

@@ -13,6 +13,7 @@
 
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
+#include "host/made.h"
 #include "host/pointwise.h"
 
 namespace fx_fuser {
@@ -129,17 +130,18 @@ bool run(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weigh
 // y and, if it is to be saved, c; nothing where the kernel does not take or does not gain from
 // these tensors.
 template <class Kernels>
-std::optional<std::tuple<Tensor, Tensor>> linear_in_one_kernel(
-    const std::string& kernel, const Tensor& x, const Tensor& weight,
-    const std::optional<Tensor>& bias, const std::vector<int64_t>& shape,
-    const Wildcards& wildcards, ScalarType out_type, bool save) {
+std::optional<Made> linear_in_one_kernel(const std::string& kernel, const Tensor& x,
+                                         const Tensor& weight, const std::optional<Tensor>& bias,
+                                         const std::vector<int64_t>& shape,
+                                         const Wildcards& wildcards, ScalarType out_type,
+                                         bool save) {
   const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
   if (weight.size(-1) == 0 || !pays(kernels, x, weight)) return {};
   const Tensor y = new_dense(x, shape, out_type);
   std::optional<Tensor> c;
   if (save) c = new_dense(x, shape, x.scalar_type());
   if (!run(kernels, x, weight, bias, y, c, wildcards)) return {};
-  return std::tuple{y, save ? *c : new_dense(x, {0}, x.scalar_type())};
+  return Made{y, c, {}, {}};
 }
 
 // How many rows of a matrix that is a transposed view are split at once: that memory is needed
@@ -206,11 +208,9 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
 
 // What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading
 // sizes.
-std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
-                                        const std::optional<Tensor>& bias,
-                                        const std::string& product, const Wildcards& wildcards,
-                                        const std::vector<std::string>& kernels,
-                                        ScalarType out_type, bool save) {
+Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                  const std::string& product, const Wildcards& wildcards,
+                  const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   require_cuda(x, "x");
   const auto x_sizes = x.sizes();
   std::vector<int64_t> c_shape(x_sizes.begin(), x_sizes.end());
@@ -230,10 +230,9 @@ std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
   }
 
   const Tensor c = library_product(x, weight, bias);
-  const auto nothing = [&] { return new_dense(c, {0}, c.scalar_type()); };
   if (kernels.empty()) {
     check_is_result(c, out_type, wildcards);
-    return {c, nothing()};
+    return {c, {}, {}, {}};
   }
   const auto& epilogue = registry<PointwiseKernels>().at(kernels[0], x.get_device_index());
   std::vector<Tensor> inputs{c};
@@ -241,39 +240,41 @@ std::tuple<Tensor, Tensor> fused_linear(const Tensor& x, const Tensor& weight,
   const bool in_place = !save && c.scalar_type() == out_type && same_shape;
   const Tensor y = in_place ? c : new_dense(c, shape, out_type);
   run_pointwise(epilogue, y, inputs, wildcards.scalars);
-  return {y, save ? c : nothing()};
+  return {y, save ? std::optional(c) : std::nullopt, {}, {}};
 }
 
 // fx_fuser/ops/library.py has the schemas of all three, and what their arguments mean.
-std::tuple<Tensor, Tensor> linear_kernel(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::string& product, const std::string& /*backward*/, bool /*again*/,
-    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
-    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+Made make_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 const std::string& product, const std::string& /*backward*/, bool /*again*/,
+                 const std::string& /*epilogue*/, const std::vector<Tensor>& t,
+                 const std::vector<double>& s, const std::vector<std::string>& kernels,
+                 ScalarType out_type, bool save) {
   return fused_linear(x, weight, bias, product, wildcards_of(t, s), kernels, out_type, save);
 }
 
 // Its weight is [K, N]. aten::linear turns the view around again, so the library's call and its
 // operands are those of `x @ weight` and of addmm.
-std::tuple<Tensor, Tensor> matmul_kernel(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-    const std::string& product, const std::string& /*backward*/, bool /*again*/,
-    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
-    const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+Made make_matmul(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 const std::string& product, const std::string& /*backward*/, bool /*again*/,
+                 const std::string& /*epilogue*/, const std::vector<Tensor>& t,
+                 const std::vector<double>& s, const std::vector<std::string>& kernels,
+                 ScalarType out_type, bool save) {
   return fused_linear(x, transposed(weight), bias, product, wildcards_of(t, s), kernels, out_type,
                       save);
 }
 
 // x [*, M, K] by as many weights [*, K, N].
-std::tuple<Tensor, Tensor> bmm_kernel(const Tensor& x, const Tensor& weight,
-                                      const std::string& product, const std::string& /*backward*/,
-                                      bool /*again*/, const std::string& /*epilogue*/,
-                                      const std::vector<Tensor>& t, const std::vector<double>& s,
-                                      const std::vector<std::string>& kernels, ScalarType out_type,
-                                      bool save) {
+Made make_bmm(const Tensor& x, const Tensor& weight, const std::string& product,
+              const std::string& /*backward*/, bool /*again*/, const std::string& /*epilogue*/,
+              const std::vector<Tensor>& t, const std::vector<double>& s,
+              const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   return fused_linear(x, transposed(weight), std::nullopt, product, wildcards_of(t, s), kernels,
                       out_type, save);
 }
+
+constexpr auto* linear_kernel = Filled<&make_linear>::two;
+constexpr auto* matmul_kernel = Filled<&make_matmul>::two;
+constexpr auto* bmm_kernel = Filled<&make_bmm>::two;
 
 }  // namespace
 }  // namespace fx_fuser

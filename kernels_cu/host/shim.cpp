@@ -10,6 +10,7 @@
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
+#include "host/evaluate.h"
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/implicit.h"
@@ -118,7 +119,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
-#define FX_FUSER_IMPL(function, ...) m.impl(#function, TORCH_BOX(&function));
+#define FX_FUSER_IMPL(function, ...) m.impl(#function, TORCH_BOX(function));
   FX_FUSER_OPS(FX_FUSER_IMPL)
 #undef FX_FUSER_IMPL
 }
