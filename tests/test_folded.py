@@ -22,7 +22,7 @@ import fx_fuser
 from fx_fuser.anchors.conv2d import addend_of_relu
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.graph.match import Refusal
-from fx_fuser.ops import folded
+from fx_fuser.ops import evaluate, folded
 from fx_fuser.options import Options
 from fx_fuser.passes import folding
 from fx_fuser.planning import layout, rehearse
@@ -40,7 +40,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter[str]]]:
 
     def watched(self: folding.Folding, graph: Graph) -> None:
         run(self, graph)
-        seen.append(Counter(str(n.target) for n in graph.nodes if n.op == "call_function"))
+        called = (evaluate.called(n)[0] for n in graph.nodes if n.op == "call_function")
+        seen.append(Counter(str(op) for op in called))
 
     monkeypatch.setattr(folding.Folding, "__call__", watched)
     torch._dynamo.reset()

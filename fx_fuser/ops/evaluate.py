@@ -28,17 +28,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fx_fuser.native.kernel_spec import CUDA_TYPES
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _LIBRARY.define("evaluate(Tensor[] tensors, str call) -> Tensor")
+OP = torch.ops.fx_fuser.evaluate.default
 _DTYPES = {name: dtype for dtype, name in CUDA_TYPES.items()}
 
 
-def arguments(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[list[Tensor], str] | None:
-    """The arguments of `evaluate` for a call of this op; None if a number is not known yet."""
-    tensors: list[Tensor] = []
+def arguments(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[list[Any], str] | None:
+    """The arguments of `evaluate` for a call of this op, on tensors or on a graph's nodes of them;
+    None if a number is not known yet."""
+    tensors: list[Any] = []
     words = [op._schema.name.removeprefix("fx_fuser::")]
     for argument, value in zip(op._schema.arguments, args, strict=True):
         # torch takes an int for a float.
@@ -50,8 +53,17 @@ def arguments(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[list[Tens
     return tensors, " ".join(words)
 
 
-def _words(value: Any, is_float: bool, tensors: list[Tensor]) -> Iterator[str | None]:
-    if isinstance(value, Tensor):
+def called(node: Node) -> tuple[Any, Sequence[Any]]:
+    """What a node calls and its arguments; of `evaluate`, the op that this calls."""
+    if node.target is not OP:
+        return node.target, node.args
+    tensors, call = node.args
+    op, filled = read(call)  # type: ignore[arg-type]
+    return op, filled(tensors)  # type: ignore[arg-type]
+
+
+def _words(value: Any, is_float: bool, tensors: list[Any]) -> Iterator[str | None]:
+    if isinstance(value.meta["val"] if isinstance(value, Node) else value, Tensor):
         tensors.append(value)
         yield "t"
     elif value is None:

@@ -5,7 +5,8 @@
 - the shift of a branch that a site adds, `convolution + shift` with no other reader, moves into
   that site's bias, so nothing but the convolution is left of the branch;
 - neighbouring calls of `fold` become one, a launch for many layers, as long as what it makes takes
-  little memory: it lives until the last of these layers has run.
+  little memory: it lives until the last of these layers has run;
+- each convolution is called by `fx_fuser.ops.evaluate`, which takes the host less.
 
 In the graph each convolution has eager's strides. Its node asks for operands in channels_last, and
 the op returns what it gets. So a result is converted where something needs other strides, such as
@@ -26,10 +27,10 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from fx_fuser.anchors.conv2d import ANY_LAYOUT, IMPLICIT, is_window
 from fx_fuser.native import binaries
+from fx_fuser.ops import evaluate
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes.products import OF_VALUE, call, each_pass, joint_uuid
 
@@ -56,14 +57,14 @@ class Folding(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for other in each_pass(self.before):
             other(graph)
-        for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
+        folded = graph.find_nodes(op="call_function", target=_CONVOLUTION)
+        for node in folded:
             _move_shift(graph, node)
-            _ask_for_channels_last(node)
         if self.is_converted is not None and self.is_converted():
             for node in graph.nodes:
-                if node.target in _KERNEL_OPS and not ANY_LAYOUT.isdisjoint(map(str, node.args)):
-                    asks = IMPLICIT in node.args and is_window(node.args[_WEIGHT].meta["val"])
-                    _ask_for_channels_last(node, but=[] if asks else [_WEIGHT])
+                _follow_layout(node)
+        for node in folded:
+            _ask_for_channels_last(_evaluated(graph, node))
         folds = graph.find_nodes(op="call_function", target=_FOLD)
         for node in folds:  # which reads no element of the layer's input: any layout will do
             node.meta.pop("eager_input_vals", None)
@@ -164,18 +165,40 @@ def _join(graph: Graph, group: Sequence[Node]) -> None:
 # ---- layout --------------------------------------------------------------------------------------
 
 
-def _ask_for_channels_last(node: Node, but: Sequence[int] = ()) -> None:
-    """Inductor gives an op its operands with the strides that this entry of its node says, and asks
-    the op's fake what it returns for these. but: places of arguments that stay as they are."""
+def _follow_layout(node: Node) -> None:
+    """A kernel that takes any layout takes the one of the graph around it."""
+    op, args = evaluate.called(node)
+    if op not in _KERNEL_OPS or ANY_LAYOUT.isdisjoint(map(str, args)):
+        return
+    weight = args[_WEIGHT]
+    asks = IMPLICIT in args and is_window(weight.meta["val"])
+    _ask_for_channels_last(node, but=[] if asks else [weight])
 
-    def laid(value: Any) -> Any:
-        is_image = isinstance(value, Tensor) and value.ndim == 4
+
+def _evaluated(graph: Graph, node: Node) -> Node:
+    """The call of a folded convolution as one of `evaluate`."""
+    brief = evaluate.arguments(_CONVOLUTION, node.args)
+    if brief is None:
+        return node
+    with graph.inserting_before(node):
+        made = graph.call_function(evaluate.OP, brief)
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+    return made
+
+
+def _ask_for_channels_last(node: Node, but: Sequence[Node] = ()) -> None:
+    """Inductor gives an op its operands with the strides that this entry of its node says, and asks
+    the op's fake what it returns for these. but: operands that stay as they are."""
+
+    def laid(operand: Node) -> Any:
+        value = operand.meta["val"]
+        is_image = isinstance(value, Tensor) and value.ndim == 4 and operand not in but
         return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
     with _mode_of(node.meta["val"]):
-        values = [map_arg(a, lambda n: n.meta["val"]) for a in node.args]
-        asked = [v if i in but else pytree.tree_map(laid, v) for i, v in enumerate(values)]
-    node.meta["eager_input_vals"] = (tuple(asked), {})
+        node.meta["eager_input_vals"] = (tuple(map_arg(node.args, laid)), {})
 
 
 def _mode_of(value: Any) -> Any:
