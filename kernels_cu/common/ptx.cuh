@@ -54,6 +54,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 #undef FX_FUSER_TRY_WAIT
 
+// Is the phase of this parity complete? If so this is a wait; if not, nothing is waited for.
+__device__ __forceinline__ bool mbarrier_is_complete(uint32_t barrier, uint32_t parity) {
+  uint32_t complete;
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "mbarrier.test_wait.parity.shared.b64 complete, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, complete;\n"
+      "}\n"
+      : "=r"(complete)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return complete != 0;
+}
+
 // ---- named barriers (9.7.13.1) ------------------------------------------------------------------
 
 template <int kThreads>

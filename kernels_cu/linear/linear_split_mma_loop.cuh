@@ -241,8 +241,8 @@ struct MmaRing {
     }
   }
 
-  __device__ __forceinline__ void read(uint32_t place) {
-    stage.wait_until_full(shared.ring);
+  __device__ __forceinline__ void read(uint32_t place, bool is_full = false) {
+    if (!is_full) stage.wait_until_full(shared.ring);
     weight.load(address() + place);
   }
 
@@ -264,10 +264,27 @@ struct MmaRing {
   }
 
   // The slot of the last stage gets the one that comes after all others.
-  __device__ __forceinline__ void feed(bool again) {
+  __device__ __forceinline__ void feed(bool again, bool is_empty = false) {
     const PipelineState last = stage.before(args.stages);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
+    if (!is_empty) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
+    }
     feeder.feed(last.slot, again);
+  }
+
+  // Need feed() and the next stage's read() not wait? Asked among products, which hide the 40
+  // cycles of an answer. A no is not waited for.
+  struct Ready {
+    bool empty = false;
+    bool full = false;
+  };
+  __device__ __forceinline__ Ready ask() const {
+    const PipelineState last = stage.before(args.stages);
+    PipelineState next = stage;
+    next.advance(args.stages);
+    return {
+        ptx::mbarrier_is_complete(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase),
+        ptx::mbarrier_is_complete(ptx::shared_address(&shared.ring.full[next.slot]), next.phase)};
   }
 
   // All of a tile that is done again, for the largest values of its rows.
@@ -307,12 +324,14 @@ struct MmaRing {
       // Registers for the second half's accumulators beside these are too many for sm_80.
       if (half == 0 && !kReadsEarly) promote_all();
       if (half == 0) {
+        Ready ready;
+        if constexpr (kReadsEarly) ready = ask();
         // The slot is read before its products are made, so that others may fill it early.
         load_x(place.x, 1, true);
         release();
-        feed(again);
+        feed(again, ready.empty);
         stage.advance(args.stages);
-        if (kReadsEarly && more) read(place.weight);
+        if (kReadsEarly && more) read(place.weight, ready.full);
       } else {
         if (!kReadsEarly && more) read(place.weight);
         load_x(place.x, 0, more);

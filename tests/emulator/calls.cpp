@@ -168,12 +168,15 @@ void arrive_at_mbarrier(uint32_t barrier, Where where) {
   arrive(word);
 }
 
-void wait_for_mbarrier(uint32_t barrier, uint32_t parity, Where where) {
+bool is_mbarrier_complete(uint32_t barrier, uint32_t parity, Where where) {
   if (parity > 1) fail("a parity is 0 or 1", where);
-  const uint64_t* word = mbarrier_at(barrier, where);
   // The phase of this parity is complete where the current one has the other.
-  if (read_mbarrier(word, where).phase != parity) return;
-  machine.current->mbarrier = word;
+  return read_mbarrier(mbarrier_at(barrier, where), where).phase != parity;
+}
+
+void wait_for_mbarrier(uint32_t barrier, uint32_t parity, Where where) {
+  if (is_mbarrier_complete(barrier, parity, where)) return;
+  machine.current->mbarrier = mbarrier_at(barrier, where);
   machine.current->parity = parity;
   wait("an mbarrier", where);
 }

@@ -102,6 +102,7 @@ void wait_for_cluster(Where where);
 void init_mbarrier(uint32_t barrier, uint32_t arrivals, Where where);
 void arrive_at_mbarrier(uint32_t barrier, Where where);
 void wait_for_mbarrier(uint32_t barrier, uint32_t parity, Where where);
+bool is_mbarrier_complete(uint32_t barrier, uint32_t parity, Where where);
 
 // cp.async: `bytes` of which `reads` are copied, the rest zeros.
 void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t reads, Where where);

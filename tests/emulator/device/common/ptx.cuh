@@ -29,6 +29,9 @@ inline void mbarrier_arrive_on_copies(uint32_t barrier, Where where = Where::her
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity, Where where = Where::here()) {
   emulator::wait_for_mbarrier(barrier, parity, where);
 }
+inline bool mbarrier_is_complete(uint32_t barrier, uint32_t parity, Where where = Where::here()) {
+  return emulator::is_mbarrier_complete(barrier, parity, where);
+}
 
 // ---- named barriers -----------------------------------------------------------------------------
 
