@@ -1,6 +1,7 @@
 """Programs that need an interpreter of their own, but not one more import of torch.
 
 A server that has imported torch and fx_fuser, and has compiled nothing, forks for each of them.
+Where there is a GPU each has a new interpreter: CUDA does not outlive a fork.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
+
+import torch
 
 _CHECKOUT = Path(__file__).parent.parent
 _SERVER = multiprocessing.get_context("forkserver")
@@ -31,6 +35,8 @@ def run_together(
     scripts: Sequence[Path], environment: Mapping[str, str] | None = None, as_tests: bool = False
 ) -> list[tuple[int, str]]:
     """As `run_script`, all at the same time."""
+    if torch.cuda.is_available():
+        return _run_in_interpreters(scripts, dict(environment or {}), as_tests)
     with mock.patch.dict(os.environ, PYTHONPATH=str(_CHECKOUT)):  # what it imports beforehand
         forkserver.ensure_running()
     said = [script.with_suffix(".out") for script in scripts]
@@ -43,6 +49,26 @@ def run_together(
     for process in processes:
         process.join()
     return [(p.exitcode or 0, out.read_text()) for p, out in zip(processes, said)]
+
+
+def _run_in_interpreters(
+    scripts: Sequence[Path], environment: dict[str, str], as_tests: bool
+) -> list[tuple[int, str]]:
+    command = [sys.executable, *(["-m", "pytest", "-q"] if as_tests else [])]
+    surroundings = {**os.environ, "PYTHONPATH": str(_CHECKOUT), **environment}
+    processes = [
+        subprocess.Popen(
+            [*command, str(script)],
+            cwd=script.parent,
+            env=surroundings,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for script in scripts
+    ]
+    said = [process.communicate()[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, said)]
 
 
 def _run(script: Path, environment: dict[str, str], as_tests: bool, said: Path) -> None:
