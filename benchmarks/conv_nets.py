@@ -176,8 +176,8 @@ def _pair(of_mode: Mapping[str, float], digits: int) -> list[str]:
 
 
 def narrow_table(rows: Sequence[Row]) -> str:
-    """README's: of what had the machine to itself."""
-    rows = [row for row in rows if row.alone]
+    """README's: of what had the machine to itself, and has a fused site."""
+    rows = [row for row in rows if row.alone and row.fused]
     if not rows:
         return ""
     cells = []

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import cProfile
 import datetime
 import fcntl
 import importlib.metadata
 import importlib.util
 import json
+import pstats
 import sys
 import time
 import traceback
@@ -34,7 +36,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import coverage, measure
+from benchmarks import coverage, measure, tables
 from benchmarks.results import FOLDER
 from benchmarks.run import commit_here
 
@@ -80,7 +82,21 @@ def step(model: nn.Module, run: Callable[..., Any], inputs: coverage.Inputs, tra
         torch.autograd.backward([t.float().sum() for t in found if t.requires_grad])
 
 
-def compiled(name: str, train: bool, commit: str) -> Compiled:
+@contextmanager
+def profiled(what: str) -> Iterator[None]:
+    """Prints where the host's time went, if `what` is not empty; the time is then not a figure."""
+    if not what:
+        yield
+        return
+    profile = cProfile.Profile()
+    with profile:
+        yield
+    print(f"\n{what}", flush=True)
+    for order in ("tottime", "cumtime"):
+        pstats.Stats(profile).sort_stats(order).print_stats(40)
+
+
+def compiled(name: str, train: bool, commit: str, profile: bool = False) -> Compiled:
     """Both modes' first calls, timed; and what they compute, judged."""
     model = coverage.MODELS[name]
     row = Row(
@@ -102,7 +118,7 @@ def compiled(name: str, train: bool, commit: str) -> Compiled:
         twin = copy.deepcopy(made)
         run = torch.compile(twin, backend=backend, dynamic=False)
         counters["fx_fuser"].clear()
-        with fresh_cache():
+        with fresh_cache(), profiled(f"{name}, {row.phase}: {mode}" if profile else ""):
             torch.cuda.synchronize()
             start = time.perf_counter()
             step(twin, run, inputs, train)
@@ -190,7 +206,8 @@ def table(rows: list[Row]) -> str:
         f"{first.machine['torch']}, {' and '.join(sorted({row.date for row in rows}))}, "
         f"commit {' and '.join(sorted({row.commit for row in rows}))}."
     )
-    return f"{said}\n\n{tabulate(cells, heads, tablefmt='github', disable_numparse=True)}"
+    found = tabulate(cells, heads, tablefmt="github", disable_numparse=True)
+    return f"{tables.wrapped(said)}\n\n{found}"
 
 
 def write(rows: list[Row], path: Path) -> None:
@@ -204,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", nargs=2, metavar=("FOLDER", "N"))
     parser.add_argument("--budget", type=float, default=600, metavar="SECONDS")
     parser.add_argument("--phase", choices=("evaluation", "training"))
+    parser.add_argument("--profile", action="store_true", help="where first calls spend their time")
     parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
     parser.add_argument("--out", type=Path, default=FOLDER / PATH, metavar="FILE")
     chosen = parser.parse_args(arguments)
@@ -220,7 +238,8 @@ def main(arguments: list[str] | None = None) -> int:
             if late or chosen.phase not in (None, phase):
                 continue
             try:
-                waiting.append(compiled(name, phase == "training", chosen.commit))
+                train = phase == "training"
+                waiting.append(compiled(name, train, chosen.commit, chosen.profile))
                 print(waiting[-1].row, flush=True)
             except Exception:
                 print(f"{name}, {phase}: {traceback.format_exc(limit=-3)}", flush=True)
@@ -230,7 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
             if time.monotonic() - start < chosen.budget:
                 case.row.gpu_ms = measure.gpu_ms(case.steps, case.leaves, CUDA)
             rows.append(case.row)
-            write(rows, chosen.out)
+            if not chosen.profile:
+                write(rows, chosen.out)
     print(table(rows))
     return 1 if any(map(faults, rows)) else 0
 

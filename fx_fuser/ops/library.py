@@ -166,7 +166,8 @@ class FusedCall:
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
     ) -> Callable[[], tuple[Tensor, ...]]:
         """The kernel op with all of its arguments, as a compiled graph calls it in training."""
-        return functools.partial(*self._kernel_call(operands, t, save))
+        op, *arguments = self._kernel_call(operands, t, save)
+        return functools.partial(op, *arguments)
 
     def evaluation(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor]
