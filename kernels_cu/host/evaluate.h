@@ -2,7 +2,9 @@
 // are a text. fx_fuser/ops/evaluate.py says why, and what the text is.
 #pragma once
 
+#include <algorithm>
 #include <charconv>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -10,7 +12,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
