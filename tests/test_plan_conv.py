@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
-from fx_fuser.ops import apply, calls
+from fx_fuser.ops import apply, calls, evaluate
 from fx_fuser.planning import rehearse
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
@@ -372,3 +372,16 @@ def test_both_layouts_are_rehearsed(match_of: Any) -> None:
     )  # type: ignore[index]
     assert lying.is_contiguous() and channels_last.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(lying, channels_last)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_hosts_time_is_that_of_the_op_that_a_graph_calls(match_of: Any, grad: bool) -> None:
+    """In inference the op of two arguments, else the kernel op."""
+    x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=grad)
+    match = match_of(lambda x, w: F.conv2d(x, w).relu(), x, weight, options={"cpu_ops": True})
+    tensors = rehearse.tensors_of(match)
+    assert tensors is not None
+    run = rehearse._Rehearsal(match, tensors)
+    call: Any = run.calls(run.gradient_of_z() if grad else None, CONV)
+    wanted = torch.ops.fx_fuser.conv2d_kernel.default if grad else evaluate.OP
+    assert call.func is wanted
