@@ -56,19 +56,15 @@ def _run_in_interpreters(
 ) -> list[tuple[int, str]]:
     command = [sys.executable, *(["-m", "pytest", "-q"] if as_tests else [])]
     surroundings = {**os.environ, "PYTHONPATH": str(_CHECKOUT), **environment}
-    processes = [
-        subprocess.Popen(
-            [*command, str(script)],
-            cwd=script.parent,
-            env=surroundings,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for script in scripts
-    ]
-    said = [process.communicate()[0] for process in processes]
-    return [(process.returncode, text) for process, text in zip(processes, said)]
+    # To files: of ranks that wait for each other, one that fills a pipe would never be read.
+    said = [script.with_suffix(".out") for script in scripts]
+    processes = []
+    for script, out in zip(scripts, said):
+        with open(out, "wb") as file:
+            given = {"cwd": script.parent, "env": surroundings, "stdout": file}
+            run = [*command, str(script)]
+            processes.append(subprocess.Popen(run, stderr=subprocess.STDOUT, **given))
+    return [(process.wait(), out.read_text()) for process, out in zip(processes, said)]
 
 
 def _run(script: Path, environment: dict[str, str], as_tests: bool, said: Path) -> None:

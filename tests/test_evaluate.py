@@ -148,3 +148,8 @@ def test_what_graphs_call(trains: bool) -> None:
     ops = [str(evaluate.called(n)[0]) for n in called]
     assert ops == ["fx_fuser.conv2d_batchnorm_kernel.default", "fx_fuser.linear_kernel.default"]
     assert {n.target is evaluate.OP for n in called} == {not trains}
+
+
+def test_a_dtype_that_no_kernel_makes_is_not_written() -> None:
+    args = (X, WEIGHT, "", "", False, "", [], [], [], torch.complex64, False)
+    assert evaluate.arguments(_ops.bmm_kernel.default, args) is None

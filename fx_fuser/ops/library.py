@@ -157,6 +157,11 @@ class FusedCall:
     s: list[float]
     out: torch.dtype
 
+    @property
+    def has_statistics(self) -> bool:
+        """Are a batch's statistics among the results?"""
+        return bool(self.config.get("training"))
+
     def run(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
     ) -> tuple[Tensor, ...]:
@@ -192,7 +197,7 @@ class FusedCall:
         x: Any = operands[self.anchor.operands.index("x")]
         if x.device.type != "cuda":
             return []
-        if self.config.get("training", False) and _is_real(x):
+        if self.has_statistics and _is_real(x):
             load.prepare_batch_stats(x.device)
         return _prepared(self.specs(operands, t), x)
 
@@ -433,7 +438,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
             given = tensors[: len(operands)]
             if torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
                 y, *statistics = _Fused.apply(call, *t, *given)
-            elif config.get("training"):
+            elif call.has_statistics:
                 y, _, *statistics = call.run(given, t, save=False)
             else:
                 y, statistics = call.evaluation(given, t)(), []

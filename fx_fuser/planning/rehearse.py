@@ -378,7 +378,7 @@ class _Rehearsal:
     def calls(self, dy: Tensor | None, choices: Mapping[str, Any]) -> Callable[[], object]:
         """The fused ops that a compiled graph calls: forward and, if it is fused, backward."""
         call, read, fused = self.call(choices, self.operands)
-        if dy is None and not call.config.get("training"):
+        if dy is None and not call.has_statistics:
             return call.evaluation([*read.values()], self.t)
         ahead = call.bound([*read.values()], self.t, save=self._saves(call, fused))
         if dy is None or not fused:
