@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -84,21 +85,49 @@ def few(combinations: Sequence[tuple[int, ...]], size: int) -> set[tuple[int, ..
     return chosen
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        default="1/1",
+        metavar="K/N",
+        help="of the tests marked `combination` the K-th of N parts",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is obeyed
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What the marks leave out of the default run is slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What each_once and each_pair leave out is slow, and is a combination."""
     for size, name in enumerate(("each_once", "each_pair"), 1):
-        tests: dict[str, list[pytest.Function]] = defaultdict(list)
+        tests: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
         for item in items:
-            if item.get_closest_marker(name) and not item.get_closest_marker("slow"):
+            if item.get_closest_marker(name):
                 assert isinstance(item, pytest.Function)
-                tests[item.nodeid.partition("[")[0]].append(item)
+                is_slow = item.get_closest_marker("slow") is not None
+                tests[item.nodeid.partition("[")[0], is_slow].append(item)
         for own in tests.values():
             combinations = list(zip(*_values(own)))
             chosen = few(combinations, size)
             for item, combination in zip(own, combinations):
                 if combination not in chosen:
                     item.add_marker(pytest.mark.slow)
+                    item.add_marker(pytest.mark.combination)
+    _keep_share(config, items)
+
+
+def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, _, parts = config.getoption("share").partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise pytest.UsageError(f"--share {config.getoption('share')}: say 1/4, 2/4, 3/4 or 4/4")
+
+    def is_kept(item: pytest.Item) -> bool:
+        if item.get_closest_marker("combination") is None:
+            return True
+        return zlib.crc32(item.nodeid.encode()) % int(parts) == int(part) - 1
+
+    left_out = [item for item in items if not is_kept(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_kept(item)]
 
 
 def _values(tests: Sequence[pytest.Function]) -> Iterator[list[int]]:

@@ -24,7 +24,9 @@ DENSE = {"product": "dense", "backward": "library", "again": False}
 CONV = {"tf32": False, "product": "library", "backward": "library", "again": False}
 DIRECT = {**CONV, "product": "direct"}
 BOTH_WAYS = {**DIRECT, "backward": "direct"}
-BUILD_KERNELS = plan._build_kernels  # which `on_gpu` replaces
+# Which `on_gpu` replaces.
+BUILD_KERNELS = plan._build_kernels
+BUILD = load.build
 
 
 def swish(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,6 +65,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     for module in (ahead, case, convolutions, gate, plan):
         monkeypatch.setattr(module, "device_of", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
+    # Nor is anything compiled ahead: here no kernel runs, and one takes NVRTC some seconds.
+    monkeypatch.setattr(load, "build", lambda *_: None)
     monkeypatch.setattr(load, "runs_on", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(timing, "medians", lambda *_: times[0])

@@ -20,7 +20,7 @@ from fx_fuser.options import Options
 from fx_fuser.passes import products, provenance
 from fx_fuser.planning import ahead, gate, plan
 from fx_fuser.planning.case import MatchCase
-from tests.plan_cases import GPU
+from tests.plan_cases import BUILD, GPU
 
 
 def tail(x: Tensor, weight: Tensor) -> Tensor:
@@ -137,9 +137,9 @@ def test_build_compiles_what_is_missing(
 ) -> None:
     monkeypatch.setattr(binaries, "arch_of", lambda _: "sm_90a")
     monkeypatch.setattr(load, "_index_of", lambda _: 0)
-    load.build([SPLIT_GEMM, SPLIT_GEMM], GPU, batch_stats=True)
+    BUILD([SPLIT_GEMM, SPLIT_GEMM], GPU, batch_stats=True)
     assert fake.calls == 2
-    load.build([SPLIT_GEMM], GPU)
+    BUILD([SPLIT_GEMM], GPU)
     assert fake.calls == 2
     assert (SPLIT_GEMM.name, 0) not in load._kernels
 

@@ -65,6 +65,7 @@ def test_products(spelled: Callable[..., Tensor], train: bool, dynamic: bool) ->
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @modes
 @cases(SUMS)
 def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -73,6 +74,7 @@ def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @modes
 @cases(LINEARS)
 def test_linears(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -104,6 +106,7 @@ def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS.keys())
 def test_norms(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
@@ -112,6 +115,7 @@ def test_norms(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @modes
 @cases(FUNCTIONAL_CONVOLUTIONS)
 def test_functional_convolutions(
@@ -122,6 +126,7 @@ def test_functional_convolutions(
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @modes
 @cases(FUNCTIONAL_NORMS)
 def test_functional_norms(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -132,6 +137,7 @@ def test_functional_norms(spelled: Callable[..., Tensor], train: bool, dynamic: 
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @modes
 @cases(SCALES)
 def test_scales(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
@@ -142,6 +148,7 @@ def test_scales(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("text, place", EPILOGUES)
 def test_epilogue_operations(
@@ -155,6 +162,7 @@ def test_epilogue_operations(
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("name", TAILS)
 def test_grown_tails(name: str, train: bool) -> None:
@@ -166,6 +174,7 @@ def test_grown_tails(name: str, train: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_anchors(name: str, train: bool) -> None:
@@ -182,6 +191,7 @@ def test_several_anchors(name: str, train: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @static_dynamic
 @cases(PRODUCTS)
 def test_decomposed_products(spelled: Callable[..., Tensor], dynamic: bool) -> None:
@@ -207,6 +217,7 @@ def test_decomposed_sums(spelled: Callable[..., Tensor], request: pytest.Fixture
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @train_eval
 @cases(LINEARS)
 def test_decomposed_linears(spelled: Callable[..., Tensor], train: bool) -> None:
@@ -218,6 +229,7 @@ def test_decomposed_linears(spelled: Callable[..., Tensor], train: bool) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @static_dynamic
 @pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_decomposed_convolutions(settings: dict[str, Any], dynamic: bool) -> None:

@@ -1,11 +1,13 @@
-"""What each_once and each_pair leave in the default run."""
+"""What each_once and each_pair leave in the default run, and parts of what they leave out."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from conftest import few
+from conftest import _keep_share, few
 
 TABLES = {
     "digits": list(itertools.product(range(20), range(3), range(2))),
@@ -30,3 +32,40 @@ def test_few_are_chosen() -> None:
     assert len(few(TABLES["many small ones"], 2)) < 12
     # Beside the 20 values all combinations of the others.
     assert len({c[1:] for c in few(TABLES["digits"], 1)}) == 6
+
+
+class Item:
+    """A test as far as shares look at it."""
+
+    def __init__(self, nodeid: str, *marks: str) -> None:
+        self.nodeid = nodeid
+        self.marks = marks
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+def kept(share: str, items: list[Item]) -> list[Item]:
+    ignored = SimpleNamespace(pytest_deselected=lambda items: None)
+    config: Any = SimpleNamespace(getoption=lambda _: share, hook=ignored)
+    left: Any = list(items)
+    _keep_share(config, left)
+    return list(left)
+
+
+def test_shares_are_all_combinations_once_and_about_as_many() -> None:
+    combinations = [Item(f"tests/test_a.py::test[{i}]", "combination") for i in range(400)]
+    others = [Item("tests/test_a.py::test", "slow"), Item("tests/test_b.py::test")]
+    parts = [kept(f"{k}/4", combinations + others) for k in (1, 2, 3, 4)]
+    assert all(one in part for one in others for part in parts)
+    of_parts = [[one for one in part if one not in others] for part in parts]
+    assert all(70 <= len(part) <= 130 for part in of_parts)
+    together = [one for part in of_parts for one in part]
+    assert sorted(together, key=combinations.index) == combinations
+    assert kept("1/1", combinations + others) == combinations + others
+
+
+@pytest.mark.parametrize("share", ["0/4", "5/4", "1", "a/b", "1/0", "-1/4"])
+def test_no_such_share(share: str) -> None:
+    with pytest.raises(pytest.UsageError, match="say 1/4"):
+        kept(share, [])

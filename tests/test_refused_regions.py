@@ -55,19 +55,22 @@ SPELLED_CONV: dict[str, tuple[Callable[[Any, Tensor], Tensor], Tail]] = {
 }
 
 
+COMBINATION = [pytest.mark.slow, pytest.mark.combination]
+
+
 def some_of(table: dict[str, Any], begin: int = 0) -> Any:
-    """The anchors and tails of the table: one in six; the others are slow."""
+    """The anchors and tails of the table: one in six; the others are slow combinations."""
     return pytest.mark.parametrize(
         "anchor, tail",
         [
-            pytest.param(*spelled, id=name, marks=[pytest.mark.slow] if i % 6 != begin else [])
+            pytest.param(*spelled, id=name, marks=COMBINATION if i % 6 != begin else [])
             for i, (name, spelled) in enumerate(table.items())
         ],
     )
 
 
 static_dynamic = pytest.mark.parametrize(
-    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"]
+    "dynamic", [False, pytest.param(True, marks=COMBINATION)], ids=["static", "dynamic"]
 )
 
 
