@@ -145,6 +145,18 @@ def _pointwise_examples() -> list[KernelSpec]:
     return specs
 
 
+def _sources(arch: str, one_each: bool) -> list[str]:
+    """What is compiled for it."""
+    if arch in SPLIT_ARCHS:
+        return [spec.text for spec in _split_examples()[: 1 if one_each else 2]]
+    specs = _split_examples() + _pointwise_examples() + _fold_examples()
+    specs += _depthwise_examples() + _stem_examples() + _implicit_examples()
+    specs += _sm90_examples() if arch == "sm_90a" else []
+    if one_each:  # the first
+        specs = list({spec.family.header: spec for spec in reversed(specs)}.values())
+    return [batch_stats_source(), *(spec.text for spec in specs)]
+
+
 def _attempt(label: str, action: Callable[[], object]) -> bool:
     started = time.perf_counter()
     try:
@@ -166,17 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--arch", action="append", default=[], help="for this one, say sm_90a")
     parser.add_argument("--no-shim", action="store_true", help="kernels alone, without g++")
+    parser.add_argument("--one-each", action="store_true", help="of each main loop one kernel")
     chosen = parser.parse_args(arguments)
 
     passed = [] if chosen.no_shim else [_attempt("shim", shim)]
     for arch in (*chosen.arch, *(ARCHS + SPLIT_ARCHS if chosen.all_archs else ())):
-        if arch in SPLIT_ARCHS:
-            sources = [spec.text for spec in _split_examples()[:2]]
-        else:
-            specs = _split_examples() + _pointwise_examples() + _fold_examples()
-            specs += _depthwise_examples() + _stem_examples() + _implicit_examples()
-            specs += _sm90_examples() if arch == "sm_90a" else []
-            sources = [batch_stats_source(), *(spec.text for spec in specs)]
+        sources = _sources(arch, chosen.one_each)
         compile_all = functools.partial(cubins, sources, arch)
         passed.append(_attempt(f"{arch}: {len(sources)} sources", compile_all))
     return 0 if all(passed) else 1
