@@ -61,7 +61,7 @@ GPUS = {
 class Settings:
     """How a launch goes. order: of warps, of a warp's lanes, and of blocks.
 
-    copies: when cp.async reads and writes: at once, as late as the rules allow, or now so, now so.
+    copies: when cp.async and wgmma read and write: at once, as late as the rules allow, or now so, now so.
     guard_ahead: the page that nobody may touch lies ahead of a tensor, not behind it.
     """
 
@@ -112,10 +112,12 @@ def _text_of(*names: str) -> str:
 
 def _machine() -> Job:
     headers = hashlib.sha256(
-        _text_of("memory.h", "machine.h", "fibers.h", "device/cuda_fp16.h").encode()
+        _text_of(
+            *("memory.h", "machine.h", "fibers.h", "tensor_core.h", "device/cuda_fp16.h")
+        ).encode()
     )
     text = f"// of headers {headers.hexdigest()}\n"
-    text += _text_of("memory.cpp", "machine.cpp", "calls.cpp", "tensor_core.cpp")
+    text += _text_of("memory.cpp", "machine.cpp", "calls.cpp", "tensor_core.cpp", "warpgroup.cpp")
     folders = f"-I{HERE}", f"-I{HERE / 'device'}"
     # A fortified longjmp may not change over to another stack.
     flags = ("-O3", "-U_FORTIFY_SOURCE", "-fvisibility=default", "-Wall")
