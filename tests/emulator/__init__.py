@@ -61,7 +61,8 @@ GPUS = {
 class Settings:
     """How a launch goes. order: of warps, of a warp's lanes, and of blocks.
 
-    copies: when cp.async and wgmma read and write: at once, as late as the rules allow, or now so, now so.
+    copies: when cp.async and wgmma read and write: at once, as late as the rules allow, or now so,
+        now so.
     guard_ahead: the page that nobody may touch lies ahead of a tensor, not behind it.
     """
 
