@@ -313,12 +313,14 @@ def sweep(
     return largest
 
 
-def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Infinities and NaN in dy come out as such, and where they must."""
+def special_values(
+    failures: list[str], dtype: torch.dtype = torch.float32, size: tuple[int, int] = (40, 50)
+) -> None:
+    """Infinities and NaN in dy come out as such, and where they must. size: of the images."""
     far = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
-    dy = torch.randn(2, 70, 38, 48, device=CUDA)
+    x, weight = torch.randn(2, 8, *size, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
+    dy = torch.randn_like(convolve(x, weight, NONE))
     for value in (float("inf"), -float("inf"), float("nan")):
         for mode in ("plain", "training"):
             poisoned = dy.clone()

@@ -187,7 +187,10 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
       const int element = range.first + nth;
       const int row = Unit::row_of(args, element);
-      const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
+      // Of an element ahead of the first, whose row is none, in numbers that may wrap around.
+      const auto in_row =
+          static_cast<uint32_t>(element) - static_cast<uint32_t>(row) * args.strip.size;
+      const int column = static_cast<int>(in_row) + unit.column;
       if (element < range.begin || element >= range.end || column >= args.out_w) continue;
       float value = staged[nth];
       const bool is_finite = !kSplits<X> || fabsf(value) < INFINITY;
