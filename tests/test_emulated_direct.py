@@ -13,7 +13,7 @@ import torch
 from emulator.device import EmulatedGpu, in_place_of_cuda
 from torch import Tensor
 
-from benchmarks import conv_backward_sm90, conv_cases, conv_sm90, sm90
+from benchmarks import conv_backward_cases, conv_backward_sm90, conv_cases, conv_sm90, sm90
 from benchmarks.conv_cases import Padding, small_case
 from benchmarks.conv_sm90 import DTYPES, IDENTITY, NORM, Example, of_dtype
 from benchmarks.measure import float32_settings
@@ -21,7 +21,7 @@ from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import KernelSpec
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
-MODULES = (conv_backward_sm90, conv_cases, conv_sm90, sm90)
+MODULES = (conv_backward_cases, conv_backward_sm90, conv_cases, conv_sm90, sm90)
 MULTIPROCESSORS = 3
 # The default run has the split product of fp32 and, of 16 bits, results that are only copied.
 FORWARD = (IDENTITY, of_dtype(NORM, torch.bfloat16))
@@ -114,6 +114,20 @@ def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
 def test_special_gradients(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     failures: list[str] = []
     conv_backward_sm90.special_values(failures, dtype, size=(12, 23))
+    assert not failures
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
+def test_extreme_factors(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    failures: list[str] = []
+    conv_backward_sm90.extreme_factors(failures, dtype)
     assert not failures
 
 

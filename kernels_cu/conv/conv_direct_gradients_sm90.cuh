@@ -11,16 +11,18 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kTile = 64;  // positions of a product whose rows they are
 
-// Of a channel, with d = c - mean:  dc = scale dy + slope d + offset. And of an input channel a
+// Of a channel, with d = c - mean:  dz = of_dy dy,  dc = scale dz + slope d + offset. dy is
+// multiplied first of all, as by autograd: sums of a large dy or a product of both factors can
+// overflow where dz does not, and a zero as the other factor then makes NaN. Of an input channel a
 // value amid its pixels, which in fp32 is taken from all of them, those of the padding included:
 // the convolution of what remains differs by a number, that `mean` lacks then, and dweight by pivot
 // Σ dc. The sums that the tensor core truncates are then of either sign.
 struct Coefficients {
   float mean[kConvGroup];
+  float of_dy[kConvGroup];
   float scale[kConvGroup];
   float slope[kConvGroup];
   float offset[kConvGroup];
-  float of_dy[kConvGroup];  // dz / dy
   float rstd[kConvGroup];
   float pivot[kConvChannels];
   float weight_unscale;  // the largest of the group
@@ -161,34 +163,33 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   if (channel >= kConvGroup) return;
   const int output = group * kConvGroup + channel;
   double mean = 0;
+  float of_dy = 0;
   float scale = 0;
   float slope = 0;
   float offset = 0;
-  float of_dy = 0;
   float rstd = 1;
   if (output < args.conv.outputs) {
     of_dy = slope_of_epilogue<Epilogue, kScalars, In...>(args.conv, output,
                                                          std::index_sequence_for<In...>{});
-    float factor = 1;
+    scale = 1;
     if (args.variance != nullptr) {
       mean = args.mean[output];
       if (args.bias != nullptr) mean -= static_cast<double>(args.bias[output]);
       rstd = static_cast<float>(
           1.0 / sqrt(static_cast<double>(args.variance[output]) + static_cast<double>(args.eps)));
-      factor = rstd * (args.gamma != nullptr ? args.gamma[output] : 1.0f);
+      scale = rstd * (args.gamma != nullptr ? args.gamma[output] : 1.0f);
     }
     if constexpr (kSplits<X>) mean -= convolved_pivots(args.conv, output, to.pivot);
-    scale = factor * of_dy;
     if (args.dgamma != nullptr) {
-      slope = -factor * rstd * (args.dgamma[output] / args.count);
-      offset = -factor * (args.dbeta[output] / args.count);
+      slope = -scale * rstd * (args.dgamma[output] / args.count);
+      offset = -scale * (args.dbeta[output] / args.count);
     }
   }
   to.mean[channel] = static_cast<float>(mean);
+  to.of_dy[channel] = of_dy;
   to.scale[channel] = scale;
   to.slope[channel] = slope;
   to.offset[channel] = offset;
-  to.of_dy[channel] = of_dy;
   to.rstd[channel] = rstd;
 }
 
