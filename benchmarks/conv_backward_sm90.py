@@ -14,7 +14,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import harness, kernels
+from benchmarks.conv_backward_cases import EPS, MODES, NAMES, Problem
 from benchmarks.conv_cases import NONE, Padding, convolve, random_case
 from benchmarks.conv_sm90 import CUDA, DTYPES, ROUNDED
 from benchmarks.kernels import Normalisation
@@ -30,10 +31,6 @@ from benchmarks.sm90 import SENTINEL
 from fx_fuser import build
 from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
-
-EPS = 1e-5
-MODES = ("training", "evaluation", "plain")
-NAMES = ("dx", "dweight", "dgamma", "dbeta")
 
 
 def _examples(name: str, scalars: int, *operands: torch.dtype) -> dict[torch.dtype, KernelSpec]:
@@ -48,87 +45,6 @@ def _examples(name: str, scalars: int, *operands: torch.dtype) -> dict[torch.dty
 
 IDENTITY = _examples("Identity", 0)
 SCALED = _examples("Scaled", 1, torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What the backward is of: y = BatchNorm(conv2d(x, weight)) · factors.
-
-    x, weight and dy are of one dtype, the vectors of a BatchNorm float32.
-    """
-
-    x: Tensor
-    weight: Tensor
-    dy: Tensor
-    mode: str = "training"
-    padding: Padding = NONE
-    gamma: Tensor | None = None
-    bias: Tensor | None = None
-    mean: Tensor | None = None  # running
-    variance: Tensor | None = None
-    operands: tuple[Tensor, ...] = ()
-    scalars: tuple[float, ...] = ()
-
-    @classmethod
-    def random(
-        cls, x: Tensor, weight: Tensor, padding: Padding, mode: str, choose: random.Random
-    ) -> Problem:
-        count = len(weight)
-
-        def vector() -> Tensor:
-            return torch.randn(count, device=CUDA)
-
-        dy = torch.randn_like(convolve(x, weight, padding))
-        gamma = vector() if mode != "plain" and choose.random() < 0.7 else None
-        bias = vector() if mode == "evaluation" and choose.random() < 0.5 else None
-        running = (vector(), vector().abs() + 0.1) if mode == "evaluation" else (None, None)
-        problem = cls(x, weight, dy, mode, padding, gamma, bias, *running)
-        if choose.random() < 0.5:
-            return problem
-        shape = choose.choice(((count, 1, 1), (1, count, 1, 1), (1,)))
-        factors = (torch.randn(shape, device=CUDA), vector().bfloat16().view(-1, 1, 1))
-        return replace(problem, operands=factors, scalars=(choose.uniform(0.5, 2),))
-
-    def to(self, dtype: torch.dtype) -> Problem:
-        """The same with x, weight and dy in this dtype."""
-        named = {"x": self.x, "weight": self.weight, "dy": self.dy}
-        return replace(self, **{name: v.to(dtype) for name, v in named.items()})  # type: ignore[arg-type]
-
-    def statistics(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """In training of the convolution, as the forward kernels leave them."""
-        c = convolve(self.x.to(dtype), self.weight.to(dtype), self.padding)
-        variance, mean = torch.var_mean(c, (0, 2, 3), correction=0)
-        return mean.float(), variance.float()
-
-    def in_torch(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The gradients by autograd, in the order of NAMES.
-
-        dtype: of all or, of 16 bits, of all but a BatchNorm's vectors, as under autocast.
-        """
-        count = len(self.weight)
-        wide = torch.promote_types(dtype, torch.float32)
-
-        def leaf(value: Tensor, dtype: torch.dtype = wide) -> Tensor:
-            return value.detach().to(dtype).requires_grad_()
-
-        x, weight = leaf(self.x, dtype), leaf(self.weight, dtype)
-        gamma = leaf(torch.ones(count, device=CUDA) if self.gamma is None else self.gamma)
-        beta = leaf(torch.zeros(count, device=CUDA))
-        z = convolve(x, weight, self.padding)
-        if self.bias is not None:
-            z = z + self.bias.to(dtype).view(-1, 1, 1)
-        if self.mode == "plain":
-            z = z * gamma.to(dtype).view(-1, 1, 1) + beta.to(dtype).view(-1, 1, 1)
-        else:
-            mean, variance = (v if v is None else v.to(wide) for v in (self.mean, self.variance))
-            z = F.batch_norm(z, mean, variance, gamma, beta, self.mode == "training", 0.0, EPS)
-        for factor in self.operands:
-            z = z * factor.to(dtype)
-        for number in self.scalars:
-            z = z * number
-        # Aligned: with a 16-bit dy that begins anywhere eager's backward has stopped
-        # (kernels_cu/conv/NOTES.md).
-        return torch.autograd.grad(z, (x, weight, gamma, beta), self.dy.to(dtype, copy=True))
 
 
 def run(
@@ -313,12 +229,14 @@ def sweep(
     return largest
 
 
-def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Infinities and NaN in dy come out as such, and where they must."""
+def special_values(
+    failures: list[str], dtype: torch.dtype = torch.float32, size: tuple[int, int] = (40, 50)
+) -> None:
+    """Infinities and NaN in dy come out as such, and where they must. size: of the images."""
     far = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
-    dy = torch.randn(2, 70, 38, 48, device=CUDA)
+    x, weight = torch.randn(2, 8, *size, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
+    dy = torch.randn_like(convolve(x, weight, NONE))
     for value in (float("inf"), -float("inf"), float("nan")):
         for mode in ("plain", "training"):
             poisoned = dy.clone()
@@ -336,6 +254,46 @@ def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> N
     for name, found in zip(NAMES, ours(Problem(x, weight, dy * 0).to(dtype))):
         if bool((found != 0).any()):
             failures.append(f"gradients of zeros, {dtype}, {name}: not zero")
+
+
+def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
+    """Gradients whose sums, or factors whose products, overflow where dz itself does not.
+
+    A zero as the other factor then makes NaN of what is zero.
+    """
+    torch.manual_seed(0)
+    count = 70
+    largest = min(torch.finfo(dtype).max, 3.38e38)
+    some = torch.arange(count, device=CUDA) % 3 > 0
+    bias = torch.randn(count, device=CUDA)
+    running = torch.randn(count, device=CUDA), torch.rand(count, device=CUDA) + 0.1
+    others = torch.ones(count, device=CUDA).bfloat16().view(-1, 1, 1)
+    for factor, of_dy, window, mode in itertools.product(
+        (0.0, 1e-30, 1e38), (0.0, largest), ((3, 3), (2, 1)), ("evaluation", "training")
+    ):
+        if factor * of_dy > largest:
+            continue
+        x = torch.randn(2, 3, 13, 11, device=CUDA)
+        weight = torch.randn(count, 3, *window, device=CUDA) * 0.1
+        dy = torch.randn_like(convolve(x, weight, NONE))
+        extremes = of_dy * (torch.rand_like(dy) < 0.3) * dy.sign()
+        dy = torch.where(some.view(-1, 1, 1), extremes, dy)
+        factors = torch.where(some, factor, 1.0).view(-1, 1, 1)
+        problem = Problem(x, weight, dy, mode, gamma=torch.full((count,), 20.0, device=CUDA))
+        if mode == "evaluation":
+            problem = replace(problem, bias=bias, mean=running[0], variance=running[1])
+        problem = replace(problem.to(dtype), operands=(factors, others), scalars=(1.0,))
+        exact = problem.in_torch(torch.float64)
+        eagers = errors(problem.in_torch(dtype), exact)
+        of_case = errors(ours(problem), exact)
+        for name, error, other in zip(NAMES, of_case, eagers):
+            if not math.isfinite(other):  # 1e38 in fp16
+                other = ROUNDED[dtype]
+            if not error <= max(4 * other, 2e-6, ROUNDED[dtype] if name == "dx" else 0.0):
+                failures.append(
+                    f"dy of {of_dy:.0e} times {factor:.0e}, {dtype}, {window}, {mode}, {name}: "
+                    f"error {error:.2e} v {other:.2e}"
+                )
 
 
 def refusals(failures: list[str]) -> None:
@@ -463,6 +421,7 @@ def main() -> int:
             refusals(failures)
             for dtype in DTYPES:
                 special_values(failures, dtype)
+                extreme_factors(failures, dtype)
                 graphs_and_repeats(failures, dtype)
                 done(f"special values, graphs, repeats in {dtype}")
                 table += accuracy(failures, dtype)

@@ -228,11 +228,19 @@ def sweep(
     return largest
 
 
-def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Infinities, NaN, zeros, denormals and extremes, as a convolution of this dtype gives them."""
+def special_values(
+    failures: list[str],
+    dtype: torch.dtype = torch.float32,
+    size: tuple[int, int] = (40, 50),
+    wide: tuple[int, ...] = (20, 8, 124, 124),
+) -> None:
+    """Infinities, NaN, zeros, denormals and extremes, as a convolution of this dtype gives them.
+
+    size: of most images, 21 at least. wide: x of statistics of wide units.
+    """
 
     def pair() -> tuple[Tensor, Tensor]:
-        x, weight = torch.randn(2, 8, 40, 50, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
+        x, weight = torch.randn(2, 8, *size, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
         return x.to(dtype), weight.to(dtype)
 
     def same(what: str, x: Tensor, weight: Tensor, padding: Padding = NONE) -> None:
@@ -259,7 +267,7 @@ def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> N
 
     inf, nan = float("inf"), float("nan")
     x, weight = pair()
-    x[0, 3, 7, 9], x[1, 0, 39, 49] = inf, -inf
+    x[0, 3, 7, 9], x[1, 0, -1, -1] = inf, -inf
     same("infinities in x", x, weight)
     same("infinities in x", x, weight[:, :, :2, :2].contiguous())
     same("infinities in x", x, weight[:, :, :1, :1].contiguous())
@@ -295,8 +303,8 @@ def special_values(failures: list[str], dtype: torch.dtype = torch.float32) -> N
     mean, var = statistics(x, weight)
     if not bool(mean.isnan().all() and var.isnan().all()):
         failures.append(f"statistics of a NaN are not NaN, {dtype}")
-    # The second is of wide units, in which a lane has 122 values, no power of two.
-    for flat in (torch.full_like(x, 3.0), x.new_full((20, 8, 124, 124), 3.0)):
+    # In wide units a lane has 122 values, no power of two.
+    for flat in (torch.full_like(x, 3.0), x.new_full(wide, 3.0)):
         mean, var = statistics(flat, torch.ones_like(weight))
         if not bool((mean == 216).all() and (var == 0).all()):
             failures.append(f"statistics of a constant, {dtype}: {mean[0]}, {var[0]}")

@@ -33,6 +33,11 @@ __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, uin
       : "memory");
 }
 
+// What this thread has written to its block's shared memory becomes visible to wgmma and TMA.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- registers (9.7.19.5) -----------------------------------------------------------------------
 
 template <int kRegisters>

@@ -3,7 +3,7 @@
 // gradient and the input's, from x and dy. Neither the convolution nor its gradient is in memory:
 // each kernel makes the convolution again, and from it and dy the gradient dc:
 //
-//   dz = scale dy          scale: of the epilogue, one number a channel
+//   dz = of_dy dy          of_dy: of the epilogue, one number a channel
 //   dc = gamma rstd (dz - mean(dz) - x̂ mean(dz x̂))        in training, else gamma rstd dz
 //   dweight[o, k] = Σ dc[o, p] X[p, k]         X: for each position p its taps' pixels
 //   dx[p + tap] += Σ dc[o, p] weight[o, tap]

@@ -59,19 +59,21 @@ __device__ __forceinline__ uint32_t load_gradients(const ConvDirectArgs& args,
             reinterpret_cast<const uint8_t*>(gradients.row + (r == 1 ? eight_planes : 0));
         Loaded<X>* to = &dy[4 * n + 2 * r];
         if constexpr (kRows == Rows::kPairs && kSplits<X>) {
-          const float2 both =
-              load_if(is_output[r] && is_valid[0], reinterpret_cast<const float2*>(bytes + at[0]));
+          const float2 both = ptx::load_global_if(is_output[r] && is_valid[0],
+                                                  reinterpret_cast<const float2*>(bytes + at[0]));
           to[0] = both.x;
           to[1] = both.y;
         } else if constexpr (kRows == Rows::kPairs) {
-          to[0] = load_if(is_output[r] && is_valid[0],
-                          reinterpret_cast<const uint32_t*>(bytes + (at[0] >> kPlaceShift<X>)));
+          to[0] = ptx::load_global_if(
+              is_output[r] && is_valid[0],
+              reinterpret_cast<const uint32_t*>(bytes + (at[0] >> kPlaceShift<X>)));
           to[1] = 0;
         } else {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            to[t] = load_if(is_output[r] && is_valid[t],
-                            reinterpret_cast<const Stored<X>*>(bytes + (at[t] >> kPlaceShift<X>)));
+            to[t] = ptx::load_global_if(
+                is_output[r] && is_valid[t],
+                reinterpret_cast<const Stored<X>*>(bytes + (at[t] >> kPlaceShift<X>)));
           }
         }
       }

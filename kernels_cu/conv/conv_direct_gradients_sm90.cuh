@@ -11,16 +11,18 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kTile = 64;  // positions of a product whose rows they are
 
-// Of a channel, with d = c - mean:  dc = scale dy + slope d + offset. And of an input channel a
+// Of a channel, with d = c - mean:  dz = of_dy dy,  dc = scale dz + slope d + offset. dy is
+// multiplied first of all, as by autograd: sums of a large dy or a product of both factors can
+// overflow where dz does not, and a zero as the other factor then makes NaN. Of an input channel a
 // value amid its pixels, which in fp32 is taken from all of them, those of the padding included:
 // the convolution of what remains differs by a number, that `mean` lacks then, and dweight by pivot
 // Σ dc. The sums that the tensor core truncates are then of either sign.
 struct Coefficients {
   float mean[kConvGroup];
+  float of_dy[kConvGroup];
   float scale[kConvGroup];
   float slope[kConvGroup];
   float offset[kConvGroup];
-  float of_dy[kConvGroup];  // dz / dy
   float rstd[kConvGroup];
   float pivot[kConvChannels];
   float weight_unscale;  // the largest of the group
@@ -161,34 +163,33 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   if (channel >= kConvGroup) return;
   const int output = group * kConvGroup + channel;
   double mean = 0;
+  float of_dy = 0;
   float scale = 0;
   float slope = 0;
   float offset = 0;
-  float of_dy = 0;
   float rstd = 1;
   if (output < args.conv.outputs) {
     of_dy = slope_of_epilogue<Epilogue, kScalars, In...>(args.conv, output,
                                                          std::index_sequence_for<In...>{});
-    float factor = 1;
+    scale = 1;
     if (args.variance != nullptr) {
       mean = args.mean[output];
       if (args.bias != nullptr) mean -= static_cast<double>(args.bias[output]);
       rstd = static_cast<float>(
           1.0 / sqrt(static_cast<double>(args.variance[output]) + static_cast<double>(args.eps)));
-      factor = rstd * (args.gamma != nullptr ? args.gamma[output] : 1.0f);
+      scale = rstd * (args.gamma != nullptr ? args.gamma[output] : 1.0f);
     }
     if constexpr (kSplits<X>) mean -= convolved_pivots(args.conv, output, to.pivot);
-    scale = factor * of_dy;
     if (args.dgamma != nullptr) {
-      slope = -factor * rstd * (args.dgamma[output] / args.count);
-      offset = -factor * (args.dbeta[output] / args.count);
+      slope = -scale * rstd * (args.dgamma[output] / args.count);
+      offset = -scale * (args.dbeta[output] / args.count);
     }
   }
   to.mean[channel] = static_cast<float>(mean);
+  to.of_dy[channel] = of_dy;
   to.scale[channel] = scale;
   to.slope[channel] = slope;
   to.offset[channel] = offset;
-  to.of_dy[channel] = of_dy;
   to.rstd[channel] = rstd;
 }
 
@@ -253,64 +254,6 @@ __device__ __forceinline__ void prefetch_gradients(const ConvBackwardArgs& args,
 // in bytes from the unit's first.
 __device__ __forceinline__ uint32_t place_word(const Tail& tail, int slot, uint32_t pair) {
   return tail.place[slot][pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4];
-}
-
-// *from if `is_there`, else 0; without a branch.
-__device__ __forceinline__ float load_if(bool is_there, const float* from) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.b32 there, %2, 0;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "@there ld.global.nc.f32 %0, [%1];\n"
-      "}\n"
-      : "=f"(value)
-      : "l"(from), "r"(static_cast<int>(is_there)));
-  return value;
-}
-
-__device__ __forceinline__ float2 load_if(bool is_there, const float2* from) {
-  float2 value;
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.b32 there, %3, 0;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "mov.f32 %1, 0f00000000;\n"
-      "@there ld.global.nc.v2.f32 {%0, %1}, [%2];\n"
-      "}\n"
-      : "=f"(value.x), "=f"(value.y)
-      : "l"(from), "r"(static_cast<int>(is_there)));
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_if(bool is_there, const uint16_t* from) {
-  uint32_t value;
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.b32 there, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@there ld.global.nc.u16 %0, [%1];\n"
-      "}\n"
-      : "=r"(value)
-      : "l"(from), "r"(static_cast<int>(is_there)));
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_if(bool is_there, const uint32_t* from) {
-  uint32_t value;
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.b32 there, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@there ld.global.nc.b32 %0, [%1];\n"
-      "}\n"
-      : "=r"(value)
-      : "l"(from), "r"(static_cast<int>(is_there)));
-  return value;
 }
 
 }  // namespace fx_fuser::conv_direct

@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_positions(const Tail& tail, int slot, uint3
       const uint32_t output = min(first_channel + 8 * i + t, last_output);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        dy[4 * i + 2 * r + t] = conv_direct::load(
+        dy[4 * i + 2 * r + t] = ptx::load_global(
             reinterpret_cast<const Stored<X>*>(from[r] + uint64_t{output} * plane_bytes));
       }
     }
@@ -132,11 +132,13 @@ __device__ __forceinline__ void make_gradients(const Tail& tail, const Coefficie
     };
     float unscale[2];
     float mean[2];
+    float of_dy[2];
     float scale[2];
     float slope[2];
     float offset[2];
     pair_of(tail.weight_unscale, unscale);
     pair_of(coefficients.mean, mean);
+    pair_of(coefficients.of_dy, of_dy);
     pair_of(coefficients.scale, scale);
     pair_of(coefficients.slope, slope);
     pair_of(coefficients.offset, offset);
@@ -148,7 +150,8 @@ __device__ __forceinline__ void make_gradients(const Tail& tail, const Coefficie
         const float2 pair = values_of<X>(dy[4 * i + 2 * r], dy[4 * i + 2 * r + 1], false);
         const float d = deviation_of<X>(value, unscale[t], pixel_unscale, mean[t]);
         const float shift = is_training ? fmaf(slope[t], d, offset[t]) : 0.0f;
-        value = is_valid[r] ? fmaf(scale[t], t == 0 ? pair.x : pair.y, shift) : 0.0f;
+        const float dz = of_dy[t] * (t == 0 ? pair.x : pair.y);
+        value = is_valid[r] ? fmaf(scale[t], dz, shift) : 0.0f;
         largest[r] = fmaxf(largest[r], fabsf(value));
       }
     }
@@ -310,30 +313,6 @@ __device__ __forceinline__ void give_units(const ConvBackwardArgs& args,
   }
 }
 
-// *to = value if `is_wanted`; without a branch.
-__device__ __forceinline__ void store_if(bool is_wanted, float* to, float value) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.b32 wanted, %2, 0;\n"
-      "@wanted st.global.f32 [%0], %1;\n"
-      "}\n" ::"l"(to),
-      "f"(value), "r"(static_cast<int>(is_wanted))
-      : "memory");
-}
-
-template <class X>
-__device__ __forceinline__ void store_if(bool is_wanted, X* to, X value) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.b32 wanted, %2, 0;\n"
-      "@wanted st.global.b16 [%0], %1;\n"
-      "}\n" ::"l"(to),
-      "h"(reinterpret_cast<const uint16_t&>(value)), "r"(static_cast<int>(is_wanted))
-      : "memory");
-}
-
 // Adds up what the positions give and stores what is complete; a thread has half the channels.
 template <class X>
 __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
@@ -385,7 +364,8 @@ __device__ __forceinline__ void gather_units(const ConvBackwardArgs& args,
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c, to += plane) {
-        store_if(is_pixel && first_channel + c < conv.channels, to, convert<X>(value[c]));
+        ptx::store_global_if(is_pixel && first_channel + c < conv.channels, to,
+                             convert<X>(value[c]));
       }
     };
 #pragma unroll 1

@@ -5,50 +5,6 @@
 
 namespace fx_fuser::conv_direct {
 
-__device__ __forceinline__ float load(const float* from) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load(const uint16_t* from) {
-  uint32_t value;
-  asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(value) : "l"(from));
-  return value;
-}
-
-// *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
-// by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
-// for the data of that.
-__device__ __forceinline__ float load_below(const float* from, uint32_t place, uint32_t limit) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .pred below;\n"
-      "setp.lt.u32 below, %2, %3;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "@below ld.global.nc.f32 %0, [%1];\n"
-      "}\n"
-      : "=f"(value)
-      : "l"(from), "r"(place), "r"(limit));
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_below(const uint16_t* from, uint32_t place,
-                                               uint32_t limit) {
-  uint32_t value;
-  asm volatile(
-      "{\n"
-      ".reg .pred below;\n"
-      "setp.lt.u32 below, %2, %3;\n"
-      "mov.b32 %0, 0;\n"
-      "@below ld.global.nc.u16 %0, [%1];\n"
-      "}\n"
-      : "=r"(value)
-      : "l"(from), "r"(place), "r"(limit));
-  return value;
-}
-
 // A thread's pixels of a unit, one of each chunk; zeros outside of the image. Of 16 bits as bits.
 template <class X, int kChunks>
 struct Pixels {
@@ -69,7 +25,7 @@ struct Pixels {
         for (int c = 0; c < kConvChannels; ++c) {
           const InMemory* from = sample + (uint64_t{plane} * c + first);
 #pragma unroll
-          for (int i = 0; i < kChunks; ++i) value[i][c] = conv_direct::load(from + i * kConvChunk);
+          for (int i = 0; i < kChunks; ++i) value[i][c] = ptx::load_global(from + i * kConvChunk);
         }
         return;
       }
@@ -80,7 +36,8 @@ struct Pixels {
         const InMemory* from = sample + (uint64_t{plane} * c + first);
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
-          value[i][c] = load_below(from + i * kConvChunk, first + i * kConvChunk, limit);
+          value[i][c] =
+              ptx::load_global_below(from + i * kConvChunk, first + i * kConvChunk, limit);
         }
       }
       return;
@@ -269,7 +226,7 @@ __device__ __forceinline__ void load_units(const ConvDirectArgs& args, const Sha
     } else {
       mark_valid(args, unit, tail.valid[pipeline.slot]);
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::fence_async_proxy();
     ptx::mbarrier_arrive(ptx::shared_address(&tail.full[pipeline.slot]));
     for (int i = 0; i < kLoaders; ++i) pipeline.advance(args.slots);
 

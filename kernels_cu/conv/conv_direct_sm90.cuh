@@ -148,7 +148,7 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
     const Vec<X, 8> ones = {{one, one, one}};
     static_assert(kConvZeroBytes == kWarpgroup * sizeof(ones));
     reinterpret_cast<Vec<X, 8>*>(shared.zeros)[thread] = ones;
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::fence_async_proxy();
     meet();
     Tail& tail = *shared.tail;
     ptx::mbarrier_wait(ptx::shared_address(&tail.full[0]), 0);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void place_pivots(const ConvDirectArgs& args, const S
         rest += convert<float>(part);
       }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::fence_async_proxy();
   } else {
     meet();
     meet();

@@ -19,18 +19,6 @@ constexpr int kStoreWarps = 8;
 constexpr int kStoreChannels = kConvGroup / kStoreWarps;
 constexpr int kStoreGroups = (kConvPositions + kConvStoreWidth + 31) / 32;  // of 32 elements
 
-// By hand: ptxas puts a branch around each of many such stores.
-__device__ __forceinline__ void store_if(bool condition, void* to, const uint4& value) {
-  asm volatile(
-      "{\n"
-      ".reg .pred condition;\n"
-      "setp.ne.b32 condition, %5, 0;\n"
-      "@condition st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
-      "}\n" ::"l"(to),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(condition))
-      : "memory");
-}
-
 // The convolution at one place in plain fp32, as IEEE has it.
 __device__ __forceinline__ float plain_sum(const ConvDirectArgs& args, int sample, int output,
                                            int row, int column) {
@@ -199,7 +187,10 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
       const int nth = group * 32 + static_cast<int>(threadIdx.x) % 32;
       const int element = range.first + nth;
       const int row = Unit::row_of(args, element);
-      const int column = element - row * static_cast<int>(args.strip.size) + unit.column;
+      // Of an element ahead of the first, whose row is none, in numbers that may wrap around.
+      const auto in_row =
+          static_cast<uint32_t>(element) - static_cast<uint32_t>(row) * args.strip.size;
+      const int column = static_cast<int>(in_row) + unit.column;
       if (element < range.begin || element >= range.end || column >= args.out_w) continue;
       float value = staged[nth];
       const bool is_finite = !kSplits<X> || fabsf(value) < INFINITY;
@@ -237,7 +228,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
     const auto take_operands = [&](const Store& store, int round) {
       // Unknown to ptxas, which else finds where they are ahead of the condition, for every unit.
       Store of_sample = store;
-      asm volatile("" : "+r"(of_sample.unit.sample));
+      of_sample.unit.sample = ptx::opaque(of_sample.unit.sample);
       const int output = min(first_output + channel[round], args.outputs - 1);
       ((operand[round][kOperand] =
             convert<float>(*of_sample.template channel_of<kOperand, In>(output))),
@@ -420,7 +411,7 @@ struct Store<Epilogue, kScalars, X, Out, std::index_sequence<kOperand...>, In...
 #pragma unroll
         for (int n = 0; n < kTogether; ++n) {
           const bool is_whole = __shfl_sync(0xFFFFFFFF, lanes, begin + n) >> lane & 1;
-          store_if(is_whole, reinterpret_cast<void*>(to & ~uint64_t{15}), value[n]);
+          ptx::store_global_if(is_whole, reinterpret_cast<void*>(to & ~uint64_t{15}), value[n]);
           to += plane * sizeof(Out);
         }
       }

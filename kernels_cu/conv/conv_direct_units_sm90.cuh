@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/convert.cuh"
+#include "common/ptx_global.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/split_sm90.cuh"
 #include "conv/conv_direct_args.h"
@@ -217,7 +218,7 @@ __device__ __forceinline__ void arrange_weights(const ConvDirectArgs& args, cons
       for_each([&](int i, X value) { *place_of(i) = value; });
     }
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  ptx::fence_async_proxy();
   ptx::barrier_sync<kThreads>(kWeightBarrier);
 }
 

@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply_taps(const ConvBackwardArgs& args, cons
   }
 }
 
-// A thread's sums, in shared memory: [of dy, of dy d][channel][thread]. In registers they would be
+// A thread's sums, in shared memory: [of dz, of dz d][channel][thread]. In registers they would be
 // spilled.
 template <int kWorkers>
 struct ThreadSums {
@@ -191,10 +191,9 @@ __device__ __forceinline__ double store_sums(const ConvBackwardArgs& args,
     all += __shfl_xor_sync(0xFFFFFFFF, all, 1);
     all += __shfl_xor_sync(0xFFFFFFFF, all, 2);
     if (s == 0) of_dc = all * static_cast<double>(coefficients.scale[channel]);
-    double of_dz = all * static_cast<double>(coefficients.of_dy[channel]);
-    if (s == 1) of_dz *= static_cast<double>(coefficients.rstd[channel]);
+    if (s == 1) all *= static_cast<double>(coefficients.rstd[channel]);
     if (stores) {
-      args.sums[(static_cast<int64_t>(split) * 2 + s) * args.conv.outputs + output] = of_dz;
+      args.sums[(static_cast<int64_t>(split) * 2 + s) * args.conv.outputs + output] = all;
     }
   }
   return of_dc;
@@ -228,6 +227,7 @@ __device__ __forceinline__ void store_weight(const ConvDirectArgs& conv,
 struct ChannelValues {
   float weight_unscale;
   float mean;
+  float of_dy;
   float scale;
   float slope;
   float offset;
@@ -235,12 +235,13 @@ struct ChannelValues {
   static __device__ __forceinline__ ChannelValues of(const Tail& tail,
                                                      const Coefficients& coefficients,
                                                      int channel) {
-    return {tail.weight_unscale[channel], coefficients.mean[channel], coefficients.scale[channel],
-            coefficients.slope[channel], coefficients.offset[channel]};
+    return {tail.weight_unscale[channel], coefficients.mean[channel],
+            coefficients.of_dy[channel],  coefficients.scale[channel],
+            coefficients.slope[channel],  coefficients.offset[channel]};
   }
 };
 
-// A tile of the convolution and its gradients: of_tile += dy and dy d, of each of the thread's
+// A tile of the convolution and its gradients: of_tile += dz and dz d, of each of the thread's
 // channels; and `sum` becomes dc.
 template <class X, bool kSums, bool kWeight>
 __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uint32_t valid,
@@ -253,14 +254,14 @@ __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uin
     const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
     const float d = deviation_of<X>(sum[i], of[r].weight_unscale, pixel_unscale, of[r].mean);
     const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
-    const float gradient = i % 2 == 0 ? pair.x : pair.y;
+    const float dz = of[r].of_dy * (i % 2 == 0 ? pair.x : pair.y);
     if constexpr (kSums) {
-      of_tile[0][r] += gradient;
-      of_tile[1][r] = fmaf(gradient, is_valid ? d : 0.0f, of_tile[1][r]);
+      of_tile[0][r] += dz;
+      of_tile[1][r] = fmaf(dz, is_valid ? d : 0.0f, of_tile[1][r]);
     }
     if constexpr (kWeight) {
       const float shift = args.dgamma != nullptr ? fmaf(of[r].slope, d, of[r].offset) : 0.0f;
-      sum[i] = is_valid ? fmaf(of[r].scale, gradient, shift) : 0.0f;
+      sum[i] = is_valid ? fmaf(of[r].scale, dz, shift) : 0.0f;
     }
   }
 }

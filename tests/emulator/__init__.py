@@ -61,7 +61,8 @@ GPUS = {
 class Settings:
     """How a launch goes. order: of warps, of a warp's lanes, and of blocks.
 
-    copies: when cp.async reads and writes: at once, as late as the rules allow, or now so, now so.
+    copies: when cp.async and wgmma read and write: at once, as late as the rules allow, or now so,
+        now so.
     guard_ahead: the page that nobody may touch lies ahead of a tensor, not behind it.
     """
 
@@ -112,10 +113,12 @@ def _text_of(*names: str) -> str:
 
 def _machine() -> Job:
     headers = hashlib.sha256(
-        _text_of("memory.h", "machine.h", "fibers.h", "device/cuda_fp16.h").encode()
+        _text_of(
+            *("memory.h", "machine.h", "fibers.h", "tensor_core.h", "device/cuda_fp16.h")
+        ).encode()
     )
     text = f"// of headers {headers.hexdigest()}\n"
-    text += _text_of("memory.cpp", "machine.cpp", "calls.cpp", "tensor_core.cpp")
+    text += _text_of("memory.cpp", "machine.cpp", "calls.cpp", "tensor_core.cpp", "warpgroup.cpp")
     folders = f"-I{HERE}", f"-I{HERE / 'device'}"
     # A fortified longjmp may not change over to another stack.
     flags = ("-O3", "-U_FORTIFY_SOURCE", "-fvisibility=default", "-Wall")
@@ -134,7 +137,7 @@ def _shim() -> Job:
 
 
 @functools.cache
-def _load_shim() -> None:
+def load_shim() -> None:
     machine, shim = store.ensure([_machine(), _shim()])
     ctypes.CDLL(str(machine), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(shim)
@@ -187,15 +190,26 @@ def build(specs: Sequence[tuple[KernelSpec, int]]) -> list[Path]:
 
 def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
     """The kernel on such a GPU, as a handle that `ops` take."""
-    _load_shim()
+    (path,) = build([(spec, capability)])
+    _use_device(capability, multiprocessors)
+    loader = getattr(ops, spec.family.loader)
+    handle: int = loader.default(spec.name, str(path), spec.signature, ON_CPU)
+    return handle
+
+
+def load_batch_stats(capability: int, multiprocessors: int = 2) -> int:
+    """The kernels of statistics, likewise."""
+    (path,) = store.ensure([_kernel_job(binaries.batch_stats_source(), GPUS[capability])])
+    _use_device(capability, multiprocessors)
+    handle: int = ops.load_batch_stats.default(str(path), ON_CPU)
+    return handle
+
+
+def _use_device(capability: int, multiprocessors: int) -> None:
+    load_shim()
     gpu = GPUS[capability]
     ops.use_device.default(capability // 10, multiprocessors, gpu.shared_bytes)
-    (path,) = build([(spec, capability)])
     Settings().use()
-    handle: int = getattr(ops, spec.family.loader).default(
-        spec.name, str(path), spec.signature, ON_CPU
-    )
-    return handle
 
 
 def run_kernel(
@@ -213,7 +227,7 @@ def run_kernel(
     Raises:
         RuntimeError: the kernel did what no kernel may.
     """
-    _load_shim()
+    load_shim()
     ops.use_device.default(capability // 10, 2, GPUS[capability].shared_bytes)
     (path,) = store.ensure([_kernel_job(text, GPUS[capability])])
     ops.run_kernel.default(str(path), name, blocks, threads, shared_bytes, cluster, tensors)
@@ -238,7 +252,7 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 @contextlib.contextmanager
 def memory() -> Iterator[None]:
     """Guarded tensors that are made within live as long, and are checked at the end."""
-    _load_shim()
+    load_shim()
     ops.release.default()  # what a failed test has left, whose report has shown it by now
     yield
     found = ops.release.default()

@@ -69,8 +69,7 @@ void collect(const char* what, uint32_t mask, void* data, Execute execute, Where
   if (found == warp.gatherings.end()) {
     found = warp.gatherings.insert(found, Gathering{what, where, mask});
   }
-  if (found->what != what || found->mask != mask || found->where.line != where.line ||
-      std::strcmp(found->where.file, where.file) != 0) {
+  if (found->what != what || found->mask != mask || !same(found->where, where)) {
     fail("the warp diverges: this lane comes to " + std::string(what) + ", another one to " +
              found->what + ", " + text_of(found->where),
          where);

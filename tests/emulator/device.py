@@ -39,6 +39,8 @@ class EmulatedGpu:
         self.multiprocessors = multiprocessors
         self.calls = 0
         self._handles: dict[KernelSpec, int] = {}
+        self._batch_stats: int | None = None
+        emulator.load_shim()
 
     def handle_of(self, spec: KernelSpec, _tensor: Tensor | None = None) -> int:
         spec = emulated(spec)
@@ -46,6 +48,11 @@ class EmulatedGpu:
             made = emulator.load(spec, self.capability, self.multiprocessors)
             self._handles[spec] = made
         return self._handles[spec]
+
+    def prepare_batch_stats(self, _device: torch.device) -> int:
+        if self._batch_stats is None:
+            self._batch_stats = emulator.load_batch_stats(self.capability, self.multiprocessors)
+        return self._batch_stats
 
     def prepare(self, specs: Sequence[KernelSpec], _device: object = None) -> None:
         emulator.build([(emulated(spec), self.capability) for spec in specs])
@@ -82,7 +89,7 @@ class _Op:
                 guarded = [_guarded(one, given, copies) for one in arguments]
                 returned = _taken_out(self.op(*guarded))
                 found = [_span(copy).clone() for copy in copies.values()]
-                found += returned if isinstance(returned, list) else []
+                found += _tensors_of(returned)
                 del guarded, copies
             if wanted is not None:
                 same = all(map(_same_bits, wanted, found))
@@ -116,9 +123,14 @@ def _guarded(value: Any, given: dict[Any, Tensor], copies: dict[Any, Tensor]) ->
 
 def _taken_out(returned: Any) -> Any:
     """Results that lie in guarded memory are copied."""
-    if isinstance(returned, (list, tuple)):
+    if _tensors_of(returned):
         return [one.clone() for one in returned]
     return returned
+
+
+def _tensors_of(returned: Any) -> list[Tensor]:
+    is_list = isinstance(returned, (list, tuple))
+    return [one for one in returned if isinstance(one, Tensor)] if is_list else []
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -129,7 +141,7 @@ def in_place_of_cuda(
     gpu: EmulatedGpu, patch: pytest.MonkeyPatch, modules: Sequence[ModuleType]
 ) -> None:
     """From here on these modules' kernels run on the emulated GPU."""
-    for name in ("handle_of", "prepare"):
+    for name in ("handle_of", "prepare", "prepare_batch_stats"):
         patch.setattr(load, name, getattr(gpu, name))
     for module in (kernels, launch):
         patch.setattr(module, "_ops", gpu)

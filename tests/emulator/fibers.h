@@ -22,7 +22,8 @@ namespace emulator {
 
 inline constexpr int kLanes = 32;
 constexpr size_t kStackBytes = 512 << 10;
-constexpr size_t kArenaBytes = 512 << 10;
+constexpr size_t kArenaBytes = 252
+                               << 10;  // addresses are below 2^18, as wgmma's descriptors have it
 constexpr size_t kArenaAlignment = 64 << 10;
 constexpr uint32_t kFirstAddress = 1024;  // 0 is no address
 constexpr int kNamedBarriers = 16;
@@ -124,11 +125,34 @@ struct Gathering {
   Fiber* lanes[kLanes] = {};
 };
 
+// A warp's part of a wgmma, until it is waited for.
+struct IssuedProduct {
+  WarpgroupProduct product;
+  Where where;
+  int group;
+  bool is_made = false;
+  float* d[kLanes] = {};
+  const uint32_t* a[kLanes] = {};
+  // What the registers d would hold, [lane][register], and do not before the product is made.
+  std::shared_ptr<std::vector<float>> sums;
+};
+
 struct Warp {
   int number;  // in its block
   std::vector<Fiber*> lanes;
   int ready = 0;
   std::vector<Gathering> gatherings;
+  std::vector<IssuedProduct> products;  // in order
+  int product_group = 0;
+  bool is_fenced = false;   // may it issue products?
+  size_t instructions = 0;  // of its warpgroup, that it has come to
+};
+
+// What all warps of a warpgroup must come to in the same order.
+struct WarpgroupInstruction {
+  const char* what;
+  Where where;
+  uint64_t operand[3];
 };
 
 struct Barrier {
@@ -143,7 +167,10 @@ struct Block {
   Arena arena;
   Barrier all;
   Barrier some[kNamedBarriers];
+  std::map<int, std::vector<WarpgroupInstruction>> warpgroups;
 };
+
+inline bool same(Where a, Where b) { return a.line == b.line && std::strcmp(a.file, b.file) == 0; }
 
 inline std::string text_of(Where where) {
   const char* slash = std::strrchr(where.file, '/');
@@ -162,6 +189,7 @@ struct Machine {
   unsigned cluster_arrived = 0;
   unsigned cluster_phase = 0;
   std::vector<Fiber*> waiting_for_cluster;
+  std::vector<Fiber*> waiting_for_products;  // one of a warp's
   int alive = 0;
   int64_t ticks = 0;
   Fiber* current = nullptr;
@@ -201,6 +229,10 @@ std::string name_of(const Fiber& fiber);
 
 // At an mbarrier; false where there is none. A copy may arrive, when no thread runs.
 bool arrive(uint64_t* word);
+
+// A thread has ended; and all of the cluster have: is something of a warpgroup left undone?
+void check_end_of_thread(const Fiber& fiber);
+std::string unfinished_warpgroup();
 
 // The copy, or of a thread's copies the first so many, is made.
 void land(const Copy& copy);

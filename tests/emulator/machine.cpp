@@ -20,6 +20,7 @@ void run_fiber() {
       _longjmp(machine.scheduler, 1);
     }
     machine.launch.kernel(machine.launch.args);
+    check_end_of_thread(*me);
     me->state = State::kDone;
   }
 }
@@ -141,6 +142,26 @@ bool land_one_arrival() {
   return true;
 }
 
+// Nothing can run: a warp's products are made, for which it waits.
+bool make_one_product() {
+  auto& waiting = machine.waiting_for_products;
+  if (waiting.empty()) return false;
+  size_t chosen = 0;
+  if (machine.settings.order == Order::kReverse) chosen = waiting.size() - 1;
+  if (machine.settings.order == Order::kRandom) chosen = machine.random() % waiting.size();
+  make_ready(*waiting[chosen]);
+  waiting.erase(waiting.begin() + static_cast<ptrdiff_t>(chosen));
+  return true;
+}
+
+// Either may be the later one.
+bool proceed() {
+  bool products_first = machine.settings.order == Order::kReverse;
+  if (machine.settings.order == Order::kRandom) products_first = machine.random() % 2 == 0;
+  if (products_first) return make_one_product() || land_one_arrival();
+  return land_one_arrival() || make_one_product();
+}
+
 // ---- the scheduler ------------------------------------------------------------------------------
 
 Warp* next_warp() {
@@ -205,7 +226,7 @@ void schedule() {
   while (machine.alive > 0 && machine.error.empty()) {
     if (Warp* warp = next_warp()) {
       run_lanes(*warp);
-    } else if (!land_one_arrival()) {
+    } else if (!proceed()) {
       machine.error = deadlock();
     }
   }
@@ -268,6 +289,7 @@ void begin_cluster(unsigned first_block) {
   machine.cluster_arrived = 0;
   machine.cluster_phase = 0;
   machine.waiting_for_cluster.clear();
+  machine.waiting_for_products.clear();
   machine.alive = static_cast<int>(machine.fibers.size());
   for (unsigned rank = 0; rank < launch.cluster; ++rank) {
     Block& block = *machine.blocks[rank];
@@ -276,6 +298,7 @@ void begin_cluster(unsigned first_block) {
     block.alive = static_cast<int>(threads);
     block.all = {};
     for (Barrier& barrier : block.some) barrier = {};
+    block.warpgroups.clear();
     block.arena.begin(launch.shared_bytes);
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& fiber = *machine.fibers[rank * threads + t];
@@ -297,6 +320,7 @@ void begin_cluster(unsigned first_block) {
 }
 
 void end_cluster() {
+  machine.error = unfinished_warpgroup();
   for (Fiber* fiber : machine.fibers) land_beside(*fiber, fiber->copies.size());
   for (const Block* block : machine.blocks) {
     if (block->arena.is_overrun()) machine.error = "written behind the dynamic shared memory";

@@ -42,7 +42,8 @@ struct Where {
 // ---- a launch -----------------------------------------------------------------------------------
 
 enum class Order { kForward, kReverse, kRandom };  // of warps, lanes and blocks
-enum class Copies { kAtOnce, kLate, kRandom };     // when cp.async reads and writes
+// When cp.async and wgmma read and write.
+enum class Copies { kAtOnce, kLate, kRandom };
 
 struct Settings {
   Order order = Order::kForward;
@@ -90,6 +91,27 @@ void load_matrices(bool reads, bool transposed, uint32_t (&word)[4], uint32_t ro
 enum class Element { kHalf, kBfloat16, kTf32 };
 void multiply(Element element, int steps, float (&d)[4], const uint32_t* a, const uint32_t* b,
               const float (&c)[4], Where where);
+
+// wgmma by a warpgroup: d [64, columns] = a b + (accumulate ? d : 0), which the thread has
+// registers of. a: registers, or null where a_tile describes it. transposed: rows of b are
+// contiguous.
+struct WarpgroupProduct {
+  Element element;
+  int columns;
+  bool transposed;
+  bool accumulate;
+  uint64_t a_tile;
+  uint64_t b_tile;
+  const uint32_t* a;
+  float* d;
+};
+void issue_product(const WarpgroupProduct& product, Where where);
+void fence_products(Where where);
+void commit_products(Where where);
+void wait_for_products(int pending_groups, Where where);
+
+// setmaxnreg, which has no effect.
+void change_registers(int registers, Where where);
 
 void sync_block(Where where);
 void sync_some(int barrier, int threads, bool waits, Where where);

@@ -45,6 +45,9 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 struct alignas(8) uint2 {
   unsigned x, y;
 };
@@ -53,6 +56,7 @@ struct alignas(16) uint4 {
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -67,6 +71,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
@@ -82,6 +87,7 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 
@@ -101,6 +107,22 @@ inline unsigned __float_as_uint(float x) { return emulator::bits_as<unsigned>(x)
 inline int __float_as_int(float x) { return emulator::bits_as<int>(x); }
 inline float __uint_as_float(unsigned x) { return emulator::bits_as<float>(x); }
 inline float __int_as_float(int x) { return emulator::bits_as<float>(x); }
+
+// Of the eight bytes of both, those that the four nibbles of `chosen` number.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned chosen) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned which = chosen >> (4 * i) & 7;
+    result |= static_cast<unsigned>(bytes >> (8 * which) & 0xFF) << (8 * i);
+  }
+  return result;
+}
+
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
 
 // ---- threads ------------------------------------------------------------------------------------
 
@@ -172,6 +194,19 @@ T shuffled(const char* what, unsigned mask, T value, int from, Where where) {
   return mine.got;
 }
 
+template <bool kLargest>
+void reduce(void* const (&data)[32], uint32_t mask) {
+  unsigned all = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    if ((mask >> lane & 1) == 0) continue;
+    const unsigned mine = *static_cast<const unsigned*>(data[lane]);
+    all = kLargest ? std::max(all, mine) : all | mine;
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) *static_cast<unsigned*>(data[lane]) = all;
+  }
+}
+
 inline int lane() { return static_cast<int>(self->thread.x % 32); }
 
 }  // namespace emulator
@@ -189,6 +224,17 @@ inline int __all_sync(unsigned mask, bool value, emulator::Where where = emulato
 inline unsigned __ballot_sync(unsigned mask, bool value,
                               emulator::Where where = emulator::Where::here()) {
   return emulator::ballot_of("__ballot_sync", mask, value, where);
+}
+
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value,
+                                 emulator::Where where = emulator::Where::here()) {
+  emulator::collect("__reduce_or_sync", mask, &value, emulator::reduce<false>, where);
+  return value;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value,
+                                  emulator::Where where = emulator::Where::here()) {
+  emulator::collect("__reduce_max_sync", mask, &value, emulator::reduce<true>, where);
+  return value;
 }
 
 template <class T>
@@ -213,3 +259,6 @@ T __shfl_down_sync(unsigned mask, T value, unsigned by,
 #include "cuda_fp16.h"
 
 inline float2 __half22float2(__half2 both) { return {__half2float(both.x), __half2float(both.y)}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 both) {
+  return {__bfloat162float(both.x), __bfloat162float(both.y)};
+}

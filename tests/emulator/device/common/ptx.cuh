@@ -129,8 +129,9 @@ inline void load_transposed(uint32_t (&word)[4], uint32_t row, Where where = Whe
 // ---- mma ----------------------------------------------------------------------------------------
 
 template <class T>
-constexpr emulator::Element kElementOf =
-    std::is_same_v<T, __half> ? emulator::Element::kHalf : emulator::Element::kBfloat16;
+constexpr emulator::Element kElementOf = std::is_same_v<T, float>    ? emulator::Element::kTf32
+                                         : std::is_same_v<T, __half> ? emulator::Element::kHalf
+                                                                     : emulator::Element::kBfloat16;
 
 template <class T>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
@@ -152,7 +153,7 @@ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0,
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                              Where where = Where::here()) {
   const uint32_t b[2] = {b0, b1};
-  emulator::multiply(emulator::Element::kTf32, 2, d, a, b, d, where);
+  emulator::multiply(kElementOf<float>, 2, d, a, b, d, where);
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------

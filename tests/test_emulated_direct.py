@@ -1,0 +1,139 @@
+"""The direct convolution of Hopper on the CPU emulator, forward and backward, by the checks that it
+passes on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+import emulator
+import pytest
+import torch
+from emulator.device import EmulatedGpu, in_place_of_cuda
+from torch import Tensor
+
+from benchmarks import conv_backward_cases, conv_backward_sm90, conv_cases, conv_sm90, sm90
+from benchmarks.conv_cases import Padding, small_case
+from benchmarks.conv_sm90 import DTYPES, IDENTITY, NORM, Example, of_dtype
+from benchmarks.measure import float32_settings
+from fx_fuser.native import launch
+from fx_fuser.native.kernel_spec import KernelSpec
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+MODULES = (conv_backward_cases, conv_backward_sm90, conv_cases, conv_sm90, sm90)
+MULTIPROCESSORS = 3
+# The default run has the split product of fp32 and, of 16 bits, results that are only copied.
+FORWARD = (IDENTITY, of_dtype(NORM, torch.bfloat16))
+BACKWARD = (torch.float32, torch.bfloat16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def of_backward(dtypes: Sequence[torch.dtype]) -> list[KernelSpec]:
+    kinds = (conv_backward_sm90.IDENTITY, conv_backward_sm90.SCALED)
+    return [of_kind[dtype] for of_kind in kinds for dtype in dtypes]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """What the default run has, at once."""
+    specs = [example.spec for example in FORWARD] + of_backward(BACKWARD)
+    specs += [of_dtype(IDENTITY, torch.bfloat16).spec]  # makes the statistics
+    emulator.build([(spec, 90) for spec in specs])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    made = EmulatedGpu(90, MULTIPROCESSORS)
+    in_place_of_cuda(made, monkeypatch, MODULES)
+    return made
+
+
+def check_forward(cases: int, seed: int, examples: Sequence[Example]) -> None:
+    failures: list[str] = []
+    conv_sm90.sweep(cases, seed, failures, small_case, examples)
+    assert not failures
+
+
+def check_backward(cases: int, seed: int, dtypes: Sequence[torch.dtype]) -> None:
+    failures: list[str] = []
+    with float32_settings("fp32"):
+        conv_backward_sm90.sweep(cases, seed, failures, small_case, dtypes)
+    assert not failures
+
+
+@pytest.mark.parametrize("example", FORWARD, ids=lambda example: example.name)
+def test_forward_and_statistics(gpu: EmulatedGpu, example: Example) -> None:
+    check_forward(5, 0, (example,))
+
+
+@pytest.mark.parametrize("dtype", BACKWARD, ids=str)
+def test_backward(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    check_backward(4, 0, (dtype,))
+
+
+@pytest.mark.slow
+def test_forward_of_every_epilogue(gpu: EmulatedGpu) -> None:
+    examples = (*conv_sm90.EXAMPLES, *conv_sm90.HALF_EXAMPLES)
+    gpu.prepare([example.spec for example in examples])
+    check_forward(24, 1, examples)
+
+
+@pytest.mark.slow
+def test_backward_of_every_dtype(gpu: EmulatedGpu) -> None:
+    gpu.prepare(of_backward(DTYPES))
+    check_backward(16, 1, DTYPES)
+
+
+def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
+    """Cut into wide units of statistics and, in 16 bits, units that share slots."""
+    sizes = (4, 8, 12, 20), (choose.choice((5, 66)), 8, 3, 3), (1, 1, 1, 1)
+    for out_bytes in (0, 2)[: 1 + (dtype != torch.float32)]:
+        cut = functools.partial(launch.conv_direct_cut, *sizes, out_bytes, 0, dtype.itemsize)
+        assert cut(2**20) != cut(MULTIPROCESSORS)
+    return torch.randn(sizes[0]).to(dtype), torch.randn(sizes[1]).to(dtype), sizes[2]
+
+
+@pytest.mark.slow
+def test_wide_units(gpu: EmulatedGpu) -> None:
+    failures: list[str] = []
+    conv_sm90.sweep(6, 2, failures, wide_case, FORWARD)
+    assert not failures
+
+
+@pytest.mark.slow
+@every_dtype
+def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    failures: list[str] = []
+    conv_sm90.special_values(failures, dtype, size=(21, 23), wide=(3, 8, 124, 124))
+    assert not failures
+
+
+@pytest.mark.slow
+@every_dtype
+def test_special_gradients(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    failures: list[str] = []
+    conv_backward_sm90.special_values(failures, dtype, size=(12, 23))
+    assert not failures
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
+def test_extreme_factors(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    failures: list[str] = []
+    conv_backward_sm90.extreme_factors(failures, dtype)
+    assert not failures
+
+
+@pytest.mark.slow
+def test_refusals(gpu: EmulatedGpu) -> None:
+    failures: list[str] = []
+    for check in (conv_sm90.refusals, conv_backward_sm90.refusals):
+        check(failures)
+    assert not failures
