@@ -23,9 +23,8 @@ from fx_fuser.native.kernel_spec import KernelSpec
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 MODULES = (conv_backward_cases, conv_backward_sm90, conv_cases, conv_sm90, sm90)
 MULTIPROCESSORS = 3
-# The default run has the split product of fp32 and, of 16 bits, results that are only copied.
+# The default run has those of 16 bits: which take g++ less long.
 FORWARD = (IDENTITY, of_dtype(NORM, torch.bfloat16))
-BACKWARD = (torch.float32, torch.bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -37,7 +36,7 @@ def of_backward(dtypes: Sequence[torch.dtype]) -> list[KernelSpec]:
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """What the default run has, at once."""
-    specs = [example.spec for example in FORWARD] + of_backward(BACKWARD)
+    specs = [FORWARD[1].spec, *of_backward([torch.bfloat16])]
     specs += [of_dtype(IDENTITY, torch.bfloat16).spec]  # makes the statistics
     emulator.build([(spec, 90) for spec in specs])
 
@@ -62,14 +61,12 @@ def check_backward(cases: int, seed: int, dtypes: Sequence[torch.dtype]) -> None
     assert not failures
 
 
-@pytest.mark.parametrize("example", FORWARD, ids=lambda example: example.name)
-def test_forward_and_statistics(gpu: EmulatedGpu, example: Example) -> None:
-    check_forward(5, 0, (example,))
+def test_forward_and_statistics(gpu: EmulatedGpu) -> None:
+    check_forward(5, 0, FORWARD[1:])
 
 
-@pytest.mark.parametrize("dtype", BACKWARD, ids=str)
-def test_backward(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    check_backward(4, 0, (dtype,))
+def test_backward(gpu: EmulatedGpu) -> None:
+    check_backward(4, 0, [torch.bfloat16])
 
 
 @pytest.mark.slow
