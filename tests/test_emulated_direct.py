@@ -43,8 +43,8 @@ def built() -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
-    made = EmulatedGpu(90, MULTIPROCESSORS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    made = EmulatedGpu(90, getattr(request, "param", MULTIPROCESSORS))
     in_place_of_cuda(made, monkeypatch, MODULES)
     return made
 
@@ -83,6 +83,30 @@ def test_forward_of_every_epilogue(gpu: EmulatedGpu) -> None:
 def test_backward_of_every_dtype(gpu: EmulatedGpu) -> None:
     gpu.prepare(of_backward(DTYPES))
     check_backward(16, 1, DTYPES)
+
+
+def long_case(_: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
+    """More units for one multiprocessor than a ring has slots."""
+    sizes = (2, 3, 40, 40), (5, 3, 3, 3), (1, 1, 1, 1)
+    units, _, _, _, _, slots, *_ = launch.conv_direct_backward_cut(
+        *sizes, True, 1, x_bytes=dtype.itemsize
+    )
+    assert units > 3 * slots
+    return torch.randn(sizes[0]).to(dtype), torch.randn(sizes[1]).to(dtype), sizes[2]
+
+
+@pytest.mark.parametrize("gpu", [1], indirect=True)
+@pytest.mark.parametrize(
+    "example",
+    [FORWARD[1], pytest.param(FORWARD[0], marks=pytest.mark.slow)],
+    ids=lambda example: example.name,
+)
+def test_rings_that_are_used_again(gpu: EmulatedGpu, example: Example) -> None:
+    failures: list[str] = []
+    conv_sm90.sweep(2, 0, failures, long_case, (example,))
+    with float32_settings("fp32"):
+        conv_backward_sm90.sweep(3, 0, failures, long_case, (example.x,))
+    assert not failures
 
 
 def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
