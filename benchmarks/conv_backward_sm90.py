@@ -173,6 +173,11 @@ def accuracy(failures: list[str], dtype: torch.dtype = torch.float32) -> list[li
 # ---- everything else that must be right ----------------------------------------------------------
 
 
+def _allowed(eagers: float, dtype: torch.dtype, name: str) -> float:
+    """The error of a gradient. dx is rounded to its dtype, the others are fp32."""
+    return max(4 * eagers, 2e-6, ROUNDED[dtype] if name == "dx" else 0.0)
+
+
 def sweep(
     cases: int,
     seed: int,
@@ -221,8 +226,7 @@ def sweep(
         for name, error, other in zip(NAMES, of_case, eagers):
             if problem.mode == "training" and values < 64:
                 continue  # what is left of larger numbers
-            rounding = ROUNDED[dtype] if name == "dx" else 0.0
-            if not error <= max(4 * other, 2e-6, rounding):
+            if not error <= _allowed(other, dtype, name):
                 failures.append(f"{what}, {name}: error {error:.2e} v {other:.2e}")
         if problem.mode != "training" and dtype == torch.float32:
             largest = [max(pair) for pair in zip(largest, of_case)]
@@ -289,7 +293,7 @@ def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> 
         for name, error, other in zip(NAMES, of_case, eagers):
             if not math.isfinite(other):  # 1e38 in fp16
                 other = ROUNDED[dtype]
-            if not error <= max(4 * other, 2e-6, ROUNDED[dtype] if name == "dx" else 0.0):
+            if not error <= _allowed(other, dtype, name):
                 failures.append(
                     f"dy of {of_dy:.0e} times {factor:.0e}, {dtype}, {window}, {mode}, {name}: "
                     f"error {error:.2e} v {other:.2e}"

@@ -124,10 +124,8 @@ def _keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
             return True
         return zlib.crc32(item.nodeid.encode()) % int(parts) == int(part) - 1
 
-    left_out = [item for item in items if not is_kept(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_kept(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
+    items[:] = [item for item in items if is_kept(item)]
 
 
 def _values(tests: Sequence[pytest.Function]) -> Iterator[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -118,6 +119,16 @@ def test_available_says_why_not():
 def test_cpu_tensors_are_refused_by_name():
     with pytest.raises(BuildError, match="not on cpu"):
         launch.batch_stats(torch.ones(2, 3, 4, 4))
+
+
+@pytest.mark.parametrize("arch", build.ARCHS + build.SPLIT_ARCHS)
+def test_one_each_leaves_no_main_loop_out(arch):
+    def headers(sources):
+        return [re.findall(r'#include "((?:conv|linear|pointwise)/.*)"', text) for text in sources]
+
+    every, few = build._sources(arch, one_each=False), build._sources(arch, one_each=True)
+    assert set(few) < set(every)
+    assert sorted(map(str, headers(few))) == sorted({str(one) for one in headers(every)})
 
 
 def test_missing_ninja_names_the_remedy(fake, monkeypatch):

@@ -12,7 +12,9 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 
 SHARED_BYTES = 64 << 10
-SOURCE = """
+SOURCE = (
+    f"constexpr int kSharedBytes = {SHARED_BYTES};"
+    + """
 #include "common/ptx_sm90.cuh"
 #include "common/wgmma_sm90.cuh"
 using namespace fx_fuser;
@@ -131,7 +133,6 @@ FX_FUSER_FORM(transposed_float16_72, __half, 72, kRegistersByTransposed)
 
 // ---- faults: a product of ones by warpgroup 0, whose memory warpgroup 1 overwrites --------------
 
-constexpr int kSharedBytes = 64 << 10;
 enum Fault {
   kNone, kReadsEarly, kReleasesEarly, kChangesFactors, kChangesSums, kIsMissing, kDiverges,
   kIsElsewhere, kDiffersInWarp, kDiffersInWarpgroup, kIsBeside, kHasNoFence, kHasNoFenceAgain,
@@ -215,6 +216,7 @@ FX_FUSER_FAULT(has_no_wait, kHasNoWait)
 FX_FUSER_FAULT(waits_for_fewer, kWaitsForFewer)
 FX_FUSER_FAULT(keeps_registers, kKeepsRegisters)
 """
+)
 every_schedule = pytest.mark.parametrize("settings", SCHEDULES, ids=str)
 
 

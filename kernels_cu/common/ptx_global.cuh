@@ -20,53 +20,43 @@ __device__ __forceinline__ uint32_t load_global(const uint16_t* from) {
   return value;
 }
 
+// A load of one register where `test` sets the predicate, else `zero`; without a branch.
+#define FX_FUSER_LOAD_WHERE(Value, function, test, zero, type, constraint, ...) \
+  __device__ __forceinline__ Value function {                                   \
+    Value value;                                                                \
+    asm volatile(                                                               \
+        "{\n"                                                                   \
+        ".reg .pred there;\n" test "mov." zero                                  \
+        ";\n"                                                                   \
+        "@there ld.global.nc." type                                             \
+        " %0, [%1];\n"                                                          \
+        "}\n"                                                                   \
+        : constraint(value)                                                     \
+        : "l"(from), __VA_ARGS__);                                              \
+    return value;                                                               \
+  }
+
 // *from if place < limit, else 0. By hand, so that a channel has one address, and its loads differ
 // by a constant: nvcc makes an address a load, in registers of an earlier one, and ptxas then waits
 // for the data of that.
-__device__ __forceinline__ float load_global_below(const float* from, uint32_t place,
-                                                   uint32_t limit) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .pred below;\n"
-      "setp.lt.u32 below, %2, %3;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "@below ld.global.nc.f32 %0, [%1];\n"
-      "}\n"
-      : "=f"(value)
-      : "l"(from), "r"(place), "r"(limit));
-  return value;
-}
+#define FX_FUSER_LOAD_BELOW(Value, InMemory, zero, type, constraint)                  \
+  FX_FUSER_LOAD_WHERE(                                                                \
+      Value, load_global_below(const InMemory* from, uint32_t place, uint32_t limit), \
+      "setp.lt.u32 there, %2, %3;\n", zero, type, constraint, "r"(place), "r"(limit))
+FX_FUSER_LOAD_BELOW(float, float, "f32 %0, 0f00000000", "f32", "=f")
+FX_FUSER_LOAD_BELOW(uint32_t, uint16_t, "b32 %0, 0", "u16", "=r")
+#undef FX_FUSER_LOAD_BELOW
 
-__device__ __forceinline__ uint32_t load_global_below(const uint16_t* from, uint32_t place,
-                                                      uint32_t limit) {
-  uint32_t value;
-  asm volatile(
-      "{\n"
-      ".reg .pred below;\n"
-      "setp.lt.u32 below, %2, %3;\n"
-      "mov.b32 %0, 0;\n"
-      "@below ld.global.nc.u16 %0, [%1];\n"
-      "}\n"
-      : "=r"(value)
-      : "l"(from), "r"(place), "r"(limit));
-  return value;
-}
-
-// *from if `is_there`, else 0; without a branch.
-__device__ __forceinline__ float load_global_if(bool is_there, const float* from) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.b32 there, %2, 0;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "@there ld.global.nc.f32 %0, [%1];\n"
-      "}\n"
-      : "=f"(value)
-      : "l"(from), "r"(static_cast<int>(is_there)));
-  return value;
-}
+// *from if `is_there`, else 0.
+#define FX_FUSER_LOAD_IF(Value, InMemory, zero, type, constraint)                 \
+  FX_FUSER_LOAD_WHERE(Value, load_global_if(bool is_there, const InMemory* from), \
+                      "setp.ne.b32 there, %2, 0;\n", zero, type, constraint,      \
+                      "r"(static_cast<int>(is_there)))
+FX_FUSER_LOAD_IF(float, float, "f32 %0, 0f00000000", "f32", "=f")
+FX_FUSER_LOAD_IF(uint32_t, uint16_t, "b32 %0, 0", "u16", "=r")
+FX_FUSER_LOAD_IF(uint32_t, uint32_t, "b32 %0, 0", "b32", "=r")
+#undef FX_FUSER_LOAD_IF
+#undef FX_FUSER_LOAD_WHERE
 
 __device__ __forceinline__ float2 load_global_if(bool is_there, const float2* from) {
   float2 value;
@@ -79,34 +69,6 @@ __device__ __forceinline__ float2 load_global_if(bool is_there, const float2* fr
       "@there ld.global.nc.v2.f32 {%0, %1}, [%2];\n"
       "}\n"
       : "=f"(value.x), "=f"(value.y)
-      : "l"(from), "r"(static_cast<int>(is_there)));
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_global_if(bool is_there, const uint16_t* from) {
-  uint32_t value;
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.b32 there, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@there ld.global.nc.u16 %0, [%1];\n"
-      "}\n"
-      : "=r"(value)
-      : "l"(from), "r"(static_cast<int>(is_there)));
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_global_if(bool is_there, const uint32_t* from) {
-  uint32_t value;
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.b32 there, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@there ld.global.nc.b32 %0, [%1];\n"
-      "}\n"
-      : "=r"(value)
       : "l"(from), "r"(static_cast<int>(is_there)));
   return value;
 }
@@ -127,6 +89,7 @@ __device__ __forceinline__ void store_global_if(bool is_wanted, float* to, float
 
 template <class T>
 __device__ __forceinline__ void store_global_if(bool is_wanted, T* to, T value) {
+  static_assert(sizeof(T) == 2);
   asm volatile(
       "{\n"
       ".reg .pred wanted;\n"
@@ -138,14 +101,14 @@ __device__ __forceinline__ void store_global_if(bool is_wanted, T* to, T value) 
 }
 
 // By hand: ptxas puts a branch around each of many such stores.
-__device__ __forceinline__ void store_global_if(bool condition, void* to, const uint4& value) {
+__device__ __forceinline__ void store_global_if(bool is_wanted, void* to, const uint4& value) {
   asm volatile(
       "{\n"
-      ".reg .pred condition;\n"
-      "setp.ne.b32 condition, %5, 0;\n"
-      "@condition st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
       "}\n" ::"l"(to),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(condition))
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(is_wanted))
       : "memory");
 }
 

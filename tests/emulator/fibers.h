@@ -22,8 +22,8 @@ namespace emulator {
 
 inline constexpr int kLanes = 32;
 constexpr size_t kStackBytes = 512 << 10;
-constexpr size_t kArenaBytes = 252
-                               << 10;  // addresses are below 2^18, as wgmma's descriptors have it
+// Addresses are below 2^18, as wgmma's descriptors have it.
+constexpr size_t kArenaBytes = 252 << 10;
 constexpr size_t kArenaAlignment = 64 << 10;
 constexpr uint32_t kFirstAddress = 1024;  // 0 is no address
 constexpr int kNamedBarriers = 16;

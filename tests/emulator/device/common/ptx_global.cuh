@@ -26,8 +26,8 @@ template <class T>
 void store_global_if(bool is_wanted, T* to, T value) {
   if (is_wanted) *to = value;
 }
-inline void store_global_if(bool condition, void* to, const uint4& value) {
-  if (condition) *static_cast<uint4*>(to) = value;
+inline void store_global_if(bool is_wanted, void* to, const uint4& value) {
+  if (is_wanted) *static_cast<uint4*>(to) = value;
 }
 
 }  // namespace fx_fuser::ptx

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/matrix_descriptor.cuh"
 #include "common/ptx.cuh"
 
 namespace fx_fuser::ptx {
@@ -23,13 +24,6 @@ void take_registers(Where where = Where::here()) {
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------
-
-inline uint64_t matrix_descriptor(uint32_t address) {
-  constexpr uint64_t kLeadingOffset = 1;
-  constexpr uint64_t kStrideOffset = 1024 / 16;
-  constexpr uint64_t kSwizzle128 = 1;
-  return (address & 0x3FFFF) >> 4 | kLeadingOffset << 16 | kStrideOffset << 32 | kSwizzle128 << 62;
-}
 
 inline void wgmma_fence(Where where = Where::here()) { emulator::fence_products(where); }
 inline void wgmma_commit(Where where = Where::here()) { emulator::commit_products(where); }

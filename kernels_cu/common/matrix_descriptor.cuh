@@ -1,0 +1,17 @@
+// How wgmma is told of an operand in shared memory. (PTX ISA 9.7.15.5)
+#pragma once
+
+#include <cstdint>
+
+namespace fx_fuser::ptx {
+
+// Descriptor of a K-major operand in rows of 128 bytes with the 128-byte swizzle: 8 rows are 1024
+// bytes, on which `address` is aligned (9.7.15.5.1). 16 elements of 16 bits further: + 2.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+  constexpr uint64_t kLeadingOffset = 1;  // ignored where a row is one swizzle span
+  constexpr uint64_t kStrideOffset = 1024 / 16;
+  constexpr uint64_t kSwizzle128 = 1;
+  return (address & 0x3FFFF) >> 4 | kLeadingOffset << 16 | kStrideOffset << 32 | kSwizzle128 << 62;
+}
+
+}  // namespace fx_fuser::ptx
