@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match
-from fx_fuser.native import binaries, load
+from fx_fuser.native import binaries, load, store
+from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import Options
 from fx_fuser.passes import products, provenance
@@ -42,6 +43,7 @@ def built(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     runs: list[list[str]] = []
     monkeypatch.setattr(load, "build", lambda specs, *_: runs.append([s.name for s in specs]))
     monkeypatch.setattr(load, "_index_of", lambda _: 0)
+    monkeypatch.setattr(store, "holds", lambda _: False)
     return runs
 
 
@@ -104,6 +106,27 @@ def test_what_is_loaded_is_not_built(
     monkeypatch.setattr(load, "_kernels", {(name, 0): 1 for name in built[0]})
     _build(grown)
     assert built[1] == []
+
+
+def test_tails_wait_where_nothing_else_is_compiled(
+    grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A second process, say: what the first compiled is kept, and its tails were not all needed.
+    _on(16, monkeypatch)
+    kept: set[str] = set()
+    monkeypatch.setattr(store, "holds", lambda job: job.key in kept)
+    monkeypatch.setattr(binaries, "_cubin_job", lambda text, *_: Job(text, text, "", "", ()))
+    _build(grown)
+    of_name = _spec_of(grown)
+    texts = {of_name(name).text for name in built[0]}
+    tails = {text for text in texts if "tanh" in text}
+    assert tails and texts > tails
+    kept.update(texts - tails)
+    _build(grown)
+    assert built[1] == []
+    kept.pop()  # now there is something to wait for
+    _build(grown)
+    assert {of_name(name).text for name in built[2]} == tails | (texts - tails - kept)
 
 
 def test_what_fails_is_left_to_those_who_ask(

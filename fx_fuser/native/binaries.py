@@ -126,6 +126,12 @@ def cubins(sources: Sequence[str], arch: str) -> list[Path]:
     return store.ensure([_cubin_job(source, arch, compiler) for source in sources])
 
 
+def are_built(sources: Sequence[str], arch: str) -> list[bool]:
+    """Of each source: is its cubin in the cache?"""
+    compiler = compilers.of_kernels()
+    return [store.holds(_cubin_job(source, arch, compiler)) for source in sources]
+
+
 def shim_sources() -> str:
     """sha256 over the shim's sources."""
     return _hash_files([path for path in _kernel_sources() if path.endswith((".cpp", ".h"))])

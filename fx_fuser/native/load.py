@@ -99,6 +99,13 @@ def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[Kernel
     return [spec for spec in dict.fromkeys(specs) if (spec.name, index) not in _kernels]
 
 
+def not_built(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:
+    """The specs that `build` would have to compile, each once."""
+    wanted = [spec for spec in not_loaded(specs, device) if runs_on(spec, device)]
+    built = binaries.are_built([spec.text for spec in wanted], binaries.arch_of(device))
+    return [spec for spec, is_built in zip(wanted, built) if not is_built]
+
+
 def build(specs: Sequence[KernelSpec], device: torch.device, batch_stats: bool = False) -> None:
     """Builds the kernels in parallel, and the statistics kernels if asked, and loads none.
 

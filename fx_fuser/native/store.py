@@ -66,6 +66,12 @@ def ensure(wanted: Sequence[Job]) -> list[Path]:
         return _ensure_in(_fallback_dir(), wanted)
 
 
+def holds(job: Job) -> bool:
+    """Is the job's binary in the cache folder?  Not where the folder is not to be trusted."""
+    folder = cache_dir()
+    return not distrust(folder) and _is_cached(folder, job)
+
+
 def make(folder: Path) -> None:
     """Create the folder so that nobody else may write to it, whatever the umask."""
     folder.parent.mkdir(parents=True, exist_ok=True)
