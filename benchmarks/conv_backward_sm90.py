@@ -260,10 +260,18 @@ def special_values(
             failures.append(f"gradients of zeros, {dtype}, {name}: not zero")
 
 
-def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Gradients whose sums, or factors whose products, overflow where dz itself does not.
+# Two operands and a number.
+_FACTORS = (
+    *((0.0, 1.0, 1.0), (1e-30, 1.0, 1.0), (1e38, 1.0, 1.0)),
+    *((1e30, 1e30, 1.0), (1e-30, 1e-30, 1.0), (1e30, 1e30, 1e-30), (1e-30, 1e-30, 1e30)),
+    *((1e30, 1e30, 1e30), (1e38, 1e38, 1e30), (1e38, 0.0, 1e30)),
+)
 
-    A zero as the other factor then makes NaN of what is zero.
+
+def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
+    """Gradients whose sums, or factors whose products, leave float's range where dz does not.
+
+    A zero as the other factor of an infinity then makes NaN of what is zero.
     """
     torch.manual_seed(0)
     count = 70
@@ -271,22 +279,22 @@ def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> 
     some = torch.arange(count, device=CUDA) % 3 > 0
     bias = torch.randn(count, device=CUDA)
     running = torch.randn(count, device=CUDA), torch.rand(count, device=CUDA) + 0.1
-    others = torch.ones(count, device=CUDA).bfloat16().view(-1, 1, 1)
-    for factor, of_dy, window, mode in itertools.product(
-        (0.0, 1e-30, 1e38), (0.0, largest), ((3, 3), (2, 1)), ("evaluation", "training")
+    for factors, of_dy, window, mode in itertools.product(
+        _FACTORS, (0.0, largest), ((3, 3), (2, 1)), ("evaluation", "training")
     ):
-        if factor * of_dy > largest:
+        if math.prod(factors) * of_dy > largest:
             continue
         x = torch.randn(2, 3, 13, 11, device=CUDA)
         weight = torch.randn(count, 3, *window, device=CUDA) * 0.1
         dy = torch.randn_like(convolve(x, weight, NONE))
         extremes = of_dy * (torch.rand_like(dy) < 0.3) * dy.sign()
         dy = torch.where(some.view(-1, 1, 1), extremes, dy)
-        factors = torch.where(some, factor, 1.0).view(-1, 1, 1)
+        first, second = (torch.where(some, v, 1.0).view(-1, 1, 1) for v in factors[:2])
         problem = Problem(x, weight, dy, mode, gamma=torch.full((count,), 20.0, device=CUDA))
         if mode == "evaluation":
             problem = replace(problem, bias=bias, mean=running[0], variance=running[1])
-        problem = replace(problem.to(dtype), operands=(factors, others), scalars=(1.0,))
+        operands = first, second.bfloat16()
+        problem = replace(problem.to(dtype), operands=operands, scalars=factors[2:])
         exact = problem.in_torch(torch.float64)
         eagers = errors(problem.in_torch(dtype), exact)
         of_case = errors(ours(problem), exact)
@@ -295,7 +303,7 @@ def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> 
                 other = ROUNDED[dtype]
             if not error <= _allowed(other, dtype, name):
                 failures.append(
-                    f"dy of {of_dy:.0e} times {factor:.0e}, {dtype}, {window}, {mode}, {name}: "
+                    f"dy of {of_dy:.0e} times {factors}, {dtype}, {window}, {mode}, {name}: "
                     f"error {error:.2e} v {other:.2e}"
                 )
 

@@ -11,15 +11,17 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kTile = 64;  // positions of a product whose rows they are
 
-// Of a channel, with d = c - mean:  dz = of_dy dy,  dc = scale dz + slope d + offset. dy is
+// Of a channel, with d = c - mean:  dz = rest of_dy dy,  dc = scale dz + slope d + offset. dy is
 // multiplied first of all, as by autograd: sums of a large dy or a product of both factors can
-// overflow where dz does not, and a zero as the other factor then makes NaN. Of an input channel a
+// overflow where dz does not, and a zero as the other factor then makes NaN. For the same reason
+// the derivative is two numbers (`Derivative`). Of an input channel a
 // value amid its pixels, which in fp32 is taken from all of them, those of the padding included:
 // the convolution of what remains differs by a number, that `mean` lacks then, and dweight by pivot
 // Σ dc. The sums that the tensor core truncates are then of either sign.
 struct Coefficients {
   float mean[kConvGroup];
   float of_dy[kConvGroup];
+  float rest[kConvGroup];
   float scale[kConvGroup];
   float slope[kConvGroup];
   float offset[kConvGroup];
@@ -102,18 +104,51 @@ __device__ __forceinline__ float deviation_of(float sum, float weight_unscale, f
 
 // ---- coefficients -------------------------------------------------------------------------------
 
-// The derivative of the epilogue, which is linear: what it makes of one.
+// The derivative of the epilogue, which is linear: of_dy · rest, of which `rest` is a power of two.
+// Autograd multiplies dy by one factor after the other; their product may be out of float's range
+// where dz is not.
+struct Derivative {
+  float of_dy;
+  float rest;
+};
+
+constexpr float kLarge = 0x1p+126F;
+constexpr float kLargest = 0x1.fffffep+127F;
+
+// What the epilogue makes of `one`.
 template <class Epilogue, int kScalars, class... In, size_t... kOperand>
-__device__ __forceinline__ float slope_of_epilogue(const ConvDirectArgs& args, int output,
-                                                   std::index_sequence<kOperand...>) {
+__device__ __forceinline__ float epilogue_of(float one, const ConvDirectArgs& args, int output,
+                                             std::index_sequence<kOperand...>) {
   constexpr int kOperands = sizeof...(In);
   const float in[1 + kOperands] = {
-      1.0f, convert<float>(static_cast<const In*>(
-                args.operand[kOperand].data)[output * args.operand[kOperand].stride[1]])...};
+      one, convert<float>(static_cast<const In*>(
+               args.operand[kOperand].data)[output * args.operand[kOperand].stride[1]])...};
   float scalar[kScalars > 0 ? kScalars : 1];
 #pragma unroll
   for (int s = 0; s < kScalars; ++s) scalar[s] = args.scalar[s];
   return static_cast<float>(Epilogue{}(in, scalar));
+}
+
+template <class Epilogue, int kScalars, class... In>
+__device__ __forceinline__ Derivative derivative_of(const ConvDirectArgs& args, int output) {
+  const auto of = [&](float one) {
+    return epilogue_of<Epilogue, kScalars, In...>(one, args, output,
+                                                  std::index_sequence_for<In...>{});
+  };
+  const float whole = of(1.0f);
+  if (fabsf(whole) >= 1 / kLarge && fabsf(whole) < INFINITY) return {whole, 1};
+  // What left the range on the way alone is back in it.
+  if (fabsf(whole) < 1 / kLarge) {
+    const float larger = of(kLarge);
+    if (!(fabsf(larger) < INFINITY)) return {whole, 1};
+    return fabsf(larger) < 1 ? Derivative{larger, 1 / kLarge} : Derivative{larger / kLarge, 1};
+  }
+  const float smaller = of(1 / kLarge);
+  if (fabsf(smaller) <= 1) return {smaller * kLarge, 1};
+  if (fabsf(smaller) < INFINITY) return {smaller, kLarge};
+  // If no factor is infinite, it is beyond all numbers, or an infinity on its way meets a zero.
+  if (of(0.0f) != 0) return {whole, 1};
+  return {fabsf(smaller) == INFINITY ? copysignf(kLargest, smaller) : 0.0f, kLarge};
 }
 
 // The mean of a few pixels of each input channel, the same ones in every block; a warp has one.
@@ -163,14 +198,13 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   if (channel >= kConvGroup) return;
   const int output = group * kConvGroup + channel;
   double mean = 0;
-  float of_dy = 0;
+  Derivative derivative{0, 1};
   float scale = 0;
   float slope = 0;
   float offset = 0;
   float rstd = 1;
   if (output < args.conv.outputs) {
-    of_dy = slope_of_epilogue<Epilogue, kScalars, In...>(args.conv, output,
-                                                         std::index_sequence_for<In...>{});
+    derivative = derivative_of<Epilogue, kScalars, In...>(args.conv, output);
     scale = 1;
     if (args.variance != nullptr) {
       mean = args.mean[output];
@@ -186,7 +220,8 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
     }
   }
   to.mean[channel] = static_cast<float>(mean);
-  to.of_dy[channel] = of_dy;
+  to.of_dy[channel] = derivative.of_dy;
+  to.rest[channel] = derivative.rest;
   to.scale[channel] = scale;
   to.slope[channel] = slope;
   to.offset[channel] = offset;
