@@ -11,10 +11,11 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kTile = 64;  // positions of a product whose rows they are
 
-// Of a channel, with d = c - mean:  dz = rest of_dy dy,  dc = scale dz + slope d + offset. dy is
-// multiplied first of all, as by autograd: sums of a large dy or a product of both factors can
-// overflow where dz does not, and a zero as the other factor then makes NaN. For the same reason
-// the derivative is two numbers (`Derivative`). Of an input channel a
+// Of a channel, with d = c - mean:  dz = rest of_dy dy,  dc = scale (of_dy dy) + slope d + offset.
+// dy is multiplied first of all, as by autograd: sums of a large dy or a product of both factors
+// can overflow where dz does not, and a zero as the other factor then makes NaN. For the same
+// reason the epilogue's derivative is two numbers (`Derivative`), of which sums get `rest` at the
+// end and dc in `scale`. Of an input channel a
 // value amid its pixels, which in fp32 is taken from all of them, those of the padding included:
 // the convolution of what remains differs by a number, that `mean` lacks then, and dweight by pivot
 // Σ dc. The sums that the tensor core truncates are then of either sign.
@@ -104,9 +105,9 @@ __device__ __forceinline__ float deviation_of(float sum, float weight_unscale, f
 
 // ---- coefficients -------------------------------------------------------------------------------
 
-// The derivative of the epilogue, which is linear: of_dy · rest, of which `rest` is a power of two.
-// Autograd multiplies dy by one factor after the other; their product may be out of float's range
-// where dz is not.
+// The derivative of the epilogue, which is linear: of_dy · rest. Autograd multiplies dy by one
+// factor after the other; their product may be out of float's range where dz is not. `rest` is a
+// power of two, as near to 1 as can be: then of_dy dy overflows or underflows only where dz does.
 struct Derivative {
   float of_dy;
   float rest;
@@ -137,15 +138,21 @@ __device__ __forceinline__ Derivative derivative_of(const ConvDirectArgs& args, 
   };
   const float whole = of(1.0f);
   if (fabsf(whole) >= 1 / kLarge && fabsf(whole) < INFINITY) return {whole, 1};
-  // What left the range on the way alone is back in it.
+  int exponent;
   if (fabsf(whole) < 1 / kLarge) {
     const float larger = of(kLarge);
-    if (!(fabsf(larger) < INFINITY)) return {whole, 1};
-    return fabsf(larger) < 1 ? Derivative{larger, 1 / kLarge} : Derivative{larger / kLarge, 1};
+    if (larger == 0 || !(fabsf(larger) < INFINITY)) return {whole, 1};
+    // Only what it was on the way was too small.
+    if (fabsf(larger) >= 1) return {larger / kLarge, 1};
+    const float mantissa = frexpf(larger, &exponent);
+    return {ldexpf(mantissa, -125), ldexpf(1, exponent - 1)};
   }
   const float smaller = of(1 / kLarge);
-  if (fabsf(smaller) <= 1) return {smaller * kLarge, 1};
-  if (fabsf(smaller) < INFINITY) return {smaller, kLarge};
+  if (fabsf(smaller) < 4) return {smaller * kLarge, 1};
+  if (fabsf(smaller) < INFINITY) {
+    const float mantissa = frexpf(smaller, &exponent);
+    return {ldexpf(mantissa, 128), ldexpf(1, exponent - 2)};
+  }
   // If no factor is infinite, it is beyond all numbers, or an infinity on its way meets a zero.
   if (of(0.0f) != 0) return {whole, 1};
   return {fabsf(smaller) == INFINITY ? copysignf(kLargest, smaller) : 0.0f, kLarge};
@@ -222,7 +229,10 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   to.mean[channel] = static_cast<float>(mean);
   to.of_dy[channel] = derivative.of_dy;
   to.rest[channel] = derivative.rest;
-  to.scale[channel] = scale;
+  // No infinity of finite numbers: it would meet a dy of 0.
+  const float whole = scale * derivative.rest;
+  to.scale[channel] =
+      fabsf(whole) == INFINITY && fabsf(scale) < INFINITY ? copysignf(kLargest, scale) : whole;
   to.slope[channel] = slope;
   to.offset[channel] = offset;
   to.rstd[channel] = rstd;

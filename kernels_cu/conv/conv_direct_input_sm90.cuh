@@ -133,14 +133,12 @@ __device__ __forceinline__ void make_gradients(const Tail& tail, const Coefficie
     float unscale[2];
     float mean[2];
     float of_dy[2];
-    float rest[2];
     float scale[2];
     float slope[2];
     float offset[2];
     pair_of(tail.weight_unscale, unscale);
     pair_of(coefficients.mean, mean);
     pair_of(coefficients.of_dy, of_dy);
-    pair_of(coefficients.rest, rest);
     pair_of(coefficients.scale, scale);
     pair_of(coefficients.slope, slope);
     pair_of(coefficients.offset, offset);
@@ -152,7 +150,7 @@ __device__ __forceinline__ void make_gradients(const Tail& tail, const Coefficie
         const float2 pair = values_of<X>(dy[4 * i + 2 * r], dy[4 * i + 2 * r + 1], false);
         const float d = deviation_of<X>(value, unscale[t], pixel_unscale, mean[t]);
         const float shift = is_training ? fmaf(slope[t], d, offset[t]) : 0.0f;
-        const float dz = rest[t] * (of_dy[t] * (t == 0 ? pair.x : pair.y));
+        const float dz = of_dy[t] * (t == 0 ? pair.x : pair.y);  // but for `rest`
         value = is_valid[r] ? fmaf(scale[t], dz, shift) : 0.0f;
         largest[r] = fmaxf(largest[r], fabsf(value));
       }

@@ -191,6 +191,7 @@ __device__ __forceinline__ double store_sums(const ConvBackwardArgs& args,
     all += __shfl_xor_sync(0xFFFFFFFF, all, 1);
     all += __shfl_xor_sync(0xFFFFFFFF, all, 2);
     if (s == 0) of_dc = all * static_cast<double>(coefficients.scale[channel]);
+    all *= static_cast<double>(coefficients.rest[channel]);
     if (s == 1) all *= static_cast<double>(coefficients.rstd[channel]);
     if (stores) {
       args.sums[(static_cast<int64_t>(split) * 2 + s) * args.conv.outputs + output] = all;
@@ -228,7 +229,6 @@ struct ChannelValues {
   float weight_unscale;
   float mean;
   float of_dy;
-  float rest;
   float scale;
   float slope;
   float offset;
@@ -236,9 +236,9 @@ struct ChannelValues {
   static __device__ __forceinline__ ChannelValues of(const Tail& tail,
                                                      const Coefficients& coefficients,
                                                      int channel) {
-    return {tail.weight_unscale[channel], coefficients.mean[channel],  coefficients.of_dy[channel],
-            coefficients.rest[channel],   coefficients.scale[channel], coefficients.slope[channel],
-            coefficients.offset[channel]};
+    return {tail.weight_unscale[channel], coefficients.mean[channel],
+            coefficients.of_dy[channel],  coefficients.scale[channel],
+            coefficients.slope[channel],  coefficients.offset[channel]};
   }
 };
 
@@ -255,7 +255,7 @@ __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uin
     const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
     const float d = deviation_of<X>(sum[i], of[r].weight_unscale, pixel_unscale, of[r].mean);
     const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
-    const float dz = of[r].rest * (of[r].of_dy * (i % 2 == 0 ? pair.x : pair.y));
+    const float dz = of[r].of_dy * (i % 2 == 0 ? pair.x : pair.y);  // but for `rest`
     if constexpr (kSums) {
       of_tile[0][r] += dz;
       of_tile[1][r] = fmaf(dz, is_valid ? d : 0.0f, of_tile[1][r]);
