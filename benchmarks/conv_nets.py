@@ -4,11 +4,12 @@
 
 128 images of 224², statistics from a training batch; fp32 from contiguous tensors at torch's
 defaults (convolutions in TF32), bf16 from channels_last, `fp32-cl` and `bf16-nchw` the other way
-round. In one process for both modes: GPU time by kind, wall time, peak memory, the first call with
-empty caches (fx_fuser's kernels included), and errors against float64. Several processes may run
-beside each other: what times something holds `--lock`. The rows go to
-benchmarks/results/conv_nets/h200.json; `python -m benchmarks.report` puts them into
-docs/results.md.
+round. `bf16-frozen` and `fp32-frozen`: a training step (forward, loss, backward) of a net whose
+BatchNorms are in evaluation, as detectors have them. In one process for both modes: GPU time by
+kind, wall time, peak memory, the first call with empty caches (fx_fuser's kernels included), and
+errors against float64. Several processes may run beside each other: what times something holds
+`--lock`. The rows go to benchmarks/results/conv_nets/h200.json; `python -m benchmarks.report` puts
+them into docs/results.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -54,6 +55,8 @@ INPUTS: dict[str, tuple[torch.dtype, torch.memory_format]] = {
     "fp32": (torch.float32, torch.contiguous_format),
     "bf16-nchw": (torch.bfloat16, torch.contiguous_format),
     "fp32-cl": (torch.float32, torch.channels_last),
+    "bf16-frozen": (torch.bfloat16, torch.channels_last),
+    "fp32-frozen": (torch.float32, torch.contiguous_format),
 }
 NOISE = 1.02
 
@@ -61,7 +64,8 @@ NOISE = 1.02
 @dataclass
 class Row:
     """By mode: ms of the GPU by kind and in "all", wall ms, MiB at the peak beyond parameters and
-    input, s of the first call. errors: by mode, and eager's. alone: no other process ran."""
+    input, s of the first call. errors: by mode, and eager's; of a training step those of all
+    gradients as one vector. alone: no other process ran."""
 
     net: str
     inputs: str
@@ -116,34 +120,59 @@ def holding(lock: Path | None) -> Iterator[None]:
         yield
 
 
+def freeze(model: nn.Module) -> None:
+    """Training mode, but for BatchNorms and what is random."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) or "rop" in type(module).__name__:
+            module.eval()
+
+
+def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """One call. The logits or, if gradients are enabled, all gradients of a loss as one vector."""
+    y = run(x)
+    if not torch.is_grad_enabled():
+        return y[:JUDGED]
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(y.float().square().mean(), parameters)
+    return torch.cat([grad.reshape(-1) for grad in grads])
+
+
 def measured(name: str, inputs: str, commit: str, lock: Path | None) -> Row:
     dtype, form = INPUTS[inputs]
+    frozen = inputs.endswith("frozen")
     today = datetime.date.today().isoformat()
     row = Row(name, inputs, dict(measure.machine(CUDA)), today, commit, alone=lock is None)
     with torch.no_grad():
         model, x = net_of(name)
-        exact = copy.deepcopy(model).double()(x[:JUDGED].double())
-        model, x = model.to(dtype).to(memory_format=form), x.to(dtype).to(memory_format=form)
+    if frozen:
+        freeze(model)
+    with torch.set_grad_enabled(frozen):
+        wide = copy.deepcopy(model).double()
+        exact = step(wide, wide, (x if frozen else x[:JUDGED]).double())
+        del wide
+        with torch.no_grad():
+            model, x = model.to(dtype).to(memory_format=form), x.to(dtype).to(memory_format=form)
 
-        def judge(mode: str, y: Tensor) -> None:
-            error = (y[:JUDGED].double() - exact).norm() / exact.norm()
-            row.errors[mode] = float(error)
+        def judge(mode: str, found: Tensor) -> None:
+            row.errors[mode] = float((found.double() - exact).norm() / exact.norm())
 
-        judge("eager", model(x))
+        judge("eager", step(model, model, x))
         steps = {}
         for mode in MODES:
             counters["fx_fuser"].clear()
-            run = torch.compile(copy.deepcopy(model), backend=mode, dynamic=False)
+            twin = copy.deepcopy(model)
+            run = partial(step, twin, torch.compile(twin, backend=mode, dynamic=False), x)
             with fresh_cache():
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                y = run(x)
+                found = run()
                 torch.cuda.synchronize()
                 row.compile_s[mode] = time.perf_counter() - start
-            judge(mode, y)
+            judge(mode, found)
             before = torch.cuda.memory_allocated() / 2**20
-            row.peak_mib[mode] = measure.peak_mib(partial(run, x), [], CUDA) - before
-            steps[mode] = partial(run, x)
+            row.peak_mib[mode] = measure.peak_mib(run, [], CUDA) - before
+            steps[mode] = run
         row.fused = sum(counters["fx_fuser"].values())
         with holding(lock):
             row.gpu_ms = gpu_kinds.medians(steps, [], CUDA)
@@ -177,7 +206,7 @@ def _pair(of_mode: Mapping[str, float], digits: int) -> list[str]:
 
 def narrow_table(rows: Sequence[Row]) -> str:
     """README's: of what had the machine to itself, and has a fused site."""
-    rows = [row for row in rows if row.alone and row.fused]
+    rows = [row for row in rows if row.alone and row.fused and not row.inputs.endswith("frozen")]
     if not rows:
         return ""
     cells = []
