@@ -213,7 +213,7 @@ def narrow_table(rows: Sequence[Row]) -> str:
     for row in rows:
         gpu, wall = {m: of["all"] for m, of in row.gpu_ms.items()}, row.wall_ms
         of_gpu, of_wall = (ms["inductor"] / ms["fx_fuser"] for ms in (gpu, wall))
-        name = f"{row.net}, {row.inputs}"
+        name = ", ".join(filter(None, (row.net, row.inputs, tables.mark(row, rows))))
         cells.append([name, *_pair(gpu, 2), f"**{of_gpu:.2f}×**", f"{of_wall:.2f}×"])
     heads = ["torchvision, inference", "Inductor", "fx_fuser", "speed-up", "on the clock"]
     align = ("left", *["right"] * 4)
@@ -238,7 +238,7 @@ def table(rows: Sequence[Row]) -> str:
         cells.append([
             row.net,
             row.inputs,
-            "alone" if row.alone else "",
+            ", ".join(filter(None, ("alone" if row.alone else "", tables.mark(row, rows)))),
             row.fused,
             *_pair(gpu, 3),
             f"{gpu['inductor'] / gpu['fx_fuser']:.2f}×",
@@ -252,14 +252,9 @@ def table(rows: Sequence[Row]) -> str:
     heads = ["net", "from", "", "fused", "Inductor, GPU ms", "fx_fuser, GPU ms", "GPU", "wall"]
     heads += ["fx_fuser's ms by kind", "Inductor compiles, s", "fx_fuser, s", "peak"]
     heads += ["error (eager's)", "falls short"]
-    first = rows[0]
-    said = (
-        f"{first.machine['gpu']}, driver {first.machine['driver']}, torch "
-        f"{first.machine['torch']}, {' and '.join(sorted({row.date for row in rows}))}, "
-        f"commits {', '.join(sorted({row.commit[:7] for row in rows}))}."
-    )
+    said = tables.measured_on(rows)
     found = tabulate(cells, heads, tablefmt="github", disable_numparse=True)
-    return f"{tables.wrapped(said)}\n\n{found}"
+    return f"{said}\n\n{found}"
 
 
 def write(rows: Sequence[Row], path: Path, lock: Path | None = None) -> None:

@@ -189,7 +189,7 @@ def table(rows: list[Row]) -> str:
         times = [row.gpu_ms.get(mode) for mode in MODES]
         cells.append([
             row.model,
-            row.phase,
+            " on ".join(filter(None, (row.phase, tables.mark(row, rows)))),
             row.fused,
             *("" if t is None else f"{t:.3f}" for t in times),
             f"{times[0] / times[1]:.2f}×" if times[0] and times[1] else "",
@@ -200,14 +200,9 @@ def table(rows: list[Row]) -> str:
         ])  # fmt: skip
     heads = ["model", "phase", "fused", "Inductor, GPU ms", "fx_fuser, GPU ms", "speedup"]
     heads += ["Inductor compiles, s", "fx_fuser compiles, s", "error (eager's)", "falls short"]
-    first = rows[0]
-    said = (
-        f"{first.machine['gpu']}, driver {first.machine['driver']}, torch "
-        f"{first.machine['torch']}, {' and '.join(sorted({row.date for row in rows}))}, "
-        f"commit {' and '.join(sorted({row.commit for row in rows}))}."
-    )
+    said = tables.measured_on(rows)
     found = tabulate(cells, heads, tablefmt="github", disable_numparse=True)
-    return f"{tables.wrapped(said)}\n\n{found}"
+    return f"{said}\n\n{found}"
 
 
 def write(rows: list[Row], path: Path) -> None:

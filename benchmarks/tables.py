@@ -11,9 +11,10 @@ import math
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tabulate import tabulate
 
@@ -35,6 +36,47 @@ def read(path: Path) -> list[Any]:
 def read_all(folder: Path, name: str) -> list[list[Any]]:
     """The rows of every GPU that there are."""
     return [read(path) for path in sorted((folder / name).glob("*.json"))]
+
+
+class Measured(Protocol):
+    """A row with what it was measured on."""
+
+    machine: dict[str, Any]
+    date: str
+    commit: str
+
+
+def measured_on(rows: Sequence[Measured]) -> str:
+    """Machines, the one of most rows first, dates and commits, as a paragraph."""
+    said: list[str] = []
+    for gpu in usual_gpus(rows):
+        here = [row for row in rows if row.machine["gpu"] == gpu]
+        facts = (
+            {f"driver {row.machine['driver']}" for row in here},
+            {f"torch {row.machine['torch']}" for row in here},
+            {row.date for row in here},
+        )
+        commits = ", ".join(sorted({row.commit[:7] for row in here}))
+        of_all = ", ".join(" and ".join(sorted(fact)) for fact in facts)
+        begin = gpu if not said else f"Rows marked {short_name(gpu)}: {gpu}"
+        said.append(f"{begin}, {of_all}, commit {commits}.")
+    return wrapped(" ".join(said))
+
+
+def usual_gpus(rows: Sequence[Measured]) -> list[str]:
+    """The rows' GPUs, that of most rows first."""
+    return [gpu for gpu, _ in Counter(row.machine["gpu"] for row in rows).most_common()]
+
+
+def short_name(gpu: str) -> str:
+    """H100 for NVIDIA H100 80GB HBM3."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
+
+
+def mark(row: Measured, rows: Sequence[Measured]) -> str:
+    """The row's GPU, if it is not that of most rows."""
+    gpu: str = row.machine["gpu"]
+    return "" if gpu == usual_gpus(rows)[0] else short_name(gpu)
 
 
 def ratio(row: Row, field: str, over: str = "inductor") -> float | None:
