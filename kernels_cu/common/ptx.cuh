@@ -198,6 +198,18 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from) {
                : "memory");
 }
 
+// The same where `copies`, by no branch.
+__device__ __forceinline__ void copy_async_16_if(bool copies, uint32_t to, const void* from) {
+  asm volatile(
+      "{\n"
+      ".reg .pred copies;\n"
+      "setp.ne.b32 copies, %2, 0;\n"
+      "@copies cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n"
+      "}\n" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(copies))
+      : "memory");
+}
+
 // The same of the first `bytes`, then zeros.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -251,6 +263,28 @@ __device__ __forceinline__ float load_shared_word(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
   return value;
+}
+
+// The same two where `reads`, by no branch; else what was there.
+__device__ __forceinline__ void load_shared_if(bool reads, float4& value, uint32_t address) {
+  asm volatile(
+      "{\n"
+      ".reg .pred reads;\n"
+      "setp.ne.b32 reads, %5, 0;\n"
+      "@reads ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+      : "r"(address), "r"(static_cast<int>(reads)));
+}
+__device__ __forceinline__ void load_shared_if(bool reads, float& value, uint32_t address) {
+  asm volatile(
+      "{\n"
+      ".reg .pred reads;\n"
+      "setp.ne.b32 reads, %2, 0;\n"
+      "@reads ld.shared.f32 %0, [%1];\n"
+      "}\n"
+      : "+f"(value)
+      : "r"(address), "r"(static_cast<int>(reads)));
 }
 
 // Four 8 x 8 matrices of 16-bit elements, whose rows of 16 bytes begin where lanes 8i...8i + 7 say

@@ -135,10 +135,8 @@ struct Feeder {
     } else {
       copy_what_is_there(weight_place, x_place);
     }
-    ptx::mbarrier_arrive_on_copies(ptx::shared_address(&shared.ring.full[slot]));
-    weight += kNMajor ? kMmaTileK * args.weight_stride_k : kMmaTileK;
-    x += kMmaTileK;
-    left -= kMmaTileK;
+    arrive(slot);
+    advance();
     if (left > 0) return;
     if (!for_scales) {
       next_tile(again);
@@ -146,6 +144,30 @@ struct Feeder {
       for_scales = false;
       find_tile();
     }
+  }
+
+  // Is the next stage all there, with another one of its tile behind it?
+  __device__ __forceinline__ bool is_plain() const { return inside && left > kMmaTileK; }
+
+  // The next stage, which is plain, to an empty slot; nothing where not `feeds`. By no branch, so
+  // that arrive() comes later: of an arrival under a predicate ptxas makes one.
+  __device__ __forceinline__ void copy_plain(int slot, bool feeds) {
+    const uint32_t stage = ptx::shared_address(&shared.stage(slot));
+    const auto copy_one = [=](uint32_t place, const void* from, int) {
+      ptx::copy_async_16_if(feeds, place, from);
+    };
+    copy(stage + places % (1 << 16), stage + places / (1 << 16) + kMmaXOffset, copy_one, copy_one);
+    if (feeds) advance();
+  }
+
+  __device__ __forceinline__ void arrive(int slot) {
+    ptx::mbarrier_arrive_on_copies(ptx::shared_address(&shared.ring.full[slot]));
+  }
+
+  __device__ __forceinline__ void advance() {
+    weight += kNMajor ? kMmaTileK * args.weight_stride_k : kMmaTileK;
+    x += kMmaTileK;
+    left -= kMmaTileK;
   }
 
   // copy_weight and copy_x(place, from, lines after the thread's first) for all of a stage's. Only

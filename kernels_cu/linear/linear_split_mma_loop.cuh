@@ -186,6 +186,12 @@ struct MmaWeight {
     raw[1].load(RawWeight<kNMajor, kMmaTileK>::next_rows(address));
   }
 
+  // The same where `reads`, by no branch.
+  __device__ __forceinline__ void load_if(bool reads, uint32_t address) {
+    raw[0].load_if(reads, address);
+    raw[1].load_if(reads, RawWeight<kNMajor, kMmaTileK>::next_rows(address));
+  }
+
   // What is known of rows ahead of their values, which is nothing where scales are guessed.
   __device__ __forceinline__ void begin(const LinearSplitArgs& args, const Tile& tile, int row) {
 #pragma unroll
@@ -241,8 +247,8 @@ struct MmaRing {
     }
   }
 
-  __device__ __forceinline__ void read(uint32_t place, bool is_full = false) {
-    if (!is_full) stage.wait_until_full(shared.ring);
+  __device__ __forceinline__ void read(uint32_t place) {
+    stage.wait_until_full(shared.ring);
     weight.load(address() + place);
   }
 
@@ -264,27 +270,29 @@ struct MmaRing {
   }
 
   // The slot of the last stage gets the one that comes after all others.
-  __device__ __forceinline__ void feed(bool again, bool is_empty = false) {
-    const PipelineState last = stage.before(args.stages);
-    if (!is_empty) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
-    }
+  __device__ __forceinline__ void feed(bool again) { feed(stage.before(args.stages), again); }
+  __device__ __forceinline__ void feed(const PipelineState& last, bool again) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
     feeder.feed(last.slot, again);
   }
 
-  // Need feed() and the next stage's read() not wait? Asked among products, which hide the 40
-  // cycles of an answer. A no is not waited for.
-  struct Ready {
-    bool empty = false;
-    bool full = false;
+  // What of feed() and of the next stage's loads is done among a stage's products: what is plain
+  // and need not wait. The same in all lanes. Asked among products, which hide the 40 cycles of a
+  // barrier's answer.
+  struct Early {
+    bool feeds;
+    bool loads;
+    PipelineState last;  // what is fed
   };
-  __device__ __forceinline__ Ready ask() const {
-    const PipelineState last = stage.before(args.stages);
-    PipelineState next = stage;
+  __device__ __forceinline__ bool may_feed(const PipelineState& last) const {
+    const uint32_t empty = ptx::shared_address(&shared.ring.empty[last.slot]);
+    const bool is_empty = ptx::mbarrier_is_complete(empty, last.phase);
+    return __all_sync(0xFFFFFFFF, is_empty && feeder.is_plain());
+  }
+  __device__ __forceinline__ bool may_load(PipelineState next, bool more) const {
     next.advance(args.stages);
-    return {
-        ptx::mbarrier_is_complete(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase),
-        ptx::mbarrier_is_complete(ptx::shared_address(&shared.ring.full[next.slot]), next.phase)};
+    const uint32_t full = ptx::shared_address(&shared.ring.full[next.slot]);
+    return __all_sync(0xFFFFFFFF, ptx::mbarrier_is_complete(full, next.phase) && more);
   }
 
   // All of a tile that is done again, for the largest values of its rows.
@@ -300,9 +308,11 @@ struct MmaRing {
   }
 
   // sum += the products of a stage, whose first operands are loaded; and the first of the next one,
-  // if there is `more` of the tile.
-  __device__ __forceinline__ void multiply_stage(float (&sum)[64], const MmaPlace& place, bool more,
-                                                 bool again) {
+  // if there is `more`. Where operands are read early there is no branch, at which ptxas would wait
+  // for all products under way: what cannot be done without one is left to multiply_tile().
+  __device__ __forceinline__ Early multiply_stage(float (&sum)[64], const MmaPlace& place,
+                                                  bool more, bool again) {
+    Early early{/*feeds=*/true, /*loads=*/more, stage.before(args.stages)};
     MmaFragments fragments[kMmaRowsN];
 #pragma unroll
     for (int r = 0; r < kMmaRowsN; ++r) {
@@ -324,20 +334,61 @@ struct MmaRing {
       // Registers for the second half's accumulators beside these are too many for sm_80.
       if (half == 0 && !kReadsEarly) promote_all();
       if (half == 0) {
-        Ready ready;
-        if constexpr (kReadsEarly) ready = ask();
+        if constexpr (kReadsEarly) early.loads = may_load(stage, more);
         // The slot is read before its products are made, so that others may fill it early.
         load_x(place.x, 1, true);
         release();
-        feed(again, ready.empty);
         stage.advance(args.stages);
-        if (kReadsEarly && more) read(place.weight, ready.full);
+        if constexpr (kReadsEarly) {
+          early.feeds = may_feed(early.last);
+          weight.load_if(early.loads, address() + place.weight);
+          feeder.copy_plain(early.last.slot, early.feeds);
+        } else {
+          feed(early.last, again);
+        }
       } else {
         if (!kReadsEarly && more) read(place.weight);
-        load_x(place.x, 0, more);
+        load_x(place.x, 0, early.loads);
       }
       if (half == 1 || kReadsEarly) promote_all();
     }
+    return early;
+  }
+
+  // The sums of a tile, of so many stages, the first one's operands being loaded.
+  __device__ __forceinline__ void multiply_tile(float (&sum)[64], const MmaPlace& place,
+                                                uint32_t k_tiles, bool again) {
+    constexpr uint32_t kChunkTiles = kLinearChunkK / kMmaTileK;
+#pragma unroll
+    for (float& one : sum) one = 0;
+    uint32_t left = min(k_tiles, kChunkTiles);  // of those that are summed up in one fp32
+    uint32_t others = k_tiles - left;
+    // A stage that needs nothing else ends with this loop's only branch back.
+#pragma unroll 1
+    for (;;) {
+      --left;
+      const Early early = multiply_stage(sum, place, left > 0, again);
+      if (early.feeds && early.loads) {
+        if (kReadsEarly) feeder.arrive(early.last.slot);
+        continue;
+      }
+      if (!early.feeds) {
+        feed(early.last, again);
+      } else if (kReadsEarly) {
+        feeder.arrive(early.last.slot);
+      }
+      if (left + others == 0) break;
+      if (!early.loads) {
+        read(place.weight);
+        load_x(place.x, 0, true);
+      }
+      if (left == 0) {
+        spill_sums(args, sum, others + kChunkTiles == k_tiles);
+        left = min(others, kChunkTiles);
+        others -= left;
+      }
+    }
+    if (k_tiles > kChunkTiles) restore_sums(args, sum);
   }
 };
 
@@ -366,15 +417,7 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
     ring.weight.find_scales(args, scheduler.again);
 
     float sum[64];
-#pragma unroll
-    for (float& one : sum) one = 0;
-    constexpr int kChunkTiles = kLinearChunkK / kMmaTileK;
-#pragma unroll 1
-    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      if (k_tile > 0 && k_tile % kChunkTiles == 0) spill_sums(args, sum, k_tile == kChunkTiles);
-      ring.multiply_stage(sum, place, k_tile + 1 < k_tiles, scheduler.again);
-    }
-    if (k_tiles > kChunkTiles) restore_sums(args, sum);
+    ring.multiply_tile(sum, place, k_tiles, scheduler.again);
     swap_sums(shared.tiles, sum);
 
     if (!scheduler.again) scheduler.report(is_overflowed(sum));

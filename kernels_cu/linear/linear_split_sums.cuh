@@ -39,21 +39,37 @@ struct RawWeight {
   // Free of bank conflicts: the eight lanes of one phase have eight different swizzled chunks; of a
   // N-major weight the 32 lanes have the words of eight.
   __device__ __forceinline__ void load(uint32_t address) {
+    load_by(
+        address, [](float4& chunk, uint32_t from) { chunk = ptx::load_shared(from); },
+        [](float& word, uint32_t from) { word = ptx::load_shared_word(from); });
+  }
+  // The same where `reads`, by no branch.
+  __device__ __forceinline__ void load_if(bool reads, uint32_t address) {
+    const auto load = [=](auto& value, uint32_t from) { ptx::load_shared_if(reads, value, from); };
+    load_by(address, load, load);
+  }
+
+  template <class LoadChunk, class LoadWord>
+  __device__ __forceinline__ void load_by(uint32_t address, const LoadChunk& load_chunk,
+                                          const LoadWord& load_word) {
 #pragma unroll
     for (int step = 0; step < kDepth / 16; ++step) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         if constexpr (kNMajor) {
           // Row g + 8 is two chunks on, and an odd k swizzles to the neighbour.
-          const auto at = [&](int k) {
-            return ptx::load_shared_word((address ^ row << 5 ^ (k & 1) << 4) +
-                                         (step * 16 + k) * kLinearBox * 4);
+          const auto load = [&](float& word, int k) {
+            load_word(word, (address ^ row << 5 ^ (k & 1) << 4) + (step * 16 + k) * kLinearBox * 4);
           };
-          chunk[step][row] = make_float4(at(0), at(1), at(8), at(9));
+          float4& part = chunk[step][row];
+          load(part.x, 0);
+          load(part.y, 1);
+          load(part.z, 8);
+          load(part.w, 9);
         } else {
           const uint32_t chunk_address = step % 2 ? address ^ 16 : address;
-          chunk[step][row] =
-              ptx::load_shared(chunk_address + step / 2 * kBoxBytes + row * 8 * kLinearBox * 4);
+          load_chunk(chunk[step][row],
+                     chunk_address + step / 2 * kBoxBytes + row * 8 * kLinearBox * 4);
         }
       }
     }

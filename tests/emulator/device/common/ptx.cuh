@@ -88,6 +88,10 @@ void copy_async(uint32_t to, const T* from, bool reads, Where where = Where::her
 inline void copy_async_16(uint32_t to, const void* from, Where where = Where::here()) {
   emulator::copy_async(to, from, 16, 16, where);
 }
+inline void copy_async_16_if(bool copies, uint32_t to, const void* from,
+                             Where where = Where::here()) {
+  if (copies) emulator::copy_async(to, from, 16, 16, where);
+}
 inline void copy_async_16(uint32_t to, const void* from, uint32_t bytes,
                           Where where = Where::here()) {
   emulator::copy_async(to, from, 16, bytes, where);
@@ -113,6 +117,14 @@ inline uint2 load_shared_pair(uint32_t address, Where where = Where::here()) {
 }
 inline float load_shared_word(uint32_t address, Where where = Where::here()) {
   return *static_cast<const float*>(emulator::at_address(address, sizeof(float), where));
+}
+inline void load_shared_if(bool reads, float4& value, uint32_t address,
+                           Where where = Where::here()) {
+  if (reads) value = load_shared(address, where);
+}
+inline void load_shared_if(bool reads, float& value, uint32_t address,
+                           Where where = Where::here()) {
+  if (reads) value = load_shared_word(address, where);
 }
 
 inline void load_matrices(uint32_t (&word)[4], uint32_t row, Where where = Where::here()) {
