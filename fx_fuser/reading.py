@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch.fx import Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.grow import Grown, alone, auto_pattern, grow
+from fx_fuser.graph.grow import Grown, alone, auto_pattern, grow, reach
 from fx_fuser.graph.match import Fault, Match, Refusal, find
 from fx_fuser.graph.near_misses import near_miss
 from fx_fuser.graph.nodes import meta_tensor
@@ -90,7 +91,7 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
     """
     told = {refusal.site.node for refusal in read.refusals}
     failed = {node for r in read.refusals if r.failed for node in r.site.nodes}
-    for site in sites:
+    for site in _in_turn(read.view, sites):
         if site.node in taken or not failed.isdisjoint(site.nodes):
             continue
         try:
@@ -110,6 +111,24 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
             taken |= found.nodes
         elif found.failed or site.node not in told:
             read.refusals.append(found)
+
+
+def _in_turn(view: View, sites: Sequence[Site]) -> list[Site]:
+    """In the graph's order, but convolutions come last whose tail waits for several other anchors.
+
+    A fused site is computed where its tail ends, and its operands live until then. In RegNet's
+    `relu(proj(x) + f(x))` the last convolution of f can take the tail as well as that of proj; if
+    proj does, x outlives all of f, and the peak of memory is 6 to 15 % higher.
+    """
+    places = sorted(view.order[site.node] for site in sites)
+
+    def waits(site: Site) -> bool:
+        if not isinstance(ANCHORS[site.kind], Conv2d):
+            return False
+        begin, end = (view.order[node] for node in (site.node, reach(view, site)))
+        return bisect.bisect_left(places, end) - bisect.bisect_right(places, begin) > 1
+
+    return sorted(sites, key=waits)
 
 
 def _grown_at(

@@ -84,6 +84,12 @@ def grow(
     return Grown(smallest.pattern, site, match.root, match.nodes, wildcards, view, smaller, stop)
 
 
+def reach(view: View, site: Site) -> Node:
+    """Where the largest tail would end, unchecked."""
+    closed, _ = _regions(view, site)
+    return closed[-1][0] if closed else site.node
+
+
 def _named(bound: Bound) -> dict[str, Operand]:
     tensors: dict[str, Operand] = {f"t{i}": node for i, node in enumerate(bound.tensors)}
     return {**tensors, **{f"s{i}": value for i, value in enumerate(bound.numbers)}}

@@ -79,7 +79,7 @@ def _compare_in_layout(
         return None, "sizes unknown, so not timed"
     rival = {**library, "tf32": may_be_tf32(output_of(match))}
     is_last = layout.is_channels_last(match.view, match.site, options)
-    key = ("in layout, of no more memory", is_last, *timing_key(match, [rival, *fused], tensors))
+    key = ("in layout", is_last, *timing_key(match, [rival, *fused], tensors))
     rehearsals = functools.partial(rehearse.in_layout, match, rival, fused, tensors, is_last)
     found = measured(match, key, rehearsals, options)
     if isinstance(found, str):

@@ -24,7 +24,6 @@ from fx_fuser.ops import folded as ops_folded
 from fx_fuser.ops.apply import travels_as_number
 from fx_fuser.ops.calls import fake_tensors, fused_call, kernel_specs
 from fx_fuser.ops.library import FusedCall, gradients
-from fx_fuser.planning import memory
 from fx_fuser.planning.timing import Candidate
 
 
@@ -166,8 +165,7 @@ def in_layout(
     """The library's convolution and a pointwise kernel, which stand for the inner compiler's code;
     then each of the candidates. Weights are folded ahead.
 
-    A candidate that is less exact than the library, loses a NaN or, of the library's fused calls,
-    needs more memory than its convolution is not timed.
+    A candidate that is less exact than the library, or loses a NaN, is not timed.
     """
     run = _Rehearsal(match, tensors)
     operands = list(run.operands)
@@ -186,13 +184,13 @@ def in_layout(
             made = run.forward(choices, operands)
         try:
             compare([apart, made], [choices], run.c.dtype, far)
-            is_allowed = far is None or _is_as_exact(exact()[0], apart()[0], made()[0])
+            is_exact = far is None or _is_as_exact(exact()[0], apart()[0], made()[0])
         except DisagreementError as error:  # which costs this candidate, not the others
             error.warn()
-            is_allowed = False
-        if is_allowed and choices["product"] == FOLDED:
-            is_allowed = run.hands_nan_on(rival, operands) and run.is_modest(made, rival, operands)
-        timed.append(Candidate(made, made, is_allowed))
+            is_exact = False
+        if choices["product"] == FOLDED:
+            is_exact = is_exact and run.hands_nan_on(rival, operands)
+        timed.append(Candidate(made, made, is_exact))
     return timed
 
 
@@ -261,7 +259,6 @@ class DisagreementError(RuntimeError):
 _FAR = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-5}
 _FAR_IN_TF32 = 1e-2
 _NEAR = 1e-6  # of two fp32 results
-_MORE_MEMORY = 0.02  # of the input's
 _COMPARED = 2**22  # elements at most, in evenly spaced rows
 
 
@@ -373,29 +370,6 @@ class _Rehearsal:
         right, found = (made()[0][0].isnan().any() for made in (apart, folded))
         sample.copy_(held)
         return bool(found or not right)
-
-    def is_modest(
-        self,
-        folded: Callable[[], object],
-        library: Mapping[str, Any],
-        operands: Sequence[Tensor | None],
-    ) -> bool:
-        """Does the fused call need the memory of the library's convolution, or little more?
-
-        For grouped convolutions cuDNN's fused call may need a workspace of the result's size
-        (torchvision's RegNets, kernels_cu/conv/NOTES.md).
-        """
-        call = fused_call(self.match, library)
-        named = dict(zip(self.anchor.operands, operands))
-
-        def convolution() -> object:
-            return self.anchor.forward(named, call.config)
-
-        convolution()  # what the library does at a first call is not counted
-        apart, fused = (memory.taken(run, self.c.device) for run in (convolution, folded))
-        x = operands[0]
-        assert x is not None
-        return fused <= apart + _MORE_MEMORY * x.numel() * x.element_size()
 
     def _saves(self, call: FusedCall, fused_backward: bool) -> bool:
         needs = {name: self.needs.get(name, False) for name in self.anchor.operands}

@@ -41,13 +41,13 @@ _FLUSHES = 256
 class Candidate:
     """run: timed on the GPU. call: the op alone, timed on the host, if that time matters.
 
-    is_allowed: else it takes forever, whatever it takes, so that nobody takes it; and that is kept
+    is_exact: else it takes forever, whatever it takes, so that nobody takes it; and that is kept
     and told to other ranks, as times are.
     """
 
     run: Callable[[], object]
     call: Callable[[], object] | None = None
-    is_allowed: bool = True
+    is_exact: bool = True
 
     def __call__(self) -> object:
         return self.run()
@@ -66,7 +66,7 @@ class Timing(NamedTuple):
 
     def __str__(self) -> str:
         if math.isinf(self.gpu):
-            return "not allowed: less exact (wrong, in TF32, a NaN is lost), or of more memory"
+            return "less exact than the library (wrong, in TF32, or a NaN is lost)"
         return f"{self.ms:.4g} ms{' of the host' if self.host > self.gpu else ''}"
 
 
@@ -142,8 +142,8 @@ def _measure(
 
 def times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Timing]:
     """Medians of each candidate's times, measured anew; all are on `device`, a CUDA device."""
-    found = iter(_times_of([c for c in candidates if c.is_allowed], device))
-    return [next(found) if c.is_allowed else Timing(math.inf) for c in candidates]
+    found = iter(_times_of([c for c in candidates if c.is_exact], device))
+    return [next(found) if c.is_exact else Timing(math.inf) for c in candidates]
 
 
 def _times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Timing]:
