@@ -1,11 +1,13 @@
 """The models of benchmarks/coverage.py on a GPU, 32 times as wide and long: GPU and compile time.
 
     python -m benchmarks.coverage_gpu [NAME …] [--turns FOLDER N] [--budget SECONDS]
+    python -m benchmarks.coverage_gpu [NAME …] --first-calls N
 
 Inductor and fx_fuser in one process, fp32 at torch's defaults. Compile time is the first call's,
 with empty caches but for fx_fuser's kernels, which an earlier compilation left. GPU time is of one
 forward pass, or of a training step. Values are judged as on the CPU. With `--turns`, N such
-processes compile side by side, wait for each other and then time one by one. The rows go to
+processes compile side by side, wait for each other and then time one by one. With `--first-calls`
+nothing but first calls is timed, N of each mode by turns, and printed. The rows go to
 benchmarks/results/coverage/h200.json; `python -m benchmarks.report` puts them into docs/models.md.
 """
 
@@ -18,6 +20,7 @@ import datetime
 import fcntl
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import pstats
 import sys
@@ -142,6 +145,27 @@ def compiled(name: str, train: bool, commit: str, profile: bool = False) -> Comp
     return Compiled(row, steps, leaves)
 
 
+def first_calls(name: str, train: bool, count: int) -> dict[str, list[float]]:
+    """Seconds of `count` first calls of each mode, by turns, after one that leaves its kernels."""
+    made, inputs = coverage.made_of(coverage.MODELS[name], SCALE)
+    made, inputs = made.to(CUDA), {n: t.to(CUDA) for n, t in inputs.items()}
+    coverage.set_mode(made, train)
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    turns = [MODES[:: 1 if i % 2 == 0 else -1] for i in range(count)]
+    for i, mode in enumerate(["fx_fuser", *itertools.chain.from_iterable(turns)]):
+        torch._dynamo.reset()
+        twin = copy.deepcopy(made)
+        run = torch.compile(twin, backend=mode, dynamic=False)
+        with fresh_cache():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step(twin, run, inputs, train)
+            torch.cuda.synchronize()
+            if i > 0:
+                found[mode].append(round(time.perf_counter() - start, 2))
+    return found
+
+
 @contextmanager
 def turn(folder: Path | None, count: int, deadline: float) -> Iterator[None]:
     """Once all processes are here, one after the other."""
@@ -217,6 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=600, metavar="SECONDS")
     parser.add_argument("--phase", choices=("evaluation", "training"))
     parser.add_argument("--profile", action="store_true", help="where first calls spend their time")
+    parser.add_argument("--first-calls", type=int, metavar="N")
     parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
     parser.add_argument("--out", type=Path, default=FOLDER / PATH, metavar="FILE")
     chosen = parser.parse_args(arguments)
@@ -232,8 +257,11 @@ def main(arguments: list[str] | None = None) -> int:
             late = time.monotonic() - start > 0.7 * chosen.budget
             if late or chosen.phase not in (None, phase):
                 continue
+            train = phase == "training"
+            if chosen.first_calls:
+                print(name, phase, first_calls(name, train, chosen.first_calls), flush=True)
+                continue
             try:
-                train = phase == "training"
                 waiting.append(compiled(name, train, chosen.commit, chosen.profile))
                 print(waiting[-1].row, flush=True)
             except Exception:

@@ -125,8 +125,10 @@ def _in_turn(view: View, sites: Sequence[Site]) -> list[Site]:
     def waits(site: Site) -> bool:
         if not isinstance(ANCHORS[site.kind], Conv2d):
             return False
-        begin, end = (view.order[node] for node in (site.node, reach(view, site)))
-        return bisect.bisect_left(places, end) - bisect.bisect_right(places, begin) > 1
+        with suppress(Exception):  # which is raised again where the site itself is read
+            begin, end = (view.order[node] for node in (site.node, reach(view, site)))
+            return bisect.bisect_left(places, end) - bisect.bisect_right(places, begin) > 1
+        return False
 
     return sorted(sites, key=waits)
 
