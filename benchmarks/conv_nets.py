@@ -81,6 +81,10 @@ class Row:
     alone: bool = False
 
 
+def is_random(module: nn.Module) -> bool:
+    return type(module).__name__.startswith(("Dropout", "StochasticDepth"))
+
+
 def net_of(name: str) -> tuple[nn.Module, Tensor]:
     """The net with random weights and statistics of a batch, in fp32, and images."""
     import torchvision
@@ -93,7 +97,7 @@ def net_of(name: str) -> tuple[nn.Module, Tensor]:
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     model.train()
     for module in model.modules():
-        if "rop" in type(module).__name__:  # Dropout, StochasticDepth
+        if is_random(module):
             module.eval()
     with torch.no_grad():
         for norm in norms:
@@ -124,7 +128,7 @@ def freeze(model: nn.Module) -> None:
     """Training mode, but for BatchNorms and what is random."""
     model.train()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d) or "rop" in type(module).__name__:
+        if isinstance(module, nn.BatchNorm2d) or is_random(module):
             module.eval()
 
 

@@ -258,10 +258,10 @@ def main(arguments: list[str] | None = None) -> int:
             if late or chosen.phase not in (None, phase):
                 continue
             train = phase == "training"
-            if chosen.first_calls:
-                print(name, phase, first_calls(name, train, chosen.first_calls), flush=True)
-                continue
             try:
+                if chosen.first_calls:
+                    print(name, phase, first_calls(name, train, chosen.first_calls), flush=True)
+                    continue
                 waiting.append(compiled(name, train, chosen.commit, chosen.profile))
                 print(waiting[-1].row, flush=True)
             except Exception:

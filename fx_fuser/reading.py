@@ -114,7 +114,7 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
 
 
 def _in_turn(view: View, sites: Sequence[Site]) -> list[Site]:
-    """In the graph's order, but convolutions come last whose tail waits for several other anchors.
+    """In the graph's order, but a convolution comes last if its tail may end behind several others.
 
     A fused site is computed where its tail ends, and its operands live until then. In RegNet's
     `relu(proj(x) + f(x))` the last convolution of f can take the tail as well as that of proj; if

@@ -260,16 +260,25 @@ def _excuse(slack: dict[str, Tensor], noise: Tensor | None) -> None:
 def _lost(
     p: Program, space: Any, z: Tensor, operands: dict[str, Tensor], dy: Tensor | None, dz: Tensor
 ) -> Tensor:
-    """Where factors one after the other overflow or underflow, and their product times dy does not.
+    """Where factors one after the other leave dz's range, and their product times dy does not.
 
-    The backward of the direct convolution takes their product first, with a power of two apart.
+    The backward of the direct convolution, which takes tails that are linear in z, takes their
+    product first.
     """
+    none = torch.zeros_like(dz, dtype=torch.bool)
     if not z.is_cuda or p.pattern.kind not in ("conv2d", "conv2d_batchnorm"):
-        return torch.zeros_like(dz, dtype=torch.bool)
-    exact = _evaluated(space["tail"], z, operands, dy, _Wide(torch.float64, apart=p.auto)).dz
-    assert exact is not None
-    far = (exact - dz.double()).abs() > 1e-3 * exact.abs()
-    return far | (exact.isfinite() != dz.isfinite())
+        return none
+
+    def of(z: Tensor, acc: torch.dtype) -> Tensor:
+        found = _evaluated(space["tail"], z, operands, dy, _Wide(acc, apart=p.auto)).dz
+        assert found is not None
+        return found
+
+    if not same(of(z, dz.dtype), of(1 - z, dz.dtype)).all():
+        return none
+    exact, ends = of(z, torch.float64).abs(), torch.finfo(dz.dtype)
+    held = (exact >= ends.tiny) & (exact <= ends.max)
+    return held & ~((dz.abs() >= ends.tiny) & (dz.abs() <= ends.max))
 
 
 # ---- comparisons -------------------------------------------------------------------------------

@@ -67,9 +67,14 @@ def ensure(wanted: Sequence[Job]) -> list[Path]:
 
 
 def holds(job: Job) -> bool:
-    """Is the job's binary in the cache folder?  Not where the folder is not to be trusted."""
-    folder = cache_dir()
-    return not distrust(folder) and _is_cached(folder, job)
+    """Would `ensure` find the job's binary?"""
+    try:
+        folder = cache_dir()
+        if not distrust(folder) and _is_cached(folder, job):
+            return True
+    except OSError:  # then `ensure` takes a temporary folder
+        pass
+    return _fallback_dir.cache_info().currsize > 0 and _is_cached(_fallback_dir(), job)
 
 
 def make(folder: Path) -> None:

@@ -54,7 +54,8 @@ def build(
                 continue
             specs = load.not_built(needed[device], device)
             idle = max(len(os.sched_getaffinity(0)) - len(specs), 0) if specs else 0
-            tails = [s for s in load.not_built(perhaps.get(device, []), device) if s not in specs]
+            tails = load.not_built(perhaps.get(device, []), device) if idle else []
+            tails = [spec for spec in tails if spec not in specs]
             load.build([*specs, *tails[: min(idle, most)]], device, device in norms)
     except Exception:
         log.info("not all kernels could be compiled ahead", exc_info=True)

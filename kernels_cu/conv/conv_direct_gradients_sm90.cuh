@@ -113,49 +113,31 @@ struct Derivative {
   float rest;
 };
 
-constexpr float kLarge = 0x1p+126F;
-constexpr float kLargest = 0x1.fffffep+127F;
-
-// What the epilogue makes of `one`.
+// What the epilogue makes of one, in double: its range holds the product of eight floats.
 template <class Epilogue, int kScalars, class... In, size_t... kOperand>
-__device__ __forceinline__ float epilogue_of(float one, const ConvDirectArgs& args, int output,
-                                             std::index_sequence<kOperand...>) {
+__device__ __forceinline__ double slope_of_epilogue(const ConvDirectArgs& args, int output,
+                                                    std::index_sequence<kOperand...>) {
   constexpr int kOperands = sizeof...(In);
-  const float in[1 + kOperands] = {
-      one, convert<float>(static_cast<const In*>(
+  const double in[1 + kOperands] = {
+      1.0, convert<double>(static_cast<const In*>(
                args.operand[kOperand].data)[output * args.operand[kOperand].stride[1]])...};
-  float scalar[kScalars > 0 ? kScalars : 1];
+  double scalar[kScalars > 0 ? kScalars : 1];
 #pragma unroll
   for (int s = 0; s < kScalars; ++s) scalar[s] = args.scalar[s];
-  return static_cast<float>(Epilogue{}(in, scalar));
+  return static_cast<double>(Epilogue{}(in, scalar));
 }
 
 template <class Epilogue, int kScalars, class... In>
 __device__ __forceinline__ Derivative derivative_of(const ConvDirectArgs& args, int output) {
-  const auto of = [&](float one) {
-    return epilogue_of<Epilogue, kScalars, In...>(one, args, output,
-                                                  std::index_sequence_for<In...>{});
-  };
-  const float whole = of(1.0f);
-  if (fabsf(whole) >= 1 / kLarge && fabsf(whole) < INFINITY) return {whole, 1};
+  constexpr int kLeast = -125;  // exponents of a mantissa of 0.5 to 1
+  constexpr int kMost = 128;
+  const double whole =
+      slope_of_epilogue<Epilogue, kScalars, In...>(args, output, std::index_sequence_for<In...>{});
+  if (whole == 0 || !(fabs(whole) < INFINITY)) return {static_cast<float>(whole), 1};
   int exponent;
-  if (fabsf(whole) < 1 / kLarge) {
-    const float larger = of(kLarge);
-    if (larger == 0 || !(fabsf(larger) < INFINITY)) return {whole, 1};
-    // Only what it was on the way was too small.
-    if (fabsf(larger) >= 1) return {larger / kLarge, 1};
-    const float mantissa = frexpf(larger, &exponent);
-    return {ldexpf(mantissa, -125), ldexpf(1, exponent - 1)};
-  }
-  const float smaller = of(1 / kLarge);
-  if (fabsf(smaller) < 4) return {smaller * kLarge, 1};
-  if (fabsf(smaller) < INFINITY) {
-    const float mantissa = frexpf(smaller, &exponent);
-    return {ldexpf(mantissa, 128), ldexpf(1, exponent - 2)};
-  }
-  // If no factor is infinite, it is beyond all numbers, or an infinity on its way meets a zero.
-  if (of(0.0f) != 0) return {whole, 1};
-  return {fabsf(smaller) == INFINITY ? copysignf(kLargest, smaller) : 0.0f, kLarge};
+  const auto mantissa = static_cast<float>(frexp(whole, &exponent));
+  const int held = min(max(exponent, kLeast), kMost);
+  return {ldexpf(mantissa, held), ldexpf(1, min(exponent - held, 127))};
 }
 
 // The mean of a few pixels of each input channel, the same ones in every block; a warp has one.
@@ -231,8 +213,9 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
   to.rest[channel] = derivative.rest;
   // No infinity of finite numbers: it would meet a dy of 0.
   const float whole = scale * derivative.rest;
-  to.scale[channel] =
-      fabsf(whole) == INFINITY && fabsf(scale) < INFINITY ? copysignf(kLargest, scale) : whole;
+  to.scale[channel] = fabsf(whole) == INFINITY && fabsf(scale) < INFINITY
+                          ? copysignf(0x1.fffffep+127F, scale)
+                          : whole;
   to.slope[channel] = slope;
   to.offset[channel] = offset;
   to.rstd[channel] = rstd;
