@@ -270,7 +270,9 @@ def test_an_unusable_cache_folder_costs_one_warning(fake, tmp_path, monkeypatch,
     (tmp_path / "a_file").touch()
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / folder))
     with caplog.at_level(logging.WARNING, logger="fx_fuser.native.store"):
+        assert binaries.are_built([f"// {folder}"], ARCH) == [False]
         first = binaries.cubin(f"// {folder}", ARCH)
+        assert binaries.are_built([f"// {folder}", "// another"], ARCH) == [True, False]
         binaries.cubin(f"// {folder} again", ARCH)
     assert first.read_text() == f"// {folder}"
     assert tmp_path not in first.parents
