@@ -31,9 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.fx import Interpreter, Node
-from value_oracle import Seen, faults_of, is_plain, state_faults, unfused_faults
+from value_oracle import faults_of
 from value_patterns import registered
 from value_programs import Named, Program, generate, values
+from value_seen import Seen, is_plain, state_faults, unfused_faults
 from value_writer import NothingToWrite
 
 import fx_fuser

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from value_programs import Program
+from value_seen import Seen, is_plain, told, unfused_faults
 from value_totals import convolution_totals, norm_totals, product_totals, same, spread_sum
 
 from fx_fuser.anchors import ANCHORS
@@ -48,16 +49,6 @@ _SATURATING = ("sigmoid", "silu", "tanh", "erf", "expit", "gelu", "softplus",
 # the oracle is the one that is off.
 _OF_A_FLOAT_SIXTH = ("hardswish", "hardsigmoid")
 _SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "add_", "subtract")
-
-
-@dataclass
-class Seen:
-    """What one run left behind. y: the tail's result; after: what the program makes of it."""
-
-    y: Tensor
-    after: Tensor
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -284,17 +275,6 @@ def _lost(
 # ---- comparisons -------------------------------------------------------------------------------
 
 
-def _told(what: str, bad: Tensor, found: Tensor, oracle: Tensor, eager: Tensor | None) -> str:
-    """The first element that differs."""
-    at = tuple(int(i) for i in bad.nonzero()[0])
-    said = [f"oracle {float(oracle[at])!r}", f"fused {float(found[at])!r}"]
-    if eager is not None and eager.shape == found.shape:
-        said.insert(1, f"eager {float(eager[at])!r}")
-    return f"{what} differs at {int(bad.sum())} of {bad.numel()} elements, first {list(at)}: " + (
-        ", ".join(said)
-    )
-
-
 def _rounded_bad(found: Tensor, wide: Tensor, slack: Tensor) -> Tensor:
     """Where a value is off by more than the slack and one rounding of its dtype."""
     lower, upper = (wide.double() + s * slack for s in (-1, 1))
@@ -383,7 +363,7 @@ def faults_of(
         room = noise.double() * max(1.0, torch.finfo(theirs.dtype).eps / torch.finfo(acc).eps / 4)
         off = ~((theirs.double() - z.double()).abs() <= room + 1e-45)
         if (bad := off & ~same(theirs, z.to(theirs.dtype)) & (noise.abs() < 1e30)).any():
-            return _told("z of the BatchNorm", bad, z, theirs, theirs)
+            return told("z of the BatchNorm", bad, z, theirs, theirs)
     faults = _exact_faults if exact else _bounded_faults
     fault, dz, slack = faults(p, space, z, noise, operands, dy, acc, eager, fused)
     if not fault and dz is not None:
@@ -395,44 +375,9 @@ def faults_of(
             later = space["after"](fused.y)
         bad = ~same(fused.after, later)
         fault = (
-            _told("what is made of the result", bad, fused.after, later, None) if bad.any() else ""
+            told("what is made of the result", bad, fused.after, later, None) if bad.any() else ""
         )
     return fault
-
-
-def is_plain(p: Program, inputs: dict[str, Tensor]) -> bool:
-    """Is all computed in float32, in eager mode too?"""
-    floats = {v.dtype for v in inputs.values() if v.is_floating_point() and v.ndim > 0}
-    casts = re.search(r"half|double|bfloat16|float\(|to\(|type\(", p.source)
-    return floats == {torch.float32} and not casts
-
-
-def state_faults(eager: Seen, fused: Seen) -> str:
-    """Are the running statistics as in eager mode, but for roundings?"""
-    for name, theirs in eager.state.items():
-        mine = fused.state[name]
-        room = 8 * torch.finfo(theirs.dtype).eps * (theirs.double().abs() + 1)
-        bad = ~(same(mine, theirs) | ((mine.double() - theirs.double()).abs() <= room))
-        if bad.any():
-            return _told(name, bad, mine, theirs, theirs)
-    return ""
-
-
-def unfused_faults(eager: Seen, fused: Seen, apart: Collection[str] = ()) -> str:
-    """What is not as in eager mode, to the bit; of operands read `apart` too, gradients are sums in
-    another order."""
-    for name in ("y", "after"):
-        theirs, mine = getattr(eager, name), getattr(fused, name)
-        bad = ~same(theirs, mine)
-        if bad.any():
-            return _told(f"{name}, in all as in eager mode,", bad, mine, theirs, theirs)
-    for name, theirs in eager.grads.items():
-        if not name.startswith("t") or theirs.shape != eager.y.shape or name in apart:
-            continue  # summed, and in another order where another operand's layout wins
-        if (bad := ~same(theirs, fused.grads[name])).any():
-            what = f"the gradient of {name}, from eager,"
-            return _told(what, bad, fused.grads[name], theirs, theirs)
-    return ""
 
 
 def _exact_faults(
@@ -445,7 +390,7 @@ def _exact_faults(
     slack = {n: torch.zeros_like(v, dtype=torch.float64) for n, v in parts.items() if v is not None}
     _excuse(slack, noise)
     if (bad := ~same(fused.y, y) & slack["y"].isfinite()).any():
-        return _told("the result", bad, fused.y, y, eager.y), None, None
+        return told("the result", bad, fused.y, y, eager.y), None, None
     for name, grad in oracle.grads.items():
         if name not in fused.grads:
             continue
@@ -456,7 +401,7 @@ def _exact_faults(
             bad &= ~(off <= 2 * torch.finfo(wanted.dtype).eps * oracle.slack[name])
         if bad.any():
             what = f"the gradient of {name}"
-            return _told(what, bad, fused.grads[name], wanted, eager.grads[name]), None, None
+            return told(what, bad, fused.grads[name], wanted, eager.grads[name]), None, None
     if oracle.dz is None:
         return "", None, None
     lost = _lost(p, space, z, operands, dy, oracle.dz)
@@ -473,7 +418,7 @@ def _bounded_faults(
     # there is none of the finite terms that come of spreading first.
     plain = _evaluated(space["tail"], z, operands, dy, _Wide(acc, apart=p.auto))
     if (bad := _rounded_bad(fused.y, oracle.y, oracle.slack["y"])).any():
-        return _told("the result", bad, fused.y, oracle.y, eager.y), None, None
+        return told("the result", bad, fused.y, oracle.y, eager.y), None, None
     for name, grad in oracle.grads.items():
         if name not in fused.grads:
             continue
@@ -481,9 +426,9 @@ def _bounded_faults(
         bad = total.bad(fused.grads[name], acc)
         bad &= ~same(fused.grads[name], plain.grads[name].to(fused.grads[name].dtype))
         if bad.any():
-            told = _told(f"the gradient of {name}", bad, fused.grads[name], total.value,
+            said = told(f"the gradient of {name}", bad, fused.grads[name], total.value,
                          eager.grads[name])  # fmt: skip
-            return told, None, None
+            return said, None, None
     if oracle.dz is None:
         return "", None, None
     total = spread_sum(oracle.dz, oracle.slack["dz"], z.shape)
@@ -513,5 +458,5 @@ def _anchor_faults(
         # The library's own sum, as eager's: on some CPUs oneDNN takes that of fp16 in fp16.
         bad = total.bad(found, sums) & ~same(found, eager.grads[name])
         if bad.any():
-            return _told(f"the gradient of {name}", bad, found, total.value, eager.grads[name])
+            return told(f"the gradient of {name}", bad, found, total.value, eager.grads[name])
     return ""
