@@ -265,6 +265,7 @@ _FACTORS = (
     *((0.0, 1.0, 1.0), (1e-30, 1.0, 1.0), (1e38, 1.0, 1.0)),
     *((1e30, 1e30, 1.0), (1e-30, 1e-30, 1.0), (1e30, 1e30, 1e-30), (1e-30, 1e-30, 1e30)),
     *((1e30, 1e30, 1e30), (1e38, 1e38, 1e30), (1e38, 0.0, 1e30)),
+    *((1e-8, 1e30, 1e20), (100.0, 1e-30, 1e-30)),
 )
 
 
@@ -280,7 +281,7 @@ def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> 
     bias = torch.randn(count, device=CUDA)
     running = torch.randn(count, device=CUDA), torch.rand(count, device=CUDA) + 0.1
     for factors, of_dy, window, mode in itertools.product(
-        _FACTORS, (0.0, largest), ((3, 3), (2, 1)), ("evaluation", "training")
+        _FACTORS, (0.0, 1e-20, largest), ((3, 3), (2, 1)), ("evaluation", "training")
     ):
         if math.prod(factors) * of_dy > largest:
             continue

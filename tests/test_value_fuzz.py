@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from value_fuzz import Run, fuzz, runnable
-from value_oracle import _ROUNDINGS
+from value_oracle import _ROUNDINGS, left_range
 from value_patterns import registered
 from value_programs import Program, generate
 from value_writer import NothingToWrite
@@ -267,3 +267,21 @@ def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         tally = fuzz(Run(auto=auto), range(3))
         assert tally.failures
         assert all(told in message for message in tally.failures.values())
+
+
+@pytest.mark.parametrize(
+    "tail, dy, lost",
+    [
+        (lambda z: 1e-30 * (1e-30 * z), 3e38, False),  # autograd's order keeps it
+        (lambda z: 1e30 * (1e-30 * (1e-30 * z)), 3e38, True),
+        (lambda z: z * 2.0, 1.0, False),
+        (lambda z: torch.tanh(z), 1.0, False),  # saturated
+    ],
+)
+def test_only_what_leaves_the_range_is_excused(
+    tail: Callable[[Tensor], Tensor], dy: float, lost: bool
+) -> None:
+    z = torch.linspace(-20, 20, 9).requires_grad_()
+    (dz,) = torch.autograd.grad(tail(z), z, torch.full_like(z, dy))
+    found = left_range(tail, z.detach(), {}, torch.full_like(z, dy), dz, False)
+    assert bool(found.all()) == bool(found.any()) == lost

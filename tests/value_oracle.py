@@ -251,22 +251,28 @@ def _excuse(slack: dict[str, Tensor], noise: Tensor | None) -> None:
 def _lost(
     p: Program, space: Any, z: Tensor, operands: dict[str, Tensor], dy: Tensor | None, dz: Tensor
 ) -> Tensor:
+    """Where the direct convolution's backward may find a dz that autograd loses."""
+    if not z.is_cuda or p.pattern.kind not in ("conv2d", "conv2d_batchnorm"):
+        return torch.zeros_like(dz, dtype=torch.bool)
+    return left_range(space["tail"], z, operands, dy, dz, p.auto)
+
+
+def left_range(
+    tail: Callable[..., Tensor], z: Tensor, operands: dict[str, Tensor], dy: Tensor | None,
+    dz: Tensor, apart: bool
+) -> Tensor:  # fmt: skip
     """Where factors one after the other leave dz's range, and their product times dy does not.
 
-    The backward of the direct convolution, which takes tails that are linear in z, takes their
-    product first.
+    Of tails that are linear in z, whose factors that backward multiplies first.
     """
-    none = torch.zeros_like(dz, dtype=torch.bool)
-    if not z.is_cuda or p.pattern.kind not in ("conv2d", "conv2d_batchnorm"):
-        return none
 
     def of(z: Tensor, acc: torch.dtype) -> Tensor:
-        found = _evaluated(space["tail"], z, operands, dy, _Wide(acc, apart=p.auto)).dz
+        found = _evaluated(tail, z, operands, dy, _Wide(acc, apart=apart)).dz
         assert found is not None
         return found
 
     if not same(of(z, dz.dtype), of(1 - z, dz.dtype)).all():
-        return none
+        return torch.zeros_like(dz, dtype=torch.bool)
     exact, ends = of(z, torch.float64).abs(), torch.finfo(dz.dtype)
     held = (exact >= ends.tiny) & (exact <= ends.max)
     return held & ~((dz.abs() >= ends.tiny) & (dz.abs() <= ends.max))

@@ -15,10 +15,10 @@ constexpr int kTile = 64;  // positions of a product whose rows they are
 // dy is multiplied first of all, as by autograd: sums of a large dy or a product of both factors
 // can overflow where dz does not, and a zero as the other factor then makes NaN. For the same
 // reason the epilogue's derivative is two numbers (`Derivative`), of which sums get `rest` at the
-// end and dc in `scale`. Of an input channel a
-// value amid its pixels, which in fp32 is taken from all of them, those of the padding included:
-// the convolution of what remains differs by a number, that `mean` lacks then, and dweight by pivot
-// Σ dc. The sums that the tensor core truncates are then of either sign.
+// end and dc in `scale`. Of an input channel a value amid its pixels, which in fp32 is taken from
+// all of them, those of the padding included: the convolution of what remains differs by a number,
+// that `mean` lacks then, and dweight by pivot Σ dc. The sums that the tensor core truncates are
+// then of either sign.
 struct Coefficients {
   float mean[kConvGroup];
   float of_dy[kConvGroup];
