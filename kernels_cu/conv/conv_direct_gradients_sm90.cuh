@@ -113,10 +113,11 @@ struct Derivative {
   float rest;
 };
 
-// What the epilogue makes of one, in double: its range holds the product of eight floats.
+// What the epilogue makes of one, in double: its range holds the product of eight floats. Called,
+// not inlined: seven operands in double beside the tables' registers were spilled (fp32).
 template <class Epilogue, int kScalars, class... In, size_t... kOperand>
-__device__ __forceinline__ double slope_of_epilogue(const ConvDirectArgs& args, int output,
-                                                    std::index_sequence<kOperand...>) {
+__device__ __noinline__ double slope_of_epilogue(const ConvDirectArgs& args, int output,
+                                                 std::index_sequence<kOperand...>) {
   constexpr int kOperands = sizeof...(In);
   const double in[1 + kOperands] = {
       1.0, convert<double>(static_cast<const In*>(

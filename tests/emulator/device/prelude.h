@@ -19,6 +19,7 @@
 #define __device__
 #define __global__ __attribute__((visibility("default")))
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
