@@ -40,6 +40,12 @@ struct Scale {
   static __device__ __forceinline__ float largest_of(float unscale) { return unscale * 0x1p14f; }
 };
 
+// sum times two factors that undo scales, the smaller first: it leaves float's range only where the
+// result does.
+__device__ __forceinline__ float undo_both(float sum, float unscale, float other) {
+  return sum * fminf(unscale, other) * fmaxf(unscale, other);
+}
+
 __device__ __forceinline__ float largest_of(const float4& v) {
   return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }

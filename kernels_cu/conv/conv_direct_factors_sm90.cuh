@@ -123,8 +123,12 @@ __device__ __forceinline__ void add_unscaled(const float (&sum)[4], const Scale 
                                              float pixel_unscale, float (&total)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float unscaled = kScales<X> ? sum[i] * scale[i / 2].unscale : sum[i];
-    total[i] += kSplits<X> ? unscaled * pixel_unscale : unscaled;
+    const float unscale = scale[i / 2].unscale;
+    if constexpr (kSplits<X>) {
+      total[i] += undo_both(sum[i], unscale, pixel_unscale);
+    } else {
+      total[i] += kScales<X> ? sum[i] * unscale : sum[i];
+    }
   }
 }
 

@@ -223,7 +223,8 @@ __device__ __forceinline__ void store_given(const float (&sum)[kConvColumns / 2]
   for (int tap = 0; tap < kConvBackwardTaps; ++tap) {
     float2 given = make_float2(sum[4 * tap + 2 * r], sum[4 * tap + 2 * r + 1]);
     if constexpr (kSplits<X>) {
-      given = make_float2(given.x * unscale * weight_unscale, given.y * unscale * weight_unscale);
+      given = make_float2(undo_both(given.x, unscale, weight_unscale),
+                          undo_both(given.y, unscale, weight_unscale));
     } else if constexpr (kScales<X>) {
       given = make_float2(given.x * unscale, given.y * unscale);
     }
