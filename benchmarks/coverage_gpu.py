@@ -99,6 +99,25 @@ def profiled(what: str) -> Iterator[None]:
         pstats.Stats(profile).sort_stats(order).print_stats(40)
 
 
+def on_gpu(model: coverage.Model, train: bool) -> tuple[nn.Module, coverage.Inputs]:
+    made, inputs = coverage.made_of(model, SCALE)
+    coverage.set_mode(made.to(CUDA), train)
+    return made, {n: t.to(CUDA) for n, t in inputs.items()}
+
+
+def first_call(
+    model: nn.Module, backend: Any, inputs: coverage.Inputs, train: bool
+) -> tuple[Callable[..., Any], float]:
+    """The model compiled, with empty caches but for fx_fuser's kernels; seconds of its call."""
+    run = torch.compile(model, backend=backend, dynamic=False)
+    with fresh_cache():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(model, run, inputs, train)
+        torch.cuda.synchronize()
+        return run, time.perf_counter() - start
+
+
 def compiled(name: str, train: bool, commit: str, profile: bool = False) -> Compiled:
     """Both modes' first calls, timed; and what they compute, judged."""
     model = coverage.MODELS[name]
@@ -110,23 +129,16 @@ def compiled(name: str, train: bool, commit: str, profile: bool = False) -> Comp
         datetime.date.today().isoformat(),
         commit,
     )
-    made, inputs = coverage.made_of(model, SCALE)
-    made, inputs = made.to(CUDA), {n: t.to(CUDA) for n, t in inputs.items()}
-    coverage.set_mode(made, train)
+    made, inputs = on_gpu(model, train)
     runs: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
     # The first leaves its kernels. To Dynamo it is another backend, so the last compiles again.
     first = partial(torch._dynamo.lookup_backend("fx_fuser"))
     backends: dict[str, Any] = {"kernels": first, **{mode: mode for mode in MODES}}
     for mode, backend in backends.items():
         twin = copy.deepcopy(made)
-        run = torch.compile(twin, backend=backend, dynamic=False)
         counters["fx_fuser"].clear()
-        with fresh_cache(), profiled(f"{name}, {row.phase}: {mode}" if profile else ""):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            step(twin, run, inputs, train)
-            torch.cuda.synchronize()
-            row.compile_s[mode] = time.perf_counter() - start
+        with profiled(f"{name}, {row.phase}: {mode}" if profile else ""):
+            run, row.compile_s[mode] = first_call(twin, backend, inputs, train)
         runs[mode] = twin, run
     row.fused = sum(counters["fx_fuser"].values())
     twin, run = runs["fx_fuser"]
@@ -147,22 +159,14 @@ def compiled(name: str, train: bool, commit: str, profile: bool = False) -> Comp
 
 def first_calls(name: str, train: bool, count: int) -> dict[str, list[float]]:
     """Seconds of `count` first calls of each mode, by turns, after one that leaves its kernels."""
-    made, inputs = coverage.made_of(coverage.MODELS[name], SCALE)
-    made, inputs = made.to(CUDA), {n: t.to(CUDA) for n, t in inputs.items()}
-    coverage.set_mode(made, train)
+    made, inputs = on_gpu(coverage.MODELS[name], train)
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     turns = [MODES[:: 1 if i % 2 == 0 else -1] for i in range(count)]
     for i, mode in enumerate(["fx_fuser", *itertools.chain.from_iterable(turns)]):
         torch._dynamo.reset()
-        twin = copy.deepcopy(made)
-        run = torch.compile(twin, backend=mode, dynamic=False)
-        with fresh_cache():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            step(twin, run, inputs, train)
-            torch.cuda.synchronize()
-            if i > 0:
-                found[mode].append(round(time.perf_counter() - start, 2))
+        _, seconds = first_call(copy.deepcopy(made), mode, inputs, train)
+        if i > 0:
+            found[mode].append(round(seconds, 2))
     return found
 
 
