@@ -8,7 +8,7 @@ round. `bf16-frozen` and `fp32-frozen`: a training step (forward, loss, backward
 BatchNorms are in evaluation, as detectors have them. In one process for both modes: GPU time by
 kind, wall time, peak memory, the first call with empty caches (fx_fuser's kernels included), and
 errors against float64. Several processes may run beside each other: what times something holds
-`--lock`. The rows go to benchmarks/results/conv_nets/h200.json; `python -m benchmarks.report` puts
+`--lock`. The rows go to benchmarks/results/conv_nets/gpu.json; `python -m benchmarks.report` puts
 them into docs/results.md.
 """
 
@@ -40,7 +40,7 @@ from benchmarks.results import FOLDER
 from benchmarks.run import commit_here
 from fx_fuser.planning import timing
 
-PATH = Path("conv_nets", "h200.json")
+PATH = Path("conv_nets", "gpu.json")
 CUDA = torch.device("cuda")
 MODES = ("inductor", "fx_fuser")
 IMAGES, SIZE, JUDGED = 128, 224, 4

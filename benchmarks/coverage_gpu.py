@@ -8,7 +8,7 @@ with empty caches but for fx_fuser's kernels, which an earlier compilation left.
 forward pass, or of a training step. Values are judged as on the CPU. With `--turns`, N such
 processes compile side by side, wait for each other and then time one by one. With `--first-calls`
 nothing but first calls is timed, N of each mode by turns, and printed. The rows go to
-benchmarks/results/coverage/h200.json; `python -m benchmarks.report` puts them into docs/models.md.
+benchmarks/results/coverage/gpu.json; `python -m benchmarks.report` puts them into docs/models.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from benchmarks import coverage, measure, tables
 from benchmarks.results import FOLDER
 from benchmarks.run import commit_here
 
-PATH = Path("coverage", "h200.json")
+PATH = Path("coverage", "gpu.json")
 SCALE = 32
 CUDA = torch.device("cuda")
 MODES = ("inductor", "fx_fuser")
