@@ -83,14 +83,18 @@ def _program(seed: int) -> tuple[str, list[Tensor]]:
 
 
 def _agrees(seed: int) -> int:
-    """How many operations were fused; values and gradients are eager's."""
     source, operands = _program(seed)
+    return agrees(source, [torch.randn(2, 4, 8), *operands])
+
+
+def agrees(source: str, inputs: list[Tensor]) -> int:
+    """How many sites of `body` in the source are fused; values and gradients are eager's."""
     names: dict[str, Any] = {"torch": torch, "F": F}
     exec(source, names)
     torch._dynamo.reset()
     counters.clear()
     model = linear_program(names["body"]).double()
-    leaves = [t.double().requires_grad_() for t in (torch.randn(2, 4, 8), *operands)]
+    leaves = [t.double().requires_grad_() for t in inputs]
     run = torch.compile(
         model,
         backend="fx_fuser",

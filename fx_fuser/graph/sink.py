@@ -103,9 +103,10 @@ class Sunk:
     def restore(self, results: Mapping[Node, Node]) -> None:
         """Put back each operation that was not fused. results: fused node → the node of its match's
         result."""
-        for node, move in self._moves.items():
-            if node in results:
-                continue
+        unfused = {node: move for node, move in self._moves.items() if node not in results}
+        # A fused op may have one as an operand: `x @ (image.t() * 3)` has image * 3 as its weight.
+        above = {n: [u for u in n.users if u not in unfused] for n in unfused}
+        for node, move in unfused.items():
             graph, written = self._graph, move.written
             with graph.inserting_before(node):
                 node.args, node.kwargs = map_arg(
@@ -115,14 +116,21 @@ class Sunk:
             if move.after:
                 move.after[-1].replace_all_uses_with(node)
             for made in reversed(move.made + move.after):
-                if not made.users:
+                if not made.users and not made._erased:
                     graph.erase_node(made)
+            readers = [reader for reader in above[node] if not reader._erased]
+            if readers:
+                with graph.inserting_before(node.next):
+                    seen = _seen_before(node, move, node, move.result)
+                for reader in readers:
+                    reader.replace_input_with(node, seen)
 
     def _now(self, results: Mapping[Node, Node], node: Node) -> Node:
         """The node that now has the value which `node` had as the user wrote it."""
         move = self._moves.get(node)
         if move is not None and node in results:
-            if not move.after:
+            if not move.after or move.after[-1]._erased:  # with the product that read it
+                move.after.clear()
                 move.show(results[node])
             return move.after[-1]
         if node in self._erased and node not in self._again:

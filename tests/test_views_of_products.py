@@ -1,0 +1,103 @@
+"""A product whose factor is an operation behind a transpose of an anchor's value.
+
+    e = lin(y); relu(x @ (e.t() * 3))
+
+The operation moves above the transpose, and the product reads the moved one as its weight.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import GROWTH, check, linear_program
+from test_views_generated import agrees
+from torch import Tensor
+
+Y = 6  # rows of y and features of the Linear: a factor seen the wrong way round would fit
+
+
+def _clip(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    image = m.lin(y)
+    image = image / image.norm(dim=-1, keepdim=True)
+    return torch.matmul(x, image.t().to(x.device)) * 2.0
+
+
+def _twice_seen(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    e = m.lin(y)
+    return torch.relu(x @ (e.view(Y, 6).t() * 3.0)) + e.sum()
+
+
+def _tail_of_the_first(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """What the product reads is fused; an operation that is not reads it too."""
+    a = torch.sigmoid(m.lin(y).t())
+    return torch.relu(x @ a) + torch.cumsum(a * 3.0, 0).sum()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _clip,
+        _twice_seen,
+        _tail_of_the_first,
+        lambda m, x, y: torch.relu(x @ (m.lin(y).t() * 3.0)),
+        lambda m, x, y: F.relu(x @ ((e := m.lin(y)).t() * 3.0)) + e.sum(),
+        lambda m, x, y: torch.relu(x @ torch.exp(o := m.lin(y).t() * 3.0)) + o.cumsum(0).sum(),
+    ],
+    ids=["clip", "twice seen", "tail of the first", "scaled", "read again", "read between"],
+)
+@pytest.mark.parametrize("rows", [Y, 5], ids=["square", "not square"])
+def test_the_factor_is_seen_the_right_way_round(body: Callable[..., Any], rows: int) -> None:
+    if rows != Y and body is _twice_seen:
+        pytest.skip("its view is of a square")
+    x, y = torch.randn(3, 6, requires_grad=True), torch.randn(rows, 8, requires_grad=True)
+    check(
+        linear_program(body),
+        x,
+        y,
+        fuses={"auto_linear": 2},
+        leaves=("matmul", "linear", "mul", "exp", "to", "truediv"),
+        **GROWTH,
+    )
+
+
+def _program(seed: int) -> str:
+    rng = random.Random(seed)
+    lines = ["def body(m, x, y, s, t):", "    e = m.lin(y)"]
+    lines.append(
+        f"    e = {rng.choice(('e', 'e', 'e.relu()', 'e / e.norm(dim=-1, keepdim=True)'))}"
+    )
+    seen = ("e.t()", "e.T", "e.transpose(0, 1)", "e.view(6, 6).t()", "e.permute(1, 0)", "e")
+    lines.append(f"    v = {rng.choice(seen)}")
+    moved = ("v * 3.0", "v.to(v.dtype)", "torch.sigmoid(v)", "v + s", "v * t", "torch.tanh(v) * s")
+    lines.append(f"    o = {rng.choice(moved)}")
+    lines.append(
+        f"    p = {rng.choice(('o', 'o', 'o * 0.5', 'o.t()', 'torch.exp(o) + t', 'o + v'))}"
+    )
+    lines.append(
+        f"    r = {rng.choice(('x @ p', 'torch.mm(x, p)', 'x @ p.t()', 'F.linear(x, p)'))}"
+    )
+    lines.append(f"    r = {rng.choice(('torch.relu(r)', 'r * 2.0', 'torch.sigmoid(r) * 3'))}")
+    others = ("0", "e.sum()", "o.cumsum(0)", "(v * s).cumsum(1)", "p.sum(0)", "(o.t() * t).mean(0)")
+    lines.append(f"    return r, {rng.choice(others)} * s, {rng.choice(others)} * s")
+    return "\n".join(lines)
+
+
+def _agrees(seed: int) -> int:
+    torch.manual_seed(seed)
+    sizes = ((3, 6), (Y, 8), (6, 6), (6,))
+    return agrees(_program(seed), [torch.randn(size) for size in sizes])
+
+
+def test_generated_programs() -> None:
+    assert sum(map(_agrees, range(40))) >= 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 3000, 250))
+def test_more_generated_programs(first: int) -> None:
+    assert sum(map(_agrees, range(first, first + 250))) >= 500
