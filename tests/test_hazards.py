@@ -211,7 +211,7 @@ TRAPS: dict[str, Trap] = {
         "layout_kept", _linear(_columns_flattened), lambda: (leaf(4, 8), torch.randn(6, 4).t())
     ),
     "a factor's source is written": Trap(
-        "copies_stay_copies",
+        "saved_operands_stay",
         _linear(_factor_source_written),
         lambda: (leaf(4, 8), torch.randn(4, 6)),
         train=True,

@@ -234,7 +234,7 @@ def test_a_factor_alone_that_learns(match_of: Any, grads: bool) -> None:
     tensors = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4, 1, 1)
     with torch.set_grad_enabled(grads):
         match = match_of(norm, *tensors[:2], tensors[2].requires_grad_())
-    assert rehearse.gradients_of_tensors(match) == [grads]
+    assert calls.gradients_of_tensors(match) == [grads]
     forms = rehearse.tensors_of(match)
     assert forms is not None
     with torch.no_grad():

@@ -46,6 +46,10 @@ class Case(Protocol):
     def tensors(self) -> list[Tensor]:
         """c's fake tensor, then those of all operands."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Is c to be computed again in backward?"""
+
     def operand(self, name: str) -> Tensor:
         """The fake tensor of an operand of the anchor."""
 

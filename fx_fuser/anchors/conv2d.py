@@ -207,7 +207,7 @@ class Conv2d(Anchor):
             makers.append((DIRECT, LIBRARY))
             if self._takes_direct_backward(case):
                 makers.append((DIRECT, DIRECT))
-        fixed = {"tf32": asked and may_be_tf32(c), "again": options.save == "memory"}
+        fixed = {"tf32": asked and may_be_tf32(c), "again": case.recomputes}
         names = ("tf32", "product", "backward", "again")  # in the order of the schema
         found: list[dict[str, Any]] = [{**fixed, "product": p, "backward": b} for p, b in makers]
         for choices in found:

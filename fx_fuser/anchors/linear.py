@@ -88,7 +88,7 @@ class Linear(Anchor):
         return weight
 
     def candidates(self, case: Case) -> list[dict[str, Any]]:
-        again = case.options.save == "memory"
+        again = case.recomputes
         library = {"product": LIBRARY, "backward": LIBRARY, "again": again}
         maker = self._fused_gemm(case)
         if maker is None or case.device.type != "cuda":

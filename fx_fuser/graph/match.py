@@ -26,7 +26,7 @@ from fx_fuser.graph.bind import Bound, bind, scalar_behind
 from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.epilogue import OPS, Z
 from fx_fuser.graph.naming import at, called
-from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.nodes import meta_tensor, storages
 from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.sites import Site, site_at
 from fx_fuser.graph.view import View
@@ -81,6 +81,17 @@ class Match:
         """Every tensor the fused op reads."""
         operands = [o for o in self.site.operands.values() if o is not None]
         return tuple(dict.fromkeys([*operands, *self.bound.tensors]))
+
+    def written_after(self, operands: Sequence[Node] | None = None) -> tuple[Node, Node] | None:
+        """The last node after the match that may write to memory of these operands, by default of
+        any, and what it writes."""
+        view = self.view
+        memory = storages(self.operands if operands is None else operands)
+        last = max((i for m in memory for i in view.written_at.get(m, ())[-1:]), default=0)
+        if last <= view.order[self.root]:
+            return None
+        node = view.nodes[last]
+        return node, next(w for w in view.writers[node] if storages((w,)) & memory)
 
     @property
     def first(self) -> Node:

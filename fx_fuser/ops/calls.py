@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import DIRECT, FOLDED
@@ -77,3 +78,42 @@ def may_have_fused_backward(match: Match) -> bool:
         for name, node in nodes.items()
     ]
     return call.has_fused_backward(operands, t, [v.requires_grad for v in t])  # type: ignore[arg-type]
+
+
+def gradients_of(match: Match) -> dict[str, bool]:
+    """Operand of the anchor → is its gradient asked for?  Empty if nothing is to be saved."""
+    z: Any = meta_tensor(match.site.node)
+    if not z.requires_grad:
+        return {}
+    nodes = {name: match.site.operands[name] for name in ANCHORS[match.site.kind].operands}
+    tensors = {name: node and meta_tensor(node) for name, node in nodes.items()}
+    return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
+
+
+def gradients_of_tensors(match: Match) -> list[bool]:
+    """For each of the epilogue's tensors: is its gradient asked for?"""
+    result: Any = meta_tensor(match.root)  # parameters ask for theirs under no_grad, too
+    return [result.requires_grad and tensor.requires_grad for tensor in fake_tensors(match)]
+
+
+def saves(match: Match) -> bool:
+    """Is there anything to keep for a backward?"""
+    return any(gradients_of(match).values()) or any(gradients_of_tensors(match))
+
+
+def saved_operands(match: Match) -> list[Node]:
+    """The operands that the op keeps for a backward as they are, not as autocast's copies, if it
+    keeps c."""
+    if not saves(match):
+        return []
+    site, anchor = match.site, ANCHORS[match.site.kind]
+    needs = {**dict.fromkeys(site.operands, False), **gradients_of(match)}
+    read = fused_call(match, {"again": False}).reads(needs, gradients_of_tensors(match))
+    c = meta_tensor(site.nodes[0])
+    return [
+        node
+        for name, node in {**site.operands, **apply.named(match.bound.tensors, ())}.items()
+        if name in read
+        and node is not None
+        and (name not in anchor.cast or meta_tensor(node).dtype == c.dtype)  # type: ignore[union-attr]
+    ]

@@ -28,12 +28,13 @@ from fx_fuser.graph.naming import (
     statement,
     without_break,
 )
-from fx_fuser.graph.nodes import called_in_place, inputs_of, meta_tensor, storages
+from fx_fuser.graph.nodes import called_in_place, meta_tensor, storages
 from fx_fuser.graph.sharding import reason_of
 from fx_fuser.graph.source import op_of
 from fx_fuser.graph.subclasses import origin_of
 from fx_fuser.graph.view import EXPORTED
 from fx_fuser.native.kernel_spec import CUDA_TYPES, MAX_NUMBERS, MAX_TENSORS
+from fx_fuser.ops import calls
 
 _MAX_WRITES = 256  # within one match
 
@@ -164,28 +165,22 @@ def _without_write(match: Match, node: Node, written: Node) -> str:
     return f"change a clone of {called(written)}, if nothing else is to see the change"
 
 
-def copies_stay_copies(match: Match) -> Fault | None:
-    """A factor computed apart from z is flattened, and its own operand is written to later.
+def saved_operands_stay(match: Match) -> Fault | None:
+    """Something after the match writes to what a backward of the fused op reads.
 
-    `q = r * 1.0; y = sigmoid(z) * q; r.add_(1)`: backward then needs q, and r is no longer that.
+    `y = gelu(z + r); r.add_(1)`: eager mode saves z + r, the fused op r. Backward raised or, where
+    no version counter sees the write (`.data`), had wrong gradients. The same with `z * (r * 0.5)`,
+    where r is the operand, and with an x of which eager's Linear saves a contiguous copy.
     """
-    view, apart = match.view, set(match.nodes) - set(match.site.nodes)
-    for node in sorted(apart, key=view.order.__getitem__):
-        if any(view.value(node, n) in match.nodes - apart for n in inputs_of(node)):
-            apart.discard(node)  # it reads z
-    read = storages(view.value(n, i) for n in apart for i in inputs_of(n))
-    places = (i for memory in read for i in view.written_at.get(memory, ())[-1:])
-    place = max(places, default=0)
-    if place > view.order[match.root]:
-        node = view.nodes[place]
-        written = next(w for w in view.writers[node] if storages((w,)) & read)
-        return Fault(
-            node,
-            f"{statement(node)}, changes {called(written)}, from which a factor was "
-            "computed before",
-            f"change a clone of {called(written)} instead",
-        )
-    return None
+    found = match.written_after(calls.saved_operands(match))
+    if found is None:
+        return None
+    node, written = found
+    return Fault(
+        node,
+        f"{statement(node)}, changes {called(written)}, which the fused op would need for backward",
+        f"change a clone of {called(written)} instead",
+    )
 
 
 def statistics_unseen(match: Match) -> Fault | None:
@@ -385,7 +380,7 @@ CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
     inner_values_unused,
     in_place_writes_stay_inside,
     operands_unchanged,
-    copies_stay_copies,
+    saved_operands_stay,
     statistics_unseen,
     statistics_alone,
     known_dtypes,

@@ -66,7 +66,11 @@ class MatchCase:
         return layout.is_channels_last(self.match.view, self.site, self.options)
 
     def has_backward(self) -> bool:
-        return rehearse.saves(self.match)
+        return calls.saves(self.match)
+
+    @property
+    def recomputes(self) -> bool:
+        return self.options.save == "memory" and self.match.written_after() is None
 
     def operand(self, name: str) -> torch.Tensor:
         return meta_tensor(self.site.operands[name])  # type: ignore[arg-type, return-value]
@@ -75,7 +79,7 @@ class MatchCase:
         return calls.kernel_specs(self.match, choices)
 
     def gradients(self) -> dict[str, bool]:
-        return rehearse.gradients_of(self.match)
+        return calls.gradients_of(self.match)
 
     def may_have_fused_backward(self) -> bool:
         return calls.may_have_fused_backward(self.match)
@@ -122,8 +126,8 @@ def timing_key(
         [dict(choices) for choices in candidates],
         [[spec.name for spec in calls.kernel_specs(match, c)] for c in candidates],
         list(map(str, tensors)),
-        rehearse.gradients_of(match),
-        rehearse.gradients_of_tensors(match),
+        calls.gradients_of(match),
+        calls.gradients_of_tensors(match),
         matmul_tf32_requested(),  # the library's gemm follows it
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # and its backward
         *(

@@ -22,7 +22,13 @@ from fx_fuser.graph.nodes import hint_of, meta_tensor
 from fx_fuser.native import launch
 from fx_fuser.ops import folded as ops_folded
 from fx_fuser.ops.apply import travels_as_number
-from fx_fuser.ops.calls import fake_tensors, fused_call, kernel_specs
+from fx_fuser.ops.calls import (
+    fused_call,
+    gradients_of,
+    gradients_of_tensors,
+    kernel_specs,
+    saves,
+)
 from fx_fuser.ops.library import FusedCall, gradients
 from fx_fuser.planning.timing import Candidate
 
@@ -84,27 +90,6 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
             return None
         forms.append(form)
     return forms
-
-
-def gradients_of(match: Match) -> dict[str, bool]:
-    """Operand of the anchor → is its gradient asked for?  Empty if nothing is to be saved."""
-    z: Any = meta_tensor(match.site.node)
-    if not z.requires_grad:
-        return {}
-    nodes = {name: match.site.operands[name] for name in ANCHORS[match.site.kind].operands}
-    tensors = {name: node and meta_tensor(node) for name, node in nodes.items()}
-    return {name: getattr(tensor, "requires_grad", False) for name, tensor in tensors.items()}
-
-
-def gradients_of_tensors(match: Match) -> list[bool]:
-    """For each of the epilogue's tensors: is its gradient asked for?"""
-    result: Any = meta_tensor(match.root)  # parameters ask for theirs under no_grad, too
-    return [result.requires_grad and tensor.requires_grad for tensor in fake_tensors(match)]
-
-
-def saves(match: Match) -> bool:
-    """Is there anything to keep for a backward?"""
-    return any(gradients_of(match).values()) or any(gradients_of_tensors(match))
 
 
 @dataclass(frozen=True)

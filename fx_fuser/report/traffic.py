@@ -16,8 +16,8 @@ from fx_fuser.graph import decompose
 from fx_fuser.graph.match import Match
 from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.ops import apply, calls
+from fx_fuser.ops.calls import gradients_of, gradients_of_tensors, saves
 from fx_fuser.planning.plan import Plan
-from fx_fuser.planning.rehearse import gradients_of, gradients_of_tensors, saves
 
 
 @dataclass(frozen=True)
