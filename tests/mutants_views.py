@@ -4,6 +4,7 @@ from __future__ import annotations
 
 VIEWS = "tests/test_views.py"
 MOVES, STAY = f"{VIEWS}::test_views_move_below_the_tail", f"{VIEWS}::test_views_that_stay"
+OF_PRODUCTS = "tests/test_views_of_products.py"
 PUT_BACK = f"{VIEWS}::test_what_is_not_fused_is_put_back"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
@@ -63,5 +64,20 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "views: z's views behind what is fused", "graph/sink.py",
         "move.show(results[node])", "return results[node]",
         (f"{VIEWS}::test_an_operation_behind_what_is_fused_reads_its_views",),
+    ),
+    (
+        "views: a moved operation that a product reads", "graph/sink.py",
+        "            if readers:\n", "            if False:\n",
+        (f"{OF_PRODUCTS}::test_the_factor_is_seen_the_right_way_round[square-clip]",),
+    ),
+    (
+        "views: a view that went with the product", "graph/sink.py",
+        "not move.after or move.after[-1]._erased:", "not move.after:",
+        (f"{OF_PRODUCTS}::test_the_factor_is_seen_the_right_way_round[square-tail of the first]",),
+    ),
+    (
+        "views, saved: an operand of a c that is computed again", "planning/case.py",
+        " and self.match.written_after() is None", "",
+        ("tests/test_saved_operands.py::test_where_c_is_computed_again_its_operands_stay",),
     ),
 )  # fmt: skip
