@@ -95,6 +95,7 @@ def test_fp32_gemms_are_candidates(
     assert isinstance(decide(match), Refusal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", OTHERS)
 def test_what_only_hopper_has_is_the_librarys(
     match_of: Any, on_gpu: Any, become: Become, capability: tuple[int, int]

@@ -56,6 +56,7 @@ def through_export(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @modes
 @cases(PRODUCTS)

@@ -211,6 +211,7 @@ def test_a_shim_that_does_not_load_says_which(tmp_path, monkeypatch):
 # ---- the real compilers --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_the_shim_loads_in_a_fresh_process():
     """Also into a torch without CUDA, where its weak CUDA symbol stays null.

@@ -245,6 +245,7 @@ def test_a_process_forked_during_a_build_does_not_hold_its_lock(tmp_path):
             child.join()
 
 
+@pytest.mark.slow
 def test_the_folder_of_an_unusable_cache_outlives_a_forked_child(fake, tmp_path, monkeypatch):
     (tmp_path / "a_file").touch()
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "a_file/cache"))

@@ -298,6 +298,7 @@ def _run(program: str, cwd: Path, *paths: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @in_checkout
 def test_installed_it_needs_no_import(tmp_path: Path) -> None:
     """The metadata of an installation, and nothing else, makes the name known to torch.compile."""

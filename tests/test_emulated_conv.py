@@ -43,6 +43,7 @@ FEW_DEPTHWISE = [depthwise.EXAMPLES[i] for i in (1, 9, 17)]
 FEW_STEMS = [stem.EXAMPLES[i] for i in (3, 16)]
 
 
+@pytest.mark.slow
 def test_depthwise(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depthwise, "EXAMPLES", FEW_DEPTHWISE)
     gpu.prepare([depthwise.spec_of(*one) for one in FEW_DEPTHWISE])

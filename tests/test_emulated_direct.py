@@ -147,14 +147,8 @@ def test_special_gradients(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     assert not failures
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bfloat16,
-        *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float32, torch.float16)),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_extreme_factors(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     failures: list[str] = []
     conv_backward_sm90.extreme_factors(failures, dtype)

@@ -32,6 +32,7 @@ def check(gpu: EmulatedGpu, cases: int, side: int) -> None:
     assert not failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS, indirect=True)
 def test_random_sizes_and_operands(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two numbers of columns, with and without a window, operands of each way and leaves."""

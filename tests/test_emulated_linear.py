@@ -38,6 +38,7 @@ def built() -> None:
     emulator.build([(emulated(IDENTITY.spec), capability) for capability in (80, 120)])
 
 
+@pytest.mark.slow
 @every_gpu
 def test_tiles_and_layouts(gpu: EmulatedGpu) -> None:
     """Edges in all dimensions, more tiles than blocks, k of no and of many stages."""

@@ -157,6 +157,7 @@ def test_every_new_op_is_there() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("text", [t for t in SPELLINGS if "cast" not in t])

@@ -234,6 +234,7 @@ def test_the_log_is_silent_by_default(capfd: Any) -> None:
     assert "fx_fuser" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_torchs_log_and_its_trace_have_the_report(tmp_path: Path) -> None:
     done = _run_gated({"TORCH_LOGS": "+fx_fuser", "TORCH_TRACE": str(tmp_path)})
     assert f"fused {MUL_MUL} at " in done.stderr

@@ -138,6 +138,7 @@ def test_only_the_weights_are_in_channels_last(inner: str, graphs: list[Counter[
         assert graphs[0]["fx_fuser.conv2d_folded.default"] == 7
 
 
+@pytest.mark.slow
 def test_a_fold_by_itself_pins_no_layout(
     graphs: list[Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ def test_an_inner_compiler_without_the_pass(graphs: list[Counter[str]]) -> None:
     assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 8
 
 
+@pytest.mark.slow
 def test_no_batch_norm(graphs: list[Counter[str]]) -> None:
     """As in VGG and SqueezeNet."""
     model = nn.Sequential(
@@ -203,6 +205,7 @@ def test_live_parameters(graphs: list[Counter[str]]) -> None:
     assert graphs[0]["fx_fuser.conv2d_folded.default"] == 8
 
 
+@pytest.mark.slow
 def test_16_bits_are_left_on_a_cpu(graphs: list[Counter[str]]) -> None:
     x = torch.randn(2, 3, 21, 21)
     check(net().bfloat16(), x.bfloat16())
@@ -280,6 +283,7 @@ def test_exactness_that_is_asked_for_is_kept(graphs: list[Counter[str]]) -> None
     assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
 
 
+@pytest.mark.slow
 def test_little_is_folded_at_a_time(
     graphs: list[Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +346,7 @@ def test_the_end_of_the_longer_way_takes_the_addition(
     assert len(reading) == 2 and last not in reading
 
 
+@pytest.mark.slow
 def test_installed(graphs: list[Counter[str]]) -> None:
     model, x = net(), torch.randn(2, 3, 21, 21)
     with torch.no_grad(), fx_fuser.installed(FORCED):

@@ -221,6 +221,7 @@ GROWN = {graph: fuses for graph, (_, fuses) in GRAPHS.items()} | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GROWN, ids=lambda f: f.__name__)
 def test_work_grows_with_the_graph(
     graph: Callable[[int], GraphModule], monkeypatch: pytest.MonkeyPatch

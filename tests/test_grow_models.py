@@ -81,6 +81,7 @@ def test_a_resnet(training: bool) -> None:
     assert_same_as_eager(model, (images(),), _with_grown(model, {}), slack=2.0, **GROWN)
 
 
+@pytest.mark.slow
 def test_a_llama_training_step() -> None:
     model = _llama()
     tokens = torch.randint(0, 64, (2, 12))

@@ -259,6 +259,7 @@ def test_deep_nets_fuse_in_all_sites(n: int, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(seconds) < 5 * max(n / 400, 1)
 
 
+@pytest.mark.slow
 def test_a_deeper_graph_than_pythons_stack() -> None:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)  # Dynamo may have raised it

@@ -70,6 +70,7 @@ def test_llama_training_step() -> None:
     _assert_llama_step(_llama())
 
 
+@pytest.mark.slow
 def test_llama_with_gradient_checkpointing() -> None:
     model = _llama().train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -168,6 +168,7 @@ def test_opcheck_linear(kind: str, tail: str, dtype: torch.dtype, native: bool) 
     opcheck(getattr(torch.ops.fx_fuser, kind).default, args)
 
 
+@pytest.mark.slow
 @pytest.mark.each_pair
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kinds", ["s", "f"])

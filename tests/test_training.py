@@ -203,6 +203,7 @@ def test_changed_weights_are_used(change: Callable[[Swish, Swish], None], grad: 
 _PARAMETERS = [n for n, _ in ThreePatterns().named_parameters()]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "trainable",
     [
