@@ -116,6 +116,13 @@ def _columns_flattened(m: Any, x: Tensor, y: Tensor) -> Any:
     return (y * torch.sigmoid(m.lin(x)) * 2.0).t().view(-1)
 
 
+def _transposed_in_place(m: Any, x: Tensor) -> Tensor:
+    w = torch.cat([m.lin.weight, m.lin.weight])[:8] * 2  # square
+    w.t_()
+    z = x @ w
+    return z * torch.sigmoid(z) * 2.0
+
+
 def _factor_source_written(m: Any, x: Tensor, y: Tensor) -> Any:
     q = y * 0.5
     r = torch.sigmoid(m.lin(x)) * q
@@ -210,6 +217,7 @@ TRAPS: dict[str, Trap] = {
     "the operand's layout wins": Trap(
         "layout_kept", _linear(_columns_flattened), lambda: (leaf(4, 8), torch.randn(6, 4).t())
     ),
+    "a weight is transposed in place": Trap("seen_as_made", _linear(_transposed_in_place), _rows),
     "a factor's source is written": Trap(
         "saved_operands_stay",
         _linear(_factor_source_written),

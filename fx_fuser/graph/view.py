@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from fx_fuser.graph.canonical import Expr, Unsupported, meaning, rule_of
 from fx_fuser.graph.nodes import called_in_place, input_of, inputs_of, storages, writes_of
+from fx_fuser.graph.source import op_of
 
 if TYPE_CHECKING:
     from fx_fuser.graph.naming import End
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 # In the meta of a module that `fuse_exported` rewrites: may a fused op run on a CPU?
 EXPORTED = "fx_fuser_exported"
+
+
+# In-place operations that leave the elements as they are.
+_SEEN_OTHERWISE = frozenset(
+    "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ set_ resize_ "  # noqa: SIM905
+    "resize_as_".split()
+)
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,12 @@ class View:
     def shown_at(self) -> dict[Any, list[int]]:
         """Storage → places in the order of the nodes whose value lies in it."""
         return self._by_storage((n, storages((n,))) for n in self.nodes)
+
+    @functools.cached_property
+    def reshaped(self) -> dict[Any, Node]:
+        """Storage → a call that changes, in place, how a tensor in it is seen: `v.t_()`."""
+        calls = [node for node in self.nodes if op_of(node) in _SEEN_OTHERWISE]
+        return {memory: node for node in calls for memory in storages((node, *inputs_of(node)))}
 
     @functools.cached_property
     def batch_norms_at(self) -> dict[Any, list[int]]:

@@ -165,6 +165,20 @@ def _without_write(match: Match, node: Node, written: Node) -> str:
     return f"change a clone of {called(written)}, if nothing else is to see the change"
 
 
+def seen_as_made(match: Match) -> Fault | None:
+    """Something in the graph transposes or resizes a value of the match, or an operand, in place.
+
+    `v.t_(); x @ v` came out as x @ v.t(): what a node says holds for the tensor as it was then.
+    """
+    reshaped = match.view.reshaped
+    memory = storages((*match.operands, *match.nodes)) if reshaped else set()
+    node = next((reshaped[m] for m in memory if m in reshaped), None)
+    if node is None:
+        return None
+    reason = f"{statement(node)}, changes the shape, strides or memory of a tensor in place"
+    return Fault(node, reason, "use the operation that is not in place")
+
+
 def saved_operands_stay(match: Match) -> Fault | None:
     """Something after the match writes to what a backward of the fused op reads.
 
@@ -380,6 +394,7 @@ CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
     inner_values_unused,
     in_place_writes_stay_inside,
     operands_unchanged,
+    seen_as_made,
     saved_operands_stay,
     statistics_unseen,
     statistics_alone,
