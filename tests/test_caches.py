@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import compiled, fused, leaf, linear_program, recorded
+from helpers import compiled, fused, gate, leaf, linear_program, recorded
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import backend, options
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.pattern import trace
+from fx_fuser.native import binaries
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +140,38 @@ def test_processes_that_share_inductors_cache(tmp_path: Path) -> None:
     assert _run("difference", "product", cache=tmp_path) == (
         "{'pattern_0': 1, 'pattern_1': 1} True"
     )
+
+
+@pytest.mark.parametrize(
+    "edited", ["ops/library.py", "patterns/conv2d_batchnorm_mul.py", "kernels_cu"]
+)
+def test_editing_a_source_changes_the_cache_tag(
+    edited: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fx_fuser"
+    shutil.copytree(binaries.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(binaries, "PACKAGE", package)
+    monkeypatch.setattr(binaries, "KERNELS", package / "kernels_cu")
+    before = backend._cache_tag()
+    file = package / edited
+    if file.is_dir():
+        file = sorted(file.rglob("*.cu*"))[0]
+    file.write_text(file.read_text() + "\n// edited\n")
+    assert backend._cache_tag() != before
+
+
+def test_the_tag_is_set_while_the_inner_compiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        options.Options,
+        "inner_compiler",
+        lambda self: (
+            lambda gm, inputs: seen.append(torch.compiler.config.cache_key_tag) or gm.forward
+        ),
+    )
+    compiled(linear_program(gate))(leaf(4, 8))
+    assert seen == [backend._cache_tag()]
+    assert torch.compiler.config.cache_key_tag == ""
+    torch._dynamo.reset()
+    compiled(linear_program(lambda m, x: m.lin(x)))(leaf(4, 8))
+    assert seen[1] == "", "an unfused graph may share stock's cache entries"

@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 import operator
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +41,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import backend, options
+from fx_fuser import backend
 from fx_fuser.graph import view
-from fx_fuser.native import binaries, kernel_spec
+from fx_fuser.native import kernel_spec
 from fx_fuser.ops import calls, checks
 
 
@@ -354,44 +353,6 @@ def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
     without = tuple(c for c in checks.CHECKS if c is not checks.pattern_check)
     monkeypatch.setattr(checks, "CHECKS", without)
     check(model, leaf(4, 8), fuses={"hazard_test_rounds": 1})
-
-
-# ---- A: caches ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "edited", ["ops/library.py", "patterns/conv2d_batchnorm_mul.py", "kernels_cu"]
-)
-def test_editing_a_source_changes_the_cache_tag(
-    edited: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "fx_fuser"
-    shutil.copytree(binaries.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(binaries, "PACKAGE", package)
-    monkeypatch.setattr(binaries, "KERNELS", package / "kernels_cu")
-    before = backend._cache_tag()
-    file = package / edited
-    if file.is_dir():
-        file = sorted(file.rglob("*.cu*"))[0]
-    file.write_text(file.read_text() + "\n// edited\n")
-    assert backend._cache_tag() != before
-
-
-def test_the_tag_is_set_while_the_inner_compiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(
-        options.Options,
-        "inner_compiler",
-        lambda self: (
-            lambda gm, inputs: seen.append(torch.compiler.config.cache_key_tag) or gm.forward
-        ),
-    )
-    compiled(linear_program(gate))(leaf(4, 8))
-    assert seen == [backend._cache_tag()]
-    assert torch.compiler.config.cache_key_tag == ""
-    torch._dynamo.reset()
-    compiled(linear_program(lambda m, x: m.lin(x)))(leaf(4, 8))
-    assert seen[1] == "", "an unfused graph may share stock's cache entries"
 
 
 # ---- B: see test_refusals.test_changing_scale_does_not_recompile ----------------------------
