@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import GROWTH, Program, check, conv_program, epilogues, leaf, linear_program
+from helpers import (
+    GROWTH,
+    Program,
+    check,
+    compiled,
+    conv_program,
+    epilogues,
+    leaf,
+    linear_program,
+    recorded,
+)
 from torch import Tensor, nn
 
 LEAVES = ("gelu", "tanh", "sigmoid", "relu", "mul", "add", "linear", "imul", "iadd")
@@ -144,3 +154,21 @@ def test_where_c_is_computed_again_its_operands_stay() -> None:
         linear_program(body), *inputs, fuses={"auto_linear": 1}, leaves=LEAVES, **options
     )
     assert epilogues(graphs) == ["v0 = gelu(z, approximate=none); v1 = mul(v0, s0)"]
+
+
+def test_what_eager_mode_saves_too_may_be_written() -> None:
+    """Backward raises as eager mode's does; a forward pass alone may record gradients."""
+
+    def body(m: Any, x: Tensor, t: Tensor) -> Tensor:
+        h = torch.relu(m.lin(x)) * t
+        x.add_(1.0)
+        t.add_(1.0)
+        return h
+
+    model = linear_program(body)
+    x, t = torch.randn(4, 8), torch.randn(4, 6)
+    expected = model(x.clone(), t.clone())
+    with recorded() as graphs:
+        y = compiled(model, inner="eager", **GROWTH)(x, t)
+    assert epilogues(graphs) == ["v0 = relu(z); v1 = mul(v0, t0)"]
+    torch.testing.assert_close(y, expected)

@@ -21,7 +21,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,9 +305,38 @@ def evaluate(epilogue: Epilogue, values: Mapping[str, Any]) -> Any:
 # ---- derivatives ----------------------------------------------------------------------------
 
 
+# Of the steps below autograd saves the arguments, not the result or something in between.
+_SAVES_ARGUMENTS = frozenset(("mul", "div", "addcmul", "addcdiv"))
+
+
+def wanted_leaves(needs: Mapping[str, bool], needs_t: Sequence[bool]) -> frozenset[str]:
+    """z, if a gradient of the anchor's operands is asked for, and those of t0… with one."""
+    wanted = [f"t{i}" for i, need in enumerate(needs_t) if need]
+    return frozenset([*wanted, "z"] if any(needs.values()) else wanted)
+
+
 def read_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> frozenset[str]:
     """The leaves on whose values the gradients of the wanted leaves depend."""
-    carries, read = set(wanted), set[str]()
+    read = _read_values(epilogue, wanted)
+    return frozenset().union(*(leaves for _, _, leaves in read))
+
+
+def read_anew_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> frozenset[str]:
+    """Those of which eager mode saves something else: gelu(z + t) saves the sum, not t."""
+    return frozenset().union(
+        *(
+            leaves
+            for op, value, leaves in _read_values(epilogue, wanted)
+            if op not in _SAVES_ARGUMENTS or value not in epilogue.leaves
+        )
+    )
+
+
+def _read_values(
+    epilogue: Epilogue, wanted: frozenset[str]
+) -> Iterator[tuple[str, str, frozenset[str]]]:
+    """What the derivative of a step reads: (the op, the value, the leaves that it is made of)."""
+    carries = set(wanted)
     made_of: dict[str, frozenset[str]] = {leaf: frozenset((leaf,)) for leaf in epilogue.leaves}
     for i, step in enumerate(epilogue.steps):
         values = [a for a in step.args if a is not None]
@@ -317,8 +346,8 @@ def read_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> frozenset[
                 carries.add(f"v{i}")
                 for j in OPS[step.op].reads(place, len(step.args)):
                     value = step.args[j]
-                    read |= made_of[value] if value is not None else frozenset()
-    return frozenset(read)
+                    if value is not None:
+                        yield step.op, value, made_of[value]
 
 
 def linear_backward(epilogue: Epilogue) -> Epilogue | None:

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import DIRECT, FOLDED
+from fx_fuser.graph.epilogue import read_anew_by_derivative, wanted_leaves
 from fx_fuser.graph.match import Match
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.rewrite import Call
@@ -101,19 +102,27 @@ def saves(match: Match) -> bool:
     return any(gradients_of(match).values()) or any(gradients_of_tensors(match))
 
 
-def saved_operands(match: Match) -> list[Node]:
-    """The operands that the op keeps for a backward as they are, not as autocast's copies, if it
-    keeps c."""
+def saved_by_us_alone(match: Match) -> list[Node]:
+    """The operands that the op keeps for a backward, if it keeps c, where eager mode keeps another
+    value or none.
+
+    Of the anchor's these are a bias, and an x that eager's Linear copies since its rows lie apart.
+    """
     if not saves(match):
         return []
     site, anchor = match.site, ANCHORS[match.site.kind]
     needs = {**dict.fromkeys(site.operands, False), **gradients_of(match)}
-    read = fused_call(match, {"again": False}).reads(needs, gradients_of_tensors(match))
+    needs_t = gradients_of_tensors(match)
+    names = read_anew_by_derivative(match.bound.epilogue, wanted_leaves(needs, needs_t))
+    x: Any = meta_tensor(site.operands["x"])  # type: ignore[arg-type]
+    is_copied = site.kind in ("linear", "matmul") and x.ndim > 2 and not x.is_contiguous()
+    own = {"bias", "x"} if is_copied else {"bias"}
+    names |= own & fused_call(match, {"again": False}).reads(needs, needs_t)
     c = meta_tensor(site.nodes[0])
     return [
         node
         for name, node in {**site.operands, **apply.named(match.bound.tensors, ())}.items()
-        if name in read
+        if name in names
         and node is not None
         and (name not in anchor.cast or meta_tensor(node).dtype == c.dtype)  # type: ignore[union-attr]
     ]

@@ -180,13 +180,14 @@ def seen_as_made(match: Match) -> Fault | None:
 
 
 def saved_operands_stay(match: Match) -> Fault | None:
-    """Something after the match writes to what a backward of the fused op reads.
+    """Something after the match writes to what a backward of the fused op reads, and eager's does
+    not: what both read raises in both.
 
     `y = gelu(z + r); r.add_(1)`: eager mode saves z + r, the fused op r. Backward raised or, where
     no version counter sees the write (`.data`), had wrong gradients. The same with `z * (r * 0.5)`,
     where r is the operand, and with an x of which eager's Linear saves a contiguous copy.
     """
-    found = match.written_after(calls.saved_operands(match))
+    found = match.written_after() and match.written_after(calls.saved_by_us_alone(match))
     if found is None:
         return None
     node, written = found
@@ -395,12 +396,12 @@ CHECKS: tuple[Callable[[Match], Fault | None], ...] = (
     in_place_writes_stay_inside,
     operands_unchanged,
     seen_as_made,
-    saved_operands_stay,
     statistics_unseen,
     statistics_alone,
     known_dtypes,
     one_device,
     anchor_form,
+    saved_operands_stay,
     shape_kept,
     layout_kept,
     runs_in_an_export,

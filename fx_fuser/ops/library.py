@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, FOLDED, Conv2d
-from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative
+from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative, wanted_leaves
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 from fx_fuser.ops import apply, evaluate, folded, plain  # noqa: F401  (plain defines ops)
@@ -209,9 +209,7 @@ class FusedCall:
 
     def reads(self, needs: Mapping[str, bool], needs_t: Sequence[bool]) -> frozenset[str]:
         """The operands and leaves of the epilogue, z among them, whose values backward reads."""
-        wanted = {f"t{i}" for i, need in enumerate(needs_t) if need}
-        wanted |= {"z"} if any(needs.values()) else set()
-        by_epilogue = read_by_derivative(self.epilogue, frozenset(wanted))
+        by_epilogue = read_by_derivative(self.epilogue, wanted_leaves(needs, needs_t))
         if self.anchor.reads_c(needs, self.config):
             by_epilogue |= {"z"}
         return by_epilogue | frozenset(self.anchor.read_by_backward(needs, self.config))
