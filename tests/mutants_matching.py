@@ -203,9 +203,14 @@ MUTANTS = (
     ),
     (
         "derivative: of a value read on the way", "graph/epilogue.py",
-        "read |= made_of[value] if value is not None else frozenset()",
-        "read |= {value} if value in epilogue.leaves else frozenset()",
+        "yield step.op, value, made_of[value]",
+        "yield step.op, value, frozenset({value} & epilogue.leaves)",
         (f"{TEXT}::test_no_more_is_kept_than_is_needed_of_z[v0 = sigmoid(t0); v1 = mul(v0, z)]",),
+    ),
+    (
+        "derivative: what autograd saves itself", "graph/epilogue.py",
+        "if op not in _SAVES_ARGUMENTS or value not in epilogue.leaves", "",
+        ("tests/test_saved_operands.py::test_what_eager_mode_saves_too_may_be_written",),
     ),
     (
         "derivative: c is saved if it is read", "ops/library.py",
