@@ -101,3 +101,32 @@ def test_generated_programs() -> None:
 @pytest.mark.parametrize("first", range(1000, 2000, 250))
 def test_more_generated_programs(first: int) -> None:
     assert sum(map(_agrees, range(first, first + 250))) >= 500
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "v.t_(); return r(x @ v)",
+        "v.transpose_(0, 1); return r(torch.addmm(y[0], x, v))",
+        "w = v.t_(); return r(x @ w), v * 1.0",
+        "w = v.t(); v.t_(); return r(x @ w)",
+        "w = v.t(); torch.ops.aten.t_.default(v); return r(x @ w)",
+        "w = v.t(); v.as_strided_((6, 6), (1, 6)); return r(x @ w)",
+        "w = v.t(); v.set_(y * 1.0); return r(x @ w)",
+        "w = v.to(v.dtype); t = v.t(); w.t_(); return r(x @ t)",
+        "w = v.t(); v.unsqueeze_(0); return r(x @ w)",
+        "v.t_(); z = x @ v; return z * torch.sigmoid(z) * 2.0",
+    ],
+)
+def test_what_is_transposed_in_place_is_left(write: str) -> None:
+    names: dict[str, Any] = {"torch": torch, "r": torch.relu}
+    exec(f"def body(m, x, y):\n    v = y * 2; {write}", names)
+    check(
+        linear_program(names["body"]),
+        torch.randn(3, 6),
+        torch.randn(6, 6),
+        fuses={},
+        train=False,
+        grad=False,
+        **GROWTH,
+    )
