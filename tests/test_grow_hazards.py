@@ -54,6 +54,7 @@ TAKEN_OF_TRAPS: dict[str, list[str]] = {
     "running_var is viewed": ALONE,
     "the norm is used twice": NOTHING,
     "the operand's layout wins": ["v0 = sigmoid(z)"],
+    "a weight is transposed in place": NOTHING,
     "a factor's source is written": [TIMES],  # which reads the factor, not what that is made of
     "a complex operand": [SCALED],
     "no batch dimension": NOTHING,
