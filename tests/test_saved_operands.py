@@ -172,3 +172,6 @@ def test_what_eager_mode_saves_too_may_be_written() -> None:
         y = compiled(model, inner="eager", **GROWTH)(x, t)
     assert epilogues(graphs) == ["v0 = relu(z); v1 = mul(v0, t0)"]
     torch.testing.assert_close(y, expected)
+    for result in (y, model(x, t)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()

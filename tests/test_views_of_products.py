@@ -18,6 +18,8 @@ from helpers import GROWTH, check, linear_program
 from test_views_generated import agrees
 from torch import Tensor
 
+from fx_fuser.graph import view
+
 Y = 6  # rows of y and features of the Linear: a factor seen the wrong way round would fit
 
 
@@ -130,3 +132,16 @@ def test_what_is_transposed_in_place_is_left(write: str) -> None:
         grad=False,
         **GROWTH,
     )
+
+
+def test_every_operation_that_changes_a_view_in_place_is_known() -> None:
+    every = torch._C._dispatch_get_all_op_names()
+    names = {name[6:].partition(".")[0] for name in every if name.startswith("aten::")}
+    packets = {name: getattr(torch.ops.aten, name) for name in names if name.endswith("_")}
+    tagged = {
+        name
+        for name, packet in packets.items()
+        if any(torch.Tag.inplace_view in getattr(packet, o).tags for o in packet.overloads())
+    }
+    assert {"t_", "squeeze_"} <= tagged
+    assert tagged - {"detach_"} <= view._SEEN_OTHERWISE  # after which it is seen as before

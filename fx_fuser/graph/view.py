@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EXPORTED = "fx_fuser_exported"
 
 
-# In-place operations that leave the elements as they are.
+# In-place operations that leave the elements as they are: torch tags them inplace_view.
 _SEEN_OTHERWISE = frozenset(
     "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ set_ resize_ "  # noqa: SIM905
     "resize_as_".split()

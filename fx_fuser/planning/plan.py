@@ -265,7 +265,7 @@ def _pick(
     reason = f"nothing is gained ({note}): it is left to the inner compiler"
     if match.pattern.is_grown:
         return Refusal.of(match, Fault(match.root, reason))
-    keeps_less = options.save == "memory" and calls.saves(match)
+    keeps_less = candidates[0]["again"] and calls.saves(match)
     if keeps_less or options.inner != "inductor":  # which would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
     help = ""
