@@ -6,7 +6,8 @@
   that site's bias, so nothing but the convolution is left of the branch;
 - neighbouring calls of `fold` become one, a launch for many layers, as long as what it makes takes
   little memory: it lives until the last of these layers has run;
-- each convolution is called by `fx_fuser.ops.evaluate`, which takes the host less.
+- each convolution is called by `fx_fuser.ops.evaluate`, which takes the host less;
+- what a convolution adds is computed where it keeps less memory alive (`passes.shortcuts`).
 
 In the graph each convolution has eager's strides. Its node asks for operands in channels_last, and
 the op returns what it gets. So a result is converted where something needs other strides, such as
@@ -32,6 +33,7 @@ from fx_fuser.anchors.conv2d import ANY_LAYOUT, IMPLICIT, is_window
 from fx_fuser.native import binaries
 from fx_fuser.ops import evaluate
 from fx_fuser.options import LAST_PASS, Options
+from fx_fuser.passes import shortcuts
 from fx_fuser.passes.products import OF_VALUE, call, each_pass, joint_uuid
 
 _aten = torch.ops.aten
@@ -71,6 +73,8 @@ class Folding(CustomGraphPass):
         for group in _groups(graph, folds):
             _join(graph, group)
         graph.eliminate_dead_code()
+        for reader, addend in _addends(graph):
+            shortcuts.place(graph, reader, addend)
 
     def uuid(self) -> Any:
         return joint_uuid(("folding", binaries.fingerprint()), self.before)
@@ -160,6 +164,20 @@ def _join(graph: Graph, group: Sequence[Node]) -> None:
             graph.erase_node(item)
         graph.erase_node(node)
         start += len(node.meta["val"])
+
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+def _addends(graph: Graph) -> list[tuple[Node, Node]]:
+    """Fused convolutions, and each image beside their own that they read."""
+    found = []
+    for node in graph.nodes:
+        op, args = evaluate.called(node)
+        if op is _CONVOLUTION or op in _KERNEL_OPS:
+            others = (n for n in node.all_input_nodes if n not in (args[0], args[_WEIGHT]))
+            found += [(node, n) for n in others if n.meta["val"].ndim == 4]
+    return found
 
 
 # ---- layout --------------------------------------------------------------------------------------
