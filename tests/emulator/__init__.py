@@ -128,7 +128,7 @@ def _machine() -> Job:
 def _shim() -> Job:
     host = compilers.of_shim()
     command = binaries.shim_command(host, [f"-I{HERE}"])
-    command = tuple("-O0" if part == "-O2" else part for part in command)
+    command = tuple("-O0" if part.startswith("-O") else part for part in command)
     parts = (*command, host.version, torch.__version__, binaries.shim_sources())
     headers = _text_of("driver.h", "memory.h", "machine.h")
     text = _text_of("shim.cpp")
