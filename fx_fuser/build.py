@@ -29,6 +29,7 @@ from fx_fuser.native.kernel_spec import (
     depthwise,
     implicit,
     stem,
+    texts_of,
 )
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # those --all-archs compiles for
@@ -148,13 +149,13 @@ def _pointwise_examples() -> list[KernelSpec]:
 def _sources(arch: str, one_each: bool) -> list[str]:
     """What is compiled for it."""
     if arch in SPLIT_ARCHS:
-        return [spec.text for spec in _split_examples()[: 1 if one_each else 2]]
+        return texts_of(_split_examples()[: 1 if one_each else 2])
     specs = _split_examples() + _pointwise_examples() + _fold_examples()
     specs += _depthwise_examples() + _stem_examples() + _implicit_examples()
     specs += _sm90_examples() if arch == "sm_90a" else []
     if one_each:  # the first
         specs = list({spec.family.header: spec for spec in reversed(specs)}.values())
-    return [batch_stats_source(), *(spec.text for spec in specs)]
+    return [batch_stats_source(), *texts_of(specs)]
 
 
 def _attempt(label: str, action: Callable[[], object]) -> bool:

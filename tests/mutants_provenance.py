@@ -44,6 +44,16 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{AHEAD}::test_a_tail_waits_where_nothing_is_idle[no core]",),
     ),
     (
+        "ahead: each text takes a core", "planning/ahead.py",
+        "sched_getaffinity(0)) - len(texts)", "sched_getaffinity(0)) - len(specs)",
+        (f"{AHEAD}::test_each_text_takes_a_core[0]",),
+    ),
+    (
+        "kernels: a name is of all texts", "native/kernel_spec.py",
+        '"\\0".join(self.texts)', "self.text",
+        ("tests/test_build.py::test_the_name_is_of_all_that_is_loaded",),
+    ),
+    (
         "ahead: as many structures as the options allow", "planning/ahead.py",
         "tails[: min(idle, most)]", "tails[:idle]",
         (f"{AHEAD}::test_a_tail_waits_where_nothing_is_idle[no structure]",),

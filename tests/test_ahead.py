@@ -16,7 +16,7 @@ from fx_fuser.graph.grow import Grown
 from fx_fuser.graph.match import Match
 from fx_fuser.native import binaries, load, store
 from fx_fuser.native.jobs import Job
-from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.options import Options
 from fx_fuser.passes import products, provenance
 from fx_fuser.planning import ahead, gate, plan
@@ -45,6 +45,10 @@ def built(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(load, "_index_of", lambda _: 0)
     monkeypatch.setattr(store, "holds", lambda _: False)
     return runs
+
+
+def _texts_of(names: Sequence[str], grown: Grown) -> set[str]:
+    return set(texts_of(map(_spec_of(grown), names)))
 
 
 def _on(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +91,21 @@ def test_a_tail_waits_where_nothing_is_idle(
     assert not any("tanh" in s.text for s in map(_spec_of(grown), alone))
 
 
+@pytest.mark.parametrize("idle", [0, 1])
+def test_each_text_takes_a_core(
+    idle: int, grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """z alone's kernel by itself takes two, and its tail one more: they share the second."""
+    _on(1, monkeypatch)
+    _build(grown)
+    texts = _texts_of(built[0], grown)
+    assert len(texts) > len(built[0])
+    _on(len(texts) + idle, monkeypatch)
+    _build(grown)
+    assert len(built[1]) == len(built[0]) + idle
+    assert len(_texts_of(built[1], grown)) == len(texts) + idle
+
+
 def _spec_of(grown: Grown) -> Callable[[str], KernelSpec]:
     specs = {
         spec.name: spec
@@ -117,16 +136,18 @@ def test_tails_wait_where_nothing_else_is_compiled(
     monkeypatch.setattr(store, "holds", lambda job: job.key in kept)
     monkeypatch.setattr(binaries, "_cubin_job", lambda text, *_: Job(text, text, "", "", ()))
     _build(grown)
-    of_name = _spec_of(grown)
-    texts = {of_name(name).text for name in built[0]}
+    texts = _texts_of(built[0], grown)
     tails = {text for text in texts if "tanh" in text}
     assert tails and texts > tails
     kept.update(texts - tails)
     _build(grown)
     assert built[1] == []
-    kept.pop()  # now there is something to wait for
-    _build(grown)
-    assert {of_name(name).text for name in built[2]} == tails | (texts - tails - kept)
+    for lost in texts - tails:  # now there is something to wait for
+        kept.remove(lost)
+        _build(grown)
+        kept.add(lost)
+        affected = {s.name for s in map(_spec_of(grown), built[0]) if {lost, *tails} & {*s.texts}}
+        assert set(built[-1]) == affected
 
 
 def test_what_fails_is_left_to_those_who_ask(
@@ -161,9 +182,9 @@ def test_build_compiles_what_is_missing(
     monkeypatch.setattr(binaries, "arch_of", lambda _: "sm_90a")
     monkeypatch.setattr(load, "_index_of", lambda _: 0)
     BUILD([SPLIT_GEMM, SPLIT_GEMM], GPU, batch_stats=True)
-    assert fake.calls == 2
+    assert fake.calls == len(SPLIT_GEMM.texts) + 1
     BUILD([SPLIT_GEMM], GPU)
-    assert fake.calls == 2
+    assert fake.calls == len(SPLIT_GEMM.texts) + 1
     assert (SPLIT_GEMM.name, 0) not in load._kernels
 
 

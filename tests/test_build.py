@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -20,9 +21,12 @@ from fx_fuser.native import binaries, launch, load
 from fx_fuser.native.kernel_spec import (
     LINEAR_DENSE,
     LINEAR_SPLIT,
+    LINEAR_SPLIT_BEST,
+    LINEAR_SPLIT_MMA,
     MAX_NUMBERS,
     MAX_TENSORS,
     POINTWISE,
+    texts_of,
 )
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -89,6 +93,31 @@ def test_a_spec_is_its_text_and_its_name():
     assert len({spec.name, *(other.name for other in others)}) == 4
 
 
+def _split(functor, scalars, x=torch.float32, out=torch.float32, family=LINEAR_SPLIT_BEST):
+    return build.example(family, functor, scalars, torch.float32, out, x)
+
+
+def test_tails_share_the_kernels_that_have_no_tail():
+    """Of one family and type of x; whatever else the tails are of."""
+    swish = _split("Swish", 1)
+    own, common = swish.texts
+    assert own == swish.text and "Swish" not in common
+    assert common.splitlines()[-1] == "FX_FUSER_LINEAR_SPLIT_COMMON(float)"
+    for other in (_split("Sigmoid", 0), _split("Swish", 1, out=torch.float16)):
+        assert other.texts[0] != own and other.texts[1] == common
+        assert texts_of([swish, other]) == [own, common, other.text]
+    narrow, forced = _split("Swish", 1, torch.bfloat16), _split("Swish", 1, family=LINEAR_SPLIT_MMA)
+    assert len({common, narrow.texts[1], forced.texts[1]}) == 3
+    pointwise = build.example(POINTWISE, "Swish", 1, *[torch.float32] * 3)
+    assert pointwise.texts == (pointwise.text,)
+
+
+def test_the_name_is_of_all_that_is_loaded():
+    family = dataclasses.replace(LINEAR_SPLIT_BEST, common="ANOTHER_MACRO")
+    one, other = _split("Swish", 1), _split("Swish", 1, family=family)
+    assert one.text == other.text and one.name != other.name
+
+
 def test_a_family_says_where_it_runs(monkeypatch):
     f32 = torch.float32
     everywhere, hopper = (
@@ -123,12 +152,14 @@ def test_cpu_tensors_are_refused_by_name():
 
 @pytest.mark.parametrize("arch", build.ARCHS + build.SPLIT_ARCHS)
 def test_one_each_leaves_no_main_loop_out(arch):
-    def headers(sources):
-        return [re.findall(r'#include "((?:conv|linear|pointwise)/.*)"', text) for text in sources]
+    def loops(sources):
+        """Header and macro of each."""
+        asked = r'#include "(?:conv|linear|pointwise)/.*"|^FX_FUSER_\w+(?=\()'
+        return [tuple(re.findall(asked, text, re.MULTILINE)) for text in sources]
 
     every, few = build._sources(arch, one_each=False), build._sources(arch, one_each=True)
     assert set(few) < set(every)
-    assert sorted(map(str, headers(few))) == sorted({str(one) for one in headers(every)})
+    assert sorted(loops(few)) == sorted(set(loops(every)))
 
 
 def test_missing_ninja_names_the_remedy(fake, monkeypatch):
@@ -154,7 +185,8 @@ def loader(fake, monkeypatch):
             raise answer
         return answer
 
-    ops = SimpleNamespace(load_pointwise=SimpleNamespace(default=loading))
+    op = SimpleNamespace(default=loading)
+    ops = SimpleNamespace(load_pointwise=op, load_linear_split=op)
     monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
     monkeypatch.setattr(load, "load_shim", lambda: None)
     monkeypatch.setattr(load, "_kernels", {})
@@ -173,6 +205,20 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
     name, cubin, signature, index = loader.calls[-1]
     assert (name, signature, index) == (SPEC.name, SPEC.signature, 0)
     assert Path(cubin).read_text() == SPEC.text
+
+
+def test_what_tails_share_is_compiled_once_and_loaded_with_each(loader, fake):
+    loader.answers += [7, 8, 9]
+    specs = [_split("Swish", 1), _split("Sigmoid", 0)]
+    load.prepare(specs, "cuda:0")
+    assert fake.calls == 3 and load._kernels == {(specs[0].name, 0): 7, (specs[1].name, 0): 8}
+    for spec, (name, *cubins, signature, index) in zip(specs, loader.calls, strict=True):
+        assert (name, signature, index) == (spec.name, spec.signature, 0)
+        assert tuple(Path(cubin).read_text() for cubin in cubins) == spec.texts
+    later, cuda = _split("Identity", 0), torch.device("cuda:0")
+    assert load.not_built([*specs, later], cuda) == {later: [later.text]}
+    load.prepare([later], "cuda:0")
+    assert fake.calls == 4 and load.not_built([later], cuda) == {}
 
 
 def test_a_kernel_of_another_architecture_is_not_built(loader, fake):

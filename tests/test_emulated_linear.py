@@ -4,6 +4,7 @@ checks that it passes on Hopper."""
 from __future__ import annotations
 
 import random
+from ctypes import CDLL
 
 import emulator
 import pytest
@@ -62,6 +63,20 @@ def test_batches_and_chunks(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -
     failures: list[str] = []
     split_planes_sm90.sweep(6, 0, failures, small)
     assert not failures
+
+
+@pytest.mark.parametrize("gpu", [80], indirect=True)
+def test_chunks_are_of_the_library_that_all_tails_have(gpu: EmulatedGpu) -> None:
+    x, weight = torch.randn(40, 300), torch.randn(50, 300)
+    exact = x.double() @ weight.double().T
+    for b in (weight, n_major(weight)):
+        assert relative(linear_sm90.run(IDENTITY, x, b, first="x", chunks=3), exact) <= FLOOR
+    ((own, common),) = emulator.build([(emulated(IDENTITY.spec), gpu.capability)])
+    for kernel in ("chunk", "chunk_n_major", "rows", "columns"):
+        has = [
+            hasattr(CDLL(str(p)), f"emulated_fx_fuser_linear_split_{kernel}") for p in (own, common)
+        ]
+        assert has == [False, True], kernel
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """One kernel as a value, which Python passes to the compiler, the cache and the loader.
 
 A family is a main loop of `kernels_cu/`; a functor is the epilogue plugged into it. The translation
-unit and the shim's arguments are both generated from the spec, and neither is ever parsed.
+units and the shim's arguments are all generated from the spec, and none is ever parsed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +41,8 @@ class Family:
 
     loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only architecture they
     exist for, or None if they run everywhere. sizes: the macro's first arguments, over which loops
-    are unrolled.
+    are unrolled. common: the macro of kernels that are the same for all functors, given the type of
+    the first input; the loader gets their cubin as well.
     """
 
     header: str
@@ -48,15 +50,24 @@ class Family:
     loader: str
     arch: str | None = None
     sizes: tuple[int, ...] = ()
+    common: str | None = None
 
 
 POINTWISE = Family("pointwise/pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointwise")
 # The split product by mma.sync, which every GPU has.
 LINEAR_SPLIT_MMA = Family(
-    "linear/linear_split_mma.cuh", "FX_FUSER_LINEAR_SPLIT_MMA", "load_linear_split_mma"
+    "linear/linear_split_mma.cuh",
+    "FX_FUSER_LINEAR_SPLIT_MMA",
+    "load_linear_split_mma",
+    common="FX_FUSER_LINEAR_SPLIT_MMA_COMMON",
 )
 # By wgmma on Hopper, elsewhere the same kernels as LINEAR_SPLIT_MMA's.
-LINEAR_SPLIT_BEST = Family("linear/linear_split.cuh", "FX_FUSER_LINEAR_SPLIT", "load_linear_split")
+LINEAR_SPLIT_BEST = Family(
+    "linear/linear_split.cuh",
+    "FX_FUSER_LINEAR_SPLIT",
+    "load_linear_split",
+    common="FX_FUSER_LINEAR_SPLIT_COMMON",
+)
 
 
 def split_family(asked: str | None) -> Family:
@@ -153,7 +164,7 @@ class KernelSpec:
 
     @functools.cached_property
     def text(self) -> str:
-        """The translation unit."""
+        """The translation unit of the kernels that have the functor."""
         has_16_bits = self.out in (torch.float16, torch.bfloat16)
         coarse = "#define FX_FUSER_16_BIT_RESULT\n" if has_16_bits else ""  # epilogue_math.cuh
         return (
@@ -162,6 +173,20 @@ class KernelSpec:
         )
 
     @functools.cached_property
+    def texts(self) -> tuple[str, ...]:
+        """All translation units, in the order in which the loader takes their cubins."""
+        family = self.family
+        if family.common is None:
+            return (self.text,)
+        of_all = f'#include "{family.header}"\n{family.common}({CUDA_TYPES[self.inputs[0]]})\n'
+        return self.text, of_all
+
+    @functools.cached_property
     def name(self) -> str:
-        """The name by which a graph finds the kernel: the hash of its text."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:32]
+        """The name by which a graph finds the kernel: the hash of its texts."""
+        return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()[:32]
+
+
+def texts_of(specs: Iterable[KernelSpec]) -> list[str]:
+    """What is compiled for these kernels, each translation unit once."""
+    return list(dict.fromkeys(text for spec in specs for text in spec.texts))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fx_fuser.errors import BuildError
 from fx_fuser.native import binaries, compilers, store
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, LINEAR_SPLIT_BEST, KernelSpec
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT, LINEAR_SPLIT_BEST, KernelSpec, texts_of
 
 _lock = threading.RLock()
 _kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
@@ -87,10 +87,11 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> No
         for spec in [s for s in missing if not runs_on(s, device)]:
             _kernels[spec.name, index] = NO_KERNEL
             missing.remove(spec)
-        paths = binaries.cubins([spec.text for spec in missing], arch)
-        for spec, path in zip(missing, paths, strict=True):
-            arguments = (spec.name, str(path), spec.signature, index)
-            _kernels[spec.name, index] = _load(spec.family.loader, *arguments)
+        texts = texts_of(missing)
+        paths = dict(zip(texts, map(str, binaries.cubins(texts, arch)), strict=True))
+        for spec in missing:
+            arguments = (*(paths[text] for text in spec.texts), spec.signature, index)
+            _kernels[spec.name, index] = _load(spec.family.loader, spec.name, *arguments)
 
 
 def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:
@@ -99,11 +100,13 @@ def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[Kernel
     return [spec for spec in dict.fromkeys(specs) if (spec.name, index) not in _kernels]
 
 
-def not_built(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:
-    """The specs that `build` would have to compile, each once."""
+def not_built(specs: Sequence[KernelSpec], device: torch.device) -> dict[KernelSpec, list[str]]:
+    """The specs that `build` would have to compile something for, and which texts."""
     wanted = [spec for spec in not_loaded(specs, device) if runs_on(spec, device)]
-    built = binaries.are_built([spec.text for spec in wanted], binaries.arch_of(device))
-    return [spec for spec, is_built in zip(wanted, built) if not is_built]
+    texts = texts_of(wanted)
+    built = dict(zip(texts, binaries.are_built(texts, binaries.arch_of(device)), strict=True))
+    missing = {spec: [text for text in spec.texts if not built[text]] for spec in wanted}
+    return {spec: texts for spec, texts in missing.items() if texts}
 
 
 def build(specs: Sequence[KernelSpec], device: torch.device, batch_stats: bool = False) -> None:
@@ -112,7 +115,7 @@ def build(specs: Sequence[KernelSpec], device: torch.device, batch_stats: bool =
     Raises:
         BuildError: a kernel does not compile; the others are built.
     """
-    texts = [spec.text for spec in not_loaded(specs, device) if runs_on(spec, device)]
+    texts = texts_of(spec for spec in not_loaded(specs, device) if runs_on(spec, device))
     if batch_stats and _index_of(device) not in _batch_stats:
         texts.append(binaries.batch_stats_source())
     binaries.cubins(texts, binaries.arch_of(device))

@@ -1,8 +1,8 @@
 """(matches, options) → all kernels that they may need, compiled in one run of ninja.
 
 `fx_fuser.planning.gate` asks for a tail's kernel only after z alone was measured, and the passes
-over Inductor's graphs ask for theirs after that. A gemm kernel takes some 6 s of one core, so one
-after the other they take three times that (ViT-B on an H200's host, 2026-11-23: 8.8, 7.8 and
+over Inductor's graphs ask for theirs after that. A gemm kernel took some 6 s of one core, so one
+after the other they took three times that (ViT-B on an H200's host, 2026-11-23: 8.8, 7.8 and
 10.3 s). Here they compile side by side. Kernels that may not be needed compile on cores that idle
 meanwhile: where nothing else has to be compiled, there is nothing to wait for, and the gate soon
 asks for those it needs, in one run. (ESMFold's triangle block in training, an H100, 2026-11-25:
@@ -53,9 +53,11 @@ def build(
             if device.type != "cuda":
                 continue
             specs = load.not_built(needed[device], device)
-            idle = max(len(os.sched_getaffinity(0)) - len(specs), 0) if specs else 0
-            tails = load.not_built(perhaps.get(device, []), device) if idle else []
-            tails = [spec for spec in tails if spec not in specs]
+            texts = {text for missing in specs.values() for text in missing}
+            idle = max(len(os.sched_getaffinity(0)) - len(texts), 0) if texts else 0
+            # A tail is one text more: what else its kernel is made of is among z alone's.
+            found = load.not_built(perhaps.get(device, []), device) if idle else {}
+            tails = [spec for spec in found if spec not in specs]
             load.build([*specs, *tails[: min(idle, most)]], device, device in norms)
     except Exception:
         log.info("not all kernels could be compiled ahead", exc_info=True)

@@ -58,25 +58,27 @@ struct LinearSplitKernels {
   std::unique_ptr<Fallback> guesses;    // to scales that are found ahead
 };
 
-int64_t load_split(const std::string& name, const std::string& cubin,
+int64_t load_split(const std::string& name, const std::string& cubin, const std::string& common,
                    const std::vector<std::string>& signature, int64_t device, bool mma) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
                   "Out and the type of the operand that is split first");
   const OnDevice on_device(static_cast<int>(device));
-  Library library = load_library(cubin);
+  const Library own = load_library(cubin);
+  const Library shared = load_library(common);
   auto kernels = std::make_unique<LinearSplitKernels>();
   kernels->loop = mma ? SplitLoop::mma(static_cast<int>(device)) : SplitLoop::hopper();
-  kernels->split_rows = get_kernel(library, "fx_fuser_linear_split_rows");
-  kernels->split_columns = get_kernel(library, "fx_fuser_linear_split_columns");
-  kernels->sum = get_kernel(library, "fx_fuser_linear_split_sum");
-  kernels->copy_rows = get_kernel(library, "fx_fuser_copy_rows");
-  const auto product = [&](const char* name) {
+  kernels->split_rows = get_kernel(shared, "fx_fuser_linear_split_rows");
+  kernels->split_columns = get_kernel(shared, "fx_fuser_linear_split_columns");
+  kernels->sum = get_kernel(own, "fx_fuser_linear_split_sum");
+  kernels->copy_rows = get_kernel(shared, "fx_fuser_copy_rows");
+  const auto product = [&](Library library, const char* name) {
     return get_kernel(library, name, kernels->loop.shared_bytes);
   };
-  kernels->product = {product("fx_fuser_linear_split"), product("fx_fuser_linear_split_n_major")};
-  kernels->chunk = {product("fx_fuser_linear_split_chunk"),
-                    product("fx_fuser_linear_split_chunk_n_major")};
+  kernels->product = {product(own, "fx_fuser_linear_split"),
+                      product(own, "fx_fuser_linear_split_n_major")};
+  kernels->chunk = {product(shared, "fx_fuser_linear_split_chunk"),
+                    product(shared, "fx_fuser_linear_split_chunk_n_major")};
   kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
@@ -91,17 +93,20 @@ int64_t load_split(const std::string& name, const std::string& cubin,
 }
 
 // Of linear/linear_split.cuh, whose loop is wgmma's where the GPU has it. `signature` is what
-// stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list.
+// stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list; `common` the cubin of
+// FX_FUSER_LINEAR_SPLIT_COMMON.
 int64_t load_linear_split(const std::string& name, const std::string& cubin,
-                          const std::vector<std::string>& signature, int64_t device) {
+                          const std::string& common, const std::vector<std::string>& signature,
+                          int64_t device) {
   const bool has_wgmma = attribute_of(static_cast<int>(device), kDeviceMajor) == 9;
-  return load_split(name, cubin, signature, device, /*mma=*/!has_wgmma);
+  return load_split(name, cubin, common, signature, device, /*mma=*/!has_wgmma);
 }
 
 // The same of FX_FUSER_LINEAR_SPLIT_MMA, on every GPU.
 int64_t load_linear_split_mma(const std::string& name, const std::string& cubin,
-                              const std::vector<std::string>& signature, int64_t device) {
-  return load_split(name, cubin, signature, device, /*mma=*/true);
+                              const std::string& common, const std::vector<std::string>& signature,
+                              int64_t device) {
+  return load_split(name, cubin, common, signature, device, /*mma=*/true);
 }
 
 // The stride between rows of a tensor seen as [rows, columns], whose leading dimensions broadcast

@@ -29,8 +29,9 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("load_batch_stats(str cubin, int device) -> int");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
-  m.def("load_linear_split(str name, str cubin, str[] signature, int device) -> int");
-  m.def("load_linear_split_mma(str name, str cubin, str[] signature, int device) -> int");
+  m.def("load_linear_split(str name, str cubin, str common, str[] signature, int device) -> int");
+  m.def(
+      "load_linear_split_mma(str name, str cubin, str common, str[] signature, int device) -> int");
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "

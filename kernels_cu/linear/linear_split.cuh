@@ -7,4 +7,5 @@
 #else
 #include "linear/linear_split_mma.cuh"
 #define FX_FUSER_LINEAR_SPLIT(...) FX_FUSER_LINEAR_SPLIT_MMA(__VA_ARGS__)
+#define FX_FUSER_LINEAR_SPLIT_COMMON(X) FX_FUSER_LINEAR_SPLIT_MMA_COMMON(X)
 #endif

@@ -1,5 +1,6 @@
-// The kernels of a split product: its own, with a main loop for the architecture, and those around
-// it, which are the same for all.
+// The kernels of a split product, with a main loop for the architecture: those that have its
+// epilogue, and those around them, which are the same for every epilogue. The latter take as long
+// to compile, so they are a translation unit of their own, compiled once.
 #pragma once
 
 #include "common/copy_rows.cuh"
@@ -15,21 +16,17 @@ struct Kernels {
   static __device__ __forceinline__ void run(const LinearSplitArgs& args) {
     Loop::template run<kNMajor, Epilogue, kScalars, Acc, Out, X, In...>(args);
   }
-  template <bool kNMajor>
-  static __device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
-    ptx::launch_dependents();
-    Loop::template run<kNMajor, Partial, 0, float, float, X>(args);
-  }
   static __device__ __forceinline__ void run_sum(const LinearSumArgs& args) {
     sum_chunks<Epilogue, kScalars, Out, In...>(args);
   }
-  static __device__ __forceinline__ void split_rows(const SplitArgs& args) {
-    fx_fuser::split_rows<X>(args);
-  }
-  static __device__ __forceinline__ void split_columns(const SplitArgs& args) {
-    fx_fuser::split_columns<X>(args);
-  }
 };
+
+// A chunk of k, for sum_chunks.
+template <class Loop, class X, bool kNMajor>
+__device__ __forceinline__ void run_chunk(const LinearSplitArgs& args) {
+  ptx::launch_dependents();
+  Loop::template run<kNMajor, Partial, 0, float, float, X>(args);
+}
 
 }  // namespace fx_fuser::linear_split
 
@@ -41,34 +38,37 @@ struct Kernels {
 #endif
 
 // Loop, its threads, and Epilogue, scalars, Acc, Out, X, Operands...
-#define FX_FUSER_LINEAR_SPLIT_KERNELS(Loop, threads, ...)                                       \
-  extern "C" __global__ void __launch_bounds__(threads, 1)                                      \
-      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {           \
-    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run<false>(args);                       \
-  }                                                                                             \
-  extern "C" __global__ void __launch_bounds__(threads, 1)                                      \
-      fx_fuser_linear_split_n_major(const __grid_constant__ fx_fuser::LinearSplitArgs args) {   \
-    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run<true>(args);                        \
-  }                                                                                             \
+#define FX_FUSER_LINEAR_SPLIT_KERNELS(Loop, threads, ...)                                     \
+  extern "C" __global__ void __launch_bounds__(threads, 1)                                    \
+      fx_fuser_linear_split(const __grid_constant__ fx_fuser::LinearSplitArgs args) {         \
+    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run<false>(args);                     \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(threads, 1)                                    \
+      fx_fuser_linear_split_n_major(const __grid_constant__ fx_fuser::LinearSplitArgs args) { \
+    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run<true>(args);                      \
+  }                                                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kSumThreads)                         \
+      fx_fuser_linear_split_sum(const __grid_constant__ fx_fuser::LinearSumArgs args) {       \
+    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run_sum(args);                        \
+  }
+
+// Loop, its threads, and X.
+#define FX_FUSER_LINEAR_SPLIT_COMMON_KERNELS(Loop, threads, X)                                  \
   extern "C" __global__ void __launch_bounds__(threads, 1)                                      \
       fx_fuser_linear_split_chunk(const __grid_constant__ fx_fuser::LinearSplitArgs args) {     \
-    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run_chunk<false>(args);                 \
+    fx_fuser::linear_split::run_chunk<Loop, X, false>(args);                                    \
   }                                                                                             \
   extern "C" __global__ void __launch_bounds__(threads, 1) fx_fuser_linear_split_chunk_n_major( \
       const __grid_constant__ fx_fuser::LinearSplitArgs args) {                                 \
-    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run_chunk<true>(args);                  \
-  }                                                                                             \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kSumThreads)                           \
-      fx_fuser_linear_split_sum(const __grid_constant__ fx_fuser::LinearSumArgs args) {         \
-    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::run_sum(args);                          \
+    fx_fuser::linear_split::run_chunk<Loop, X, true>(args);                                     \
   }                                                                                             \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kSplitThreads)                         \
       fx_fuser_linear_split_rows(const __grid_constant__ fx_fuser::SplitArgs args) {            \
-    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::split_rows(args);                       \
+    fx_fuser::split_rows<X>(args);                                                              \
   }                                                                                             \
   extern "C" __global__ void __launch_bounds__(FX_FUSER_SPLIT_COLUMNS_BOUNDS)                   \
       fx_fuser_linear_split_columns(const __grid_constant__ fx_fuser::SplitArgs args) {         \
-    fx_fuser::linear_split::Kernels<Loop, __VA_ARGS__>::split_columns(args);                    \
+    fx_fuser::split_columns<X>(args);                                                           \
   }                                                                                             \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kCopyThreads)                          \
       fx_fuser_copy_rows(const __grid_constant__ fx_fuser::CopyRowsArgs args) {                 \

@@ -18,7 +18,8 @@
 // - Sums are promoted every 32 of k, where the Hopper kernel promotes every 64: mma.sync's
 //   accumulators are registers, and 32 at once leave room for the stage to come.
 //
-// The generated translation unit is that of linear_split_sm90.cuh with FX_FUSER_LINEAR_SPLIT_MMA.
+// The generated translation units are those of linear_split_sm90.cuh with FX_FUSER_LINEAR_SPLIT_MMA
+// and FX_FUSER_LINEAR_SPLIT_MMA_COMMON.
 #pragma once
 
 #include "linear/linear_split_kernels.cuh"
@@ -62,3 +63,7 @@ __device__ __forceinline__ void Mma::run(const LinearSplitArgs& args) {
 // FX_FUSER_LINEAR_SPLIT_MMA(Epilogue, scalars, Acc, Out, X, Operands...)
 #define FX_FUSER_LINEAR_SPLIT_MMA(...) \
   FX_FUSER_LINEAR_SPLIT_KERNELS(fx_fuser::linear_split::Mma, fx_fuser::kMmaThreads, __VA_ARGS__)
+
+// FX_FUSER_LINEAR_SPLIT_MMA_COMMON(X)
+#define FX_FUSER_LINEAR_SPLIT_MMA_COMMON(X) \
+  FX_FUSER_LINEAR_SPLIT_COMMON_KERNELS(fx_fuser::linear_split::Mma, fx_fuser::kMmaThreads, X)

@@ -54,6 +54,10 @@
 //
 //   FX_FUSER_LINEAR_SPLIT(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ float, /*x*/ float,
 //                         /*operands*/ float...)
+//
+// and, for the kernels that all epilogues have, this header alone with
+//
+//   FX_FUSER_LINEAR_SPLIT_COMMON(/*x*/ float)
 #pragma once
 
 #include "linear/linear_split_kernels.cuh"
@@ -116,3 +120,7 @@ __device__ __forceinline__ void Hopper::run(const LinearSplitArgs& args) {
 #define FX_FUSER_LINEAR_SPLIT(...)                                                        \
   FX_FUSER_LINEAR_SPLIT_KERNELS(fx_fuser::linear_split::Hopper, fx_fuser::kLinearThreads, \
                                 __VA_ARGS__)
+
+// FX_FUSER_LINEAR_SPLIT_COMMON(X)
+#define FX_FUSER_LINEAR_SPLIT_COMMON(X) \
+  FX_FUSER_LINEAR_SPLIT_COMMON_KERNELS(fx_fuser::linear_split::Hopper, fx_fuser::kLinearThreads, X)

@@ -180,9 +180,11 @@ def _kernel_job(text: str, gpu: Gpu) -> Job:
     return _library(translation_unit(text, gpu), *_KERNEL_FLAGS, "-fpreprocessed")
 
 
-def build(specs: Sequence[tuple[KernelSpec, int]]) -> list[Path]:
-    """The libraries of these kernels, each for a GPU of a compute capability, made at once."""
-    return store.ensure([_kernel_job(spec.text, GPUS[capability]) for spec, capability in specs])
+def build(specs: Sequence[tuple[KernelSpec, int]]) -> list[list[Path]]:
+    """The libraries of each kernel, for a GPU of a compute capability, all made at once."""
+    jobs = [[_kernel_job(t, GPUS[capability]) for t in spec.texts] for spec, capability in specs]
+    paths = iter(store.ensure([job for of_spec in jobs for job in of_spec]))
+    return [[next(paths) for _ in of_spec] for of_spec in jobs]
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -190,10 +192,10 @@ def build(specs: Sequence[tuple[KernelSpec, int]]) -> list[Path]:
 
 def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
     """The kernel on such a GPU, as a handle that `ops` take."""
-    (path,) = build([(spec, capability)])
+    (paths,) = build([(spec, capability)])
     _use_device(capability, multiprocessors)
     loader = getattr(ops, spec.family.loader)
-    handle: int = loader.default(spec.name, str(path), spec.signature, ON_CPU)
+    handle: int = loader.default(spec.name, *map(str, paths), spec.signature, ON_CPU)
     return handle
 
 
