@@ -139,7 +139,7 @@ class Nvrtc:
         # Unannotated functions are the device's, there being no host; ptxas's options one by one.
         flags = ("-default-device", "--pre-include=prelude.h", f"--gpu-architecture={arch}")
         ptxas = ("--ptxas-options=-v", "--ptxas-options=-warn-spills")
-        return (*_FLAGS, *flags, IN_PARALLEL, *ptxas)  # a gemm's source has four large kernels
+        return (*_FLAGS, *flags, IN_PARALLEL, *ptxas)  # a source has two to four large kernels
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         folders = (kernels / "nvrtc", kernels, self.include)
