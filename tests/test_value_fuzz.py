@@ -274,6 +274,8 @@ def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda z: 1e-30 * (1e-30 * z), 3e38, False),  # autograd's order keeps it
         (lambda z: 1e30 * (1e-30 * (1e-30 * z)), 3e38, True),
+        (lambda z: 1e38 * (0.0 * z), 3e38, True),
+        (lambda z: 0.0 * z, 3e38, False),
         (lambda z: z * 2.0, 1.0, False),
         (lambda z: torch.tanh(z), 1.0, False),  # saturated
     ],

@@ -275,7 +275,8 @@ def left_range(
         return torch.zeros_like(dz, dtype=torch.bool)
     exact, ends = of(z, torch.float64).abs(), torch.finfo(dz.dtype)
     held = (exact >= ends.tiny) & (exact <= ends.max)
-    return held & ~((dz.abs() >= ends.tiny) & (dz.abs() <= ends.max))
+    lost = held & ~((dz.abs() >= ends.tiny) & (dz.abs() <= ends.max))
+    return lost | ((exact == 0) & ~dz.isfinite())  # an infinity met a factor of 0
 
 
 # ---- comparisons -------------------------------------------------------------------------------
