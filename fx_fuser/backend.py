@@ -34,7 +34,7 @@ from fx_fuser.ops import calls
 from fx_fuser.options import Options
 from fx_fuser.passes import folding, masks, provenance
 from fx_fuser.passes.masks import Mask
-from fx_fuser.planning import gate, layout, plan
+from fx_fuser.planning import gate, layout, plan, reads
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.planning.layout import FORCED
 from fx_fuser.reading import Reading, add_what_is_left, read_graph
@@ -163,6 +163,7 @@ def fuse_and_compile(
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)
         passes = {**passes, FORCED: True} if converted else passes
+    passes = {**passes, **reads.settings(outcome.matches, options)}
     outcome.tell(options.strict)
     if outcome.matches or passes:
         return compile_tagged(compile_inner, options.with_passes(passes)), outcome
