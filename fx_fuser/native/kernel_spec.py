@@ -90,7 +90,11 @@ LINEAR_EXACT = Family(
 )
 FOLD = Family("conv/fold.cuh", "FX_FUSER_FOLD", "load_fold")
 CONV_DIRECT = Family(
-    "conv/conv_direct_sm90.cuh", "FX_FUSER_CONV_DIRECT", "load_conv_direct", "sm_90a"
+    "conv/conv_direct_sm90.cuh",
+    "FX_FUSER_CONV_DIRECT",
+    "load_conv_direct",
+    "sm_90a",
+    common="FX_FUSER_CONV_DIRECT_COMMON",
 )
 CONV_DIRECT_BACKWARD = Family(
     "conv/conv_direct_backward_sm90.cuh",

@@ -384,40 +384,45 @@ struct Kernels {
       }
     }
   }
+};
 
-  static __device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
-    ptx::launch_dependents();
-    const Shared shared = Shared::of<false>(args);
-    prepare<X, 2, 4>(args, shared);
-    const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
-    if (warpgroup < 2) {
-      ptx::give_registers<kLoadRegisters>();
-      load_units<X, 2, false>(args, shared, warpgroup);
+// What batch statistics are made of: they have no epilogue.
+template <class X>
+__device__ __forceinline__ void run_statistics(const ConvDirectArgs& args) {
+  ptx::launch_dependents();
+  const Shared shared = Shared::of<false>(args);
+  prepare<X, 2, 4>(args, shared);
+  const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));
+  if (warpgroup < 2) {
+    ptx::give_registers<kLoadRegisters>();
+    load_units<X, 2, false>(args, shared, warpgroup);
+  } else {
+    ptx::take_registers<kStatsProductRegisters>();
+    // Of 16 bits ten taps are as many steps as nine.
+    if (args.kernel_h * args.kernel_w == kUsualTaps) {
+      measure_units<X, kUsualSteps<X>, !kSplits<X>>(args, shared, warpgroup - 2);
     } else {
-      ptx::take_registers<kStatsProductRegisters>();
-      // Of 16 bits ten taps are as many steps as nine.
-      if (args.kernel_h * args.kernel_w == kUsualTaps) {
-        measure_units<X, kUsualSteps<X>, !kSplits<X>>(args, shared, warpgroup - 2);
-      } else {
-        measure_units<X, 0, false>(args, shared, warpgroup - 2);
-      }
+      measure_units<X, 0, false>(args, shared, warpgroup - 2);
     }
   }
-};
+}
 
 }  // namespace fx_fuser::conv_direct
 
 // FX_FUSER_CONV_DIRECT(Epilogue, scalars, Acc, Out, x's type, Operands...)
-#define FX_FUSER_CONV_DIRECT(...)                                                              \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvStagingThreads, 1)               \
-      fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {            \
-    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run(args);                                    \
-  }                                                                                            \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
-      fx_fuser_conv_direct_applied(const __grid_constant__ fx_fuser::ConvDirectArgs args) {    \
-    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run_applied(args);                            \
-  }                                                                                            \
+#define FX_FUSER_CONV_DIRECT(...)                                                           \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvStagingThreads, 1)            \
+      fx_fuser_conv_direct(const __grid_constant__ fx_fuser::ConvDirectArgs args) {         \
+    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run(args);                                 \
+  }                                                                                         \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                   \
+      fx_fuser_conv_direct_applied(const __grid_constant__ fx_fuser::ConvDirectArgs args) { \
+    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run_applied(args);                         \
+  }
+
+// FX_FUSER_CONV_DIRECT_COMMON(x's type)
+#define FX_FUSER_CONV_DIRECT_COMMON(X)                                                         \
   extern "C" __global__ void __launch_bounds__(fx_fuser::kConvThreads, 1)                      \
       fx_fuser_conv_direct_statistics(const __grid_constant__ fx_fuser::ConvDirectArgs args) { \
-    fx_fuser::conv_direct::Kernels<__VA_ARGS__>::run_statistics(args);                         \
+    fx_fuser::conv_direct::run_statistics<X>(args);                                            \
   }

@@ -52,19 +52,24 @@ struct ConvDirectKernels {
   std::vector<ScalarType> operands;
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_CONV_DIRECT, as a list.
+// `signature` is what stands between the parentheses of FX_FUSER_CONV_DIRECT, as a list; `common`
+// the cubin of FX_FUSER_CONV_DIRECT_COMMON.
 int64_t load_conv_direct(const std::string& name, const std::string& cubin,
-                         const std::vector<std::string>& signature, int64_t device) {
+                         const std::string& common, const std::vector<std::string>& signature,
+                         int64_t device) {
   STD_TORCH_CHECK(signature.size() >= 5,
                   "fx_fuser: FX_FUSER_CONV_DIRECT needs an epilogue, a number of scalars, Acc, "
                   "Out and the type of x");
   const OnDevice on_device(static_cast<int>(device));
-  Library library = load_library(cubin);
+  const Library own = load_library(cubin);
+  const Library shared = load_library(common);
   auto kernels = std::make_unique<ConvDirectKernels>();
-  const auto kernel = [&](const char* name) { return get_kernel(library, name, kConvMaxShared); };
-  kernels->convolution = kernel("fx_fuser_conv_direct");
-  kernels->applied = kernel("fx_fuser_conv_direct_applied");
-  kernels->statistics = kernel("fx_fuser_conv_direct_statistics");
+  const auto kernel = [&](Library library, const char* name) {
+    return get_kernel(library, name, kConvMaxShared);
+  };
+  kernels->convolution = kernel(own, "fx_fuser_conv_direct");
+  kernels->applied = kernel(own, "fx_fuser_conv_direct_applied");
+  kernels->statistics = kernel(shared, "fx_fuser_conv_direct_statistics");
   kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
   kernels->scalars = std::stoi(signature[1]);
   kernels->out = scalar_type_of(signature[3]);

@@ -44,7 +44,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
   m.def("load_fold(str name, str cubin, str[] signature, int device) -> int");
-  m.def("load_conv_direct(str name, str cubin, str[] signature, int device) -> int");
+  m.def("load_conv_direct(str name, str cubin, str common, str[] signature, int device) -> int");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
       "multiprocessors) -> int[]");
