@@ -225,14 +225,14 @@ def narrow_table(rows: Sequence[Row]) -> str:
         of_gpu, of_wall = (ms["inductor"] / ms["fx_fuser"] for ms in (gpu, wall))
         name = ", ".join(filter(None, (row.net, row.inputs, tables.mark(row, rows))))
         cells.append([name, *_pair(gpu, 2), f"**{of_gpu:.2f}×**", f"{of_wall:.2f}×"])
-    heads = ["torchvision, inference", "Inductor", "fx_fuser", "speed-up", "on the clock"]
+    heads = ["torchvision, inference", "Inductor", "fx_fuser", "speed-up", "of wall time"]
     align = ("left", *["right"] * 4)
     found = tabulate(cells, heads, tablefmt="github", colalign=align, disable_numparse=True)
     facts = [(row.machine["gpu"], f"torch {row.machine['torch']}", row.date) for row in rows]
     names = ", ".join(", ".join(sorted(set(fact))) for fact in zip(*facts))
     said = (
         f"GPU time in ms of {IMAGES} images of {SIZE}², {names}; bf16 "
-        "in channels_last, fp32 at torch's defaults: TF32 in convolutions. On the clock: wall time."
+        "in channels_last, fp32 at torch's defaults: TF32 in convolutions."
     )
     return f"{found}\n\n{tables.wrapped(said)}"
 
