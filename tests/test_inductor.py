@@ -28,7 +28,7 @@ def _program(pattern: str) -> tuple[Program, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("train, cpu_ops", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
+@pytest.mark.parametrize("pattern", [MUL, pytest.param(ADD, marks=pytest.mark.slow), CONV])
 def test_inductor(pattern: str, train: bool, cpu_ops: bool) -> None:
     model, inputs = _program(pattern)
     leaves = ("linear",) if pattern == MUL else ()

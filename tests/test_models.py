@@ -335,6 +335,7 @@ class Mixed(nn.Module):
         return self.norm(h, s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu_ops", [False, True])
 def test_through_inductor(cpu_ops: bool) -> None:
     inputs = torch.randn(3, 8, 5, 5, requires_grad=True), torch.randn(3, 6, requires_grad=True)

@@ -225,6 +225,7 @@ def check_gradients(
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("needs", ["both", "x", "weight"])
 @pytest.mark.parametrize(
     "tail", [lambda y: y, lambda y: torch.sigmoid(y) * y], ids=["alone", "tail"]
@@ -276,7 +277,11 @@ def test_the_operands_may_be_written_to_before_backward() -> None:
     assert sum(found().values()) == 3
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["after the product", "before"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(False, marks=pytest.mark.slow), True],  # "a parameter" below is written to after
+    ids=["after the product", "before"],
+)
 def test_an_input_that_the_graph_writes_to(first: bool) -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         wide = x.float()
@@ -294,6 +299,7 @@ def test_an_input_that_the_graph_writes_to(first: bool) -> None:
     assert noted.ours == [("exact_product", (BF16, BF16))]
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_graph_writes_to() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         wide = w.float()
@@ -337,7 +343,12 @@ def halve_data(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "is_parameter, writes, between",
-    [(False, True, None), (True, False, halve_data), (True, False, halve), (False, False, halve)],
+    [
+        pytest.param(False, True, None, marks=pytest.mark.slow),
+        pytest.param(True, False, halve_data, marks=pytest.mark.slow),
+        (True, False, halve),
+        (False, False, halve),
+    ],
     ids=["a buffer in forward", "a parameter's data", "a parameter", "a buffer"],
 )
 def test_what_a_module_holds_is_written_to_before_backward(
@@ -365,6 +376,7 @@ def test_what_a_module_holds_is_written_to_before_backward(
     torch.testing.assert_close(found_gradient, gradient(torch.compile(stock), stock))
 
 
+@pytest.mark.slow
 def test_views_of_what_is_written_to_before_backward() -> None:
     """A copy that costs more to keep than to make again."""
 
@@ -411,7 +423,11 @@ def test_a_result_that_is_written_to_before_backward() -> None:
     assert sum(found().values()) == 2
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["the product", "and what makes its operand"])
+@pytest.mark.parametrize(
+    "whole",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["the product", "and what makes its operand"],
+)
 def test_within_a_checkpoint(whole: bool) -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         def inner(x: Tensor, w: Tensor) -> Tensor:
