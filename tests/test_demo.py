@@ -65,6 +65,7 @@ def test_all_problems_pass(
     assert "linear_sigmoid_mul_mul" in printed.out
 
 
+@pytest.mark.slow
 def test_training_checks_running_statistics() -> None:
     device = torch.device("cpu")
     outcome = demo.run(PROBLEMS["73"], "fp32", "fwd+bwd", device, systems())

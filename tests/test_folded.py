@@ -244,8 +244,14 @@ def _tail(f: Callable[..., Tensor]) -> nn.Module:
         lambda z: F.silu(z),
         lambda z: torch.relu(z + torch.ones(4, 1, 1)),  # not of z's shape
         lambda z: torch.relu(z + z),
-        lambda z: torch.relu(torch.add(z, torch.ones_like(z), alpha=0.5)),
-        lambda z: torch.relu(z + torch.ones_like(z, dtype=torch.float64)),
+        pytest.param(
+            lambda z: torch.relu(torch.add(z, torch.ones_like(z), alpha=0.5)),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda z: torch.relu(z + torch.ones_like(z, dtype=torch.float64)),
+            marks=pytest.mark.slow,
+        ),
         lambda z: torch.relu(z.half()),
     ],
 )

@@ -27,7 +27,10 @@ def _program(pattern: str) -> tuple[Program, tuple[Any, ...]]:
     return conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), (leaf(3, 4, 8, 9),)
 
 
-@pytest.mark.parametrize("train, cpu_ops", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "train, cpu_ops",
+    [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("pattern", [MUL, pytest.param(ADD, marks=pytest.mark.slow), CONV])
 def test_inductor(pattern: str, train: bool, cpu_ops: bool) -> None:
     model, inputs = _program(pattern)

@@ -342,8 +342,7 @@ def test_what_fails_within_a_vmap_leaves_none_open() -> None:
         torch.compile(attend, backend=backend)(*qkv())
 
 
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
-@pytest.mark.each_once
+@pytest.mark.parametrize("inner", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_mask_that_is_given_to_checkpointed_layers(causal: bool, inner: str) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -104,13 +104,20 @@ BOTH: dict[str, Body] = {
     "einsum": lambda x, w: torch.einsum("bik,nk->bni", x.float(), w.float()),
     "made in the graph": lambda x, w: F.linear((x * 2).float(), w.sin().float()),
 }
+FAST = ("linear", "bias", "views between", "rows left out", "adjacent columns", "einsum")
 
 
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "body, dtype",
-    [*((body, BF16) for body in BOTH.values()), (BOTH["linear"], F16)],
-    ids=[*BOTH, "in fp16"],
+    [
+        # The casts of all are read in tests/test_provenance_pass.py, too, without Inductor.
+        *(
+            pytest.param(body, BF16, id=name, marks=[] if name in FAST else [pytest.mark.slow])
+            for name, body in BOTH.items()
+        ),
+        pytest.param(BOTH["linear"], F16, id="in fp16"),
+    ],
 )
 def test_one_product_where_both_were_cast(body: Body, dtype: torch.dtype) -> None:
     noted = check(body, *pair(dtype))

@@ -43,6 +43,7 @@ from fx_fuser.verify import accuracy, rivals, verification
 # ---- what is wrong goes, what is right stays ----------------------------------------------------
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize(
     "options",
