@@ -192,7 +192,6 @@ def test_no_batch_norm(graphs: list[Counter[str]]) -> None:
     assert graphs[0]["fx_fuser.fold.default"] == 0
 
 
-@pytest.mark.slow
 def test_live_parameters(graphs: list[Counter[str]]) -> None:
     """Evaluation, training, evaluation: nothing is folded once for all."""
     model = net()

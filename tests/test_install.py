@@ -192,7 +192,6 @@ def test_a_backward_after_the_block_has_its_settings() -> None:
     assert counters["fx_fuser_products"]["mm"] == before + 1
 
 
-@pytest.mark.slow
 def test_other_threads() -> None:
     model, x, found = gated(), torch.randn(4, 8), []
     fx_fuser.install(OPTIONS)
@@ -233,7 +232,7 @@ def test_exported_programs_are_left() -> None:
 # ---- regions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", [False, True])
 def test_a_checkpoint(policy: bool) -> None:
     """Inductor calls its pass for each region, too. One with a policy is not touched."""
     ops = [torch.ops.aten.addmm.default]
