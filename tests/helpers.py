@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -364,6 +364,11 @@ def refused(
 def cases(table: Mapping[str, tuple[Body, str]]) -> Any:
     """Bodies of models, and why they are refused, by name."""
     return pytest.mark.parametrize("body, reason", table.values(), ids=table.keys())
+
+
+def slow_but(fast: Collection[Any], every: Iterable[Any]) -> list[Any]:
+    """These values of a parameter: slow, but for the fast ones, which stand for all of them."""
+    return [pytest.param(v, marks=[] if v in fast else [pytest.mark.slow]) for v in every]
 
 
 def gate(m: Any, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from helpers import (
     fused,
     leaf,
     linear_program,
+    slow_but,
 )
 from test_epilogue_ops import CASES, SPELLINGS
 from test_grow import SEVERAL, TAILS, train_eval
@@ -45,6 +46,8 @@ MODES = {
     "train-dynamic": (True, True),
 }
 modes = pytest.mark.parametrize("train, dynamic", MODES.values(), ids=MODES.keys())
+# One of each kind of attribute: Dynamo's graphs have them all (tests/test_spellings_conv.py).
+FEW_CONVOLUTIONS = ("padding (2, 1)", "padding same, even kernel", "depthwise-like", "circular")
 # torch.export takes these away, or makes views of them.
 GONE = {"v0 = identity(z); v1 = relu(v0)": (7, 12, 13), "v0 = sigmoid(z); v1 = identity(v0)": (1,)}
 EPILOGUES = [(text, place) for text, place in CASES if place not in GONE.get(text, ())]
@@ -100,7 +103,11 @@ def _conv(settings: dict[str, Any], norm: nn.Module) -> Program:
 
 @pytest.mark.each_once
 @modes
-@pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+@pytest.mark.parametrize(
+    "settings",
+    slow_but([CONVOLUTIONS[k] for k in FEW_CONVOLUTIONS], CONVOLUTIONS.values()),
+    ids=CONVOLUTIONS.keys(),
+)
 def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
     model = _conv(settings, nn.BatchNorm2d(6))
     check(model, leaf(3, 4, 8, 9), fuses={CONV: 1}, train=train, dynamic=dynamic)

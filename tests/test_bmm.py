@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Program, calls, check, compiled, fused, leaf, recorded, refused
+from helpers import Program, calls, check, compiled, fused, leaf, recorded, refused, slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -23,7 +23,8 @@ PATHS = {
     "eager": {"inner": "eager", "cpu_ops": True},
     "default": {"inner": "inductor", "cpu_ops": False},
 }
-paths = pytest.mark.parametrize("path", PATHS)
+# Through Inductor a form takes seconds: test_attention_within_what_is_promised stands for them.
+paths = pytest.mark.parametrize("path", slow_but(["cpu_ops", "eager"], PATHS))
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 
 

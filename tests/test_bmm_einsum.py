@@ -93,6 +93,7 @@ def test_attention(dynamic: bool, train: bool, path: str) -> None:
     assert "einsum" not in calls(graphs)
 
 
+@pytest.mark.slow
 def test_attention_is_verified() -> None:
     torch.manual_seed(2)
     inputs = torch.randn(2, 5, 16), torch.randn(5, 5)

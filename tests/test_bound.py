@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ADD, MUL, Program, calls, check, compiled, fused, leaf, linear_program, recorded
+from helpers import (
+    ADD,
+    MUL,
+    Program,
+    calls,
+    check,
+    compiled,
+    fused,
+    leaf,
+    linear_program,
+    recorded,
+    slow_but,
+)
 from torch import Tensor, nn
 
 import fx_fuser
@@ -22,7 +34,8 @@ PATHS = {
     "cpu_ops": {"inner": "aot_eager", "cpu_ops": True, "auto": False},
     "default": {"inner": "inductor"},
 }
-paths = pytest.mark.parametrize("path", PATHS)
+# What Inductor makes of the numbers is the same for all patterns: tests/test_inductor.py.
+paths = pytest.mark.parametrize("path", slow_but(["cpu_ops"], PATHS))
 
 
 @pytest.fixture(autouse=True)

@@ -120,10 +120,10 @@ def test_fullgraph() -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"mode": "reduce-overhead"},
+        pytest.param({"mode": "reduce-overhead"}, marks=pytest.mark.slow),
         {"options": {"mode": "reduce-overhead", **NAMED}},
-        {"options": {"epilogue_fusion": False, **NAMED}},
-        {"dynamic": True},
+        pytest.param({"options": {"epilogue_fusion": False, **NAMED}}, marks=pytest.mark.slow),
+        pytest.param({"dynamic": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -188,7 +188,10 @@ def _through_a_file(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, _through_pickle, _through_a_file])
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, _through_pickle, pytest.param(_through_a_file, marks=pytest.mark.slow)],
+)
 def test_the_model_can_be_copied(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model, x = ThreePatterns().eval(), images()
     value = fused_compile(model)(x)

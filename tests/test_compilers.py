@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import slow_but
 from toolchains import ARCH, FAKE_NVCC, SPILLING, FakeNvcc, needs_nvrtc, put_nvrtc
 
 from fx_fuser import build
@@ -202,7 +203,7 @@ def real_nvrtc(tmp_path, monkeypatch):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", build.ARCHS)
+@pytest.mark.parametrize("arch", slow_but(["sm_80"], build.ARCHS))  # `fx_fuser.build` has all
 def test_nvrtc_compiles_for_every_architecture(real_nvrtc, arch):
     types = (torch.float32, torch.float16, torch.float16, torch.float32)
     spec = build.example(POINTWISE, "EveryFunction", 2, *types)

@@ -44,8 +44,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.each_once
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("train", [[], ["--train"]])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", [pytest.param([], marks=pytest.mark.slow), ["--train"]])
 def test_all_problems_pass(
     precision: str, train: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +65,7 @@ def test_all_problems_pass(
     assert "linear_sigmoid_mul_mul" in printed.out
 
 
+@pytest.mark.slow
 def test_training_checks_running_statistics() -> None:
     device = torch.device("cpu")
     outcome = demo.run(PROBLEMS["73"], "fp32", "fwd+bwd", device, systems())

@@ -190,8 +190,13 @@ def _all_at_once(dtype: torch.dtype) -> KernelSpec:
 
 @needs_compilers
 @pytest.mark.each_once
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype",
+    # In double precision it takes ten seconds.
+    [pytest.param(d, marks=[pytest.mark.slow] if d is torch.float64 else []) for d in DTYPES],
+    ids=str,
+)
 def test_all_ops_compile_in_one_kernel(arch: str, dtype: torch.dtype) -> None:
     """Without a spill: `build.cubin` raises on one."""
     assert binaries.cubin(_all_at_once(dtype).text, arch).stat().st_size > 0

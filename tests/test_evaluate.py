@@ -127,7 +127,7 @@ class Gated(nn.Module):
         return z * torch.sigmoid(z) * 2.0
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_graphs_call(trains: bool) -> None:
     """In inference all calls are of this op; where gradients or statistics are wanted, none is."""
     called: list[Node] = []

@@ -39,9 +39,9 @@ GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplie
     "owner, name, auto",
     [
         (reading, "find", False),
-        (reading, "grow", True),
-        (gate, "_with_tails", True),
-        (plan, "_build_kernels", False),
+        pytest.param(reading, "grow", True, marks=pytest.mark.slow),
+        pytest.param(gate, "_with_tails", True, marks=pytest.mark.slow),
+        pytest.param(plan, "_build_kernels", False, marks=pytest.mark.slow),
         (plan, "_build_kernels", True),
         (rewrite, "_erase", True),
         (binaries, "fingerprint", True),

@@ -24,6 +24,7 @@ from compare import (
     images,
     sites,
 )
+from helpers import slow_but
 from toolchains import ARCH, FakeNvcc, put_nvrtc
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -134,8 +135,12 @@ def _compile(model: nn.Module, strict: bool = False, auto: bool = False) -> Any:
     return torch.compile(model, backend="fx_fuser", options=options)
 
 
+# The causes are test_strict_raises_the_cause's, too.
 @pytest.mark.each_once
 @grown
+@pytest.mark.parametrize(
+    "fault", slow_but(["a check", "the second rewrite", "kernels"], FAULTS), indirect=True
+)
 def test_one_warning_the_untouched_graph_and_the_right_result(
     auto: bool, fault: str, recorder: Recorder
 ) -> None:
@@ -329,6 +334,7 @@ def test_a_source_that_nvrtc_refuses_costs_one_warning(
     assert len(messages) == 1 and "error: no such thing" in messages[0]
 
 
+@pytest.mark.slow
 def test_a_truncated_cubin_is_compiled_again(
     fake_nvrtc: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +410,7 @@ def test_a_cache_that_cannot_be_written_to(
         ("eager", "forward"),
         ("eager", "backward"),  # by the others it was traced
         ("aot_eager", "forward"),
-        ("inductor", "forward"),
+        pytest.param("inductor", "forward", marks=pytest.mark.slow),
     ],
 )
 def test_out_of_memory_inside_an_op_is_the_users_to_catch(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folded_nets import FORCED, check, net, random_norm, relative
+from helpers import slow_but
 from plan_cases import CONV, decide
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -116,7 +117,10 @@ def test_ops_keep_their_contracts() -> None:
 # ---- through the backend, on a CPU ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(torch.contiguous_format, marks=pytest.mark.slow), torch.channels_last],
+)
 def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
     """One fold for all layers; the shortcut's shift is in the bias of the layer that adds it."""
     model = net().to(memory_format=form)
@@ -129,7 +133,7 @@ def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
     assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 8
 
 
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("inner", slow_but(["aot_eager"], ["inductor", "aot_eager"]))
 def test_only_the_weights_are_in_channels_last(inner: str, graphs: list[Counter[str]]) -> None:
     """Then eager's results are, from the first layer on, which is left."""
     model = net().to(memory_format=torch.channels_last)
@@ -155,6 +159,7 @@ def test_a_fold_by_itself_pins_no_layout(
     check(net(), torch.randn(2, 3, 16, 16))
 
 
+@pytest.mark.slow
 def test_vectors_that_are_views(graphs: list[Counter[str]]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -238,8 +243,14 @@ def _tail(f: Callable[..., Tensor]) -> nn.Module:
         lambda z: F.silu(z),
         lambda z: torch.relu(z + torch.ones(4, 1, 1)),  # not of z's shape
         lambda z: torch.relu(z + z),
-        lambda z: torch.relu(torch.add(z, torch.ones_like(z), alpha=0.5)),
-        lambda z: torch.relu(z + torch.ones_like(z, dtype=torch.float64)),
+        pytest.param(
+            lambda z: torch.relu(torch.add(z, torch.ones_like(z), alpha=0.5)),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda z: torch.relu(z + torch.ones_like(z, dtype=torch.float64)),
+            marks=pytest.mark.slow,
+        ),
         lambda z: torch.relu(z.half()),
     ],
 )
@@ -293,6 +304,7 @@ def test_little_is_folded_at_a_time(
     assert 2 <= graphs[0]["fx_fuser.fold.default"] <= 4
 
 
+@pytest.mark.slow
 def test_a_branch_with_another_reader_keeps_its_shift(graphs: list[Counter[str]]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

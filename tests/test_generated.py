@@ -24,7 +24,7 @@ SECONDS = 3  # a test; there are four
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("first", [0, 10_000])
+@pytest.mark.parametrize("first", [0, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_programs(first: int, train: bool) -> None:
     tally = run(range(first, first + 10_000), train, seconds=SECONDS)
     assert tally.programs > 0

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import GROWTH, Program, compiled, epilogues, fused, recorded
+from helpers import GROWTH, Program, compiled, epilogues, fused, recorded, slow_but
 from test_matcher_cost import GRAPHS, Builder, residual_layers, seconds_in_the_backend, work
 from test_site_faults import Boom, of_first, raising_at, told
 from torch import Tensor, nn
@@ -235,7 +235,9 @@ def test_work_grows_with_the_graph(
     assert all(name.startswith("auto_") for name in (*few, *more))
 
 
-@pytest.mark.parametrize("graph", [running_sum, products_then_sum, residual_layers])
+@pytest.mark.parametrize(
+    "graph", slow_but([residual_layers], [running_sum, products_then_sum, residual_layers])
+)
 def test_400_anchors_take_no_time(
     graph: Callable[[int], GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

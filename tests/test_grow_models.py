@@ -43,7 +43,15 @@ def _with_grown(model: nn.Module, named: dict[str, int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("module", "named", "inputs"), GATES, ids=[case[0].__name__ for case in GATES]
+    ("module", "named", "inputs"),
+    [
+        pytest.param(
+            *case,
+            id=case[0].__name__,
+            marks=[] if case[0].__name__ in ("LlamaMLP", "GRUCell") else [pytest.mark.slow],
+        )
+        for case in GATES
+    ],
 )
 def test_gates(module: Any, named: dict[str, int], inputs: Any) -> None:
     tensors = tuple(t.requires_grad_() for t in inputs())
@@ -65,6 +73,7 @@ def test_conv_blocks(module: Any, named: dict[str, int], inputs: Any, training: 
     assert_same_as_eager(model, (first.requires_grad_(), *rest), counts, no_bound=zero, **GROWN)
 
 
+@pytest.mark.slow
 def test_through_inductor() -> None:
     model = ThreePatterns().eval()
     counts = {MUL_MUL: 1, MUL_ADD: 1, CONV: 1, "auto_linear": 1}
@@ -74,8 +83,9 @@ def test_through_inductor() -> None:
     )
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "training", [pytest.param(True, marks=pytest.mark.slow), False], ids=["train", "eval"]
+)
 def test_a_resnet(training: bool) -> None:
     model = _resnet().train(training)
     assert_same_as_eager(model, (images(),), _with_grown(model, {}), slack=2.0, **GROWN)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ADD, CONV, MUL, Program, check, conv_program, leaf
+from helpers import ADD, CONV, GROWTH, MUL, Program, check, conv_program, leaf
 from torch import Tensor, nn
 
 
@@ -27,13 +27,23 @@ def _program(pattern: str) -> tuple[Program, tuple[Any, ...]]:
     return conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), (leaf(3, 4, 8, 9),)
 
 
-@pytest.mark.parametrize("train, cpu_ops", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
+@pytest.mark.parametrize(
+    "train, cpu_ops",
+    [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("pattern", [MUL, pytest.param(ADD, marks=pytest.mark.slow), CONV])
 def test_inductor(pattern: str, train: bool, cpu_ops: bool) -> None:
     model, inputs = _program(pattern)
     leaves = ("linear",) if pattern == MUL else ()
     settings: dict[str, Any] = {"train": train, "inner": "inductor", "cpu_ops": cpu_ops}
     check(model, *inputs, fuses={pattern: 1}, leaves=leaves, **settings)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_what_is_grown(train: bool) -> None:
+    model = conv_program(lambda m, x: torch.relu(m.conv(x)), nn.Conv2d(4, 6, 3), nn.Identity())
+    growth: dict[str, Any] = {**GROWTH, "inner": "inductor"}
+    check(model, leaf(3, 4, 8, 9), fuses={"auto_conv2d": 1}, train=train, **growth)
 
 
 @pytest.mark.parametrize("asked", [None, True])

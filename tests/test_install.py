@@ -74,7 +74,10 @@ def step(model: nn.Module, run: Callable[..., Any], x: Tensor) -> list[Tensor]:
     return [value.detach(), x.grad, *grads]
 
 
-@pytest.mark.parametrize("named", [{}, {"backend": "inductor"}, {"mode": "default"}])
+@pytest.mark.parametrize(
+    "named",
+    [{}, {"backend": "inductor"}, pytest.param({"mode": "default"}, marks=pytest.mark.slow)],
+)
 def test_plain_compile_fuses(named: dict[str, Any]) -> None:
     model, x = gated(), torch.randn(4, 8)
     fx_fuser.install(OPTIONS)

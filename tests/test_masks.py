@@ -342,7 +342,7 @@ def test_what_fails_within_a_vmap_leaves_none_open() -> None:
         torch.compile(attend, backend=backend)(*qkv())
 
 
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("inner", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_mask_that_is_given_to_checkpointed_layers(causal: bool, inner: str) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -383,6 +383,7 @@ class Attention(nn.Module):
         return out
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_backend_takes_masks_away_with_and_without_sites(inner: str, fused: bool) -> None:
@@ -422,7 +423,7 @@ def test_explain_says_what_becomes_of_masks() -> None:
     assert Report.from_json(report.to_json()) == report
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_language_models_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     torch._dynamo.reset()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CONV, MUL, Program, calls, check, compiled, fused, leaf, recorded
+from helpers import CONV, MUL, Program, calls, check, compiled, fused, leaf, recorded, slow_but
 from torch import Tensor, nn
 
 import fx_fuser
@@ -16,7 +16,8 @@ from fx_fuser import backend
 from fx_fuser.testing import assert_equivalent, assert_fused
 
 PATHS = {"cpu_ops": {"inner": "aot_eager", "cpu_ops": True, "auto": False}, "default": {}}
-paths = pytest.mark.parametrize("path", PATHS)
+# Through Inductor a form takes seconds: one stands for them.
+paths = pytest.mark.parametrize("path", slow_but(["cpu_ops"], PATHS))
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 
 
@@ -54,6 +55,7 @@ def gpt2() -> tuple[nn.Module, Any]:
     return model, ((), {"input_ids": tokens, "return_dict": False})
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @paths
 @train_eval
@@ -107,6 +109,15 @@ FORMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
 @train_eval
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str, train: bool, path: str) -> None:
+    _check_form(form, train, path)
+
+
+@train_eval
+def test_through_inductor(train: bool) -> None:
+    _check_form("@, + b", train, "default")
+
+
+def _check_form(form: str, train: bool, path: str) -> None:
     anchor, shape = FORMS[form]
     model = _program(lambda m, x: torch.sigmoid(anchor(m, x)) * 2.0)
     x = leaf(*shape)

@@ -312,10 +312,16 @@ GATES = [
     (GRUCell, {}, lambda: (torch.randn(3, 8), torch.randn(3, 8))),
     (Highway, {}, lambda: (torch.randn(3, 8),)),
 ]
+FAST = ("LlamaMLP", "TriangleMultiplication", "SharedExpert", "GRUCell")  # the others are like one
 
 
 @pytest.mark.parametrize(
-    ("module", "expected", "inputs"), GATES, ids=[case[0].__name__ for case in GATES]
+    ("module", "expected", "inputs"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in FAST else [pytest.mark.slow])
+        for case in GATES
+        for name in [case[0].__name__]
+    ],
 )
 def test_gates(module: Any, expected: dict[str, int], inputs: Any) -> None:
     tensors = tuple(t.requires_grad_() for t in inputs())
@@ -335,6 +341,7 @@ class Mixed(nn.Module):
         return self.norm(h, s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu_ops", [False, True])
 def test_through_inductor(cpu_ops: bool) -> None:
     inputs = torch.randn(3, 8, 5, 5, requires_grad=True), torch.randn(3, 6, requires_grad=True)

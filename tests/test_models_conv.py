@@ -182,12 +182,14 @@ def _assert_untouched(model: nn.Module, x: Tensor) -> None:
         assert torch.equal(mine, its)
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "training", [pytest.param(True, marks=pytest.mark.slow), False], ids=["train", "eval"]
+)
 def test_a_resnet_has_no_site_and_is_unchanged(training: bool) -> None:
     _assert_untouched(_resnet().train(training), images())
 
 
+@pytest.mark.slow
 def test_torchvision_resnet18_is_unchanged() -> None:
     torchvision = pytest.importorskip("torchvision")
     _assert_untouched(torchvision.models.resnet18(), torch.randn(2, 3, 32, 32))
@@ -198,6 +200,7 @@ def test_timm_resnet_is_unchanged() -> None:
     _assert_untouched(timm.create_model("resnet10t", pretrained=False), torch.randn(2, 3, 32, 32))
 
 
+@pytest.mark.slow
 def test_torchvision_efficientnet_stays_right() -> None:
     """Stochastic depth in training: [N, 1, 1, 1] after the norm, with eager's random numbers.
 

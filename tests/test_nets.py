@@ -39,6 +39,7 @@ def test_a_curve_beyond_the_spread_is_a_failure() -> None:
     assert curves.distance() == float("inf")
 
 
+@pytest.mark.slow
 def test_parts_of_one_run_are_joined(tmp_path: Path) -> None:
     parts = []
     for net in ("llama", "resnet"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -14,8 +14,17 @@ from torch._dynamo.utils import counters
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 
 
-def cases(table: dict[str, Any]) -> Any:
-    return pytest.mark.parametrize("case", table.values(), ids=table.keys())
+def cases(table: dict[str, Any], fast: Collection[str] | None = None) -> Any:
+    """Those of the table, slow but for the fast ones."""
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case, id=name, marks=[pytest.mark.slow] if fast and name not in fast else []
+            )
+            for name, case in table.items()
+        ],
+    )
 
 
 # ---- operand kinds --------------------------------------------------------------------------
@@ -78,7 +87,15 @@ FORMS: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
         for train, marks in ((True, []), (False, [pytest.mark.slow] if i else []))
     ],
 )
-@cases(LINEAR_OPERANDS)
+@cases(
+    LINEAR_OPERANDS,
+    # Of every shape, dtype and owner one, with a gradient if it can have one.
+    fast=(
+        *("float", "infinity", "0-d Parameter", "0-d float64 buffer", "0-d int buffer", "[1]"),
+        *("[N] Parameter", "[M, 1]", "[M, N]", "[M, N] expanded", "uint8", "bool [M, 1]"),
+        *("float64 [N]", "bfloat16 [N]"),
+    ),
+)
 def test_linear(case: Callable[[], Any], form: Any, train: bool) -> None:
     pattern, tail = form
     operand = case()
@@ -112,7 +129,13 @@ CONV_OPERANDS: dict[str, Callable[[], Any]] = {  # beside z of [3, 6, 6, 7]
 
 @pytest.mark.each_once
 @train_eval
-@cases(CONV_OPERANDS)
+@cases(
+    CONV_OPERANDS,
+    fast=(
+        *("float", "0-d Parameter", "[C, 1, 1]", "[N, C, 1, 1]", "[N, 1, 1, 1]", "[H, W]"),
+        *("full bool", "int64 [C, 1, 1]"),
+    ),
+)
 def test_conv(case: Callable[[], Any], train: bool) -> None:
     operand = case()
     own = isinstance(operand, nn.Parameter) or not isinstance(operand, Tensor) or not operand.ndim

@@ -365,7 +365,9 @@ def test_left_sites_are_counted(on_gpu: Any) -> None:
     assert not counters["fx_fuser"] and counters["fx_fuser_left"] == {"linear_sigmoid_mul_mul": 1}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_taken_through_the_backend(on_gpu: Any, dtype: torch.dtype) -> None:
     """With the reference in place of the kernels: what is compiled, reported and differentiated."""
     on_gpu(1.0, 0.5, 1.0, 0.5)

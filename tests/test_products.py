@@ -81,7 +81,12 @@ class Recurrent(nn.Module):
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
-    "model, x", [(Attention(), (2, 5, 16)), (Einsum(), (2, 5, 8)), (Recurrent(), (2, 5, 8))]
+    "model, x",
+    [
+        (Attention(), (2, 5, 16)),
+        (Einsum(), (2, 5, 8)),
+        pytest.param(Recurrent(), (2, 5, 8), marks=pytest.mark.slow),
+    ],
 )
 def test_values_and_gradients(model: nn.Module, x: tuple[int, ...], train: bool) -> None:
     counters.clear()
@@ -125,6 +130,7 @@ def test_options_that_leave_products_alone(options: dict[str, Any]) -> None:
     assert found() == {}
 
 
+@pytest.mark.slow
 def test_other_dtypes_are_left() -> None:
     counters.clear()
     with torch.no_grad():
@@ -153,7 +159,10 @@ class Noted(CustomGraphPass):
         return "noted", id(self)
 
 
-@pytest.mark.parametrize("how", ["an option", "one with hyphens", "Inductor's config"])
+@pytest.mark.parametrize(
+    "how",
+    ["an option", pytest.param("one with hyphens", marks=pytest.mark.slow), "Inductor's config"],
+)
 def test_the_users_pass_runs_first(how: str) -> None:
     noted = Noted()
     counters.clear()
@@ -215,6 +224,7 @@ def test_the_kernel_is_loaded_whatever_inductors_cache_has(
     assert loaded == [torch.device("cuda:0")]
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_are_compiled_once() -> None:
     counters.clear()
     model = Attention()

@@ -104,13 +104,24 @@ BOTH: dict[str, Body] = {
     "einsum": lambda x, w: torch.einsum("bik,nk->bni", x.float(), w.float()),
     "made in the graph": lambda x, w: F.linear((x * 2).float(), w.sin().float()),
 }
+# One for each way that a cast reaches the product.
+FAST = {
+    *("linear", "bias", "views between", "rows left out", "adjacent columns", "with itself"),
+    *("one cast twice", "einsum", "made in the graph"),
+}
 
 
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "body, dtype",
-    [*((body, BF16) for body in BOTH.values()), (BOTH["linear"], F16)],
-    ids=[*BOTH, "in fp16"],
+    [
+        # That the casts of all are seen, tests/test_provenance_pass.py tells without Inductor.
+        *(
+            pytest.param(body, BF16, id=name, marks=[] if name in FAST else [pytest.mark.slow])
+            for name, body in BOTH.items()
+        ),
+        pytest.param(BOTH["linear"], F16, id="in fp16"),
+    ],
 )
 def test_one_product_where_both_were_cast(body: Body, dtype: torch.dtype) -> None:
     noted = check(body, *pair(dtype))
@@ -225,6 +236,7 @@ def check_gradients(
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("needs", ["both", "x", "weight"])
 @pytest.mark.parametrize(
     "tail", [lambda y: y, lambda y: torch.sigmoid(y) * y], ids=["alone", "tail"]
@@ -276,7 +288,11 @@ def test_the_operands_may_be_written_to_before_backward() -> None:
     assert sum(found().values()) == 3
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["after the product", "before"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(False, marks=pytest.mark.slow), True],  # "a parameter" below is written to after
+    ids=["after the product", "before"],
+)
 def test_an_input_that_the_graph_writes_to(first: bool) -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         wide = x.float()
@@ -294,6 +310,7 @@ def test_an_input_that_the_graph_writes_to(first: bool) -> None:
     assert noted.ours == [("exact_product", (BF16, BF16))]
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_graph_writes_to() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         wide = w.float()
@@ -337,7 +354,12 @@ def halve_data(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "is_parameter, writes, between",
-    [(False, True, None), (True, False, halve_data), (True, False, halve), (False, False, halve)],
+    [
+        pytest.param(False, True, None, marks=pytest.mark.slow),
+        pytest.param(True, False, halve_data, marks=pytest.mark.slow),
+        (True, False, halve),
+        (False, False, halve),
+    ],
     ids=["a buffer in forward", "a parameter's data", "a parameter", "a buffer"],
 )
 def test_what_a_module_holds_is_written_to_before_backward(
@@ -365,6 +387,7 @@ def test_what_a_module_holds_is_written_to_before_backward(
     torch.testing.assert_close(found_gradient, gradient(torch.compile(stock), stock))
 
 
+@pytest.mark.slow
 def test_views_of_what_is_written_to_before_backward() -> None:
     """A copy that costs more to keep than to make again."""
 
@@ -411,7 +434,11 @@ def test_a_result_that_is_written_to_before_backward() -> None:
     assert sum(found().values()) == 2
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["the product", "and what makes its operand"])
+@pytest.mark.parametrize(
+    "whole",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["the product", "and what makes its operand"],
+)
 def test_within_a_checkpoint(whole: bool) -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         def inner(x: Tensor, w: Tensor) -> Tensor:

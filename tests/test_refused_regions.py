@@ -223,7 +223,13 @@ FUNCTORCH: dict[str, Body] = {
 }
 
 
-@pytest.mark.parametrize("body", FUNCTORCH.values(), ids=FUNCTORCH.keys())
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(body, id=name, marks=[pytest.mark.slow] if name == "vmap of vmap" else [])
+        for name, body in FUNCTORCH.items()
+    ],
+)
 def test_functorch(body: Body) -> None:
     model = linear_program(body).eval()
     refused(model, torch.randn(4, 8), reason="inside a functorch transform", train=False)

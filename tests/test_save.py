@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from compare import CONV, CPU_OPS, MUL_MUL, assert_same_as_eager, fresh  # noqa: F401
+from helpers import slow_but
 from sm90 import gpu
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ def saved_elements(model: nn.Module, x: Tensor, options: dict[str, Any]) -> int:
 
 @pytest.mark.each_once
 @cases
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", slow_but(["aot_eager"], ["aot_eager", "inductor"]))
 def test_memory_keeps_no_product(make: Any, shape: Any, product: int, inner: str) -> None:
     kept = {}
     for save in ("auto", "speed", "memory"):

@@ -52,7 +52,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("tail", [F.gelu, torch.tanh, lambda v: torch.sigmoid(v) * 2])
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.each_pair
+@pytest.mark.each_once
 def test_an_addend_is_written(
     write: Callable[[Tensor], Any], tail: Callable[[Tensor], Tensor], train: bool
 ) -> None:

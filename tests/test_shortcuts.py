@@ -61,7 +61,7 @@ class Block(nn.Module):
         return (self.c(self.b(self.a(x).relu()).relu()) + self.proj(x)).relu()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_shortcut_smaller_than_its_image_comes_first(order: list[Node], dynamic: bool) -> None:
     """The peak is the same: x and proj and a, or x and a and b. After that x is gone."""
     model = Block(18, 18, 2, shortcut_first=True).eval()
@@ -72,7 +72,7 @@ def test_a_shortcut_smaller_than_its_image_comes_first(order: list[Node], dynami
     assert a in b.all_input_nodes and {proj, b} <= set(c.all_input_nodes)
 
 
-@pytest.mark.parametrize("shortcut_first", [False, True])
+@pytest.mark.parametrize("shortcut_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_shortcut_larger_than_its_image_comes_last(
     order: list[Node], shortcut_first: bool
 ) -> None:

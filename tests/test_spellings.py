@@ -31,8 +31,15 @@ modes_of_products = _modes("train-dynamic")
 static_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
-def cases(table: dict[str, Any]) -> Any:
-    return pytest.mark.parametrize("spelled", table.values(), ids=table.keys())
+def cases(table: dict[str, Any], every: int = 1) -> Any:
+    """Of the table one in `every` is fast; tests/test_generated.py writes the others, too."""
+    return pytest.mark.parametrize(
+        "spelled",
+        [
+            pytest.param(spelled, id=name, marks=[pytest.mark.slow] if i % every else [])
+            for i, (name, spelled) in enumerate(table.items())
+        ],
+    )
 
 
 # ---- Linear → sigmoid → mul → mul -----------------------------------------------------------
@@ -153,7 +160,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.each_once
 @modes_of_products
-@cases(PRODUCTS)
+@cases(PRODUCTS, every=3)
 def test_products(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
     check(model, leaf(4, 8), leaf(4, 6), fuses={MUL: 1}, train=train, dynamic=dynamic)
@@ -275,7 +282,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.each_once
 @modes
-@cases(SUMS)
+@cases(SUMS, every=3)
 def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
     check(model, leaf(4, 8), leaf(4, 6), fuses={ADD: 1}, train=train, dynamic=dynamic)
@@ -337,7 +344,7 @@ LINEARS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("pattern", [MUL, ADD])
-@cases(LINEARS)
+@cases(LINEARS, every=3)
 def test_linears(spelled: Callable[..., Tensor], pattern: str, train: bool, dynamic: bool) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         z = spelled(m, x)

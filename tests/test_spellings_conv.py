@@ -34,11 +34,22 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "replicate": {"padding": 1, "padding_mode": "replicate"},
     "reflect, same": {"padding": "same", "padding_mode": "reflect"},
 }
+FAST = {
+    *("plain", "no bias", "1x3", "stride (2, 1)", "padding (2, 1)", "padding same, even kernel"),
+    *("padding valid", "dilation", "depthwise-like", "circular", "reflect, same"),
+}
 
 
 @pytest.mark.each_once
 @modes
-@pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # Of every two of a kind, the one that has more to it.
+        pytest.param(settings, id=name, marks=[] if name in FAST else [pytest.mark.slow])
+        for name, settings in CONVOLUTIONS.items()
+    ],
+)
 def test_convolutions(settings: dict[str, Any], train: bool, dynamic: bool) -> None:
     conv = nn.Conv2d(4, 6, **{"kernel_size": 3, **settings})
     model = conv_program(lambda m, x: m.bn(m.conv(x)) * 2.0, conv, nn.BatchNorm2d(6))

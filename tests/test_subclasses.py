@@ -168,7 +168,15 @@ def test_first_call_is_as_aot_eagers(name: str, train: bool) -> None:
     assert messages[0] == messages[1]
 
 
-@pytest.mark.parametrize("name", ["x, 3-D", "factor, 3-D", "image", "factor of an image"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x, 3-D",
+        "factor, 3-D",
+        pytest.param("image", marks=pytest.mark.slow),
+        pytest.param("factor of an image", marks=pytest.mark.slow),
+    ],
+)
 def test_inductor_runs(name: str) -> None:
     """Its kernels are no ops, so the aliasing check sees none: stock torch.compile works."""
     make, draw, index = CASES[name]

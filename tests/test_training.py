@@ -207,8 +207,13 @@ _PARAMETERS = [n for n, _ in ThreePatterns().named_parameters()]
 @pytest.mark.parametrize(
     "trainable",
     [
-        *([n] for n in _PARAMETERS),
-        *([n for n in _PARAMETERS if n != frozen] for frozen in _PARAMETERS),
+        *(pytest.param([n], marks=pytest.mark.slow) for n in _PARAMETERS[1:]),
+        *(
+            pytest.param([n for n in _PARAMETERS if n != frozen], marks=pytest.mark.slow)
+            for frozen in _PARAMETERS[1:]
+        ),
+        _PARAMETERS[:1],
+        _PARAMETERS[1:],
         ["conv.weight", "down.weight"],
         ["bn.weight", "bn.bias"],
         [],

@@ -141,6 +141,7 @@ class AutocastInside(nn.Module):
             return self.body(x)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_autocast(inside: bool, training: bool) -> None:

@@ -54,7 +54,15 @@ CHOICES: dict[str, tuple[list[str], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("patterns, left", CHOICES.values(), ids=CHOICES.keys())
+@pytest.mark.parametrize(
+    "patterns, left",
+    [
+        pytest.param(
+            *c, id=name, marks=[] if name in ("two", "without two") else [pytest.mark.slow]
+        )
+        for name, c in CHOICES.items()
+    ],
+)
 def test_patterns_option(patterns: list[str], left: set[str]) -> None:
     model = Program(
         _all_three,

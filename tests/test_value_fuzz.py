@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import slow_but
 from torch import Tensor, nn
 from value_fuzz import Run, fuzz, runnable
 from value_oracle import _ROUNDINGS, left_range
@@ -26,7 +27,9 @@ SECONDS = 60  # it is given up after
 FOUND_WITHIN = 800  # seeds, of a fault
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(
+    "train", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eval", "train"]
+)
 def test_programs(train: bool) -> None:
     run = Run(train=train, seconds=SECONDS, compiled=0.01)
 
@@ -50,6 +53,7 @@ def test_programs_that_are_grown(train: bool) -> None:
     assert tally.whole > 0.8 * tally.programs
 
 
+@pytest.mark.slow
 def test_within_the_bound_of_a_gpu() -> None:
     """On a CPU to the bit means within that bound, too."""
     tally = fuzz(Run(train=True, seconds=SECONDS, bounded=True), range(120_000, 120_000 + PROGRAMS))
@@ -98,6 +102,7 @@ def test_a_failure_is_a_script() -> None:
         assert torch.equal(again.nan_to_num(7.0), value.nan_to_num(7.0))
 
 
+@pytest.mark.slow
 def test_every_op_is_fused() -> None:
     ops: set[str] = set()
     original = bind._Binder.step
@@ -234,7 +239,9 @@ ONLY_TO_THE_BIT = {"silu as a product", "silu differentiated as a product"}
     [(False, False), (True, False), (False, True)],
     ids=["to the bit", "bounded", "grown"],
 )
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", slow_but(FAULTS.keys() - {"associated otherwise", "a cast dropped"}, FAULTS)
+)
 def test_a_fault_is_found(
     name: str, bounded: bool, auto: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

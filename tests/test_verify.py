@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import ALL_THREE, CONV, MUL_ADD, MUL_MUL, ThreePatterns, fused_compile, images, sites
-from helpers import linear_program
+from helpers import linear_program, slow_but
 from kernel_text import text_of
 from toolchains import needs_compilers
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from fx_fuser.verify import accuracy, rivals, verification
 # ---- what is wrong goes, what is right stays ----------------------------------------------------
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize(
     "options",
@@ -50,7 +51,7 @@ from fx_fuser.verify import accuracy, rivals, verification
         {"inner": "eager"},
         {"inner": "aot_eager"},
         {"inner": "inductor"},
-        {"inner": "inductor", "mode": "reduce-overhead"},
+        pytest.param({"inner": "inductor", "mode": "reduce-overhead"}, marks=pytest.mark.slow),
         {"cpu_ops": False},
     ],
     ids=str,
@@ -65,7 +66,9 @@ def test_what_is_right_stays(options: dict[str, Any], train: bool, verified: lis
     assert told == [] and not counters["fx_fuser_wrong"]
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "inner", slow_but(["eager", "aot_eager"], ["eager", "aot_eager", "inductor"])
+)
 @pytest.mark.parametrize("what", BREAKS)
 def test_what_is_wrong_goes_back(
     what: str, inner: str, monkeypatch: pytest.MonkeyPatch, verified: list[str]
@@ -137,6 +140,7 @@ def test_the_report_and_the_log_say_so(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert any(f"refused {MUL_ADD}" in m and "is wrong" in m for m in caplog.messages)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_few_elements_and_sums_that_cancel_are_no_fault(
@@ -194,6 +198,7 @@ class Noisy(nn.Module):
         return h + torch.rand_like(h)
 
 
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("when", [FIRST, ALWAYS], ids=["first_call", "always"])
 def test_all_is_as_without_verify(when: dict[str, str], train: bool) -> None:

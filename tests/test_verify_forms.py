@@ -104,7 +104,9 @@ def test_under_autocast(where: str, monkeypatch: pytest.MonkeyPatch, verified: l
         assert len(told) == broken and len(verified) == broken + 1
 
 
-@pytest.mark.parametrize("around", ["checkpoint", "compiled autograd"])
+@pytest.mark.parametrize(
+    "around", ["checkpoint", pytest.param("compiled autograd", marks=pytest.mark.slow)]
+)
 def test_with_other_things_around(around: str, verified: list[str]) -> None:
     """What they set for backward passes is not for ours."""
     model, x = ThreePatterns(conv_bias=False), images().requires_grad_()
@@ -272,7 +274,7 @@ def _with_fake_inputs(**options: Any) -> Callable[..., Any]:
     return compile_graph
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_fake_inputs_are_verified_at_the_first_call(
     broken: bool, monkeypatch: pytest.MonkeyPatch, verified: list[str]
 ) -> None:

@@ -20,6 +20,7 @@ from helpers import (
     leaf,
     linear_program,
     recorded,
+    slow_but,
 )
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -154,6 +155,7 @@ MOVES: dict[str, tuple[Body, Tensor, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("case", MOVES)
 def test_views_move_below_the_tail(case: str, train: bool) -> None:
@@ -365,7 +367,9 @@ def test_what_is_not_fused_is_put_back(tail: str) -> None:
         assert sum(counters["fx_fuser"].values()) == 2
 
 
-@pytest.mark.parametrize("case", MOVES)
+@pytest.mark.parametrize(
+    "case", slow_but(["heads", "unsqueeze at both ends", "a scale of each element"], MOVES)
+)
 def test_z_alone_is_fused_where_its_tail_is_not(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The tail was moved, and then the plan took z alone."""
     monkeypatch.setattr(

@@ -95,6 +95,7 @@ def _agrees(seed: int) -> int:
     return agrees(_program(seed), [torch.randn(size) for size in sizes])
 
 
+@pytest.mark.slow
 def test_generated_programs() -> None:
     assert sum(map(_agrees, range(40))) >= 80
 

@@ -60,7 +60,9 @@ def test_the_reference_is_float64_throughout() -> None:
     assert 0 < float(change.norm() / exact.outputs["logits"].norm()) < 1e-10
 
 
-@pytest.mark.parametrize(("name", "phase"), [("llama", "eval"), ("bert", "train")])
+@pytest.mark.parametrize(
+    ("name", "phase"), [("llama", "eval"), pytest.param("bert", "train", marks=pytest.mark.slow)]
+)
 def test_a_case_is_compared_and_timed(name: str, phase: str) -> None:
     systems = (EAGER, OURS)
     row = measure_case(net(name), phase, "highest", systems, CPU, small=True, seconds=0.1)
@@ -100,7 +102,7 @@ def test_a_mode_that_raises_or_is_wrong_is_recorded_and_the_others_go_on() -> No
         first_step(net("gpt2"), "eval", "highest", systems[1], CPU, small=True)
 
 
-@pytest.mark.parametrize("inductors", [1e-4, 1e-6])
+@pytest.mark.parametrize("inductors", [1e-4, pytest.param(1e-6, marks=pytest.mark.slow)])
 def test_an_error_that_is_inductors_too_is_told_apart(inductors: float) -> None:
     def off_by(error: float) -> Any:
         def compiled(model: nn.Module) -> Any:
