@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from folded_nets import check, random_norm
+from folded_nets import FORCED, check, random_norm
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
@@ -80,6 +82,33 @@ def test_a_shortcut_larger_than_its_image_comes_last(
     stem, a, b, proj, c = order
     assert stem in a.all_input_nodes and a in b.all_input_nodes
     assert stem in proj.all_input_nodes and {proj, b} <= set(c.all_input_nodes)
+
+
+class _Sines(CustomGraphPass):
+    """A pass of the user's, whose nodes have no value: Inductor finds it."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=_aten.tanh.default):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_function(_aten.sin.default, node.args))
+
+    def uuid(self) -> bytes:
+        return b"sines"
+
+
+def test_a_users_pass_need_not_say_what_its_nodes_make(order: list[Node]) -> None:
+    first, last = _layer(3, 8, 3).eval(), nn.Conv2d(8, 8, 1)
+
+    def model(x: Tensor, curve: Callable[[Tensor], Tensor]) -> Tensor:
+        image = curve(x.sum(1, keepdim=True))
+        return torch.exp(torch.sigmoid(last(first(x).relu())) * image) + image.sum()
+
+    options = {**FORCED, "post_grad_custom_post_pass": _Sines()}
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        found = torch.compile(model, backend="fx_fuser", options=options)(x, torch.tanh)
+        torch.testing.assert_close(found, model(x, torch.sin))
+    assert order
 
 
 # ---- graphs of any kind --------------------------------------------------------------------------
@@ -161,8 +190,17 @@ def test_what_is_computed_stays_and_the_peak_does_not_grow() -> None:
     assert moved > 50 and lower > 3
 
 
-@pytest.mark.parametrize("between", [_aten.relu_.default, _aten.rand_like.default, None])
-def test_nothing_is_moved_over_what_writes_or_draws(between: object) -> None:
+@pytest.mark.parametrize(
+    "between",
+    [
+        (_aten.relu_.default,),
+        (_aten.rand_like.default,),
+        (run_and_save_rng_state, _aten.rand_like.default),  # so that backward draws the same again
+        (),
+    ],
+    ids=["writes", "draws", "draws and keeps the state", "nothing"],
+)
+def test_nothing_is_moved_over_what_writes_or_draws(between: tuple[object, ...]) -> None:
     graph, mode = Graph(), FakeTensorMode()
     x = graph.placeholder("x")
     x.meta["val"] = mode.from_tensor(torch.randn(1, 4, 8, 8))
@@ -175,11 +213,11 @@ def test_nothing_is_moved_over_what_writes_or_draws(between: object) -> None:
 
     image = add(_aten.neg.default, x)
     way = add(_aten.relu.default, image)
-    if between is not None:
-        add(between, way)
+    if between:
+        add(*between, way)
     way = add(_aten.slice.Tensor, add(_aten.sigmoid.default, way), 1, 0, 1)
     shortcut = add(_aten.sum.dim_IntList, image, [1], True)
     reader = add(_aten.add.Tensor, way, shortcut)
     graph.output(reader)
     shortcuts.place(graph, reader, shortcut)
-    assert (shortcut.prev is image) == (between is None)
+    assert (shortcut.prev is image) == (not between)

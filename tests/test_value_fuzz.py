@@ -14,7 +14,7 @@ import torch
 from helpers import slow_but
 from torch import Tensor, nn
 from value_fuzz import Run, fuzz, runnable
-from value_oracle import _ROUNDINGS, left_range
+from value_oracle import _ROUNDINGS, _in_another_order, left_range
 from value_patterns import registered
 from value_programs import Program, generate
 from value_writer import NothingToWrite
@@ -263,6 +263,12 @@ def test_a_fault_is_found(
     with pytest.raises(Enough):
         fuzz(run, range(FOUND_WITHIN), report)
     assert "differs" in found[0], found
+
+
+def test_infinite_terms_excuse_no_other_infinity() -> None:
+    inf = torch.tensor([torch.inf], dtype=torch.bfloat16)
+    assert not _in_another_order(-inf, inf, inf.double())
+    assert not _in_another_order(inf * 0, inf, inf.double())
 
 
 def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,13 @@ def _addends(graph: Graph) -> list[tuple[Node, Node]]:
         op, args = evaluate.called(node)
         if op is _CONVOLUTION or op in _KERNEL_OPS:
             others = (n for n in node.all_input_nodes if n not in (args[0], args[_WEIGHT]))
-            found += [(node, n) for n in others if n.meta["val"].ndim == 4]
+            found += [(node, n) for n in others if _is_image(n)]
     return found
+
+
+def _is_image(node: Node) -> bool:
+    value = node.meta.get("val")  # which a pass of the user's may leave to Inductor
+    return isinstance(value, Tensor) and value.ndim == 4
 
 
 # ---- layout --------------------------------------------------------------------------------------

@@ -63,7 +63,10 @@ def _only_for(operand: Node, reader: Node, order: dict[Node, int]) -> set[Node]:
 def _is_movable(node: Node) -> bool:
     """Does it make its results of its operands and do nothing else?"""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.op == "call_function"  # operator.getitem, arithmetic with sizes
+        # operator.getitem, arithmetic with sizes; but what a higher-order op runs may draw numbers,
+        # as `run_and_save_rng_state` does at a random op that backward repeats.
+        is_opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
+        return node.op == "call_function" and not is_opaque
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags
     return not (node.target._schema.is_mutable or is_random or node.is_impure())
 

@@ -28,8 +28,10 @@ THRESHOLD = "realize_reads_threshold"  # Inductor's setting
 
 
 def settings(fused: Iterable[Match], options: Options) -> dict[str, Any]:
-    """Inductor's, for a graph with these sites; empty where the user has chosen."""
-    if THRESHOLD in options.inductor or not any(map(_leaves_its_sum, fused)):
+    """Inductor's, for a graph with these sites; empty where the user has chosen, for this call or
+    for all."""
+    by_default = config._is_default(THRESHOLD)  # type: ignore[attr-defined]
+    if THRESHOLD in options.inductor or not by_default or not any(map(_leaves_its_sum, fused)):
         return {}
     return {THRESHOLD: getattr(config, THRESHOLD) - 1}
 
