@@ -111,6 +111,22 @@ def test_a_users_pass_need_not_say_what_its_nodes_make(order: list[Node]) -> Non
     assert order
 
 
+def test_a_failure_costs_the_order_alone(
+    order: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: shortcuts.Places, reader: Node, operand: Node) -> None:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(shortcuts.Places, "improve", fail)
+    model, x = Block(18, 18, 2, shortcut_first=True).eval(), torch.randn(3, 3, 16, 16)
+    with pytest.warns(UserWarning, match="leaves the order of a graph .* on purpose"):
+        check(model, x, strict=False)
+    assert len(order) == 5
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="on purpose"):
+        check(model, x)
+
+
 # ---- graphs of any kind --------------------------------------------------------------------------
 
 
@@ -179,8 +195,9 @@ def test_what_is_computed_stays_and_the_peak_does_not_grow() -> None:
         for reader in list(graph.nodes):
             if reader.op == "call_function" and len(reader.all_input_nodes) > 1:
                 names = [n.name for n in graph.nodes]
+                places = shortcuts.Places(graph)
                 for operand in reader.all_input_nodes:
-                    shortcuts.place(graph, reader, operand)
+                    places.improve(reader, operand)
                 graph.lint()
                 moved += names != [n.name for n in graph.nodes]
         found, after = _run(graph, inputs)
@@ -219,5 +236,5 @@ def test_nothing_is_moved_over_what_writes_or_draws(between: tuple[object, ...])
     shortcut = add(_aten.sum.dim_IntList, image, [1], True)
     reader = add(_aten.add.Tensor, way, shortcut)
     graph.output(reader)
-    shortcuts.place(graph, reader, shortcut)
+    shortcuts.Places(graph).improve(reader, shortcut)
     assert (shortcut.prev is image) == (not between)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +52,11 @@ _MOST_BYTES = 4 << 20  # of the folded weights of one call: 1 % of an activation
 @dataclass(frozen=True)
 class Folding(CustomGraphPass):
     """The pass. before: another pass, which runs first. is_converted: would Inductor convert the
-    graph, as the user wrote it, to channels_last?"""
+    graph, as the user wrote it, to channels_last? strict: raise what fails and may be left out."""
 
     before: Any = None
     is_converted: Callable[[], bool] | None = None
+    strict: bool = False
 
     def __call__(self, graph: Graph) -> None:
         for other in each_pass(self.before):
@@ -73,11 +75,10 @@ class Folding(CustomGraphPass):
         for group in _groups(graph, folds):
             _join(graph, group)
         graph.eliminate_dead_code()
-        for reader, addend in _addends(graph):
-            shortcuts.place(graph, reader, addend)
+        _place_addends(graph, self.strict)
 
     def uuid(self) -> Any:
-        return joint_uuid(("folding", binaries.fingerprint()), self.before)
+        return joint_uuid(("folding", binaries.fingerprint(), self.strict), self.before)
 
 
 def settings(
@@ -85,7 +86,7 @@ def settings(
 ) -> dict[str, Any]:
     """Inductor's settings for a graph with folded sites. passes: other passes of fx_fuser's."""
     before = passes.get(LAST_PASS) or options.users_pass(LAST_PASS)
-    return {**passes, LAST_PASS: Folding(before, is_converted)}
+    return {**passes, LAST_PASS: Folding(before, is_converted, options.strict)}
 
 
 # ---- shifts --------------------------------------------------------------------------------------
@@ -167,6 +168,22 @@ def _join(graph: Graph, group: Sequence[Node]) -> None:
 
 
 # ---- order ---------------------------------------------------------------------------------------
+
+
+def _place_addends(graph: Graph, strict: bool) -> None:
+    try:
+        if addends := _addends(graph):
+            places = shortcuts.Places(graph)
+            for reader, addend in addends:
+                places.improve(reader, addend)
+    except Exception as error:  # the graph runs in the order that it has, too
+        if strict:
+            raise
+        warnings.warn(
+            f"fx_fuser leaves the order of a graph to Inductor: {type(error).__name__}: {error}; "
+            "please report it",
+            stacklevel=2,
+        )
 
 
 def _addends(graph: Graph) -> list[tuple[Node, Node]]:

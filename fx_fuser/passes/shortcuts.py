@@ -11,6 +11,7 @@ where the peak is 6 to 15 % higher.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,41 +24,82 @@ from fx_fuser.graph.nodes import hint_of
 _ALIKE = 0.01  # of a peak; weights are alive until their layers have run
 
 
-def place(graph: Graph, reader: Node, operand: Node) -> None:
-    """Move what only `operand` of this reader needs to where it can first run, if the peak is then
-    lower, or much the same with less memory alive at other times.
-    """
-    nodes = list(graph.nodes)
-    order = {node: i for i, node in enumerate(nodes)}
-    own = _only_for(operand, reader, order)
-    inputs = [order[n] for node in own for n in node.all_input_nodes if n not in own]
-    if not own or not inputs:
-        return
-    first = max(inputs) + 1
-    late = nodes[first : order[reader] + 1]
-    if not all(map(_is_movable, late)):
-        return
-    early = [n for n in late if n in own] + [n for n in late if n not in own]
-    before = set(nodes[:first])
-    if early == late or not _is_better(_cost(early, before), _cost(late, before)):
-        return
-    at = nodes[first - 1]
-    for node in early[: len(own)]:
-        at.append(node)
-        at = node
+class Places:
+    """Of a graph's nodes, while some are moved. Nothing else may change the graph meanwhile."""
 
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._storages = {node: list(_storages(node)) for node in graph.nodes}
+        self._holders: dict[int, list[Node]] = defaultdict(list)  # a base and its views
+        self._sizes: dict[int, int] = {}
+        for node, held in self._storages.items():
+            for storage, size in held:
+                self._holders[storage].append(node)
+                self._sizes[storage] = max(self._sizes.get(storage, 0), size)
+        self._movable = {node: _is_movable(node) for node in graph.nodes}
+        self._read_order()
 
-def _only_for(operand: Node, reader: Node, order: dict[Node, int]) -> set[Node]:
-    """What nobody but the reader needs of what makes the operand."""
-    own: set[Node] = set()
-    waiting = [operand]
-    while waiting:
-        node = max(waiting, key=order.__getitem__)  # after all its readers
-        waiting.remove(node)
-        if node.op == "call_function" and all(n is reader or n in own for n in node.users):
-            own.add(node)
-            waiting += [n for n in node.all_input_nodes if n not in waiting]
-    return own
+    def _read_order(self) -> None:
+        self._nodes = list(self._graph.nodes)
+        self._order = {node: i for i, node in enumerate(self._nodes)}
+
+    def improve(self, reader: Node, operand: Node) -> None:
+        """Move what only `operand` of this reader needs to where it can first run, if the peak is
+        then lower, or much the same with less memory alive at other times.
+        """
+        own = self._only_for(operand, reader)
+        inputs = [self._order[n] for node in own for n in node.all_input_nodes if n not in own]
+        if not inputs:
+            return
+        first = max(inputs) + 1
+        late = self._nodes[first : self._order[reader] + 1]
+        if not all(map(self._movable.__getitem__, late)):
+            return
+        early = [n for n in late if n in own] + [n for n in late if n not in own]
+        if early == late or not _is_better(self._cost(early), self._cost(late)):
+            return
+        at = self._nodes[first - 1]
+        for node in early[: len(own)]:
+            at.append(node)
+            at = node
+        self._read_order()
+
+    def _only_for(self, operand: Node, reader: Node) -> set[Node]:
+        """What nobody but the reader needs of what makes the operand."""
+        own: set[Node] = set()
+        waiting = [operand]
+        while waiting:
+            node = max(waiting, key=self._order.__getitem__)  # after all its readers
+            waiting.remove(node)
+            if node.op == "call_function" and all(n is reader or n in own for n in node.users):
+                own.add(node)
+                waiting += [n for n in node.all_input_nodes if n not in waiting]
+        return own
+
+    def _cost(self, nodes: Sequence[Node]) -> tuple[int, int]:
+        """Bytes alive at the peak, and those of all steps added up, if what stands from the first
+        of these nodes to the last, adjacent in the graph, ran in this order. Without what they
+        neither make nor read, which is alive in any order.
+        """
+        within = {node: i for i, node in enumerate(nodes)}
+        begin = min(map(self._order.__getitem__, nodes))
+
+        def step(node: Node) -> int:
+            return within.get(node, -1 if self._order[node] < begin else len(nodes))
+
+        touched = {s for node in nodes for n in (node, *node.all_input_nodes)
+                   for s, _ in self._storages[n]}  # fmt: skip
+        steps = {s: [step(n) for held in self._holders[s] for n in (held, *held.users)]
+                 for s in touched}  # fmt: skip
+        changes = [0] * (len(nodes) + 2)
+        for storage, used in steps.items():
+            changes[max(min(used), 0)] += self._sizes[storage]
+            changes[max(used) + 1] -= self._sizes[storage]
+        live = peak = total = 0
+        for change in changes[: len(nodes)]:
+            live += change
+            peak, total = max(peak, live), total + live
+        return peak, total
 
 
 def _is_movable(node: Node) -> bool:
@@ -72,35 +114,11 @@ def _is_movable(node: Node) -> bool:
 
 
 def _is_better(cost: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Of two `_cost`s, is this one lower? Where peaks differ by a weight or so, the sums decide."""
+    """Of two costs, is this one lower? Where peaks differ by a weight or so, the sums decide."""
     (peak, total), (other_peak, other_total) = cost, other
     if abs(peak - other_peak) > _ALIKE * other_peak:
         return peak < other_peak
     return total < other_total
-
-
-def _cost(nodes: Sequence[Node], before: set[Node]) -> tuple[int, int]:
-    """Bytes alive at the peak, and those of all steps added up. before: what has run already."""
-    last: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    within = {node: i for i, node in enumerate(nodes)}
-    for node in (*before, *nodes):
-        steps = [within.get(n, len(nodes) if n not in before else -1) for n in node.users]
-        for storage, size in _storages(node):
-            last[storage] = max([last.get(storage, -1), within.get(node, -1), *steps])
-            sizes[storage] = max(sizes.get(storage, 0), size)
-    alive = {s for node in before for s, _ in _storages(node) if last[s] >= 0}
-    live = sum(sizes[s] for s in alive)
-    peak = total = 0
-    for i, node in enumerate(nodes):
-        made = {s for s, _ in _storages(node)} - alive
-        alive |= made
-        live += sum(sizes[s] for s in made)
-        peak, total = max(peak, live), total + live
-        ended = {s for s in alive if last[s] <= i}
-        live -= sum(sizes[s] for s in ended)
-        alive -= ended
-    return peak, total
 
 
 def _storages(node: Node) -> Iterator[tuple[int, int]]:
