@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ import fx_fuser
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Refusal
-from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
+from fx_fuser.native import binaries, load
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec, texts_of
 from fx_fuser.ops import library as ops
 from fx_fuser.options import Options
 from fx_fuser.planning import plan, rehearse, timing
@@ -217,6 +218,8 @@ def test_a_product_that_does_not_compile_is_no_choice(
     on_gpu(1.0, 0.1)
     monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
     monkeypatch.setattr(load, "prepare", prepare)
+    # What compiles beside it is in the cache then.
+    monkeypatch.setattr(binaries, "are_built", lambda ts, _: ["LINEAR_SPLIT" not in t for t in ts])
     if strict:
         with pytest.raises(BuildError, match="it spills"):
             decide(match, strict=True)
@@ -234,6 +237,40 @@ def test_a_product_that_does_not_compile_is_no_choice(
         decision = decide(match)
     assert isinstance(decision, Refusal) and decision.failed
     assert decision.reason == "BuildError: no compiler"
+
+
+def test_what_tails_share_is_not_compiled_for_each_where_it_fails(
+    match_of: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tails = (torch.tanh, torch.exp, torch.sin, torch.cos)
+    matches = [
+        match_of(
+            lambda x, w, tail=tail: tail(F.linear(x, w)) * 2.0,
+            *linear_tensors()[:2],
+            options={"cpu_ops": True},
+        )
+        for tail in tails
+    ]
+    request.getfixturevalue("on_gpu")(1.0, 0.1)  # now: on a GPU such small gemms are no matches
+    built: set[str] = set()
+    tried: Counter[str] = Counter()
+
+    def prepare(specs: Sequence[KernelSpec], device: torch.device) -> None:
+        missing = [text for text in texts_of(specs) if text not in built]
+        tried.update(missing)
+        failed = [text for text in missing if "_COMMON(" in text]
+        built.update(text for text in missing if text not in failed)
+        if failed:
+            raise BuildError("it spills registers")
+
+    monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
+    monkeypatch.setattr(load, "prepare", prepare)
+    monkeypatch.setattr(binaries, "are_built", lambda texts, _: [t in built for t in texts])
+    with pytest.warns(UserWarning, match="it spills registers; please report"):
+        decisions = plan.decide(matches, Options())
+    assert all(isinstance(decision, Refusal) for decision in decisions)
+    (times,) = (times for text, times in tried.items() if "_COMMON(" in text)
+    assert times == 2  # of all at once, and by itself
 
 
 # ---- the tensors that are timed ------------------------------------------------------------------

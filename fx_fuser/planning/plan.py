@@ -48,7 +48,7 @@ from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match import Fault, Match, Refusal
 from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.native import limits, load
-from fx_fuser.native.kernel_spec import KernelSpec
+from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
 from fx_fuser.planning import convolutions, rehearse
@@ -196,16 +196,20 @@ def _build_kernels(
         if options.strict:
             raise
         cause = error
-    known: dict[tuple[KernelSpec, ...], BuildError] = {}  # a failing compile takes seconds
+    known: dict[str, BuildError] = {}  # by translation unit: a failing compile takes seconds
 
     def prepare_one(match: Match, choice: dict[str, Any]) -> None:
-        specs = tuple(calls.kernel_specs(match, choice))
-        if specs in known:
-            raise known[specs]
+        specs = calls.kernel_specs(match, choice)
+        for text in texts_of(specs):
+            if text in known:
+                raise known[text]
         try:
             prepare([(match, [choice])])
         except BuildError as error:
-            known[specs] = error
+            # What does not load is known by its own unit: another kernel may load what they share.
+            missing = load.not_built(specs, device_of(match))
+            failed = [t for texts in missing.values() for t in texts] or [s.text for s in specs]
+            known.update(dict.fromkeys(failed, error))
             raise
 
     removed = False
