@@ -206,9 +206,10 @@ def test_option_fp32_on_a_convolution(
     assert decide(match, fp32=option, plan="always") == Plan(True, choices, product)
 
 
+@pytest.mark.parametrize("compiles", [False, True])  # and does not load
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_product_that_does_not_compile_is_no_choice(
-    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, strict: bool
+def test_a_product_that_is_not_made_is_no_choice(
+    match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, strict: bool, compiles: bool
 ) -> None:
     def prepare(specs: Sequence[KernelSpec], device: torch.device) -> None:
         if any(spec.family is LINEAR_SPLIT for spec in specs):
@@ -218,8 +219,12 @@ def test_a_product_that_does_not_compile_is_no_choice(
     on_gpu(1.0, 0.1)
     monkeypatch.setattr(plan, "_build_kernels", BUILD_KERNELS)
     monkeypatch.setattr(load, "prepare", prepare)
-    # What compiles beside it is in the cache then.
-    monkeypatch.setattr(binaries, "are_built", lambda ts, _: ["LINEAR_SPLIT" not in t for t in ts])
+    # What compiles is in the cache then.
+    monkeypatch.setattr(
+        binaries,
+        "are_built",
+        lambda texts, _: [compiles or "LINEAR_SPLIT" not in text for text in texts],
+    )
     if strict:
         with pytest.raises(BuildError, match="it spills"):
             decide(match, strict=True)

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import value_oracle
 from helpers import slow_but
 from torch import Tensor, nn
 from value_fuzz import Run, fuzz, runnable
-from value_oracle import _ROUNDINGS, _in_another_order, left_range
+from value_oracle import _ROUNDINGS, _in_another_order, _of_linear_tail, left_range, met_zero
 from value_patterns import registered
 from value_programs import Program, generate
+from value_seen import Seen
 from value_writer import NothingToWrite
 
 from fx_fuser.graph import bind, match
@@ -283,20 +288,48 @@ def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "tail, dy, lost",
+    "tail, dy, left, zero",
     [
-        (lambda z: 1e-30 * (1e-30 * z), 3e38, False),  # autograd's order keeps it
-        (lambda z: 1e30 * (1e-30 * (1e-30 * z)), 3e38, True),
-        (lambda z: 1e38 * (0.0 * z), 3e38, True),
-        (lambda z: 0.0 * z, 3e38, False),
-        (lambda z: z * 2.0, 1.0, False),
-        (lambda z: torch.tanh(z), 1.0, False),  # saturated
+        (lambda z: 1e-30 * (1e-30 * z), 3e38, False, False),  # autograd's order keeps it
+        (lambda z: 1e30 * (1e-30 * (1e-30 * z)), 3e38, True, False),
+        (lambda z: 1e38 * (0.0 * z), 3e38, False, True),
+        (lambda z: 0.0 * z, 3e38, False, False),
+        (lambda z: z * 2.0, 1.0, False, False),
+        (lambda z: torch.tanh(z), 1.0, False, False),  # saturated
     ],
 )
-def test_only_what_leaves_the_range_is_excused(
-    tail: Callable[[Tensor], Tensor], dy: float, lost: bool
+def test_what_leaves_the_range_is_excused_and_a_zero_is_asked_for(
+    tail: Callable[[Tensor], Tensor], dy: float, left: bool, zero: bool
 ) -> None:
     z = torch.linspace(-20, 20, 9).requires_grad_()
-    (dz,) = torch.autograd.grad(tail(z), z, torch.full_like(z, dy))
-    found = left_range(tail, z.detach(), {}, torch.full_like(z, dy), dz, False)
-    assert bool(found.all()) == bool(found.any()) == lost
+    ones = torch.full_like(z, dy)
+    (dz,) = torch.autograd.grad(tail(z), z, ones)
+    exact = _of_linear_tail(tail, z.detach(), {}, ones, dz, False)
+    for found, wanted in ((left_range(exact, dz), left), (met_zero(exact, dz), zero)):
+        assert bool(found.all()) == bool(found.any()) == wanted
+
+
+@pytest.mark.parametrize("beta, right", [(0.0, True), (math.nan, True), (7.0, False)])
+def test_where_an_infinity_met_a_zero_only_zero_and_eagers_nan_are_right(
+    monkeypatch: pytest.MonkeyPatch, beta: float, right: bool
+) -> None:
+    """Of a program as the fuzzer's 9350 on an H100, as if it ran on one."""
+    monkeypatch.setattr(value_oracle, "_multiplies_first", lambda p, z: True)
+    spaces: dict[str, Any] = {
+        "anchor": lambda x, weight, bias: F.conv2d(x, weight, bias),
+        "tail": lambda z: 1e38 * (0.0 * z),
+    }
+    x = torch.randn(2, 1, 3, 3)
+    weight, bias = torch.randn(1, 1, 2, 2), torch.randn(1, requires_grad=True)
+    program = SimpleNamespace(
+        operands=(), train=True, acc=None, autocast=False, auto=False, apart=frozenset(),
+        source="", geometry=(1, 0), pattern=SimpleNamespace(kind="conv2d"), stays=(),
+    )  # fmt: skip
+    y = spaces["tail"](spaces["anchor"](x, weight, bias))
+    dy = torch.full_like(y, 3e38)
+    (eager,) = torch.autograd.grad(y, [bias], dy)
+    assert eager.isnan().all()
+    seen = [Seen(y.detach(), y.detach(), grads={"bias": g}) for g in (eager, torch.tensor([beta]))]
+    inputs = {"x": x, "weight": weight, "bias": bias}
+    fault = value_oracle.faults_of(program, spaces, inputs, dy, *seen, exact=False)  # type: ignore[arg-type]
+    assert (fault == "") == right, fault

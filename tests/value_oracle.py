@@ -248,35 +248,40 @@ def _excuse(slack: dict[str, Tensor], noise: Tensor | None) -> None:
             of_one.fill_(torch.inf)
 
 
-def _lost(
-    p: Program, space: Any, z: Tensor, operands: dict[str, Tensor], dy: Tensor | None, dz: Tensor
-) -> Tensor:
-    """Where the direct convolution's backward may find a dz that autograd loses."""
-    if not z.is_cuda or p.pattern.kind not in ("conv2d", "conv2d_batchnorm"):
-        return torch.zeros_like(dz, dtype=torch.bool)
-    return left_range(space["tail"], z, operands, dy, dz, p.auto)
+def _multiplies_first(p: Program, z: Tensor) -> bool:
+    """Does the direct convolution's backward make dz, which multiplies a tail's factors first?"""
+    return z.is_cuda and p.pattern.kind in ("conv2d", "conv2d_batchnorm")
 
 
-def left_range(
+def _of_linear_tail(
     tail: Callable[..., Tensor], z: Tensor, operands: dict[str, Tensor], dy: Tensor | None,
     dz: Tensor, apart: bool
-) -> Tensor:  # fmt: skip
-    """Where factors one after the other leave dz's range, and their product times dy does not.
-
-    Of tails that are linear in z, whose factors that backward multiplies first.
-    """
+) -> Tensor | None:  # fmt: skip
+    """dz in float64, of a tail that is linear in z; of others None."""
 
     def of(z: Tensor, acc: torch.dtype) -> Tensor:
         found = _evaluated(tail, z, operands, dy, _Wide(acc, apart=apart)).dz
         assert found is not None
         return found
 
-    if not same(of(z, dz.dtype), of(1 - z, dz.dtype)).all():
+    is_linear = same(of(z, dz.dtype), of(1 - z, dz.dtype)).all()
+    return of(z, torch.float64) if is_linear else None
+
+
+def left_range(exact: Tensor | None, dz: Tensor) -> Tensor:
+    """Where factors one after the other leave dz's range, and their product times dy does not."""
+    if exact is None:
         return torch.zeros_like(dz, dtype=torch.bool)
-    exact, ends = of(z, torch.float64).abs(), torch.finfo(dz.dtype)
-    held = (exact >= ends.tiny) & (exact <= ends.max)
-    lost = held & ~((dz.abs() >= ends.tiny) & (dz.abs() <= ends.max))
-    return lost | ((exact == 0) & ~dz.isfinite())  # an infinity met a factor of 0
+    ends = torch.finfo(dz.dtype)
+    held = (exact.abs() >= ends.tiny) & (exact.abs() <= ends.max)
+    return held & ~((dz.abs() >= ends.tiny) & (dz.abs() <= ends.max))
+
+
+def met_zero(exact: Tensor | None, dz: Tensor) -> Tensor:
+    """Where dz is 0, and autograd has NaN of it: an infinity met a factor of 0."""
+    if exact is None:
+        return torch.zeros_like(dz, dtype=torch.bool)
+    return (exact == 0) & ~dz.isfinite()
 
 
 # ---- comparisons -------------------------------------------------------------------------------
@@ -410,8 +415,7 @@ def _exact_faults(
             return told(what, bad, fused.grads[name], wanted, eager.grads[name]), None, None
     if oracle.dz is None:
         return "", None, None
-    lost = _lost(p, space, z, operands, dy, oracle.dz)
-    return "", oracle.dz, slack["dz"].masked_fill(lost, torch.inf)
+    return "", oracle.dz, slack["dz"]
 
 
 def _in_another_order(found: Tensor, wanted: Tensor, terms: Tensor) -> Tensor:
@@ -450,9 +454,13 @@ def _bounded_faults(
     total = spread_sum(oracle.dz, oracle.slack["dz"], z.shape)
     dz = total.value.to(acc)
     assert plain.dz is not None
-    other = dz.isfinite() != plain.dz.isfinite()
-    other |= _lost(p, space, z, operands, dy, plain.dz)
-    return "", dz, torch.where(other, torch.inf, total.slack)
+    slack = torch.where(dz.isfinite() != plain.dz.isfinite(), torch.inf, total.slack)
+    if _multiplies_first(p, z):
+        exact = _of_linear_tail(space["tail"], z, operands, dy, plain.dz, p.auto)
+        slack = slack.masked_fill(left_range(exact, plain.dz), torch.inf)
+        zero = met_zero(exact, plain.dz)  # NaN, as eager's, is right too: `_anchor_faults`
+        dz, slack = dz.masked_fill(zero, 0.0), slack.masked_fill(zero, 0.0)
+    return "", dz, slack
 
 
 def _anchor_faults(

@@ -196,20 +196,22 @@ def _build_kernels(
         if options.strict:
             raise
         cause = error
-    known: dict[str, BuildError] = {}  # by translation unit: a failing compile takes seconds
+    # Translation units with which no kernel is made. A failing compile takes seconds.
+    known: dict[frozenset[str], BuildError] = {}
 
     def prepare_one(match: Match, choice: dict[str, Any]) -> None:
         specs = calls.kernel_specs(match, choice)
-        for text in texts_of(specs):
-            if text in known:
-                raise known[text]
+        texts = frozenset(texts_of(specs))
+        for failed, error in known.items():
+            if failed <= texts:
+                raise error
         try:
             prepare([(match, [choice])])
         except BuildError as error:
-            # What does not load is known by its own unit: another kernel may load what they share.
-            missing = load.not_built(specs, device_of(match))
-            failed = [t for texts in missing.values() for t in texts] or [s.text for s in specs]
-            known.update(dict.fromkeys(failed, error))
+            # Each that does not compile, or if all do and one does not load, all together.
+            missing = load.not_built(specs, device_of(match)).values()
+            alone = [frozenset([text]) for of_spec in missing for text in of_spec]
+            known.update(dict.fromkeys(alone or [texts], error))
             raise
 
     removed = False
