@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -210,33 +212,36 @@ def test_what_is_computed_stays_and_the_peak_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    "between",
+    ("between", "moves"),
     [
-        (_aten.relu_.default,),
-        (_aten.rand_like.default,),
-        (run_and_save_rng_state, _aten.rand_like.default),  # so that backward draws the same again
-        (),
+        ([(_aten.relu_.default,)], False),
+        ([(_aten.rand_like.default,)], False),
+        # so that backward draws the same again
+        ([(run_and_save_rng_state, _aten.rand_like.default)], False),
+        ([], True),
+        # as a layer's weight is that of many which one `fold` makes
+        ([(operator.getitem, i) for i in range(60)], True),
     ],
-    ids=["writes", "draws", "draws and keeps the state", "nothing"],
+    ids=["writes", "draws", "draws and keeps the state", "nothing", "makes nothing"],
 )
-def test_nothing_is_moved_over_what_writes_or_draws(between: tuple[object, ...]) -> None:
+def test_over_what_a_shortcut_is_moved(between: list[tuple[Any, ...]], moves: bool) -> None:
     graph, mode = Graph(), FakeTensorMode()
     x = graph.placeholder("x")
     x.meta["val"] = mode.from_tensor(torch.randn(1, 4, 8, 8))
 
-    def add(target: object, *args: object) -> Node:
-        node = graph.call_function(target, args)  # type: ignore[arg-type]
+    def add(target: Any, *args: object) -> Node:
+        node = graph.call_function(target, args)
         with mode:
-            node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))  # type: ignore[operator]
+            node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
         return node
 
     image = add(_aten.neg.default, x)
-    way = add(_aten.relu.default, image)
-    if between:
-        add(*between, way)
-    way = add(_aten.slice.Tensor, add(_aten.sigmoid.default, way), 1, 0, 1)
+    weights = add(_aten.split.Tensor, add(_aten.new_zeros.default, x, [60]), 1)
+    for target, *more in between:
+        add(target, *((weights, *more) if target is operator.getitem else (*more, image)))
+    way = add(_aten.sum.dim_IntList, add(_aten.relu.default, image), [1], True)
     shortcut = add(_aten.sum.dim_IntList, image, [1], True)
     reader = add(_aten.add.Tensor, way, shortcut)
     graph.output(reader)
     shortcuts.Places(graph).improve(reader, shortcut)
-    assert (shortcut.prev is image) == (not between)
+    assert (shortcut.prev is image) == moves

@@ -80,6 +80,8 @@ class Places:
         """Bytes alive at the peak, and those of all steps added up, if what stands from the first
         of these nodes to the last, adjacent in the graph, ran in this order. Without what they
         neither make nor read, which is alive in any order.
+
+        What makes nothing is no step: there is a `getitem` for each weight that `fold` makes.
         """
         within = {node: i for i, node in enumerate(nodes)}
         begin = min(map(self._order.__getitem__, nodes))
@@ -95,10 +97,12 @@ class Places:
         for storage, used in steps.items():
             changes[max(min(used), 0)] += self._sizes[storage]
             changes[max(used) + 1] -= self._sizes[storage]
+        makes = {min(used) for used in steps.values()}
         live = peak = total = 0
-        for change in changes[: len(nodes)]:
-            live += change
-            peak, total = max(peak, live), total + live
+        for i in range(len(nodes)):
+            live += changes[i]
+            peak = max(peak, live)
+            total += live if i in makes else 0
         return peak, total
 
 
