@@ -215,26 +215,29 @@ def _pair(of_mode: Mapping[str, float], digits: int) -> list[str]:
 
 
 def narrow_table(rows: Sequence[Row]) -> str:
-    """README's: of what had the machine to itself, and has a fused site."""
-    rows = [row for row in rows if row.alone and row.fused and not row.inputs.endswith("frozen")]
+    """README's, a line a net: speed-ups of what had the machine to itself, and has a fused site."""
+    rows = [row for row in rows if row.alone and row.fused and row.inputs in ("bf16", "fp32")]
     if not rows:
         return ""
-    cells = []
+    cells: dict[str, list[str]] = {row.net: [row.net, "", "", "", ""] for row in rows}
     for row in rows:
         gpu, wall = {m: of["all"] for m, of in row.gpu_ms.items()}, row.wall_ms
         of_gpu, of_wall = (ms["inductor"] / ms["fx_fuser"] for ms in (gpu, wall))
-        name = ", ".join(filter(None, (row.net, row.inputs, tables.mark(row, rows))))
-        cells.append([name, *_pair(gpu, 2), f"**{of_gpu:.2f}×**", f"{of_wall:.2f}×"])
-    heads = ["torchvision, inference", "Inductor", "fx_fuser", "speed-up", "of wall time"]
+        place = 1 if row.inputs == "bf16" else 3
+        found = ", ".join(filter(None, (tables.mark(row, rows), f"**{of_gpu:.2f}×**")))
+        cells[row.net][place : place + 2] = [found, f"{of_wall:.2f}×"]
+    heads = ["torchvision, inference", "bf16", "of wall time", "fp32", "of wall time"]
     align = ("left", *["right"] * 4)
-    found = tabulate(cells, heads, tablefmt="github", colalign=align, disable_numparse=True)
+    lines = tabulate(
+        cells.values(), heads, tablefmt="github", colalign=align, disable_numparse=True
+    )
     facts = [(row.machine["gpu"], f"torch {row.machine['torch']}", row.date) for row in rows]
     names = ", ".join(", ".join(sorted(set(fact))) for fact in zip(*facts))
     said = (
-        f"GPU time in ms of {IMAGES} images of {SIZE}², {names}; bf16 "
-        "in channels_last, fp32 at torch's defaults: TF32 in convolutions."
+        f"Speed-up in GPU time at {IMAGES} images of {SIZE}², {names}; bf16 in channels_last, fp32 "
+        "at torch's defaults: TF32 in convolutions."
     )
-    return f"{found}\n\n{tables.wrapped(said)}"
+    return f"{lines}\n\n{tables.wrapped(said)}"
 
 
 def table(rows: Sequence[Row]) -> str:

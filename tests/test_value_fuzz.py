@@ -309,15 +309,31 @@ def test_what_leaves_the_range_is_excused_and_a_zero_is_asked_for(
         assert bool(found.all()) == bool(found.any()) == wanted
 
 
-@pytest.mark.parametrize("beta, right", [(0.0, True), (math.nan, True), (7.0, False)])
-def test_where_an_infinity_met_a_zero_only_zero_and_eagers_nan_are_right(
-    monkeypatch: pytest.MonkeyPatch, beta: float, right: bool
-) -> None:
-    """Of a program as the fuzzer's 9350 on an H100, as if it ran on one."""
+@pytest.mark.parametrize(
+    "factors, dy, found, right",
+    [
+        # the fuzzer's 9350 on an H100: an infinity met a zero, and zero or eager's NaN are right
+        ((0.0, 1e38), (3e38, 3e38), 0.0, True),
+        ((0.0, 1e38), (3e38, 3e38), math.nan, True),
+        ((0.0, 1e38), (3e38, 3e38), 7.0, False),
+        # its 12077: infinities of both signs, of which the exact sum has one, and eager NaN
+        ((1e30, 1e30), (3.0, -1.0), math.inf, True),
+        ((1e30, 1e30), (1.0, -3.0), -math.inf, True),
+        ((1e30, 1e30), (3.0, -1.0), math.nan, True),
+        ((1e30, 1e30), (3.0, -1.0), -math.inf, False),
+        ((1e30, 1e30), (3.0, -1.0), 7.0, False),
+    ],
+)
+def test_what_a_gradient_may_be_where_autograd_leaves_the_range(
+    monkeypatch: pytest.MonkeyPatch, factors: tuple[float, float], dy: tuple[float, float],
+    found: float, right: bool,
+) -> None:  # fmt: skip
+    """Of such programs, as if they ran on a GPU."""
     monkeypatch.setattr(value_oracle, "_multiplies_first", lambda p, z: True)
+    first, last = factors
     spaces: dict[str, Any] = {
         "anchor": lambda x, weight, bias: F.conv2d(x, weight, bias),
-        "tail": lambda z: 1e38 * (0.0 * z),
+        "tail": lambda z: last * (first * z),
     }
     x = torch.randn(2, 1, 3, 3)
     weight, bias = torch.randn(1, 1, 2, 2), torch.randn(1, requires_grad=True)
@@ -326,10 +342,11 @@ def test_where_an_infinity_met_a_zero_only_zero_and_eagers_nan_are_right(
         source="", geometry=(1, 0), pattern=SimpleNamespace(kind="conv2d"), stays=(),
     )  # fmt: skip
     y = spaces["tail"](spaces["anchor"](x, weight, bias))
-    dy = torch.full_like(y, 3e38)
-    (eager,) = torch.autograd.grad(y, [bias], dy)
+    of_y = torch.tensor(dy).view(2, 1, 1, 1).expand_as(y)  # of a sample each
+    (eager,) = torch.autograd.grad(y, [bias], of_y)
     assert eager.isnan().all()
-    seen = [Seen(y.detach(), y.detach(), grads={"bias": g}) for g in (eager, torch.tensor([beta]))]
+    grads = (eager, torch.tensor([found]))
+    seen = [Seen(y.detach(), y.detach(), grads={"bias": g}) for g in grads]
     inputs = {"x": x, "weight": weight, "bias": bias}
-    fault = value_oracle.faults_of(program, spaces, inputs, dy, *seen, exact=False)  # type: ignore[arg-type]
+    fault = value_oracle.faults_of(program, spaces, inputs, of_y, *seen, exact=False)  # type: ignore[arg-type]
     assert (fault == "") == right, fault
