@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import addend_of_relu, memory_format_of, padded, per_channel
@@ -181,6 +182,10 @@ def bound(
     else:
         weight, bias = (v if v is None else v.to(compute) for v in (weight, bias))
     x, padding = padded(operands["x"].to(compute), config)
+    if suggest_memory_format(operands["weight"]) == _CHANNELS_LAST:
+        # As x was when the site was planned. Inductor's decompositions may make another layout,
+        # of `cat([a, a], 1)` say, and torch's convolution would go by the weight.
+        x = x.contiguous(memory_format=_CHANNELS_LAST)
     geometry = (config["stride"], padding, config["dilation"], config["groups"])
     convolution = torch.ops.fx_fuser.conv2d_folded.default
     if epilogue.steps:
