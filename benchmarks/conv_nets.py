@@ -231,11 +231,13 @@ def narrow_table(rows: Sequence[Row]) -> str:
     lines = tabulate(
         cells.values(), heads, tablefmt="github", colalign=align, disable_numparse=True
     )
-    facts = [(row.machine["gpu"], f"torch {row.machine['torch']}", row.date) for row in rows]
+    facts = [(f"torch {row.machine['torch']}", row.date) for row in rows]
     names = ", ".join(", ".join(sorted(set(fact))) for fact in zip(*facts))
+    usual, *others = tables.usual_gpus(rows)
+    gpus = f"{tables.short_name(usual)} where no other is named" if others else usual
     said = (
-        f"Speed-up in GPU time at {IMAGES} images of {SIZE}², {names}; bf16 in channels_last, fp32 "
-        "at torch's defaults: TF32 in convolutions."
+        f"Speed-up in GPU time at {IMAGES} images of {SIZE}², {gpus}, {names}; bf16 in "
+        "channels_last, fp32 at torch's defaults: TF32 in convolutions."
     )
     return f"{lines}\n\n{tables.wrapped(said)}"
 

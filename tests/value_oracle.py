@@ -485,9 +485,11 @@ def _anchor_faults(
         if name not in fused.grads:
             continue
         found = fused.grads[name]
-        # The library's own sums, as eager's: on some CPUs oneDNN takes those of fp16 in fp16.
+        # The library's own sums, as eager's: on some CPUs oneDNN takes those of fp16 in fp16. Where
+        # eager's are in fp32, so are ours.
         by_onednn = p.pattern.kind.startswith("conv") and name in ("x", "weight")
         in_halves = by_onednn and found.dtype == torch.float16 and not found.is_cuda
+        in_halves = in_halves and bool(total.bad(eager.grads[name], sums).any())
         bad = total.bad(found, torch.float16 if in_halves else sums)
         bad &= ~same(found, eager.grads[name])
         if name in ("beta", "bias") and of_biases.ndim == 4:
