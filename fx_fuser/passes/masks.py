@@ -11,7 +11,8 @@ mask reads none of the model's inputs, so it is the same in every call: it is ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.naming import called, statement
 from fx_fuser.graph.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
+from fx_fuser.graph.source import called_name
+from fx_fuser.graph.view import Region
+from fx_fuser.passes import strides
 
 # The operations that masks are made of: none is random, waits for another process, or returns
 # memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
@@ -46,7 +50,8 @@ _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
 _LARGEST = 1 << 29  # elements of a tensor that is evaluated
-# Of `scaled_dot_product_attention`.
+_ATTENTIONS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+# Their arguments.
 _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
 
 
@@ -110,7 +115,9 @@ class Reader:
         scope = _Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
         known: dict[tuple[Any, ...], tuple[str, str]] = {}
         found: list[Mask] = []
+        region = Region()
         for at, node in enumerate(scope.nodes):
+            region = region.after(node)
             body = body_of(node)
             # An `invoke_subgraph` may share its body with others, in other graphs.
             if body is not None and getattr(node.target, "__name__", "") != "invoke_subgraph":
@@ -120,7 +127,7 @@ class Reader:
                 continue
             try:
                 kind, makers = _proven(node, mask, scope.before(at), known)
-                _take_away(node, kind)
+                _take_away(node, kind, region)
             except _Stays as stays:
                 found.append(Mask(node, reason=str(stays)))
                 continue
@@ -131,7 +138,7 @@ class Reader:
 
 def _mask_of(node: Node) -> Node | None:
     """The mask of an attention; None if the node is none, has no mask, or is causal as well."""
-    if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
+    if node.op != "call_function" or node.target not in _ATTENTIONS:
         return None
     mask = argument_of(node, *_MASK)
     causal = argument_of(node, *_CAUSAL) not in (None, False)
@@ -328,8 +335,8 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
         return "causal"
 
 
-def _take_away(node: Node, kind: str) -> None:
-    """Remove the mask; raises _Stays if the result would have another dtype or other strides."""
+def _take_away(node: Node, kind: str, region: Region) -> None:
+    """Remove the mask; raises _Stays if that cannot be done without anybody seeing it."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for (place, name), value in ((_MASK, None), (_CAUSAL, kind == "causal")):
         if len(args) > place:
@@ -340,18 +347,29 @@ def _take_away(node: Node, kind: str) -> None:
     if type(was) is not FakeTensor:
         raise _Stays("its result is no plain tensor")
     try:
-        with was.fake_mode, torch.set_grad_enabled(was.requires_grad):
+        with was.fake_mode, torch.set_grad_enabled(was.requires_grad), _autocast_of(region):
             fake: Any = torch.fx.map_arg((tuple(args), kwargs), lambda n: n.meta["example_value"])
-            now = F.scaled_dot_product_attention(*fake[0], **fake[1])
+            now = node.target(*fake[0], **fake[1])  # type: ignore[operator]
     except Exception as error:
         raise _Stays(f"without its mask it fails: {type(error).__name__}: {error}") from error
-    for what, mine, its in (
-        ("dtype", now.dtype, was.dtype),  # under autocast
-        ("strides", now.stride(), was.stride()),
-    ):
-        if mine != its:
-            raise _Stays(f"its result would have {what} {mine}, not {its}")
+    if now.dtype != was.dtype:
+        raise _Stays(f"its result would have dtype {now.dtype}, not {was.dtype}")
+    if now.stride() != was.stride():
+        try:
+            strides.keep(node, now)
+        except strides.StridesError as error:
+            raise _Stays(str(error)) from error
     node.args, node.kwargs = tuple(args), kwargs
+
+
+@contextmanager
+def _autocast_of(region: Region) -> Iterator[None]:
+    """The autocast that the graph itself has entered there; one around the graph is in force."""
+    with ExitStack() as entered:
+        for node in region.entered:
+            if called_name(node) == "_enter_autocast":
+                entered.enter_context(torch.autocast(*node.args))  # type: ignore[arg-type]
+        yield
 
 
 def _erase(mask: Node, makers: Sequence[Node]) -> None:
