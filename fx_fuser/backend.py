@@ -32,7 +32,7 @@ from fx_fuser.graph.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.passes import folding, masks, provenance
+from fx_fuser.passes import folding, masks, padding, provenance
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import gate, layout, plan, reads
 from fx_fuser.planning.ahead import Kernels
@@ -156,9 +156,9 @@ def fuse_and_compile(
     gm: GraphModule, inputs: Sequence[Any], options: Options, compile_inner: CompileInner
 ) -> tuple[Compiled | None, Outcome]:
     """Inductor and its caches see the rewritten graph."""
-    coming = provenance.Passes.over(gm, options, inputs)
+    coming, padded = provenance.Passes.over(gm, options, inputs), padding.settings(gm, options)
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
-    passes = coming.load()
+    passes = {**coming.load(), **padded}
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)
@@ -166,7 +166,8 @@ def fuse_and_compile(
     passes = {**passes, **reads.settings(outcome.matches, options)}
     outcome.tell(options.strict)
     if outcome.matches or passes:
-        return compile_tagged(compile_inner, options.with_passes(passes)), outcome
+        chosen = options.with_passes(passes, fused=bool(outcome.matches))
+        return compile_tagged(compile_inner, chosen), outcome
     return compile_inner(options) if outcome.masks else None, outcome
 
 

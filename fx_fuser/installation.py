@@ -41,7 +41,7 @@ from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.native import binaries
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 from fx_fuser.options import FIRST_PASS, Options
-from fx_fuser.passes import folding, provenance
+from fx_fuser.passes import folding, padding, provenance
 from fx_fuser.planning import plan
 
 _HAS_LATE_PASSES = hasattr(codecache, "resolve_pre_grad_pass_timing")  # torch 2.13
@@ -195,6 +195,7 @@ def _compile_then_fuse(
 ) -> tuple[backend.Compiled | None, backend.Outcome]:
     """Inductor looks into its caches first. On a hit no outcome is known."""
     passes = provenance.Passes.over(gm, options, inputs).load()
+    passes |= padding.settings(gm, options)
     fusion = Fusion(gm, inputs, options)
     if provenance.has_convolutions(gm):  # which may be folded
         passes = folding.settings(passes, options, fusion.is_converted)

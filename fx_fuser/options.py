@@ -13,9 +13,11 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from fx_fuser.errors import OptionError
 
-# Inductor's settings for fx_fuser's passes: the first over Dynamo's graph, one over the joint graph
-# of forward and backward, before it is partitioned, and the last over each of the two.
+# Inductor's settings for fx_fuser's passes: the first over Dynamo's graph, two over the joint graph
+# of forward and backward, before and after Inductor's own and before it is partitioned, and the
+# last over each of the two.
 FIRST_PASS = "pre_grad_custom_pass"
+EARLY_PASS = "joint_custom_pre_pass"
 JOINT_PASS = "joint_custom_post_pass"
 LAST_PASS = "post_grad_custom_post_pass"
 # Inductor may give a tensor padded strides for readers of its views, and none where a custom op
@@ -187,9 +189,10 @@ class Options:
             return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
         return lookup_backend(self.inner)
 
-    def with_passes(self, passes: Mapping[str, Any]) -> Options:
-        """These options for a graph with fused ops. passes: Inductor's setting → pass."""
-        return dataclasses.replace(self, inductor={**_WITH_OWN_OPS, **self.inductor, **passes})
+    def with_passes(self, passes: Mapping[str, Any], fused: bool = True) -> Options:
+        """These options for a graph. passes: Inductor's setting → pass. fused: has it fused ops?"""
+        own = _WITH_OWN_OPS if fused or passes.keys() - {EARLY_PASS} else {}
+        return dataclasses.replace(self, inductor={**own, **self.inductor, **passes})
 
     def users_pass(self, setting: str) -> Any:
         """The user's own pass of this Inductor setting, or None."""
