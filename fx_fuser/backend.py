@@ -246,7 +246,7 @@ def fuse(
     reader = masks.Reader()
     for module in bodies(gm):
         graph = copy_of(module.graph)
-        attended = reader.simplify(module, graph) if options.takes_masks else []
+        attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
         read.masks = attended

@@ -1,4 +1,5 @@
-"""Remove attention masks that a graph makes itself and that are causal, or hide nothing.
+"""Remove attention masks that a graph makes itself and that are causal, or hide nothing; and give
+attention a form that a fused kernel takes (`fx_fuser.passes.attention`).
 
 transformers gives a causal language model `is_causal=True` in eager mode, and builds a mask out of
 `arange`s when it is traced. torch's kernels then read the mask, and compute what it hides: on an
@@ -11,13 +12,11 @@ mask reads none of the model's inputs, so it is the same in every call: it is ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -25,9 +24,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.naming import called, statement
 from fx_fuser.graph.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
-from fx_fuser.graph.source import called_name
 from fx_fuser.graph.view import Region
-from fx_fuser.passes import strides
+from fx_fuser.passes import attention, strides
+from fx_fuser.passes.attention import ATTENTIONS
 
 # The operations that masks are made of: none is random, waits for another process, or returns
 # memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
@@ -49,15 +48,16 @@ _MODULES |= {predispatch.__name__}
 _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
+FORM = "form"
 _LARGEST = 1 << 29  # elements of a tensor that is evaluated
-_ATTENTIONS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
-# Their arguments.
+# Arguments of an attention.
 _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
 
 
 @dataclass(frozen=True)
 class Mask:
-    """An attention's mask. done: "causal" or "open" if it was removed; else reason says why not."""
+    """An attention's mask. done: "causal" or "open" if it was removed; "form" if the attention was
+    given another form, and reason says what was in the way; else reason says why not."""
 
     node: Node
     done: str = ""
@@ -106,10 +106,11 @@ class Reader:
     def __init__(self) -> None:
         self._calls: dict[GraphModule, list[tuple[_Scope, Node]]] = {}
 
-    def simplify(self, module: GraphModule, graph: Graph) -> list[Mask]:
-        """Remove masks that are proven causal or open from the attentions of a graph, in place.
+    def simplify(self, module: GraphModule, graph: Graph, on_cpu: bool = False) -> list[Mask]:
+        """Remove masks that are proven causal or open from the attentions of a graph, in place, and
+        give an attention a form that a fused kernel takes.
 
-        graph: the module's, or a copy.
+        graph: the module's, or a copy. on_cpu: give it that form on a CPU, too.
         """
         calls = self._calls.get(module, [])
         scope = _Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
@@ -122,24 +123,36 @@ class Reader:
             # An `invoke_subgraph` may share its body with others, in other graphs.
             if body is not None and getattr(node.target, "__name__", "") != "invoke_subgraph":
                 self._calls.setdefault(body, []).append((scope.before(at), node))
-            mask = _mask_of(node)
-            if mask is None:
+            if node.op != "call_function" or node.target not in ATTENTIONS:
                 continue
-            try:
-                kind, makers = _proven(node, mask, scope.before(at), known)
-                _take_away(node, kind, region)
-            except _Stays as stays:
-                found.append(Mask(node, reason=str(stays)))
-                continue
-            found.append(Mask(node, kind))
-            _erase(mask, makers)
+            if (mask := _mask_of(node)) is not None:
+                found.append(_without_mask(node, mask, scope.before(at), region, known))
+            fitted = attention.fit(node, region, on_cpu)
+            if fitted is not None:
+                why, stays = fitted
+                told = f"torch computes this attention by its formula: {stays}"
+                found.append(Mask(node, FORM if why else "", why or told))
         return found
 
 
+def _without_mask(
+    node: Node,
+    mask: Node,
+    scope: _Scope,
+    region: Region,
+    known: dict[tuple[Any, ...], tuple[str, str]],
+) -> Mask:
+    try:
+        kind, makers = _proven(node, mask, scope, known)
+        _take_away(node, kind, region)
+    except _Stays as stays:
+        return Mask(node, reason=str(stays))
+    _erase(mask, makers)
+    return Mask(node, kind)
+
+
 def _mask_of(node: Node) -> Node | None:
-    """The mask of an attention; None if the node is none, has no mask, or is causal as well."""
-    if node.op != "call_function" or node.target not in _ATTENTIONS:
-        return None
+    """The mask of an attention; None if it has no mask, or is causal as well."""
     mask = argument_of(node, *_MASK)
     causal = argument_of(node, *_CAUSAL) not in (None, False)
     return mask if isinstance(mask, Node) and not causal else None
@@ -347,7 +360,7 @@ def _take_away(node: Node, kind: str, region: Region) -> None:
     if type(was) is not FakeTensor:
         raise _Stays("its result is no plain tensor")
     try:
-        with was.fake_mode, torch.set_grad_enabled(was.requires_grad), _autocast_of(region):
+        with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
             fake: Any = torch.fx.map_arg((tuple(args), kwargs), lambda n: n.meta["example_value"])
             now = node.target(*fake[0], **fake[1])  # type: ignore[operator]
     except Exception as error:
@@ -360,16 +373,6 @@ def _take_away(node: Node, kind: str, region: Region) -> None:
         except strides.StridesError as error:
             raise _Stays(str(error)) from error
     node.args, node.kwargs = tuple(args), kwargs
-
-
-@contextmanager
-def _autocast_of(region: Region) -> Iterator[None]:
-    """The autocast that the graph itself has entered there; one around the graph is in force."""
-    with ExitStack() as entered:
-        for node in region.entered:
-            if called_name(node) == "_enter_autocast":
-                entered.enter_context(torch.autocast(*node.args))  # type: ignore[arg-type]
-        yield
 
 
 def _erase(mask: Node, makers: Sequence[Node]) -> None:

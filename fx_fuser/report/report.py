@@ -22,7 +22,7 @@ from fx_fuser.graph.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.sites import Site
 from fx_fuser.graph.source import called_name, op_of, source_of
 from fx_fuser.graph.view import View
-from fx_fuser.passes.masks import Mask
+from fx_fuser.passes.masks import FORM, Mask
 from fx_fuser.report.html import html_of
 from fx_fuser.report.traffic import Saved, text_of
 
@@ -76,8 +76,8 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class MaskReport:
-    """The mask of one attention. done: "causal" or "open" (hides nothing) if it was removed; else
-    reason says why not."""
+    """The mask of one attention. done: "causal" or "open" (hides nothing) if it was removed, "form"
+    if the attention got another form, and reason says what was in the way; else why not."""
 
     where: str
     code: str
@@ -237,10 +237,12 @@ class Report:
         said = {
             "causal": "is causal, and not read any more",
             "open": "hides nothing, and is not read any more",
+            FORM: "gets a form that a fused kernel takes:",
+            "": "stays:",
         }
         return "\n".join(
             f"mask of attention at {mask.where}{f' ×{n}' if n > 1 else ''} "
-            + (said[mask.done] if mask.done else f"stays: {mask.reason}")
+            f"{said[mask.done]} {mask.reason}".rstrip()
             for mask, n in count.items()
         )
 
