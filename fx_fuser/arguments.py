@@ -89,8 +89,8 @@ def check_model(model: Any, usage: str) -> None:
 
 def fault_of_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Why it cannot take these arguments, by its signature; empty if it can, or if only the call
-    can tell."""
-    signature = _signature(model)
+    can tell: a decorator may take other names than what it decorates."""
+    signature = _signature(model, through_decorators=False)
     if signature is None:
         return ""
     try:
@@ -102,11 +102,13 @@ def fault_of_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def names_of(model: Any) -> frozenset[str]:
     """Of the arguments that it takes by name, as far as its signature tells."""
-    signature = _signature(model)
-    return frozenset(signature.parameters) if signature else frozenset()
+    signature = _signature(model, through_decorators=True)
+    parameters = signature.parameters.values() if signature else ()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in named)
 
 
-def _signature(model: Any) -> inspect.Signature | None:
+def _signature(model: Any, through_decorators: bool) -> inspect.Signature | None:
     """None of a built-in function, and where a hook may change the arguments."""
     called = model
     if isinstance(model, nn.Module):
@@ -114,6 +116,6 @@ def _signature(model: Any) -> inspect.Signature | None:
             return None
         called = model.forward
     try:
-        return inspect.signature(called)
+        return inspect.signature(called, follow_wrapped=through_decorators)
     except (TypeError, ValueError):
         return None

@@ -301,6 +301,17 @@ def test_a_hook_may_change_the_arguments() -> None:
     assert fx_fuser.explain(model, X, X).others == {"Linear": 1}
 
 
+def test_a_decorator_may_take_other_arguments() -> None:
+    class Renamed(nn.Linear):
+        forward = functools.wraps(nn.Linear.forward)(
+            lambda self, **given: nn.Linear.forward(self, given["old_name"])
+        )
+
+    model = Renamed(4, 4)
+    assert fx_fuser.explain(model, old_name=X).others == {"Linear": 1}
+    assert_fused(model, ((), {"old_name": X}), {})
+
+
 # ---- commands -----------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import pytest
 import fx_fuser
 
 ROOT = Path(__file__).resolve().parent.parent
-USERS = '''\
+USERS = """\
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,8 +53,8 @@ try:
     torch.compile(model, backend="fx_fuser")(x)
 except (BuildError, OptionError, PatternError, VersionError) as error:
     failure: FxFuserError = error
-'''
-FAULTS = '''\
+"""
+FAULTS = """\
 import fx_fuser
 
 fx_fuser.install(fp32="ieee")
@@ -64,7 +64,7 @@ fx_fuser.explain(len, train="eval")
 with fx_fuser.installed() as nothing:
     pass
 fx_fuser.Report().fusd
-'''
+"""
 
 
 def test_py_typed_is_shipped() -> None:
