@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
-import subprocess
-import sys
+import runpy
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import MUL_MUL, fresh  # noqa: F401
+from forked import run_script
 from torch import Tensor, nn
 from torch._inductor import compile_fx
 
@@ -315,16 +315,13 @@ def test_a_decorator_may_take_other_arguments() -> None:
 # ---- commands -----------------------------------------------------------------------------------
 
 
-def test_explain_is_no_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fx_fuser.explain", "model.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert "RuntimeWarning" not in done.stderr
-    assert "fx_fuser.explain(model, *inputs, train=False)" in done.stderr
+def test_explain_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as end:
+        warnings.simplefilter("error")  # runpy warns of a module that its package has imported
+        runpy.run_module("fx_fuser.explain", run_name="__main__", alter_sys=True)
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "fx_fuser.explain(model, *inputs, train=False)" in said.err
 
 
 @pytest.mark.parametrize("arch", ["h100", "", "90", "sm90", "sm_9"])
@@ -378,15 +375,21 @@ def test_a_newer_torch_is_logged(version: str, caplog: pytest.LogCaptureFixture)
 
 
 def test_the_import_checks_the_version(tmp_path: Path) -> None:
-    program = "import torch; torch.__version__ = '2.10.0'; import fx_fuser"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
+    script = tmp_path / "old.py"
+    script.write_text(
+        "import sys, torch\n"
+        "for name in [n for n in sys.modules if n.split('.')[0] == 'fx_fuser']:\n"
+        "    del sys.modules[name]\n"
+        "torch.__version__ = '2.10.0'\n"
+        "try:\n"
+        "    import fx_fuser\n"
+        "except ImportError as error:\n"
+        "    print(type(error).__name__, error)\n"
+        "assert 'fx_fuser.backend' not in sys.modules\n"
     )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("fx_fuser.errors.VersionError: fx_fuser needs ")
+    status, said = run_script(script)
+    assert status == 0, said
+    assert said.startswith("VersionError fx_fuser needs torch 2.11 or later")
 
 
 def test_versions_are_those_of_the_package() -> None:
