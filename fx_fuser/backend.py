@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import fallback, patterns
 from fx_fuser.anchors.conv2d import ANY_LAYOUT, FOLDED
+from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
 from fx_fuser.graph.bodies import bodies, copy_of, twin
@@ -54,6 +55,7 @@ Attempt = Callable[
 _registry: list[Pattern] = []
 
 
+@refuses_unfit_calls(PatternError, "call it as register_pattern(source, check=None, name=None)")
 def register_pattern(
     source: Callable[..., Any], check: Check | None = None, name: str | None = None
 ) -> Pattern:
@@ -63,7 +65,8 @@ def register_pattern(
     check: `check(match)` returns why a match must not be fused, or None.
     name: for counters, options and reports; default the function's name.
 
-    Raises PatternError if the source is no pattern, or another pattern has the name.
+    Raises PatternError if the source is no pattern, or another pattern has the name; then all
+    patterns stay as they were.
     """
     pattern = trace(source, check, name)
     if pattern.name.startswith(AUTO):
@@ -87,6 +90,7 @@ def register_pattern(
     return pattern
 
 
+@refuses_unfit_calls(PatternError, "it takes no arguments")
 def registered_patterns() -> list[Pattern]:
     """All patterns, in the order in which they are tried: largest first."""
     return list(_registry)
@@ -286,7 +290,10 @@ def fuse(
                 continue
             fused = chosen.match
             stop = fused.stop if isinstance(fused, Grown) else ""
-            report.add_match(fused, chosen.saved, chosen.kept, index, chosen.how.note, stop)
+            how = chosen.how
+            report.add_match(
+                fused, chosen.saved, chosen.kept, index, how.note, stop, native=how.native
+            )
             outcome.matches.append(fused)
             if chosen.how.choices.get("product") in (FOLDED, *ANY_LAYOUT):
                 outcome.folds = True

@@ -30,6 +30,7 @@ from torch.fx.node import map_arg
 
 from fx_fuser import backend, fallback
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.arguments import refuses_unfit_calls, shown
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.bodies import bodies, twin
 from fx_fuser.graph.nodes import writes_of
@@ -41,6 +42,9 @@ from fx_fuser.options import Options
 _DEFAULTS = Options()
 
 
+@refuses_unfit_calls(
+    OptionError, "call it as fuse_exported(program, options={…}), with the options in one dict"
+)
 def fuse_exported(
     program: ExportedProgram, *, options: Mapping[str, Any] | None = None
 ) -> ExportedProgram:
@@ -55,8 +59,14 @@ def fuse_exported(
     "verify" and those of Inductor.
 
     Returns the program itself if nothing is fused. Where fx_fuser fails, one warning says why;
-    `options={"strict": True}` raises instead. Raises OptionError for a bad option.
+    `options={"strict": True}` raises instead. Raises OptionError for a bad option, and for what is
+    no exported program.
     """
+    if not isinstance(program, ExportedProgram):
+        raise OptionError(
+            f"fuse_exported: the program is {shown(program)}, not a torch.export.ExportedProgram; "
+            "torch.export.export(model, args) makes one, torch.export.load(file) loads one"
+        )
     chosen = _parsed(options)
     gm = twin(program.graph_module)
 

@@ -19,7 +19,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch.fx import Graph, GraphModule
 from fx_fuser import backend, fallback
 from fx_fuser.anchors.conv2d import conv_tf32_allowed
 from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.bodies import twin
 from fx_fuser.graph.pattern import Pattern
@@ -48,6 +49,8 @@ _HAS_LATE_PASSES = hasattr(codecache, "resolve_pre_grad_pass_timing")  # torch 2
 
 log = logging.getLogger("fx_fuser.installation")
 
+_ONE_DICT = "the options go into one dict: install({'fp32': 'ieee'})"
+
 _lock = threading.Lock()
 _everywhere: list[Options] = []  # of `install`: none, or one
 _blocks: list[_Block] = []  # of `installed`, the innermost last
@@ -58,6 +61,7 @@ class _Block:
         self.options = options
 
 
+@refuses_unfit_calls(OptionError, _ONE_DICT)
 def install(options: Mapping[str, Any] | None = None) -> None:
     """From now on, `torch.compile(model)` and `backend="inductor"` fuse, in every thread.
 
@@ -73,6 +77,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
         _stand_in()
 
 
+@refuses_unfit_calls(OptionError, "it takes no arguments")
 def uninstall() -> None:
     """End what `install` began, if anything; what is compiled meanwhile stays as it is."""
     with _lock:
@@ -80,13 +85,18 @@ def uninstall() -> None:
         _step_aside()
 
 
-@contextmanager
-def installed(options: Mapping[str, Any] | None = None) -> Iterator[None]:
+@refuses_unfit_calls(OptionError, _ONE_DICT)
+def installed(options: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
     """As `install`, while the block runs; the innermost block's options count.
 
     A model is compiled when it is first called, so call it in the block.
     """
-    block = _Block(_parsed(options))
+    return _installed(_parsed(options))
+
+
+@contextmanager
+def _installed(options: Options) -> Iterator[None]:
+    block = _Block(options)
     with _lock:
         _blocks.append(block)
         _stand_in()

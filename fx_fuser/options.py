@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
+from fx_fuser.arguments import check_mapping
 from fx_fuser.errors import OptionError
 
 # Inductor's settings for fx_fuser's passes: the first over Dynamo's graph, two over the joint graph
@@ -84,11 +85,15 @@ class Options:
         cls, mode: str | None, options: Mapping[str, Any] | None, known: Sequence[str]
     ) -> Options:
         """Check what the user gave; `known` are the names of the patterns there are."""
+        if options is not None:
+            check_mapping("options", options, "give a dict, say {'fp32': 'ieee'}")
         given = dict(options or {})
         names = {f.name for f in dataclasses.fields(cls)} - {"inductor", "exported"}
         values = {key: given.pop(key) for key in list(given) if key in names}
-        if mode is not None:
-            values.setdefault("mode", mode)
+        if mode is not None and values.setdefault("mode", mode) != mode:
+            raise OptionError(
+                f"mode is {mode!r}, and option 'mode' is {values['mode']!r}; leave one out"
+            )
         if isinstance(values.get("patterns"), list):
             values["patterns"] = tuple(values["patterns"])
         made = cls(**values, inductor=given)
@@ -97,6 +102,11 @@ class Options:
         made._check_patterns(known)
         # Inductor takes both "-" and "_"; below, keys have "_".
         canonical = {name.replace("-", "_"): value for name, value in given.items()}
+        if len(canonical) < len(given):
+            twice = next(n for n in given if "-" in n and n.replace("-", "_") in given)
+            raise OptionError(
+                f"option {twice!r} is given as {twice.replace('-', '_')!r} too; leave one out"
+            )
         return dataclasses.replace(made, inductor=canonical)
 
     def _check_types(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,8 +22,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.arguments import check_flag, check_mapping, check_model, fault_of_call, shown
+from fx_fuser.backend import registered_patterns
+from fx_fuser.errors import OptionError
 from fx_fuser.explain import explain
 from fx_fuser.graph.grow import AUTO
+from fx_fuser.options import Options
 from fx_fuser.passes import products
 from fx_fuser.verify.accuracy import PROMISED, Bound, Copier, Observed, compare, same_random_state
 
@@ -44,8 +50,10 @@ def assert_fused(
     train: in training mode, forward and backward; else in eval mode, under `no_grad`.
     options: as for the backend. `strict` is on by default, so that a failure of fx_fuser raises
     here instead of leaving the model unfused.
-    Raises AssertionError with the table of `fx_fuser.explain`.
+    Raises AssertionError with the table of `fx_fuser.explain`, OptionError for a bad argument.
     """
+    _check_arguments(model, inputs, train, options)
+    _check_expected(expected)
     with _fresh_counters():
         observe(model, inputs, train, lambda m: _compiled(m, options))
         found, left = ({k: v for k, v in counters[c].items() if v} for c in _COUNTERS[:2])
@@ -80,8 +88,12 @@ def assert_equivalent(
     and eagerly in float64. On a CPU, where Inductor compiles the plain operations, Inductor's error
     is as good a bound as eager's.
     A model that draws random numbers cannot be compared: set its dropout to 0.
-    Raises AssertionError with every value that is out of bounds and the table of `explain`.
+    Raises AssertionError with every value that is out of bounds and the table of `explain`,
+    OptionError for a bad argument.
     """
+    _check_arguments(model, inputs, train, options)
+    if not isinstance(bound, Bound):
+        raise OptionError(f"bound is {shown(bound)}; give a fx_fuser.verify.accuracy.Bound")
     eager = observe(model, inputs, train)
     exact = observe(model, inputs, train, dtype=torch.float64, like=eager)
     with _fresh_counters():
@@ -95,6 +107,34 @@ def assert_equivalent(
     if faults:
         table = _explained(model, inputs, train, options)
         raise AssertionError("\n".join([*faults, "", table]))
+
+
+# ---- arguments -------------------------------------------------------------------------------
+
+
+def _check_arguments(model: Any, inputs: Any, train: Any, options: Any) -> None:
+    check_model(model, "(model, inputs, …)")
+    check_flag("train", train)
+    Options.parse(None, options, [p.name for p in registered_patterns()])
+    if fault := fault_of_call(model, *_split(inputs)):
+        raise OptionError(
+            f"the model does not take these inputs: {fault}; give a tuple of its arguments, or "
+            "(args, kwargs)"
+        )
+
+
+def _check_expected(expected: Any) -> None:
+    """A name that nothing has would hold whatever is fused."""
+    example = "give a dict, say {'linear_sigmoid_mul_mul': 2}"
+    check_mapping("expected", expected, example)
+    known = [*(p.name for p in registered_patterns()), *(f"{AUTO}{kind}" for kind in ANCHORS)]
+    for name, count in expected.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise OptionError(f"expected names the pattern {name!r}, which is not known; {hint}")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise OptionError(f"expected[{name!r}] is {shown(count)}; give the number of sites")
 
 
 # ---- one run ---------------------------------------------------------------------------------
@@ -196,6 +236,6 @@ def _explained(
     torch._dynamo.reset()
     try:
         with torch.set_grad_enabled(train):
-            return str(explain(twin, *args, options=dict(options or {}), **kwargs))
+            return str(explain(twin, *args, options=options, kwargs=kwargs))
     finally:
         torch._dynamo.reset()

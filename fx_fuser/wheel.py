@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fx_fuser.errors import BuildError
@@ -83,7 +83,10 @@ def build_all(out: Path) -> list[Path]:
     """The source distribution and the wheel of this checkout, in `out`."""
     if not (ROOT / "pyproject.toml").exists():
         raise BuildError(f"{ROOT} has no pyproject.toml; run this in a checkout of fx_fuser")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise BuildError(f"{out} is no folder; give another OUT") from error
     before = set(out.iterdir())
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "fx_fuser"
@@ -106,11 +109,15 @@ def _run(what: str, source: Path, out: Path) -> None:
         raise BuildError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fx_fuser.wheel")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to put them into")
-    for path in build_all(parser.parse_args().out):
-        print(path)
+    try:
+        made = build_all(parser.parse_args(arguments).out)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(*made, sep="\n")
     return 0
 
 
