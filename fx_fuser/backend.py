@@ -146,10 +146,7 @@ def compile_graph(
         eviction.keep_below(options.cache_size)
         if compiled is None:
             return compile_inner(options)
-    for match in outcome.matches:
-        counters["fx_fuser"][match.pattern.name] += 1
-    for mask in outcome.masks:
-        counters["fx_fuser_masks"][mask.done] += 1
+    outcome.count()
     if as_written is None or not outcome.matches:
         return compiled
     is_wrong = functools.partial(_is_wrong, options)
@@ -211,6 +208,13 @@ class Outcome:
     masks: list[Mask] = field(default_factory=list)
     folds: bool = False
     is_converted: bool = False
+
+    def count(self) -> None:
+        """Count what was fused, once it is compiled."""
+        for match in self.matches:
+            counters["fx_fuser"][match.pattern.name] += 1
+        for mask in self.masks:
+            counters["fx_fuser_masks"][mask.done] += 1
 
     def tell(self, strict: bool) -> None:
         """Log, count and warn; raises VerifyError instead of a warning if strict."""

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.utils import counters
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
@@ -37,6 +36,7 @@ from fx_fuser.graph.nodes import writes_of
 from fx_fuser.graph.view import EXPORTED
 from fx_fuser.native import eviction
 from fx_fuser.ops import exported
+from fx_fuser.ops.attention import ATTENTION
 from fx_fuser.options import Options
 
 _DEFAULTS = Options()
@@ -77,7 +77,7 @@ def fuse_exported(
             module.meta[EXPORTED] = chosen.cpu_ops
         outcome = backend.fuse(gm, chosen, inputs=_lifted(program))
         outcome.tell(chosen.strict)
-        if not outcome.matches:
+        if not outcome.matches and not outcome.masks:
             return program, outcome
         for module in modules:
             del module.meta[EXPORTED]
@@ -87,8 +87,8 @@ def fuse_exported(
     with fallback.compiling(), torch.no_grad():
         fused, outcome = fallback.result_or_none(gm, chosen.strict, attempt) or (program, None)
         eviction.keep_below(chosen.cache_size)
-    for match in outcome.matches if outcome else ():
-        counters["fx_fuser"][match.pattern.name] += 1
+    if outcome is not None:
+        outcome.count()
     return fused
 
 
@@ -106,7 +106,7 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
             f"option 'verify' is {chosen.verify!r}, but an exported program has no calls to verify "
             "yet; leave it out, and compare the two programs' results"
         )
-    return replace(chosen, masks=False)  # no reading of ATen's masks
+    return chosen
 
 
 def _lifted(program: ExportedProgram) -> list[Any]:
@@ -226,8 +226,8 @@ def _put_op(graph: Graph, node: Node, kind: str) -> None:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """A method, or a function of torch's that is no overload."""
-    if node.op == "call_method":
+    """A method, a function of torch's that is no overload, or what calls one alone."""
+    if node.op == "call_method" or node.target is ATTENTION:
         return True
     known = isinstance(node.target, (OpOverload, HigherOrderOperator))
     return node.op == "call_function" and not known and node.target is not operator.getitem

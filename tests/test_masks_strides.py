@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,10 +156,33 @@ def test_strides_under_install() -> None:
     assert counters["fx_fuser_masks"] == {"causal": 1}
 
 
-@pytest.mark.parametrize("device_type", ["cpu"])
-def test_in_a_region_of_autocast(device_type: str) -> None:
+class Exported(torch.nn.Module):
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return self.attend(q, k, v)
+
+
+@pytest.mark.parametrize("attend", [merged, returned, written])
+def test_in_an_exported_program(attend: Attend, tmp_path: Path) -> None:
+    inputs = tuple(qkv())
+    with torch.no_grad():
+        program = torch.export.export(Exported(attend), inputs)
+        counters.clear()
+        fused = fx_fuser.fuse_exported(program, options={"strict": True})
+        assert counters["fx_fuser_masks"] == {"causal": 1}
+        torch.export.save(fused, tmp_path / "program.pt2")
+        loaded = torch.export.load(tmp_path / "program.pt2").module()
+        made, expected = loaded(*inputs), attend(*inputs)
+    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+    assert made.stride() == expected.stride()
+
+
+def test_in_a_region_of_autocast() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with torch.autocast(device_type, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             y = attention(q, k, v)
         return y.float().sin()
 
