@@ -87,9 +87,9 @@ def assert_equivalent(
     that it writes to, and in training every gradient.
 
     inputs, train and options: as in `assert_fused`. The model runs three times: compiled, eagerly,
-    and eagerly in float64. If a value is out of bounds, so are bounds by other runs: on a CPU, where
-    Inductor compiles the plain operations, by Inductor's, and by eager's on parameters and inputs
-    that differ by a rounding.
+    and eagerly in float64. For a value that is out of bounds, the errors of other runs count as
+    eager's: on a CPU, where Inductor compiles the plain operations, Inductor's, and eager's on
+    parameters and inputs that differ by a rounding.
     A model that draws random numbers cannot be compared: set its dropout to 0.
     Raises AssertionError with every value that is out of bounds and the table of `explain`.
     """
@@ -98,9 +98,9 @@ def assert_equivalent(
     with _fresh_counters():
         found = observe(model, inputs, train, lambda m: _compiled(m, options), like=eager)
         inner = (options or {}).get("inner", "inductor")
-        is_peer = inner == "inductor" and not _on_cuda(eager)
-        peers = _peers(model, inputs, train, eager, is_peer)
-        faults = remaining_faults(found, eager, exact, bound, peers)
+        run = (model, inputs, train, eager)
+        peers = _inductors(*run) if inner == "inductor" else ()
+        faults = remaining_faults(found, eager, exact, bound, peers, _neighbours(*run))
     if faults:
         table = _explained(model, inputs, train, options)
         raise AssertionError("\n".join([*faults, "", table]))
@@ -178,13 +178,18 @@ def neighbour(
     return observe(model, inputs, train, call, like=like)
 
 
-def _peers(
-    model: Callable[..., Any], inputs: Any, train: bool, eager: Observed, inductor: bool
+def _inductors(
+    model: Callable[..., Any], inputs: Any, train: bool, eager: Observed
 ) -> Iterator[Observed]:
-    """The runs whose errors are as good a bound as eager's."""
-    if inductor:
+    """Inductor's run, where its error is as good a bound as eager's."""
+    if not _on_cuda(eager):
         torch._dynamo.reset()
         yield observe(model, inputs, train, torch.compile, like=eager)
+
+
+def _neighbours(
+    model: Callable[..., Any], inputs: Any, train: bool, eager: Observed
+) -> Iterator[Observed]:
     seen = filter(has_roundings, eager.everything().values())
     eps = max((torch.finfo(t.dtype).eps for t in seen), default=0.0)  # of autocast's, maybe
     generator = torch.Generator().manual_seed(0)

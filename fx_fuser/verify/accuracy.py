@@ -77,10 +77,12 @@ _NOISE = 1e3
 # So many times eager's noise another sum of the same terms may leave: its terms are as large, but
 # rounded at other places.
 _NOISE_FACTOR = 16.0
-# From so many rivals on, their errors are a sample, whose spread is known. Where few elements or
-# one large one make up an error, the largest of 17 draws is often exceeded by half; the mean and
-# four standard deviations are not, and for many elements they are the mean.
-_SAMPLE = 8
+# Of an element's own roundings, in eps, where eager overflows and shows none.
+_OVERFLOWED = 8.0
+# From so many neighbours on, their errors are a sample whose spread is known. Where few elements, or
+# a large one, make up an error, the largest of 16 is soon exceeded, and a sum in another order may
+# spread twice as much. 8 standard deviations are not reached; of many elements, they are nothing.
+_SAMPLE, _DEVIATIONS = 8, 8.0
 # Neighbours of eager, whose operands differ by a rounding, that are tried before anything is called
 # wrong. Where terms cancel, or a tensor has few elements, eager's own error may be small by luck.
 NEIGHBOURS = 16
@@ -123,10 +125,12 @@ def compare(
     exact: Observed,
     bound: Bound = PROMISED,
     peers: Sequence[Observed | Errors] = (),
+    neighbours: Sequence[Errors] = (),
 ) -> list[str]:
     """What is wrong with `found`: empty if every value is as near to `exact` as `eager` is.
 
     peers: other runs whose errors are as good a bound as eager's, or `errors_of` them.
+    neighbours: peers that are runs of one kind, a sample of its errors from `_SAMPLE` on.
     """
     faults = []
     for part in ("outputs", "grads", "state"):
@@ -139,9 +143,10 @@ def compare(
         return faults
     own, truth = eager.everything(), exact.everything()
     rivals = [errors_of(p, exact) if isinstance(p, Observed) else p for p in (eager, *peers)]
+    at_most = [*rivals, *neighbours, *_sample(neighbours)]
     for name, value in found.everything().items():
         is_grad = name.startswith(_GRADIENT)
-        errors = [r[name] for r in rivals if name in r]
+        errors = [r[name] for r in at_most if name in r]
         fault = _other_form(value, own[name], bound.grad_strides or not is_grad)
         fault = fault or _fault(value, own[name], truth[name], errors, bound, is_grad)
         faults += [f"{name}: {fault}"] if fault else []
@@ -154,17 +159,19 @@ def remaining_faults(
     exact: Observed,
     bound: Bound,
     peers: Iterable[Observed],
+    neighbours: Iterable[Observed],
 ) -> list[str]:
-    """The faults of `found` that remain with each of the peers as a bound, too. A peer is made only
-    where a fault remains, and only its errors are kept.
+    """The faults of `found` that remain with each of these runs as a bound, too: see `compare`. A
+    run is made only where a fault remains, and only its errors are kept.
     """
     faults = compare(found, eager, exact, bound)
-    errors: list[Errors] = []
-    made = iter(peers)
-    while faults and (peer := next(made, None)) is not None:
-        errors.append(errors_of(peer, exact))
-        again = {_name(fault) for fault in compare(found, eager, exact, bound, errors)}
-        faults = [fault for fault in faults if _name(fault) in again]
+    known: tuple[list[Errors], list[Errors]] = ([], [])
+    for kind, runs in zip(known, (peers, neighbours)):
+        made = iter(runs)
+        while faults and (run := next(made, None)) is not None:
+            kind.append(errors_of(run, exact))
+            again = {_name(fault) for fault in compare(found, eager, exact, bound, *known)}
+            faults = [fault for fault in faults if _name(fault) in again]
     return faults
 
 
@@ -222,36 +229,43 @@ def _fault(
 
     real = torch.empty((), dtype=dtype).real.dtype
     usable = _in_range(e, dtype)
-    size, largest = _norm(e[usable]), _largest(e[usable])
-    whole, element = zip(*rivals)
+    guided = usable & ~overflowed
+    size, largest = _norm(e[guided]), _largest(e[guided])
+    whole, element = map(max, zip(*rivals))
     noise = is_grad and rivals[0].whole > _NOISE * size
     factor = _NOISE_FACTOR if noise else bound.factor[real]
     least = torch.finfo(real).smallest_normal * torch.finfo(real).eps  # no value is nearer
+    most = max(2 * factor * element, bound.peak[real] * largest + least)
+    # Where eager overflowed: as far off as elsewhere, relative to the largest value.
+    growth = max(1.0, _largest(e[usable]) / largest) if largest else 1.0
     checks = (
-        # Where eager overflowed, the second alone is a bound: of the norm eager's is not all.
         (
-            "norm 2", _norm(distance[usable & ~overflowed]), size, _typical(whole), factor,
-            bound.floor[real] * size + least * v.numel() ** 0.5,
+            "norm 2", _norm(distance[guided]), size, whole,
+            max(factor * whole, bound.floor[real] * size + least * v.numel() ** 0.5),
         ),
+        ("its worst element", _excess(distance[~overflowed], e[~overflowed], dtype), largest, element, most),
         (
-            "its worst element", _excess(distance, e, dtype), largest, _typical(element),
-            2 * factor, bound.peak[real] * largest + least,
+            "the worst element where eager overflows",
+            _excess(distance[overflowed], e[overflowed], dtype, _OVERFLOWED),
+            _largest(e[overflowed]), element, most * growth,
         ),
     )  # fmt: skip
-    for what, error, of, eagers, times, floor in checks:
-        allowed = max(times * eagers, floor)
+    for what, error, of, eagers, allowed in checks:
         if not error <= allowed:
             of_eager = f"(eager's {eagers:.3g})"
             return f"error {error:.3g} of {of:.3g} in {what}, allowed {allowed:.3g} {of_eager}"
     return ""
 
 
-def _typical(errors: Sequence[float]) -> float:
-    """How large an error of this kind of run may be."""
-    largest = max(errors)
-    if len(errors) < _SAMPLE:
-        return largest
-    return max(largest, statistics.fmean(errors) + 4 * statistics.stdev(errors))
+def _sample(runs: Sequence[Errors]) -> list[Errors]:
+    """How large an error may be that is drawn like these; nothing if they are few."""
+    if len(runs) < _SAMPLE:
+        return []
+
+    def upper(errors: Sequence[float]) -> float:
+        return statistics.fmean(errors) + _DEVIATIONS * statistics.stdev(errors)
+
+    return [{n: Error(*map(upper, zip(*(run[n] for run in runs)))) for n in runs[0]}]
 
 
 # ---- element by element ----------------------------------------------------------------------
@@ -292,9 +306,9 @@ def _in_range(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.abs() < _limit(dtype)
 
 
-def _excess(distance: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+def _excess(distance: Tensor, exact: Tensor, dtype: torch.dtype, ulps: float = 2.0) -> float:
     """The largest distance beyond an element's own roundings."""
-    own = 2 * torch.finfo(dtype).eps * exact.abs()
+    own = ulps * torch.finfo(dtype).eps * exact.abs()
     return _largest((distance - own.nan_to_num(0.0, 0.0)).clamp(min=0.0))
 
 
@@ -341,10 +355,11 @@ class Copier:
 def neighbour_of(tensor: Tensor, generator: torch.Generator, eps: float = 0.0) -> Tensor:
     """The tensor, off by at most half a unit in the last place of its dtype, or half of `eps`."""
     eps = max(torch.finfo(tensor.dtype).eps, eps)
-    on = {"dtype": torch.float64, "device": generator.device}
-    noise = torch.rand(tensor.shape, generator=generator, **on) - 0.5
+    noise = torch.rand(
+        tensor.shape, generator=generator, dtype=torch.float64, device=generator.device
+    )
     wide = tensor.detach().to(_as_wide(tensor, torch.float64))
-    return (wide * (1 + noise.to(tensor.device) * eps)).to(tensor.dtype)
+    return (wide * (1 + (noise.to(tensor.device) - 0.5) * eps)).to(tensor.dtype)
 
 
 def _as_wide(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

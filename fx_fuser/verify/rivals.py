@@ -67,9 +67,12 @@ def fault_of(
     exact = _observe(match, values, in_float64, Tensor.double)
 
     def faults_of(found: Observed, eager: Observed, exact: Observed) -> list[str]:
-        changes = [*[in_layout] * channels_last, *[neighbour] * NEIGHBOURS]
-        peers = (_observe(match, values, as_written, change) for change in changes)
-        return remaining_faults(found, eager, exact, _BOUND, peers)
+        changed = ([in_layout] * channels_last, [neighbour] * NEIGHBOURS)
+        peers, neighbours = (
+            (_observe(match, values, as_written, change) for change in changes)
+            for changes in changed
+        )
+        return remaining_faults(found, eager, exact, _BOUND, peers, neighbours)
 
     # All rivals read these operands. Are they the ones that the graph reads?
     in_graph = Observed({"value": value.detach()})
