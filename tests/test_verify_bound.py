@@ -132,13 +132,15 @@ def test_an_infinity_is_as_far_off_as_the_numbers_that_round_to_it() -> None:
     ],
 )
 def test_the_factor(dtype: torch.dtype, times: float, wrong: bool) -> None:
-    """Of many elements, whatever the neighbours are."""
+    """Of many elements, whatever the neighbours are; of gradients as of values."""
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(10_000, generator=generator, dtype=torch.float64).to(dtype).double()
     noise = torch.randn(10_000, generator=generator, dtype=torch.float64)
     eager = (exact + 20 * torch.finfo(dtype).eps * noise).to(dtype)
     found = (exact + times * (eager.double() - exact).flip(0)).to(dtype)
     assert bool(_faults(found, eager, exact)) == wrong
+    gradients = [Observed(grads={"w": v}) for v in (found, eager, exact)]
+    assert bool(compare(*gradients)) == wrong
 
 
 SPOILS: dict[str, Callable[[Tensor], Tensor]] = {

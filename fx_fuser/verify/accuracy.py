@@ -79,9 +79,10 @@ _NOISE = 1e3
 _NOISE_FACTOR = 16.0
 # Of an element's own roundings, in eps, where eager overflows and shows none.
 _OVERFLOWED = 8.0
-# From so many neighbours on, their errors are a sample whose spread is known. Where few elements, or
-# a large one, make up an error, the largest of 16 is soon exceeded, and a sum in another order may
-# spread twice as much. 8 standard deviations are not reached; of many elements, they are nothing.
+# From so many neighbours on, their errors are a sample, whose spread is known. Where few elements,
+# or a large one, make up an error, the largest of 16 is soon exceeded, and a sum in another order
+# may spread twice as much: 8 standard deviations are not reached. Where many elements do, all
+# neighbours have about the same error, and the deviations are nothing.
 _SAMPLE, _DEVIATIONS = 8, 8.0
 # Neighbours of eager, whose operands differ by a rounding, that are tried before anything is called
 # wrong. Where terms cancel, or a tensor has few elements, eager's own error may be small by luck.
@@ -170,8 +171,9 @@ def remaining_faults(
         made = iter(runs)
         while faults and (run := next(made, None)) is not None:
             kind.append(errors_of(run, exact))
-            again = {_name(fault) for fault in compare(found, eager, exact, bound, *known)}
-            faults = [fault for fault in faults if _name(fault) in again]
+            before = {_name(fault) for fault in faults}
+            faults = compare(found, eager, exact, bound, *known)
+            faults = [fault for fault in faults if _name(fault) in before]
     return faults
 
 
@@ -243,7 +245,10 @@ def _fault(
             "norm 2", _norm(distance[guided]), size, whole,
             max(factor * whole, bound.floor[real] * size + least * v.numel() ** 0.5),
         ),
-        ("its worst element", _excess(distance[~overflowed], e[~overflowed], dtype), largest, element, most),
+        (
+            "its worst element", _excess(distance[~overflowed], e[~overflowed], dtype), largest,
+            element, most,
+        ),
         (
             "the worst element where eager overflows",
             _excess(distance[overflowed], e[overflowed], dtype, _OVERFLOWED),
