@@ -28,7 +28,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "right |= overflowed & v.isinf() & (v.sign() == e.sign())",
         "right |= overflowed & v.isinf()",
         (f"{BOUND}::test_where_eager_overflows[in range-1.0]",
-         f"{VALUE}[an overflow of the other sign]"),
+         f"{BOUND}::test_where_eager_overflows[in range--1.0]"),
     ),
     (
         "verify: a NaN is no number", ACCURACY,
