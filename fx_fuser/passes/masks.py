@@ -241,8 +241,10 @@ def _values_read(node: Node) -> tuple[Node, ...]:
 
 
 def _name_of_call(node: Node) -> str:
-    """`and` of `operator.and_`, `Tensor.__and__`; `masked_fill` of `masked_fill_`."""
-    return str(getattr(node.target, "__name__", node.target)).strip("_")
+    """`and` of `operator.and_`, `Tensor.__and__`; `masked_fill` of `masked_fill_`, and of ATen's
+    `masked_fill.Scalar`."""
+    target = getattr(node.target, "_overloadpacket", node.target)
+    return str(getattr(target, "__name__", target)).strip("_")
 
 
 def _check(node: Node) -> None:
