@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import conv_nets, gpu_kinds, harness, measure
+from benchmarks import conv_nets, coverage, gpu_kinds, harness, measure
 from benchmarks.nets16_models import Net16, without_dropout
 from benchmarks.run import SYSTEMS, System
 from benchmarks.whole_net import Case
@@ -68,7 +68,8 @@ class Row(TypedDict):
 def case_of(net: Net16, step: str, device: torch.device, small: bool) -> Case:
     model = net.model(device, small, dropout=True)
     batch = net.batch(step, device, small)
-    if step == "eval" and any(isinstance(m, nn.BatchNorm2d) for m in model.modules()):
+    train = step == "train" and not small  # what BatchNorms do: see coverage.set_mode
+    if not train and any(isinstance(m, nn.BatchNorm2d) for m in model.modules()):
         conv_nets.settle(model, batch["x"][:32])
     dtype = torch.bfloat16 if net.precisions[step] == "bf16" else torch.float32
     batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
@@ -77,7 +78,10 @@ def case_of(net: Net16, step: str, device: torch.device, small: bool) -> Case:
         form = torch.channels_last
         model = model.to(memory_format=form)
         batch["x"] = batch["x"].to(memory_format=form)
-    model.train(step == "train")
+    if small:
+        coverage.set_mode(model, step == "train")
+    else:
+        model.train(step == "train")
     return Case(net, step, model, batch, autocast=net.precisions[step] == "amp")
 
 
@@ -89,7 +93,7 @@ def cold_caches() -> Iterator[None]:
     """Inductor's and fx_fuser's, but for what this process has loaded."""
     name = "FX_FUSER_CACHE_DIR"
     before = os.environ.get(name)
-    with tempfile.TemporaryDirectory() as folder, fresh_cache():
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, fresh_cache():
         os.environ[name] = folder
         try:
             yield

@@ -103,10 +103,13 @@ def test_the_statistics_of_training_are_compared_and_put_back() -> None:
 
     of = replace(NETS["unet_blocks"], make=lambda small, dropout: Small())
     case = case_of(of, "train", CPU, small=True)
+    case.model.train()
+    before = {name: buffer.clone() for name, buffer in case.model.named_buffers()}
     seen, again = case.observe(case.model), case.observe(case.model)
     assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} == seen.state.keys()
     assert all(torch.equal(seen.state[n], again.state[n]) for n in seen.state)
-    assert not case.model[1].running_mean.any()  # type: ignore[index]
+    assert all(torch.equal(b, before[n]) for n, b in case.model.named_buffers())
+    assert not any(torch.equal(b, before[n]) for n, b in seen.state.items())
 
 
 @pytest.mark.parametrize(
