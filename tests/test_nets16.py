@@ -145,6 +145,13 @@ def test_values_are_compared_without_dropout(name: str) -> None:
     assert all(torch.equal(g, second.grads[n]) for n, g in first.grads.items())
 
 
+def test_a_row_is_judged_without_dropout() -> None:
+    layers = nn.Linear(13, 32), nn.Dropout(0.5), nn.Linear(32, 3)
+    of = replace(NETS["dlrm"], make=lambda small, dropout: nn.Sequential(*layers))
+    row = measured(of, "train", CPU, True, (EAGER, broken_by(lambda y: y)), 0.01)
+    assert row["error"] == row["eager_error"] and layers[1].p == 0
+
+
 def test_float64_of_fewer_items_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = net16.Case.exact
 
