@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native.jobs import IN_PARALLEL
+from fx_fuser.native.jobs import IN_PARALLEL, SOURCE, TARGET
 
 log = logging.getLogger("fx_fuser.native.compilers")
 
@@ -41,9 +41,12 @@ class Compiler(Protocol):
         """The flags that decide what comes out."""
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
-        """The command, with {source} and {target} to fill in. kernels: the include folder.
+        """The command, with SOURCE and TARGET of `jobs` to fill in. kernels: the include folder.
 
         More flags may be put behind it.
+
+        Raises:
+            BuildError: a path in it has a character that the compiler takes for something else.
         """
 
     def headers(self, kernels: Path) -> list[Path]:
@@ -72,6 +75,16 @@ def of_kernels() -> Compiler:
         raise BuildError(f"{reason}; or nvcc: {error}") from error
     log.info("nvcc compiles the kernels: %s", reason)
     return found
+
+
+def _refuse(title: str, characters: str, *paths: Path) -> None:
+    for path in paths:
+        if found := next((c for c in characters if c in str(path)), None):
+            other = " or let NVRTC compile" if title == "nvcc" and found != '"' else ""
+            raise BuildError(
+                f"{title} takes no {found} in a path, and there is one in {path}; "
+                f"give the folder another name{other}"
+            )
 
 
 # ---- CUDA's files --------------------------------------------------------------------------------
@@ -143,8 +156,10 @@ class Nvrtc:
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         folders = (kernels / "nvrtc", kernels, self.include)
+        # -lineinfo writes paths into PTX, between quotes that nothing escapes.
+        _refuse("NVRTC", '"', *folders)
         include = (f"-I{folder}" for folder in folders)
-        run = (*_RUN_NVRTC, str(self.library), "{source}", "{target}")
+        run = (*_RUN_NVRTC, str(self.library), SOURCE, TARGET)
         return (*run, *self.flags(arch), *include)
 
     def headers(self, kernels: Path) -> list[Path]:
@@ -217,8 +232,10 @@ class Nvcc:
         return ("-cubin", "-O3", *_FLAGS, "-Xptxas", "-v,-warn-spills", "-gencode", code)
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
+        # It splits lists at commas, and runs its parts by a shell.
+        _refuse("nvcc", "\"'`,", kernels, self.cxx)
         include = ("-I", str(kernels), "-ccbin", str(self.cxx))
-        return (str(self.nvcc), *self.flags(arch), *include, "{source}", "-o", "{target}")
+        return (str(self.nvcc), *self.flags(arch), *include, SOURCE, "-o", TARGET)
 
     def headers(self, kernels: Path) -> list[Path]:
         return []
