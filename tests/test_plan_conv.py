@@ -24,7 +24,7 @@ from torch import Tensor
 from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, evaluate
-from fx_fuser.planning import rehearse
+from fx_fuser.planning import case, rehearse
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -385,3 +385,31 @@ def test_the_hosts_time_is_that_of_the_op_that_a_graph_calls(match_of: Any, grad
     call: Any = run.calls(run.gradient_of_z() if grad else None, CONV)
     wanted = torch.ops.fx_fuser.conv2d_kernel.default if grad else evaluate.OP
     assert call.func is wanted
+
+
+def test_times_are_of_cudnns_settings(match_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose among the library's convolutions, forward and backward."""
+    match = half_norm(match_of)
+    cudnn = torch.backends.cudnn
+
+    def key() -> str:
+        return repr(case.timing_key(match, [CONV], []))
+
+    first = key()
+    with monkeypatch.context() as patch:
+        patch.setattr(cudnn, "version", lambda: 1)
+        assert key() != first
+    for flag in ("benchmark", "deterministic", "enabled"):
+        setting = getattr(cudnn, flag)
+        setattr(cudnn, flag, not setting)
+        try:
+            assert key() != first, flag
+        finally:
+            setattr(cudnn, flag, setting)
+    setting = cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    cudnn.conv.fp32_precision = "tf32" if setting == "ieee" else "ieee"  # type: ignore[attr-defined]
+    try:
+        assert key() != first
+    finally:
+        cudnn.conv.fp32_precision = setting  # type: ignore[attr-defined]
+    assert key() == first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -98,7 +99,7 @@ class CudaFiles:
     libraries: tuple[Path, ...]
 
     def find(self, name: str) -> Path | None:
-        return next((f / name for f in self.libraries if (f / name).exists()), None)
+        return next((f / name for f in self.libraries if os.path.exists(f / name)), None)
 
 
 def cuda_files() -> Iterator[CudaFiles]:
@@ -195,7 +196,7 @@ def nvrtc() -> Nvrtc:
         for library in _libnvrtcs(files):
             if wanted not in (None, library.suffix[1:]):
                 others.setdefault(library.resolve(), library)
-            elif (files.include / "cuda_fp16.h").exists():
+            elif os.path.exists(files.include / "cuda_fp16.h"):
                 return Nvrtc(library, files.include, _version_of_nvrtc(library))
     of_version = f" of CUDA {wanted}, for which this torch was built," if wanted else ""
     instead = f", only {', '.join(map(str, others.values()))}" if others else ""
@@ -209,7 +210,10 @@ def nvrtc() -> Nvrtc:
 
 def _libnvrtcs(files: CudaFiles) -> list[Path]:
     """libnvrtc.so.13 and the like, the newest first."""
-    found = [path for folder in files.libraries for path in folder.glob("libnvrtc.so.*")]
+    found = []
+    for folder in files.libraries:
+        with contextlib.suppress(OSError):  # of $CUDA_HOME, which may say anything
+            found += folder.glob("libnvrtc.so.*")
     numbered = [path for path in found if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)]
     return sorted(numbered, key=lambda path: int(path.suffix[1:]), reverse=True)
 

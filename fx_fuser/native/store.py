@@ -344,7 +344,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def timings(folder: Path) -> list[Path]:
-    return _files(folder / PLANS, _TIMING)
+    return [] if folder.is_symlink() else _files(folder / PLANS, _TIMING)
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -372,6 +372,8 @@ def clear(folder: Path) -> int:
     Raises:
         OSError: something cannot be removed.
     """
+    if folder.is_symlink():
+        return 0
     removed = 0
     shards = (f"{shard:02x}" for shard in range(_SHARDS))
     with _locked(folder, [*shards, PLANS]):
