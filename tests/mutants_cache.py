@@ -55,7 +55,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "cache: no entry is a link", "native/store.py",
-        "    if stat.S_ISLNK(found.st_mode):\n", "    if False:\n",
+        "found = path.lstat()", "found = path.stat()",
         (f"{FOLDER}::test_the_users_folder_may_be_a_link_and_ours_may_not[entry]",
          f"{PLANTED}[link]"),
     ),
@@ -67,12 +67,13 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "cache: no build where compilers cannot name the folder", "native/store.py",
         "        jobs.check_folder(folder)\n", "",
-        (f"{FOLDER}::test_a_folder_that_compilers_cannot_name_costs_one_warning",),
+        (f'{FOLDER}::test_a_folder_that_compilers_cannot_name_costs_one_warning["]',
+         f"{FOLDER}::test_a_folder_that_compilers_cannot_name_costs_one_warning[`]"),
     ),
     (
         "timings: of a folder that is trusted", "native/store.py",
-        "    if not unused_because(folder):\n        yield folder", "    if True:\n        yield folder",
-        (f"{PLANTED}[.]", f"{PLANTED}[{'fx_fuser-v1'}]"),
+        "if not unused_because(folder):", "if True:",
+        (f"{PLANTED}[.]", f"{PLANTED}[fx_fuser-v1]"),
     ),
     (
         "timings: of a file that is trusted", "native/store.py",
@@ -119,13 +120,15 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "commands: no line break", "native/jobs.py",
         r'''if "\n" in part or "\r" in part:''', "if False:",
-        (f"{BUILD}::test_an_argument_with_a_line_break_is_refused",),
+        (rf"{BUILD}::test_an_argument_with_a_line_break_is_refused[\n]",
+         rf"{BUILD}::test_an_argument_with_a_line_break_is_refused[\r]"),
     ),
     (
         "commands: paths that a compiler cannot take", "native/compilers.py",
         "if found := next((c for c in characters if c in str(path)), None):",
         "if found := next((c for c in characters if c in path.parts), None):",
-        (f"{COMPILERS}::test_a_character_that_a_compiler_cannot_take_is_named",
+        (f"{COMPILERS}::test_a_character_that_a_compiler_cannot_take_is_named[nvcc]",
+         f"{COMPILERS}::test_a_character_that_a_compiler_cannot_take_is_named[nvrtc]",
          f"{BUILD}::test_available_says_which_folder_the_compiler_cannot_name"),
     ),
     (

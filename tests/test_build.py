@@ -208,22 +208,9 @@ def test_the_shims_key_holds_torchs_version(monkeypatch):
 
 # Whatever ninja, a shell, a format or a compiler may take for something else.
 ODD = (
-    *(
-        "w{x}",
-        "w{{b}}",
-        "w{source}",
-        "{source}w",
-        "{",
-        "}",
-        "{0}",
-        "a b",
-        "a:b",
-        "a#b",
-        "a\\b",
-        "a\\",
-    ),
+    *("w{x}", "w{{b}}", "w{source}", "{source}w", "{", "}", "{0}", "a b", "a:b", "a#b", "a\\b"),
     *("a$b", "a${HOME}b", "$$", "a%b", "a'b", 'a"b', "a`b", "a;b", "a&b", "a(b)", "a*b?[c]", "a!b"),
-    *("a<b>|c", "a,b", "a=b", "@ab", "-ab", "~ab", "a\tb", "ab ", "aé漢b", "a\udcffb"),
+    *("a\\", "a<b>|c", "a,b", "a=b", "@ab", "-ab", "~ab", "a\tb", "ab ", "aé漢b", "a\udcffb"),
 )
 
 
@@ -241,9 +228,7 @@ def test_an_argument_reaches_the_compiler_as_it_is(tmp_path, monkeypatch, name):
 def test_an_argument_with_a_line_break_is_refused(tmp_path, monkeypatch, line_break):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     job = Job("0a" * 16, "text", ".txt", ".so", ("cp", SOURCE, TARGET, f"a{line_break}b"))
-    with pytest.raises(
-        BuildError, match=r"'a\\[nr]b', and ninja takes no line break; give the fol"
-    ):
+    with pytest.raises(BuildError, match=r"'a\\[nr]b', and ninja takes no line break"):
         store.ensure([job])
 
 

@@ -20,7 +20,7 @@ from benchmarks import measure
 from benchmarks.measure import float32_settings
 from benchmarks.problems import PROBLEMS
 from fx_fuser.anchors.linear import SPLIT_GEMM
-from fx_fuser.native import load
+from fx_fuser.native import load, store
 from fx_fuser.planning import timing
 
 pytestmark = [

@@ -210,7 +210,7 @@ def nvrtc() -> Nvrtc:
 
 def _libnvrtcs(files: CudaFiles) -> list[Path]:
     """libnvrtc.so.13 and the like, the newest first."""
-    found = []
+    found: list[Path] = []
     for folder in files.libraries:
         with contextlib.suppress(OSError):  # of $CUDA_HOME, which may say anything
             found += folder.glob("libnvrtc.so.*")
