@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, compilers
+from fx_fuser.native import binaries, compilers, jobs
 
 ROOT = binaries.PACKAGE.parent
 # Of manylinux_2_28: https://github.com/pypa/auditwheel, manylinux-policy.json
@@ -51,10 +51,8 @@ def portable_shim(target: Path) -> None:
     """
     portable = binaries.KERNELS / "host/portable"
     command = binaries.shim_command(compilers.of_shim(), ("-s", "-I", str(portable)))
-    paths = {"source": str(portable / "shim.cpp"), "target": str(target)}
-    done = subprocess.run(
-        [part.format(**paths) for part in command], check=False, capture_output=True, text=True
-    )
+    filled = jobs.filled(command, str(portable / "shim.cpp"), str(target))
+    done = subprocess.run(filled, check=False, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"the shim does not compile:\n{done.stderr[-4000:]}")
     check(target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -156,11 +158,30 @@ def test_the_passes_over_inductors_graphs_run_there(
     assert load.runs_on(SPLIT_GEMM, GPU) and not load.runs_on(EXACT_GEMMS[narrow[0]], GPU)
 
 
-def test_the_loop_is_forced_by_the_environment() -> None:
-    best, forced = kernel_spec.split_family(None), kernel_spec.split_family("mma")
-    assert best.arch is None and forced.loader == "load_linear_split_mma"
+def _imported_with(monkeypatch: pytest.MonkeyPatch, loop: str) -> Any:
+    """`kernel_spec`, imported once more, where FX_FUSER_SPLIT_LOOP says this."""
+    monkeypatch.setenv("FX_FUSER_SPLIT_LOOP", loop)
+    spec = importlib.util.spec_from_file_location("again", kernel_spec.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "again", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_loop_is_forced_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, forced = (_imported_with(monkeypatch, loop) for loop in ("", "mma"))
+    for module in (best, forced):
+        module.check_split_loop()
+    assert best.LINEAR_SPLIT.arch is None
+    assert forced.LINEAR_SPLIT.loader == "load_linear_split_mma"
+
+
+def test_an_unknown_loop_is_told_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where fx_fuser is imported, say as one of many backends."""
+    module = _imported_with(monkeypatch, "wgmma")
     with pytest.raises(OptionError, match="FX_FUSER_SPLIT_LOOP is 'wgmma'; give 'mma'"):
-        kernel_spec.split_family("wgmma")
+        module.check_split_loop()
 
 
 # ---- limits --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import fx_fuser
 from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, evaluate
-from fx_fuser.planning import rehearse
+from fx_fuser.planning import case, rehearse
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -423,3 +423,31 @@ def test_a_kernel_for_inference_is_not_said_to_be_missing(on_gpu: Any, scale: fl
 def test_where_there_is_no_kernel_at_all_that_is_said(on_gpu: Any) -> None:
     model = nn.Sequential(nn.Conv2d(6, 12, 3, dilation=2, groups=3), nn.Tanh())
     assert "has no kernel for this convolution" in _said(model, torch.randn(2, 6, 9, 9))
+
+
+def test_times_are_of_cudnns_settings(match_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose among the library's convolutions, forward and backward."""
+    match = half_norm(match_of)
+    cudnn = torch.backends.cudnn
+
+    def key() -> str:
+        return repr(case.timing_key(match, [CONV], []))
+
+    first = key()
+    with monkeypatch.context() as patch:
+        patch.setattr(cudnn, "version", lambda: 1)
+        assert key() != first
+    for flag in ("benchmark", "deterministic", "enabled"):
+        setting = getattr(cudnn, flag)
+        setattr(cudnn, flag, not setting)
+        try:
+            assert key() != first, flag
+        finally:
+            setattr(cudnn, flag, setting)
+    setting = cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    cudnn.conv.fp32_precision = "tf32" if setting == "ieee" else "ieee"  # type: ignore[attr-defined]
+    try:
+        assert key() != first
+    finally:
+        cudnn.conv.fp32_precision = setting  # type: ignore[attr-defined]
+    assert key() == first
