@@ -24,7 +24,6 @@ from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.sites import Site
 from fx_fuser.native import launch
 
-
 _ALL_BUT_CHANNELS = (0, 2, 3)
 
 
