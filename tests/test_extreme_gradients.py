@@ -213,6 +213,17 @@ def test_a_running_variance_near_the_largest_number() -> None:
         torch.testing.assert_close(fused[name].double(), exact[name], rtol=1e-5, atol=0)
 
 
+def test_gammas_gradient_whose_sum_is_beyond_the_range_before_it_is_scaled() -> None:
+    """Eager's is infinite."""
+    model, run = _compiled(NORM, "relu")
+    values = _values(model)
+    OF_NORM["running_var, dy, x"](values)
+    exact_model = copy.deepcopy(model).double()
+    fused = _seen(model, run, values, torch.float32)["norm.weight"]
+    exact = _seen(exact_model, exact_model, values, torch.float64)["norm.weight"]
+    torch.testing.assert_close(fused.double(), exact, rtol=1e-5, atol=0)
+
+
 def test_the_sites_are_fused() -> None:
     for anchor in ANCHORS:
         counters.clear()
