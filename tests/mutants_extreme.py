@@ -26,7 +26,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "extreme: or before a sum that overflows", FILE,
         "return torch.where(_is_normal(total) | other.isnan(), total * rstd, other)",
         "return total * rstd",
-        (f"{EXTREME}::test_gammas_gradient_whose_sum_is_beyond_the_range_before_it_is_scaled",),
+        _at("running_var, dy, x"),
     ),
     (
         "extreme: but not before one that does not", FILE,

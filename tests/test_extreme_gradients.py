@@ -98,7 +98,7 @@ PLACES: dict[str, Callable[[Inputs], Any]] = {
 OF_NORM: dict[str, Callable[[Inputs], Any]] = {
     "gamma": lambda v: v["norm.weight"][:1].fill_(1e30),
     # 1 / √variance times dy is then beyond the range, and gamma brings it back.
-    "gamma 0, dy": lambda v: (_of_small_variance(v), v["norm.weight"][:1].fill_(0.0)),
+    "gamma 0, dy": lambda v: (_of_small_variance(v), v["norm.weight"].fill_(0.0)),
     "gamma tiny, dy": lambda v: (_of_small_variance(v), v["norm.weight"].mul_(1e-37)),
     # Or gamma / √variance is, of a channel that is dead, or below it, and dy brings it back.
     "gamma, x dead": lambda v: (
@@ -117,9 +117,11 @@ OF_NORM: dict[str, Callable[[Inputs], Any]] = {
         v["norm.running_var"].fill_(1e30), v["dy"].mul_(1e25), v["x"].mul_(1e20)
     ),
     "running_var, dy, x tiny": lambda v: (
-        v["norm.running_var"].fill_(1e37), v["dy"].mul_(1e30), v["x"].mul_(1e-25)
+        v["norm.running_var"].fill_(1e37), v["dy"].mul_(1e35), v["x"].mul_(1e-30)
     ),
 }  # fmt: skip
+# At these eager itself overflows, some of it on a CPU alone, and the exact value is asked for.
+ASKED_OF_US = ("gamma 0, dy", "gamma tiny, dy", "running_var, dy, x")
 CASES = [
     (anchor, tail, place)
     for anchor in ANCHORS
@@ -171,10 +173,10 @@ def _seen(model: Site, run: Any, values: Inputs, dtype: torch.dtype) -> Inputs:
     return {"y": y.detach(), "x": x.grad, **grads, **state}  # type: ignore[dict-item]
 
 
-def wrong(found: Tensor, eager: Tensor, exact: Tensor) -> Tensor:
-    """Where eager has a finite value near the exact one, and this is none."""
-    exact, eager, found = exact.double(), eager.double(), found.double()
-    is_guide = eager.isfinite() & ((eager - exact).abs() <= 1e-3 * exact.abs())
+def wrong(found: Tensor, guide: Tensor, exact: Tensor) -> Tensor:
+    """Where the guide, eager's, is finite and near the exact value, and this is not."""
+    exact, guide, found = exact.double(), guide.double(), found.double()
+    is_guide = guide.isfinite() & ((guide - exact).abs() <= 1e-3 * exact.abs())
     near = (found - exact).abs() <= 1e-2 * exact.abs()
     return is_guide & ~near
 
@@ -197,7 +199,8 @@ def test_gradients_are_numbers_where_eagers_are(anchor: str, tail: str, place: s
     exact = _seen(exact_model, exact_model, values, torch.float64)
     assert fused.keys() == eager.keys()
     for name, value in fused.items():
-        bad = wrong(value, eager[name], exact[name])
+        guide = exact[name].float() if place in ASKED_OF_US else eager[name]
+        bad = wrong(value, guide, exact[name])
         assert not bad.any(), (name, value[bad], eager[name][bad])
 
 
@@ -211,17 +214,6 @@ def test_a_running_variance_near_the_largest_number() -> None:
     exact = _seen(exact_model, exact_model, values, torch.float64)
     for name in ("norm.running_mean", "norm.running_var"):
         torch.testing.assert_close(fused[name].double(), exact[name], rtol=1e-5, atol=0)
-
-
-def test_gammas_gradient_whose_sum_is_beyond_the_range_before_it_is_scaled() -> None:
-    """Eager's is infinite."""
-    model, run = _compiled(NORM, "relu")
-    values = _values(model)
-    OF_NORM["running_var, dy, x"](values)
-    exact_model = copy.deepcopy(model).double()
-    fused = _seen(model, run, values, torch.float32)["norm.weight"]
-    exact = _seen(exact_model, exact_model, values, torch.float64)["norm.weight"]
-    torch.testing.assert_close(fused.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_the_sites_are_fused() -> None:
