@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+RATES = "tests/test_architectures.py"
+
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
@@ -20,5 +22,31 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
             "tests/test_plan_conv.py::test_a_training_step_that_the_host_limits_is_left"
             "[0.15-None-False]",
         ),
+    ),
+    (
+        "rest: the implicit gemm's bound follows the GPU",
+        "anchors/conv2d.py",
+        "MOST_PER_BYTE * limits.of(case.device).balance",
+        "MOST_PER_BYTE",
+        (
+            "tests/test_implicit.py::test_what_products_bound_follows_the_gpus_balance[1.75-wanted1]",
+        ),
+    ),
+    (
+        "rest: the split gemm's rates follow the GPU",
+        "kernels_cu/host/split_plan.h",
+        "if (gpu.capability / 10 == 9) return rates;",
+        "return rates;",
+        (
+            f"{RATES}::test_split_rates_follow_the_gpus_figures[A100]",
+            f"{RATES}::test_split_rates_follow_the_gpus_figures[B200]",
+        ),
+    ),
+    (
+        "rest: the split gemm's rates on Hopper are as measured",
+        "kernels_cu/host/split_plan.h",
+        "if (gpu.capability / 10 == 9) return rates;",
+        "",
+        (f"{RATES}::test_split_choices_of_hopper_are_those_that_were_measured",),
     ),
 )
