@@ -56,6 +56,19 @@ def compared() -> Tensor:
     return positions()[None, :] <= positions()[:, None]
 
 
+def whole() -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool)
+
+
+def samples(*of: Tensor) -> Tensor:
+    return torch.stack(of)[:, None]
+
+
+def heads(first: Tensor, rest: Tensor) -> Tensor:
+    """For all samples alike: only the outer dimension is expanded."""
+    return torch.stack((first, rest, rest)).expand(2, -1, -1, -1)
+
+
 def least() -> Tensor:
     mask = torch.full((S, S), torch.finfo(torch.float32).min)
     return torch.triu(mask, diagonal=1)[None, None].expand(2, 1, -1, -1)
@@ -125,6 +138,10 @@ STAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "empty": (lambda m: torch.empty(S, S) == 0, "which is not run ahead"),
     "a layer": (lambda m: F.relu(torch.zeros(S, S)), "which is not run ahead"),
     "one more": (lambda m: torch.ones(S, S, dtype=torch.bool).tril(1), "its mask is not causal"),
+    # of two samples, which expand does not make of one
+    "causal for the first": (lambda m: samples(compared(), whole()), "its mask is not causal"),
+    "open for the first": (lambda m: samples(whole(), compared()), "its mask is not causal"),
+    "causal for the first head": (lambda m: heads(compared(), whole()), "its mask is not causal"),
     "a window": (lambda m: compared() & ~compared().tril(-3), "its mask is not causal"),
     "small": (lambda m: torch.where(compared(), 0.0, -1e4), "other values than zero and the least"),
     "sloped": (lambda m: (positions() - positions()[:, None]).float(), "other values"),
