@@ -8,7 +8,8 @@ padded 0.83 and 0.81.
 So an operand gets zeros behind its rows or columns, the gemm runs at the padded sizes, and its
 readers get a slice of the result. The zeros are `constant_pad_nd`, a pointwise operation: Inductor
 computes it in the kernel that makes the operand, so a matrix that only gemms read is never copied.
-One padded twin serves all gemms that read a matrix, transposed or not.
+One padded twin serves all gemms that read a matrix, transposed or not. A gemm whose result the
+graph returns is left where a slice of it would have gaps.
 
 Inductor's own pass (`torch/_inductor/fx_passes/pad_mm.py`) pads for the same reason. It runs after
 this one and pads what is left. It pads a transposed operand by a transposing copy, so that the
@@ -174,24 +175,16 @@ class _Gemm:
         left, right = (rehearse.form_of_value(v) for v in values)
         assert left is not None and right is not None
         zeros = _zeros_of(left, right)
-        return cls(node, (left, right), zeros) if any(zeros) else None
+        leaves_gaps = zeros[2] or (zeros[0] and len(left.size) > 2)
+        if not any(zeros) or (leaves_gaps and _is_returned(node)):
+            return None
+        return cls(node, (left, right), zeros)
 
     @property
     def factors(self) -> tuple[Node, Node]:
         """As they are now: another gemm, which was replaced, may have made one."""
         left, right = (self.node.args[i] for i in GEMMS[self.node.target])
         return left, right  # type: ignore[return-value]
-
-    @property
-    def is_returned(self) -> bool:
-        """Does the graph return the result, or a view of it?"""
-        todo = [self.node]
-        while todo:
-            readers = list(todo.pop().users)
-            if any(reader.op == "output" for reader in readers):
-                return True
-            todo += [r for r in readers if r.op == "call_function" and r.target in _VIEWS]
-        return False
 
     def replace(self, twins: _Twins) -> None:
         """Compute it of padded operands; its readers get a slice."""
@@ -211,11 +204,6 @@ class _Gemm:
             ):
                 if zeros:
                     made = call(graph, node, _aten.slice.Tensor, made, dim, 0, size)
-            if self.is_returned and (
-                m or n
-            ):  # with the strides that were traced, not with a slice's
-                form = {"memory_format": torch.contiguous_format}
-                made = call(graph, node, _aten.clone.default, made, **form)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 
@@ -227,6 +215,18 @@ class _Gemm:
         rows = self.zeros[0] if len(shape) > 1 and shape[-2] != 1 else 0
         columns = self.zeros[2] if len(shape) > 0 and shape[-1] != 1 else 0
         return twins.of(addend, rows, columns)
+
+
+def _is_returned(node: Node) -> bool:
+    """Does the graph return the result, or a view of it?  A slice has not the strides of eager
+    mode; Inductor pads such a gemm itself."""
+    todo = [node]
+    while todo:
+        readers = list(todo.pop().users)
+        if any(reader.op == "output" for reader in readers):
+            return True
+        todo += [r for r in readers if r.op == "call_function" and r.target in _VIEWS]
+    return False
 
 
 def _zeros_of(left: TensorForm, right: TensorForm) -> tuple[int, int, int]:
@@ -319,8 +319,7 @@ def _is_free(value: Node, gemms: set[Node]) -> bool:
 
 
 def _is_faster(gemm: _Gemm, free: Sequence[bool]) -> bool:
-    """Is the padded gemm faster, with a copy of each operand that is not free, and of the result
-    if the graph returns it?"""
+    """Is the padded gemm faster, with a copy of each operand that is not free?"""
     left, right = gemm.forms
     if is_small(left.size, (*left.size[:-1], right.size[-1]), left.device):
         return False
@@ -336,8 +335,6 @@ def _is_faster(gemm: _Gemm, free: Sequence[bool]) -> bool:
     library, padded = (took.gpu for took in times)
     # Where a reduction comes before the operand, the kernel that pads reads its input once more.
     read = sum(math.prod(form.size) for form, is_free in zip(gemm.forms, free) if is_free)
-    if gemm.is_returned:
-        read += 2 * math.prod(left.size[:-1]) * right.size[-1]
     padded += 1e3 * read * left.dtype.itemsize / limits.of(left.device).bandwidth
     log.info("%s @ %s: library %.4g ms, padded %.4g", left.size, right.size, library, padded)
     return gains(padded, library)
