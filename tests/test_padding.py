@@ -257,6 +257,32 @@ def test_what_is_adjacent_in_memory_is_padded(left: Any, right: Any, zeros: Any)
     assert padding._zeros_of(*forms) == zeros
 
 
+def test_what_a_copy_costs_counts_where_others_read_the_operand() -> None:
+    """Inductor writes an operand padded if gemms alone read it; else it is written twice."""
+    free: list[bool] = []
+
+    class Look(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            gemms = set(graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+            free.extend(padding._is_free(f, gemms) for g in gemms for f in g.args)  # type: ignore[arg-type]
+
+        def uuid(self) -> Any:
+            return "look"
+
+    def alone(x: Tensor, w: Tensor) -> Tensor:
+        return torch.mm(x.sin().t(), w)
+
+    def also_summed(x: Tensor, w: Tensor) -> Tensor:
+        y = x.sin()
+        return torch.mm(y.t(), w) + y.sum()
+
+    x, w = torch.randn(16, 13, dtype=BF16), torch.randn(16, 8, dtype=BF16)
+    with torch.no_grad():
+        for f in (alone, also_summed):
+            compiled(f, cpu_ops=False, joint_custom_pre_pass=Look())(x, w)
+    assert free == [True, False, False, False]
+
+
 def test_a_failure_leaves_the_gemm() -> None:
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(padding._Twins, "of", None)
