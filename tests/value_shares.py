@@ -28,6 +28,10 @@ class Shares:
         self.add(p, part, where.numel())
         self.opened[p.pattern.kind, part, excuse] += int(where.sum())
 
+    def also_open(self, p: Program, part: str, excuse: str, where: Tensor) -> None:
+        """Of elements that `open` has counted already."""
+        self.opened[p.pattern.kind, part, excuse] += int(where.sum())
+
     def note(self, p: Program, part: str, what: str, where: Tensor) -> None:
         self.noted[p.pattern.kind, part, what] += int(where.sum())
 

@@ -100,7 +100,8 @@ def norm_totals(
     if p.training_norm:
         mean, var = c.mean((0, 2, 3), True), c.var((0, 2, 3), correction=0, keepdim=True)
     rstd = (var + 1e-5).rsqrt()
-    normal, reach = (c - mean) * rstd, (reach + reach.mean((0, 2, 3), True) + mean.abs()) * rstd
+    far = reach.mean((0, 2, 3), True) if p.training_norm else 0.0  # mean is off by that of c
+    normal, reach = (c - mean) * rstd, (reach + far + mean.abs()) * rstd
     scale = rstd * wide["gamma"]
     eps = 64 * torch.finfo(sums).eps
 
