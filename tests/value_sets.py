@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]  # adds up the terms of each element of a sum
-FLOOR = 1e-6  # what is held to within half of this is held, however small it is
+FLOOR = 1e-4  # what is held to within half of this is held, however small it is
 
 
 def same(a: Tensor, b: Tensor) -> Tensor:
@@ -102,14 +102,23 @@ class Possible:
         return Possible(lo, hi, pinf, ninf, nan, size)
 
     def total(
-        self, add: Linear, acc: torch.dtype, roundings: float, room: Tensor | float = 0.0
+        self,
+        add: Linear,
+        acc: torch.dtype,
+        roundings: float,
+        room: Tensor | float = 0.0,
+        most: float | None = None,
     ) -> Possible:
-        """A sum in acc in any order. A partial sum may overflow where its terms of one sign do."""
+        """A sum in acc in any order. A partial sum may overflow where its terms of one sign do.
+
+        most: the largest partial sum, by default that of acc.
+        """
         ends, number = torch.finfo(acc), self.number
+        limit = 0.99 * (ends.max if most is None else most)
         lo, hi = (torch.where(number, v, 0.0) for v in (self.lo, self.hi))
         reach = add(self.reach)
-        over = add(hi.clamp(min=0)) > 0.99 * ends.max
-        under = add((-lo).clamp(min=0)) > 0.99 * ends.max
+        over = add(hi.clamp(min=0)) > limit
+        under = add((-lo).clamp(min=0)) > limit
 
         def some(where: Tensor) -> Tensor:
             return add(where.double()) > 0.5

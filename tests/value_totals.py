@@ -73,7 +73,7 @@ def convolution_totals(
     totals = {}
     if "bias" in inputs:
         count = of_bias.lo.numel() // out
-        totals["bias"] = of_bias.total(_over_pixels, sums, _roundings(count, x))
+        totals["bias"] = _of_bias(of_bias, dz, sums, _roundings(count, x))
     flat = narrow.map(lambda t: t.reshape(len(x), out, 1, -1))
     of_pixels = flat.times(weight.view(1, out, window, 1))
     count = out * kernel[0] * kernel[1]
@@ -82,6 +82,13 @@ def convolution_totals(
     count = narrow.lo.numel() // out
     totals["weight"] = of_weights.total(to_weights, sums, _roundings(count, x), flushed * count)
     return totals
+
+
+def _of_bias(of_bias: Possible, dz: Possible, sums: torch.dtype, roundings: int) -> Possible:
+    """Summed up over all pixels. What is beyond sums' range in `of_bias` alone is summed up ahead of
+    the last power of two: no partial sum overflows."""
+    most = None if of_bias is dz else torch.finfo(torch.float64).max
+    return of_bias.total(_over_pixels, sums, roundings, most=most)
 
 
 def _over_pixels(t: Tensor) -> Tensor:
@@ -108,7 +115,7 @@ def norm_totals(
     def over(t: Tensor) -> Tensor:
         return _over_pixels(t)
 
-    totals = {"beta": of_bias.total(over, sums, 64)}
+    totals = {"beta": _of_bias(of_bias, dz, sums, 64)}
     of_gamma = dz.times(normal).widened(dz.reach * reach * eps)
     totals["gamma"] = of_gamma.total(over, sums, 64)
     # Factors one after the other may be subnormal.
