@@ -26,6 +26,7 @@ import mutants_masks
 import mutants_matching
 import mutants_provenance
 import mutants_tp
+import mutants_values
 import mutants_views
 from test_hazards import ELSEWHERE, TRAPS
 
@@ -200,7 +201,7 @@ def survives(mutant: Mutant) -> bool:
 def all_mutants() -> list[Mutant]:
     batches = (
         mutants_matching, mutants_aoti, mutants_aten, mutants_bmm, mutants_install,
-        mutants_masks, mutants_provenance, mutants_tp, mutants_views,
+        mutants_masks, mutants_provenance, mutants_tp, mutants_values, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]

@@ -1,5 +1,5 @@
-"""The oracle of the value fuzz finds what is planted in results, element by element: each excuse has
-a fault that it must not hide."""
+"""The oracle of the value fuzz finds what is planted in results, element by element: each excuse
+has a fault that it must not hide."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_what_is_planted_is_found(bounded: bool) -> None:
     missed: dict[str, list[str]] = {plant: [] for plant in PLANTS}
     for program, args in _programs(Run(train=True, bounded=bounded), 24 if bounded else 60):
         draw = random.Random(program.source)
-        *head, eager, fused, exact, shares = args
+        *head, eager, fused, exact, _shares = args
         for name in fused.grads:
             found, theirs = fused.grads[name], eager.grads[name]
             for plant in sorted(PLANTS, key=lambda plant: planted[plant])[:3]:  # the rarest
@@ -194,7 +194,7 @@ def test_what_is_planted_is_found(bounded: bool) -> None:
 def test_a_lost_sign_of_zero_is_found(bounded: bool) -> None:
     planted = missed = 0
     for _, args in _programs(Run(bounded=bounded, magnitudes="extreme"), 60):
-        *head, eager, fused, exact, shares = args
+        *head, eager, fused, exact, _shares = args
         zero = (fused.y == 0) & (eager.y == 0) & fused.y.signbit() & eager.y.signbit()
         if zero.any():
             planted += 1

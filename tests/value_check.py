@@ -261,17 +261,17 @@ def names() -> list[str]:
 
 def _through_dynamo(loaded: Loaded, given: Sequence[Tensor], inner: str) -> tuple[Any, int]:
     torch._dynamo.reset()
+    whole = {"fullgraph": True, "dynamic": False}
     if _has_named(loaded):
-        try:  # from torch 2.13 on AOTAutograd refuses most of these itself
-            torch.compile(loaded.space["forward"], backend=inner)(*loaded.given())
-        except TypeError as error:
+        # From torch 2.13 on AOTAutograd refuses most of these itself, and Dynamo `z ** 0.5`.
+        try:
+            torch.compile(loaded.space["forward"], backend=inner, **whole)(*loaded.given())
+        except (TypeError, torch._dynamo.exc.Unsupported) as error:
             raise Illegal(str(error)) from error
         torch._dynamo.reset()
     counters.clear()
     options = chosen_options(loaded.program, inner)
-    forward = torch.compile(
-        loaded.space["forward"], backend="fx_fuser", fullgraph=True, dynamic=False, options=options
-    )
+    forward = torch.compile(loaded.space["forward"], backend="fx_fuser", options=options, **whole)
     with torch.set_grad_enabled(loaded.program.train):
         results = forward(*given)
     return results, sum(counters["fx_fuser"].values())

@@ -95,15 +95,16 @@ def _literal(tensor: Tensor) -> str:
 
 @dataclass
 class Tally:
-    """Of one run. ordinary, extreme: what was compared of programs of such magnitudes. sites: those that fused. whole: tails that were grown to their end, of programs
-    without Dynamo. illegal: seeds of programs that eager mode refuses."""
+    """Of one run. sites: those that fused. whole: tails that were fused to their end, of programs
+    without Dynamo. illegal: seeds of programs that eager mode refuses. uncompared: reason →
+    programs. ordinary, extreme: what was compared of programs of such magnitudes."""
 
     programs: int = 0
     illegal: int = 0
     sites: int = 0
     whole: int = 0
     failures: dict[int, str] = field(default_factory=dict)
-    uncompared: Counter[str] = field(default_factory=Counter)  # reason → programs
+    uncompared: Counter[str] = field(default_factory=Counter)
     ordinary: Shares = field(default_factory=Shares)
     extreme: Shares = field(default_factory=Shares)
     reached: dict[str, int] = field(default_factory=dict)  # pattern → sites
@@ -269,7 +270,7 @@ def main() -> None:
         "--magnitudes",
         choices=MAGNITUDES,
         default="mixed",
-        help="of the values; mixed: half of each",
+        help="mixed: half of each",
     )
     parser.add_argument("--structures", type=int, help="default: 50 on cuda, else one a seed")
     parser.add_argument("--jobs", type=int, default=1)

@@ -73,9 +73,9 @@ def unfused_faults(eager: Seen, fused: Seen, apart: Collection[str] | None = ())
         if bad.any():
             return told(f"{name}, in all as in eager mode,", bad, mine, theirs, theirs)
     for name, theirs in eager.grads.items():
-        if apart is not None:
-            if not name.startswith("t") or theirs.shape != eager.y.shape or name in apart:
-                continue  # summed, and in another order where another operand's layout wins
+        summed = not name.startswith("t") or theirs.shape != eager.y.shape
+        if apart is not None and (summed or name in apart):
+            continue  # in another order where another operand's layout wins
         if (bad := ~same(theirs, fused.grads[name])).any():
             what = f"the gradient of {name}, from eager,"
             return told(what, bad, fused.grads[name], theirs, theirs)

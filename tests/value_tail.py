@@ -244,7 +244,7 @@ def bounded(
     return Bounded(found["y"], found.get("dz"), {n: found[n] for n in exact.grads})
 
 
-# ---- tails that are linear in z, whose factors the direct convolution multiplies first ------------
+# ---- tails that are linear in z, whose factors the direct convolution multiplies first -----------
 
 
 def of_linear_tail(

@@ -1,4 +1,4 @@
-"""z, and what it may be beside: of a BatchNorm, of a folded convolution, of a gemm whose bias is the
+"""z, and what else it may be: of a BatchNorm, of a folded convolution, of a gemm whose bias is the
 tail's first operand. For `value_oracle`."""
 
 from __future__ import annotations
