@@ -22,6 +22,8 @@ from value_sets import Possible, around
 from value_shares import Shares
 from value_writer import NothingToWrite
 
+from fx_fuser.ops import folded
+
 inf, nan = torch.inf, torch.nan
 
 
@@ -201,6 +203,97 @@ def test_a_lost_sign_of_zero_is_found(bounded: bool) -> None:
             lost = torch.where(zero, 0.0, fused.y)
             missed += not faults_of(*head, eager, _with(fused, "y", lost), exact)
     assert planted >= 5 and missed <= 0.3 * planted, (planted, missed)
+
+
+# Of `value_relu_bn` in evaluation: a convolution whose weight takes in the BatchNorm's scale.
+FOLDED = (8, 10, 26, 30, 34, 37, 90)
+
+
+@pytest.mark.parametrize("magnitudes", ["ordinary", "extreme"])
+def test_a_folded_convolution_is_held_to_its_own_roundings(magnitudes: str) -> None:
+    run, count = Run(only=("value_relu_bn",), magnitudes=magnitudes), 0
+    with registered() as patterns:
+        for seed in FOLDED:
+            program, fault = attempt(run, seed, patterns)
+            assert not fault, (seed, fault)
+            count += program.folded
+    assert count >= 5
+
+
+def test_a_folded_convolution_with_a_wrong_shift_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fold = folded.fold_in_torch
+
+    def shifted(*args: Any) -> list[Tensor]:
+        return [v if v.ndim > 1 else v * 1.001 for v in fold(*args)]
+
+    monkeypatch.setattr(folded, "fold_in_torch", shifted)
+    library = torch.library.Library("fx_fuser", "IMPL")
+    library.impl("fold", shifted, "CPU", allow_override=True)
+    run = Run(only=("value_relu_bn",), magnitudes="ordinary")
+    try:
+        with registered() as patterns:
+            assert all(attempt(run, seed, patterns)[1] for seed in FOLDED[:3])
+    finally:
+        library._destroy()
+        folded._LIBRARY.impl("fold", fold, "CPU", allow_override=True)
+
+
+def test_nothing_is_fused_where_the_patterns_are_too_many_to_compare() -> None:
+    """Its site is refused, with that reason: what runs is the user's own."""
+    with registered() as patterns:
+        program, fault = attempt(Run(magnitudes="extreme"), 1086, patterns)
+    assert program.crowd and not program.fused and not fault
+
+
+def test_the_part_of_a_tail_that_is_fused_is_compared() -> None:
+    """All patterns are active, or a tail's end is not taken in."""
+    parts: Counter[str] = Counter()
+    for run in (Run(train=True, auto=True), Run(train=True)):
+        for program, _ in _programs(run, 60):
+            parts["part"] += program.part is not None
+            parts["early"] += program.part is not None and not program.whole
+            assert not program.uncompared
+    assert parts["part"] and parts["early"], parts
+
+
+WITH_A_BIAS = """
+def anchor(x, weight):
+    return x @ weight
+
+def tail(z, t0):
+    return torch.tanh(z + t0) * 2.0
+
+def after(y):
+    return y
+
+def forward(x, weight, t0):
+    z = anchor(x, weight)
+    y = tail(z, t0)
+    return y, after(y.detach())
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_tail_that_begins_with_the_bias_of_its_gemm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 3), "weight": torch.randn(3, 8), "t0": torch.randn(8)}
+    inputs = {n: v.to(dtype).requires_grad_() for n, v in inputs.items()}
+    with registered() as patterns, pytest.MonkeyPatch.context() as patch:
+        pattern = next(p for p in patterns if p.name == "value_relu")
+        program = Program(WITH_A_BIAS, pattern, inputs, ["t0"], 1, True, dtype, "", auto=True)
+        shares = Shares()
+        assert not value_check.check(program, "cpu", 0, shares=shares)
+        assert program.bias == "t0" and shares.elements["matmul", "y"] == 32
+        assert shares.share() < 0.02
+
+        def wrong(*args: Any) -> str:
+            *head, eager, fused, exact, _ = args
+            changed = [_with(fused, n, 1.02 * v) for n, v in (("y", fused.y), *fused.grads.items())]
+            return " ".join(faults_of(*head, eager, seen, exact) for seen in changed)
+
+        patch.setattr(value_check, "faults_of", wrong)
+        faults = value_check.check(program, "cpu", 0)
+        assert faults.count("differs") == 4, faults
 
 
 def test_other_strides_are_found() -> None:

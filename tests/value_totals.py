@@ -85,8 +85,8 @@ def convolution_totals(
 
 
 def _of_bias(of_bias: Possible, dz: Possible, sums: torch.dtype, roundings: int) -> Possible:
-    """Summed up over all pixels. What is beyond sums' range in `of_bias` alone is summed up ahead of
-    the last power of two: no partial sum overflows."""
+    """Over all pixels. What is beyond sums' range in `of_bias` alone is summed up ahead of the last
+    power of two: no partial sum overflows."""
     most = None if of_bias is dz else torch.finfo(torch.float64).max
     return of_bias.total(_over_pixels, sums, roundings, most=most)
 

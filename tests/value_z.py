@@ -31,10 +31,12 @@ class Z:
     fault: str = ""
 
     def may_be(self, room: Tensor, instead: tuple[Tensor, Tensor]) -> None:
-        """Off by room; where that is no number, one of `instead`."""
+        """Off by room; where that or one of `instead` is no number, one of `instead`."""
         z = self.value
         held = (z + room).isfinite() & (z - room).isfinite()
         self.others.append((torch.where(held, z + room, z), torch.where(held, z - room, z)))
+        for other in instead:
+            held = held & other.isfinite()
         if not held.all():
             first, second = (torch.where(held, z, v.to(z.dtype)) for v in instead)
             self.others.append((first, second))
@@ -50,7 +52,7 @@ def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torc
         weight = weight.t() if p.pattern.kind == "linear" else weight
         size = x @ weight
         size = size + torch.broadcast_to(inputs[p.bias].detach().to(acc).abs(), size.shape)
-        eps = (x.shape[-1] + 2) * torch.finfo(theirs.dtype).eps
+        eps = (x.shape[-1] + 2) * torch.finfo(acc).eps + torch.finfo(theirs.dtype).eps
         z.may_be(eps * size, (theirs, theirs))
         z.first = theirs.dtype
     return z
