@@ -14,7 +14,6 @@ from value_seen import told
 from value_sets import same
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.epilogue import accumulation_dtype
 from fx_fuser.ops import apply
 
 EPS = 1e-5  # of every BatchNorm here
@@ -43,7 +42,7 @@ class Z:
 
 
 def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torch.dtype) -> Z:
-    theirs = _eager(p, space, inputs)
+    theirs = _eager(p, space, inputs, acc)
     if p.pattern.kind == "conv2d_batchnorm":
         return _folded(p, inputs, theirs) if p.folded else _norm(p, inputs, theirs, acc)
     z = Z(theirs.to(acc))
@@ -58,7 +57,9 @@ def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torc
     return z
 
 
-def _eager(p: Program, space: dict[str, Any], inputs: dict[str, Tensor]) -> Tensor:
+def _eager(
+    p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torch.dtype
+) -> Tensor:
     of_anchor = [v for n, v in inputs.items() if n not in p.operands]
     with torch.no_grad():
         if p.autocast:
@@ -66,7 +67,6 @@ def _eager(p: Program, space: dict[str, Any], inputs: dict[str, Tensor]) -> Tens
                 return space["anchor"](*of_anchor)  # type: ignore[no-any-return]
         if p.pattern.kind == "conv2d":  # oneDNN makes zeros of subnormal biases in 16 bits
             c = F.conv2d(inputs["x"], inputs["weight"], None, *p.geometry)
-            acc = accumulation_dtype((c.dtype,))
             return c.to(acc) + inputs["bias"].to(acc).view(-1, 1, 1)
         return space["anchor"](*(v.clone() for v in of_anchor))  # type: ignore[no-any-return]
 
