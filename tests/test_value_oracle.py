@@ -249,7 +249,7 @@ def test_the_part_of_a_tail_that_is_fused_is_compared() -> None:
     """All patterns are active, or a tail's end is not taken in."""
     parts: Counter[str] = Counter()
     for run in (Run(train=True, auto=True), Run(train=True)):
-        for program, _ in _programs(run, 60):
+        for program, _ in _programs(run, 45):
             parts["part"] += program.part is not None
             parts["early"] += program.part is not None and not program.whole
             assert not program.uncompared

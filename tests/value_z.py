@@ -14,6 +14,7 @@ from value_seen import told
 from value_sets import same
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.conv2d import conv_tf32_allowed
 from fx_fuser.ops import apply
 
 EPS = 1e-5  # of every BatchNorm here
@@ -114,6 +115,8 @@ def _folded(p: Program, inputs: dict[str, Tensor], theirs: Tensor) -> Z:
     size = F.conv2d(wide["x"].abs(), weight.abs(), size + wide["beta"].abs(), *p.geometry)
     eps = (weight[0].numel() + 8) * torch.finfo(acc).eps
     eps += 2 * torch.finfo(dtype).eps if dtype != acc else 0.0
+    if z.is_cuda and dtype == acc and conv_tf32_allowed():  # of both factors
+        eps += 2**-10
     made = Z(z.to(acc))
     folded = F.conv2d(inputs["x"].detach(), weight.to(dtype), shift.to(dtype), *p.geometry)
     made.may_be((eps * size).to(acc) + 64 * torch.finfo(acc).tiny, (theirs, folded))
