@@ -311,6 +311,30 @@ def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> 
                 )
 
 
+def extreme_variances(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
+    """Gradients in training where 1 / variance times them leaves float's range, and dx does not."""
+    if dtype == torch.float16:  # cannot hold them
+        return
+    torch.manual_seed(0)
+    for of_x, of_dy in ((1e12, 1e-18), (3e-3, 3e34)):
+        x = torch.randn(2, 3, 13, 11, device=CUDA) * of_x
+        weight = torch.randn(70, 3, 1, 1, device=CUDA)
+        c = convolve(x, weight, NONE)
+        # Along c: the part of dx that the variance makes is then as large as the others.
+        dy = (c.sign() + 0.5 * torch.randn_like(c)) * of_dy
+        problem = Problem(x, weight, dy).to(dtype)
+        exact = problem.in_torch(torch.float64)
+        eagers = errors(problem.in_torch(dtype), exact)
+        for name, error, other in zip(NAMES, errors(ours(problem), exact), eagers):
+            if not math.isfinite(other):
+                other = ROUNDED[dtype]
+            if not error <= _allowed(other, dtype, name):
+                failures.append(
+                    f"x of {of_x:.0e}, dy of {of_dy:.0e}, {dtype}, {name}: "
+                    f"error {error:.2e} v {other:.2e}"
+                )
+
+
 def refusals(failures: list[str]) -> None:
     """What the kernels do not take they leave alone, and say so."""
 
@@ -437,6 +461,7 @@ def main() -> int:
             for dtype in DTYPES:
                 special_values(failures, dtype)
                 extreme_factors(failures, dtype)
+                extreme_variances(failures, dtype)
                 graphs_and_repeats(failures, dtype)
                 done(f"special values, graphs, repeats in {dtype}")
                 table += accuracy(failures, dtype)

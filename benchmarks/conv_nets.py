@@ -36,6 +36,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from benchmarks import gpu_kinds, measure, tables
+from benchmarks.big_nets import fill_zeros
 from benchmarks.results import FOLDER
 from benchmarks.run import commit_here
 from fx_fuser.planning import timing
@@ -94,6 +95,12 @@ def net_of(name: str) -> tuple[nn.Module, Tensor]:
     more = {"aux_logits": False, "init_weights": False} if with_heads else {}
     model = torchvision.models.get_model(name, weights=None, **more).to(CUDA)
     x = torch.randn(IMAGES, 3, SIZE, SIZE, device=CUDA)
+    settle(model, x[:32])
+    return model.eval(), x
+
+
+def settle(model: nn.Module, x: Tensor) -> None:
+    """Gives BatchNorms random parameters and the statistics of these images."""
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     model.train()
     for module in model.modules():
@@ -105,13 +112,8 @@ def net_of(name: str) -> tuple[nn.Module, Tensor]:
             norm.weight.uniform_(0.5, 1.5)
             norm.bias.normal_(0, 0.2)
         if norms:
-            model(x[:32])
-        for (
-            parameter
-        ) in model.parameters():  # a head of zeros gives zeros, by which nothing is judged
-            if parameter.ndim > 1 and not parameter.any():
-                parameter.normal_(0, 0.02)
-    return model.eval(), x
+            model(x)
+    fill_zeros(model)
 
 
 @contextmanager
@@ -142,10 +144,10 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
     return torch.cat([grad.reshape(-1) for grad in grads])
 
 
-def warm_up() -> None:
+def warm_up(device: torch.device = CUDA) -> None:
     """What only the first compilation of a process takes: imports, Inductor's own processes."""
     with fresh_cache():
-        torch.compile(torch.sin)(torch.ones(1000, device=CUDA))
+        torch.compile(torch.sin)(torch.ones(1000, device=device))
 
 
 def measured(name: str, inputs: str, commit: str, lock: Path | None) -> Row:

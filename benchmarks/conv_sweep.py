@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--warm", action="store_true",
         help="time nothing, but fill the compilers' caches; several parts may do so at once, and "
-        "$FX_FUSER_CACHE_DIR/plans be deleted then",
+        "$FX_FUSER_CACHE_DIR/fx_fuser-v1/plans be deleted then",
     )  # fmt: skip
     parser.add_argument("--again", type=Path, metavar="FILE", help="the record of another run")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="the records of parts")

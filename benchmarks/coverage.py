@@ -353,7 +353,7 @@ def _examine(model: Model, row: Row) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     options = {n: v for n, v in OPTIONS.items() if n != "inner"}
-    report = fx_fuser.explain(made, train=False, options=options, **inputs)
+    report = fx_fuser.explain(made, train=False, options=options, kwargs=inputs)
     row.breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     row.grown = sum(site.pattern.startswith(AUTO) for site in report.fused)
     row.named = len(report.fused) - row.grown

@@ -74,19 +74,26 @@ def linear_split(
     )
 
 
+# Capability, multiprocessors, kHz, and the memory's kHz and bits.
+H200_FIGURES = (90, limits.H200.multiprocessors, 1_980_000, 3_201_000, 6144)
+
+
 @dataclass(frozen=True)
 class SplitChoice:
     """chunks: of K. weight_first: the pre-pass splits the weight, else x."""
 
     chunks: int
     weight_first: bool
+    ours: int  # nanoseconds, as modelled
+    library: int
 
 
 def linear_split_choice(
-    batches: int, m: int, n: int, k: int, multiprocessors: int = limits.H200.multiprocessors
+    batches: int, m: int, n: int, k: int, gpu: Sequence[int] = H200_FIGURES
 ) -> SplitChoice:
     """How `linear_split` multiplies x [batches, M, K] by a weight [..., N, K], 16-byte aligned.
 
+    gpu: capability, multiprocessors, kHz, and the memory's kHz and bits, as the driver gives them.
     Needs no GPU.
 
     Raises:
@@ -94,8 +101,8 @@ def linear_split_choice(
     """
     load.load_shim()
     op = _ops.linear_split_choice.default
-    chunks, weight_first = op([batches, m, n, k], multiprocessors)
-    return SplitChoice(chunks, bool(weight_first))
+    chunks, weight_first, ours, library = op([batches, m, n, k], gpu)
+    return SplitChoice(chunks, bool(weight_first), ours, library)
 
 
 def linear_dense(

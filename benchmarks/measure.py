@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.problems import Problem, Size
+from fx_fuser.passes import products
 from fx_fuser.planning import timing
 
 DTYPES = {
@@ -258,13 +259,25 @@ def wall_medians(
     budget_s: float,
     least: int = 3,
 ) -> dict[str, float]:
-    """Medians of `wall_ms` over interleaved rounds: as many as fit, from `least` to 100."""
+    """Medians of `wall_rounds`."""
+    samples = wall_rounds(steps, leaves, device, budget_s, least)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def wall_rounds(
+    steps: Mapping[str, Callable[[], object]],
+    leaves: list[Tensor],
+    device: torch.device,
+    budget_s: float,
+    least: int = 3,
+) -> dict[str, list[float]]:
+    """`wall_ms` in interleaved rounds: as many as fit, from `least` to 100."""
     timers = {name: partial(wall_ms, step, leaves, device) for name, step in steps.items()}
     if not timers:
         return {}
     one_round = sum(timer() for timer in timers.values())
     rounds = max(least, min(100, int(1e3 * budget_s / one_round)))
-    return interleaved(timers, rounds)
+    return interleaved_rounds(timers, rounds)
 
 
 class Sites(TypedDict, total=False):
@@ -272,20 +285,23 @@ class Sites(TypedDict, total=False):
 
     fused: dict[str, int]
     left: dict[str, int]  # to the inner compiler
+    masks: dict[str, int]  # taken away
+    products: dict[str, int]  # gemms replaced in Inductor's graphs
     warnings: list[str]  # that name fx_fuser
 
 
 @contextmanager
 def counted(sites: Sites) -> Iterator[None]:
     """Fills them in with what is counted, and warned of, meanwhile."""
-    before = {name: Counter(counters[name]) for name in ("fx_fuser", "fx_fuser_left")}
+    names = ("fx_fuser", "fx_fuser_left", "fx_fuser_masks", products.COUNTERS)
+    before = {name: Counter(counters[name]) for name in names}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             yield
         finally:
-            fused, left = (dict(Counter(counters[name]) - was) for name, was in before.items())
-            sites["fused"], sites["left"] = fused, left
+            found = [dict(Counter(counters[name]) - was) for name, was in before.items()]
+            sites["fused"], sites["left"], sites["masks"], sites["products"] = found
             said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
             if said:
                 sites["warnings"] = said

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import conv_nets, coverage, coverage_gpu, results, tables
+from benchmarks import conv_nets, coverage, coverage_gpu, nets16_tables, results, tables
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
@@ -24,7 +24,9 @@ ROOT = Path(__file__).parent.parent
 # Page → the marks between which its generated text stands. README has the narrow table alone.
 PAGES = {
     "README.md": ("summary",),
-    "docs/results.md": ("whole-nets", "conv-nets", "kernelbench", "seed-problems", "linear-fp32"),
+    "docs/results.md": (
+        *("whole-nets", "nets16", "conv-nets", "kernelbench", "seed-problems", "linear-fp32"),
+    ),
     "docs/models.md": ("models", "models-gpu"),
 }
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
@@ -187,7 +189,9 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
     """Mark → its text. folder: of the results of whole nets and KernelBench."""
     sections = [section(path, rows) for path, rows in files.items()]
     nets, of_tables = conv_nets.read(folder), tables.sections(folder)
-    summary = [of_tables.pop("summary"), conv_nets.narrow_table(nets)]
+    of_16_bits = tables.read(folder / nets16_tables.PATH)
+    summary = [of_tables.pop("summary"), nets16_tables.summary(of_16_bits)]
+    summary.append(conv_nets.narrow_table(nets))
     return {
         **of_tables,
         "summary": "\n\n".join(filter(None, summary)),
@@ -196,6 +200,7 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
         "models": coverage.table(coverage.read(folder)),
         "models-gpu": coverage_gpu.table(coverage_gpu.read(folder)),
         "conv-nets": conv_nets.table(nets),
+        "nets16": nets16_tables.section(of_16_bits),
     }
 
 

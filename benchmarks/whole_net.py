@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from benchmarks import gpu_kinds, harness, measure
 from benchmarks.big_nets import Batch, BigNet
 from benchmarks.measure import Machine
 from benchmarks.run import System
-from fx_fuser.verify.accuracy import Observed, compare
+from fx_fuser.verify.accuracy import Copier, Observed, compare
 
 PRECISIONS = {"highest": "fp32", "high": "tf32"}  # of `set_float32_matmul_precision`
 
@@ -71,10 +70,13 @@ def _wide(value: Any) -> Any:
 
 @dataclass
 class Case:
+    """autocast: forward runs in bf16's."""
+
     net: BigNet
     phase: str
     model: nn.Module
     batch: Batch
+    autocast: bool = False
 
     @classmethod
     def make(
@@ -86,28 +88,39 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return list(self.model.parameters()) if self.phase == "train" else []
 
-    def step(self, call: Callable[..., Any]) -> Tensor:
-        """What is timed: forward, and in training loss and backward."""
-        with torch.set_grad_enabled(self.phase == "train"):
-            logits, loss = self.net.forward(call, self.batch)
+    def step(self, call: Callable[..., Any]) -> dict[str, Tensor]:
+        """What is timed: forward, and in training loss and backward. The outputs."""
+        device = next(iter(self.batch.values())).device.type
+        with (
+            torch.set_grad_enabled(self.phase == "train"),
+            torch.autocast(device, torch.bfloat16, enabled=self.autocast),
+        ):
+            outputs, loss = self.net.forward(call, self.batch)
         if loss is not None:
             loss.backward()
-        return logits.detach()
+        return {name: tensor.detach() for name, tensor in outputs.items()}
 
     def observe(self, call: Callable[..., Any]) -> Observed:
+        """All values of one step, which leaves no gradients and no other running statistics."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for leaf in self.leaves():
             leaf.grad = None
-        seen = Observed({"logits": self.step(call).clone()})
+        copied = Copier()
+        seen = Observed({name: copied(tensor) for name, tensor in self.step(call).items()})
         if self.phase == "train":
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
                     seen.grads[name], parameter.grad = parameter.grad, None
+        for name, buffer in self.model.named_buffers():
+            if not torch.equal(buffer, before[name]):
+                seen.state[name] = buffer.clone()
+                buffer.copy_(before[name])
         return seen
 
     def exact(self) -> Observed:
         """In float64, from the same weights and inputs."""
         batch = {k: v.double() if v.is_floating_point() else v for k, v in self.batch.items()}
-        twin = Case(self.net, self.phase, copy.deepcopy(self.model).double(), batch)
+        twin = Case(self.net, self.phase, self.net.in_float64(self.model), batch)
         with Float64():
             return twin.observe(twin.model)
 

@@ -1,18 +1,19 @@
 """torch.compile(model, backend="fx_fuser"): matched subgraphs become one fused CUDA kernel each."""
 
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
+
+from fx_fuser import versions
+
+versions.check()  # before the first import of what an older torch has not
 
 from fx_fuser.backend import fx_fuser, register_pattern, registered_patterns
-from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError
+from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError, VersionError
 from fx_fuser.explain import explain
 from fx_fuser.exporting import fuse_exported
 from fx_fuser.installation import install, installed, uninstall
 from fx_fuser.report.report import Report, SiteReport
 
-try:
-    __version__ = version("fx_fuser")
-except PackageNotFoundError:  # a bare checkout
-    __version__ = "0.0.0+checkout"
+__version__ = versions.PACKAGE
 
 if not any(e.name == "fx_fuser" for e in entry_points(group="torch_dynamo_backends")):
     from torch._dynamo import register_backend
@@ -26,6 +27,7 @@ __all__ = [
     "PatternError",
     "Report",
     "SiteReport",
+    "VersionError",
     "__version__",
     "explain",
     "fuse_exported",

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser import fallback, patterns
 from fx_fuser.anchors.conv2d import ANY_LAYOUT, FOLDED
+from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import PatternError, VerifyError
 from fx_fuser.graph import rewrite, subclasses
 from fx_fuser.graph.bodies import bodies, copy_of, twin
@@ -32,7 +33,7 @@ from fx_fuser.graph.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.passes import folding, masks, provenance
+from fx_fuser.passes import folding, masks, padding, provenance
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import gate, layout, plan, reads
 from fx_fuser.planning.ahead import Kernels
@@ -54,6 +55,7 @@ Attempt = Callable[
 _registry: list[Pattern] = []
 
 
+@refuses_unfit_calls(PatternError, "call it as register_pattern(source, check=None, name=None)")
 def register_pattern(
     source: Callable[..., Any], check: Check | None = None, name: str | None = None
 ) -> Pattern:
@@ -63,7 +65,8 @@ def register_pattern(
     check: `check(match)` returns why a match must not be fused, or None.
     name: for counters, options and reports; default the function's name.
 
-    Raises PatternError if the source is no pattern, or another pattern has the name.
+    Raises PatternError if the source is no pattern, or another pattern has the name; then all
+    patterns stay as they were.
     """
     pattern = trace(source, check, name)
     if pattern.name.startswith(AUTO):
@@ -87,6 +90,7 @@ def register_pattern(
     return pattern
 
 
+@refuses_unfit_calls(PatternError, "it takes no arguments")
 def registered_patterns() -> list[Pattern]:
     """All patterns, in the order in which they are tried: largest first."""
     return list(_registry)
@@ -142,10 +146,7 @@ def compile_graph(
         eviction.keep_below(options.cache_size)
         if compiled is None:
             return compile_inner(options)
-    for match in outcome.matches:
-        counters["fx_fuser"][match.pattern.name] += 1
-    for mask in outcome.masks:
-        counters["fx_fuser_masks"][mask.done] += 1
+    outcome.count()
     if as_written is None or not outcome.matches:
         return compiled
     is_wrong = functools.partial(_is_wrong, options)
@@ -156,9 +157,9 @@ def fuse_and_compile(
     gm: GraphModule, inputs: Sequence[Any], options: Options, compile_inner: CompileInner
 ) -> tuple[Compiled | None, Outcome]:
     """Inductor and its caches see the rewritten graph."""
-    coming = provenance.Passes.over(gm, options, inputs)
+    coming, padded = provenance.Passes.over(gm, options, inputs), padding.settings(gm, options)
     outcome = fuse(gm, options, inputs=inputs, beside=coming.kernels or {})
-    passes = coming.load()
+    passes = {**coming.load(), **padded}
     if outcome.folds:
         converted = outcome.is_converted
         passes = folding.settings(passes, options, lambda: converted)
@@ -166,7 +167,8 @@ def fuse_and_compile(
     passes = {**passes, **reads.settings(outcome.matches, options)}
     outcome.tell(options.strict)
     if outcome.matches or passes:
-        return compile_tagged(compile_inner, options.with_passes(passes)), outcome
+        chosen = options.with_passes(passes, fused=bool(outcome.matches))
+        return compile_tagged(compile_inner, chosen), outcome
     return compile_inner(options) if outcome.masks else None, outcome
 
 
@@ -207,6 +209,13 @@ class Outcome:
     folds: bool = False
     is_converted: bool = False
 
+    def count(self) -> None:
+        """Count what was fused, once it is compiled."""
+        for match in self.matches:
+            counters["fx_fuser"][match.pattern.name] += 1
+        for mask in self.masks:
+            counters["fx_fuser_masks"][mask.done] += 1
+
     def tell(self, strict: bool) -> None:
         """Log, count and warn; raises VerifyError instead of a warning if strict."""
         self.report.publish()
@@ -245,7 +254,7 @@ def fuse(
     reader = masks.Reader()
     for module in bodies(gm):
         graph = copy_of(module.graph)
-        attended = reader.simplify(module, graph) if options.takes_masks else []
+        attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
         read.masks = attended
@@ -285,7 +294,10 @@ def fuse(
                 continue
             fused = chosen.match
             stop = fused.stop if isinstance(fused, Grown) else ""
-            report.add_match(fused, chosen.saved, chosen.kept, index, chosen.how.note, stop)
+            how = chosen.how
+            report.add_match(
+                fused, chosen.saved, chosen.kept, index, how.note, stop, native=how.native
+            )
             outcome.matches.append(fused)
             if chosen.how.choices.get("product") in (FOLDED, *ANY_LAYOUT):
                 outcome.folds = True

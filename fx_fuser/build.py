@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -158,6 +159,12 @@ def _sources(arch: str, one_each: bool) -> list[str]:
     return [batch_stats_source(), *texts_of(specs)]
 
 
+def _arch(name: str) -> str:
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", name):
+        raise argparse.ArgumentTypeError(f"{name!r} is no architecture; give a name such as sm_90a")
+    return name
+
+
 def _attempt(label: str, action: Callable[[], object]) -> bool:
     started = time.perf_counter()
     try:
@@ -177,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help=f"for {', '.join(ARCHS)}; of the split product for {', '.join(SPLIT_ARCHS)} too",
     )
-    parser.add_argument("--arch", action="append", default=[], help="for this one, say sm_90a")
+    help_arch = "for this one, say sm_90a"
+    parser.add_argument("--arch", action="append", default=[], type=_arch, help=help_arch)
     parser.add_argument("--no-shim", action="store_true", help="kernels alone, without g++")
     parser.add_argument("--one-each", action="store_true", help="of each main loop one kernel")
     chosen = parser.parse_args(arguments)

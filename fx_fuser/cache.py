@@ -13,13 +13,14 @@ from fx_fuser.native import store
 def _shown(folder: Path) -> str:
     if not folder.exists():
         return f"{folder}: nothing is there"
-    lines = [
-        f"{folder}: not used, {reason}" if (reason := store.distrust(folder)) else f"{folder}:"
-    ]
-    for what, pattern in (("kernels", "*.cubin"), ("shims", "*.so"), ("timings", "plans/*.json")):
-        files = list(folder.glob(pattern))
-        size = sum(path.stat().st_size for path in files)
-        lines.append(f"{len(files):6} {what:8} {size / 1e6:8.1f} MB")
+    reason = store.unused_because(folder)
+    lines = [f"{folder}: not used, {reason}" if reason else f"{folder}:"]
+    found = {"timings": store.timings(folder)}
+    for what, suffix in zip(("kernels", "shims"), store.SUFFIXES):
+        found[what] = [path for path in store.entries(folder) if path.suffix == suffix]
+    for what in ("kernels", "shims", "timings"):
+        size = sum(path.lstat().st_size for path in found[what])
+        lines.append(f"{len(found[what]):6} {what:8} {size / 1e6:8.1f} MB")
     return "\n".join(lines)
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m fx_fuser.cache",
         description="Shows the folder of compiled kernels, of $FX_FUSER_CACHE_DIR or by default.",
     )
-    parser.add_argument("--clear", action="store_true", help="remove all that is in it")
+    parser.add_argument("--clear", action="store_true", help="remove fx_fuser's files in it")
     args = parser.parse_args(arguments)
     folder = store.cache_dir()
     print(_shown(folder))

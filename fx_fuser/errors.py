@@ -6,11 +6,12 @@ class FxFuserError(Exception):
 
 
 class OptionError(FxFuserError, ValueError):
-    """An option of the backend has an unknown name or an unfit value."""
+    """An option of the backend, or an argument of a function, has an unknown name or an unfit
+    value."""
 
 
 class PatternError(FxFuserError, ValueError):
-    """A pattern's source cannot be used as a pattern."""
+    """What is given cannot be registered as a pattern."""
 
 
 class BuildError(FxFuserError, RuntimeError):
@@ -19,3 +20,7 @@ class BuildError(FxFuserError, RuntimeError):
 
 class VerifyError(FxFuserError, RuntimeError):
     """A fused site is wrong on the user's own values, or cannot be verified."""
+
+
+class VersionError(FxFuserError, ImportError):
+    """fx_fuser does not run with the installed torch."""

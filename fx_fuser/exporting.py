@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.utils import counters
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
@@ -30,17 +29,22 @@ from torch.fx.node import map_arg
 
 from fx_fuser import backend, fallback
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.arguments import refuses_unfit_calls, shown
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.bodies import bodies, twin
 from fx_fuser.graph.nodes import writes_of
 from fx_fuser.graph.view import EXPORTED
 from fx_fuser.native import eviction
 from fx_fuser.ops import exported
+from fx_fuser.ops.attention import ATTENTION
 from fx_fuser.options import Options
 
 _DEFAULTS = Options()
 
 
+@refuses_unfit_calls(
+    OptionError, "call it as fuse_exported(program, options={…}), with the options in one dict"
+)
 def fuse_exported(
     program: ExportedProgram, *, options: Mapping[str, Any] | None = None
 ) -> ExportedProgram:
@@ -55,8 +59,14 @@ def fuse_exported(
     "verify" and those of Inductor.
 
     Returns the program itself if nothing is fused. Where fx_fuser fails, one warning says why;
-    `options={"strict": True}` raises instead. Raises OptionError for a bad option.
+    `options={"strict": True}` raises instead. Raises OptionError for a bad option, and for what is
+    no exported program.
     """
+    if not isinstance(program, ExportedProgram):
+        raise OptionError(
+            f"fuse_exported: the program is {shown(program)}, not a torch.export.ExportedProgram; "
+            "torch.export.export(model, args) makes one, torch.export.load(file) loads one"
+        )
     chosen = _parsed(options)
     gm = twin(program.graph_module)
 
@@ -67,7 +77,7 @@ def fuse_exported(
             module.meta[EXPORTED] = chosen.cpu_ops
         outcome = backend.fuse(gm, chosen, inputs=_lifted(program))
         outcome.tell(chosen.strict)
-        if not outcome.matches:
+        if not outcome.matches and not outcome.masks:
             return program, outcome
         for module in modules:
             del module.meta[EXPORTED]
@@ -77,8 +87,8 @@ def fuse_exported(
     with fallback.compiling(), torch.no_grad():
         fused, outcome = fallback.result_or_none(gm, chosen.strict, attempt) or (program, None)
         eviction.keep_below(chosen.cache_size)
-    for match in outcome.matches if outcome else ():
-        counters["fx_fuser"][match.pattern.name] += 1
+    if outcome is not None:
+        outcome.count()
     return fused
 
 
@@ -96,7 +106,7 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
             f"option 'verify' is {chosen.verify!r}, but an exported program has no calls to verify "
             "yet; leave it out, and compare the two programs' results"
         )
-    return replace(chosen, masks=False)  # no reading of ATen's masks
+    return chosen
 
 
 def _lifted(program: ExportedProgram) -> list[Any]:
@@ -216,8 +226,8 @@ def _put_op(graph: Graph, node: Node, kind: str) -> None:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """A method, or a function of torch's that is no overload."""
-    if node.op == "call_method":
+    """A method, a function of torch's that is no overload, or what calls one alone."""
+    if node.op == "call_method" or node.target is ATTENTION:
         return True
     known = isinstance(node.target, (OpOverload, HigherOrderOperator))
     return node.op == "call_function" and not known and node.target is not operator.getitem

@@ -19,7 +19,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch.fx import Graph, GraphModule
 from fx_fuser import backend, fallback
 from fx_fuser.anchors.conv2d import conv_tf32_allowed
 from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.bodies import twin
 from fx_fuser.graph.pattern import Pattern
@@ -41,12 +42,14 @@ from fx_fuser.graph.subclasses import is_user_class
 from fx_fuser.native import binaries
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 from fx_fuser.options import FIRST_PASS, Options
-from fx_fuser.passes import folding, provenance
+from fx_fuser.passes import folding, padding, provenance
 from fx_fuser.planning import plan
 
 _HAS_LATE_PASSES = hasattr(codecache, "resolve_pre_grad_pass_timing")  # torch 2.13
 
 log = logging.getLogger("fx_fuser.installation")
+
+_ONE_DICT = "the options go into one dict: install({'fp32': 'ieee'})"
 
 _lock = threading.Lock()
 _everywhere: list[Options] = []  # of `install`: none, or one
@@ -58,6 +61,7 @@ class _Block:
         self.options = options
 
 
+@refuses_unfit_calls(OptionError, _ONE_DICT)
 def install(options: Mapping[str, Any] | None = None) -> None:
     """From now on, `torch.compile(model)` and `backend="inductor"` fuse, in every thread.
 
@@ -73,6 +77,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
         _stand_in()
 
 
+@refuses_unfit_calls(OptionError, "it takes no arguments")
 def uninstall() -> None:
     """End what `install` began, if anything; what is compiled meanwhile stays as it is."""
     with _lock:
@@ -80,13 +85,18 @@ def uninstall() -> None:
         _step_aside()
 
 
-@contextmanager
-def installed(options: Mapping[str, Any] | None = None) -> Iterator[None]:
+@refuses_unfit_calls(OptionError, _ONE_DICT)
+def installed(options: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
     """As `install`, while the block runs; the innermost block's options count.
 
     A model is compiled when it is first called, so call it in the block.
     """
-    block = _Block(_parsed(options))
+    return _installed(_parsed(options))
+
+
+@contextmanager
+def _installed(options: Options) -> Iterator[None]:
+    block = _Block(options)
     with _lock:
         _blocks.append(block)
         _stand_in()
@@ -195,6 +205,7 @@ def _compile_then_fuse(
 ) -> tuple[backend.Compiled | None, backend.Outcome]:
     """Inductor looks into its caches first. On a hit no outcome is known."""
     passes = provenance.Passes.over(gm, options, inputs).load()
+    passes |= padding.settings(gm, options)
     fusion = Fusion(gm, inputs, options)
     if provenance.has_convolutions(gm):  # which may be folded
         passes = folding.settings(passes, options, fusion.is_converted)

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
+from fx_fuser.arguments import check_mapping
 from fx_fuser.errors import OptionError
 
-# Inductor's settings for fx_fuser's passes: the first over Dynamo's graph, one over the joint graph
-# of forward and backward, before it is partitioned, and the last over each of the two.
+# Inductor's settings for fx_fuser's passes: the first over Dynamo's graph, two over the joint graph
+# of forward and backward, before and after Inductor's own and before it is partitioned, and the
+# last over each of the two.
 FIRST_PASS = "pre_grad_custom_pass"
+EARLY_PASS = "joint_custom_pre_pass"
 JOINT_PASS = "joint_custom_post_pass"
 LAST_PASS = "post_grad_custom_post_pass"
 # Inductor may give a tensor padded strides for readers of its views, and none where a custom op
@@ -82,11 +85,15 @@ class Options:
         cls, mode: str | None, options: Mapping[str, Any] | None, known: Sequence[str]
     ) -> Options:
         """Check what the user gave; `known` are the names of the patterns there are."""
+        if options is not None:
+            check_mapping("options", options, "give a dict, say {'fp32': 'ieee'}")
         given = dict(options or {})
         names = {f.name for f in dataclasses.fields(cls)} - {"inductor", "exported"}
         values = {key: given.pop(key) for key in list(given) if key in names}
-        if mode is not None:
-            values.setdefault("mode", mode)
+        if mode is not None and values.setdefault("mode", mode) != mode:
+            raise OptionError(
+                f"mode is {mode!r}, and option 'mode' is {values['mode']!r}; leave one out"
+            )
         if isinstance(values.get("patterns"), list):
             values["patterns"] = tuple(values["patterns"])
         made = cls(**values, inductor=given)
@@ -95,6 +102,11 @@ class Options:
         made._check_patterns(known)
         # Inductor takes both "-" and "_"; below, keys have "_".
         canonical = {name.replace("-", "_"): value for name, value in given.items()}
+        if len(canonical) < len(given):
+            twice = next(n for n in given if "-" in n and n.replace("-", "_") in given)
+            raise OptionError(
+                f"option {twice!r} is given as {twice.replace('-', '_')!r} too; leave one out"
+            )
         return dataclasses.replace(made, inductor=canonical)
 
     def _check_types(self) -> None:
@@ -187,9 +199,10 @@ class Options:
             return torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None)
         return lookup_backend(self.inner)
 
-    def with_passes(self, passes: Mapping[str, Any]) -> Options:
-        """These options for a graph with fused ops. passes: Inductor's setting → pass."""
-        return dataclasses.replace(self, inductor={**_WITH_OWN_OPS, **self.inductor, **passes})
+    def with_passes(self, passes: Mapping[str, Any], fused: bool = True) -> Options:
+        """These options for a graph. passes: Inductor's setting → pass. fused: has it fused ops?"""
+        own = _WITH_OWN_OPS if fused or passes.keys() - {EARLY_PASS} else {}
+        return dataclasses.replace(self, inductor={**own, **self.inductor, **passes})
 
     def users_pass(self, setting: str) -> Any:
         """The user's own pass of this Inductor setting, or None."""

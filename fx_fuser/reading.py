@@ -146,6 +146,8 @@ def _grown_at(
     if isinstance(ANCHORS[site.kind], Conv2d):  # what takes one may depend on its tail
         grown = grow(view, site, fault_of, functools.partial(plan.no_gain, options=options))
         gainless = plan.no_gain(grown, options) if isinstance(grown, Match) else ""
+        if gainless and isinstance(grown, Match):
+            gainless = plan.needs_inference(grown, options) or gainless
         return gainless or grown
     gainless = plan.no_gain(only, options)
     if gainless:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,10 +22,25 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.arguments import check_flag, check_mapping, check_model, fault_of_call, shown
+from fx_fuser.backend import registered_patterns
+from fx_fuser.errors import OptionError
 from fx_fuser.explain import explain
 from fx_fuser.graph.grow import AUTO
+from fx_fuser.options import Options
 from fx_fuser.passes import products
-from fx_fuser.verify.accuracy import PROMISED, Bound, Copier, Observed, compare, same_random_state
+from fx_fuser.verify.accuracy import (
+    NEIGHBOURS,
+    PROMISED,
+    Bound,
+    Copier,
+    Observed,
+    has_roundings,
+    neighbour_of,
+    remaining_faults,
+    same_random_state,
+)
 
 _COUNTERS = ("fx_fuser", "fx_fuser_left", "fx_fuser_wrong", products.COUNTERS)
 
@@ -44,8 +60,10 @@ def assert_fused(
     train: in training mode, forward and backward; else in eval mode, under `no_grad`.
     options: as for the backend. `strict` is on by default, so that a failure of fx_fuser raises
     here instead of leaving the model unfused.
-    Raises AssertionError with the table of `fx_fuser.explain`.
+    Raises AssertionError with the table of `fx_fuser.explain`, OptionError for a bad argument.
     """
+    _check_arguments(model, inputs, train, options)
+    _check_expected(expected)
     with _fresh_counters():
         observe(model, inputs, train, lambda m: _compiled(m, options))
         found, left = ({k: v for k, v in counters[c].items() if v} for c in _COUNTERS[:2])
@@ -77,24 +95,55 @@ def assert_equivalent(
     that it writes to, and in training every gradient.
 
     inputs, train and options: as in `assert_fused`. The model runs three times: compiled, eagerly,
-    and eagerly in float64. On a CPU, where Inductor compiles the plain operations, Inductor's error
-    is as good a bound as eager's.
+    and eagerly in float64. For a value that is out of bounds, the errors of other runs count as
+    eager's: on a CPU, where Inductor compiles the plain operations, Inductor's, and eager's on
+    parameters and inputs that differ by a rounding.
     A model that draws random numbers cannot be compared: set its dropout to 0.
-    Raises AssertionError with every value that is out of bounds and the table of `explain`.
+    Raises AssertionError with every value that is out of bounds and the table of `explain`,
+    OptionError for a bad argument.
     """
+    _check_arguments(model, inputs, train, options)
+    if not isinstance(bound, Bound):
+        raise OptionError(f"bound is {shown(bound)}; give a fx_fuser.verify.accuracy.Bound")
     eager = observe(model, inputs, train)
     exact = observe(model, inputs, train, dtype=torch.float64, like=eager)
     with _fresh_counters():
         found = observe(model, inputs, train, lambda m: _compiled(m, options), like=eager)
-        faults = compare(found, eager, exact, bound)
         inner = (options or {}).get("inner", "inductor")
-        if faults and inner == "inductor" and not _on_cuda(eager):
-            torch._dynamo.reset()
-            peer = observe(model, inputs, train, torch.compile, like=eager)
-            faults = compare(found, eager, exact, bound, [peer])
+        run = (model, inputs, train, eager)
+        peers = _inductors(*run) if inner == "inductor" else ()
+        faults = remaining_faults(found, eager, exact, bound, peers, _neighbours(*run))
     if faults:
         table = _explained(model, inputs, train, options)
         raise AssertionError("\n".join([*faults, "", table]))
+
+
+# ---- arguments -------------------------------------------------------------------------------
+
+
+def _check_arguments(model: Any, inputs: Any, train: Any, options: Any) -> None:
+    check_model(model, "(model, inputs, …)")
+    check_flag("train", train)
+    Options.parse(None, options, [p.name for p in registered_patterns()])
+    if fault := fault_of_call(model, *_split(inputs)):
+        raise OptionError(
+            f"the model does not take these inputs: {fault}; give a tuple of its arguments, or "
+            "(args, kwargs)"
+        )
+
+
+def _check_expected(expected: Any) -> None:
+    """A name that nothing has would hold whatever is fused."""
+    example = "give a dict, say {'linear_sigmoid_mul_mul': 2}"
+    check_mapping("expected", expected, example)
+    known = [*(p.name for p in registered_patterns()), *(f"{AUTO}{kind}" for kind in ANCHORS)]
+    for name, count in expected.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise OptionError(f"expected names the pattern {name!r}, which is not known; {hint}")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise OptionError(f"expected[{name!r}] is {shown(count)}; give the number of sites")
 
 
 # ---- one run ---------------------------------------------------------------------------------
@@ -138,6 +187,54 @@ def observe(
     seen.grads = {n: t.grad for n, t in leaves.items() if t.is_leaf and t.grad is not None}
     seen.state = {n: _kept(t) for n, t in (*module.named_buffers(), *given.items())}
     return seen
+
+
+def neighbour(
+    model: Callable[..., Any],
+    inputs: Any,
+    train: bool,
+    like: Observed,
+    generator: torch.Generator,
+    eps: float = 0.0,
+) -> Observed:
+    """Eager on parameters, buffers and inputs that differ by at most a rounding of their dtype, or
+    of one with that eps.
+
+    What a value may be off by is not its own rounding alone: where a sum cancels, eager's own
+    error may be zero by luck, and then bounds nothing.
+    """
+
+    def call(twin: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            held = [*twin.parameters(), *twin.buffers()] if isinstance(twin, nn.Module) else []
+            for tensor in {id(t): t for t in (*held, *tree_leaves((args, kwargs)))}.values():
+                is_written = isinstance(tensor, Tensor) and has_roundings(tensor)
+                if is_written and torch._debug_has_internal_overlap(tensor) != 1:
+                    tensor.detach().copy_(neighbour_of(tensor, generator, eps))
+            return twin(*args, **kwargs)
+
+        return run
+
+    return observe(model, inputs, train, call, like=like)
+
+
+def _inductors(
+    model: Callable[..., Any], inputs: Any, train: bool, eager: Observed
+) -> Iterator[Observed]:
+    """Inductor's run, where its error is as good a bound as eager's."""
+    if not _on_cuda(eager):
+        torch._dynamo.reset()
+        yield observe(model, inputs, train, torch.compile, like=eager)
+
+
+def _neighbours(
+    model: Callable[..., Any], inputs: Any, train: bool, eager: Observed
+) -> Iterator[Observed]:
+    seen = filter(has_roundings, eager.everything().values())
+    eps = max((torch.finfo(t.dtype).eps for t in seen), default=0.0)  # of autocast's, maybe
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NEIGHBOURS):
+        yield neighbour(model, inputs, train, eager, generator, eps)
 
 
 def _split(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -196,6 +293,6 @@ def _explained(
     torch._dynamo.reset()
     try:
         with torch.set_grad_enabled(train):
-            return str(explain(twin, *args, options=dict(options or {}), **kwargs))
+            return str(explain(twin, *args, options=options, kwargs=kwargs))
     finally:
         torch._dynamo.reset()

@@ -15,11 +15,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, compilers
+from fx_fuser.native import binaries, compilers, jobs
 
 ROOT = binaries.PACKAGE.parent
 # Of manylinux_2_28: https://github.com/pypa/auditwheel, manylinux-policy.json
@@ -51,10 +51,8 @@ def portable_shim(target: Path) -> None:
     """
     portable = binaries.KERNELS / "host/portable"
     command = binaries.shim_command(compilers.of_shim(), ("-s", "-I", str(portable)))
-    paths = {"source": str(portable / "shim.cpp"), "target": str(target)}
-    done = subprocess.run(
-        [part.format(**paths) for part in command], check=False, capture_output=True, text=True
-    )
+    filled = jobs.filled(command, str(portable / "shim.cpp"), str(target))
+    done = subprocess.run(filled, check=False, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"the shim does not compile:\n{done.stderr[-4000:]}")
     check(target)
@@ -83,7 +81,10 @@ def build_all(out: Path) -> list[Path]:
     """The source distribution and the wheel of this checkout, in `out`."""
     if not (ROOT / "pyproject.toml").exists():
         raise BuildError(f"{ROOT} has no pyproject.toml; run this in a checkout of fx_fuser")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise BuildError(f"{out} is no folder; give another OUT") from error
     before = set(out.iterdir())
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "fx_fuser"
@@ -106,11 +107,15 @@ def _run(what: str, source: Path, out: Path) -> None:
         raise BuildError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fx_fuser.wheel")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to put them into")
-    for path in build_all(parser.parse_args().out):
-        print(path)
+    try:
+        made = build_all(parser.parse_args(arguments).out)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(*made, sep="\n")
     return 0
 
 

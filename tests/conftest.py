@@ -10,7 +10,9 @@ import signal
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import ledger
 import pytest
 import torch
 import torch._dynamo.guards
@@ -92,6 +94,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K/N",
         help="of the tests marked `combination` the K-th of N parts",
     )
+    parser.addoption(
+        "--ledger",
+        type=Path,
+        metavar="FILE",
+        help="write which tests marked `gpu` passed, with commit, GPU and torch",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("ledger")
+    if path is not None and not hasattr(config, "workerinput"):  # reports reach the main process
+        config.pluginmanager.register(ledger.Recorder(path), "fx_fuser-ledger")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is obeyed

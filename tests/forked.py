@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-_CHECKOUT = Path(__file__).parent.parent
+_CHECKOUT = Path(__file__).resolve().parent.parent
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["fx_fuser", "torch._inductor.compile_fx", "torch.distributed"])
 
@@ -26,7 +26,10 @@ _SERVER.set_forkserver_preload(["fx_fuser", "torch._inductor.compile_fx", "torch
 def run_script(
     script: Path, environment: Mapping[str, str] | None = None, as_tests: bool = False
 ) -> tuple[int, str]:
-    """In the script's folder, with variables added; its exit status and what it has printed."""
+    """In the script's folder, with variables added; its exit status and what it has printed.
+
+    With a PYTHONPATH among them it cannot import what else is in the checkout.
+    """
     (done,) = run_together([script], environment, as_tests)
     return done
 
@@ -74,6 +77,10 @@ def _run(script: Path, environment: dict[str, str], as_tests: bool, said: Path) 
     # The server's are those of whoever was first to need it.
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
     os.environ.update(environment)
+    if "PYTHONPATH" in environment:  # else the server's
+        of_checkout = {_CHECKOUT, _CHECKOUT / "tests"}
+        sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in of_checkout]
+        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     os.chdir(script.parent)
     sys.argv = [str(script)]
     if as_tests:

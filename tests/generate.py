@@ -27,8 +27,8 @@ from writer import Draw, NoSpelling
 
 import fx_fuser
 from fx_fuser.graph.pattern import Pattern
-from fx_fuser.testing import observe
-from fx_fuser.verify.accuracy import PROMISED, Observed, compare
+from fx_fuser.testing import neighbour, observe
+from fx_fuser.verify.accuracy import PROMISED, compare
 
 # Named patterns alone: what is expected says which of those fit.
 OPTIONS = {
@@ -102,7 +102,10 @@ def check(program: Program, device: str = "cpu") -> tuple[str, str] | None:
     bound, eps = (_MIXED, torch.finfo(torch.bfloat16).eps) if narrow else (PROMISED, 0.0)
     faults = compare(found, eager, exact, bound)
     if faults and all(": error" in f for f in faults):
-        peers = [_perturbed(model, inputs, train, eager, eps, seed) for seed in range(PEERS)]
+        peers = [
+            neighbour(model, inputs, train, eager, torch.Generator().manual_seed(seed), eps)
+            for seed in range(PEERS)
+        ]
         faults = compare(found, eager, exact, bound, peers)
     return ("numbers", "\n".join(faults)) if faults else None
 
@@ -115,33 +118,6 @@ def _moved(value: Any, device: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)
-
-
-def _perturbed(
-    model: Any, inputs: Any, train: bool, like: Observed, eps: float, seed: int
-) -> Observed:
-    """Eager on parameters, buffers and inputs that differ by at most a rounding of their dtype, or
-    of the narrowest one in the program.
-
-    What a value may be off by is not its own rounding alone: where a sum cancels, eager's own
-    error may be zero by luck, and then bounds nothing.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def nudge(t: torch.Tensor) -> torch.Tensor:
-        if not t.is_floating_point():
-            return t
-        noise = torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.device) - 0.5
-        moved = t.detach().double() * (1 + noise * max(torch.finfo(t.dtype).eps, eps))
-        return moved.to(t.dtype).requires_grad_(t.requires_grad)
-
-    def call(twin: Any) -> Any:
-        with torch.no_grad():
-            for tensor in (*twin.parameters(), *twin.buffers()):
-                tensor.copy_(nudge(tensor))
-        return twin
-
-    return observe(model, tree_map(nudge, inputs), train, call, like=like)
 
 
 # ---- shrinking -------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 BMM, EINSUM = "tests/test_bmm.py", "tests/test_bmm_einsum.py"
+SUMS = "tests/test_scaled_sums.py"
+LEFT = f"{SUMS}::test_what_stays"
 AS_WRITTEN = f"{EINSUM}::test_what_is_not_fused_stays_as_it_was_written"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
@@ -39,15 +41,37 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{BMM}::test_a_vector_after_it_is_no_bias",),
     ),
     (
-        "bmm: a baddbmm with factors", "graph/decompose.py",
-        "return found if plain and all(", "return found if all(",
-        (f"{BMM}::test_a_baddbmm_that_is_no_sum_of_a_product[beta]",
-         f"{BMM}::test_a_baddbmm_that_is_no_sum_of_a_product[alpha]"),
+        "sums: a gemm times 0", "graph/decompose.py",
+        "if alpha == 0:", "if False:",
+        (f"{LEFT}[alpha 0-baddbmm]", f"{LEFT}[alpha 0-addmm]"),
     ),
     (
-        "bmm: a baddbmm in 16 bits", "graph/decompose.py",
+        "sums: an addend times 0 is not read", "graph/decompose.py",
+        "if beta != 0:\n        wanted", "if True:\n        wanted",
+        (f"{SUMS}::test_an_addend_times_0_is_not_read[baddbmm]",
+         f"{SUMS}::test_an_addend_times_0_is_not_read[addmm]"),
+    ),
+    (
+        "sums: an addend times 0 that has a gradient, or is made", "graph/decompose.py",
+        "if beta == 0 and not _is_unread(addend):", "if False:",
+        (f"{SUMS}::test_a_gradient_of_zeros_stays[baddbmm]",
+         f"{LEFT}[beta 0 of what is made-baddbmm]"),
+    ),
+    (
+        "sums: in place", "graph/decompose.py",
+        "if node.target._schema.is_mutable:", "if False:",
+        (f"{SUMS}::test_an_overload_that_writes_stays[baddbmm_]",
+         f"{SUMS}::test_an_overload_that_writes_stays[addmm_]"),
+    ),
+    (
+        "sums: in 16 bits", "graph/decompose.py",
         "if len(dtypes) > 1 or not dtypes <= {None, *_DTYPES}:", "if len(dtypes) > 1:",
-        (f"{BMM}::test_a_baddbmm_that_is_no_sum_of_a_product[in bfloat16]",),
+        (f"{LEFT}[in bfloat16-baddbmm]", f"{LEFT}[in bfloat16-addmm]"),
+    ),
+    (
+        "sums: a pattern's addmm has a bias", "graph/decompose.py",
+        "if beta == 1 and alpha == 1 and _may_be_bias(input):", "if False:",
+        (f"{SUMS}::test_a_patterns_addmm_has_a_bias",),
     ),
     (
         "bmm: what is not fused is put together", "graph/prepare.py",
@@ -64,8 +88,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "bmm: put together only with its own product", "graph/decompose.py",
-        "if call is None or (call.gemm is not node and node.args[0] is not call.gemm):",
-        "if call is None:",
+        "if call is None or not call.is_whole:", "if call is None:",
         (f"{BMM}::test_a_product_may_be_fused_without_its_sum",
          f"{EINSUM}::test_a_permuted_result[bik,bkj->ibj-eval-cpu_ops]"),
     ),

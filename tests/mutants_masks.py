@@ -36,6 +36,16 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{STAYS}[small]", f"{STAYS}[sloped]"),
     ),
     (
+        "masks: of all samples and heads",
+        "passes/masks.py",
+        "while mask.dim() > 2 and mask.stride(0) == 0 and mask.shape[0] > 0:",
+        "while mask.dim() > 2 and mask.shape[0] > 0:",
+        tuple(
+            f"{STAYS}[{what}]"
+            for what in ("causal for the first", "open for the first", "causal for the first head")
+        ),
+    ),
+    (
         "masks: as many queries as keys",
         "passes/masks.py",
         "if length[0] != length[1]:",

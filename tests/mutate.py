@@ -2,6 +2,8 @@
 
     python tests/mutate.py               # all, some seconds each
     python tests/mutate.py regions       # those whose name contains "regions"
+    python tests/mutate.py --share 2/6   # the second of six parts, and those of `ALWAYS`
+    python tests/mutate.py --jobs 2      # two at a time
 
 A mutant is a change of one place in a copy of the checkout. One whose tests pass survives: what it
 took out is held by nothing, and the exit status says so.
@@ -9,24 +11,31 @@ took out is held by nothing, and the exit status says so.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import mutants_aoti
 import mutants_aten
 import mutants_bmm
+import mutants_cache
+import mutants_extreme
 import mutants_install
 import mutants_masks
 import mutants_matching
 import mutants_provenance
+import mutants_rest
 import mutants_tp
 import mutants_values
+import mutants_verify
 import mutants_views
 from test_hazards import ELSEWHERE, TRAPS
 
@@ -39,6 +48,7 @@ WRITES, REGIONS = "tests/test_refused_writes.py", "tests/test_refused_regions.py
 BETWEEN = f"{WRITES}::test_x_written_in_between"
 BOUND = "tests/test_bound.py"
 UNTOUCHED = "tests/test_untouched.py"
+ALWAYS = (mutants_rest,)  # each share has all of these batches
 
 
 @dataclass(frozen=True)
@@ -200,23 +210,42 @@ def survives(mutant: Mutant) -> bool:
 
 def all_mutants() -> list[Mutant]:
     batches = (
-        mutants_matching, mutants_aoti, mutants_aten, mutants_bmm, mutants_install,
-        mutants_masks, mutants_provenance, mutants_tp, mutants_values, mutants_views,
+        mutants_matching, mutants_aoti, mutants_aten, mutants_bmm, mutants_cache, mutants_extreme,
+        mutants_install, mutants_masks, mutants_provenance, mutants_rest, mutants_tp,
+        mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]
 
 
+def in_share(mutants: list[Mutant], part: int, parts: int) -> list[Mutant]:
+    """The part-th of so many parts, by the names, and the whole of `ALWAYS`."""
+    always = {parameters[0] for batch in ALWAYS for parameters in batch.MUTANTS}
+    hashed = ((zlib.crc32(mutant.name.encode()) % parts, mutant) for mutant in mutants)
+    return [mutant for rest, mutant in hashed if rest == part - 1 or mutant.name in always]
+
+
+def _timed(mutant: Mutant) -> tuple[Mutant, bool, float]:
+    start = time.monotonic()
+    return mutant, survives(mutant), time.monotonic() - start
+
+
 def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    mutants = [mutant for mutant in all_mutants() if wanted in mutant.name]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("wanted", nargs="?", default="", help="a part of their names")
+    parser.add_argument("--share", default="1/1", metavar="K/N", help="the K-th of N parts")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    options = parser.parse_args()
+    part, parts = map(int, options.share.split("/"))
+    if not 1 <= part <= parts:
+        parser.error(f"--share {options.share}: its first number is one of 1 to {parts}")
+    mutants = [m for m in in_share(all_mutants(), part, parts) if options.wanted in m.name]
     surviving = []
-    for mutant in mutants:
-        start = time.monotonic()
-        alive = survives(mutant)
-        surviving += [mutant.name] if alive else []
-        verdict = "SURVIVES" if alive else f"caught by {len(mutant.tests)}"
-        print(f"{time.monotonic() - start:5.1f} s  {verdict:12} {mutant.name}", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, alive, seconds in pool.map(_timed, mutants):
+            surviving += [mutant.name] if alive else []
+            verdict = "SURVIVES" if alive else f"caught by {len(mutant.tests)}"
+            print(f"{seconds:5.1f} s  {verdict:12} {mutant.name}", flush=True)
     print(f"{len(mutants) - len(surviving)} of {len(mutants)} mutants caught")
     sys.exit(bool(surviving))
 

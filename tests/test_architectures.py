@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from plan_cases import DENSE, GPU, LIBRARY, SPLIT, decide, linear_tensors, scaled_norm, swish
+from toolchains import needs_compilers
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fx_fuser
+from benchmarks import kernels
 from fx_fuser import backend
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.conv2d import MOST_PER_BYTE
 from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match import Refusal
@@ -156,11 +163,30 @@ def test_the_passes_over_inductors_graphs_run_there(
     assert load.runs_on(SPLIT_GEMM, GPU) and not load.runs_on(EXACT_GEMMS[narrow[0]], GPU)
 
 
-def test_the_loop_is_forced_by_the_environment() -> None:
-    best, forced = kernel_spec.split_family(None), kernel_spec.split_family("mma")
-    assert best.arch is None and forced.loader == "load_linear_split_mma"
+def _imported_with(monkeypatch: pytest.MonkeyPatch, loop: str) -> Any:
+    """`kernel_spec`, imported once more, where FX_FUSER_SPLIT_LOOP says this."""
+    monkeypatch.setenv("FX_FUSER_SPLIT_LOOP", loop)
+    spec = importlib.util.spec_from_file_location("again", kernel_spec.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "again", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_loop_is_forced_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, forced = (_imported_with(monkeypatch, loop) for loop in ("", "mma"))
+    for module in (best, forced):
+        module.check_split_loop()
+    assert best.LINEAR_SPLIT.arch is None
+    assert forced.LINEAR_SPLIT.loader == "load_linear_split_mma"
+
+
+def test_an_unknown_loop_is_told_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where fx_fuser is imported, say as one of many backends."""
+    module = _imported_with(monkeypatch, "wgmma")
     with pytest.raises(OptionError, match="FX_FUSER_SPLIT_LOOP is 'wgmma'; give 'mma'"):
-        kernel_spec.split_family("wgmma")
+        module.check_split_loop()
 
 
 # ---- limits --------------------------------------------------------------------------------------
@@ -181,6 +207,69 @@ def test_limits_follow_the_architecture(
     become((9, 0), there=True)
     rates = [(here.bandwidth, here.copy, here.fp32) for here in (limits.of(GPU), limits.H200)]
     assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize(
+    "capability, most",
+    [((8, 0), 68), ((8, 6), 58), ((8, 9), 158), ((10, 0), 123), ((9, 0), 90)],
+)
+def test_multiplications_a_byte_follow_the_gpus_balance(
+    become: Become, capability: tuple[int, int], most: float
+) -> None:
+    become(capability, there=True)
+    assert MOST_PER_BYTE * limits.of(GPU).balance == pytest.approx(most, abs=0.6)
+    if capability == (9, 0):
+        assert limits.of(GPU).balance == 1
+
+
+# Capability, multiprocessors, kHz, and the memory's kHz and bits; in us the model's time of the
+# kernel and of the library for 1024 x 8192 by 8192 x 8192, in fp32. An L40S: 4 rounds of 128 stages
+# of 7200 cycles, 4 x 2.2 beside them, 124 and 5 of the pre-pass. Near docs/gpus.md's predictions.
+GPUS: dict[str, tuple[tuple[int, ...], tuple[float, float]]] = {
+    "H200": (kernels.H200_FIGURES, (660, 2960)),
+    "A100": ((80, 108, 1_410_000, 1_593_000, 5120), (1800, 9280)),
+    "L40S": ((89, 142, 2_520_000, 9_001_000, 384), (1601, 2400)),
+    "RTX 4090": ((89, 128, 2_520_000, 10_501_000, 384), (1583, 2540)),
+    "B200": ((100, 148, 1_965_000, 3_996_000, 8192), (932, 2430)),
+}
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", GPUS)
+def test_split_rates_follow_the_gpus_figures(name: str) -> None:
+    figures, expected = GPUS[name]
+    choice = kernels.linear_split_choice(1, 1024, 8192, 8192, figures)
+    assert (choice.ours / 1e3, choice.library / 1e3) == pytest.approx(expected, rel=0.02)
+
+
+@needs_compilers
+def test_a_smaller_gpu_of_the_same_kind_is_slower() -> None:
+    """By multiprocessors, clock and memory, each by itself; what the driver does not say is an
+    H200's."""
+    few, long = (1, 16, 8192, 8192), (1, 1024, 8192, 8192)
+    whole = (80, 108, 1_410_000, 1_593_000, 5120)
+    of = kernels.linear_split_choice
+    assert of(*long, (80, 54, *whole[2:])).ours > 1.5 * of(*long, whole).ours
+    assert of(*long, (80, 108, 705_000, *whole[3:])).ours > 1.5 * of(*long, whole).ours
+    assert of(*few, (*whole[:4], 2560)).library > 1.5 * of(*few, whole).library
+    unknown = of(*few, (80, 108, 0, 0, 0))
+    assert 0 < unknown.library < of(*few, whole).library
+
+
+@needs_compilers
+def test_split_choices_of_hopper_are_those_that_were_measured() -> None:
+    """Whatever its clock: 256 products by 132 and 114 multiprocessors, as at 51a80a2, before rates
+    followed the GPU."""
+    products = itertools.product(
+        (132, 114), (1, 12), (16, 200, 1024, 6304), (64, 768, 4096, 50257), (64, 768, 8192, 131072)
+    )
+    found = []
+    for i, (count, *sizes) in enumerate(products):
+        figures = (90, count, 1_000_000 * (i % 3), 3_201_000, 6144 * (i % 2))
+        choice = kernels.linear_split_choice(*sizes, figures)
+        found.append(f"{choice.chunks}{'w' if choice.weight_first else 'x'}")
+    digest = hashlib.sha256(" ".join(found).encode()).hexdigest()
+    assert digest == "33c79eb46a71d1fa0925c9e75050c2247a4fc8fc59ce2934a67669bad5b14593"
 
 
 def test_a_gemm_is_small_by_the_gpus_own_rates(become: Become) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from toolchains import ARCH, SPILLING, needs_compilers
 
 from fx_fuser import build
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, launch, load
+from fx_fuser.native import binaries, compilers, kernel_spec, launch, load, store
+from fx_fuser.native.jobs import SOURCE, TARGET, Job
 from fx_fuser.native.kernel_spec import (
     LINEAR_DENSE,
     LINEAR_SPLIT,
@@ -145,6 +147,31 @@ def test_available_says_why_not():
         assert "is_available() is False" in (load.available("cuda") or "")
 
 
+@pytest.fixture
+def with_gpu(fake, monkeypatch):
+    """As if a GPU were here; nvcc is a stand-in."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def test_available_says_which_folder_the_compiler_cannot_name(with_gpu, tmp_path, monkeypatch):
+    assert load.available("cuda") is None
+    monkeypatch.setattr(binaries, "KERNELS", tmp_path / "Bob's")
+    said = load.available("cuda") or ""
+    assert f"nvcc takes no ' in a path, and there is one in {tmp_path / 'Bob'}'s; give" in said
+    assert said.endswith("another name or let NVRTC compile")
+
+
+def test_available_says_what_is_wrong_in_the_environment(with_gpu, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_spec, "_SPLIT_LOOP", "foo")
+        said = load.available("cuda")
+        assert said == "FX_FUSER_SPLIT_LOOP is 'foo'; give 'mma', or leave it unset"
+    monkeypatch.setenv("FX_FUSER_COMPILER", "foo")
+    assert load.available("cuda") == "FX_FUSER_COMPILER is 'foo'; set it to nvrtc or nvcc"
+
+
 def test_cpu_tensors_are_refused_by_name():
     with pytest.raises(BuildError, match="not on cpu"):
         launch.batch_stats(torch.ones(2, 3, 4, 4))
@@ -166,6 +193,43 @@ def test_missing_ninja_names_the_remedy(fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "ninja", None)
     with pytest.raises(BuildError, match="pip install ninja"):
         binaries.cubin("// a", ARCH)
+
+
+def test_the_shims_key_holds_torchs_version(monkeypatch):
+    host = compilers.Host(Path("/usr/bin/g++"), "g++ 12")
+    before = binaries._shim_job(host).key
+    assert binaries._shim_job(host).key == before
+    assert binaries._shim_job(dataclasses.replace(host, version="g++ 13")).key != before
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert binaries._shim_job(host).key != before
+
+
+# ---- odd names of folders ------------------------------------------------------------------------
+
+# Whatever ninja, a shell, a format or a compiler may take for something else.
+ODD = (
+    *("w{x}", "w{{b}}", "w{source}", "{source}w", "{", "}", "{0}", "a b", "a:b", "a#b", "a\\b"),
+    *("a$b", "a${HOME}b", "$$", "a%b", "a'b", 'a"b', "a`b", "a;b", "a&b", "a(b)", "a*b?[c]", "a!b"),
+    *("a\\", "a<b>|c", "a,b", "a=b", "@ab", "-ab", "~ab", "a\tb", "ab ", "aé漢b", "a\udcffb"),
+)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_argument_reaches_the_compiler_as_it_is(tmp_path, monkeypatch, name):
+    """Through ninja and its shell."""
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    script = 'printf %s "$2" | cat - "$0" > "$1"'
+    command = ("sh", "-c", script, SOURCE, TARGET, name)
+    (made,) = store.ensure([Job("0a" * 16, " and its text", ".txt", ".so", command)])
+    assert made.read_bytes() == os.fsencode(name) + b" and its text"
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r"])
+def test_an_argument_with_a_line_break_is_refused(tmp_path, monkeypatch, line_break):
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
+    job = Job("0a" * 16, "text", ".txt", ".so", ("cp", SOURCE, TARGET, f"a{line_break}b"))
+    with pytest.raises(BuildError, match=r"'a\\[nr]b', and ninja takes no line break"):
+        store.ensure([job])
 
 
 # ---- loading -------------------------------------------------------------------------------------

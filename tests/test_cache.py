@@ -19,9 +19,7 @@ from pathlib import Path
 import pytest
 from toolchains import ARCH
 
-from fx_fuser import cache
 from fx_fuser.native import binaries, compilers, jobs, store
-from fx_fuser.planning import timing
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -223,7 +221,7 @@ def test_a_build_does_not_wait_for_one_of_something_else(fake):
     other = next(shard for shard in others if shard != ours)
     folder = store.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    under_way = folder / f"tmp-{other}-under-way"
+    under_way = folder / f"tmp-{other}-underway"
     with store._locked(folder, [other]):
         under_way.mkdir()
         assert binaries.cubin("// ours", ARCH).read_text() == "// ours"
@@ -313,85 +311,3 @@ def test_a_folder_that_cannot_be_written_to(
         path = binaries.cubin(source, ARCH)
         assert path.read_text() == source and folder not in path.parents
     assert not folder.exists() or not leftovers(folder)
-
-
-# ---- what can be trusted -------------------------------------------------------------------------
-
-
-def warnings_in(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-
-
-def test_a_new_folder_is_ones_own(fake, tmp_path, monkeypatch):
-    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "new/cache"))
-    old = os.umask(0o002)  # as of distributions whose users have groups of their own
-    try:
-        entry = binaries.cubin("// a", ARCH)
-    finally:
-        os.umask(old)
-    assert entry.parent.stat().st_mode & 0o777 == 0o700
-    assert store.distrust(entry) == store.distrust(entry.parent) == ""
-
-
-@pytest.mark.parametrize("mode, who", [(0o777, "everybody"), (0o770, "group")])
-def test_nothing_is_loaded_from_a_folder_that_others_may_write(fake, caplog, mode, who):
-    planted = binaries.cubin("// a", ARCH)
-    planted.parent.chmod(mode)
-    store._warn_untrusted.cache_clear()
-    for _ in range(2):
-        made = binaries.cubin("// a", ARCH)
-        assert made.read_text() == "// a" and made.parent != planted.parent
-    (said,) = warnings_in(caplog)
-    assert f"nothing is loaded from {planted.parent}: {who}" in said and "chmod go-w" in said
-
-
-def test_nothing_is_loaded_from_a_folder_of_somebody_else(fake, caplog, monkeypatch):
-    planted = binaries.cubin("// a", ARCH)
-    mine = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    store._warn_untrusted.cache_clear()
-    if mine == 0:  # whom everybody trusts
-        os.chown(planted.parent, 12345, -1)
-    made = binaries.cubin("// a", ARCH)
-    assert made.parent != planted.parent
-    assert "it belongs to user" in warnings_in(caplog)[0]
-
-
-def test_a_file_that_others_may_write_is_made_again(fake, caplog):
-    entry = binaries.cubin("// a", ARCH)
-    entry.chmod(0o666)
-    store._warn_untrusted.cache_clear()
-    assert binaries.cubin("// a", ARCH) == entry
-    assert fake.calls == 2 and store.distrust(entry) == ""
-    assert f"nothing is loaded from {entry}: everybody may write to it" in warnings_in(caplog)[0]
-
-
-def test_it_is_shown_and_cleared(fake, capsys):
-    entry = binaries.cubin("// a", ARCH)
-    (entry.parent / "plans").mkdir(exist_ok=True)
-    (entry.parent / "plans/one.json").write_text("{}")
-    (entry.parent / "notes.txt").write_text("not ours")
-    assert cache.main([]) == 0
-    shown = capsys.readouterr().out
-    assert f"{entry.parent}:" in shown and "1 kernels" in shown and "1 timings" in shown
-    assert cache.main(["--clear"]) == 0
-    assert "removed 3 files" in capsys.readouterr().out
-    assert not entry.exists() and (entry.parent / "notes.txt").exists()
-    assert binaries.cubin("// a", ARCH).read_text() == "// a" and fake.calls == 2
-
-
-def test_there_may_be_nothing_to_show(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "none"))
-    assert cache.main(["--clear"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'none'}: nothing is there\n"
-
-
-def test_timings_make_the_folder_ones_own_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "new/cache"))
-    old = os.umask(0)
-    try:
-        timing._remember("a", [timing.Timing(1.0, 2.0)])
-    finally:
-        os.umask(old)
-    assert timing._recall("a") == [timing.Timing(1.0, 2.0)]
-    assert store.distrust(tmp_path / "new/cache") == ""

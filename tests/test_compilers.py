@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import slow_but
-from toolchains import ARCH, FAKE_NVCC, SPILLING, FakeNvcc, needs_nvrtc, put_nvrtc
+from toolchains import ARCH, FAKE_NVCC, SPILLING, FakeNvcc, needs_nvcc, needs_nvrtc, put_nvrtc
 
 from fx_fuser import build
 from fx_fuser.errors import BuildError
@@ -191,6 +191,70 @@ def test_an_nvrtc_that_does_not_load_is_named(fake_nvrtc):
     fake_nvrtc.write_text("no library")
     with pytest.raises(BuildError, match=r"libnvrtc\.so\.13 does not load .*; reinstall NVRTC"):
         binaries.cubin("// a", ARCH)
+
+
+def test_a_cuda_home_that_is_no_folder_is_passed_over(bare, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "x" * 5000)  # which the system refuses to look up
+    with pytest.raises(BuildError, match=r"NVRTC .* pip install .*; or nvcc: nvcc was found neith"):
+        compilers.of_kernels()
+
+
+# ---- odd names of folders ------------------------------------------------------------------------
+
+# Of one or the other compiler: the path of fx_fuser's headers, which is also in its output.
+REFUSED = {"nvcc": "\"'`,", "nvrtc": '"'}
+
+
+@pytest.mark.parametrize("compiler", REFUSED)
+def test_a_character_that_a_compiler_cannot_take_is_named(
+    fake, fake_nvrtc, tmp_path, monkeypatch, compiler
+):
+    with_nvcc(monkeypatch, fake)
+    monkeypatch.setenv("FX_FUSER_COMPILER", compiler)
+    for character in REFUSED[compiler]:
+        folder = tmp_path / f"a{character}b"
+        shutil.copytree(binaries.KERNELS.resolve() / "nvrtc", folder / "nvrtc")
+        monkeypatch.setattr(binaries, "KERNELS", folder)
+        with pytest.raises(BuildError) as caught:
+            binaries.cubin("// a", ARCH)
+        assert f"takes no {character} in a path, and there is one in {folder}" in str(caught.value)
+        assert "give the folder another name" in str(caught.value)
+    assert fake.calls == 0
+
+
+# Each character that nothing stumbles over, for both compilers.
+TAKEN = " :#\\%$;&(){}*?[]!<>|=@~\té漢\udcff"
+PLACES = ("cache", "package")
+
+
+def _compile_in(place: str, name: str, tmp_path: Path, monkeypatch) -> None:
+    """A kernel, with its real headers, where one of the folders has this name."""
+    types = (torch.float32, torch.float32, torch.float32)
+    text = build.example(POINTWISE, "Swish", 1, *types).text
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / (name if place == "cache" else "c")))
+    if place == "package":
+        folder = tmp_path / name / "kernels_cu"
+        shutil.copytree(binaries.KERNELS.resolve(), folder)
+        monkeypatch.setattr(binaries, "KERNELS", folder)
+    made = binaries.cubin(text, "sm_80")
+    assert made.parent == store.cache_dir() and made.read_bytes()[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("place", PLACES)
+def test_nvrtc_compiles_in_folders_of_odd_names(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("FX_FUSER_COMPILER", "nvrtc")
+    of_package = "`" if place == "package" else ""
+    _compile_in(
+        place, f"a',{of_package}${{HOME}}{{{{b}}}}{{source}}{TAKEN} ", tmp_path, monkeypatch
+    )
+
+
+@needs_nvcc
+@pytest.mark.parametrize("place", PLACES)
+def test_nvcc_compiles_in_folders_of_odd_names(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("FX_FUSER_COMPILER", "nvcc")
+    _compile_in(place, f"a${{HOME}}{{{{b}}}}{{source}}{TAKEN} ", tmp_path, monkeypatch)
 
 
 # ---- the real NVRTC ------------------------------------------------------------------------------

@@ -145,6 +145,7 @@ def test_random_sizes_and_factors(seed) -> None:
     [
         conv_backward_sm90.special_values,
         conv_backward_sm90.extreme_factors,
+        conv_backward_sm90.extreme_variances,
         conv_backward_sm90.accuracy,
         conv_backward_sm90.graphs_and_repeats,
     ],

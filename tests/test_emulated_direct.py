@@ -155,6 +155,15 @@ def test_extreme_factors(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     assert not failures
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
+def test_extreme_variances(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    failures: list[str] = []
+    conv_backward_sm90.extreme_variances(failures, dtype)
+    assert not failures
+
+
 @pytest.mark.slow
 def test_refusals(gpu: EmulatedGpu) -> None:
     failures: list[str] = []

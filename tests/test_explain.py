@@ -88,9 +88,9 @@ def test_the_operands_of_a_pattern_are_in_the_report() -> None:
 
 def test_the_table() -> None:
     text = str(fx_fuser.explain(Gated(), *_inputs()))
-    header, rule, *rows = text.splitlines()
+    header, rule, *rows = text.partition("\n\n")[2].splitlines()
     assert "pattern" in header and "where" in header and set(rule) <= set("- ")
-    assert any(r.startswith("fused") and MUL_MUL in r for r in rows)
+    assert any(r.startswith("match") and MUL_MUL in r for r in rows)
     assert any(r.startswith("refused") and MUL_ADD in r for r in rows)
     assert "weight[5, 6]" in text and "used by" in text
 
@@ -98,7 +98,7 @@ def test_the_table() -> None:
 def test_nothing_found_is_said() -> None:
     report = fx_fuser.explain(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.ones(2, 3))
     assert (report.fused, report.refused, report.others) == ([], [], {})
-    assert str(report) == "fx_fuser: no site of any pattern found"
+    assert str(report).endswith("\n\nfx_fuser: no site of any pattern found")
 
 
 def test_several_graphs_make_one_report() -> None:
@@ -258,7 +258,8 @@ def _run_gated(extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
         "import torch, fx_fuser\n"
         "linear = torch.nn.Linear(4, 4)\n"
         "f = lambda x: torch.nn.functional.silu(linear(x)) * 2.0\n"
-        "torch.compile(f, backend='fx_fuser', options={'inner': 'aot_eager'})(torch.ones(2, 4))\n"
+        "options = {'inner': 'aot_eager', 'cpu_ops': True}\n"
+        "torch.compile(f, backend='fx_fuser', options=options)(torch.ones(2, 4))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **extra}
     done = subprocess.run(

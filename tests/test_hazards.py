@@ -111,6 +111,10 @@ def _norm_twice(m: Any, x: Tensor) -> Any:
     return torch.relu(m.bn(m.conv(x))) + m.bn(m.conv(x * 0.5)) * 2.0
 
 
+def _statistics_in_one(m: Any, x: Tensor) -> Any:
+    return F.batch_norm(m.conv(x), m.mean, m.mean, m.gamma, m.beta, True) * 2.0
+
+
 def _columns_flattened(m: Any, x: Tensor, y: Tensor) -> Any:
     return (y * torch.sigmoid(m.lin(x)) * 2.0).t().view(-1)
 
@@ -212,6 +216,9 @@ TRAPS: dict[str, Trap] = {
     ),
     "the norm is used twice": Trap(
         "statistics_alone", _conv(_norm_twice), _images, train=True, inner="eager"
+    ),
+    "mean and variance are one tensor": Trap(
+        "statistics_alone", _conv(_statistics_in_one), _images, train=True, inner="eager"
     ),
     "the operand's layout wins": Trap(
         "layout_kept", _linear(_columns_flattened), lambda: (leaf(4, 8), torch.randn(6, 4).t())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from benchmarks.conv_sm90 import HALVES
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.match import Refusal
-from fx_fuser.native import launch
+from fx_fuser.native import launch, limits
 from fx_fuser.native.kernel_spec import implicit as family
 from fx_fuser.native.kernel_spec import implicit_columns
 from fx_fuser.options import Options
@@ -234,6 +235,19 @@ def test_not_offered_where_products_bound_it(match_of, on_gpu, plan) -> None:
         weight = torch.randn(512, 256, kernel, kernel).bfloat16().to(memory_format=LAST)
         match = match_of(scaled_norm(), x, weight, torch.zeros(512), torch.ones(512))
         assert candidates(match, plan=plan) == wanted
+
+
+@needs_compilers
+@pytest.mark.parametrize(("balance", "wanted"), [(1.0, []), (1.75, [IMPLICIT])])
+def test_what_products_bound_follows_the_gpus_balance(
+    match_of, on_gpu, monkeypatch, balance, wanted
+) -> None:
+    """The same 119, on a GPU whose memory is slower beside its tensor cores."""
+    x = torch.randn(2, 256, 14, 14).bfloat16().to(memory_format=LAST)
+    weight = torch.randn(512, 256, 3, 3).bfloat16().to(memory_format=LAST)
+    match = match_of(scaled_norm(), x, weight, torch.zeros(512), torch.ones(512))
+    monkeypatch.setattr(limits, "of", lambda _: replace(limits.H200, balance=balance))
+    assert candidates(match) == wanted
 
 
 @needs_compilers

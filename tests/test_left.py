@@ -32,8 +32,9 @@ def test_far_is_in_the_summary(body: Body, follows: str) -> None:
     torch._dynamo.reset()
     report = fx_fuser.explain(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
     assert (report.fused, report.refused, report.others) == ([], [], {"Linear": 1})
-    summary, line = str(report).splitlines()
-    assert summary == "fx_fuser: 1 Linear site is followed by nothing a pattern has"
+    (line,) = report.leftovers.splitlines()
+    assert report.summary == "1 Linear site is followed by nothing a pattern has"
+    assert f"\nfx_fuser: {report.summary}\n  1 × Linear, followed by {follows}" in str(report)
     reason = "on a CPU Inductor does as well by itself"
     assert line.startswith(f"  1 × Linear, followed by {follows}: {reason}; say ")
     assert "test_left.py:" in line and "m.lin(x)" in line
@@ -43,8 +44,8 @@ def test_far_is_in_the_summary(body: Body, follows: str) -> None:
 def test_what_is_left_is_grouped() -> None:
     """Equal ones share a line, which has the place of the first."""
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.GELU())))
-    lines = str(fx_fuser.explain(model, torch.randn(4, 8), options={"auto": False})).splitlines()
-    assert len(lines) == 2 and lines[1].startswith("  3 × Linear, followed by gelu; say ")
+    report = fx_fuser.explain(model, torch.randn(4, 8), options={"auto": False})
+    assert report.leftovers == "  3 × Linear, followed by gelu"  # of no line of the user's
 
 
 def test_no_advice_that_cannot_help() -> None:
@@ -97,7 +98,7 @@ LEFT: dict[str, tuple[Body, str]] = {
 def test_every_product_that_is_left_has_a_line(body: Body, said: str) -> None:
     torch._dynamo.reset()
     report = fx_fuser.explain(linear_program(body), torch.randn(2, 3, 8))
-    (line,) = str(report).splitlines()[1:]
+    (line,) = report.leftovers.splitlines()
     assert line.startswith(f"  1 × {said}")
     assert sum(report.others.values()) == ("no kernel" not in said)
     assert type(report).from_json(report.to_json()) == report

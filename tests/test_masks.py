@@ -56,6 +56,19 @@ def compared() -> Tensor:
     return positions()[None, :] <= positions()[:, None]
 
 
+def whole() -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool)
+
+
+def samples(*of: Tensor) -> Tensor:
+    return torch.stack(of)[:, None]
+
+
+def heads(first: Tensor, rest: Tensor) -> Tensor:
+    """For all samples alike: only the outer dimension is expanded."""
+    return torch.stack((first, rest, rest)).expand(2, -1, -1, -1)
+
+
 def least() -> Tensor:
     mask = torch.full((S, S), torch.finfo(torch.float32).min)
     return torch.triu(mask, diagonal=1)[None, None].expand(2, 1, -1, -1)
@@ -125,6 +138,10 @@ STAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "empty": (lambda m: torch.empty(S, S) == 0, "which is not run ahead"),
     "a layer": (lambda m: F.relu(torch.zeros(S, S)), "which is not run ahead"),
     "one more": (lambda m: torch.ones(S, S, dtype=torch.bool).tril(1), "its mask is not causal"),
+    # of two samples, which expand does not make of one
+    "causal for the first": (lambda m: samples(compared(), whole()), "its mask is not causal"),
+    "open for the first": (lambda m: samples(whole(), compared()), "its mask is not causal"),
+    "causal for the first head": (lambda m: heads(compared(), whole()), "its mask is not causal"),
     "a window": (lambda m: compared() & ~compared().tril(-3), "its mask is not causal"),
     "small": (lambda m: torch.where(compared(), 0.0, -1e4), "other values than zero and the least"),
     "sloped": (lambda m: (positions() - positions()[:, None]).float(), "other values"),
@@ -305,8 +322,7 @@ def test_under_an_autocast_of_the_graphs_own() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return F.scaled_dot_product_attention(q, k, v, compared())
 
-    (mask,) = read(attend, *qkv())
-    assert mask.reason == "its result would have dtype torch.float32, not torch.bfloat16"
+    assert [m.done for m in read(attend, *qkv())] == ["causal"]
 
 
 def test_a_function_of_the_users_by_a_known_name_is_not_run() -> None:
@@ -417,7 +433,7 @@ def test_masks_stay_where_that_is_asked_for(options: dict[str, Any]) -> None:
 
 def test_explain_says_what_becomes_of_masks() -> None:
     report = fx_fuser.explain(Attention(), *qkv(), torch.zeros(S, S))
-    causal, other = str(report).splitlines()[-2:]
+    causal, other = report.attention.splitlines()
     assert causal.startswith("mask of attention at ") and "is causal, and not read" in causal
     assert other.endswith("stays: its mask depends on `bias`")
     assert Report.from_json(report.to_json()) == report

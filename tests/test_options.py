@@ -151,7 +151,7 @@ def test_no_patterns() -> None:
     assert fused() == {}
     torch._dynamo.reset()
     report = fx_fuser.explain(model, x, options={"patterns": []})
-    assert str(report) == "fx_fuser: no site of any pattern found"
+    assert str(report).endswith("\n\nfx_fuser: no site of any pattern found")
     assert_fused(model, (x,), {}, options={**OPTIONS, "patterns": []})
     with pytest.raises(AssertionError, match=f"{MUL}: 0 fused, 1 expected"):
         assert_fused(model, (x,), {MUL: 1}, options={**OPTIONS, "patterns": []})

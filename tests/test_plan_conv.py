@@ -19,12 +19,13 @@ from plan_cases import (
     scaled_norm,
     swish,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
+import fx_fuser
 from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, evaluate
-from fx_fuser.planning import rehearse
+from fx_fuser.planning import case, rehearse
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -385,3 +386,68 @@ def test_the_hosts_time_is_that_of_the_op_that_a_graph_calls(match_of: Any, grad
     call: Any = run.calls(run.gradient_of_z() if grad else None, CONV)
     wanted = torch.ops.fx_fuser.conv2d_kernel.default if grad else evaluate.OP
     assert call.func is wanted
+
+
+# ---- what explain says where a kernel has no backward ---------------------------------------
+
+
+def _said(model: nn.Module, x: Tensor, **train: Any) -> str:
+    torch._dynamo.reset()
+    report = fx_fuser.explain(model, x, **train)
+    assert not report.fused
+    return " ".join(r.reason for r in (*report.refused, *report.left))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0], ids=["grown", "named pattern"])
+def test_a_kernel_for_inference_is_not_said_to_be_missing(on_gpu: Any, scale: float) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.BatchNorm2d(64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.conv(x))
+            return torch.tanh(y) if scale == 1.0 else y * scale
+
+    model, x = First(), torch.randn(2, 3, 32, 32)
+    for_inference = "fx_fuser's kernels for it are for inference: it needs "
+    assert f"{for_inference}model.eval() and torch.no_grad()" in _said(model, x, train=True)
+    with torch.no_grad():
+        assert f"{for_inference}model.eval()" in _said(model, x)
+    assert f"{for_inference}torch.no_grad()" in _said(model.eval(), x)
+    torch._dynamo.reset()
+    on_gpu(1.0, 0.5)
+    assert len(fx_fuser.explain(model, x, train=False).fused) == 1
+
+
+def test_where_there_is_no_kernel_at_all_that_is_said(on_gpu: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(6, 12, 3, dilation=2, groups=3), nn.Tanh())
+    assert "has no kernel for this convolution" in _said(model, torch.randn(2, 6, 9, 9))
+
+
+def test_times_are_of_cudnns_settings(match_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose among the library's convolutions, forward and backward."""
+    match = half_norm(match_of)
+    cudnn = torch.backends.cudnn
+
+    def key() -> str:
+        return repr(case.timing_key(match, [CONV], []))
+
+    first = key()
+    with monkeypatch.context() as patch:
+        patch.setattr(cudnn, "version", lambda: 1)
+        assert key() != first
+    for flag in ("benchmark", "deterministic", "enabled"):
+        setting = getattr(cudnn, flag)
+        setattr(cudnn, flag, not setting)
+        try:
+            assert key() != first, flag
+        finally:
+            setattr(cudnn, flag, setting)
+    setting = cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    cudnn.conv.fp32_precision = "tf32" if setting == "ieee" else "ieee"  # type: ignore[attr-defined]
+    try:
+        assert key() != first
+    finally:
+        cudnn.conv.fp32_precision = setting  # type: ignore[attr-defined]
+    assert key() == first

@@ -49,9 +49,30 @@ def test_python_block_runs_by_itself(code: str, tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**torchrun, "MASTER_PORT": port}
+    # As after `pip install`: no other folder of the checkout can be imported.
+    (tmp_path / "fx_fuser").symlink_to(ROOT / "fx_fuser")
+    environment = {**torchrun, "MASTER_PORT": port, "PYTHONPATH": str(tmp_path)}
     status, said = run_script(script, environment, as_tests="\ndef test_" in code)
     assert status == 0, said
+
+
+def only_in_a_checkout(text: str) -> list[str]:
+    """What a page's code, run or not, imports of what no wheel has."""
+    code = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    folders = "benchmarks|tests|demo|patterns|kernels_cu"
+    return re.findall(rf"^\s*(?:from|import)\s+((?:{folders})\b[\w.]*)", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [n for n in TEXTS if n != "CONTRIBUTING.md"])
+def test_code_for_users_imports_what_a_wheel_has(name: str) -> None:
+    assert only_in_a_checkout(TEXTS[name]) == []
+
+
+def test_what_no_wheel_has_is_found() -> None:
+    page = (
+        "```py\nimport fx_fuser\nfrom benchmarks.nets import A\n\nimport demo\n```\nimport tests\n"
+    )
+    assert only_in_a_checkout(page) == ["benchmarks.nets", "demo"]
 
 
 def test_set_up_commands_are_those_of_ci() -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fx_fuser
 from fx_fuser import Report
 from fx_fuser.report import traffic
-from fx_fuser.report.report import _short
+from fx_fuser.report.text import WIDTH, short_place
 
 
 class Broken(nn.Module):
@@ -38,6 +38,9 @@ class Broken(nn.Module):
         x = F.silu(self.layers[3](x)) + y
         second = torch.tanh(self.layers[4](x)) * y * "<&>".count("&")
         return self.layers[5](x), first, second.relu(), F.relu(self.layers[4](x)) * y
+
+
+OPS = {"cpu_ops": True, "auto": False}  # the sites are those of a GPU, named patterns alone
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +84,112 @@ def test_equal_rows_of_the_table_are_one() -> None:
 
     report = fx_fuser.explain(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
     assert len(report.fused) == 3
-    rows = [line for line in str(report).splitlines() if line.startswith("fused")]
-    assert len(rows) == 1 and rows[0].startswith("fused ×3 ")
+    rows = [line for line in str(report).splitlines() if line.startswith("match")]
+    assert len(rows) == 1 and rows[0].startswith("match ×3 ")
+
+
+# ---- the header, and what a CPU says ------------------------------------------------------------
+
+
+def test_the_header(report: Report) -> None:
+    header = report.header
+    assert header is not None
+    assert (header.devices, header.dtypes) == (["cpu"], ["float32"])
+    assert (header.mode, header.grad, header.autocast) == ("train", True, "")
+    assert (header.torch, header.fx_fuser) == (str(torch.__version__), fx_fuser.__version__)
+    said, seen, precision, note = (
+        str(report).partition("\n\n")[0].replace("\n    ", " ").split("\n")
+    )
+    assert said == f"fx_fuser {fx_fuser.__version__}, torch {torch.__version__}, on cpu"
+    assert seen == "float32; train; gradients on"
+    assert precision == (
+        "torch's settings: matmul without TF32, convolutions with; option fp32='follow'"
+    )
+    assert note.startswith("On a CPU nothing of fx_fuser's runs: Inductor compiles")
+
+
+def partly_eval() -> nn.Module:
+    model = ThreePatterns().train()
+    model.bn.eval()
+    return model
+
+
+MODES: dict[str, tuple[Any, bool | None, str]] = {
+    "eval": (ThreePatterns().eval(), None, "float32; eval; gradients on"),
+    "train=False": (ThreePatterns().train(), False, "float32; eval; gradients off"),
+    "partly": (partly_eval(), None, "float32; 5 modules in train, 1 in eval; gradients on"),
+    "two dtypes": (lambda x: x.bfloat16() + x, None, "float32; gradients on"),
+    "half": (nn.Conv2d(3, 3, 1).bfloat16(), False, "bfloat16; eval; gradients off"),
+}
+
+
+@pytest.mark.parametrize("model, train, said", MODES.values(), ids=MODES.keys())
+def test_the_header_says_mode_grad_and_dtype(model: Any, train: bool | None, said: str) -> None:
+    torch._dynamo.reset()
+    x = images().to(torch.bfloat16 if "bfloat16" in said else torch.float32)
+    assert str(fx_fuser.explain(model, x, train=train)).splitlines()[1] == said
+
+
+def test_the_header_says_autocast_and_tf32() -> None:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    model, options = nn.Linear(6, 6).eval(), {"fp32": "ieee"}
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            report = fx_fuser.explain(model, torch.randn(3, 6), options=options)
+    finally:
+        matmul.fp32_precision = before
+    lines = str(report).splitlines()
+    assert lines[1] == "float32; autocast to bfloat16; eval; gradients on"
+    assert lines[2] == "torch's settings: matmul with TF32, convolutions with; option fp32='ieee'"
+
+
+def test_on_a_cpu_nothing_is_said_to_be_fused_or_saved(report: Report) -> None:
+    """No kernel of fx_fuser's runs there."""
+    page = re.sub("<style>.*</style>", "", report.to_html(), flags=re.DOTALL)
+    for text in (str(report), Page(page).text):
+        said = " ".join(text.split()).replace("What is fused on a GPU", "")
+        assert not re.search(r"\bfused\b", said)
+        assert "saved" not in said and "launch" not in said
+        assert "nothing of fx_fuser's runs" in said and "match" in said
+    for site in report.fused:
+        assert not site.native
+        assert (site.bytes_saved, site.launches_saved, site.kept) == (None, None, None)
+
+
+def test_ops_that_run_on_a_cpu_for_tests_are_told_apart() -> None:
+    report = fx_fuser.explain(ThreePatterns().eval(), images(), options=OPS)
+    assert all(site.native for site in report.fused) and report.saving
+    assert report.header is not None and "'cpu_ops'" in report.header.note
+
+
+def test_json_and_page_have_the_header(report: Report) -> None:
+    assert report.header is not None
+    assert json.loads(report.to_json())["header"]["devices"] == ["cpu"]
+    text = Page(report.to_html()).text
+    assert all(line in text for line in report.header.lines)
+    other = {**json.loads(report.to_json()), "header": None}
+    assert Report.from_json(json.dumps(other)).header is None
+
+
+def long_line(m: Any, x: Tensor, some_rather_long_name_of_an_operand_that_is_added: Tensor) -> Any:
+    z = F.silu(m.lin(x)) * some_rather_long_name_of_an_operand_that_is_added * some_rather_long_name_of_an_operand_that_is_added.sum()  # noqa: E501  # fmt: skip
+    w = torch.tanh(m.bare(x)) * some_rather_long_name_of_an_operand_that_is_added * 2.0
+    return z, w, F.gelu(m.bare(w @ m.lin.weight)), F.conv1d(x[None], m.lin.weight[:, :4, None]).relu().relu()  # noqa: E501  # fmt: skip
+
+
+def test_no_line_is_wider_than_a_terminal() -> None:
+    torch._dynamo.reset()
+    report = fx_fuser.explain(linear_program(long_line), torch.randn(4, 8), torch.randn(4, 6))
+    assert report.fused and report.refused and report.left
+    site = report.fused[0]
+    object.__setattr__(site, "kernel", "library 1.234 ms, split by wgmma 0.567 ms; " * 3)
+    object.__setattr__(site, "code", "x" * 300)
+    object.__setattr__(site, "where", f"/a/{'folder/' * 20}modeling.py:1234")
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= WIDTH == 100
+    assert any("modeling.py:1234" in line for line in lines)
+    assert any("weight[6, 8]" in line for line in lines)  # an operand stays whole
 
 
 # ---- JSON and HTML ------------------------------------------------------------------------------
@@ -99,7 +206,7 @@ def test_equal_rows_of_the_table_are_one() -> None:
     ],
 )
 def test_a_place_keeps_its_files_name_whole(where: str, said: str) -> None:
-    assert _short(where.format(cwd=os.getcwd())) == said
+    assert short_place(where.format(cwd=os.getcwd())) == said
 
 
 def test_json_round_trip(report: Report) -> None:
@@ -216,7 +323,8 @@ def test_bytes_and_launches_of_a_swish() -> None:
         z = F.linear(x, weight)
         return z * torch.sigmoid(z) * 2.0
 
-    (site,) = fx_fuser.explain(swish, torch.randn(4, 8), torch.randn(6, 8)).fused
+    inputs = torch.randn(4, 8), torch.randn(6, 8)
+    (site,) = fx_fuser.explain(swish, *inputs, options=OPS).fused
     tensor = 4 * 6 * 4
     # 4 results written; z, z and the sigmoid, and the product read. Fused: z and y written, z read.
     assert site.bytes_saved == (4 + 4) * tensor - 3 * tensor
@@ -228,7 +336,7 @@ def test_an_operand_is_read_once_in_any_case() -> None:
         return F.silu(F.linear(x, weight)) * y
 
     inputs = torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 6)
-    (site,) = fx_fuser.explain(gate, *inputs).fused
+    (site,) = fx_fuser.explain(gate, *inputs, options=OPS).fused
     # linear, silu, mul; the result of silu is neither written nor read.
     assert (site.bytes_saved, site.launches_saved) == (2 * 4 * 6 * 4, 1)
 
@@ -236,13 +344,14 @@ def test_an_operand_is_read_once_in_any_case() -> None:
 @pytest.mark.parametrize("train, launches", [(False, 1), (True, 0)])
 def test_a_convolution(train: bool, launches: int) -> None:
     model = conv_program(lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
-    (site,) = fx_fuser.explain(model, torch.randn(3, 4, 8, 9), train=train).fused
+    (site,) = fx_fuser.explain(model, torch.randn(3, 4, 8, 9), train=train, options=OPS).fused
     # z is neither written nor read; of three launches the statistics keep one.
     assert (site.bytes_saved, site.launches_saved) == (2 * 3 * 6 * 6 * 7 * 4, launches)
 
 
 def test_sizes_that_are_not_known() -> None:
-    report = Report.from_json(fx_fuser.explain(ThreePatterns().eval(), images()).to_json())
+    report = fx_fuser.explain(ThreePatterns().eval(), images(), options=OPS)
+    report = Report.from_json(report.to_json())
     assert report.saving.startswith("saved in a forward pass, against op by op: ")
     object.__setattr__(report.fused[0], "bytes_saved", None)
     assert report.saving == "" and "launches" in report.to_html()

@@ -15,7 +15,7 @@ import fx_fuser
 ROOT = Path(fx_fuser.__file__).parent
 # From the ground up: a room imports from those before it, and from itself.
 FLOORS = (
-    ("errors", "options"),
+    ("errors", "versions", "arguments", "options"),
     ("native",),
     ("graph",),
     ("anchors",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,43 @@ from typing import Any
 import pytest
 import torch
 
+from fx_fuser.native import store
 from fx_fuser.planning import timing
 from fx_fuser.planning.timing import Timing
 
 GPU = torch.device("cuda", 0)
+MACHINE = timing._machine
+
+
+# ---- what an answer is of ------------------------------------------------------------------------
+
+
+def test_the_key_holds_the_machine(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPU, driver, torch, the kernels' compiler and fx_fuser's sources: each tells it apart."""
+    gpu = SimpleNamespace(name="H100", multi_processor_count=132)
+    compiler = SimpleNamespace(version="NVRTC 13.2")
+    monkeypatch.setattr(timing, "_machine", MACHINE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(timing, "_driver", lambda: 13000)
+    monkeypatch.setattr(timing.compilers, "of_kernels", lambda: compiler)
+    monkeypatch.setattr(timing.binaries, "fingerprint", lambda: str(tmp_path))
+    first = ask("a")
+    assert ask("a") == first and clock == [1]
+    changes: list[tuple[Any, str, Any]] = [
+        (gpu, "name", "H200"),
+        (gpu, "multi_processor_count", 114),
+        (timing, "_driver", lambda: 13010),
+        (torch, "__version__", "2.99.0"),
+        (compiler, "version", "NVRTC 13.3"),
+        (timing.binaries, "fingerprint", lambda: "other sources"),
+    ]
+    for i, (owner, name, other) in enumerate(changes):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, other)
+            assert ask("a") == [i + 2.0, 2.0], name
+    assert ask("a") == first
 
 
 # ---- the GPU's time ------------------------------------------------------------------------------
@@ -123,7 +157,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
 
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(timing, "_known", {})
-    monkeypatch.setattr(timing, "_machine", lambda device: ("a GPU",))
+    monkeypatch.setattr(timing, "_machine", lambda device: ("a GPU", str(tmp_path)))
     monkeypatch.setattr(timing, "_measure", measure)
     yield count
 
@@ -144,15 +178,33 @@ def test_measured_once_in_a_process_and_on_a_machine(
     assert ask("a") == [3.0, 2.0]
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", '"x"', '["x"]', "[1.0, 2.0]"])
+DAMAGED = (
+    *("", "{", "null", '"x"', '["x"]', "[1.0, 2.0]", "[]", "{}", "[[1.0]]", "[[1.0, 0.5, 2.0]]"),
+    *("[[NaN, 0.5]]", "[[1.0, NaN]]", "[[-1.0, 0.5]]", "[[1.0, -0.5]]", "[[-Infinity, 0.5]]"),
+    *("[[1.0, Infinity]]", "[[true, 0.5]]", "[[1.0, false]]", '[["1.0", 0.5]]', "[[null, 0.5]]"),
+    *('[{"a": 1, "b": 2}]', '["ab"]', f"[[1{'0' * 400}, 0.5]]", f"[[1{'0' * 9000}, 0.5]]"),
+    *("[" * 100_000, "\udcff"),
+)
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:20])
 def test_a_damaged_answer_is_measured_again(
     clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
 ) -> None:
     ask("a")
-    (file,) = (tmp_path / "plans").iterdir()
-    file.write_text(text)
+    (file,) = (tmp_path / store.OWN / "plans").iterdir()
+    file.write_bytes(os.fsencode(text))
     monkeypatch.setattr(timing, "_known", {})
     assert ask("a") == [2.0, 2.0]
+
+
+def test_a_less_exact_candidate_stays_so(clock: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Timing(1.0, 0.5), Timing(math.inf)]
+    monkeypatch.setattr(timing, "_measure", lambda *_: found)
+    for _ in range(2):
+        assert timing.medians(["a"], list, GPU) == found
+        monkeypatch.setattr(timing, "_known", {})
+        monkeypatch.setattr(timing, "_measure", lambda *_: None)
 
 
 def test_a_cache_that_cannot_be_written_to(
@@ -161,17 +213,61 @@ def test_a_cache_that_cannot_be_written_to(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / "file"))
     assert ask("a") == [1.0, 2.0] == ask("a")
+    monkeypatch.setattr(timing, "_known", {})
+    assert ask("a") == [1.0, 2.0], "the temporary folder has it"
 
 
-@pytest.mark.parametrize("owner, name", [(timing.json, "dump"), (timing.os, "replace")])
+def test_a_folder_that_cannot_be_written_to_is_read(
+    clock: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    ask("a")
+    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(os, "utime", fails)
+    assert ask("a") == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("place", [".", store.OWN, "plans", "file", "link"])
+def test_timings_that_others_may_have_written_are_measured_again(
+    clock: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+) -> None:
+    """A planted "less exact" could be the only thing that keeps a wrong kernel off."""
+    ask("a")
+    plans = tmp_path / store.OWN / "plans"
+    (file,) = plans.iterdir()
+    store._warn_untrusted.cache_clear()
+    if place == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        paths = {".": tmp_path, store.OWN: plans.parent, "plans": plans, "file": file}
+        paths[place].chmod(0o777)
+    text = file.read_text()
+    monkeypatch.setattr(timing, "_known", {})
+    assert ask("a") == [2.0, 2.0]
+    is_replaced = place in ("file", "link")
+    assert (file.read_text() != text) == is_replaced and "nothing is loaded from" in caplog.text
+    monkeypatch.setattr(timing, "_known", {})
+    assert ask("a") == [2.0, 2.0]
+    assert not (tmp_path / "elsewhere").exists() or (tmp_path / "elsewhere").read_text() == text
+
+
+@pytest.mark.parametrize("owner, name", [(store, "open"), (os, "replace")])
 def test_a_full_cache(
     clock: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str
 ) -> None:
-    def full(*args: Any) -> None:
+    def full(*args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(owner, name, full)
-    assert ask("a") == [1.0, 2.0] and list((tmp_path / "plans").iterdir()) == []
+    monkeypatch.setattr(owner, name, full, raising=False)
+    assert ask("a") == [1.0, 2.0] == ask("a")
+    assert list((tmp_path / store.OWN / "plans").glob("*.json")) == []
 
 
 def test_too_little_memory_is_not_remembered(

@@ -169,7 +169,7 @@ def test_a_fault_must_be_one_beside_each_of_eagers_neighbours(
     one, other = "output value: error 1", "gradient of a: error 1"
     for later, fused in (([[one], [other]], {MUL_MUL: 1}), ([[one, other], [one]] * 9, {})):
         answers = iter([[one, other], *later])
-        monkeypatch.setattr(rivals, "compare", lambda *a, answers=answers: next(answers))
+        monkeypatch.setattr(accuracy, "compare", lambda *a, answers=answers: next(answers))
         torch._dynamo.reset()
         counters.clear()
         with _told() as told:

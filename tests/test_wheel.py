@@ -82,6 +82,23 @@ def test_one_that_asks_for_more_is_refused(tmp_path: Path, monkeypatch: pytest.M
         wheel.portable_shim(tmp_path / "shim.so")
 
 
+@pytest.mark.parametrize("name", ["w{x}", "w{{b}}", "w{source}"])
+def test_a_checkout_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    gxx = tmp_path / name / "g++"
+    gxx.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$(dirname "$0")/said"\n')
+    gxx.chmod(0o755)
+    monkeypatch.setattr(compilers, "of_shim", lambda: compilers.Host(gxx, "1"))
+    monkeypatch.setattr(wheel, "check", lambda target: None)
+    monkeypatch.setattr(binaries, "KERNELS", tmp_path / name / "kernels_cu")
+    wheel.portable_shim(tmp_path / name / "shim.so")
+    said = (tmp_path / name / "said").read_text().splitlines()
+    portable = tmp_path / name / "kernels_cu/host/portable"
+    assert {str(portable), str(portable / "shim.cpp"), str(tmp_path / name / "shim.so")} < set(said)
+
+
 def test_only_a_checkout_makes_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "ROOT", tmp_path)
     with pytest.raises(BuildError, match="run this in a checkout"):

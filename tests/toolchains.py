@@ -162,3 +162,4 @@ def _needs(*found: Callable[[], object]) -> pytest.MarkDecorator:
 
 needs_compilers = _needs(compilers.of_kernels, compilers.of_shim)
 needs_nvrtc = _needs(compilers.nvrtc)
+needs_nvcc = _needs(compilers.nvcc)

@@ -24,14 +24,47 @@ from fx_fuser.graph.nodes import meta_tensor
 from fx_fuser.graph.sites import Site
 from fx_fuser.native import launch
 
+_ALL_BUT_CHANNELS = (0, 2, 3)
+
 
 def batch_stats(c: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [C] of c [N, C, H, W], in the accumulation dtype."""
     if c.device.type == "cuda":
         return launch.batch_stats(c)
     wide = c.to(accumulation_dtype((c.dtype,)))
-    var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
+    var, mean = torch.var_mean(wide, _ALL_BUT_CHANNELS, correction=0)
     return mean, var
+
+
+def _is_normal(value: Tensor) -> Tensor:
+    """Has it neither overflowed nor lost bits to underflow?"""
+    return value.isfinite() & (value.abs() >= torch.finfo(value.dtype).tiny)
+
+
+def _scaled_sum(dz: Tensor, deviation: Tensor, rstd: Tensor) -> Tensor:
+    """Σ dz · deviation · rstd of each channel, if that is finite.
+
+    The running statistics know nothing of c, so deviation · rstd may overflow at a dead unit, whose
+    dz of 0 makes it NaN. So rstd comes last, as in torch. Where that sum is beyond the range, or
+    below it, rstd comes first.
+    """
+    total = (dz * deviation).sum(_ALL_BUT_CHANNELS, keepdim=True)
+    other = (dz * (deviation * rstd)).sum(_ALL_BUT_CHANNELS, keepdim=True)
+    return torch.where(_is_normal(total) | other.isnan(), total * rstd, other)
+
+
+def _scaled(dz: Tensor, rstd: Tensor, gamma: Tensor) -> Tensor:
+    """dz · rstd · gamma, finite if that is; rstd and gamma: a number a channel.
+
+    As torch does, both vectors are multiplied first: a large dz · rstd may overflow, and be NaN
+    times a gamma of 0. Where their product is out of range, the smaller comes first: then dz times
+    it overflows only if the result does, and a 0 meets no infinity.
+    """
+    both = rstd * gamma
+    is_whole, is_larger = _is_normal(both), rstd.abs() > gamma.abs()
+    first = torch.where(is_whole, both, torch.where(is_larger, gamma, rstd))
+    rest = torch.where(is_larger, rstd, gamma).masked_fill(is_whole, 1.0)
+    return dz * first * rest
 
 
 class Conv2dBatchNorm(Conv2d):
@@ -167,7 +200,8 @@ class Conv2dBatchNorm(Conv2d):
             return [y]
         mean, var = (s.detach() for s in statistics)
         count = y.shape[0] * y.shape[2] * y.shape[3]
-        var = var * count / (count - 1)  # no SymFloat: AOTAutograd would want it as a tensor
+        # var · count may overflow; no SymFloat, which AOTAutograd would want as a tensor.
+        var = var + var / (count - 1)
         m = config["momentum"]
         pairs = ((running_mean, mean), (running_var, var))
         return [y, *(((1 - m) * o.to(now.dtype) + m * now).to(o.dtype) for o, now in pairs)]
@@ -187,15 +221,19 @@ class Conv2dBatchNorm(Conv2d):
         leaves = self.leaves(operands, outputs, config)
         wide = {n: v.to(dz.dtype) for n, v in leaves.items() if isinstance(v, Tensor)}
         rstd = (wide["var"] + config["eps"]).rsqrt()
-        normalised = (wide["c"] + wide.get("bias", 0.0) - wide["mean"]) * rstd
-        dbeta = dz.sum((0, 2, 3), keepdim=True)
-        dgamma = (dz * normalised).sum((0, 2, 3), keepdim=True)
+        deviation = wide["c"] + wide.get("bias", 0.0) - wide["mean"]
+        dbeta = dz.sum(_ALL_BUT_CHANNELS, keepdim=True)
         dc = dz
         if config["training"]:  # mean and variance depend on c
+            # At most √count, whatever c is.
+            normalised = deviation * rstd
+            dgamma = (dz * normalised).sum(_ALL_BUT_CHANNELS, keepdim=True)
             count = dz.shape[0] * dz.shape[2] * dz.shape[3]
             # Sums are divided first: their product may be beyond the range.
             dc = dz - (dbeta / count + normalised * (dgamma / count))
-        dc = dc * rstd * wide.get("gamma", 1.0)
+        elif needs["gamma"]:
+            dgamma = _scaled_sum(dz, deviation, rstd)
+        dc = _scaled(dc, rstd, wide["gamma"]) if "gamma" in wide else dc * rstd
         grads = super().backward(operands, outputs, config, dc, needs)
         if needs["gamma"]:
             grads["gamma"] = dgamma.flatten().to(operands["gamma"].dtype)

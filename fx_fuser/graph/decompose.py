@@ -1,4 +1,5 @@
-"""Decompose calls that are an anchor and more, for matching: baddbmm is a bmm and a sum.
+"""Decompose calls that are an anchor and more, for matching: baddbmm is a bmm and a sum, and so is
+addmm, but for a Linear's bias.
 
 A BatchNorm of core ATen is a tuple and its first item; the two become one call.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,17 +33,25 @@ _AS_WRITTEN = ("op", "target", "args", "kwargs")
 # In 16 bits baddbmm rounds once, and a gemm followed by a sum twice. Where the two cancel, the
 # result differs.
 _DTYPES = (torch.float32, torch.float64)
+# What makes a tensor that is given where an addend must be and is not read.
+_MAKERS = frozenset("empty empty_like new_empty zeros zeros_like new_zeros".split())  # noqa: SIM905
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The call that a node was. gemm: the node of its gemm. readers: (operand as written, node that
-    reads it now, place among that node's arguments). made: the new nodes."""
+    """The call that a node was. steps: its gemm and what follows it, each the first argument of the
+    next; the last is the node. readers: (operand as written, node that reads it now, place among
+    that node's arguments). made: the new nodes."""
 
-    gemm: Node
+    steps: tuple[Node, ...]
     readers: tuple[tuple[Node, Node, int], ...]
     made: tuple[Node, ...]
     written: dict[str, Any]
+
+    @property
+    def is_whole(self) -> bool:
+        """Is nothing of it fused?"""
+        return all(after.args[0] is before for before, after in pairwise(self.steps))
 
 
 def decompose(graph: Graph) -> None:
@@ -63,15 +73,18 @@ def decompose(graph: Graph) -> None:
 
 def _rule_of(node: Node) -> tuple[Callable[..., Any], Callable[..., None]] | None:
     if isinstance(node.target, OpOverload):
+        if node.target._schema.is_mutable:  # `lookup` finds the function of its twin
+            return None
         rule = lookup(node.target, _RULES)
         return None if rule is None else (by_name(rule[0], node.target), rule[1])
     return _RULES.get(node.target) if node.op in _CALLS else None
 
 
 def inner_of(nodes: Iterable[Node]) -> set[Node]:
-    """The gemms among these nodes that the user's own call never writes to memory."""
-    calls: dict[Node, _Call] = {n: n.meta[_KEY] for n in nodes if _KEY in n.meta}
-    return {call.gemm for node, call in calls.items() if call.gemm is not node}
+    """The gemms, and their multiples, among these nodes that the user's own call never writes to
+    memory."""
+    calls: list[_Call] = [n.meta[_KEY] for n in nodes if _KEY in n.meta]
+    return {step for call in calls for step in call.steps[:-1]}
 
 
 def is_decomposed(node: Node) -> bool:
@@ -85,7 +98,7 @@ def recompose(graph: Graph) -> None:
         if _PAIR in node.meta:
             _into_item(node)
         call: _Call | None = node.meta.pop(_KEY, None)
-        if call is None or (call.gemm is not node and node.args[0] is not call.gemm):
+        if call is None or not call.is_whole:
             continue
         now = {operand: reader.args[place] for operand, reader, place in call.readers}
         of_now = (call.written["args"], call.written["kwargs"])
@@ -100,10 +113,11 @@ def _become(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
 
 
 def _note(
-    node: Node, gemm: Node, made: Sequence[Node], readers: Iterable[tuple[Any, Node, int]]
+    steps: Sequence[Node], made: Sequence[Node], readers: Iterable[tuple[Any, Node, int]]
 ) -> None:
+    node = steps[-1]
     written = {name: getattr(node, name) for name in _AS_WRITTEN}
-    node.meta[_KEY] = _Call(gemm, tuple(readers), tuple(made), written)
+    node.meta[_KEY] = _Call(tuple(steps), tuple(readers), tuple(made), written)
 
 
 def _made(node: Node, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
@@ -113,28 +127,87 @@ def _made(node: Node, target: Callable[..., Any], args: tuple[Any, ...]) -> Node
     return made
 
 
-# ---- baddbmm -----------------------------------------------------------------------------------
+# ---- baddbmm and addmm -------------------------------------------------------------------------
 
 
 def _baddbmm(
     input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1
-) -> tuple[Node, ...] | None:
-    found = input, batch1, batch2
-    plain = all(is_number(factor) and factor == 1 for factor in (beta, alpha))
-    return found if plain and all(isinstance(o, Node) for o in found) else None
+) -> tuple[Any, ...] | None:
+    return _scaled_sum(torch.bmm, input, batch1, batch2, beta, alpha)
 
 
-def _into_sum(node: Node, addend: Node, x: Node, weight: Node) -> None:
+def _addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> tuple[Any, ...] | None:
+    if beta == 1 and alpha == 1 and _may_be_bias(input):
+        return None  # `fx_fuser.graph.sites` reads it as it is
+    return _scaled_sum(torch.mm, input, mat1, mat2, beta, alpha)
+
+
+def _may_be_bias(addend: Any) -> bool:
+    """A pattern's tensors have no shapes: there it is one."""
+    vector = meta_tensor(addend) if isinstance(addend, Node) else None
+    return vector is None or vector.ndim == 1
+
+
+def _scaled_sum(
+    gemm: Callable[..., Any], addend: Any, x: Any, weight: Any, beta: Any, alpha: Any
+) -> tuple[Any, ...] | None:
+    """The operands of alpha · x · weight + beta · addend, where the factors are known."""
+    if not all(isinstance(o, Node) for o in (addend, x, weight)):
+        return None
+    if not is_number(beta) or not is_number(alpha):
+        return None
+    if alpha == 0:  # the libraries then read neither x nor weight, whose NaN would spread
+        return None
+    if beta == 0 and not _is_unread(addend):
+        return None
+    return gemm, addend, x, weight, beta, alpha
+
+
+def _is_unread(addend: Node) -> bool:
+    """May the graph do without reading it?  It has no gradient, which would be zeros, and nothing
+    that is edited makes it: `recompose` does not find it again."""
+    tensor = meta_tensor(addend)
+    name = getattr(addend.target, "__name__", str(addend.target)).partition(".")[0]
+    stays = addend.op in ("placeholder", "get_attr") or name in _MAKERS
+    return tensor is not None and not tensor.requires_grad and stays
+
+
+def _into_sum(
+    node: Node,
+    product: Callable[..., Any],
+    addend: Node,
+    x: Node,
+    weight: Node,
+    beta: float,
+    alpha: float,
+) -> None:
+    """→ gemm, its multiple, and the sum with a multiple of the addend: those that there are. torch
+    does not read an addend times 0, of which a NaN would stay one."""
     tensors = [meta_tensor(n) for n in (node, addend, x, weight)]
     dtypes = {None if t is None else t.dtype for t in tensors}
     if len(dtypes) > 1 or not dtypes <= {None, *_DTYPES}:
         return
-    gemm = _made(node, torch.bmm, (x, weight))
+    wanted: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+    wanted = [(product, (x, weight), {})]
+    if alpha != 1:
+        wanted.append((torch.mul, (alpha,), {}))
+    if beta != 0:
+        wanted.append((torch.add, (addend,), {} if beta == 1 else {"alpha": beta}))
     y = tensors[0]
-    if y is not None:
-        gemm.meta["example_value"] = y.new_empty(y.shape).requires_grad_(y.requires_grad)
-    _note(node, gemm, [gemm], [(addend, node, 1), (x, gemm, 0), (weight, gemm, 1)])
-    _become(node, "call_function", torch.add, (gemm, addend), {})
+    made: list[Node] = []
+    for target, args, _ in wanted[:-1]:
+        step = _made(node, target, (*made[-1:], *args))
+        if y is not None:
+            step.meta["example_value"] = y.new_empty(y.shape).requires_grad_(y.requires_grad)
+        made.append(step)
+    steps = [*made, node]
+    readers = [(x, steps[0], 0), (weight, steps[0], 1)]
+    readers += [(addend, node, 1)] if beta != 0 else []
+    _note(steps, made, readers)
+    target, args, kwargs = wanted[-1]
+    _become(node, "call_function", target, (*made[-1:], *args), kwargs)
 
 
 # ---- einsum ------------------------------------------------------------------------------------
@@ -156,7 +229,7 @@ def _into_gemm(node: Node, equation: str, x: Node, weight: Node) -> None:
         return
     if left is None or right is None or y is None:  # a pattern's trace: only the kind matters
         if order == sorted(order):
-            _note(node, node, (), ())
+            _note([node], (), ())
             _become(node, "call_function", torch.bmm, (x, weight), {})
         return
     i, j = found.contracted
@@ -189,7 +262,8 @@ def _into_gemm(node: Node, equation: str, x: Node, weight: Node) -> None:
         gemm = _made(node, torch.matmul, tuple(factors))
         gemm.meta["example_value"] = z.requires_grad_(y.requires_grad)
         made.append(gemm)
-    _note(node, gemm, made, ((o, reader or gemm, place) for o, reader, place in readers))
+    steps = [node] if gemm is node else [gemm, node]
+    _note(steps, made, ((o, reader or gemm, place) for o, reader, place in readers))
     if gemm is node:
         _become(node, "call_function", torch.matmul, tuple(factors), {})
     else:
@@ -261,6 +335,8 @@ _CALLS = ("call_function", "call_method")
 _RULES: dict[Any, tuple[Callable[..., Any], Callable[..., None]]] = {
     torch.baddbmm: (_baddbmm, _into_sum),
     "baddbmm": (_baddbmm, _into_sum),
+    torch.addmm: (_addmm, _into_sum),
+    "addmm": (_addmm, _into_sum),
     torch.einsum: (_einsum, _into_gemm),
     aten._native_batch_norm_legit_no_training: (_batch_norm, _into_norm),
 }

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.fx
 from torch.fx import Node
 
+from fx_fuser.arguments import fault_of_call, shown
 from fx_fuser.errors import PatternError
 from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.decompose import decompose
@@ -98,7 +99,8 @@ def trace(
 
     name: default, the function's own name, or its module's where that is just `source`.
     """
-    name = name or _default_name(source)
+    _check_arguments(source, check, name)
+    name = _default_name(source) if name is None else name
     if not name.isidentifier():
         raise PatternError(f"pattern name {name!r} is no Python identifier: pass another `name=`")
     for parameter in inspect.signature(source).parameters.values():
@@ -122,6 +124,11 @@ def trace(
             f"{_MAX_NODES}; a kernel takes {MAX_STEPS} operations"
         )
     result = next(n for n in view.nodes if n.op == "output").args[0]
+    if isinstance(result, (tuple, list, dict)):
+        raise PatternError(
+            f"pattern {name}: it returns a {type(result).__name__}; return the one tensor that the "
+            "operations end with"
+        )
     site = _only_site(view, name)
     operands = {o for o in site.operands.values() if o is not None}
     free = [n for n in view.nodes if n.op == "placeholder" and n not in operands]
@@ -151,6 +158,25 @@ def trace(
                 f"pattern {name}: 'z' names the anchor's value; rename the parameter"
             )
     return Pattern(name, site.kind, epilogue, wildcards, source, check)
+
+
+def _check_arguments(source: Any, check: Any, name: Any) -> None:
+    if not inspect.isfunction(source):  # what torch.fx traces, modules apart
+        raise PatternError(
+            f"the source of a pattern is {shown(source)}; give a Python function of the anchor's "
+            "operands and the other tensors, say `def swish(x, weight, bias)`"
+        )
+    if name is not None and not isinstance(name, str):
+        raise PatternError(f"the name of a pattern is {shown(name)}; give a str as `name=`")
+    if check is None:
+        return
+    if not callable(check):
+        raise PatternError(
+            f"the check of a pattern is {shown(check)}; give a function of the match that returns "
+            "why it must not be fused, or None (a name goes into `name=`)"
+        )
+    if fault := fault_of_call(check, (None,), {}):
+        raise PatternError(f"the check of a pattern gets the match alone: {fault}")
 
 
 def _default_name(source: Callable[..., Any]) -> str:

@@ -9,8 +9,8 @@
 | `conv2d_batchnorm` | F.batch_norm(F.conv2d(x, weight, bias), …)                |
 
 A pattern's trace has no shapes: there `x @ w` is a `matmul`, and a pattern for batched gemms says
-torch.bmm. `fx_fuser.graph.decompose` runs before, so that the gemm of a baddbmm or an einsum is a
-node.
+torch.bmm. `fx_fuser.graph.decompose` runs before, so that the gemm of a baddbmm, of an addmm with
+factors or another addend than a bias, and of an einsum is a node.
 
 The names of a site's operands are those of the anchor's op schema in `fx_fuser.anchors`.
 """

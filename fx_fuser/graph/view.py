@@ -8,7 +8,8 @@ decided in `ops.checks`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,16 @@ class Region:
             kept = tuple(s for s in self.settings if s[0] != name)
             return Region((*kept, (name, node.args)), self.entered)
         return self
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Under the autocast that the graph itself has entered; one around the graph is in force
+        as it is."""
+        with ExitStack() as entered:
+            for node in self.entered:
+                if getattr(node.target, "__name__", "") == "_enter_autocast":
+                    entered.enter_context(torch.autocast(*node.args))  # type: ignore[arg-type]
+            yield
 
     def functional_level(self) -> Node | None:
         """The node that opened a functorch or forward-AD level around here, if one did."""

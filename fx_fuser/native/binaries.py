@@ -12,7 +12,7 @@ import torch
 
 from fx_fuser.native import compilers, store
 from fx_fuser.native.compilers import Compiler, Host
-from fx_fuser.native.jobs import Job
+from fx_fuser.native.jobs import SOURCE, TARGET, Job
 
 PACKAGE = Path(__file__).parent.parent
 KERNELS = PACKAGE / "kernels_cu"
@@ -92,7 +92,7 @@ def _cubin_job(source: str, arch: str, compiler: Compiler) -> Job:
 
 
 def shim_command(host: Host, more: Sequence[str] = ()) -> tuple[str, ...]:
-    """With {source} and {target} to fill in. more: flags that go before all others'."""
+    """With SOURCE and TARGET of `jobs` to fill in. more: flags that go before all others'."""
     torch_root = Path(torch.__file__).parent
     include = ("-I", str(KERNELS.resolve()), "-isystem", str(torch_root / "include"))
     link = (
@@ -100,7 +100,7 @@ def shim_command(host: Host, more: Sequence[str] = ()) -> tuple[str, ...]:
         # The shim calls nothing of libtorch by name, but libtorch loads libtorch_cuda.
         *("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"),
     )
-    return (str(host.cxx), *more, *_CXX_FLAGS, *include, "{source}", "-o", "{target}", *link)
+    return (str(host.cxx), *more, *_CXX_FLAGS, *include, SOURCE, "-o", TARGET, *link)
 
 
 def _shim_job(host: Host) -> Job:

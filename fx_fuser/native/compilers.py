@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -18,7 +19,7 @@ from typing import Protocol
 import torch
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native.jobs import IN_PARALLEL
+from fx_fuser.native.jobs import IN_PARALLEL, SOURCE, TARGET
 
 log = logging.getLogger("fx_fuser.native.compilers")
 
@@ -41,9 +42,12 @@ class Compiler(Protocol):
         """The flags that decide what comes out."""
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
-        """The command, with {source} and {target} to fill in. kernels: the include folder.
+        """The command, with SOURCE and TARGET of `jobs` to fill in. kernels: the include folder.
 
         More flags may be put behind it.
+
+        Raises:
+            BuildError: a path in it has a character that the compiler takes for something else.
         """
 
     def headers(self, kernels: Path) -> list[Path]:
@@ -74,6 +78,16 @@ def of_kernels() -> Compiler:
     return found
 
 
+def _refuse(title: str, characters: str, *paths: Path) -> None:
+    for path in paths:
+        if found := next((c for c in characters if c in str(path)), None):
+            other = " or let NVRTC compile" if title == "nvcc" and found != '"' else ""
+            raise BuildError(
+                f"{title} takes no {found} in a path, and there is one in {path}; "
+                f"give the folder another name{other}"
+            )
+
+
 # ---- CUDA's files --------------------------------------------------------------------------------
 
 
@@ -85,7 +99,7 @@ class CudaFiles:
     libraries: tuple[Path, ...]
 
     def find(self, name: str) -> Path | None:
-        return next((f / name for f in self.libraries if (f / name).exists()), None)
+        return next((f / name for f in self.libraries if os.path.exists(f / name)), None)
 
 
 def cuda_files() -> Iterator[CudaFiles]:
@@ -143,8 +157,10 @@ class Nvrtc:
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
         folders = (kernels / "nvrtc", kernels, self.include)
+        # -lineinfo writes paths into PTX, between quotes that nothing escapes.
+        _refuse("NVRTC", '"', *folders)
         include = (f"-I{folder}" for folder in folders)
-        run = (*_RUN_NVRTC, str(self.library), "{source}", "{target}")
+        run = (*_RUN_NVRTC, str(self.library), SOURCE, TARGET)
         return (*run, *self.flags(arch), *include)
 
     def headers(self, kernels: Path) -> list[Path]:
@@ -180,7 +196,7 @@ def nvrtc() -> Nvrtc:
         for library in _libnvrtcs(files):
             if wanted not in (None, library.suffix[1:]):
                 others.setdefault(library.resolve(), library)
-            elif (files.include / "cuda_fp16.h").exists():
+            elif os.path.exists(files.include / "cuda_fp16.h"):
                 return Nvrtc(library, files.include, _version_of_nvrtc(library))
     of_version = f" of CUDA {wanted}, for which this torch was built," if wanted else ""
     instead = f", only {', '.join(map(str, others.values()))}" if others else ""
@@ -194,7 +210,10 @@ def nvrtc() -> Nvrtc:
 
 def _libnvrtcs(files: CudaFiles) -> list[Path]:
     """libnvrtc.so.13 and the like, the newest first."""
-    found = [path for folder in files.libraries for path in folder.glob("libnvrtc.so.*")]
+    found: list[Path] = []
+    for folder in files.libraries:
+        with contextlib.suppress(OSError):  # of $CUDA_HOME, which may say anything
+            found += folder.glob("libnvrtc.so.*")
     numbered = [path for path in found if re.fullmatch(r"libnvrtc\.so\.\d+", path.name)]
     return sorted(numbered, key=lambda path: int(path.suffix[1:]), reverse=True)
 
@@ -217,8 +236,10 @@ class Nvcc:
         return ("-cubin", "-O3", *_FLAGS, "-Xptxas", "-v,-warn-spills", "-gencode", code)
 
     def command(self, arch: str, kernels: Path) -> tuple[str, ...]:
+        # It splits lists at commas, and runs its parts by a shell.
+        _refuse("nvcc", "\"'`,", kernels, self.cxx)
         include = ("-I", str(kernels), "-ccbin", str(self.cxx))
-        return (str(self.nvcc), *self.flags(arch), *include, "{source}", "-o", "{target}")
+        return (str(self.nvcc), *self.flags(arch), *include, SOURCE, "-o", TARGET)
 
     def headers(self, kernels: Path) -> list[Path]:
         return []

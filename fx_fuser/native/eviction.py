@@ -30,7 +30,7 @@ def keep_below(megabytes: int) -> None:
 
 
 def trim(folder: Path, size: int, now: float | None = None) -> list[str]:
-    """Remove entries until the folder's have `size` bytes at most; returns their names.
+    """Remove entries until the folder's have `size` bytes at most; returns their keys.
 
     now: the time, by default the clock's, in seconds.
     """
@@ -38,27 +38,28 @@ def trim(folder: Path, size: int, now: float | None = None) -> list[str]:
     entries = sorted(_entries(folder))
     total = sum(bytes_ for _, bytes_, _ in entries)
     removed: list[str] = []
-    for used, bytes_, manifest in entries:
+    for used, bytes_, files in entries:
         if total <= size or used > now - _SAFE_SECONDS:
             break
-        # The manifest first: without it the binary is no entry.
-        for path in (manifest, *_binaries(manifest)):
+        for path in files:
             with contextlib.suppress(OSError):
                 path.unlink()
         total -= bytes_
-        removed.append(manifest.stem)
+        removed.append(files[0].stem)
     if removed:
         log.info("removed %d entries of %s, now %.0f MB", len(removed), folder, total / 1e6)
     return removed
 
 
-def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """(last use, bytes, manifest) of each kernel and of each timing remembered."""
-    for manifest in (*folder.glob("*.json"), *folder.glob("plans/*.json")):
+def _entries(folder: Path) -> Iterator[tuple[float, int, list[Path]]]:
+    """(last use, bytes, files) of each kernel and of each timing remembered."""
+    found: dict[Path, list[Path]] = {}
+    for path in (*store.entries(folder), *store.timings(folder)):
+        found.setdefault(path.with_suffix(""), []).append(path)
+    for files in found.values():
+        # The manifest first, since without it a binary is no entry. A killed build leaves binaries
+        # that have none.
+        files.sort(key=lambda path: path.suffix != ".json")
         with contextlib.suppress(OSError):  # another process removes as well
-            files = (manifest, *_binaries(manifest))
-            yield manifest.stat().st_mtime, sum(f.stat().st_size for f in files), manifest
-
-
-def _binaries(manifest: Path) -> list[Path]:
-    return [path for path in manifest.parent.glob(f"{manifest.stem}.*") if path != manifest]
+            stats = [path.lstat() for path in files]
+            yield stats[0].st_mtime, sum(s.st_size for s in stats), files

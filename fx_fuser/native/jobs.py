@@ -21,6 +21,9 @@ FEW_REGISTERS = "-DFX_FUSER_FEW_REGISTERS"  # for what spills; a header may heed
 # and 13.2, sm_120): what spills is compiled without, too, before it is called a kernel that spills.
 IN_PARALLEL = "--split-compile=4"
 _PROGRESS_S = 5.0  # between two lines of the log
+# Arguments of a command that stand for the job's files. They are whole arguments: a path that has
+# them in it, or braces of its own, is a path.
+SOURCE, TARGET = "{source}", "{target}"
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,16 @@ class Job:
     text: str
     source_suffix: str
     suffix: str
-    command: tuple[str, ...]  # with {source} and {target} left to fill in; flags may be added
+    command: tuple[str, ...]  # with SOURCE and TARGET; flags may be added
 
     def binary(self, folder: Path) -> Path:
         return folder / f"{self.key}{self.suffix}"
+
+
+def filled(command: Sequence[str], source: str, target: str) -> list[str]:
+    """The command with these files in the place of SOURCE and TARGET."""
+    files = {SOURCE: source, TARGET: target}
+    return [files.get(part, part) for part in command]
 
 
 def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
@@ -42,7 +51,7 @@ def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
     would be slow, with the reason.
 
     Raises:
-        BuildError: ninja is missing.
+        BuildError: ninja is missing, or cannot pass an argument on.
         OSError: the disk is full.
     """
     _run_ninja(work, jobs)
@@ -51,6 +60,16 @@ def run(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
         log.info("compiling %d kernels again with %s", len(spilled), FEW_REGISTERS)
         logs |= _compiled_again(work, spilled)
     return {job: reason for job in jobs if (reason := _failure(work, job, logs[job]))}
+
+
+def check_folder(folder: Path) -> None:
+    """Raises OSError if compilers cannot work below this folder.
+
+    -lineinfo writes its path into PTX, between quotes that nothing escapes, and nvcc into a shell's
+    command.
+    """
+    if found := next((c for c in '"`' if c in str(folder)), None):
+        raise OSError(f"compilers take no {found} in the path {folder}")
 
 
 def _compiled_again(work: Path, jobs: Sequence[Job]) -> dict[Job, str]:
@@ -83,11 +102,9 @@ def _run_ninja(work: Path, jobs: Sequence[Job]) -> None:
         source = f"{job.key}{job.source_suffix}"
         target = f"{job.key}{job.suffix}"
         (work / source).write_text(job.text)
-        command = " ".join(
-            _quote(part.format(source=source, target=target)) for part in job.command
-        )
+        command = " ".join(map(_quote, filled(job.command, source, target)))
         lines += [f"build {target}: run {source}", f"  cmd = {command}", ""]
-    (work / "build.ninja").write_text("\n".join(lines))
+    (work / "build.ninja").write_bytes(os.fsencode("\n".join(lines)))  # names of files, in bytes
     # -k 0: one broken source should not hide what is wrong with the others.
     ninja = [os.path.join(BIN_DIR, "ninja"), "-k", "0", "-C", str(work)]
     with subprocess.Popen(ninja, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
@@ -110,6 +127,11 @@ def _wait_for(running: subprocess.Popen[bytes], targets: Sequence[Path]) -> None
 
 
 def _quote(part: str) -> str:
+    if "\n" in part or "\r" in part:
+        raise BuildError(
+            f"a command has the argument {part!r}, and ninja takes no line break; give the folder "
+            "another name"
+        )
     return shlex.quote(part).replace("$", "$$")  # once for the shell, once for ninja
 
 

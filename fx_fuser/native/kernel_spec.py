@@ -70,20 +70,20 @@ LINEAR_SPLIT_BEST = Family(
 )
 
 
-def split_family(asked: str | None) -> Family:
-    """The split product's main loop; asked: what FX_FUSER_SPLIT_LOOP says, "mma" on Hopper too.
+_SPLIT_LOOP = os.environ.get("FX_FUSER_SPLIT_LOOP")  # "mma" on Hopper too
+LINEAR_SPLIT = LINEAR_SPLIT_MMA if _SPLIT_LOOP == "mma" else LINEAR_SPLIT_BEST
+
+
+def check_split_loop() -> None:
+    """Not at import, where it would stop programs that run no kernel.
 
     Raises:
-        OptionError: it says anything else.
+        OptionError: FX_FUSER_SPLIT_LOOP says anything but "mma".
     """
-    if not asked:
-        return LINEAR_SPLIT_BEST
-    if asked != "mma":
-        raise OptionError(f"FX_FUSER_SPLIT_LOOP is {asked!r}; give 'mma', or leave it unset")
-    return LINEAR_SPLIT_MMA
+    if _SPLIT_LOOP not in (None, "", "mma"):
+        raise OptionError(f"FX_FUSER_SPLIT_LOOP is {_SPLIT_LOOP!r}; give 'mma', or leave it unset")
 
 
-LINEAR_SPLIT = split_family(os.environ.get("FX_FUSER_SPLIT_LOOP"))
 LINEAR_DENSE = Family("linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
 LINEAR_EXACT = Family(
     "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"

@@ -13,9 +13,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fx_fuser.errors import BuildError
+from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.native import binaries, compilers, store
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, LINEAR_SPLIT_BEST, KernelSpec, texts_of
+from fx_fuser.native.kernel_spec import (
+    LINEAR_SPLIT,
+    LINEAR_SPLIT_BEST,
+    KernelSpec,
+    check_split_loop,
+    texts_of,
+)
 
 _lock = threading.RLock()
 _kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
@@ -38,10 +44,11 @@ def available(device: torch.device | str | int) -> str | None:
         lowest = ".".join(map(str, binaries.LOWEST_CAPABILITY))
         return f"compute capability {major}.{minor} is below {lowest}"
     try:
-        compilers.of_kernels()
+        check_split_loop()
+        compilers.of_kernels().command(binaries.arch_of(device), binaries.KERNELS.resolve())
         if binaries.prebuilt_shim() is None:
             compilers.of_shim()
-    except BuildError as error:
+    except (BuildError, OptionError) as error:
         return str(error)
     return None
 

@@ -8,6 +8,7 @@ takes longer than most kernels take to compile.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -41,9 +42,9 @@ class Library:
 def main(path: str, source: str, target: str, *options: str) -> None:
     """Writes the cubin if the source compiles; prints NVRTC's log, with what ptxas says, anyway."""
     library, program = Library(Path(path)), ctypes.c_void_p()
-    text, name = Path(source).read_bytes(), source.encode()
+    text, name = Path(source).read_bytes(), os.fsencode(source)
     library.call("nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
-    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    words = (ctypes.c_char_p * len(options))(*map(os.fsencode, options))
     try:
         library.call("nvrtcCompileProgram", program, len(options), words)
     finally:

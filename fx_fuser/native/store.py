@@ -1,12 +1,16 @@
-"""A folder of binaries, keyed by everything that goes into them.
+"""A folder of binaries and timings, keyed by everything that goes into them.
 
 One folder serves every process and version side by side. An entry is `<key><suffix>`; beside it,
 `<key>.json` has the sha256 of its bytes. An entry that does not match is built again. Builders hold
 file locks, work in a temporary folder and rename into place, so a build killed at any point leaves
-nothing that looks like an entry.
+nothing that looks like an entry. A timing is `plans/<key>.json`.
 
-What is loaded runs in this process. So a folder or a file is used only if it belongs to this user
-or to root and nobody else may write to it; new folders are created that way.
+The folder is one of fx_fuser's own below the user's, who may keep other things there. What is
+counted, listed or removed is a file of exactly such a name, never a link.
+
+What is loaded runs in this process, and a timing decides what does. So a folder or a file is used
+only if it belongs to this user or to root and nobody else may write to it; new folders are created
+that way.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, TypeVar
 
 from fx_fuser.errors import BuildError
 from fx_fuser.native import jobs
@@ -32,15 +38,39 @@ from fx_fuser.native.jobs import Job
 
 log = logging.getLogger("fx_fuser.native.store")
 
+T = TypeVar("T")
+
+OWN = "fx_fuser-v1"  # another number, where names or contents come to mean something else
+PLANS = "plans"
+SUFFIXES = (".cubin", ".so")  # of binaries
+_ENTRY = re.compile(r"[0-9a-f]{32}(\.cubin|\.so|\.json)")
+_TIMING = re.compile(r"[0-9a-f]{32}\.json")
+_WORK = re.compile(r"tmp-([0-3][0-9a-f])-[a-z0-9_]{8}")  # `tempfile.mkdtemp` makes up the end
+_PARTIAL = "partial"  # a timing on its way; one at a time, so that none is left behind
+
 _SHARDS = 64
 _builds = 0
 
 
+class _UntrustedError(Exception):
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = path, reason
+
+
 def cache_dir() -> Path:
-    """$FX_FUSER_CACHE_DIR, or fx_fuser in $XDG_CACHE_HOME or ~/.cache."""
+    """fx_fuser's own folder in $FX_FUSER_CACHE_DIR, or in fx_fuser in $XDG_CACHE_HOME or ~/.cache.
+
+    Of a user without a home, as in some containers, a temporary one of this process.
+    """
     if chosen := os.environ.get("FX_FUSER_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fx_fuser"
+        return Path(chosen).absolute() / OWN
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        _warn_homeless(os.getuid())
+        return _fallback_dir()
+    return caches.absolute() / "fx_fuser" / OWN
 
 
 def builds() -> int:
@@ -55,40 +85,52 @@ def ensure(wanted: Sequence[Job]) -> list[Path]:
         BuildError: one of them cannot be built.
         OSError: neither the cache folder nor a temporary one can be written to.
     """
-    folder = cache_dir()
-    try:
-        if reason := distrust(folder):
-            _warn_untrusted(folder, reason)
-            folder = _fallback_dir()
-        return _ensure_in(folder, wanted)
-    except OSError as error:  # read-only, full, without locks...
-        _warn_fallback(folder, os.strerror(error.errno) if error.errno else str(error))
-        return _ensure_in(_fallback_dir(), wanted)
+    return _in_some_folder(lambda folder: _ensure_in(folder, wanted))
 
 
 def holds(job: Job) -> bool:
     """Would `ensure` find the job's binary?"""
+    return any(_is_cached(folder, job) for folder in _readable())
+
+
+def recall(name: str) -> str | None:
+    """What `remember` was told under this name, which is a key."""
+    for folder in _readable():
+        path = folder / PLANS / f"{name}.json"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if any(map(_is_distrusted, (path.parent, path))):
+                continue
+            text = path.read_text()
+            _note_use(path)
+            return text
+    return None
+
+
+def remember(name: str, text: str) -> None:
+    """Atomic. What cannot be written anywhere, the next process does not know."""
+    with contextlib.suppress(OSError):
+        _in_some_folder(lambda folder: _put(folder, f"{name}.json", text))
+
+
+def unused_because(folder: Path) -> str:
+    """Why nothing is read from this cache folder; empty if it is."""
     try:
-        folder = cache_dir()
-        if not distrust(folder) and _is_cached(folder, job):
-            return True
-    except OSError:  # then `ensure` takes a temporary folder
-        pass
-    return _fallback_dir.cache_info().currsize > 0 and _is_cached(_fallback_dir(), job)
-
-
-def make(folder: Path) -> None:
-    """Create the folder so that nobody else may write to it, whatever the umask."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+        _check_folder(folder)
+    except _UntrustedError as error:
+        return error.reason if error.path == folder else str(error)
+    except OSError as error:
+        return _meaning(error)
+    return ""
 
 
 def distrust(path: Path) -> str:
     """Why nothing may be loaded from there; empty if it may, or if there is nothing."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except FileNotFoundError:
         return ""
+    if stat.S_ISLNK(found.st_mode):
+        return "it is a link"
     if found.st_uid not in (os.getuid(), 0):
         return f"it belongs to user {found.st_uid}, and this is {os.getuid()}"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -97,37 +139,88 @@ def distrust(path: Path) -> str:
     return ""
 
 
-def _ensure_in(folder: Path, wanted: Sequence[Job]) -> list[Path]:
-    if not all(_is_cached(folder, job) for job in wanted):
-        make(folder)
-        with _locked(folder, (_shard(job) for job in wanted)):
-            # Whoever held the locks before may have built them.
-            missing = {job.key: job for job in wanted if not _is_cached(folder, job)}
-            if missing:
-                _build(folder, list(missing.values()))
-    for job in wanted:
-        with contextlib.suppress(OSError):  # a note of its use, for `fx_fuser.native.eviction`
-            os.utime(_manifest(folder, job))
-    return [job.binary(folder) for job in wanted]
+# ---- folders -------------------------------------------------------------------------------------
+
+
+def _check(*paths: Path) -> None:
+    """Raises _UntrustedError if one of them may not be used."""
+    for path in paths:
+        if reason := distrust(path):
+            raise _UntrustedError(path, reason)
+
+
+def _check_folder(folder: Path) -> None:
+    # The user's own folder may be a link to another disk.
+    _check(Path(os.path.realpath(folder.parent)), folder)
+
+
+def _make(folder: Path) -> None:
+    """Create the folder so that nobody else may write to it, whatever the umask."""
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _in_some_folder(action: Callable[[Path], T]) -> T:
+    """The action in the cache folder or, where that cannot be written to or trusted, in a temporary
+    one of this process, with a warning."""
+    folder = cache_dir()
+    try:
+        _check_folder(folder)
+        if not folder.exists():
+            _make(folder)
+            _check_folder(folder)  # somebody else may have made it meanwhile
+        return action(folder)
+    except _UntrustedError as error:
+        _warn_untrusted(error.path, error.reason)
+    except OSError as error:  # read-only, full, without locks...
+        _warn_fallback(folder, _meaning(error))
+    _make(_fallback_dir())  # which somebody may have removed
+    return action(_fallback_dir())
+
+
+def _readable() -> Iterator[Path]:
+    """The folders of `_in_some_folder`, as far as they exist."""
+    folder = cache_dir()
+    if not unused_because(folder):
+        yield folder
+    if _fallback_dir.cache_info().currsize and folder != _fallback_dir():
+        yield _fallback_dir()
 
 
 @functools.cache
 def _fallback_dir() -> Path:
-    folder, owner = Path(tempfile.mkdtemp(prefix="fx_fuser-")), os.getpid()
+    made, owner = Path(tempfile.mkdtemp(prefix="fx_fuser-")).resolve(), os.getpid()
 
     def remove() -> None:
         if os.getpid() == owner:  # and no child that was forked since
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)
 
     atexit.register(remove)
+    folder = made / OWN
+    _make(folder)
     return folder
+
+
+def _meaning(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+@functools.cache
+def _warn_homeless(user: int) -> None:
+    log.warning(
+        "there is no folder to keep binaries in: HOME is not set and user %d has no entry in "
+        "passwd; binaries of this process go to a temporary folder and are built again next time. "
+        "Set FX_FUSER_CACHE_DIR to a writable folder.",
+        user,
+    )
 
 
 @functools.cache
 def _warn_fallback(folder: Path, reason: str) -> None:
     log.warning(
-        "cannot write the cache folder %s (%s); binaries of this process go to a temporary folder "
-        "and are built again next time. Set FX_FUSER_CACHE_DIR to a writable folder.",
+        "cannot use the cache folder %s (%s); binaries of this process go to a temporary folder "
+        "and are built again next time. Set FX_FUSER_CACHE_DIR to a folder that can be written to.",
         folder,
         reason,
     )
@@ -143,6 +236,18 @@ def _warn_untrusted(path: Path, reason: str) -> None:
     )
 
 
+def _is_distrusted(path: Path) -> bool:
+    """With a warning."""
+    if reason := distrust(path):
+        _warn_untrusted(path, reason)
+    return bool(reason)
+
+
+def _note_use(path: Path) -> None:
+    with contextlib.suppress(OSError):  # for `fx_fuser.native.eviction`; it may be read-only
+        os.utime(path)
+
+
 # ---- entries -------------------------------------------------------------------------------------
 
 
@@ -156,14 +261,26 @@ def _manifest(folder: Path, job: Job) -> Path:
 
 def _is_cached(folder: Path, job: Job) -> bool:
     try:
-        for path in (_manifest(folder, job), job.binary(folder)):
-            if reason := distrust(path):
-                _warn_untrusted(path, reason)
-                return False
+        if any(map(_is_distrusted, (_manifest(folder, job), job.binary(folder)))):
+            return False
         manifest = json.loads(_manifest(folder, job).read_bytes())
         return bool(manifest["sha256"] == _digest(job.binary(folder).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def _ensure_in(folder: Path, wanted: Sequence[Job]) -> list[Path]:
+    assert all(_ENTRY.fullmatch(job.binary(folder).name) for job in wanted)
+    if not all(_is_cached(folder, job) for job in wanted):
+        jobs.check_folder(folder)
+        with _locked(folder, (_shard(job) for job in wanted)):
+            # Whoever held the locks before may have built them.
+            missing = {job.key: job for job in wanted if not _is_cached(folder, job)}
+            if missing:
+                _build(folder, list(missing.values()))
+    for job in wanted:
+        _note_use(_manifest(folder, job))
+    return [job.binary(folder) for job in wanted]
 
 
 def _build(folder: Path, missing: Sequence[Job]) -> None:
@@ -194,15 +311,78 @@ def _build(folder: Path, missing: Sequence[Job]) -> None:
 
 def _remove_leftovers(folder: Path, held: Sequence[str]) -> None:
     """Remove folders of killed builds: only the holder of a lock makes `tmp-<shard>-…`."""
-    for leftover in folder.glob("tmp-??-*"):
-        shard = leftover.name.split("-")[1]
+    for leftover, shard in _work_folders(folder):
         if shard in held:
             shutil.rmtree(leftover, ignore_errors=True)
             continue
-        with contextlib.suppress(BlockingIOError), open(folder / f"lock-{shard}", "w") as lock:
+        with contextlib.suppress(BlockingIOError), _open_lock(folder, shard) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(leftover, ignore_errors=True)
             fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _put(folder: Path, name: str, text: str) -> None:
+    """Write a timing."""
+    assert _TIMING.fullmatch(name)
+    plans = folder / PLANS
+    plans.mkdir(mode=0o700, exist_ok=True)
+    _check(plans)
+    with _locked(folder, [PLANS]):
+        partial = plans / _PARTIAL
+        partial.unlink(missing_ok=True)  # whatever it is
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        os.replace(partial, plans / name)
+
+
+# ---- what is fx_fuser's in a folder --------------------------------------------------------------
+
+
+def entries(folder: Path) -> list[Path]:
+    """Binaries and their manifests."""
+    return _files(folder, _ENTRY)
+
+
+def timings(folder: Path) -> list[Path]:
+    return [] if folder.is_symlink() else _files(folder / PLANS, _TIMING)
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Files of these names; links are not fx_fuser's, and none is followed."""
+    return [Path(e) for e in _scan(folder, pattern) if e.is_file(follow_symlinks=False)]
+
+
+def _work_folders(folder: Path) -> list[tuple[Path, str]]:
+    """Those of builds that run or were killed, and the lock that the builder holds."""
+    found = [e for e in _scan(folder, _WORK) if e.is_dir(follow_symlinks=False)]
+    return [(Path(e), e.name.split("-")[1]) for e in found]
+
+
+def _scan(folder: Path, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    with os.scandir(folder) as found:
+        named = [entry for entry in found if pattern.fullmatch(entry.name)]
+    return sorted(named, key=lambda entry: entry.name)
+
+
+def clear(folder: Path) -> int:
+    """Remove what fx_fuser put into the folder, while nobody builds; returns how many files.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    if folder.is_symlink():
+        return 0
+    removed = 0
+    shards = (f"{shard:02x}" for shard in range(_SHARDS))
+    with _locked(folder, [*shards, PLANS]):
+        for path in (*entries(folder), *timings(folder)):
+            path.unlink()
+            removed += 1
+        for leftover, _ in _work_folders(folder):
+            shutil.rmtree(leftover)
+    return removed
 
 
 # ---- locks ---------------------------------------------------------------------------------------
@@ -213,6 +393,14 @@ def _shard(job: Job) -> str:
     return f"{int(job.key[:2], 16) % _SHARDS:02x}"
 
 
+def _open_lock(folder: Path, name: str) -> IO[str]:
+    return open(folder / f"lock-{name}", "a", opener=_open_no_link)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 @contextlib.contextmanager
 def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
     """Holds these locks of the folder, against other processes and other threads alike.
@@ -221,31 +409,8 @@ def _locked(folder: Path, shards: Iterable[str]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         for shard in sorted(set(shards)):
-            lock = held.enter_context(open(folder / f"lock-{shard}", "w"))
+            lock = held.enter_context(_open_lock(folder, shard))
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Closing does not free it if a process was forked meanwhile and has it open.
             held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield
-
-
-def clear(folder: Path) -> int:
-    """Remove what fx_fuser put into the folder, while nobody builds; returns how many files.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
-    removed = 0
-    shards = (f"{shard:02x}" for shard in range(_SHARDS))
-    with _locked(folder, shards):
-        for path in _files(folder):
-            path.unlink()
-            removed += 1
-        for leftover in folder.glob("tmp-??-*"):
-            shutil.rmtree(leftover)
-    return removed
-
-
-def _files(folder: Path) -> list[Path]:
-    """Entries and their manifests, and the timings remembered."""
-    files = [path for path in folder.glob("*.*") if path.suffix in (".cubin", ".so", ".json")]
-    return sorted([*files, *folder.glob("plans/*.json")])

@@ -16,6 +16,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.arguments import shown
+from fx_fuser.errors import PatternError
 from fx_fuser.graph.canonical import Unsupported
 from fx_fuser.graph.epilogue import ANCHOR_DTYPES, MAX_STEPS
 from fx_fuser.graph.match import Fault, Match
@@ -385,6 +387,11 @@ def runs_in_an_export(match: Match) -> Fault | None:
 def pattern_check(match: Match) -> Fault | None:
     """The pattern's own condition."""
     reason = match.pattern.check(match) if match.pattern.check else None
+    if not isinstance(reason, str | None):
+        raise PatternError(
+            f"pattern {match.pattern.name}: its check returns {shown(reason)}; return why the "
+            "match must not be fused, as a str, or None"
+        )
     return Fault(match.root, reason) if reason else None
 
 

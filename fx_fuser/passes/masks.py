@@ -1,4 +1,5 @@
-"""Remove attention masks that a graph makes itself and that are causal, or hide nothing.
+"""Remove attention masks that a graph makes itself and that are causal, or hide nothing; and give
+attention a form that a fused kernel takes (`fx_fuser.passes.attention`).
 
 transformers gives a causal language model `is_causal=True` in eager mode, and builds a mask out of
 `arange`s when it is traced. torch's kernels then read the mask, and compute what it hides: on an
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -24,6 +24,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.naming import called, statement
 from fx_fuser.graph.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
+from fx_fuser.graph.view import Region
+from fx_fuser.passes import attention, strides
+from fx_fuser.passes.attention import ATTENTIONS
 
 # The operations that masks are made of: none is random, waits for another process, or returns
 # memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
@@ -45,14 +48,16 @@ _MODULES |= {predispatch.__name__}
 _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
+FORM = "form"
 _LARGEST = 1 << 29  # elements of a tensor that is evaluated
-# Of `scaled_dot_product_attention`.
+# Arguments of an attention.
 _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
 
 
 @dataclass(frozen=True)
 class Mask:
-    """An attention's mask. done: "causal" or "open" if it was removed; else reason says why not."""
+    """An attention's mask. done: "causal" or "open" if it was removed; "form" if the attention was
+    given another form, and reason says what was in the way; else reason says why not."""
 
     node: Node
     done: str = ""
@@ -101,38 +106,53 @@ class Reader:
     def __init__(self) -> None:
         self._calls: dict[GraphModule, list[tuple[_Scope, Node]]] = {}
 
-    def simplify(self, module: GraphModule, graph: Graph) -> list[Mask]:
-        """Remove masks that are proven causal or open from the attentions of a graph, in place.
+    def simplify(self, module: GraphModule, graph: Graph, on_cpu: bool = False) -> list[Mask]:
+        """Remove masks that are proven causal or open from the attentions of a graph, in place, and
+        give an attention a form that a fused kernel takes.
 
-        graph: the module's, or a copy.
+        graph: the module's, or a copy. on_cpu: give it that form on a CPU, too.
         """
         calls = self._calls.get(module, [])
         scope = _Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
         known: dict[tuple[Any, ...], tuple[str, str]] = {}
         found: list[Mask] = []
+        region = Region()
         for at, node in enumerate(scope.nodes):
+            region = region.after(node)
             body = body_of(node)
             # An `invoke_subgraph` may share its body with others, in other graphs.
             if body is not None and getattr(node.target, "__name__", "") != "invoke_subgraph":
                 self._calls.setdefault(body, []).append((scope.before(at), node))
-            mask = _mask_of(node)
-            if mask is None:
+            if node.op != "call_function" or node.target not in ATTENTIONS:
                 continue
-            try:
-                kind, makers = _proven(node, mask, scope.before(at), known)
-                _take_away(node, kind)
-            except _Stays as stays:
-                found.append(Mask(node, reason=str(stays)))
-                continue
-            found.append(Mask(node, kind))
-            _erase(mask, makers)
+            if (mask := _mask_of(node)) is not None:
+                found.append(_without_mask(node, mask, scope.before(at), region, known))
+            fitted = attention.fit(node, region, on_cpu)
+            if fitted is not None:
+                why, stays = fitted
+                told = f"torch computes this attention by its formula: {stays}"
+                found.append(Mask(node, FORM if why else "", why or told))
         return found
 
 
+def _without_mask(
+    node: Node,
+    mask: Node,
+    scope: _Scope,
+    region: Region,
+    known: dict[tuple[Any, ...], tuple[str, str]],
+) -> Mask:
+    try:
+        kind, makers = _proven(node, mask, scope, known)
+        _take_away(node, kind, region)
+    except _Stays as stays:
+        return Mask(node, reason=str(stays))
+    _erase(mask, makers)
+    return Mask(node, kind)
+
+
 def _mask_of(node: Node) -> Node | None:
-    """The mask of an attention; None if the node is none, has no mask, or is causal as well."""
-    if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
-        return None
+    """The mask of an attention; None if it has no mask, or is causal as well."""
     mask = argument_of(node, *_MASK)
     causal = argument_of(node, *_CAUSAL) not in (None, False)
     return mask if isinstance(mask, Node) and not causal else None
@@ -221,8 +241,10 @@ def _values_read(node: Node) -> tuple[Node, ...]:
 
 
 def _name_of_call(node: Node) -> str:
-    """`and` of `operator.and_`, `Tensor.__and__`; `masked_fill` of `masked_fill_`."""
-    return str(getattr(node.target, "__name__", node.target)).strip("_")
+    """`and` of `operator.and_`, `Tensor.__and__`; `masked_fill` of `masked_fill_`, and of ATen's
+    `masked_fill.Scalar`."""
+    target = getattr(node.target, "_overloadpacket", node.target)
+    return str(getattr(target, "__name__", target)).strip("_")
 
 
 def _check(node: Node) -> None:
@@ -328,8 +350,8 @@ def _kind_of(mask: Tensor, length: tuple[int, int]) -> str:
         return "causal"
 
 
-def _take_away(node: Node, kind: str) -> None:
-    """Remove the mask; raises _Stays if the result would have another dtype or other strides."""
+def _take_away(node: Node, kind: str, region: Region) -> None:
+    """Remove the mask; raises _Stays if that cannot be done without anybody seeing it."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for (place, name), value in ((_MASK, None), (_CAUSAL, kind == "causal")):
         if len(args) > place:
@@ -340,17 +362,18 @@ def _take_away(node: Node, kind: str) -> None:
     if type(was) is not FakeTensor:
         raise _Stays("its result is no plain tensor")
     try:
-        with was.fake_mode, torch.set_grad_enabled(was.requires_grad):
+        with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
             fake: Any = torch.fx.map_arg((tuple(args), kwargs), lambda n: n.meta["example_value"])
-            now = F.scaled_dot_product_attention(*fake[0], **fake[1])
+            now = node.target(*fake[0], **fake[1])  # type: ignore[operator]
     except Exception as error:
         raise _Stays(f"without its mask it fails: {type(error).__name__}: {error}") from error
-    for what, mine, its in (
-        ("dtype", now.dtype, was.dtype),  # under autocast
-        ("strides", now.stride(), was.stride()),
-    ):
-        if mine != its:
-            raise _Stays(f"its result would have {what} {mine}, not {its}")
+    if now.dtype != was.dtype:
+        raise _Stays(f"its result would have dtype {now.dtype}, not {was.dtype}")
+    if now.stride() != was.stride():
+        try:
+            strides.keep(node, now)
+        except strides.StridesError as error:
+            raise _Stays(str(error)) from error
     node.args, node.kwargs = tuple(args), kwargs
 
 

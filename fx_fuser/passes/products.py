@@ -49,7 +49,7 @@ log = logging.getLogger("fx_fuser.passes.products")
 COUNTERS = "fx_fuser_products"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 _aten = torch.ops.aten
 # Operation → places of its two factors. An argument before them is added.
-_GEMMS: dict[Any, tuple[int, int]] = {
+GEMMS: dict[Any, tuple[int, int]] = {
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.addmm.default: (1, 2),
@@ -72,7 +72,7 @@ class Products(CustomGraphPass):
             users(graph)
         replace = self.replacing(graph)
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in _GEMMS:
+            if node.op != "call_function" or node.target not in GEMMS:
                 continue
             try:
                 replaced = replace(node)
@@ -113,7 +113,7 @@ class Products(CustomGraphPass):
 
     def factors(self, node: Node) -> tuple[Node, Node] | None:
         """The factors of an fp32 gemm at which the split kernel may gain; else None."""
-        factors = [node.args[i] for i in _GEMMS[node.target]]
+        factors = [node.args[i] for i in GEMMS[node.target]]
         values: list[Any] = [f.meta.get("val") for f in factors if isinstance(f, Node)]
         if len(values) != 2 or any(not isinstance(v, Tensor) for v in values) or node.kwargs:
             return None
@@ -227,7 +227,7 @@ def put(
         transposed = [*range(rank - 2), rank - 1, rank - 2]
         rows = call(graph, node, _aten.permute.default, right, transposed)
         result = call(graph, node, op, laid(left), laid(rows), spec.name)
-        if _GEMMS[node.target][0]:
+        if GEMMS[node.target][0]:
             result = call(graph, node, _aten.add.Tensor, result, node.args[0])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
@@ -278,7 +278,7 @@ def fastest(
     best = min(range(len(fused)), key=fused.__getitem__)
     log.info("%s %s %s: library %.4g ms, fused %s", target, a.size, b.size, library, fused)
     added = 0.0
-    if _GEMMS[target][0]:  # the addition is one more pass at worst
+    if GEMMS[target][0]:  # the addition is one more pass at worst
         result = math.prod(a.size[:-1]) * b.size[-1] * a.dtype.itemsize
         added = 1e3 * 2 * result / limits.of(a.device).bandwidth
     return best if gains(fused[best] + added, library) else None

@@ -31,6 +31,7 @@ class MatchCase:
 
     match: Match
     options: Options
+    in_inference: bool = False  # as if no gradient were asked for
 
     @property
     def site(self) -> Site:
@@ -66,7 +67,7 @@ class MatchCase:
         return layout.is_channels_last(self.match.view, self.site, self.options)
 
     def has_backward(self) -> bool:
-        return calls.saves(self.match)
+        return not self.in_inference and calls.saves(self.match)
 
     @property
     def recomputes(self) -> bool:

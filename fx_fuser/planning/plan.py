@@ -127,6 +127,21 @@ def no_gain(match: Match, options: Options) -> str:
     return "fx_fuser's fp32 gemms need a result that is row-major"
 
 
+def needs_inference(match: Match, options: Options) -> str:
+    """Why a convolution that no kernel takes is left, if one takes it in inference; else empty."""
+    site = match.site
+    if not isinstance(ANCHORS[site.kind], Conv2d):
+        return ""
+    trains = bool(site.attrs.get("training")) and site.operands["running_mean"] is not None
+    needs = ["model.eval()"] * trains + ["torch.no_grad()"] * calls.saves(match)
+    if trains:
+        match = replace(match, site=replace(site, attrs={**site.attrs, "training": False}))
+    case = MatchCase(match, options, in_inference=True)
+    if not needs or len(ANCHORS[site.kind].candidates(case)) == 1:
+        return ""
+    return f"fx_fuser's kernels for it are for inference: it needs {' and '.join(needs)}"
+
+
 def is_small(x: Sequence[int], c: Sequence[int], device: torch.device) -> bool:
     """Does an fp32 gemm of these sizes, x [*, K] to c [*, N], take the library some 10 us at most?
 
@@ -274,6 +289,8 @@ def _pick(
     keeps_less = candidates[0]["again"] and calls.saves(match)
     if keeps_less or options.inner != "inductor":  # which would run the epilogue op by op
         return Plan(on_kernels, candidates[0], note)
+    if len(candidates) == 1 and (needed := needs_inference(match, options)):
+        reason = f"{needed}; it is left to the inner compiler"
     help = ""
     if not candidates[0].get("tf32", True) and may_be_tf32(convolutions.output_of(match)):
         help = "give options={'fp32': 'split'}, with which its forward stays fp32-accurate"

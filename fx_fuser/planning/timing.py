@@ -1,25 +1,21 @@
 """Which of several candidates is fastest on this machine?  Measured once, kept on disk.
 
 Medians of the GPU's time over interleaved rounds, each with a cold L2 cache and with the whole
-candidate queued before the GPU starts on it. The answers are beside the kernels, in `plans` of the
-cache folder, a file each, named by the hash of everything they depend on.
+candidate queued before the GPU starts on it. The answers are beside the kernels, a file each,
+named by the hash of everything they depend on: see `native.store`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import json
 import math
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -216,29 +212,24 @@ def _host_ms(call: Callable[[], object], calls: int = 1) -> float:
     return found
 
 
-def _folder() -> Path:
-    return store.cache_dir() / "plans"
-
-
 def _recall(name: str) -> list[Timing] | None:
+    text = store.recall(name)
     try:
-        path = _folder() / f"{name}.json"
-        found = json.loads(path.read_text())
-        os.utime(path)  # for `fx_fuser.native.eviction`
+        found = json.loads(text or "null")
+        if not isinstance(found, list) or not found or not all(map(_is_timing, found)):
+            return None
         return [Timing(float(gpu), float(host)) for gpu, host in found]
-    except (OSError, ValueError, TypeError):
+    except (ValueError, OverflowError, RecursionError):
         return None
 
 
+def _is_timing(value: object) -> bool:
+    """As `_remember` writes them. Only the GPU's time may be infinite: see `Candidate`."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    are_numbers = all(type(part) in (int, float) for part in value)  # and no bool
+    return are_numbers and value[0] >= 0 and 0 <= value[1] < math.inf  # and no NaN
+
+
 def _remember(name: str, times: list[Timing]) -> None:
-    """Atomic. If the cache cannot be written to, the next process measures again."""
-    with contextlib.suppress(OSError):
-        store.make(store.cache_dir())
-        store.make(_folder())
-        handle, partial = tempfile.mkstemp(dir=_folder())
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(times, file)
-            os.replace(partial, _folder() / f"{name}.json")
-        except OSError:
-            os.unlink(partial)
+    store.remember(name, json.dumps(times))

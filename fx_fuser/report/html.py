@@ -49,15 +49,19 @@ summary { cursor: pointer; font-weight: 600; margin: 1rem 0; }
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A site with its number in the table."""
+    """A site with its number in the table. verdict: the name of its colours."""
 
     number: int
     verdict: str
     site: SiteReport
 
     @property
+    def word(self) -> str:
+        return "near miss" if self.verdict == "near" else self.site.verdict
+
+    @property
     def what(self) -> str:
-        said = f"{self.number} {self.verdict}: {self.site.pattern}"
+        said = f"{self.number} {self.word}: {self.site.pattern}"
         return "\n".join(t for t in (said, self.site.reason, self.site.help) if t)
 
 
@@ -69,8 +73,9 @@ def html_of(report: Report) -> str:
             [*(("fused", s) for s in report.fused), *(("near", s) for s in report.refused)], 1
         )
     ]
-    counts = f"{len(report.fused)} fused, {len(report.refused)} near misses"
-    lines = [counts, report.saving, report.keeping, report.summary]
+    counts = _counts(report)
+    head = report.header.lines if report.header else []
+    lines = [*head, counts, report.saving, report.keeping, report.summary]
     drawn = [
         _graph(graph, index, len(report.graphs), [s for s in sites if s.site.graph == index])
         for index, graph in enumerate(report.graphs)
@@ -86,6 +91,14 @@ def html_of(report: Report) -> str:
             "</body>\n</html>\n",
         ]
     )
+
+
+def _counts(report: Report) -> str:
+    native = sum(site.native for site in report.fused)
+    matches = len(report.fused) - native
+    parts = [f"{native} fused"] if native or not matches else []
+    parts += [f"{matches} match{'' if matches == 1 else 'es'}"] if matches else []
+    return ", ".join([*parts, f"{len(report.refused)} near misses"])
 
 
 # ---- the table ------------------------------------------------------------------------------
@@ -105,7 +118,7 @@ def _table(sites: Sequence[_Numbered]) -> Iterator[str]:
         )
         cells = (
             f"{numbered.number}",
-            {"fused": "fused", "near": "near miss"}[numbered.verdict],
+            numbered.word,
             f"<code>{escape(site.pattern)}</code>",
             f'<span title="{escape(site.where)}">{escape(os.path.basename(site.where))}</span>',
             f"<code>{escape(site.code)}</code>",
@@ -122,6 +135,8 @@ def _outcome(site: SiteReport) -> str:
     if site.reason:
         help = f'<span class="help">To fuse it, {_prose(site.help)}.</span>' if site.help else ""
         return _prose(site.reason) + help
+    if not site.native:
+        return "nothing of fx_fuser's runs on a CPU"
     saved = f"saves {Saved(site.bytes_saved, site.launches_saved or 0)}, against op by op"
     return "<br>".join(t for t in (escape(site.kernel), saved) if t)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.arguments import shown
+from fx_fuser.errors import OptionError
 from fx_fuser.graph.canonical import is_number
 from fx_fuser.graph.match import Match, Refusal
 from fx_fuser.graph.naming import called, dtype_of, infix, place_of, shape_of
@@ -22,14 +22,15 @@ from fx_fuser.graph.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.sites import Site
 from fx_fuser.graph.source import called_name, op_of, source_of
 from fx_fuser.graph.view import View
-from fx_fuser.passes.masks import Mask
+from fx_fuser.passes.masks import FORM, Mask
+from fx_fuser.report.header import Header
 from fx_fuser.report.html import html_of
+from fx_fuser.report.text import report_text, said_of, short_place
 from fx_fuser.report.traffic import Saved, text_of
 
 log = logging.getLogger("fx_fuser.report.report")
 
 _PARTS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "glu", "unbind"})
-PLACE = 40  # characters of the column that says where
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class SiteReport:
     where a tail that was grown ends, and why; empty where nothing follows it.
     anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
     in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
-    something else is in the way. bytes_saved, launches_saved, kept (for backward: node → bytes):
-    see `fx_fuser.report.traffic`; None if sizes are unknown, or nothing is fused.
+    something else is in the way. native: does an op of fx_fuser's run it? Not on a CPU, where a
+    named pattern that is found becomes plain operations again. bytes_saved, launches_saved, kept
+    (for backward: node → bytes): see `fx_fuser.report.traffic`; None if sizes are unknown, or
+    nothing of fx_fuser's runs.
     """
 
     pattern: str
@@ -67,6 +70,14 @@ class SiteReport:
     launches_saved: int | None = None
     kept: dict[str, int] | None = None
     stop: str = ""
+    native: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        if self.reason:
+            return "refused"
+        return "fused" if self.native else "match"
 
     @property
     def bytes_kept(self) -> int | None:
@@ -76,8 +87,8 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class MaskReport:
-    """The mask of one attention. done: "causal" or "open" (hides nothing) if it was removed; else
-    reason says why not."""
+    """The mask of one attention. done: "causal" or "open" (hides nothing) if it was removed, "form"
+    if the attention got another form, and reason says what was in the way; else why not."""
 
     where: str
     code: str
@@ -125,9 +136,10 @@ class GraphReport:
 class Report:
     """The sites of one or several graphs; prints as a table.
 
-    fused: in the order of the graphs. refused: the near misses, the nearest first. others: kind →
-    number of anchors that no part of a pattern follows. left: each of these. masks: of attention.
-    graphs: filled by `explain` only.
+    fused: in the order of the graphs; on a CPU the named patterns that are found there, at which
+    nothing of fx_fuser's runs (`SiteReport.native`). refused: the near misses, the nearest first.
+    others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
+    of attention. graphs and header: filled by `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -136,6 +148,7 @@ class Report:
     graphs: list[GraphReport] = field(default_factory=list)
     masks: list[MaskReport] = field(default_factory=list)
     left: list[LeftReport] = field(default_factory=list)
+    header: Header | None = None
 
     def add_match(
         self,
@@ -145,6 +158,7 @@ class Report:
         graph: int = 0,
         kernel: str = "",
         stop: str = "",
+        native: bool = True,
     ) -> None:
         self.fused.append(
             _site(
@@ -156,9 +170,10 @@ class Report:
                 stop=stop,
                 graph=graph,
                 nodes=_names(match.nodes, match.view),
-                bytes_saved=saved.bytes,
-                launches_saved=saved.launches,
-                kept=kept,
+                bytes_saved=saved.bytes if native else None,
+                launches_saved=saved.launches if native else None,
+                kept=kept if native else None,
+                native=native,
             )
         )
 
@@ -225,8 +240,8 @@ class Report:
         for site in self.left:
             groups.setdefault((site.kind, site.follows, site.reason), []).append(site)
         return "\n".join(
-            f"  {len(sites)} × {kind}, followed by {follows}{f': {reason}' if reason else ''}; "
-            f"say {sites[0].where} `{sites[0].code}`"
+            f"  {len(sites)} × {kind}, followed by {follows}{f': {reason}' if reason else ''}"
+            + (f"; say {short_place(sites[0].where)} `{sites[0].code}`" if sites[0].code else "")
             for (kind, follows, reason), sites in groups.items()
         )
 
@@ -237,42 +252,26 @@ class Report:
         said = {
             "causal": "is causal, and not read any more",
             "open": "hides nothing, and is not read any more",
+            FORM: "gets a form that a fused kernel takes:",
+            "": "stays:",
         }
         return "\n".join(
             f"mask of attention at {mask.where}{f' ×{n}' if n > 1 else ''} "
-            + (said[mask.done] if mask.done else f"stays: {mask.reason}")
+            f"{said[mask.done]} {mask.reason}".rstrip()
             for mask, n in count.items()
         )
 
     def __str__(self) -> str:
-        if not self.fused and not self.refused:
-            nothing = f"fx_fuser: {self.summary or 'no site of any pattern found'}"
-            return "\n".join(filter(None, [nothing, self.leftovers, self.attention]))
-        headers = ["", "pattern", "where", "operands", "dtype", "source, or why not", "kernel"]
-        widths = [None, None, PLACE, 40, None, 60, 30]
-        if not any(s.kernel for s in self.fused):
-            headers, widths = headers[:-1], widths[:-1]
-        rows = Counter(
-            (verdict, s.pattern, s.where, _sizes(s.shapes), s.dtype, _said(s), s.kernel)
-            for verdict, sites in (("fused", self.fused), ("refused", self.refused))
-            for s in sites
-        )
-        table = [
-            [f"{done} ×{n}" if n > 1 else done, name, _short(where), *rest][: len(headers)]
-            for (done, name, where, *rest), n in rows.items()
-        ]
-        table_text = tabulate(table, headers, maxcolwidths=widths)
-        lines = [table_text, self.saving, self.keeping]
-        lines += [self.summary, self.leftovers, self.attention]
-        return "\n".join(line for line in lines if line)
+        return report_text(self)
 
     @property
     def saving(self) -> str:
-        """What all fused sites save together, in one forward call."""
-        if not self.fused or any(s.bytes_saved is None for s in self.fused):
+        """What all sites that fx_fuser runs save together, in one forward call."""
+        sites = [s for s in self.fused if s.native]
+        if not sites or any(s.bytes_saved is None for s in sites):
             return ""
-        count = sum(s.bytes_saved or 0 for s in self.fused)
-        launches = sum(s.launches_saved or 0 for s in self.fused)
+        count = sum(s.bytes_saved or 0 for s in sites)
+        launches = sum(s.launches_saved or 0 for s in sites)
         return f"saved in a forward pass, against op by op: {Saved(count, launches)}"
 
     @property
@@ -286,15 +285,25 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report whose `to_json()` this is."""
-        data: dict[str, Any] = json.loads(text)
+        """The report whose `to_json()` this is. Raises OptionError if it is none."""
+        try:
+            return cls._from_data(json.loads(text))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise OptionError(
+                f"the JSON of a report is {shown(text)}, which does not read as one "
+                f"({type(error).__name__}: {error}); give what to_json() of the same version wrote"
+            ) from error
+
+    @classmethod
+    def _from_data(cls, data: dict[str, Any]) -> Report:
         graphs = [
             GraphReport([NodeReport(**n) for n in g["nodes"]], g["ends"]) for g in data["graphs"]
         ]
         fused, refused = ([SiteReport(**s) for s in data[k]] for k in ("fused", "refused"))
         masks = [MaskReport(**m) for m in data["masks"]]
         left = [LeftReport(**site) for site in data["left"]]
-        return cls(fused, refused, data["others"], graphs, masks, left)
+        header = Header(**data["header"]) if data["header"] else None
+        return cls(fused, refused, data["others"], graphs, masks, left, header)
 
     def to_html(self) -> str:
         """One page that needs no other file: the table, and the graphs with the sites coloured."""
@@ -312,9 +321,9 @@ class Report:
         for site in self.fused:
             kernel = f" ({site.kernel})" if site.kernel else ""
             stop = f", ends {site.stop}" if site.stop else ""
-            log.info("fused %s at %s%s%s", site.pattern, site.where, kernel, stop)
+            log.info("%s %s at %s%s%s", site.verdict, site.pattern, site.where, kernel, stop)
         for site in self.refused:
-            log.info("refused %s at %s: %s", site.pattern, site.where, _said(site))
+            log.info("refused %s at %s: %s", site.pattern, site.where, said_of(site))
         for said in (self.summary, self.leftovers, self.attention):
             if said:
                 log.info("%s", said)
@@ -323,25 +332,6 @@ class Report:
             metadata_fn=lambda: {"name": "fx_fuser_report", "encoding": "json"},
             payload_fn=self.to_json,
         )
-
-
-def _said(site: SiteReport) -> str:
-    if not site.reason:
-        return f"{site.code} (ends {site.stop})" if site.stop else site.code
-    return f"{site.reason}; to fuse it, {site.help}" if site.help else site.reason
-
-
-def _short(where: str) -> str:
-    """The place as its last folders, in PLACE characters if the file's name allows: a name that
-    the column breaks in two is not found again."""
-    where = where.removeprefix(os.getcwd() + os.sep)
-    while len(where) > PLACE and os.sep in where.removeprefix("…" + os.sep):
-        where = f"…{os.sep}{where.removeprefix('…' + os.sep).split(os.sep, 1)[1]}"
-    return where
-
-
-def _sizes(shapes: Mapping[str, str]) -> str:
-    return " ".join(f"{n}{s}" for n, s in shapes.items())
 
 
 def _names(nodes: frozenset[Node], view: View) -> list[str]:

@@ -1,11 +1,28 @@
-"""How exact is exact enough: the bound that README promises, and the comparison against it."""
+"""How exact is exact enough: the bound that README promises, and the comparison against it.
+
+What is compared, element by element, is |value − exact|. An infinity stands for every number that
+rounds to it: beside 65530 an infinity of float16 is right, beside 1 it is off by 65519, and one of
+the other sign by twice as much. A NaN is right beside a NaN alone.
+
+Where eager is no guide. If the exact value is finite and eager's is not, an operation of eager's
+overflowed on the way. There a value may be eager's, an infinity of the exact value's sign, or near
+the exact value. If the exact value is not finite, the value must be eager's or the exact one.
+Neither opens any other element.
+
+Gradients that are zero in exact arithmetic, as of a bias ahead of a BatchNorm in training or of the
+keys' ahead of a softmax, are rounding noise in eager: no digit of them is right. That is seen on
+the case itself: eager's error is `_NOISE` times the exact gradient or more. A small gradient that
+eager computes is not among them, and is held to eager's error as any other.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +32,34 @@ _EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float1
 
 @dataclass(frozen=True)
 class Bound:
-    """error ≤ max(factor · eager's error, floor · size of the exact value), in each of the norms.
+    """What |error| may be, as a whole and in each element.
 
-    factor, floor: by the dtype of the value. norms: orders of `torch.linalg.vector_norm`.
-    strides: they must be eager's.
+        whole    ‖error‖₂ ≤ max(factor · eager's, floor · ‖exact‖₂)
+        element  |error| − 2 eps |exact| ≤ max(2 factor · eager's, peak · max |exact|)
+
+    "eager's" is the same expression of eager's value: its norm, and its largest element.
+    factor, floor, peak: by the dtype of the value. grad_strides: gradients' must be eager's, as
+    those of outputs and buffers must in any case.
+
+    Where the bound of an element comes from. A few wrong elements of many do not show in the norm:
+    ten zeros among 10⁶ bfloat16 numbers change it by less than their roundings do. An element of a
+    right result is off by
+
+    - roundings of itself, by half an ulp, so by eps / 2 of it, each: 2 eps |exact| is four of them;
+    - what sums and rounded values before it lost. That is not relative to the element: a sum loses
+      relative to its terms, a split gemm relative to the largest value of a row. Eager's sums lose
+      it as well, and the largest of many errors is about the same in each run of a kind. The
+      largest varies more than the norm: hence twice the factor;
+    - `peak` of the largest element where eager was lucky. Errors that are together `floor` of the
+      result are normally distributed, and of 10⁹ such numbers none is beyond 6 times their root
+      mean square, which `floor` bounds by the largest element. The accumulators of the 16-bit
+      dtypes are fp32, so their peak is fp32's.
     """
 
     factor: Mapping[torch.dtype, float]
     floor: Mapping[torch.dtype, float]
-    norms: tuple[float, ...] = (2,)
-    strides: bool = True
+    peak: Mapping[torch.dtype, float]
+    grad_strides: bool = True
 
 
 # README's Accuracy. The floors of the 16-bit dtypes are one rounding of the result, which eager may
@@ -33,7 +68,25 @@ class Bound:
 PROMISED = Bound(
     factor={torch.float32: 1.5, torch.float64: 2, torch.bfloat16: 2, torch.float16: 2},
     floor={torch.float32: 4e-7, torch.float64: 1e-12, **{d: e / 4 for d, e in _EPS.items()}},
+    peak={torch.float64: 6e-12, **dict.fromkeys((torch.float32, *_EPS), 6 * 4e-7)},
 )
+
+# Eager's error that is noise alone, in exact gradients. One that is zero but for float64's rounding
+# is 10⁹ times below float32's noise; of one that is not, eager has some digit right.
+_NOISE = 1e3
+# So many times eager's noise another sum of the same terms may leave: its terms are as large, but
+# rounded at other places.
+_NOISE_FACTOR = 16.0
+# Of an element's own roundings, in eps, where eager overflows and shows none.
+_OVERFLOWED = 8.0
+# From so many neighbours on, their errors are a sample, whose spread is known. Where few elements,
+# or a large one, make up an error, the largest of 16 is soon exceeded, and a sum in another order
+# may spread twice as much: 8 standard deviations are not reached. Where many elements do, all
+# neighbours have about the same error, and the deviations are nothing.
+_SAMPLE, _DEVIATIONS = 8, 8.0
+# Neighbours of eager, whose operands differ by a rounding, that are tried before anything is called
+# wrong. Where terms cancel, or a tensor has few elements, eager's own error may be small by luck.
+NEIGHBOURS = 16
 
 
 @dataclass
@@ -50,8 +103,21 @@ class Observed:
     differentiable: list[bool] = field(default_factory=list)
 
     def everything(self) -> dict[str, Tensor]:
-        parts = (("output", self.outputs), ("gradient of", self.grads), ("state of", self.state))
+        parts = (("output", self.outputs), (_GRADIENT, self.grads), ("state of", self.state))
         return {f"{kind} {name}": v for kind, part in parts for name, v in part.items()}
+
+
+_GRADIENT = "gradient of"
+
+
+class Error(NamedTuple):
+    """whole, element: the left sides of `Bound`."""
+
+    whole: float
+    element: float
+
+
+Errors = Mapping[str, Error]
 
 
 def compare(
@@ -59,11 +125,13 @@ def compare(
     eager: Observed,
     exact: Observed,
     bound: Bound = PROMISED,
-    peers: Sequence[Observed] = (),
+    peers: Sequence[Observed | Errors] = (),
+    neighbours: Sequence[Errors] = (),
 ) -> list[str]:
     """What is wrong with `found`: empty if every value is as near to `exact` as `eager` is.
 
-    peers: other runs whose errors are as good a bound as eager's.
+    peers: other runs whose errors are as good a bound as eager's, or `errors_of` them.
+    neighbours: peers that are runs of one kind, a sample of its errors from `_SAMPLE` on.
     """
     faults = []
     for part in ("outputs", "grads", "state"):
@@ -74,51 +142,191 @@ def compare(
         faults.append(f"requires_grad of the outputs: {found.differentiable}, not as in eager")
     if faults:
         return faults
-    whole = sum(_size(g, 2) ** 2 for g in exact.grads.values()) ** 0.5
-    truth, others = exact.everything(), [p.everything() for p in (eager, *peers)]
+    own, truth = eager.everything(), exact.everything()
+    rivals = [errors_of(p, exact) if isinstance(p, Observed) else p for p in (eager, *peers)]
+    at_most = [*rivals, *neighbours, *_sample(neighbours)]
     for name, value in found.everything().items():
-        zero_up_to = 1e-9 * whole if name.startswith("gradient") else 0.0
-        fault = _fault(value, [o[name] for o in others], truth[name], bound, zero_up_to)
+        is_grad = name.startswith(_GRADIENT)
+        errors = [r[name] for r in at_most if name in r]
+        fault = _other_form(value, own[name], bound.grad_strides or not is_grad)
+        fault = fault or _fault(value, own[name], truth[name], errors, bound, is_grad)
         faults += [f"{name}: {fault}"] if fault else []
     return faults
 
 
-def _fault(
-    value: Tensor, others: Sequence[Tensor], exact: Tensor, bound: Bound, zero_up_to: float
-) -> str:
-    eager = others[0]
+def remaining_faults(
+    found: Observed,
+    eager: Observed,
+    exact: Observed,
+    bound: Bound,
+    peers: Iterable[Observed],
+    neighbours: Iterable[Observed],
+) -> list[str]:
+    """The faults of `found` that remain with each of these runs as a bound, too: see `compare`. A
+    run is made only where a fault remains, and only its errors are kept.
+    """
+    faults = compare(found, eager, exact, bound)
+    known: tuple[list[Errors], list[Errors]] = ([], [])
+    for kind, runs in zip(known, (peers, neighbours)):
+        made = iter(runs)
+        while faults and (run := next(made, None)) is not None:
+            kind.append(errors_of(run, exact))
+            before = {_name(fault) for fault in faults}
+            faults = compare(found, eager, exact, bound, *known)
+            faults = [fault for fault in faults if _name(fault) in before]
+    return faults
+
+
+def _name(fault: str) -> str:
+    return fault.partition(":")[0]
+
+
+def errors_of(run: Observed, exact: Observed) -> dict[str, Error]:
+    """A rival's errors, to keep in the place of its values."""
+    truth = exact.everything()
+    found = {}
+    for name, value in run.everything().items():
+        if has_roundings(value):
+            v, e = _reals(value), _reals(truth[name])
+            distance = _distance(v, e, value.dtype)
+            # A value that is not finite is an error of no size, or none.
+            usable = torch.isfinite(v) & torch.isfinite(e)
+            distance = torch.where(usable, distance, 0.0)
+            found[name] = Error(
+                _norm(distance[_in_range(e, value.dtype)]), _excess(distance, e, value.dtype)
+            )
+    return found
+
+
+def _other_form(value: Tensor, eager: Tensor, strides: bool) -> str:
     if (value.dtype, value.shape) != (eager.dtype, eager.shape):
         return f"{value.dtype} {tuple(value.shape)}, in eager {eager.dtype} {tuple(eager.shape)}"
-    if bound.strides and value.stride() != eager.stride():
+    if strides and value.stride() != eager.stride():
         return f"strides {value.stride()}, in eager {eager.stride()}"
-    if not (value.dtype.is_floating_point or value.dtype.is_complex):
-        return "" if torch.equal(value, eager) else "other integers than in eager"
-    # Where eager overflows or divides by zero there is no bound, unless the exact value is not
-    # finite either.
-    odd, usable = ~torch.isfinite(exact), torch.isfinite(exact) & torch.isfinite(eager)
-    if not torch.equal(value[odd].nan_to_num(nan=0.5), eager[odd].nan_to_num(nan=0.5)):
-        return "other infinities or NaNs than in eager"
-    value, exact, others = value[usable], exact[usable], [o[usable] for o in others]
-    real = torch.empty((), dtype=value.dtype).real.dtype
-    for norm in bound.norms:
-        size = _size(exact, norm)
-        if size < zero_up_to:  # zero in exact arithmetic: a bias under a training BatchNorm
-            size = zero_up_to * 1e9
-        eagers = max(_size(_wide(o) - exact, norm) for o in others)
-        error = _size(_wide(value) - exact, norm)
-        allowed = max(bound.factor[real] * eagers, bound.floor[real] * size)
-        if not error <= allowed:
-            of = f" of {size:.3g} in norm {norm}"
-            return f"error {error:.3g}{of}, allowed {allowed:.3g} (eager's {eagers:.3g})"
+    if not has_roundings(value) and not torch.equal(value, eager):
+        return "other integers than in eager"
     return ""
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(_as_wide(tensor, torch.float64))
+def _fault(
+    value: Tensor,
+    eager: Tensor,
+    exact: Tensor,
+    rivals: Sequence[Error],
+    bound: Bound,
+    is_grad: bool,
+) -> str:
+    if not has_roundings(value):
+        return ""
+    dtype = value.dtype
+    v, g, e = _reals(value), _reals(eager), _reals(exact)
+    distance = _distance(v, e, dtype)
+    overflowed = torch.isfinite(e) & ~torch.isfinite(g) & (_distance(g, e, dtype) > 0)
+    is_eagers = (v == g) | (v.isnan() & g.isnan())
+    right = is_eagers & (overflowed | ~torch.isfinite(e))
+    right |= overflowed & v.isinf() & (v.sign() == e.sign())
+    distance = torch.where(right, 0.0, distance)
+    if distance.isinf().any():
+        return "other infinities or NaNs than in eager"
+
+    real = torch.empty((), dtype=dtype).real.dtype
+    usable = _in_range(e, dtype)
+    guided = usable & ~overflowed
+    size, largest = _norm(e[guided]), _largest(e[guided])
+    whole, element = map(max, zip(*rivals))
+    noise = is_grad and rivals[0].whole > _NOISE * size
+    factor = _NOISE_FACTOR if noise else bound.factor[real]
+    least = torch.finfo(real).smallest_normal * torch.finfo(real).eps  # no value is nearer
+    most = max(2 * factor * element, bound.peak[real] * largest + least)
+    # Where eager overflowed: as far off as elsewhere, relative to the largest value.
+    growth = max(1.0, _largest(e[usable]) / largest) if largest else 1.0
+    checks = (
+        (
+            "norm 2", _norm(distance[guided]), size, whole,
+            max(factor * whole, bound.floor[real] * size + least * v.numel() ** 0.5),
+        ),
+        (
+            "its worst element", _excess(distance[~overflowed], e[~overflowed], dtype), largest,
+            element, most,
+        ),
+        (
+            "the worst element where eager overflows",
+            _excess(distance[overflowed], e[overflowed], dtype, _OVERFLOWED),
+            _largest(e[overflowed]), element, most * growth,
+        ),
+    )  # fmt: skip
+    for what, error, of, eagers, allowed in checks:
+        if not error <= allowed:
+            of_eager = f"(eager's {eagers:.3g})"
+            return f"error {error:.3g} of {of:.3g} in {what}, allowed {allowed:.3g} {of_eager}"
+    return ""
 
 
-def _size(tensor: Tensor, norm: float) -> float:
-    return float(torch.linalg.vector_norm(_wide(tensor), norm)) if tensor.numel() else 0.0
+def _sample(runs: Sequence[Errors]) -> list[Errors]:
+    """How large an error may be that is drawn like these; nothing if they are few."""
+    if len(runs) < _SAMPLE:
+        return []
+
+    def upper(errors: Sequence[float]) -> float:
+        return statistics.fmean(errors) + _DEVIATIONS * statistics.stdev(errors)
+
+    return [{n: Error(*map(upper, zip(*(run[n] for run in runs)))) for n in runs[0]}]
+
+
+# ---- element by element ----------------------------------------------------------------------
+
+
+def has_roundings(tensor: Tensor) -> bool:
+    """Are its elements floating-point numbers, real or complex?"""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in float64, flat; a complex one has two an element."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.double().flatten()
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """The least number that rounds to infinity; in float64 the largest there is."""
+    info = torch.finfo(dtype)
+    half_an_ulp = math.ldexp(info.eps / 2, math.frexp(info.max)[1] - 1)
+    return min(info.max + half_an_ulp, torch.finfo(torch.float64).max)
+
+
+def _distance(value: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """|value − exact|, infinite where one alone is NaN, or the exact value alone infinite."""
+    limit = _limit(dtype)
+    nearest = torch.where(value.isposinf(), exact.clamp(min=limit), value)
+    nearest = torch.where(value.isneginf(), exact.clamp(max=-limit), nearest)
+    same = (value == exact) | (value.isnan() & exact.isnan())
+    apart = (nearest - exact).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return torch.where(same, 0.0, apart)
+
+
+def _in_range(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which exact values does the dtype have?  The others are no measure of its numbers' size."""
+    return exact.abs() < _limit(dtype)
+
+
+def _excess(distance: Tensor, exact: Tensor, dtype: torch.dtype, ulps: float = 2.0) -> float:
+    """The largest distance beyond an element's own roundings."""
+    own = ulps * torch.finfo(dtype).eps * exact.abs()
+    return _largest((distance - own.nan_to_num(0.0, 0.0)).clamp(min=0.0))
+
+
+def _largest(numbers: Tensor) -> float:
+    return float(numbers.abs().max()) if numbers.numel() else 0.0
+
+
+def _norm(numbers: Tensor) -> float:
+    """‖·‖₂; squares neither overflow nor underflow."""
+    largest = _largest(numbers)
+    if not 0.0 < largest < math.inf:
+        return largest
+    return largest * float(torch.linalg.vector_norm(numbers / largest))
 
 
 # ---- the same again --------------------------------------------------------------------------
@@ -147,6 +355,16 @@ class Copier:
             whole = tensor.detach().as_strided((elements,), (1,), 0).clone().to(copied.dtype)
             copied = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return copied.requires_grad_(tensor.requires_grad)
+
+
+def neighbour_of(tensor: Tensor, generator: torch.Generator, eps: float = 0.0) -> Tensor:
+    """The tensor, off by at most half a unit in the last place of its dtype, or half of `eps`."""
+    eps = max(torch.finfo(tensor.dtype).eps, eps)
+    noise = torch.rand(
+        tensor.shape, generator=generator, dtype=torch.float64, device=generator.device
+    )
+    wide = tensor.detach().to(_as_wide(tensor, torch.float64))
+    return (wide * (1 + (noise.to(tensor.device) - 0.5) * eps)).to(tensor.dtype)
 
 
 def _as_wide(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

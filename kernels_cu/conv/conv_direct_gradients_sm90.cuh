@@ -11,14 +11,15 @@ namespace fx_fuser::conv_direct {
 
 constexpr int kTile = 64;  // positions of a product whose rows they are
 
-// Of a channel, with d = c - mean:  dz = rest of_dy dy,  dc = scale (of_dy dy) + slope d + offset.
+// Of a channel, with d = c - mean:  dz = rest of_dy dy,  dc = scale (of_dy dy + slope d + offset).
 // dy is multiplied first of all, as by autograd: sums of a large dy or a product of both factors
 // can overflow where dz does not, and a zero as the other factor then makes NaN. For the same
-// reason the epilogue's derivative is two numbers (`Derivative`), of which sums get `rest` at the
-// end and dc in `scale`. Of an input channel a value amid its pixels, which in fp32 is taken from
-// all of them, those of the padding included: the convolution of what remains differs by a number,
-// that `mean` lacks then, and dweight by pivot Σ dc. The sums that the tensor core truncates are
-// then of either sign.
+// reason `scale` comes last (`slope` alone is 1 / √variance times a gradient; with `scale` it would
+// be 1 / variance times it), and the epilogue's derivative is two numbers (`Derivative`), of which
+// sums get `rest` at the end and dc in `scale`. Of an input channel a value amid its pixels, which
+// in fp32 is taken from all of them, those of the padding included: the convolution of what remains
+// differs by a number, that `mean` lacks then, and dweight by pivot Σ dc. The sums that the tensor
+// core truncates are then of either sign.
 struct Coefficients {
   float mean[kConvGroup];
   float of_dy[kConvGroup];
@@ -205,8 +206,8 @@ __device__ __forceinline__ void make_coefficients(const ConvBackwardArgs& args, 
     }
     if constexpr (kSplits<X>) mean -= convolved_pivots(args.conv, output, to.pivot);
     if (args.dgamma != nullptr) {
-      slope = -scale * rstd * (args.dgamma[output] / args.count);
-      offset = -scale * (args.dbeta[output] / args.count);
+      slope = -rstd * (args.dgamma[output] / args.count / derivative.rest);
+      offset = -args.dbeta[output] / args.count / derivative.rest;
     }
   }
   to.mean[channel] = static_cast<float>(mean);

@@ -149,9 +149,10 @@ __device__ __forceinline__ void make_gradients(const Tail& tail, const Coefficie
         float& value = sum[4 * i + 2 * r + t];
         const float2 pair = values_of<X>(dy[4 * i + 2 * r], dy[4 * i + 2 * r + 1], false);
         const float d = deviation_of<X>(value, unscale[t], pixel_unscale, mean[t]);
-        const float shift = is_training ? fmaf(slope[t], d, offset[t]) : 0.0f;
-        const float dz = of_dy[t] * (t == 0 ? pair.x : pair.y);  // but for `rest`
-        value = is_valid[r] ? fmaf(scale[t], dz, shift) : 0.0f;
+        // But for `rest`; in training less its mean.
+        const float dz = fmaf(of_dy[t], t == 0 ? pair.x : pair.y, offset[t]);
+        const float whole = is_training ? fmaf(slope[t], d, dz) : dz;
+        value = is_valid[r] ? scale[t] * whole : 0.0f;
         largest[r] = fmaxf(largest[r], fabsf(value));
       }
     }
@@ -422,8 +423,6 @@ __device__ __forceinline__ void run_input(const ConvBackwardArgs& args) {
     coefficients.weight_unscale = largest;
     const float fold = shared.tail->weight_unscale[threadIdx.x] / largest;
     coefficients.scale[threadIdx.x] *= fold;
-    coefficients.slope[threadIdx.x] *= fold;
-    coefficients.offset[threadIdx.x] *= fold;
   }
   __syncthreads();
   const auto warpgroup = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup));

@@ -255,14 +255,16 @@ __device__ __forceinline__ void meet_gradients(const ConvBackwardArgs& args, uin
     const bool is_valid = valid >> (i / 4 * 2 + i % 2) & 1;
     const float d = deviation_of<X>(sum[i], of[r].weight_unscale, pixel_unscale, of[r].mean);
     const float2 pair = values_of<X>(dy[i & ~1], dy[i | 1], args.pairs);
-    const float dz = of[r].of_dy * (i % 2 == 0 ? pair.x : pair.y);  // but for `rest`
+    // But for `rest`; in training, where the sums are another kernel's, less its mean.
+    const float dy_here = i % 2 == 0 ? pair.x : pair.y;
+    const float dz = kWeight ? fmaf(of[r].of_dy, dy_here, of[r].offset) : of[r].of_dy * dy_here;
     if constexpr (kSums) {
       of_tile[0][r] += dz;
       of_tile[1][r] = fmaf(dz, is_valid ? d : 0.0f, of_tile[1][r]);
     }
     if constexpr (kWeight) {
-      const float shift = args.dgamma != nullptr ? fmaf(of[r].slope, d, of[r].offset) : 0.0f;
-      sum[i] = is_valid ? fmaf(of[r].scale, dz, shift) : 0.0f;
+      const float whole = args.dgamma != nullptr ? fmaf(of[r].slope, d, dz) : dz;
+      sum[i] = is_valid ? of[r].scale * whole : 0.0f;
     }
   }
 }

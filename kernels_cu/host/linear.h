@@ -106,7 +106,7 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
 // a graph may be called with others. The dense product has tiles for all of them.
 bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
   const auto forced = forced_weight_first(kernels, weight);
-  const auto call = SplitCall::of(x, {&weight, &x}, kernels.multiprocessors, {0, forced});
+  const auto call = SplitCall::of(x, {&weight, &x}, kernels.rates, {0, forced});
   if (!call || !call->pays()) return false;
   // What streams has guessed scales, and where they are often wrong no other operand can.
   if (forced && kernels.guesses->takes_call(call->sizes.all())) return false;
@@ -176,11 +176,11 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
     return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, {}, wish);
   };
   const auto forced = forced_weight_first(kernels, b);
-  const auto call = SplitCall::of(a, {&b, &a}, kernels.multiprocessors, {0, forced});
+  const auto call = SplitCall::of(a, {&b, &a}, kernels.rates, {0, forced});
   const bool in_parts =
       a.dim() == 2 && b.dim() == 2 && !call->choice.weight_first && call->x.transposed();
   if (!in_parts) return multiply(a, product, {}) ? product : by_library();
-  const int64_t at_once = rows_at_once(b.size(0), b.size(1), kernels.multiprocessors);
+  const int64_t at_once = rows_at_once(b.size(0), b.size(1), kernels.rates.multiprocessors);
   for (int64_t first = 0; first < a.size(0); first += at_once) {
     const int64_t count = std::min(at_once, a.size(0) - first);
     const auto part = [&](Tensor matrix) { return torch::stable::narrow(matrix, 0, first, count); };

@@ -49,7 +49,7 @@ struct LinearSplitKernels {
   std::array<Kernel, 2> chunk;
   Kernel sum;
   Kernel copy_rows;
-  int multiprocessors;
+  SplitRates rates;
   int scalars;
   ScalarType first;  // of the operand that is split first: fp32, or of 16 bits and never the other
   ScalarType out;
@@ -79,7 +79,7 @@ int64_t load_split(const std::string& name, const std::string& cubin, const std:
                       product(own, "fx_fuser_linear_split_n_major")};
   kernels->chunk = {product(shared, "fx_fuser_linear_split_chunk"),
                     product(shared, "fx_fuser_linear_split_chunk_n_major")};
-  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
+  kernels->rates = SplitRates::of(figures_of(static_cast<int>(device)));
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
   kernels->scalars = std::stoi(signature[1]);
@@ -290,7 +290,7 @@ struct SplitLaunch {
   void run(const SplitPart& part) const {
     const SplitSizes& sizes = part.sizes;
     const SplitPlan plan =
-        SplitCall::plan_of(part.weight_first ? sizes.transposed() : sizes, wish, multiprocessors());
+        SplitCall::plan_of(part.weight_first ? sizes.transposed() : sizes, wish, kernels.rates);
     const int64_t planes = plan.chunks * sizes.batches;
     const int64_t padded_k = ceil_div(plan.k, kLinearTileK) * kLinearTileK;
     const int64_t tiles = plan.chunks * sizes.tiles();
@@ -334,7 +334,7 @@ struct SplitLaunch {
   }
 
  private:
-  int multiprocessors() const { return kernels.multiprocessors; }
+  int64_t multiprocessors() const { return kernels.rates.multiprocessors; }
   static Divisor<uint32_t> divisor(int64_t size) {
     return make_divisor(static_cast<uint32_t>(size));
   }
@@ -377,7 +377,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   for (const Tensor& operand : operands) tensors.push_back(&operand);
   const auto forced = forced_weight_first(kernels, weight);
   if (forced) wish.weight_first = forced;
-  const auto call = SplitCall::of(out, tensors, kernels.multiprocessors, wish);
+  const auto call = SplitCall::of(out, tensors, kernels.rates, wish);
   if (!call) return false;
   // Kernels of a 16-bit operand find no other's scales, and the op has asked already.
   wish.exact = !forced && (kernels.guesses->takes_call(call->sizes.all()) || wish.exact);
@@ -405,9 +405,8 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const SplitLaunch launch{
       kernels, *call, wish, x, is_stored_in_pairs(*result, sizes.n, out.element_size()), stream};
   const int64_t padded_k = ceil_div(sizes.k, kLinearTileK) * kLinearTileK;
-  const int64_t at_once =
-      rows_at_once(choice.weight_first ? sizes.transposed() : sizes,
-                   split_parts(kernels) * 2 * padded_k, kernels.multiprocessors);
+  const int64_t at_once = rows_at_once(choice.weight_first ? sizes.transposed() : sizes,
+                                       split_parts(kernels) * 2 * padded_k, kernels.rates);
   if (at_once >= all.first.rows) {
     launch.run(all);
     return true;
@@ -426,16 +425,21 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
 }
 
 // sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
-// where the weight is split first, else 0. Needs no GPU.
+// where the weight is split first, else 0; then the nanoseconds that are modelled for it, and for
+// the library. gpu: capability, multiprocessors, kHz, and the memory's kHz and bits. Needs no GPU.
 std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
-                                         int64_t multiprocessors) {
+                                         const std::vector<int64_t>& gpu) {
   STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
   for (const int64_t size : sizes) {
     STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
   }
-  const SplitChoice choice =
-      split_choice({sizes[0], sizes[1], sizes[2], sizes[3]}, {}, multiprocessors);
-  return {choice.plan.chunks, choice.weight_first};
+  STD_TORCH_CHECK(gpu.size() == 5, "fx_fuser: ", to_string(gpu), " are not a GPU's figures");
+  const SplitRates rates = SplitRates::of(GpuFigures::of(gpu[0], gpu[1], gpu[2], gpu[3], gpu[4]));
+  const SplitSizes product{sizes[0], sizes[1], sizes[2], sizes[3]};
+  const SplitChoice choice = split_choice(product, {}, rates);
+  const auto nanoseconds = [](double seconds) { return static_cast<int64_t>(1e9 * seconds); };
+  return {choice.plan.chunks, choice.weight_first, nanoseconds(choice.seconds),
+          nanoseconds(library_seconds(product, rates))};
 }
 
 void reset_linear_split(int64_t handle) {

@@ -36,7 +36,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
       "bool");
-  m.def("linear_split_choice(int[] sizes, int multiprocessors) -> int[]");
+  m.def("linear_split_choice(int[] sizes, int[] gpu) -> int[]");
   m.def("reset_linear_split(int kernels) -> ()");
   m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
   m.def("load_linear_exact(str name, str cubin, str[] signature, int device) -> int");

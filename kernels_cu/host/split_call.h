@@ -79,40 +79,41 @@ struct SplitCall {
   SplitOperand weight;
   SplitSizes sizes;
   SplitChoice choice;
+  double library;  // seconds, of its product
 
   // tensors: the weight, x and others. Nothing where the kernels do not take these strides.
   static std::optional<SplitCall> of(const Tensor& like, const std::vector<const Tensor*>& tensors,
-                                     int64_t multiprocessors, const SplitWish& wish = {}) {
+                                     const SplitRates& rates, const SplitWish& wish = {}) {
     const auto rows = merge_rows(like, tensors);
     if (!rows) return std::nullopt;
     const SplitOperand weight = SplitOperand::of_weight(*tensors[0], *rows);
     const SplitOperand x = SplitOperand::of_x(*tensors[1], *rows);
     const SplitSizes sizes{rows->batches(), rows->rows, weight.rows, weight.k};
     if (sizes.tiles() == 0) return std::nullopt;
-    const SplitCopies copies{x.seconds_to_copy(), weight.seconds_to_copy()};
-    SplitChoice choice = !wish.weight_first   ? split_choice(sizes, copies, multiprocessors)
-                         : *wish.weight_first ? weight_first(sizes, copies, multiprocessors)
-                                              : x_first(sizes, copies, multiprocessors);
-    if (wish.chunks > 0) choice.plan = plan_of(sizes, wish, multiprocessors);
-    return SplitCall{*rows, x, weight, sizes, choice};
+    const SplitCopies copies{x.seconds_to_copy(rates), weight.seconds_to_copy(rates)};
+    SplitChoice choice = !wish.weight_first   ? split_choice(sizes, copies, rates)
+                         : *wish.weight_first ? weight_first(sizes, copies, rates)
+                                              : x_first(sizes, copies, rates);
+    if (wish.chunks > 0) choice.plan = plan_of(sizes, wish, rates);
+    return SplitCall{*rows, x, weight, sizes, choice, library_seconds(sizes, rates)};
   }
 
   // Of x as the kernels see it.
   static SplitPlan plan_of(const SplitSizes& sizes, const SplitWish& wish,
-                           int64_t multiprocessors) {
-    if (wish.chunks == 0) return split_plan(sizes, multiprocessors);
+                           const SplitRates& rates) {
+    if (wish.chunks == 0) return split_plan(sizes, rates);
     const int64_t chunks = std::min(wish.chunks, ceil_div(sizes.k, kLinearTileK));
-    return split_in_chunks(sizes, chunks, multiprocessors);
+    return split_in_chunks(sizes, chunks, rates);
   }
 
   // Is the split product faster than the library's?
-  bool pays() const { return choice.seconds < library_seconds(sizes); }
+  bool pays() const { return choice.seconds < library; }
 
   // How long repairs may take, as a part of the product's time, until the library is the faster
   // one.
   float bearable() const {
     constexpr double kLeast = 0.05;
-    return static_cast<float>(std::max(library_seconds(sizes) / choice.seconds - 1, kLeast));
+    return static_cast<float>(std::max(library / choice.seconds - 1, kLeast));
   }
 };
 

@@ -75,12 +75,12 @@ struct SplitOperand {
   }
 
   // Reading and writing, and a launch.
-  double seconds_to_copy() const {
+  double seconds_to_copy(const SplitRates& rates) const {
     constexpr double kLaunch = 2e-6;
     if (is_taken_as_it_lies()) return 0;
     const double planes = static_cast<double>(outer_size) * static_cast<double>(inner_size);
     return kLaunch +
-           8 * planes * static_cast<double>(rows) * static_cast<double>(k) / kWorkBandwidth;
+           8 * planes * static_cast<double>(rows) * static_cast<double>(k) / rates.work_bandwidth;
   }
 
   // The same values in lines that TMA takes; the tensor holds them.

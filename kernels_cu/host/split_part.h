@@ -61,7 +61,7 @@ constexpr double kPartSeconds = 15e-6;  // that another part costs beside its ow
 
 // How many rows of the operand that is split first a launch takes: whole tiles, in as many parts as
 // are modelled as the fastest. sizes: with these rows as m. bytes_of_row: of its split.
-int64_t rows_at_once(const SplitSizes& sizes, int64_t bytes_of_row, int64_t multiprocessors) {
+int64_t rows_at_once(const SplitSizes& sizes, int64_t bytes_of_row, const SplitRates& rates) {
   if (sizes.batches > 1 || sizes.m * bytes_of_row <= kMostSplitBytes) return sizes.m;
   const int64_t tiles = ceil_div(sizes.m, kLinearTileM);
   const int64_t held = std::max<int64_t>(kMostSplitBytes / (bytes_of_row * kLinearTileM), 1);
@@ -71,7 +71,7 @@ int64_t rows_at_once(const SplitSizes& sizes, int64_t bytes_of_row, int64_t mult
   for (int64_t parts = fewest; parts <= std::min(2 * fewest, tiles); ++parts) {
     SplitSizes part = sizes;
     part.m = ceil_div(tiles, parts) * kLinearTileM;
-    const double of_part = kPartSeconds + split_plan(part, multiprocessors).seconds;
+    const double of_part = kPartSeconds + split_plan(part, rates).seconds;
     const double seconds = static_cast<double>(ceil_div(sizes.m, part.m)) * of_part;
     if (best_rows == 0 || seconds < best) {
       best_rows = part.m;

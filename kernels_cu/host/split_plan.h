@@ -50,14 +50,45 @@ struct SplitPlan {
   double seconds;  // as modelled
 };
 
-// Seconds and bytes/s of an H200 (kernels_cu/linear/NOTES.md).
-constexpr double kStage = 1.2e-6;           // a tile's 64 of k
-constexpr double kTileOverhead = 3e-6;      // its scales, its epilogue
-constexpr double kSplitStart = 5e-6;        // the pre-pass's launch, filling the ring
-constexpr double kSumStart = 2e-6;          // the launch of the kernel that adds chunks up
-constexpr double kWorkBandwidth = 3e12;     // of what is written to be read again
-constexpr double kLibraryRate = 48e12;      // flop/s of cuBLAS's fp32 product, where it is large
-constexpr double kLibraryBandwidth = 4e12;  // byte/s
+constexpr double kSplitStart = 5e-6;  // the pre-pass's launch, filling the ring
+constexpr double kSumStart = 2e-6;    // the launch of the kernel that adds chunks up
+
+// How fast a GPU is, in seconds, byte/s and flop/s.
+struct SplitRates {
+  int64_t multiprocessors = 132;
+  double stage = 1.2e-6;            // a tile's 64 of k
+  double tile_overhead = 3e-6;      // its scales, its epilogue
+  double work_bandwidth = 3e12;     // of what is written to be read again
+  double library_rate = 48e12;      // of cuBLAS's fp32 product, where it is large
+  double library_bandwidth = 4e12;  // of its operands and its result
+
+  static SplitRates of(const GpuFigures& gpu);
+};
+
+// The defaults are an H200's, measured (kernels_cu/linear/NOTES.md), with its data sheet's figures:
+constexpr double kH200Clock = 1.83e9;
+constexpr double kH200Bandwidth = 4.8e12;
+constexpr double kH200Lanes = 128;  // of fp32, a multiprocessor's
+
+// On another GPU they are in the proportion of its figures to these, but for a stage, which there
+// is one of mma.sync: cycles as docs/gpus.md predicts them, for half as much of k. GeForce's tensor
+// cores are half as fast as those of other GPUs of their capability, which no figure here tells.
+SplitRates SplitRates::of(const GpuFigures& gpu) {
+  SplitRates rates;
+  rates.multiprocessors = gpu.multiprocessors;
+  if (gpu.capability / 10 == 9) return rates;
+  const bool is_large = gpu.capability == 80 || gpu.capability / 10 == 10;  // A100, B200
+  const double lanes = gpu.capability == 80 ? 64 : 128;
+  const double clock = gpu.clock > 0 ? gpu.clock : kH200Clock;
+  const double bandwidth = gpu.bandwidth > 0 ? gpu.bandwidth / kH200Bandwidth : 1;
+  rates.stage = 2 * (is_large ? 1900 : 3600) / clock;
+  rates.tile_overhead *= kH200Clock / clock;
+  rates.work_bandwidth *= bandwidth;
+  rates.library_bandwidth *= bandwidth;
+  rates.library_rate *= lanes / kH200Lanes * clock / kH200Clock *
+                        static_cast<double>(gpu.multiprocessors) / SplitRates{}.multiprocessors;
+  return rates;
+}
 
 constexpr int64_t kLeastChunkTiles = 4;         // of k: below, a tile's overhead is most of it
 constexpr int64_t kMostChunks = 128;            // as many partial sums make one element
@@ -66,25 +97,25 @@ constexpr int64_t kRoundsWithoutChunks = 16;    // then the last round matters l
 constexpr int64_t kRoundsTried = 8;
 constexpr double kLeastGainOfChunks = 0.05;  // of the time: the model is no better than that
 
-SplitPlan split_in_chunks(const SplitSizes& sizes, int64_t wanted, int64_t multiprocessors) {
+SplitPlan split_in_chunks(const SplitSizes& sizes, int64_t wanted, const SplitRates& rates) {
   const int64_t k_tiles = ceil_div(sizes.k, kLinearTileK);
   const int64_t depth = ceil_div(k_tiles, wanted);
   const int64_t chunks = ceil_div(k_tiles, depth);
-  const auto rounds = static_cast<double>(ceil_div(sizes.tiles() * chunks, multiprocessors));
-  double seconds = kSplitStart + 8 * sizes.elements_of_x() / kWorkBandwidth +
-                   rounds * (static_cast<double>(depth) * kStage + kTileOverhead);
+  const auto rounds = static_cast<double>(ceil_div(sizes.tiles() * chunks, rates.multiprocessors));
+  double seconds = kSplitStart + 8 * sizes.elements_of_x() / rates.work_bandwidth +
+                   rounds * (static_cast<double>(depth) * rates.stage + rates.tile_overhead);
   if (chunks > 1) {
     const double moved = 8 * static_cast<double>(chunks) * sizes.elements_of_result();
-    seconds += kSumStart + moved / kWorkBandwidth;
+    seconds += kSumStart + moved / rates.work_bandwidth;
   }
   return {chunks, chunks > 1 ? depth * kLinearTileK : sizes.k, seconds};
 }
 
 // As many chunks as fill some number of rounds of tiles; one where more gain little.
-SplitPlan split_plan(const SplitSizes& sizes, int64_t multiprocessors) {
-  const SplitPlan whole = split_in_chunks(sizes, 1, multiprocessors);
+SplitPlan split_plan(const SplitSizes& sizes, const SplitRates& rates) {
+  const SplitPlan whole = split_in_chunks(sizes, 1, rates);
   const int64_t tiles = sizes.tiles();
-  const int64_t first = ceil_div(tiles, multiprocessors);
+  const int64_t first = ceil_div(tiles, rates.multiprocessors);
   if (first >= kRoundsWithoutChunks) return whole;
   const auto held =
       static_cast<int64_t>(static_cast<double>(kPartialBytes) / (4 * sizes.elements_of_result()));
@@ -92,9 +123,9 @@ SplitPlan split_plan(const SplitSizes& sizes, int64_t multiprocessors) {
       std::min({ceil_div(sizes.k, kLinearTileK) / kLeastChunkTiles, kMostChunks, held});
   SplitPlan best = whole;
   for (int64_t rounds = first; rounds < first + kRoundsTried; ++rounds) {
-    const int64_t chunks = std::min(rounds * multiprocessors / tiles, most);
+    const int64_t chunks = std::min(rounds * rates.multiprocessors / tiles, most);
     if (chunks < 2) continue;
-    const SplitPlan plan = split_in_chunks(sizes, chunks, multiprocessors);
+    const SplitPlan plan = split_in_chunks(sizes, chunks, rates);
     if (plan.seconds < best.seconds) best = plan;
   }
   return best.seconds < (1 - kLeastGainOfChunks) * whole.seconds ? best : whole;
@@ -117,30 +148,30 @@ struct SplitCopies {
 // activations have outlier columns more often than weights.
 constexpr double kLeastGainOfWeightFirst = 0.02;
 
-SplitChoice x_first(const SplitSizes& sizes, const SplitCopies& copies, int64_t multiprocessors) {
-  const SplitPlan plan = split_plan(sizes, multiprocessors);
+SplitChoice x_first(const SplitSizes& sizes, const SplitCopies& copies, const SplitRates& rates) {
+  const SplitPlan plan = split_plan(sizes, rates);
   return {plan, false, plan.seconds + copies.weight};
 }
 
 SplitChoice weight_first(const SplitSizes& sizes, const SplitCopies& copies,
-                         int64_t multiprocessors) {
-  const SplitPlan plan = split_plan(sizes.transposed(), multiprocessors);
+                         const SplitRates& rates) {
+  const SplitPlan plan = split_plan(sizes.transposed(), rates);
   return {plan, true, plan.seconds + copies.x};
 }
 
 SplitChoice split_choice(const SplitSizes& sizes, const SplitCopies& copies,
-                         int64_t multiprocessors) {
-  const SplitChoice usual = x_first(sizes, copies, multiprocessors);
-  const SplitChoice other = weight_first(sizes, copies, multiprocessors);
+                         const SplitRates& rates) {
+  const SplitChoice usual = x_first(sizes, copies, rates);
+  const SplitChoice other = weight_first(sizes, copies, rates);
   return other.seconds < (1 - kLeastGainOfWeightFirst) * usual.seconds ? other : usual;
 }
 
 // Of cuBLAS's fp32 product, which also divides few tiles along k. A sum, not the larger of both: at
 // 32768 x 32768 it takes 1.86, 2.56 and 4.08 ms for k = 16, 32 and 64 (1.79, 2.5 and 3.93).
-double library_seconds(const SplitSizes& sizes) {
+double library_seconds(const SplitSizes& sizes, const SplitRates& rates) {
   const double bytes =
       4 * (sizes.elements_of_weight() + sizes.elements_of_x() + sizes.elements_of_result());
-  return sizes.operations() / kLibraryRate + bytes / kLibraryBandwidth;
+  return sizes.operations() / rates.library_rate + bytes / rates.library_bandwidth;
 }
 
 // ---- tensors as planes --------------------------------------------------------------------------

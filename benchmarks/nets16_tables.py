@@ -1,0 +1,145 @@
+"""What rows of `benchmarks.nets16` show: who is slower, and the tables of README and docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.net16 import Row
+from benchmarks.nets16_models import NETS
+
+PATH = Path("nets16", "gpu.json")  # in the folder of results
+LEAST = 0.99  # of Inductor's speed
+GAIN = 1.01  # below is none
+MEMORY = 1.01  # of Inductor's peak, at most
+STEPS = {"train": "training steps in AMP or bf16", "eval": "evaluation in bf16"}
+
+
+def ratio(row: Row, what: str) -> float | None:
+    """Inductor's over fx_fuser's, of one of "ms", "wall_ms", "compile_s", "peak_mib"."""
+    theirs, ours = (row.get(f"{system}_{what}") for system in ("inductor", "fx_fuser"))
+    return theirs / ours if isinstance(theirs, float) and isinstance(ours, float) else None
+
+
+def slower(row: Row) -> list[str]:
+    """By which clock fx_fuser is slower: a ratio below 0.99, or below 1 less the row's spread."""
+    least = max(LEAST, 1 - (row["spread"] or 0.0))
+    found = {clock: ratio(row, what) for clock, what in (("GPU", "ms"), ("wall", "wall_ms"))}
+    return [
+        f"{clock} {value:.3f}×, not {least:.3f}"
+        for clock, value in found.items()
+        if value is not None and value < least
+    ]
+
+
+def faults(row: Row) -> list[str]:
+    """All in which a row falls short of what is promised."""
+    found = [row["error"]] if isinstance(row["error"], str) else []
+    found += slower(row)
+    peak = ratio(row, "peak_mib")
+    if peak is not None and peak * MEMORY < 1:
+        found.append(f"peak memory {tables.factor(1 / peak)}")
+    return found
+
+
+def key(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["net"], row["step"]
+
+
+def place(row: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Where a row stands in its file: in the order of the nets."""
+    names = list(NETS)
+    index = names.index(row["net"]) if row["net"] in names else len(names)
+    return index, *key(row)
+
+
+def line(row: Row) -> str:
+    """For the terminal."""
+    gains = f"GPU {tables.factor(ratio(row, 'ms'))} wall {tables.factor(ratio(row, 'wall_ms'))}"
+    seconds = " and ".join(
+        tables.number(row[name], ".1f") for name in ("inductor_compile_s", "fx_fuser_compile_s")
+    )
+    return f"{row['net']} {row['step']} {row['precision']}: {gains}, compiles {seconds} s"
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    def all_of(field: str, length: int | None = None) -> str:
+        return ", ".join(sorted({str(row[field])[:length] for row in rows}))  # type: ignore[literal-required]
+
+    return (
+        f"{all_of('gpu')}, torch {all_of('torch')}, {all_of('date', 10)}, "
+        f"commit {all_of('commit', 7)}"
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """README's; empty where nothing was measured."""
+    rows = [row for row in rows if ratio(row, "ms") is not None]
+    lines = []
+    for step, name in STEPS.items():
+        here = [row for row in rows if row["step"] == step]
+        gpu, wall = ([r for row in here if (r := ratio(row, w))] for w in ("ms", "wall_ms"))
+        if gpu and wall:
+            line = [name, str(len(here)), f"**{tables.factor(tables.mean(gpu))}**"]
+            line.append(tables.factor(min(gpu)))
+            lines.append([*line, tables.factor(tables.mean(wall)), tables.factor(min(wall))])
+    if not lines:
+        return ""
+    heads = ["16 bits, whole nets", "nets", "speed-up, geometric mean", "least"]
+    heads += ["of wall time", "least"]
+    none = [
+        f"{row['net']} ({row['step']}, {value:.2f}×)"
+        for row in rows
+        if (value := ratio(row, "ms")) is not None and value < GAIN
+    ]
+    said = (
+        f"GPU time of unmodified nets by `python -m benchmarks.nets16`, {_caption(rows)}. Nothing "
+        f"is gained in: {', '.join(none) or 'none of them'}."
+    )
+    return f"{tables.table(lines, heads, 1)}\n\n{tables.wrapped(said)}"
+
+
+def _pair(row: Row, what: str, form: str) -> list[str]:
+    systems = ("inductor", "fx_fuser")
+    return [tables.number(row[f"{s}_{what}"], form) for s in systems]  # type: ignore[literal-required]
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Of docs/results.md, with its heading; empty where there are no rows."""
+    if not rows:
+        return ""
+    lines = []
+    for row in rows:
+        value, said = ratio(row, "ms"), row["error"]
+        peak = ratio(row, "peak_mib")
+        lines.append([
+            row["net"], row["config"], row["step"], row["precision"],
+            tables.short_name(row["gpu"]),
+            *_pair(row, "ms", ".2f"),
+            f"**{tables.factor(value)}**" if value else "",
+            f"± {100 * row['spread']:.1f} %" if row["spread"] is not None else "",
+            tables.factor(ratio(row, "wall_ms")),
+            "" if peak is None else f"{100 * (1 / peak - 1):+.1f} %",
+            *_pair(row, "compile_s", ".1f"),
+            "" if said is None or isinstance(said, str) else f"{said:.1e}",
+            tables.number(row["eager_error"], ".1e"),
+            "; ".join(faults(row)),
+        ])  # fmt: skip
+    heads = ["net", "input", "step", "precision", "on", "Inductor", "fx_fuser", "over Inductor"]
+    heads += ["", "wall", "peak memory", "Inductor compiles, s", "fx_fuser, s", "error", "eager's"]
+    heads += ["falls short"]
+    said_first = (
+        "Unmodified nets as people train and serve them, both systems by turns in a process of "
+        "their own; GPU times in ms, medians of profiled steps. A training step is forward, loss "
+        "and backward; amp: fp32 weights and `torch.autocast` in bf16. ±: half the range of the "
+        "ratio. Compile: the first call with empty caches. Error: relative Frobenius error against "
+        "float64, of all outputs or all gradients, whichever is the larger. Falls short: slower "
+        f"than {LEAST} of Inductor or than the spread allows, by either clock; memory over + 1 %; "
+        "a value beyond [the bound](accuracy.md#the-bound)."
+    )
+    parts = ["## Nets in 16 bits", tables.wrapped(said_first)]
+    return "\n\n".join(
+        [*parts, tables.table(lines, heads, 5), tables.wrapped(f"{_caption(rows)}.")]
+    )

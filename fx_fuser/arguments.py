@@ -1,0 +1,121 @@
+"""Arguments of public functions: what does not fit is refused by name, before anything is done."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from fx_fuser.errors import FxFuserError, OptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PLAIN = (str, bytes, bool, int, float, complex, list, tuple, set, frozenset, dict, type(None))
+
+
+def shown(value: Any) -> str:
+    """The value with its type, in one line; of a tensor or a module the type alone."""
+    kind = type(value).__name__
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None:
+        return "None"
+    article = "an" if kind[0].lower() in "aeiou" else "a"
+    if not isinstance(value, _PLAIN):
+        return f"{article} {kind}"
+    return f"{_text(value)}, {article} {kind}"
+
+
+def refuses_unfit_calls(
+    error: type[FxFuserError], remedy: str
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a public function: arguments that its signature does not have are `error`.
+
+    remedy: how to call it instead.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as unfit:
+                given = [*map(_brief, args), *(f"{n}={_brief(v)}" for n, v in kwargs.items())]
+                called = f"{function.__name__}({', '.join(given)})"
+                raise error(f"{called}: {unfit}; {remedy}") from None
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _brief(value: Any) -> str:
+    return _text(value) if isinstance(value, _PLAIN) else f"<{shown(value)}>"
+
+
+def _text(value: Any) -> str:
+    return " ".join(reprlib.repr(value).split())
+
+
+def check_flag(name: str, value: Any, remedy: str = "") -> None:
+    """Raises OptionError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {shown(value)}; give True or False{remedy}")
+
+
+def check_mapping(name: str, value: Any, remedy: str) -> None:
+    """Raises OptionError unless it is a mapping."""
+    if not isinstance(value, Mapping):
+        raise OptionError(f"{name} is {shown(value)}; {remedy}")
+
+
+def check_model(model: Any, usage: str) -> None:
+    """Raises OptionError if this is nothing that can be called with tensors."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise OptionError(f"the model is {shown(model)}; give an instance: {model.__name__}(…)")
+    if not callable(model):
+        raise OptionError(
+            f"the model is {shown(model)}; give an nn.Module or a function first: {usage}"
+        )
+
+
+def fault_of_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why it cannot take these arguments, by its signature; empty if it can, or if only the call
+    can tell: a decorator may take other names than what it decorates."""
+    signature = _signature(model, through_decorators=False)
+    if signature is None:
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as unfit:
+        return f"{unfit}; it takes ({', '.join(map(str, signature.parameters.values()))})"
+    return ""
+
+
+def names_of(model: Any) -> frozenset[str]:
+    """Of the arguments that it takes by name, as far as its signature tells."""
+    signature = _signature(model, through_decorators=True)
+    parameters = signature.parameters.values() if signature else ()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in named)
+
+
+def _signature(model: Any, through_decorators: bool) -> inspect.Signature | None:
+    """None of a built-in function, and where a hook may change the arguments."""
+    called = model
+    if isinstance(model, nn.Module):
+        if model._forward_pre_hooks or type(model).__call__ is not nn.Module.__call__:
+            return None
+        called = model.forward
+    try:
+        return inspect.signature(called, follow_wrapped=through_decorators)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,376 @@
+"""Inductor's graph → the same, with 16-bit gemms of odd sizes run at multiples of 8, where faster.
+
+cuBLAS has fast kernels for rows of a multiple of 16 bytes only, and the sizes count, not the pitch
+alone. `[8192, 768] @ [768, 50257]` in bf16 takes 6.51 ms on an H100 (2026-11-26, torch 2.11), at
+50264 columns 0.90; written at a pitch of 50264, 6.51 still. Its two gradients take 4.5 and 4.3 ms,
+padded 0.83 and 0.81.
+
+So an operand gets zeros behind its rows or columns, the gemm runs at the padded sizes, and its
+readers get a slice of the result. The zeros are `constant_pad_nd`, a pointwise operation: Inductor
+computes it in the kernel that makes the operand, so a matrix that only gemms read is never copied.
+One padded twin serves all gemms that read a matrix, transposed or not. A gemm whose result the
+graph returns is left where a slice of it would have gaps.
+
+Inductor's own pass (`torch/_inductor/fx_passes/pad_mm.py`) pads for the same reason. It runs after
+this one and pads what is left. It pads a transposed operand by a transposing copy, so that the
+gradient of a head's weight is not worth it, and it passes by what bytes bound.
+
+The pass runs before the graph is partitioned into forward and backward (`joint_custom_pre_pass`).
+Each gemm's sizes and strides are timed once, with a copy of each operand that is not made by a
+pointwise operation for gemms alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule, Node
+
+from fx_fuser.graph.nodes import inputs_of, meta_tensor
+from fx_fuser.graph.source import called_name
+from fx_fuser.native import binaries, limits
+from fx_fuser.options import EARLY_PASS, Options
+from fx_fuser.passes.products import GEMMS, call, each_pass, joint_uuid
+from fx_fuser.planning import rehearse, timing
+from fx_fuser.planning.case import gains
+from fx_fuser.planning.plan import is_small
+from fx_fuser.planning.rehearse import TensorForm
+from fx_fuser.planning.timing import Candidate
+
+log = logging.getLogger("fx_fuser.passes.padding")
+
+COUNTERS = "fx_fuser_padded"  # in `torch._dynamo.utils.counters`: operation → how many padded
+_BYTES = 16  # of which rows are to be a multiple
+_NARROW = (torch.bfloat16, torch.float16)
+_aten = torch.ops.aten
+_TRANSPOSES = {_aten.permute.default, _aten.t.default, _aten.transpose.int}
+_VIEWS = {
+    *_TRANSPOSES,
+    _aten.alias.default,
+    _aten.expand.default,
+    _aten.reshape.default,
+    _aten.squeeze.dim,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+}
+# Pointwise operations without torch's tag for them.
+_POINTWISE = {_aten.clone.default, torch.ops.prims.convert_element_type.default}
+
+
+@dataclass(frozen=True)
+class Padding(CustomGraphPass):
+    """The pass. strict: raise what fails. on_cpu: pad there, too, untimed. before: another pass of
+    the user's, which runs first."""
+
+    strict: bool = False
+    on_cpu: bool = False
+    before: Any = None
+
+    def __call__(self, graph: Graph) -> None:
+        for users in each_pass(self.before):
+            users(graph)
+        gemms = [found for node in graph.nodes if (found := _Gemm.of(node, self.on_cpu))]
+        read = {gemm.node for gemm in gemms}
+        twins = _Twins(graph)
+        for gemm in gemms:
+            try:
+                free = [_is_free(f, read) for f in gemm.factors]
+                if self.on_cpu or _is_faster(gemm, free):
+                    gemm.replace(twins)
+                    counters[COUNTERS][gemm.node.target._schema.name.removeprefix("aten::")] += 1  # type: ignore[union-attr]
+            except Exception as error:
+                if self.strict:
+                    raise
+                warnings.warn(
+                    f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; "
+                    "please report it",
+                    stacklevel=2,
+                )
+
+    def uuid(self) -> Any:
+        """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""
+        return joint_uuid(
+            ("padding", binaries.fingerprint(), self.strict, self.on_cpu), self.before
+        )
+
+
+def settings(gm: GraphModule, options: Options) -> dict[str, Any]:
+    """Inductor's setting → the pass, if it may gain in what Inductor makes of Dynamo's graph."""
+    asks = options.inner == "inductor" and options.grows and options.users_pass("shape_padding")
+    if not asks or options.users_pass("deterministic"):  # in which nothing may be timed
+        return {}
+    values = [_values(n) for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+    device = "cpu" if options.cpu_ops else "cuda"
+    if not any(_may_be_odd(of_node, device) for of_node in values):
+        return {}
+    return {EARLY_PASS: Padding(options.strict, options.cpu_ops, options.users_pass(EARLY_PASS))}
+
+
+def _values(node: Node) -> list[Tensor]:
+    """Of a call that may be a gemm: its result, if that is a tensor, and then its operands."""
+    result = meta_tensor(node)
+    if node.op not in ("call_function", "call_method") or result is None:
+        return []
+    operands = [value for n in inputs_of(node) if (value := meta_tensor(n)) is not None]
+    several = called_name(node) in ("linear", "multi_head_attention_forward") or len(operands) > 1
+    return [result, *operands] if several else []
+
+
+def _may_be_odd(values: Sequence[Tensor], device: str) -> bool:
+    if not values or values[0].dtype not in _NARROW or values[0].device.type != device:
+        return False
+    sizes = (n for v in values for n in v.shape[-2:] if isinstance(n, int))
+    return any(n > 1 and _zeros(n, v.dtype) for v in values[:1] for n in sizes)
+
+
+# ---- one gemm ----------------------------------------------------------------------------------
+
+
+def _zeros(size: int, dtype: torch.dtype) -> int:
+    """How many elements are missing to a multiple of 16 bytes."""
+    return -size % (_BYTES // dtype.itemsize)
+
+
+def _is_transposed(form: TensorForm) -> bool:
+    """Are its columns adjacent in memory, and its rows not?"""
+    return form.stride[-1] != 1 and form.stride[-2] == 1
+
+
+@dataclass(frozen=True)
+class _Gemm:
+    """left [*, M, K] @ right [*, K, N]. zeros: how many go behind M, K and N."""
+
+    node: Node
+    forms: tuple[TensorForm, TensorForm]
+    zeros: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, node: Node, on_cpu: bool) -> _Gemm | None:
+        """The gemm that the node is, if it has 16 bits and an odd size; else None."""
+        if node.op != "call_function" or node.target not in GEMMS:
+            return None
+        factors = tuple(node.args[i] for i in GEMMS[node.target])
+        values = [f.meta.get("val") for f in factors if isinstance(f, Node)]
+        if len(values) != 2 or not all(isinstance(v, Tensor) for v in values):
+            return None
+        sizes = [n for v in values for n in (*v.shape, *v.stride())]  # type: ignore[union-attr]
+        if not all(isinstance(n, int) for n in sizes) or 0 in sizes[: values[0].ndim]:  # type: ignore[union-attr]
+            return None
+        if values[0].dtype not in _NARROW or values[1].dtype != values[0].dtype:  # type: ignore[union-attr]
+            return None
+        if values[0].device.type != ("cpu" if on_cpu else "cuda"):  # type: ignore[union-attr]
+            return None
+        left, right = (rehearse.form_of_value(v) for v in values)
+        assert left is not None and right is not None
+        zeros = _zeros_of(left, right)
+        leaves_gaps = zeros[2] or (zeros[0] and len(left.size) > 2)
+        if not any(zeros) or (leaves_gaps and _is_returned(node)):
+            return None
+        return cls(node, (left, right), zeros)
+
+    @property
+    def factors(self) -> tuple[Node, Node]:
+        """As they are now: another gemm, which was replaced, may have made one."""
+        left, right = (self.node.args[i] for i in GEMMS[self.node.target])
+        return left, right  # type: ignore[return-value]
+
+    def replace(self, twins: _Twins) -> None:
+        """Compute it of padded operands; its readers get a slice."""
+        m, k, n = self.zeros
+        graph, node, (left, right) = self.node.graph, self.node, self.factors
+        args = list(node.args)
+        places = GEMMS[node.target]
+        args[places[0]], args[places[1]] = twins.of(left, m, k), twins.of(right, k, n)
+        with graph.inserting_before(node):
+            if places[0]:
+                args[0] = self._padded_addend(twins)
+            made = call(graph, node, node.target, *args, **node.kwargs)
+            rank = len(self.forms[0].size)
+            for dim, zeros, size in (
+                (rank - 2, m, self.forms[0].size[-2]),
+                (rank - 1, n, self.forms[1].size[-1]),
+            ):
+                if zeros:
+                    made = call(graph, node, _aten.slice.Tensor, made, dim, 0, size)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+    def _padded_addend(self, twins: _Twins) -> Any:
+        """What `addmm` adds, where it is not spread over the dimension."""
+        addend = self.node.args[0]
+        assert isinstance(addend, Node)
+        shape = addend.meta["val"].shape
+        rows = self.zeros[0] if len(shape) > 1 and shape[-2] != 1 else 0
+        columns = self.zeros[2] if len(shape) > 0 and shape[-1] != 1 else 0
+        return twins.of(addend, rows, columns)
+
+
+def _is_returned(node: Node) -> bool:
+    """Does the graph return the result, or a view of it?  A slice has not the strides of eager
+    mode; Inductor pads such a gemm itself."""
+    todo = [node]
+    while todo:
+        readers = list(todo.pop().users)
+        if any(reader.op == "output" for reader in readers):
+            return True
+        todo += [r for r in readers if r.op == "call_function" and r.target in _VIEWS]
+    return False
+
+
+def _zeros_of(left: TensorForm, right: TensorForm) -> tuple[int, int, int]:
+    """Behind each dimension that is adjacent in memory, of an operand or of the result."""
+    (m, k), n = left.size[-2:], right.size[-1]
+    if 1 in (m, k, n) or 0 in (m, k, n):
+        return 0, 0, 0
+    reads_k = not _is_transposed(left) or _is_transposed(right)
+    rows = _zeros(m, left.dtype) if _is_transposed(left) else 0
+    return rows, _zeros(k, left.dtype) if reads_k else 0, _zeros(n, left.dtype)
+
+
+class _Twins:
+    """The padded twin of each matrix of a graph, one for all its readers."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.made: dict[tuple[Node, int, int], Node] = {}
+
+    def of(self, value: Node, rows: int, columns: int) -> Node:
+        """The value with so many zeros behind its rows and its columns."""
+        if not rows and not columns:
+            return value
+        origin, is_transposed = _origin(value)
+        if is_transposed:
+            rows, columns = columns, rows
+        key = origin, rows, columns
+        if key not in self.made:
+            self.made[key] = self._padded(*key)
+        made = self.made[key]
+        if not is_transposed:
+            return made
+        with self.graph.inserting_after(made):
+            return _transposed(self.graph, made)
+
+    def _padded(self, origin: Node, rows: int, columns: int) -> Node:
+        """In the order of the origin's memory."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        after = inputs[-1] if origin.op == "placeholder" else origin
+        with self.graph.inserting_before(after.next):
+            form = rehearse.form_of_value(origin.meta["val"])
+            if len(form.size) < 2 or not _is_transposed(form):  # type: ignore[union-attr, arg-type]
+                behind = [0, columns, 0, rows] if rows else [0, columns]
+                return call(self.graph, origin, _aten.constant_pad_nd.default, origin, behind, 0.0)
+            behind = [0, rows, 0, columns] if columns else [0, rows]
+            seen = _transposed(self.graph, origin)
+            made = call(self.graph, origin, _aten.constant_pad_nd.default, seen, behind, 0.0)
+            return _transposed(self.graph, made)
+
+
+def _origin(value: Node) -> tuple[Node, bool]:
+    """The matrix that the value is, or is the transpose of."""
+    is_transposed = False
+    while value.op == "call_function" and value.target in _TRANSPOSES:
+        before = value.args[0]
+        if before.meta["val"].mT.shape != value.meta["val"].shape:  # type: ignore[union-attr]
+            break
+        if before.meta["val"].mT.stride() != value.meta["val"].stride():  # type: ignore[union-attr]
+            break
+        value, is_transposed = before, not is_transposed  # type: ignore[assignment]
+    return value, is_transposed
+
+
+def _transposed(graph: Graph, value: Node) -> Node:
+    rank = value.meta["val"].ndim
+    order = [*range(rank - 2), rank - 1, rank - 2]
+    return call(graph, value, _aten.permute.default, value, order)
+
+
+# ---- is it faster? -----------------------------------------------------------------------------
+
+
+def _is_free(value: Node, gemms: set[Node]) -> bool:
+    """Does a pointwise operation make it for gemms alone, so that Inductor writes it padded?"""
+    while value.op == "call_function" and value.target in _VIEWS:
+        value = value.args[0]  # type: ignore[assignment]
+    tags = getattr(value.target, "tags", ())
+    if value.op != "call_function" or not (
+        torch.Tag.pointwise in tags or value.target in _POINTWISE
+    ):
+        return False
+    readers = list(value.users)
+    while readers:
+        reader = readers.pop()
+        if reader.op == "call_function" and reader.target in _VIEWS:
+            readers += reader.users
+        elif reader not in gemms:
+            return False
+    return True
+
+
+def _is_faster(gemm: _Gemm, free: Sequence[bool]) -> bool:
+    """Is the padded gemm faster, with a copy of each operand that is not free?"""
+    left, right = gemm.forms
+    if is_small(left.size, (*left.size[:-1], right.size[-1]), left.device):
+        return False
+    key = ("padding", str(left), str(right), gemm.zeros, *free)
+    make_candidates = functools.partial(_candidates, gemm.forms, gemm.zeros, free)
+    try:
+        times = timing.medians(key, make_candidates, left.device)
+    except rehearse.DisagreementError as error:
+        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+        return False
+    if times is None:
+        return False
+    library, padded = (took.gpu for took in times)
+    # Where a reduction comes before the operand, the kernel that pads reads its input once more.
+    read = sum(math.prod(form.size) for form, is_free in zip(gemm.forms, free) if is_free)
+    padded += 1e3 * read * left.dtype.itemsize / limits.of(left.device).bandwidth
+    log.info("%s @ %s: library %.4g ms, padded %.4g", left.size, right.size, library, padded)
+    return gains(padded, library)
+
+
+def _candidates(
+    forms: Sequence[TensorForm], zeros: Sequence[int], free: Sequence[bool]
+) -> list[Candidate]:
+    generator = torch.Generator(forms[0].device).manual_seed(0)
+    deviations = (1.0, forms[1].size[-2] ** -0.5)
+    values = [form.random(generator, d) for form, d in zip(forms, deviations)]
+    behind = ((zeros[0], zeros[1]), (zeros[1], zeros[2]))
+    (m, n) = forms[0].size[-2], forms[1].size[-1]
+    operands: list[Callable[[], Tensor]] = []
+    for value, rows_and_columns, is_free in zip(values, behind, free):
+        make = functools.partial(_with_zeros, value, *rows_and_columns)
+        operands.append(functools.partial(_given, make()) if is_free else make)
+
+    def library() -> Sequence[Tensor]:
+        return (values[0] @ values[1],)
+
+    def padded() -> Sequence[Tensor]:
+        return ((operands[0]() @ operands[1]())[..., :m, :n],)
+
+    rehearse.compare([library, padded], [{"product": "padded"}], forms[0].dtype)
+    return [Candidate(library), Candidate(padded)]
+
+
+def _given(value: Tensor) -> Tensor:
+    return value
+
+
+def _with_zeros(value: Tensor, rows: int, columns: int) -> Tensor:
+    """In the order of the value's memory."""
+    if not rows and not columns:
+        return value
+    if value.stride(-1) != 1 and value.stride(-2) == 1:
+        return F.pad(value.mT, (0, rows, 0, columns)).mT
+    return F.pad(value, (0, columns, 0, rows))

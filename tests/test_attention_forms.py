@@ -1,0 +1,169 @@
+"""Attention in 16 bits gets a form that a fused kernel takes; values, gradients, strides stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import fx_fuser
+from fx_fuser.ops.attention import Attention, fitted, why_formula
+
+BF16 = torch.bfloat16
+B, H, S, D = 2, 3, 6, 8
+Attend = Callable[..., Tensor]
+sdpa = F.scaled_dot_product_attention
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = BF16) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+FORMS: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
+    "three dimensions": (lambda q, k, v: sdpa(q, k, v), [(4, S, D)] * 3),
+    "two dimensions": (lambda q, k, v: sdpa(q, k, v), [(S, D)] * 3),
+    "five dimensions": (lambda q, k, v: sdpa(q, k, v), [(2, 2, H, S, D)] * 3),
+    "five dimensions, keys of one": (
+        lambda q, k, v: sdpa(q, k, v), [(2, 2, H, S, D), (1, 2, H, S, D), (1, 2, H, S, D)],
+    ),
+    "five dimensions and a mask": (
+        lambda q, k, v, m: sdpa(q, k, v, m), [*[(2, 2, H, S, D)] * 3, (2, 1, 1, S, S)],
+    ),
+    "three dimensions and a mask": (
+        lambda q, k, v, m: sdpa(q, k, v, m), [*[(4, S, D)] * 3, (4, S, S)],
+    ),
+    "a mask of three dimensions": (
+        lambda q, k, v, m: sdpa(q, k, v, m), [*[(B, H, S, D)] * 3, (H, S, S)],
+    ),
+    "a mask of three dimensions, five of the others": (
+        lambda q, k, v, m: sdpa(q, k, v, m), [*[(2, 2, H, S, D)] * 3, (H, S, S)],
+    ),
+    "a mask seen from the other side": (
+        lambda q, k, v, m: sdpa(q, k, v, m.permute(2, 0, 1)[None]),
+        [*[(B, H, S, D)] * 3, (S, S, H)],
+    ),
+    "heads of 12 and a mask": (
+        lambda q, k, v, m: sdpa(q, k, v, m), [*[(B, H, S, 12)] * 3, (B, 1, S, S)],
+    ),
+    "heads of 12 and a mask, scaled": (
+        lambda q, k, v, m: sdpa(q, k, v, m, scale=0.3), [*[(B, H, S, 12)] * 3, (B, 1, S, S)],
+    ),
+    "values of another size": (
+        lambda q, k, v: sdpa(q, k, v, is_causal=True),
+        [(B, H, S, 12), (B, H, S, 12), (B, H, S, 20)],
+    ),
+    "keys of one batch": (
+        lambda q, k, v: sdpa(q, k, v), [(B, H, S, D), (1, H, S, D), (1, H, S, D)],
+    ),
+    "fewer heads of keys": (
+        lambda q, k, v, m: sdpa(q, k, v, m, enable_gqa=True),
+        [(B, 4, S, 12), (B, 2, S, 12), (B, 2, S, 12), (B, 1, S, S)],
+    ),
+    "a value with rows that are apart": (
+        lambda q, k, v: sdpa(q, k, v.mT), [(B, H, S, D), (B, H, S, D), (B, H, D, S)],
+    ),
+}  # fmt: skip
+
+
+def compiled(attend: Attend, **options: Any) -> Attend:
+    torch._dynamo.reset()
+    counters.clear()
+    chosen = {"inner": "aot_eager", "strict": True, "cpu_ops": True, "patterns": [], **options}
+    return torch.compile(attend, backend="fx_fuser", options=chosen)
+
+
+def observed(run: Attend, inputs: list[Tensor]) -> list[Tensor]:
+    y = run(*inputs)
+    torch.manual_seed(1)
+    return [y, *torch.autograd.grad(y, inputs, torch.randn(y.shape).to(y.dtype))]
+
+
+def check(attend: Attend, inputs: list[Tensor], run: Attend) -> None:
+    wide = [v.detach().double().requires_grad_() for v in inputs]
+    mine, theirs = observed(run, inputs), observed(attend, inputs)
+    for a, b, exact in zip(mine, theirs, observed(attend, wide), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        off, allowed = ((x.double() - exact).norm() for x in (a, b))
+        assert off <= max(2 * allowed, torch.finfo(a.dtype).eps / 4 * exact.norm())
+    assert mine[0].stride() == theirs[0].stride()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_values_gradients_and_strides(name: str) -> None:
+    attend, shapes = FORMS[name]
+    inputs = tensors(*shapes)
+    check(attend, inputs, compiled(attend))
+    assert counters["fx_fuser_masks"] == {"form": 1}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_is_one_that_kernels_take(name: str) -> None:
+    attend, shapes = FORMS[name]
+    calls: list[Attention] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, m: Any = None, p: Any = 0.0, causal: Any = False,
+               **others: Any) -> Tensor:  # fmt: skip
+        calls.append(Attention(q, k, v, m, p, causal, others.get("scale"),
+                               others.get("enable_gqa", False)))  # fmt: skip
+        return q
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "sdpa", record)
+        attend(*tensors(*shapes))
+    (call,) = calls
+    assert why_formula(call) and not why_formula(fitted(call))
+
+
+def test_by_inductor_and_as_it_was_expanded() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        seen = (m >= 0)[:, None, :, None].expand(B, 1, S, S)
+        return sdpa(q, k, v, seen).transpose(1, 2).reshape(B, S, -1)
+
+    q, k, v = tensors(*[(B, H, S, D)] * 3)
+    rows = torch.tensor([[1.0, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]])
+    run = compiled(lambda q, k, v: attend(q, k, v, rows), inner="inductor")
+    check(lambda q, k, v: attend(q, k, v, rows), [q, k, v], run)
+    assert counters["fx_fuser_masks"] == {"form": 1}
+
+
+def test_under_autocast() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return sdpa(q, k, v)
+
+    inputs = tensors(*[(4, S, D)] * 3, dtype=torch.float32)
+    run = compiled(attend)
+    torch.testing.assert_close(run(*inputs), attend(*inputs), rtol=2e-2, atol=2e-2)
+    assert run(*inputs).dtype == BF16 and counters["fx_fuser_masks"]["form"]
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, options",
+    [
+        (torch.float32, (4, S, D), {}),
+        (BF16, (B, H, S, D), {}),
+        (BF16, (4, S, D), {"masks": False}),
+        (BF16, (4, S, D), {"cpu_ops": False}),
+        (BF16, (4, S, D), {"inner": "eager"}),
+    ],
+)
+def test_what_stays_as_it_is(dtype: torch.dtype, shape: Any, options: Any) -> None:
+    inputs = tensors(*[shape] * 3, dtype=dtype)
+    compiled(lambda q, k, v: sdpa(q, k, v), **options)(*inputs)
+    assert not counters["fx_fuser_masks"]
+
+
+def test_explain_names_what_was_in_the_way() -> None:
+    inputs = tensors(*[(4, S, D)] * 3)
+    report = fx_fuser.explain(lambda q, k, v: sdpa(q, k, v), *inputs, options={"cpu_ops": True})
+    (mask,) = report.masks
+    assert mask.done == "form" and mask.reason == "its query has 3 dimensions"
+    assert "gets a form that a fused kernel takes: its query has 3 dimensions" in " ".join(
+        str(report).split()
+    )

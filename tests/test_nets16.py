@@ -1,0 +1,363 @@
+"""The benchmark of nets in 16 bits at a CPU's size, and its tables from made-up figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import harness, net16, nets16, nets16_tables, report
+from benchmarks.net16 import Row, case_of, exact_of, measured, spread
+from benchmarks.nets16_models import NETS, STEPS, Net16, without_dropout
+from benchmarks.run import System
+
+CPU = torch.device("cpu")
+INDUCTOR = System("inductor", lambda model: torch.compile(model, backend="aot_eager"))
+EAGER = System("inductor", lambda model: model)
+OURS = System(
+    "fx_fuser",
+    lambda model: torch.compile(
+        model, backend="fx_fuser", options={"inner": "aot_eager", "cpu_ops": True}
+    ),
+    is_ours=True,
+)
+KEYS = [
+    "net",
+    "step",
+    "precision",
+    "config",
+    "inductor_ms",
+    "fx_fuser_ms",
+    "spread",
+    "inductor_wall_ms",
+    "fx_fuser_wall_ms",
+    "inductor_compile_s",
+    "fx_fuser_compile_s",
+    "inductor_peak_mib",
+    "fx_fuser_peak_mib",
+    "error",
+    "eager_error",
+    "sites",
+    "gpu",
+    "torch",
+    "date",
+    "commit",
+]
+CASES = [(name, step) for name, net in NETS.items() for step in net.phases]
+QUICK = [("dlrm", "train"), ("hf_vit_b", "eval")]
+
+
+def net(name: str) -> Net16:
+    pytest.importorskip(NETS[name].package)
+    return NETS[name]
+
+
+def broken_by(change: Any) -> System:
+    """fx_fuser, if it changed the outputs so."""
+
+    def compiled(model: nn.Module) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return change(model(*args, **kwargs))
+
+        return call
+
+    return System("fx_fuser", compiled, is_ours=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES],
+)
+def test_a_net_is_compared_and_timed(name: str, step: str) -> None:
+    row = measured(net(name), step, CPU, small=True, rivals=(INDUCTOR, OURS), seconds=0.01)
+    assert list(row) == KEYS
+    assert (row["net"], row["step"], row["precision"]) == (name, step, NETS[name].precisions[step])
+    assert isinstance(row["error"], float), row["error"]
+    assert row["eager_error"] is not None and row["eager_error"] > 1e-5
+    assert all(row[key] > 0 for key in KEYS if key.endswith(("wall_ms", "compile_s")))  # type: ignore[literal-required]
+    assert row["inductor_ms"] is None and row["fx_fuser_peak_mib"] is None  # a GPU's
+    assert row["config"].startswith("2 × ") and "small" in row["config"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_in_16_bits(step: str) -> None:
+    case = case_of(net("dlrm"), step, CPU, small=True)
+    (output,) = case.step(case.model).values()
+    assert output.dtype == torch.bfloat16
+    weights = {p.dtype for p in case.model.parameters()}
+    assert weights == {torch.bfloat16 if step == "eval" else torch.float32}
+    assert all(v.dtype == torch.float64 for v in case.exact().everything().values())
+
+
+def test_the_statistics_of_training_are_compared_and_put_back() -> None:
+    class Small(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8))
+
+    of = replace(NETS["unet_blocks"], make=lambda small, dropout: Small())
+    case = case_of(of, "train", CPU, small=True)
+    case.model.train()
+    before = {name: buffer.clone() for name, buffer in case.model.named_buffers()}
+    seen, again = case.observe(case.model), case.observe(case.model)
+    assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} == seen.state.keys()
+    assert all(torch.equal(seen.state[n], again.state[n]) for n in seen.state)
+    assert all(torch.equal(b, before[n]) for n, b in case.model.named_buffers())
+    assert not any(torch.equal(b, before[n]) for n, b in seen.state.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda y: y.t().contiguous().t(), "output 0: strides (1, 2), in eager (3, 1)"),
+        (lambda y: y * 1.1, "output 0: error "),
+    ],
+    ids=["strides", "values"],
+)
+def test_what_is_not_as_in_eager_is_named(change: Any, said: str) -> None:
+    of = replace(NETS["dlrm"], make=lambda small, dropout: nn.Linear(13, 3))
+    row = measured(of, "eval", CPU, True, (EAGER, broken_by(change)), 0.01)
+    assert isinstance(row["error"], str)
+    assert row["error"].startswith(f"1 beyond the contract: {said}")
+    assert row["inductor_wall_ms"] is not None  # its times are kept
+
+
+def test_what_raises_is_named() -> None:
+    def out_of_memory(_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory\nat length")
+
+    row = measured(NETS["dlrm"], "eval", CPU, True, (EAGER, broken_by(out_of_memory)), 0.01)
+    assert row["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert nets16_tables.faults(row) == ["OutOfMemoryError: CUDA out of memory"]
+
+
+@pytest.mark.parametrize("name", ["bert", "swin_t", "wav2vec2", "efficientnet_b0"])
+def test_values_are_compared_without_dropout(name: str) -> None:
+    case = case_of(net(name), "train", CPU, small=True)
+    assert without_dropout(case.model) > 0 == without_dropout(case.model)
+    first, second = case.observe(case.model), case.observe(case.model)
+    assert all(torch.equal(g, second.grads[n]) for n, g in first.grads.items())
+
+
+def test_a_row_is_judged_without_dropout() -> None:
+    layers = nn.Linear(13, 32), nn.Dropout(0.5), nn.Linear(32, 3)
+    of = replace(NETS["dlrm"], make=lambda small, dropout: nn.Sequential(*layers))
+    row = measured(of, "train", CPU, True, (EAGER, broken_by(lambda y: y)), 0.01)
+    assert row["error"] == row["eager_error"] and layers[1].p == 0
+
+
+def test_float64_of_fewer_items_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = net16.Case.exact
+
+    def exact(case: net16.Case) -> Any:
+        if len(case.batch["x"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(case)
+
+    monkeypatch.setattr(net16.Case, "exact", exact)
+    case = case_of(NETS["dlrm"], "eval", CPU, small=True)
+    part, seen = exact_of(case)
+    assert len(part.batch["x"]) == 1 == len(seen.outputs["0"]) and len(case.batch["x"]) == 2
+    row = measured(NETS["dlrm"], "eval", CPU, True, (EAGER, broken_by(lambda y: y)), 0.01)
+    assert row["config"].endswith("; errors of 1 items") and isinstance(row["error"], float)
+
+
+def test_caches_are_cold_and_the_users_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FX_FUSER_CACHE_DIR", "/tmp/theirs")
+    with net16.cold_caches():
+        inside = os.environ["FX_FUSER_CACHE_DIR"]
+        assert inside != "/tmp/theirs" and not os.listdir(inside)
+    assert os.environ["FX_FUSER_CACHE_DIR"] == "/tmp/theirs" and not Path(inside).exists()
+    monkeypatch.delenv("FX_FUSER_CACHE_DIR")
+    with net16.cold_caches():
+        pass
+    assert "FX_FUSER_CACHE_DIR" not in os.environ
+
+
+# ---- who is slower ------------------------------------------------------------------------------
+
+
+def made_up(name: str = "gpt2", step: str = "train", **other: Any) -> Row:
+    """A fixture: no one measured this."""
+    times = {"inductor_ms": 10.0, "fx_fuser_ms": 8.0, "spread": 0.005}
+    times |= {"inductor_wall_ms": 12.0, "fx_fuser_wall_ms": 10.0}
+    seconds = {"inductor_compile_s": 20.0, "fx_fuser_compile_s": 25.0}
+    memory = {"inductor_peak_mib": 1000.0, "fx_fuser_peak_mib": 1005.0}
+    said: dict[str, Any] = {"error": 3e-3, "eager_error": 4e-3, "sites": {}, "config": "8 × 1024"}
+    of = {"gpu": "NVIDIA Test", "torch": "2.11.0", "date": "2026-11-26 10:00", "commit": "abcdef12"}
+    found = {"net": name, "step": step, "precision": STEPS[step]}
+    return {**found, **times, **seconds, **memory, **said, **of, **other}  # type: ignore[typeddict-item, return-value]
+
+
+def test_the_spread_is_half_the_range_of_the_ratio() -> None:
+    assert spread([10.0, 10.2, 9.8], [10.0, 10.0, 10.0]) == 0.02
+    assert spread([10.0, 12.0], [5.0, 6.0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("inductor", "spread", "is_slower"),
+    [
+        (8.0, 0.0, False),
+        (7.93, 0.02, False),  # 0.991×: the spread is wide
+        (7.91, 0.02, True),  # 0.989×: below 0.99, however wide it is
+        (7.95, 0.002, True),  # 0.994×: less than 1 by more than the spread
+        (7.99, 0.002, False),
+        (7.95, None, True),
+    ],
+)
+def test_slower_is_below_099_or_below_1_less_the_spread(
+    inductor: float, spread: float | None, is_slower: bool
+) -> None:
+    row = made_up(inductor_ms=inductor, spread=spread)
+    assert bool(nets16_tables.slower(row)) is is_slower
+    wall = made_up(inductor_wall_ms=inductor * 10 / 8, spread=spread)
+    assert bool(nets16_tables.slower(wall)) is is_slower
+    assert all(said.startswith("wall 0.9") for said in nets16_tables.slower(wall))
+
+
+def test_check_lists_the_rows_that_fall_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, rows = tmp_path / "gpu.json", [made_up()]
+    out.write_text(json.dumps(rows))
+    assert nets16.main(["--check", "--out", str(out)]) == 0
+    rows.append(made_up("bert", fx_fuser_ms=11.0))
+    rows.append(made_up("llama", fx_fuser_peak_mib=1011.0))
+    rows.append(made_up("dlrm", error="1 beyond the contract: output 0: strides"))
+    rows.append(made_up("unet3d", inductor_ms=None, fx_fuser_ms=None, spread=None))
+    out.write_text(json.dumps(rows))
+    assert nets16.main(["--check", "--out", str(out)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "FAILED bert train: GPU 0.909×, not 0.995",
+        "FAILED llama train: peak memory 1.01×",
+        "FAILED dlrm train: 1 beyond the contract: output 0: strides",
+    ]
+
+
+def test_merge_takes_rows_of_other_commits(tmp_path: Path) -> None:
+    out, part = tmp_path / "gpu.json", tmp_path / "part.json"
+    out.write_text(json.dumps([made_up("gpt2"), made_up("resnet18", "eval"), made_up("bert")]))
+    newer = made_up("gpt2", fx_fuser_ms=7.0, commit="123")
+    part.write_text(json.dumps([newer, made_up("hf_vit_b", "eval", commit="123")]))
+    assert nets16.main(["--merge", str(part), "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [(row["net"], row["commit"][:3]) for row in rows] == [
+        *(("hf_vit_b", "123"), ("bert", "abc"), ("gpt2", "123"), ("resnet18", "abc"))
+    ]
+    assert rows[2] == newer
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def test_rows_are_written_as_they_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.json"
+    done: list[int] = []
+
+    def stand_in(net: Net16, step: str, *_: Any) -> Row:
+        done.append(len(json.loads(out.read_text())) if out.exists() else 0)
+        error = "ValueError: no" if net.name == "bert" else 1e-3
+        return made_up(net.name, step, error=error)
+
+    monkeypatch.setattr(net16, "measured", stand_in)
+    monkeypatch.setattr(net16, "warm_up", lambda device: None)
+    arguments = ["--here", "--only", "gpt2", "bert", "dlrm", "--step", "train", "--commit", "abc"]
+    assert nets16.main([*arguments, "--out", str(out)]) == 1
+    assert done == [0, 1, 2]
+    rows = json.loads(out.read_text())
+    assert [(row["net"], row["commit"]) for row in rows] == [
+        *(("bert", "abc"), ("gpt2", "abc"), ("dlrm", "abc"))
+    ]
+
+
+def test_a_process_a_net_until_time_is_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[Sequence[str], float]] = []
+
+    def spawn(arguments: Sequence[str], seconds: float) -> str:
+        seen.append((arguments, seconds))
+        return "not finished in 9 s" if "bert" in arguments else ""
+
+    monkeypatch.setattr(nets16, "spawn", spawn)
+    monkeypatch.setattr(Net16, "missing", lambda net: "no timm" * (net.package == "timm"))
+    monkeypatch.setattr(harness.Budget, "left", lambda budget: 100.0 - 31 * len(seen))
+    arguments = ["--only", "gpt2", "timm_vit_b", "bert", "dlrm", "--step", "train"]
+    assert nets16.main([*arguments, "--commit", "abc", "--out", str(tmp_path / "o")]) == 1
+    assert [a[1] for a, _ in seen] == ["gpt2", "bert"] and [s for _, s in seen] == [100.0, 69.0]
+    out, err = capsys.readouterr()
+    assert "timm_vit_b train: skipped, no timm" in out
+    assert err.splitlines() == [
+        "FAILED bert train: not finished in 9 s",
+        "FAILED dlrm train: no time was left",
+    ]
+    seen.clear()
+    few = ["--only", "gpt2", "bert", "dlrm", "--step", "train", "--together", "2", "--small"]
+    nets16.main([*few, "--commit", "abc", "--out", str(tmp_path / "o")])
+    assert [list(a[:3]) for a, _ in seen] == [
+        ["--only", "gpt2", "bert"],
+        ["--only", "dlrm", "--step"],
+    ]
+    assert all(a[-1] == "--small" for a, _ in seen)
+
+
+@pytest.mark.slow
+def test_a_net_has_a_process_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = ["--only", "dlrm", "--step", "eval", "--small", "--commit", "abc"]
+    assert nets16.main([*arguments, "--out", str(out), "--seconds", "600"]) == 0
+    (row,) = json.loads(out.read_text())
+    assert list(row) == KEYS and row["commit"] == "abc"
+    assert nets16.spawn([*arguments, "--out", str(out)], 0.01) == "not finished in 0 s"
+
+
+def test_list_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nets16.main(["--list", "--only", "dlrm", "mamba2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "dlrm train amp: 32768 × 13, 26 tables of 1000 × 64"
+    assert len(lines) == 3 and lines[2].startswith("mamba2 eval bf16: ")
+
+
+# ---- the tables ---------------------------------------------------------------------------------
+
+
+def test_without_rows_there_is_no_text() -> None:
+    assert nets16_tables.summary([]) == nets16_tables.section([]) == ""
+    assert nets16_tables.summary([made_up(inductor_ms=None)]) == ""
+
+
+def test_pages_show_nets_in_16_bits(tmp_path: Path) -> None:
+    rows = [made_up("gpt2"), made_up("bert", fx_fuser_ms=5.0), made_up("hf_vit_b", "eval")]
+    rows.append(made_up("resnet50", fx_fuser_ms=10.0, error="1 beyond the contract"))
+    path = tmp_path / nets16_tables.PATH
+    path.parent.mkdir()
+    path.write_text(json.dumps(rows))
+    texts = report.generated({}, [], tmp_path)
+    lines = texts["summary"].splitlines()
+    (train,) = (line for line in lines if line.startswith("| training"))
+    assert cells(train)[1:] == ["3", "**1.36×**", "1.00×", "1.20×", "1.20×"]
+    assert "in: resnet50 (train, 1.00×)." in texts["summary"].replace("\n", " ")
+    assert "commit abcdef1." in texts["summary"]
+    section = texts["nets16"].splitlines()
+    assert section[0] == "## Nets in 16 bits"
+    (first,) = (line for line in section if line.startswith("| gpt2"))
+    assert cells(first) == [
+        *("gpt2", "8 × 1024", "train", "amp", "Test", "10.00", "8.00", "**1.25×**", "± 0.5 %"),
+        *("1.20×", "+0.5 %", "20.0", "25.0", "3.0e-03", "4.0e-03", ""),
+    ]
+    (last,) = (line for line in section if line.startswith("| resnet50"))
+    assert cells(last)[-3:] == ["", "4.0e-03", "1 beyond the contract"]
+    assert report.PAGES["docs/results.md"][1] == "nets16"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
