@@ -193,7 +193,7 @@ def _anchor_faults(
             total = _sums_of_halves(p, total, theirs)
         right = total.accepts(found)
         beyond = _beyond_the_reference(total, dz)
-        overflowed = _eager_overflows(p, total, theirs) & ~found.isfinite() & ~right
+        overflowed = _eager_overflows(p, total, theirs, found) & ~right
         as_eager = same(found, theirs) & ~(right | beyond | overflowed)
         shares.open(p, ANCHOR, "unstable", total.is_open() & ~beyond)
         shares.also_open(p, ANCHOR, "beyond the reference", beyond)
@@ -210,12 +210,16 @@ def _beyond_the_reference(total: Possible, dz: Possible) -> Tensor:
     return wide & (~total.number | (total.size > 1e290))
 
 
-def _eager_overflows(p: Program, total: Possible, theirs: Tensor) -> Tensor:
-    """Where eager's is NaN and the sum is a number, of what came through a BatchNorm: eager's own
-    intermediates left the range, with both signs. Another order may leave an infinity of either."""
+def _eager_overflows(p: Program, total: Possible, theirs: Tensor, found: Tensor) -> Tensor:
+    """Where eager's is not finite and the sum is a number, of what came through a BatchNorm: eager's
+    own intermediates left the range. Of both signs, another order may leave an infinity of either;
+    of one, in training, where the batch's sums are taken off, NaN."""
     most = torch.finfo(theirs.dtype).max
     inside = total.number & (total.lo >= -most) & (total.hi <= most)
-    return inside & theirs.isnan() & (p.pattern.kind == "conv2d_batchnorm")
+    either = theirs.isnan() & ~found.isfinite()
+    if p.training_norm:
+        either |= theirs.isinf() & found.isnan()
+    return inside & either & (p.pattern.kind == "conv2d_batchnorm")
 
 
 def _sums_of_halves(p: Program, total: Possible, theirs: Tensor) -> Possible:
