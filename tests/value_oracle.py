@@ -211,14 +211,14 @@ def _beyond_the_reference(total: Possible, dz: Possible) -> Tensor:
 
 
 def _eager_overflows(p: Program, total: Possible, theirs: Tensor, found: Tensor) -> Tensor:
-    """Where eager's is not finite and the sum is a number, of what came through a BatchNorm: eager's
-    own intermediates left the range. Of both signs, another order may leave an infinity of either;
-    of one, in training, where the batch's sums are taken off, NaN."""
+    """Where eager's is not finite and the sum is a number, of what came through a BatchNorm:
+    eager's own intermediates left the range. Of both signs, another order may leave an infinity of
+    either; in training, where the batch's sums are taken off, any order may leave another."""
     most = torch.finfo(theirs.dtype).max
     inside = total.number & (total.lo >= -most) & (total.hi <= most)
     either = theirs.isnan() & ~found.isfinite()
     if p.training_norm:
-        either |= theirs.isinf() & found.isnan()
+        either = ~theirs.isfinite() & ~found.isfinite()
     return inside & either & (p.pattern.kind == "conv2d_batchnorm")
 
 
