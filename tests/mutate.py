@@ -35,6 +35,7 @@ import mutants_matching
 import mutants_provenance
 import mutants_rest
 import mutants_tp
+import mutants_values
 import mutants_verify
 import mutants_views
 from test_hazards import ELSEWHERE, TRAPS
@@ -211,8 +212,8 @@ def survives(mutant: Mutant) -> bool:
 def all_mutants() -> list[Mutant]:
     batches = (
         mutants_matching, mutants_aoti, mutants_aten, mutants_bmm, mutants_cache, mutants_extreme,
-        mutants_halves, mutants_install, mutants_masks, mutants_provenance, mutants_rest,
-        mutants_tp, mutants_verify, mutants_views,
+        mutants_matching, mutants_halves, mutants_install, mutants_masks, mutants_provenance,
+        mutants_rest, mutants_tp, mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]

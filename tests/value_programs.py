@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from value_numbers import CORNERS, F32, ODD, ORDINARY, is_ordinary, values
 from value_writer import FREE, TailWriter, Text, substitute
 
 from fx_fuser.graph.canonical import Arg, Expr, Operand
@@ -27,23 +28,12 @@ from fx_fuser.graph.epilogue import Z
 from fx_fuser.graph.pattern import Pattern, flatten
 
 inf, nan = math.inf, math.nan
-_F32 = torch.finfo(torch.float32)
-ORDINARY = (2.0, 0.5, 3, -1, -0.75, 1.7, -2, 0.1, 1, 10.0)
-CORNERS = (
-    0.0, -0.0, 1e-45, -1e-45, 1e-40, -3e-39, _F32.tiny, 1e-30, -1e-30, 1e30, -1e30, 1e38, -1e38,
-    3e38, _F32.max, _F32.min, 2.0**23, 1.5 * 2.0**23, 2.0**24 - 1, 2.0**24 + 1, 16777217, 255, True,
-    1e10, 1e-10, 1e-20, 1e20, 88.0, -104.0, 65504.0, 1e-7, 1e308, 5e-324,
-)  # fmt: skip
-ODD = (inf, -inf, nan)
 # Several that stand for one.
 FACTORS = ((2, 3), (1e30, 1e30), (1e-30, 1e30), (1e-30, 1e-30), (1e38, 10.0), (0.1, 10), (3, 1 / 3),
            (1e-40, 1e30), (inf, 0.0), (-0.0, -1), (0.1, 0.2), (1e20, 1e20))  # fmt: skip
 TERMS = ((1e10, -1e10), (3e38, 3e38), (1.5 * 2.0**23, -1.5 * 2.0**23), (2.0**23, -(2.0**23)),
          (inf, -inf), (-0.0, 0.0), (1e-45, 1e-45), (0.1, 0.2), (1e30, -1e30), (16777216, 1),
          (65504.0, 65504.0))  # fmt: skip
-# Where activations go subnormal, saturate, or have a corner.
-STEPS = (-104.0, -100.0, -90.0, -88.5, -87.5, 88.5, 89.0, -20.0, 20.0, 20.5, -3.0, 3.0, 6.0, 1.0,
-         -1.0, 0.0, -0.0, 0.5, -17.0, 9.0, 5.5)  # fmt: skip
 NETS = ("float32", "float32", "float32", "bfloat16", "float16")
 AFTER = {
     "": "",
@@ -53,30 +43,15 @@ AFTER = {
 }
 
 
-def values(
-    value: random.Random,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    style: str = "",
-    odd: bool = True,
-) -> Tensor:
-    """Of ordinary numbers and corners; odd: now and then of infinities and NaN too."""
-    style = style or value.choice(("ordinary", "ordinary", "mixed", "mixed", "corners", "steps"))
-    generator = torch.Generator().manual_seed(value.getrandbits(60))
-    found = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-    corners = [float(c) for c in (STEPS if style == "steps" else CORNERS)]
-    corners = [c for c in corners if dtype == torch.float64 or abs(c) <= torch.finfo(dtype).max]
-    if dtype == torch.float64:
-        corners += [1e300, -1e300, 1e-310]
-    ends = torch.finfo(dtype)
-    corners += [ends.max, ends.min, ends.tiny, ends.tiny * ends.eps]
-    if odd and value.randrange(8) == 0:
-        corners += ODD
-    table = torch.tensor(corners, dtype=torch.float64)
-    chosen = table[torch.randint(len(corners), tuple(shape), generator=generator)]
-    share = {"ordinary": 0.05, "mixed": 0.4}.get(style, 0.9)
-    mask = torch.rand(tuple(shape), generator=generator) < share
-    return torch.where(mask, chosen, found).to(dtype)
+@dataclass(frozen=True)
+class Fused:
+    """Which of a tail's calls are fused, `last` the last of them: negative where none is. dtype: of
+    its result. count: of all calls."""
+
+    calls: frozenset[int]
+    last: int
+    dtype: torch.dtype
+    count: int
 
 
 @dataclass
@@ -88,6 +63,7 @@ class Program:
     option. z_exact: any order of the anchor's sum gives the same z. stays: inputs that are on the
     CPU beside CUDA ones. geometry: stride and padding of the convolution. crowd: all patterns are
     active, and any of them may fuse any part of it. auto: none is, and the tail is grown.
+    extreme: some of its values are of magnitudes that nets do not have.
     """
 
     source: str
@@ -107,11 +83,15 @@ class Program:
     geometry: tuple[int, int] = (1, 0)
     crowd: bool = False
     auto: bool = False
+    extreme: bool = False
     fused: int = 0  # sites, when it was checked
     whole: bool = False  # one of them, grown, ends where the tail does
     acc: torch.dtype | None = None  # in which that computes
     apart: frozenset[str] = frozenset()  # operands that others read, beside what is grown
-    has_bias: bool = False  # the tail began with it: a term of the anchor's sum, in any order
+    bias: str = ""  # the operand that the tail began with: a term of the anchor's sum, in any order
+    part: Fused | None = None  # what is fused, where that is not all of the tail
+    folded: bool = False  # into the convolution's weight
+    uncompared: str = ""  # why nothing was compared
 
 
 @dataclass
@@ -124,6 +104,8 @@ class Generator:
     train: bool
     dtype: torch.dtype
     device: str
+    extreme: bool = True
+    more: random.Random = field(default_factory=random.Random)  # draws what is extreme
     inputs: dict[str, Any] = field(default_factory=dict)
     operands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -136,6 +118,11 @@ class Generator:
 
     # -- the anchor ----------------------------------------------------------------------------
 
+    def _values(
+        self, shape: Sequence[int], dtype: torch.dtype, style: str = "", odd: bool = True
+    ) -> Tensor:
+        return values(self.value, shape, dtype, style, odd, self.extreme)
+
     def _small(self, *sizes: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.value.getrandbits(60))
         drawn = torch.randint(-2, 3, sizes, generator=generator).to(self.dtype)
@@ -143,14 +130,41 @@ class Generator:
 
     def _bias(self, size: int, weight: Tensor) -> Tensor:
         """Of corners; where the sum would be rounded, the weight is zero."""
-        wild = values(self.value, (size,), self.dtype, self.value.choice(("steps", "corners")))
+        wild = self._values((size,), self.dtype, self.value.choice(("steps", "corners")))
         keep = torch.zeros(size, dtype=torch.bool)
         for i in range(size):
             keep[i] = self.value.randrange(3) == 0
         plain = torch.tensor([self.value.randrange(-12, 13) / 4 for _ in range(size)])
         with torch.no_grad():
             weight[~keep] = 0
-        return torch.where(keep, plain.to(self.dtype), wild).requires_grad_(self.train)
+        bias = self._dead(torch.where(keep, plain.to(self.dtype), wild))
+        return bias.requires_grad_(self.train)
+
+    def _is_sparse(self) -> bool:
+        """May x have numbers of all magnitudes? On a GPU fp32 is multiplied in fp16 halves."""
+        exact = self.device == "cpu" or self.dtype.itemsize == 2
+        return exact and self.extreme and self.more.randrange(3) == 0
+
+    def _far_apart(self, x: Tensor, weight: Tensor) -> None:
+        """x to 1e37, and one weight for each result: their product is exact."""
+        with torch.no_grad():
+            far = self._values(x.shape, self.dtype, "mixed", odd=False)
+            x.copy_(torch.where(far.abs() <= 1e37, far, far.sign() * 1e37))
+            rows = weight.view(len(weight), -1)
+            generator = torch.Generator().manual_seed(self.more.getrandbits(60))
+            taps = torch.randint(rows.shape[1], (len(rows),), generator=generator)
+            kept = torch.zeros_like(rows)
+            sign = torch.randint(0, 2, (len(rows),), generator=generator) * 2 - 1
+            kept[torch.arange(len(rows)), taps] = sign.to(self.dtype)
+            rows.copy_(kept)
+
+    def _dead(self, vector: Tensor) -> Tensor:
+        """Some of its units so far below zero that they never fire."""
+        if self.extreme and self.more.randrange(4) == 0:
+            for i in range(0, len(vector), 2):
+                far = min(10.0 ** self.more.randrange(1, 38), torch.finfo(vector.dtype).max)
+                vector[i] = -far
+        return vector
 
     def anchor(self) -> list[str]:
         """Its statements, the last of which returns z."""
@@ -170,8 +184,10 @@ class Generator:
         elif self.device == "cpu" and self.value.randrange(2):
             self.z_exact = False
             with torch.no_grad():
-                x.copy_(values(self.value, x.shape, self.dtype, "mixed"))
-                weight.copy_(values(self.value, weight.shape, self.dtype, "ordinary", odd=False))
+                x.copy_(self._values(x.shape, self.dtype, "mixed"))
+                weight.copy_(self._values(weight.shape, self.dtype, "ordinary", odd=False))
+        elif self._is_sparse():
+            self._far_apart(x, weight)
         self.inputs["x"] = x
         if of_linear:
             self.inputs["weight"], w = weight, "weight.t()"
@@ -204,15 +220,20 @@ class Generator:
             z = F.conv2d(x.float(), weight.float(), None, stride, padding)
         self.z_shape = tuple(z.shape)
         lines = [f"c = F.conv2d(x, weight, {bias}, {stride}, {padding})"]
+        self.training_norm = bool(norm and self.train and self.shape.randrange(3))
+        if not self.training_norm and self._is_sparse():
+            self._far_apart(x, weight)
         if not norm:
             return [f"return F.conv2d(x, weight, {bias}, {stride}, {padding})"]
-        self.training_norm = bool(self.train and self.shape.randrange(3))
         generator = torch.Generator().manual_seed(self.value.getrandbits(60))
         ordinary = torch.rand(2, out, generator=generator)
         self.inputs["running_mean"] = (ordinary[0] * 4 - 2).to(self.dtype)
-        self.inputs["running_var"] = (ordinary[1] + 0.5).to(self.dtype)
-        gamma = values(self.value, (out,), self.dtype, "ordinary", odd=False)
-        beta = values(self.value, (out,), self.dtype)
+        var = ordinary[1] + 0.5
+        if self.extreme and self.more.randrange(3) == 0:
+            var = var * 10.0 ** -self.more.choice((2, 4, 10, 37))
+        self.inputs["running_var"] = var.to(self.dtype)
+        gamma = self._values((out,), self.dtype, "ordinary", odd=False)
+        beta = self._dead(self._values((out,), self.dtype))
         self.inputs["gamma"] = gamma.requires_grad_(self.train)
         self.inputs["beta"] = beta.requires_grad_(self.train)
         norm_args = "running_mean, running_var, gamma, beta"
@@ -247,21 +268,21 @@ class Generator:
         generator = torch.Generator().manual_seed(self.value.getrandbits(60))
         vector = (full[1], 1, 1) if len(full) == 4 else full[-1:]
         if kind == 0:
-            return self._tensor(values(self.value, (), dtype), "0-d")
+            return self._tensor(self._values((), dtype), "0-d")
         if kind == 1:
-            return self._tensor(values(self.value, (), torch.float64), "0-d float64", False)
+            return self._tensor(self._values((), torch.float64), "0-d float64", False)
         if kind == 2:
-            held = self._tensor(values(self.value, (), self.shape.choice((dtype, torch.float32))),
+            held = self._tensor(self._values((), self.shape.choice((dtype, torch.float32))),
                                 "0-d on the CPU", False)  # fmt: skip
             self.stays.append(held.name)
             return held
         if kind == 3:
             wide = self.shape.choice((full, vector))
-            return self._tensor(values(self.value, wide, torch.float64), "float64")
+            return self._tensor(self._values(wide, torch.float64), "float64")
         if kind == 4:
             other = torch.bfloat16 if dtype == torch.float32 else torch.float32
             wide = self.shape.choice((full, vector))
-            return self._tensor(values(self.value, wide, other), str(other))
+            return self._tensor(self._values(wide, other), str(other))
         if kind == 5:
             of = self.shape.choice((torch.int64, torch.int32, torch.uint8))
             table = torch.tensor([0, 1, 2, 255, 7, 3, 16777217 if of != torch.uint8 else 5])
@@ -270,12 +291,12 @@ class Generator:
         if kind == 6:
             return self._tensor(torch.rand(full, generator=generator) < 0.5, "bool")
         if kind in (7, 8):
-            return self._tensor(values(self.value, vector, dtype), "vector")
+            return self._tensor(self._values(vector, dtype), "vector")
         if kind == 9:
-            return self._tensor(values(self.value, (*full[:-1], 1), dtype), "column")
+            return self._tensor(self._values((*full[:-1], 1), dtype), "column")
         if full[-1] == 1 and self.shape.randrange(2):  # a gate: the result has more columns
             full = (*full[:-1], 5)
-        return self._tensor(self._laid_out(values(self.value, full, dtype)), "full")
+        return self._tensor(self._laid_out(self._values(full, dtype)), "full")
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         """In rows, or another layout."""
@@ -296,20 +317,23 @@ class Generator:
         pick = self.value.choice
         if count > 1:
             known = [g for g in (FACTORS if role == "mul" else TERMS) if len(g) == count]
+            if not self.extreme:
+                known = [g for g in known if all(map(is_ordinary, g))]
             if known and self.value.randrange(3):
                 group = list(pick(known))
                 self.value.shuffle(group)
                 return [repr(n) for n in group]
-            if count == 3 and role == "add":
+            if count == 3 and role == "add" and self.extreme:
                 group = [3e38, 3e38, -3e38]
                 self.value.shuffle(group)
                 return [repr(n) for n in group]
         found = []
         for _ in range(count):
             kind = self.value.randrange(20)
+            kind = kind if self.extreme else 0
             n = pick(ORDINARY) if kind < 11 else pick(ODD) if kind == 19 else pick(CORNERS)
             # A bound of NaN is refused: torch's own kernels differ on it.
-            if role == "bound" and not (abs(n) <= _F32.max or math.isinf(n)):
+            if role == "bound" and not (abs(n) <= F32.max or math.isinf(n)):
                 n = 6.0
             found.append(repr(n))
         return found
@@ -367,6 +391,7 @@ class Generator:
             autocast,
             self.stays,
             self.geometry,
+            extreme=self.extreme,
         )
         if "bias" in self.inputs and lines[-1].endswith("+ bias") and not self.pattern.size:
             program.expected = None  # the product alone may be taken, and then there is no bias
@@ -435,20 +460,22 @@ def generate(
     dtype: str = "",
     device: str = "cpu",
     auto: bool = False,
+    extreme: bool = True,
 ) -> Program:
     """The program of this structure with the values of this seed, all on the CPU.
 
     auto: its tail is that of several patterns, one behind the other, and none of them is active.
-    Raises NothingToWrite.
+    extreme: with values of all magnitudes. Raises NothingToWrite.
     """
     shape, value = random.Random(f"shape {structure}"), random.Random(f"value {seed}")
     net = dtype or ("float64" if shape.randrange(25) == 0 else shape.choice(NETS))
     pattern = shape.choice(patterns)
-    of = getattr(torch, net)
+    of, more = getattr(torch, net), random.Random(f"extreme {seed}")
     if not auto:
-        return Generator(shape, value, pattern, train, of, device).program()
+        return Generator(shape, value, pattern, train, of, device, extreme, more).program()
     tails = [shape.choice(patterns) for _ in range(shape.choice((1, 2, 2, 3, 4)))]
-    program = Generator(shape, value, _chained(pattern, tails), train, of, device).program()
+    chain = _chained(pattern, tails)
+    program = Generator(shape, value, chain, train, of, device, extreme, more).program()
     program.auto, program.crowd = True, False
     own = any(type(v) is Named for v in program.inputs.values())
     program.expected = None if own or device != "cpu" else 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from value_programs import Program
-from value_totals import same
+from value_sets import same
 
 
 @dataclass
@@ -51,17 +51,31 @@ def state_faults(eager: Seen, fused: Seen) -> str:
     return ""
 
 
-def unfused_faults(eager: Seen, fused: Seen, apart: Collection[str] = ()) -> str:
+def lost_signs(found: Tensor, wanted: Tensor, eager: Tensor) -> Tensor:
+    """Where a zero has another sign than the oracle's, which is eager's too."""
+    agreed = (wanted == 0) & (eager == 0) & (wanted.signbit() == eager.signbit())
+    return agreed & (found == 0) & (found.signbit() != wanted.signbit())
+
+
+def stride_faults(eager: Seen, fused: Seen) -> str:
+    sizes = zip(eager.y.shape, fused.y.stride(), eager.y.stride())
+    if any(size > 1 and mine != theirs for size, mine, theirs in sizes):
+        return f"the result has strides {fused.y.stride()}, eager {eager.y.stride()}"
+    return ""
+
+
+def unfused_faults(eager: Seen, fused: Seen, apart: Collection[str] | None = ()) -> str:
     """What is not as in eager mode, to the bit; of operands read `apart` too, gradients are sums in
-    another order."""
+    another order. None: nothing is fused, and all gradients are as they were."""
     for name in ("y", "after"):
         theirs, mine = getattr(eager, name), getattr(fused, name)
-        bad = ~same(theirs, mine)
+        bad = ~same(theirs, mine) | lost_signs(mine, theirs, theirs)
         if bad.any():
             return told(f"{name}, in all as in eager mode,", bad, mine, theirs, theirs)
     for name, theirs in eager.grads.items():
-        if not name.startswith("t") or theirs.shape != eager.y.shape or name in apart:
-            continue  # summed, and in another order where another operand's layout wins
+        summed = not name.startswith("t") or theirs.shape != eager.y.shape
+        if apart is not None and (summed or name in apart):
+            continue  # in another order where another operand's layout wins
         if (bad := ~same(theirs, fused.grads[name])).any():
             what = f"the gradient of {name}, from eager,"
             return told(what, bad, fused.grads[name], theirs, theirs)
