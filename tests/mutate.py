@@ -212,8 +212,8 @@ def survives(mutant: Mutant) -> bool:
 def all_mutants() -> list[Mutant]:
     batches = (
         mutants_matching, mutants_aoti, mutants_aten, mutants_bmm, mutants_cache, mutants_extreme,
-        mutants_matching, mutants_halves, mutants_install, mutants_masks, mutants_provenance,
-        mutants_rest, mutants_tp, mutants_values, mutants_verify, mutants_views,
+        mutants_halves, mutants_install, mutants_masks, mutants_provenance, mutants_rest,
+        mutants_tp, mutants_values, mutants_verify, mutants_views,
     )  # fmt: skip
     listed = (parts for batch in batches for parts in batch.MUTANTS)
     return [*check_mutants(), *CONDITIONS, *(Mutant(*parts) for parts in listed)]
