@@ -320,8 +320,9 @@ def test_a_site_on_a_cpu_is_left() -> None:
     ],
 )
 def test_options_that_mean_nothing_here(options: dict[str, Any], said: str) -> None:
+    program = export(linear_program(gate).eval(), [torch.randn(4, 8)])
     with pytest.raises(OptionError, match=said):
-        fx_fuser.fuse_exported(None, options=options)  # type: ignore[arg-type]
+        fx_fuser.fuse_exported(program, options=options)
 
 
 def test_a_failure_leaves_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

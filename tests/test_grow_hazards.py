@@ -53,6 +53,7 @@ TAKEN_OF_TRAPS: dict[str, list[str]] = {
     "running_mean is read": ALONE,
     "running_var is viewed": ALONE,
     "the norm is used twice": NOTHING,
+    "mean and variance are one tensor": NOTHING,
     "the operand's layout wins": ["v0 = sigmoid(z)"],
     "a weight is transposed in place": NOTHING,
     "a factor's source is written": [TIMES],  # which reads the factor, not what that is made of
