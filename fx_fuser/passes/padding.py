@@ -51,9 +51,9 @@ log = logging.getLogger("fx_fuser.passes.padding")
 
 COUNTERS = "fx_fuser_padded"  # in `torch._dynamo.utils.counters`: operation → how many padded
 _BYTES = 16  # of which rows are to be a multiple
-# Of the library's time, at most. What is timed is the gemm alone: a padded operand takes more memory,
-# and Inductor fuses less across it. DLRM's step was no faster (H100, 2026-11-26) and took 3 % more
-# memory where every gain counted.
+# Of the library's time, at most. What is timed is the gemm alone: a padded operand takes more
+# memory, and Inductor fuses less across it. DLRM's step was no faster (H100, 2026-11-26) and took
+# 3 % more memory where every gain counted.
 _MOST = 0.75
 _NARROW = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
