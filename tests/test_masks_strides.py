@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import slow_but
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -126,7 +127,9 @@ def graphs_of(attend: Attend, inner: str = "aot_eager") -> tuple[Attend, list[st
     return torch.compile(attend, backend=backend), texts
 
 
-@pytest.mark.parametrize("attend", HIDDEN + SHOWN)
+@pytest.mark.parametrize(
+    "attend", slow_but((merged, reshaped, returned, viewed, written), HIDDEN + SHOWN)
+)
 def test_results_keep_eagers_strides_and_values(attend: Attend) -> None:
     run, texts = graphs_of(attend)
     compare(attend, run)
@@ -165,7 +168,7 @@ class Exported(torch.nn.Module):
         return self.attend(q, k, v)
 
 
-@pytest.mark.parametrize("attend", [merged, returned, written])
+@pytest.mark.parametrize("attend", slow_but((returned,), (merged, returned, written)))
 def test_in_an_exported_program(attend: Attend, tmp_path: Path) -> None:
     inputs = tuple(qkv())
     with torch.no_grad():
@@ -233,7 +236,7 @@ NEARLY: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", NEARLY)
+@pytest.mark.parametrize("name", slow_but([*NEARLY][::3], NEARLY))
 def test_a_mask_that_is_nearly_causal_or_open_stays(name: str) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, NEARLY[name]())

@@ -105,14 +105,16 @@ def merged(x: Tensor, w: Tensor) -> Tensor:
     "f, sizes, expected",
     [
         (head, ((16, 24), (41, 24)), 3),  # forward, and both gradients
-        (with_bias, ((16, 24), (41, 24), (41,)), 3),
+        pytest.param(with_bias, ((16, 24), (41, 24), (41,)), 3, marks=pytest.mark.slow),
         (added, ((16, 24), (41, 24), (16, 41)), 3),
-        (added, ((16, 24), (41, 24), (16, 1)), 3),
+        pytest.param(added, ((16, 24), (41, 24), (16, 1)), 3, marks=pytest.mark.slow),
         (attention, ((3, 27, 16), (3, 27, 16), (3, 27, 16)), 6),
-        (attention, ((2, 3, 9, 16), (2, 3, 11, 16), (2, 3, 11, 24)), 6),
-        (summed, ((3, 16, 5), (3, 16, 7), (3, 7, 5)), 3),
+        pytest.param(
+            attention, ((2, 3, 9, 16), (2, 3, 11, 16), (2, 3, 11, 24)), 6, marks=pytest.mark.slow
+        ),
+        pytest.param(summed, ((3, 16, 5), (3, 16, 7), (3, 7, 5)), 3, marks=pytest.mark.slow),
         (merged, ((15, 13), (13, 11)), 3),
-        (chained, ((15, 13), (13, 11), (11, 7)), 9),
+        pytest.param(chained, ((15, 13), (13, 11), (11, 7)), 9, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(torch.float16, marks=pytest.mark.slow)])
