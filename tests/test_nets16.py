@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from benchmarks import harness, net16, nets16, nets16_tables, report
-from benchmarks.net16 import Row, case_of, exact_of, measured, spread
+from benchmarks.net16 import Row, as_inductors, case_of, exact_of, measured, spread
 from benchmarks.nets16_models import NETS, STEPS, Net16, without_dropout
 from benchmarks.run import System
+from fx_fuser.verify.accuracy import Observed, compare
 
 CPU = torch.device("cpu")
 INDUCTOR = System("inductor", lambda model: torch.compile(model, backend="aot_eager"))
@@ -126,6 +127,20 @@ def test_what_is_not_as_in_eager_is_named(change: Any, said: str) -> None:
     assert isinstance(row["error"], str)
     assert row["error"].startswith(f"1 beyond the contract: {said}")
     assert row["inductor_wall_ms"] is not None  # its times are kept
+
+
+def test_strides_may_be_inductors_and_values_are_compared_all_the_same() -> None:
+    eager, inductors, found, wrong = (Observed({"0": torch.arange(6.0).view(2, 3)}) for _ in "1234")
+    for other in (inductors, found, wrong):
+        other.outputs["0"] = torch.arange(6.0).view(2, 3).t().contiguous().t()
+    wrong.outputs["0"] = wrong.outputs["0"] * 1.1
+    assert as_inductors(found, eager, eager) == []
+    assert compare(found, eager, eager) == ["output 0: strides (1, 2), in eager (3, 1)"]
+    assert as_inductors(found, eager, inductors) == ["0"] and not compare(found, eager, eager)
+    inductors.outputs["0"] = inductors.outputs["0"].t().contiguous().t()
+    assert as_inductors(wrong, eager, inductors) == ["0"]
+    (fault,) = compare(wrong, eager, eager)
+    assert fault.startswith("output 0: error")
 
 
 def test_what_raises_is_named() -> None:
