@@ -14,6 +14,7 @@ PATH = Path("nets16", "gpu.json")  # in the folder of results
 LEAST = 0.99  # of Inductor's speed
 GAIN = 1.01  # below is none
 MEMORY = 1.01  # of Inductor's peak, at most
+CASES = {(net.name, step) for net in NETS.values() for step in net.phases}
 STEPS = {"train": "training steps in AMP or bf16", "eval": "evaluation in bf16"}
 
 
@@ -75,8 +76,10 @@ def _caption(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """README's; empty where nothing was measured."""
+    """README's; empty until every case was measured, since a mean of some would be a choice."""
     rows = [row for row in rows if ratio(row, "ms") is not None]
+    if not CASES <= {key(row) for row in rows}:
+        return ""
     lines = []
     for step, name in STEPS.items():
         here = [row for row in rows if row["step"] == step]
@@ -140,6 +143,11 @@ def section(rows: Sequence[Row]) -> str:
         "a value beyond [the bound](accuracy.md#the-bound)."
     )
     parts = ["## Nets in 16 bits", tables.wrapped(said_first)]
+    measured = f"{len({key(row) for row in rows} & CASES)} of the {len(CASES)} cases"
     return "\n\n".join(
-        [*parts, tables.table(lines, heads, 5), tables.wrapped(f"{_caption(rows)}.")]
+        [
+            *parts,
+            tables.table(lines, heads, 5),
+            tables.wrapped(f"{_caption(rows)}. Measured: {measured}."),
+        ]
     )
