@@ -349,7 +349,7 @@ def test_what_a_gradient_may_be_where_autograd_leaves_the_range(
     program = SimpleNamespace(
         operands=(), train=True, acc=None, autocast=False, auto=False, apart=frozenset(),
         source="", geometry=(1, 0), pattern=SimpleNamespace(kind="conv2d"), stays=(),
-        folded=False, bias="", part=None, training_norm=False,
+        folded=False, bias=None, part=None, training_norm=False,
     )  # fmt: skip
     y = spaces["tail"](spaces["anchor"](x, weight, bias))
     of_y = torch.tensor(dy).view(2, 1, 1, 1).expand_as(y)  # of a sample each

@@ -64,7 +64,7 @@ def faults_of(
     if fused.grads.keys() != eager.grads.keys():
         return f"gradients of {sorted(fused.grads)}, eager of {sorted(eager.grads)}"
     shares = Shares() if shares is None else shares
-    exact = exact and not (p.folded or p.bias)
+    exact = exact and not p.folded and p.bias is None
     operands = {n: inputs[n] for n in p.operands}
     dy = dy if p.train and eager.grads else None
     acc = p.acc or accumulation_of(p, inputs["x"], operands, eager.y.dtype)

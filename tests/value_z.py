@@ -47,11 +47,11 @@ def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torc
     if p.pattern.kind == "conv2d_batchnorm":
         return _folded(p, inputs, theirs) if p.folded else _norm(p, inputs, theirs, acc)
     z = Z(theirs.to(acc))
-    if p.bias:  # a term of the gemm's sum, in any order, which is rounded to z's dtype
+    if p.bias is not None:  # a term of the gemm's sum, in any order, which is rounded to z's dtype
         x, weight = (inputs[n].detach().to(acc).abs() for n in ("x", "weight"))
         weight = weight.t() if p.pattern.kind == "linear" else weight
         size = x @ weight
-        size = size + torch.broadcast_to(inputs[p.bias].detach().to(acc).abs(), size.shape)
+        size = size + torch.broadcast_to(p.bias.to(acc).abs(), size.shape)
         eps = (x.shape[-1] + 2) * torch.finfo(acc).eps + torch.finfo(theirs.dtype).eps
         z.may_be(eps * size, (theirs, theirs))
         z.first = theirs.dtype
