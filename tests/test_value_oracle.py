@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import value_check
+import value_totals
 from torch import Tensor
 from value_check import Illegal, Seen
 from value_fuzz import Run, Tally, attempt, too_little
@@ -20,6 +21,7 @@ from value_programs import Program
 from value_seen import stride_faults
 from value_sets import Possible, around
 from value_shares import Shares
+from value_totals import _scaled
 from value_writer import NothingToWrite
 
 from fx_fuser.ops import folded
@@ -297,6 +299,62 @@ def test_a_tail_that_begins_with_the_bias_of_its_gemm(dtype: torch.dtype, shift:
         patch.setattr(value_check, "faults_of", wrong)
         faults = value_check.check(program, "cpu", 0)
         assert faults.count("differs") == 4, faults
+
+
+@pytest.mark.parametrize("seed, name", [(5003406, "t1"), (5004165, "t0")])
+def test_a_last_bit_that_another_layout_changes(seed: int, name: str) -> None:
+    """It is torch's own, of the same values side by side; any other is a fault."""
+    run, faults = Run(train=True, auto=True), {}
+
+    def wrong(*args: Any) -> str:
+        *head, eager, fused, exact, shares = args
+        one_up = torch.nextafter(fused.grads[name], torch.full_like(fused.y, inf))
+        faults["planted"] = faults_of(*head, eager, _with(fused, name, one_up), exact)
+        return faults_of(*head, eager, fused, exact, shares)
+
+    with registered() as patterns, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(value_check, "faults_of", wrong)
+        program, fault = attempt(run, seed, patterns)
+    assert not fault and program.fused
+    assert f"the gradient of {name} differs" in faults["planted"]
+    share = int(faults["planted"].partition("differs at ")[2].partition(" ")[0])
+    assert share > 0.2 * program.inputs[name].numel()  # but for what is zero, or not finite
+
+
+def test_factors_of_which_one_order_alone_leaves_the_range() -> None:
+    """Of the fuzzer's 4001983, in float64: eager and what is fused are numbers."""
+    dz, rstd, gamma = (torch.tensor([v], dtype=torch.float64) for v in (1e-7, 130.0, -1.79e308))
+    found = _scaled(Possible.exactly(dz), rstd, gamma)
+    for value, right in ((-2.327e303, True), (-inf, True), (inf, False), (nan, False), (1, False)):
+        assert bool(found.widened(1e300).accepts(torch.full_like(dz, value))) == right
+    held = _scaled(Possible.exactly(dz), rstd, gamma * 1e-10)
+    assert not held.accepts(torch.full_like(dz, -inf)).any()
+    with registered() as patterns:
+        program, fault = attempt(Run(train=True), 4001983, patterns)
+    assert program.fused and not fault
+
+
+@pytest.mark.parametrize("flushes, value, right", [
+    (True, -1.9375, True),  # of the fuzzer's 5004678, on a CPU with AMX
+    (False, -1.9375, False),
+    (True, -1.8671875, True),
+    (True, -1.98, False),
+    (True, nan, False),
+])  # fmt: skip
+def test_subnormal_factors_that_a_library_takes_for_zero(
+    flushes: bool, value: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planted(*args: Any) -> str:
+        *head, eager, fused, exact, shares = args
+        weight = fused.grads["weight"].clone()
+        weight[4, 0, 0, 2] = value
+        return faults_of(*head, eager, _with(fused, "weight", weight), exact, shares)
+
+    monkeypatch.setattr(value_totals, "library_flushes", lambda *of: flushes)
+    monkeypatch.setattr(value_check, "faults_of", planted)
+    with registered() as patterns:
+        program, fault = attempt(Run(train=True, auto=True), 5004678, patterns)
+    assert program.fused and (fault == "") == right, fault
 
 
 def test_other_strides_are_found() -> None:

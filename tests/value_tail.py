@@ -192,6 +192,29 @@ def evaluated(
     return Ran(y.detach(), dz, dict(zip(wanted, grads)), terms)
 
 
+def in_other_layouts(
+    tail: Callable[..., Tensor], z: Tensor, operands: dict[str, Tensor], dy: Tensor | None,
+    y: Tensor, mode: Callable[[], Wide]
+) -> list[Ran]:  # fmt: skip
+    """The same on the same values, all of them dense, row by row and as y is. Of numbers that lie
+    side by side torch's vectorized function is taken, whose last bit may be another."""
+    given = [v for v in (z, dy, *operands.values()) if v is not None]
+    if y.is_contiguous() and all(v.is_contiguous() for v in given):
+        return []
+
+    def laid(v: Tensor, dense: Tensor) -> Tensor:
+        made = torch.empty_like(dense, dtype=v.dtype) if v.shape == dense.shape else None
+        made = v.detach().contiguous() if made is None else made.copy_(v.detach())
+        return made.requires_grad_(v.requires_grad)
+
+    found = []
+    for like in (torch.empty(y.shape), torch.empty_like(y)):
+        own = {n: laid(v, like) for n, v in operands.items()}
+        of_y = None if dy is None else laid(dy, like)
+        found.append(evaluated(tail, laid(z, like), own, of_y, mode()))
+    return found
+
+
 @dataclass
 class Bounded:
     """What y, dz and the operands' gradients may be, each before its last rounding. Those of
