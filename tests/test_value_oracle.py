@@ -357,6 +357,30 @@ def test_subnormal_factors_that_a_library_takes_for_zero(
     assert program.fused and (fault == "") == right, fault
 
 
+@pytest.mark.parametrize("value, right", [
+    (7.572106768716692e36, True),  # of the fuzzer's 1000067, on an H100, as in torch's operations
+    (7.572122614349194e36, True),  # as fused
+    (7.5735e36, False), (inf, False), (nan, False),
+])  # fmt: skip
+def test_a_room_whose_terms_overflow_is_a_room(
+    value: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch's BatchNorm: gamma is float32's largest, and z is a difference of larger numbers."""
+
+    def planted(*args: Any) -> str:
+        *head, eager, fused, exact, shares = args
+        y = fused.y.clone()
+        y[0, 4, 0, 0] = value
+        return faults_of(*head, eager, _with(fused, "y", y), exact, shares)
+
+    monkeypatch.setattr(value_check, "faults_of", planted)
+    run = Run(train=True, device="cuda", structures=36, first=1_000_000)
+    with registered() as patterns:
+        program = run.program(1_000_067, patterns)
+        fault = value_check.check(program, "cpu", 1_000_067, bounded=True)
+    assert program.fused and (fault == "") == right, fault
+
+
 def test_other_strides_are_found() -> None:
     y = torch.randn(2, 3, 4)
     turned = y.mT.contiguous().mT
