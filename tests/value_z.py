@@ -48,12 +48,12 @@ def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torc
         return _folded(p, inputs, theirs) if p.folded else _norm(p, inputs, theirs, acc)
     z = Z(theirs.to(acc))
     if p.bias is not None:  # a term of the gemm's sum, in any order, which is rounded to z's dtype
-        x, weight = (inputs[n].detach().to(acc).abs() for n in ("x", "weight"))
+        x, weight = (inputs[n].detach().double().abs() for n in ("x", "weight"))
         weight = weight.t() if p.pattern.kind == "linear" else weight
         size = x @ weight
-        size = size + torch.broadcast_to(p.bias.to(acc).abs(), size.shape)
+        size = size + torch.broadcast_to(p.bias.double().abs(), size.shape)
         eps = (x.shape[-1] + 2) * torch.finfo(acc).eps + torch.finfo(theirs.dtype).eps
-        z.may_be(eps * size, (theirs, theirs))
+        z.may_be((eps * size).to(acc), (theirs, theirs))
         z.first = theirs.dtype
     return z
 
