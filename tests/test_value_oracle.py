@@ -381,6 +381,38 @@ def test_a_room_whose_terms_overflow_is_a_room(
     assert program.fused and (fault == "") == right, fault
 
 
+@pytest.mark.parametrize("of_eager, found", [(False, True), (True, False)])
+def test_what_a_convolution_loses_beside_a_large_gradient(
+    of_eager: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 on CUDA; of z⁶, which is huge in one channel and next to nothing in another. Fused, it
+    is less than eager's algorithm may lose."""
+    faults = []
+
+    def off(seen: Seen, by: float) -> Seen:
+        grad = seen.grads["weight"].clone()
+        assert (grad[2].abs() < 1e-6).all()
+        grad[2] += by
+        return _with(seen, "weight", grad)
+
+    def planted(*args: Any) -> str:
+        *head, eager, fused, exact, shares = args
+        eager = off(eager, 2e-5) if of_eager else eager
+        faults.append(faults_of(*head, eager, off(fused, 1e-5), exact))
+        return faults_of(*args)
+
+    monkeypatch.setattr(value_check, "faults_of", planted)
+    monkeypatch.setattr(value_totals, "has_lost", lambda p, inputs: True)
+    run = Run(train=True, auto=True, device="cuda", structures=24, first=2_000_000, bounded=True)
+    shares = Shares()
+    with registered() as patterns:
+        program = run.program(2_000_031, patterns)
+        assert not value_check.check(program, "cpu", 0, bounded=True, shares=shares)
+    assert program.pattern.kind == "conv2d" and "pow6" in program.label
+    assert [bool(fault) for fault in faults] == [found]
+    assert shares.share("conv2d", "gradients of the anchor's operands") < 0.01
+
+
 def test_other_strides_are_found() -> None:
     y = torch.randn(2, 3, 4)
     turned = y.mT.contiguous().mT

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import value_totals
 from torch import Tensor
 from value_programs import Program
 from value_seen import Seen, is_plain, lost_signs, told, unfused_faults
@@ -211,13 +212,19 @@ def _anchor_faults(
     p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, eager: Seen,
     fused: Seen, shares: Shares
 ) -> str:  # fmt: skip
-    totals = {
+    totals: Any = {
         "conv2d": convolution_totals,
         "conv2d_batchnorm": norm_totals,
     }.get(p.pattern.kind, product_totals)
     # Sums over x's dtype are taken in float32 at least, whatever the epilogue is computed in.
     sums = torch.float64 if inputs["x"].dtype == torch.float64 else torch.float32
-    for name, total in totals(p, inputs, dz, of_bias, sums).items():
+    by_name = totals(p, inputs, dz, of_bias, sums)
+    if value_totals.has_lost(p, inputs):
+        wide = totals(p, inputs, dz, of_bias, sums, value_totals.TILES)
+        shown = [n for n in ("x", "weight") if n in fused.grads]
+        lost = [n for n in shown if not by_name[n].accepts(eager.grads[n]).all()]
+        by_name |= {n: wide[n] for n in lost}  # by what eager itself is off
+    for name, total in by_name.items():
         if name not in fused.grads:
             continue
         found, theirs = fused.grads[name], eager.grads[name]

@@ -48,9 +48,16 @@ def product_totals(
     return totals
 
 
+HALVES, TILES = 2**-38, 2**-20
+
+
 def convolution_totals(
-    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype
-) -> dict[str, Possible]:
+    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype,
+    lost: float = HALVES
+) -> dict[str, Possible]:  # fmt: skip
+    """lost: of the largest dz, in fp32 on CUDA. Fused, dz is made of fp16 halves under one scale for
+    many pixels, which lose 2^-22 of each or 2^-39 of the largest (kernels_cu/conv/NOTES.md); the
+    library's algorithms that transform tiles lose `TILES` of the largest."""
     x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
     stride, padding = p.geometry
     kernel = tuple(weight.shape[2:])
@@ -66,11 +73,11 @@ def convolution_totals(
         return torch.where(taken.unsqueeze(1), t, 0.0).sum((0, 3)).view(weight.shape)
 
     narrow = dz.rounded(inputs["x"].dtype)
-    if narrow.lo.is_cuda and inputs["x"].dtype == torch.float32:
-        # Fused, it is made of fp16 halves under one scale for many pixels (README, Accuracy): what
-        # is lost is relative to the largest of them, and near the end of the range all may be.
+    if has_lost(p, inputs):
+        # Near the end of the range all may be.
         largest = float(narrow.reach.max()) if narrow.lo.numel() else 0.0
-        narrow = narrow.widened(2**-20 * largest if largest < 1e36 else largest)
+        narrow = narrow.widened(2**-21 * narrow.reach)
+        narrow = narrow.widened(lost * largest if largest < 1e36 else largest)
     flushed = 8 * torch.finfo(torch.float32).tiny  # by oneDNN's convolutions: subnormal terms
     none = 0.0  # below this, factors are zero, too
     dtype = inputs["x"].dtype
@@ -125,9 +132,16 @@ def _over_pixels(t: Tensor) -> Tensor:
     return t.sum((0, 2, 3))
 
 
+def has_lost(p: Program, inputs: dict[str, Tensor]) -> bool:
+    """Is something lost of a convolution's dz that is relative to the largest of it?"""
+    x = inputs["x"]
+    return x.is_cuda and x.dtype == torch.float32 and p.pattern.kind.startswith("conv")
+
+
 def norm_totals(
-    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype
-) -> dict[str, Possible]:
+    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype,
+    lost: float = HALVES
+) -> dict[str, Possible]:  # fmt: skip
     """Through a BatchNorm and its convolution, within 64 roundings of all that takes part."""
     wide = {n: v.detach().double().view(-1, 1, 1) for n, v in inputs.items() if v.ndim == 1}
     x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
@@ -157,7 +171,7 @@ def norm_totals(
         dc = _scaled(dz, rstd, wide["gamma"])
         dc = dc.widened(eps * dc.reach)
     dc = dc.widened(step)
-    return {**totals, **convolution_totals(p, inputs, dc, dc, sums)}
+    return {**totals, **convolution_totals(p, inputs, dc, dc, sums, lost)}
 
 
 def _scaled(gradient: Possible, rstd: Tensor, gamma: Tensor) -> Possible:
