@@ -432,5 +432,10 @@ def test_a_run_that_looks_away_fails() -> None:
     tally.ordinary.opened["linear", "y", "unstable"] = 6
     assert "accepted unseen" in too_little(run, tally)
     assert not too_little(Run(bounded=True), tally)
+    for count, found in ((999, False), (1000, True)):  # of one part, which all others outnumber
+        part = Tally(programs=1000)
+        part.ordinary.elements.update({("linear", "y"): 90_000, ("matmul", "y"): count})
+        part.ordinary.opened["matmul", "y", "unstable"] = 30
+        assert ("matmul, y" in too_little(Run(bounded=True), part)) is found
     tally.extreme.opened["linear", "y", "unstable"] = 600
     assert "accepted unseen" in too_little(run, tally) and isinstance(tally.extreme, Shares)

@@ -44,7 +44,9 @@ from fx_fuser.planning import plan
 MAGNITUDES = ("mixed", "ordinary", "extreme")
 UNCOMPARED = 0.005  # of the programs, at most
 UNBUILT = 0.05  # of the programs, at most
-OPEN, OPEN_BOUNDED = 0.005, 0.02  # of the elements of programs of ordinary magnitudes, at most
+# Of the elements of programs of ordinary magnitudes, at most: of all, and of each anchor's results
+# and gradients where those are not few.
+OPEN, OPEN_BOUNDED, FEW = 0.005, 0.02, 1000
 
 # ---- failures ----------------------------------------------------------------------------------
 
@@ -257,8 +259,9 @@ def too_little(run: Run, tally: Tally) -> str:
     if unbuilt > max(1, UNBUILT * tally.programs):
         return f"kernels of {unbuilt} of {tally.programs} programs do not compile"
     limit = OPEN if run.is_exact else OPEN_BOUNDED
-    if (share := tally.ordinary.share()) > limit:
-        return f"of ordinary magnitudes {share:.2%} of the elements were accepted unseen"
+    for part, share in tally.ordinary.of_parts(FEW):
+        if share > limit:
+            return f"of ordinary magnitudes {share:.2%} of the elements were accepted unseen: {part}"
     return ""
 
 
