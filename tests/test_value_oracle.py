@@ -3,6 +3,7 @@ has a fault that it must not hide."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from value_programs import Program
 from value_seen import stride_faults
 from value_sets import Possible, around
 from value_shares import Shares
+from value_tail import Wide, bounded
 from value_totals import _scaled
 from value_writer import NothingToWrite
 
@@ -86,6 +88,22 @@ def test_what_says_nothing_is_counted() -> None:
     exact = torch.tensor([1.0, 1.0, 0.0])
     moved = exact + torch.tensor([0.6, 0.1, 1e-6])
     assert around(exact, [(moved, exact)]).is_open().tolist() == [True, False, False]
+
+
+ENDS = torch.tensor([1.5, 9.0])
+
+
+@pytest.mark.parametrize("tail, is_open", [
+    (lambda z: torch.relu(z + 1.5), False),  # of z = -1.5 the sum is 0, whoever adds
+    (lambda z: torch.relu(z.neg().sub(1.5)), False),
+    (lambda z: torch.minimum(torch.maximum(z, -z), ENDS), False),
+    (lambda z: torch.relu(0.5 * z + 0.75), True),  # an fma, which has another rounding
+    (lambda z: torch.relu(torch.add(z, ENDS, alpha=1.0)), True),
+])  # fmt: skip
+def test_a_kink_that_is_met_exactly_has_one_side(tail: Any, is_open: bool) -> None:
+    z = torch.tensor([-1.5, 2.0])
+    found = bounded(tail, z, (), {}, torch.ones(2), z.shape, functools.partial(Wide, z.dtype))
+    assert found.dz is not None and found.dz.is_open().tolist() == [is_open, False]
 
 
 # ---- planted faults ------------------------------------------------------------------------------
@@ -365,7 +383,7 @@ def test_subnormal_factors_that_a_library_takes_for_zero(
 def test_a_room_whose_terms_overflow_is_a_room(
     value: float, right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a batch's BatchNorm: gamma is float32's largest, and z is a difference of larger numbers."""
+    """Of a batch's BatchNorm: gamma is float32's largest, and z a difference of larger numbers."""
 
     def planted(*args: Any) -> str:
         *head, eager, fused, exact, shares = args
@@ -385,8 +403,8 @@ def test_a_room_whose_terms_overflow_is_a_room(
 def test_what_a_convolution_loses_beside_a_large_gradient(
     of_eager: bool, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp32 on CUDA; of z⁶, which is huge in one channel and next to nothing in another. Fused, it
-    is less than eager's algorithm may lose."""
+    """In fp32 on CUDA; of z⁶, which is huge in one channel and next to nothing in another. Fused,
+    less is lost than eager's algorithm may lose."""
     faults = []
 
     def off(seen: Seen, by: float) -> Seen:
@@ -396,7 +414,7 @@ def test_what_a_convolution_loses_beside_a_large_gradient(
         return _with(seen, "weight", grad)
 
     def planted(*args: Any) -> str:
-        *head, eager, fused, exact, shares = args
+        *head, eager, fused, exact, _shares = args
         eager = off(eager, 2e-5) if of_eager else eager
         faults.append(faults_of(*head, eager, off(fused, 1e-5), exact))
         return faults_of(*args)

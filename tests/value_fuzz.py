@@ -162,10 +162,10 @@ class Unbuilt(Exception):
 def _unbuilt(program: Program, error: Exception) -> Unbuilt | None:
     cause = getattr(error, "inner_exception", error)  # of torch.compile
     said = str(cause)
-    if isinstance(cause, BuildError) and "compile fewer operands" in said:
-        if " failed:" not in said:  # of another kernel, which is no C++
-            return Unbuilt(f"{said.partition(' (')[0]}, of {program.label.partition(':')[0]}")
-    return None
+    is_slow = "compile fewer operands" in said and " failed:" not in said  # which is no C++
+    if not (isinstance(cause, BuildError) and is_slow):
+        return None
+    return Unbuilt(f"{said.partition(' (')[0]}, of {program.label.partition(':')[0]}")
 
 
 def attempt(
@@ -261,7 +261,9 @@ def too_little(run: Run, tally: Tally) -> str:
     limit = OPEN if run.is_exact else OPEN_BOUNDED
     for part, share in tally.ordinary.of_parts(FEW):
         if share > limit:
-            return f"of ordinary magnitudes {share:.2%} of the elements were accepted unseen: {part}"
+            return (
+                f"of ordinary magnitudes {share:.2%} of the elements were accepted unseen: {part}"
+            )
     return ""
 
 

@@ -30,6 +30,8 @@ _SATURATING = ("sigmoid", "silu", "tanh", "erf", "expit", "gelu", "softplus",
 # torch on CUDA multiplies by 1.0f / 6.0f, in float64 too (aten ActivationHardswishKernel.cu): there
 # the oracle is the one that is off.
 _OF_A_FLOAT_SIXTH = ("hardswish", "hardsigmoid")
+# Their results are one of what they are given, or its negative: nothing is rounded.
+_EXACT = ("maximum", "minimum", "max", "min", "relu", "abs", "neg", "negative")
 _SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "add_", "subtract")
 
 
@@ -88,7 +90,7 @@ class Wide(TorchFunctionMode):
         super().__init__()
         self.acc, self.at, self.sign, self.count, self.first = acc, at, sign, 0, first
         self.apart, self.part, self.of_z = apart or part is not None, part, dict[int, Tensor]()
-        self.calls = 0
+        self.calls, self.rounded = 0, dict[int, Tensor]()
         self.widened: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.terms: dict[int, Tensor] = {}  # of an operand's gradient, without signs
 
@@ -107,13 +109,23 @@ class Wide(TorchFunctionMode):
         made = made.to(self.acc)
         if self.count == 0 and self.first is not None:
             made = made.to(self.first).to(self.acc)
+        exact = self._is_exact(func.__name__, args, kwargs)
         if self.count == self.at:
-            made = self._moved(made, func.__name__, args)
+            moved = self._moved(made, func.__name__, args)
+            made = torch.where(made.isfinite(), made, moved) if exact else moved
         self.count += 1
         if self.part is not None and call == self.part.last:
             return made.to(self.part.dtype)
         self.of_z[id(made)] = made
+        if not exact or any(id(a) in self.rounded for a in args):
+            self.rounded[id(made)] = made
         return made
+
+    def _is_exact(self, name: str, args: Sequence[Any], kwargs: Any) -> bool:
+        """Is the result the same whoever computes it? A sum is, unless one of what it adds is a
+        product, which an fma does not round."""
+        products = bool(kwargs) or any(id(a) in self.rounded for a in args)
+        return name in _EXACT or (name in ("add", "sub", "subtract") and not products)
 
     def _is_fused(self, call: int, given: Any) -> bool:
         if self.part is not None:

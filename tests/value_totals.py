@@ -55,9 +55,9 @@ def convolution_totals(
     p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype,
     lost: float = HALVES
 ) -> dict[str, Possible]:  # fmt: skip
-    """lost: of the largest dz, in fp32 on CUDA. Fused, dz is made of fp16 halves under one scale for
-    many pixels, which lose 2^-22 of each or 2^-39 of the largest (kernels_cu/conv/NOTES.md); the
-    library's algorithms that transform tiles lose `TILES` of the largest."""
+    """lost: of the largest dz, in fp32 on CUDA. Fused, dz is made of fp16 halves under one scale
+    for many pixels, which lose 2^-22 of each or 2^-39 of the largest (kernels_cu/conv/NOTES.md);
+    the library's algorithms that transform tiles lose `TILES` of the largest."""
     x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
     stride, padding = p.geometry
     kernel = tuple(weight.shape[2:])
