@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from helpers import ADD, MUL, check, leaf, linear_program
 from torch import Tensor
+
+from fx_fuser.graph.canonical import rule_of
 
 
 def _modes(*slow: str) -> Any:
@@ -155,6 +158,9 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "F.silu in place, positional": lambda m, z, y: F.silu(z, True) * y,
     "F.silu in place under old name": _silu_in_place_under_old_name,
     "nn.SiLU in place": lambda m, z, y: m.silu_in_place(z) * y,
+    # operators by the names of their methods
+    "__mul__": lambda m, z, y: z.__mul__(torch.sigmoid(z)).__mul__(2.0),
+    "__imul__": lambda m, z, y: (z * torch.sigmoid(z)).__imul__(2.0),
 }
 
 
@@ -277,6 +283,9 @@ SUMS: dict[str, Callable[..., Tensor]] = {
     "sigmoid_": lambda m, z, y: z.sigmoid_() * y + m.p,
     "F.silu in place": lambda m, z, y: F.silu(z, inplace=True) + y,
     "nn.SiLU in place, +=": lambda m, z, y: m.silu_in_place(z).add_(y),
+    # operators by the names of their methods
+    "__add__": lambda m, z, y: z.__add__(torch.sigmoid(z).__mul__(2.0)),
+    "__sub__": lambda m, z, y: z.__sub__(torch.sigmoid(z).__neg__().__mul__(2.0)),
 }
 
 
@@ -286,6 +295,22 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 def test_sums(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> None:
     model = linear_program(lambda m, x, y: spelled(m, m.lin(x), y))
     check(model, leaf(4, 8), leaf(4, 6), fuses={ADD: 1}, train=train, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("name", ["abs", "neg", "add", "mul", "matmul", "iadd", "imul"])
+def test_an_operator_recorded_as_its_method(name: str) -> None:
+    """`abs(z)` is the method `__abs__` in the graphs of torch 2.11's Dynamo."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    named = rule_of(graph.call_method(f"__{name}__", (x, x)))
+    assert named is not None
+    assert named is rule_of(graph.call_function(getattr(operator, name), (x, x)))
+
+
+@pytest.mark.parametrize("name", ["__radd__", "__len__", "__no_operator__"])
+def test_a_method_that_is_no_operator(name: str) -> None:
+    graph = torch.fx.Graph()
+    assert rule_of(graph.call_method(name, (graph.placeholder("x"),))) is None
 
 
 # ---- the Linear itself ----------------------------------------------------------------------

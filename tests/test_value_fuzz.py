@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import value_fuzz
 import value_oracle
 from helpers import slow_but
 from torch import Tensor, nn
-from value_fuzz import Run, Tally, fuzz, runnable, too_little
+from torch._dynamo.exc import BackendCompilerFailed
+from value_fuzz import Run, Tally, fuzz, merged, runnable, too_little
 from value_oracle import _in_another_order
 from value_patterns import registered
 from value_programs import Program, generate
@@ -26,6 +28,7 @@ from value_seen import Seen
 from value_tail import _ROUNDINGS, left_range, met_zero, of_linear_tail
 from value_writer import NothingToWrite
 
+from fx_fuser.errors import BuildError
 from fx_fuser.graph import bind, match
 from fx_fuser.graph.epilogue import OPS, Epilogue, Step
 
@@ -296,6 +299,33 @@ def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(told in message for message in tally.failures.values())
 
 
+SPILLS = ("fx_fuser_conv spills registers (ptxas warning : 8 bytes spill stores); compile fewer "
+          "operands or operations into one kernel")  # fmt: skip
+
+
+@pytest.mark.parametrize("through", [None, BackendCompilerFailed], ids=["read", "compiled"])
+@pytest.mark.parametrize(
+    "said, counted",
+    [(SPILLS, True), ("nvcc x.cu failed:\nerror: expected a ;", False),
+     (f"nvcc x.cu failed:\nerror: expected a ;\n{SPILLS}", False)],
+    ids=["spills", "no C++", "both"],
+)  # fmt: skip
+def test_a_kernel_that_would_spill_is_counted_apart(
+    said: str, counted: bool, through: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> str:
+        error = BuildError(said)
+        raise error if through is None else through(lambda: None, error, None)
+
+    monkeypatch.setattr(value_fuzz, "check", refuse)
+    tally = fuzz(Run(), range(3))
+    assert tally.programs == 3 and bool(tally.failures) is not counted
+    assert sum(tally.unbuilt.values()) == (3 if counted else 0)
+    assert "do not compile" in too_little(Run(), tally) or not counted
+    few = Tally(programs=100, unbuilt=tally.unbuilt)
+    assert not too_little(Run(), merged([few]))
+
+
 @pytest.mark.parametrize(
     "tail, dy, left, zero",
     [
@@ -349,7 +379,7 @@ def test_what_a_gradient_may_be_where_autograd_leaves_the_range(
     program = SimpleNamespace(
         operands=(), train=True, acc=None, autocast=False, auto=False, apart=frozenset(),
         source="", geometry=(1, 0), pattern=SimpleNamespace(kind="conv2d"), stays=(),
-        folded=False, bias="", part=None, training_norm=False,
+        folded=False, bias=None, part=None, training_norm=False,
     )  # fmt: skip
     y = spaces["tail"](spaces["anchor"](x, weight, bias))
     of_y = torch.tensor(dy).view(2, 1, 1, 1).expand_as(y)  # of a sample each

@@ -3,6 +3,7 @@ has a fault that it must not hide."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import value_check
+import value_totals
 from torch import Tensor
 from value_check import Illegal, Seen
 from value_fuzz import Run, Tally, attempt, too_little
@@ -20,6 +22,8 @@ from value_programs import Program
 from value_seen import stride_faults
 from value_sets import Possible, around
 from value_shares import Shares
+from value_tail import Wide, bounded
+from value_totals import _scaled
 from value_writer import NothingToWrite
 
 from fx_fuser.ops import folded
@@ -84,6 +88,22 @@ def test_what_says_nothing_is_counted() -> None:
     exact = torch.tensor([1.0, 1.0, 0.0])
     moved = exact + torch.tensor([0.6, 0.1, 1e-6])
     assert around(exact, [(moved, exact)]).is_open().tolist() == [True, False, False]
+
+
+ENDS = torch.tensor([1.5, 9.0])
+
+
+@pytest.mark.parametrize("tail, is_open", [
+    (lambda z: torch.relu(z + 1.5), False),  # of z = -1.5 the sum is 0, whoever adds
+    (lambda z: torch.relu(z.neg().sub(1.5)), False),
+    (lambda z: torch.minimum(torch.maximum(z, -z), ENDS), False),
+    (lambda z: torch.relu(0.5 * z + 0.75), True),  # an fma, which has another rounding
+    (lambda z: torch.relu(torch.add(z, ENDS, alpha=1.0)), True),
+])  # fmt: skip
+def test_a_kink_that_is_met_exactly_has_one_side(tail: Any, is_open: bool) -> None:
+    z = torch.tensor([-1.5, 2.0])
+    found = bounded(tail, z, (), {}, torch.ones(2), z.shape, functools.partial(Wide, z.dtype))
+    assert found.dz is not None and found.dz.is_open().tolist() == [is_open, False]
 
 
 # ---- planted faults ------------------------------------------------------------------------------
@@ -261,7 +281,7 @@ def anchor(x, weight):
     return x @ weight
 
 def tail(z, t0):
-    return torch.tanh(z + t0) * 2.0
+    return torch.tanh(z + SHIFT) * 2.0
 
 def after(y):
     return y
@@ -273,17 +293,20 @@ def forward(x, weight, t0):
 """
 
 
+# The fuzzer's 5005708 and 3005043: what the tail makes of an operand alone is the gemm's bias.
+@pytest.mark.parametrize("shift", ["t0", "torch.neg(t0)", "(-2.0) * torch.multiply(t0, 0.3)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_tail_that_begins_with_the_bias_of_its_gemm(dtype: torch.dtype) -> None:
+def test_a_tail_that_begins_with_the_bias_of_its_gemm(dtype: torch.dtype, shift: str) -> None:
     torch.manual_seed(0)
     inputs = {"x": torch.randn(4, 3), "weight": torch.randn(3, 8), "t0": torch.randn(8)}
     inputs = {n: v.to(dtype).requires_grad_() for n, v in inputs.items()}
     with registered() as patterns, pytest.MonkeyPatch.context() as patch:
         pattern = next(p for p in patterns if p.name == "value_relu")
-        program = Program(WITH_A_BIAS, pattern, inputs, ["t0"], 1, True, dtype, "", auto=True)
+        source = WITH_A_BIAS.replace("SHIFT", shift)
+        program = Program(source, pattern, inputs, ["t0"], 1, True, dtype, "", auto=True)
         shares = Shares()
         assert not value_check.check(program, "cpu", 0, shares=shares)
-        assert program.bias == "t0" and shares.elements["matmul", "y"] == 32
+        assert program.bias is not None and shares.elements["matmul", "y"] == 32
         assert shares.share() < 0.02
 
         def wrong(*args: Any) -> str:
@@ -294,6 +317,118 @@ def test_a_tail_that_begins_with_the_bias_of_its_gemm(dtype: torch.dtype) -> Non
         patch.setattr(value_check, "faults_of", wrong)
         faults = value_check.check(program, "cpu", 0)
         assert faults.count("differs") == 4, faults
+
+
+@pytest.mark.parametrize("seed, name", [(5003406, "t1"), (5004165, "t0")])
+def test_a_last_bit_that_another_layout_changes(seed: int, name: str) -> None:
+    """It is torch's own, of the same values side by side; any other is a fault."""
+    run, faults = Run(train=True, auto=True), {}
+
+    def wrong(*args: Any) -> str:
+        *head, eager, fused, exact, shares = args
+        one_up = torch.nextafter(fused.grads[name], torch.full_like(fused.y, inf))
+        faults["planted"] = faults_of(*head, eager, _with(fused, name, one_up), exact)
+        return faults_of(*head, eager, fused, exact, shares)
+
+    with registered() as patterns, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(value_check, "faults_of", wrong)
+        program, fault = attempt(run, seed, patterns)
+    assert not fault and program.fused
+    assert f"the gradient of {name} differs" in faults["planted"]
+    share = int(faults["planted"].partition("differs at ")[2].partition(" ")[0])
+    assert share > 0.2 * program.inputs[name].numel()  # but for what is zero, or not finite
+
+
+def test_factors_of_which_one_order_alone_leaves_the_range() -> None:
+    """Of the fuzzer's 4001983, in float64: eager and what is fused are numbers."""
+    dz, rstd, gamma = (torch.tensor([v], dtype=torch.float64) for v in (1e-7, 130.0, -1.79e308))
+    found = _scaled(Possible.exactly(dz), rstd, gamma)
+    for value, right in ((-2.327e303, True), (-inf, True), (inf, False), (nan, False), (1, False)):
+        assert bool(found.widened(1e300).accepts(torch.full_like(dz, value))) == right
+    held = _scaled(Possible.exactly(dz), rstd, gamma * 1e-10)
+    assert not held.accepts(torch.full_like(dz, -inf)).any()
+    with registered() as patterns:
+        program, fault = attempt(Run(train=True), 4001983, patterns)
+    assert program.fused and not fault
+
+
+@pytest.mark.parametrize("flushes, value, right", [
+    (True, -1.9375, True),  # of the fuzzer's 5004678, on a CPU with AMX
+    (False, -1.9375, False),
+    (True, -1.8671875, True),
+    (True, -1.98, False),
+    (True, nan, False),
+])  # fmt: skip
+def test_subnormal_factors_that_a_library_takes_for_zero(
+    flushes: bool, value: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planted(*args: Any) -> str:
+        *head, eager, fused, exact, shares = args
+        weight = fused.grads["weight"].clone()
+        weight[4, 0, 0, 2] = value
+        return faults_of(*head, eager, _with(fused, "weight", weight), exact, shares)
+
+    monkeypatch.setattr(value_totals, "library_flushes", lambda *of: flushes)
+    monkeypatch.setattr(value_check, "faults_of", planted)
+    with registered() as patterns:
+        program, fault = attempt(Run(train=True, auto=True), 5004678, patterns)
+    assert program.fused and (fault == "") == right, fault
+
+
+@pytest.mark.parametrize("value, right", [
+    (7.572106768716692e36, True),  # of the fuzzer's 1000067, on an H100, as in torch's operations
+    (7.572122614349194e36, True),  # as fused
+    (7.5735e36, False), (inf, False), (nan, False),
+])  # fmt: skip
+def test_a_room_whose_terms_overflow_is_a_room(
+    value: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch's BatchNorm: gamma is float32's largest, and z a difference of larger numbers."""
+
+    def planted(*args: Any) -> str:
+        *head, eager, fused, exact, shares = args
+        y = fused.y.clone()
+        y[0, 4, 0, 0] = value
+        return faults_of(*head, eager, _with(fused, "y", y), exact, shares)
+
+    monkeypatch.setattr(value_check, "faults_of", planted)
+    run = Run(train=True, device="cuda", structures=36, first=1_000_000)
+    with registered() as patterns:
+        program = run.program(1_000_067, patterns)
+        fault = value_check.check(program, "cpu", 1_000_067, bounded=True)
+    assert program.fused and (fault == "") == right, fault
+
+
+@pytest.mark.parametrize("of_eager, found", [(False, True), (True, False)])
+def test_what_a_convolution_loses_beside_a_large_gradient(
+    of_eager: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 on CUDA; of z⁶, which is huge in one channel and next to nothing in another. Fused,
+    less is lost than eager's algorithm may lose."""
+    faults = []
+
+    def off(seen: Seen, by: float) -> Seen:
+        grad = seen.grads["weight"].clone()
+        assert (grad[2].abs() < 1e-6).all()
+        grad[2] += by
+        return _with(seen, "weight", grad)
+
+    def planted(*args: Any) -> str:
+        *head, eager, fused, exact, _shares = args
+        eager = off(eager, 2e-5) if of_eager else eager
+        faults.append(faults_of(*head, eager, off(fused, 1e-5), exact))
+        return faults_of(*args)
+
+    monkeypatch.setattr(value_check, "faults_of", planted)
+    monkeypatch.setattr(value_totals, "has_lost", lambda p, inputs: True)
+    run = Run(train=True, auto=True, device="cuda", structures=24, first=2_000_000, bounded=True)
+    shares = Shares()
+    with registered() as patterns:
+        program = run.program(2_000_031, patterns)
+        assert not value_check.check(program, "cpu", 0, bounded=True, shares=shares)
+    assert program.pattern.kind == "conv2d" and "pow6" in program.label
+    assert [bool(fault) for fault in faults] == [found]
+    assert shares.share("conv2d", "gradients of the anchor's operands") < 0.01
 
 
 def test_other_strides_are_found() -> None:
@@ -315,5 +450,10 @@ def test_a_run_that_looks_away_fails() -> None:
     tally.ordinary.opened["linear", "y", "unstable"] = 6
     assert "accepted unseen" in too_little(run, tally)
     assert not too_little(Run(bounded=True), tally)
+    for count, found in ((999, False), (1000, True)):  # of one part, which all others outnumber
+        part = Tally(programs=1000)
+        part.ordinary.elements.update({("linear", "y"): 90_000, ("matmul", "y"): count})
+        part.ordinary.opened["matmul", "y", "unstable"] = 30
+        assert ("matmul, y" in too_little(Run(bounded=True), part)) is found
     tally.extreme.opened["linear", "y", "unstable"] = 600
     assert "accepted unseen" in too_little(run, tally) and isinstance(tally.extreme, Shares)

@@ -221,12 +221,14 @@ def _note(
 ) -> None:
     """result: the name of the tail's last node; the graph that is rewritten is a copy."""
     program.whole = match.root.name == result
+    at = {n.name: i for i, n in enumerate(tail)}
     bias = match.site.operands.get("bias")
-    program.bias = bias.name if bias is not None and bias.name in program.operands else ""
-    own = program.whole and not program.crowd
+    made = bias is not None and bias.name in at  # of the tail's operands
+    if bias is not None and (made or bias.name in program.operands):
+        program.bias = bias.meta["example_value"].detach()
+    own = program.whole and not (program.crowd or made)
     if not own:
         inside = {n.name for n in match.nodes}
-        at = {n.name: i for i, n in enumerate(tail)}
         dtype = match.root.meta["example_value"].dtype
         calls = frozenset(i for name, i in at.items() if name in inside)
         program.part = Fused(calls, at.get(match.root.name, -1), dtype, len(tail))

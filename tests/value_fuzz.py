@@ -35,6 +35,7 @@ from value_shares import Shares
 from value_writer import NothingToWrite
 
 from fx_fuser import reading
+from fx_fuser.errors import BuildError
 from fx_fuser.graph.pattern import Pattern
 from fx_fuser.graph.view import View
 from fx_fuser.options import Options
@@ -42,7 +43,10 @@ from fx_fuser.planning import plan
 
 MAGNITUDES = ("mixed", "ordinary", "extreme")
 UNCOMPARED = 0.005  # of the programs, at most
-OPEN, OPEN_BOUNDED = 0.005, 0.02  # of the elements of programs of ordinary magnitudes, at most
+UNBUILT = 0.05  # of the programs, at most
+# Of the elements of programs of ordinary magnitudes, at most: of all, and of each anchor's results
+# and gradients where those are not few.
+OPEN, OPEN_BOUNDED, FEW = 0.005, 0.02, 1000
 
 # ---- failures ----------------------------------------------------------------------------------
 
@@ -97,7 +101,8 @@ def _literal(tensor: Tensor) -> str:
 class Tally:
     """Of one run. sites: those that fused. whole: tails that were fused to their end, of programs
     without Dynamo. illegal: seeds of programs that eager mode refuses. uncompared: reason →
-    programs. ordinary, extreme: what was compared of programs of such magnitudes."""
+    programs. unbuilt: kernel → programs, see `Unbuilt`. ordinary, extreme: what was compared of
+    programs of such magnitudes."""
 
     programs: int = 0
     illegal: int = 0
@@ -105,6 +110,7 @@ class Tally:
     whole: int = 0
     failures: dict[int, str] = field(default_factory=dict)
     uncompared: Counter[str] = field(default_factory=Counter)
+    unbuilt: Counter[str] = field(default_factory=Counter)
     ordinary: Shares = field(default_factory=Shares)
     extreme: Shares = field(default_factory=Shares)
     reached: dict[str, int] = field(default_factory=dict)  # pattern → sites
@@ -148,10 +154,24 @@ class Run:
         return generate(structure, seed, patterns, *of_run, self.is_extreme(seed))
 
 
+class Unbuilt(Exception):
+    """A kernel would be slow (it spills registers, say), so it is refused, and without `strict` the
+    site runs as the user wrote it: no value is wrong."""
+
+
+def _unbuilt(program: Program, error: Exception) -> Unbuilt | None:
+    cause = getattr(error, "inner_exception", error)  # of torch.compile
+    said = str(cause)
+    is_slow = "compile fewer operands" in said and " failed:" not in said  # which is no C++
+    if not (isinstance(cause, BuildError) and is_slow):
+        return None
+    return Unbuilt(f"{said.partition(' (')[0]}, of {program.label.partition(':')[0]}")
+
+
 def attempt(
     run: Run, seed: int, patterns: Sequence[Pattern], shares: Shares | None = None
 ) -> tuple[Program, str]:
-    """One program, and what is wrong with it. Raises NothingToWrite or Illegal."""
+    """One program, and what is wrong with it. Raises NothingToWrite, Illegal or Unbuilt."""
     program = run.program(seed, patterns)
     compiled = random.Random(f"compiled {seed}").random() < run.compiled
     try:
@@ -160,6 +180,8 @@ def attempt(
     except Illegal:
         raise
     except Exception as error:
+        if (unbuilt := _unbuilt(program, error)) is not None:
+            raise unbuilt from error
         return program, f"{type(error).__name__}: {error}"
 
 
@@ -180,6 +202,10 @@ def fuzz(
                 program, message = attempt(run, seed, patterns, shares)
             except (NothingToWrite, Illegal):
                 tally.illegal += 1
+                continue
+            except Unbuilt as error:
+                tally.programs += 1
+                tally.unbuilt.update([str(error)])
                 continue
             tally.programs += 1
             tally.sites += program.fused
@@ -229,9 +255,15 @@ def too_little(run: Run, tally: Tally) -> str:
     missed = sum(tally.uncompared.values())
     if missed > max(1, UNCOMPARED * tally.programs):
         return f"{missed} of {tally.programs} programs were not compared: {dict(tally.uncompared)}"
+    unbuilt = sum(tally.unbuilt.values())
+    if unbuilt > max(1, UNBUILT * tally.programs):
+        return f"kernels of {unbuilt} of {tally.programs} programs do not compile"
     limit = OPEN if run.is_exact else OPEN_BOUNDED
-    if (share := tally.ordinary.share()) > limit:
-        return f"of ordinary magnitudes {share:.2%} of the elements were accepted unseen"
+    for part, share in tally.ordinary.of_parts(FEW):
+        if share > limit:
+            return (
+                f"of ordinary magnitudes {share:.2%} of the elements were accepted unseen: {part}"
+            )
     return ""
 
 
@@ -298,6 +330,8 @@ def main() -> None:
             print(f"{population}: {line}")
     for reason, count in tally.uncompared.items():
         print(f"not compared: {count} programs, {reason}")
+    for kernel, count in tally.unbuilt.items():
+        print(f"kernel does not compile: {count} programs, {kernel}")
     print(
         f"{tally.programs} programs, {tally.sites} sites fused, {grown}"
         f"{len(failures)} failures {failures[:20]}; "

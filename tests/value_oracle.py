@@ -19,15 +19,25 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import value_totals
 from torch import Tensor
 from value_programs import Program
 from value_seen import Seen, is_plain, lost_signs, told, unfused_faults
 from value_sets import Possible, same
 from value_shares import Shares
-from value_tail import Wide, bounded, evaluated, left_range, met_zero, of_linear_tail
+from value_tail import (
+    Wide,
+    bounded,
+    evaluated,
+    in_other_layouts,
+    left_range,
+    met_zero,
+    of_linear_tail,
+)
 from value_totals import convolution_totals, norm_totals, product_totals, spread_sum
 from value_z import Z, z_of
 
@@ -64,7 +74,7 @@ def faults_of(
     if fused.grads.keys() != eager.grads.keys():
         return f"gradients of {sorted(fused.grads)}, eager of {sorted(eager.grads)}"
     shares = Shares() if shares is None else shares
-    exact = exact and not (p.folded or p.bias)
+    exact = exact and not p.folded and p.bias is None
     operands = {n: inputs[n] for n in p.operands}
     dy = dy if p.train and eager.grads else None
     acc = p.acc or accumulation_of(p, inputs["x"], operands, eager.y.dtype)
@@ -77,7 +87,7 @@ def faults_of(
         fault = _anchor_faults(p, inputs, dz, of_bias or dz, eager, fused, shares)
     norm = p.pattern.kind == "conv2d_batchnorm"
     if not fault and exact and not norm and is_plain(p, inputs):
-        fault = unfused_faults(eager, fused, p.apart)
+        fault = unfused_faults(eager, fused, p.apart | p.varied)
     if not fault and exact:
         with torch.no_grad():
             later = space["after"](fused.y)
@@ -93,25 +103,48 @@ def _exact_faults(
     p: Program, space: Any, z: Z, operands: dict[str, Tensor], dy: Tensor | None,
     acc: torch.dtype, eager: Seen, fused: Seen, shares: Shares
 ) -> Found:  # fmt: skip
-    ran = evaluated(space["tail"], z.value, operands, dy, Wide(acc, apart=p.auto, part=p.part))
-    y = ran.y.to(eager.y.dtype).expand(eager.y.shape)
-    shares.add(p, "y", y.numel())
-    if (bad := ~same(fused.y, y) | lost_signs(fused.y, y, eager.y)).any():
-        return told("the result", bad, fused.y, y, eager.y), None, None
-    for name, grad in ran.grads.items():
+    mode = functools.partial(Wide, acc, apart=p.auto, part=p.part)
+    ran = evaluated(space["tail"], z.value, operands, dy, mode())
+    others = in_other_layouts(space["tail"], z.value, operands, dy, eager.y, mode)
+    results = [each.y.to(eager.y.dtype).expand(eager.y.shape) for each in (ran, *others)]
+    shares.add(p, "y", eager.y.numel())
+    bad = _unlike_all(fused.y, results, eager.y)
+    if bad.any():
+        return told("the result", bad, fused.y, results[0], eager.y), None, None
+    varied = {"y"} if _differ(results) else set()
+    for name in ran.grads:
         if name not in fused.grads:
             continue
-        wanted = grad.to(operands[name].dtype)
-        bad = ~same(fused.grads[name], wanted)
+        found, theirs = fused.grads[name], eager.grads[name]
+        wanted = [each.grads[name].to(operands[name].dtype) for each in (ran, *others)]
+        bad = _unlike_all(found, wanted, theirs if found.shape == eager.y.shape else None)
         if name in p.apart:
-            bad &= ~_in_another_order(fused.grads[name], wanted, ran.terms[name])
-        elif wanted.shape == y.shape:
-            bad |= lost_signs(fused.grads[name], wanted, eager.grads[name])
-        shares.add(p, TAIL, wanted.numel())
+            bad &= ~_in_another_order(found, wanted[0], ran.terms[name])
+        shares.add(p, TAIL, found.numel())
         if bad.any():
-            what = f"the gradient of {name}"
-            return told(what, bad, fused.grads[name], wanted, eager.grads[name]), None, None
-    return "", None if ran.dz is None else Possible.exactly(ran.dz), None
+            return told(f"the gradient of {name}", bad, found, wanted[0], theirs), None, None
+        varied |= {name} if _differ(wanted) else set()
+    p.varied = frozenset(varied)
+    if ran.dz is None:
+        return "", None, None
+    dz = Possible.exactly(ran.dz)
+    for each in others:
+        assert each.dz is not None
+        dz = dz.joined(Possible.exactly(each.dz))
+    return "", dz, None
+
+
+def _differ(results: Sequence[Tensor]) -> bool:
+    return not all(same(each, results[0]).all() for each in results)
+
+
+def _unlike_all(found: Tensor, results: Sequence[Tensor], signs_as: Tensor | None) -> Tensor:
+    """Where it is none of the oracle's results. signs_as: zeros have their sign where this has."""
+    bad = torch.ones_like(found, dtype=torch.bool)
+    for wanted in results:
+        lost = lost_signs(found, wanted, signs_as) if signs_as is not None else False
+        bad = bad & (~same(found, wanted) | lost)
+    return bad
 
 
 def _in_another_order(found: Tensor, wanted: Tensor, terms: Tensor) -> Tensor:
@@ -179,13 +212,19 @@ def _anchor_faults(
     p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, eager: Seen,
     fused: Seen, shares: Shares
 ) -> str:  # fmt: skip
-    totals = {
+    totals: Any = {
         "conv2d": convolution_totals,
         "conv2d_batchnorm": norm_totals,
     }.get(p.pattern.kind, product_totals)
     # Sums over x's dtype are taken in float32 at least, whatever the epilogue is computed in.
     sums = torch.float64 if inputs["x"].dtype == torch.float64 else torch.float32
-    for name, total in totals(p, inputs, dz, of_bias, sums).items():
+    by_name = totals(p, inputs, dz, of_bias, sums)
+    if value_totals.has_lost(p, inputs):
+        wide = totals(p, inputs, dz, of_bias, sums, value_totals.TILES)
+        shown = [n for n in ("x", "weight") if n in fused.grads]
+        lost = [n for n in shown if not by_name[n].accepts(eager.grads[n]).all()]
+        by_name |= {n: wide[n] for n in lost}  # by what eager itself is off
+    for name, total in by_name.items():
         if name not in fused.grads:
             continue
         found, theirs = fused.grads[name], eager.grads[name]

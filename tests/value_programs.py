@@ -88,7 +88,10 @@ class Program:
     whole: bool = False  # one of them, grown, ends where the tail does
     acc: torch.dtype | None = None  # in which that computes
     apart: frozenset[str] = frozenset()  # operands that others read, beside what is grown
-    bias: str = ""  # the operand that the tail began with: a term of the anchor's sum, in any order
+    bias: Tensor | None = (
+        None  # what the tail added first: a term of the anchor's sum, in any order
+    )
+    varied: frozenset[str] = frozenset()  # results that torch rounds otherwise in other layouts
     part: Fused | None = None  # what is fused, where that is not all of the tail
     folded: bool = False  # into the convolution's weight
     uncompared: str = ""  # why nothing was compared

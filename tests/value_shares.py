@@ -48,6 +48,13 @@ class Shares:
 
         return count(self.opened) / max(count(self.elements), 1)  # type: ignore[arg-type]
 
+    def of_parts(self, least: int) -> Iterator[tuple[str, float]]:
+        """The share of each anchor's part with so many elements at least, and of all."""
+        yield "all", self.share()
+        for (kind, part), count in sorted(self.elements.items()):
+            if count >= least:
+                yield f"{kind}, {part}", self.share(kind, part)
+
     def lines(self) -> Iterator[str]:
         for (kind, part), count in sorted(self.elements.items()):
             said = [f"{self.share(kind, part):.2%} open"]

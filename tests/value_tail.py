@@ -30,6 +30,8 @@ _SATURATING = ("sigmoid", "silu", "tanh", "erf", "expit", "gelu", "softplus",
 # torch on CUDA multiplies by 1.0f / 6.0f, in float64 too (aten ActivationHardswishKernel.cu): there
 # the oracle is the one that is off.
 _OF_A_FLOAT_SIXTH = ("hardswish", "hardsigmoid")
+# Their results are one of what they are given, or its negative: nothing is rounded.
+_EXACT = ("maximum", "minimum", "max", "min", "relu", "abs", "neg", "negative")
 _SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "add_", "subtract")
 
 
@@ -88,7 +90,7 @@ class Wide(TorchFunctionMode):
         super().__init__()
         self.acc, self.at, self.sign, self.count, self.first = acc, at, sign, 0, first
         self.apart, self.part, self.of_z = apart or part is not None, part, dict[int, Tensor]()
-        self.calls = 0
+        self.calls, self.rounded = 0, dict[int, Tensor]()
         self.widened: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.terms: dict[int, Tensor] = {}  # of an operand's gradient, without signs
 
@@ -107,13 +109,23 @@ class Wide(TorchFunctionMode):
         made = made.to(self.acc)
         if self.count == 0 and self.first is not None:
             made = made.to(self.first).to(self.acc)
+        exact = self._is_exact(func.__name__, args, kwargs)
         if self.count == self.at:
-            made = self._moved(made, func.__name__, args)
+            moved = self._moved(made, func.__name__, args)
+            made = torch.where(made.isfinite(), made, moved) if exact else moved
         self.count += 1
         if self.part is not None and call == self.part.last:
             return made.to(self.part.dtype)
         self.of_z[id(made)] = made
+        if not exact or any(id(a) in self.rounded for a in args):
+            self.rounded[id(made)] = made
         return made
+
+    def _is_exact(self, name: str, args: Sequence[Any], kwargs: Any) -> bool:
+        """Is the result the same whoever computes it? A sum is, unless one of what it adds is a
+        product, which an fma does not round."""
+        products = bool(kwargs) or any(id(a) in self.rounded for a in args)
+        return name in _EXACT or (name in ("add", "sub", "subtract") and not products)
 
     def _is_fused(self, call: int, given: Any) -> bool:
         if self.part is not None:
@@ -190,6 +202,29 @@ def evaluated(
     dz, *grads = torch.autograd.grad(y, leaves, dy.to(y.dtype), materialize_grads=True)
     terms = {n: mode.terms[id(own[n])] for n in wanted if mode.apart}
     return Ran(y.detach(), dz, dict(zip(wanted, grads)), terms)
+
+
+def in_other_layouts(
+    tail: Callable[..., Tensor], z: Tensor, operands: dict[str, Tensor], dy: Tensor | None,
+    y: Tensor, mode: Callable[[], Wide]
+) -> list[Ran]:  # fmt: skip
+    """The same on the same values, all of them dense, row by row and as y is. Of numbers that lie
+    side by side torch's vectorized function is taken, whose last bit may be another."""
+    given = [v for v in (z, dy, *operands.values()) if v is not None]
+    if y.is_contiguous() and all(v.is_contiguous() for v in given):
+        return []
+
+    def laid(v: Tensor, dense: Tensor) -> Tensor:
+        made = torch.empty_like(dense, dtype=v.dtype) if v.shape == dense.shape else None
+        made = v.detach().contiguous() if made is None else made.copy_(v.detach())
+        return made.requires_grad_(v.requires_grad)
+
+    found = []
+    for like in (torch.empty(y.shape), torch.empty_like(y)):
+        own = {n: laid(v, like) for n, v in operands.items()}
+        of_y = None if dy is None else laid(dy, like)
+        found.append(evaluated(tail, laid(z, like), own, of_y, mode()))
+    return found
 
 
 @dataclass

@@ -3,6 +3,8 @@ their terms, with the roundings of partial sums in any order. For `value_oracle`
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,9 +48,16 @@ def product_totals(
     return totals
 
 
+HALVES, TILES = 2**-38, 2**-20
+
+
 def convolution_totals(
-    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype
-) -> dict[str, Possible]:
+    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype,
+    lost: float = HALVES
+) -> dict[str, Possible]:  # fmt: skip
+    """lost: of the largest dz, in fp32 on CUDA. Fused, dz is made of fp16 halves under one scale
+    for many pixels, which lose 2^-22 of each or 2^-39 of the largest (kernels_cu/conv/NOTES.md);
+    the library's algorithms that transform tiles lose `TILES` of the largest."""
     x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
     stride, padding = p.geometry
     kernel = tuple(weight.shape[2:])
@@ -64,24 +73,52 @@ def convolution_totals(
         return torch.where(taken.unsqueeze(1), t, 0.0).sum((0, 3)).view(weight.shape)
 
     narrow = dz.rounded(inputs["x"].dtype)
-    if narrow.lo.is_cuda and inputs["x"].dtype == torch.float32:
-        # Fused, it is made of fp16 halves under one scale for many pixels (README, Accuracy): what
-        # is lost is relative to the largest of them, and near the end of the range all may be.
+    if has_lost(p, inputs):
+        # Near the end of the range all may be.
         largest = float(narrow.reach.max()) if narrow.lo.numel() else 0.0
-        narrow = narrow.widened(2**-20 * largest if largest < 1e36 else largest)
+        narrow = narrow.widened(2**-21 * narrow.reach)
+        narrow = narrow.widened(lost * largest if largest < 1e36 else largest)
     flushed = 8 * torch.finfo(torch.float32).tiny  # by oneDNN's convolutions: subnormal terms
+    none = 0.0  # below this, factors are zero, too
+    dtype = inputs["x"].dtype
+    of_shapes = (tuple(x.shape), tuple(weight.shape), p.geometry)
+    if not narrow.lo.is_cuda and library_flushes(dtype, *of_shapes):
+        none = torch.finfo(dtype).tiny
+        small = narrow.number & (narrow.lo < none) & (narrow.hi > -none)
+        narrow = narrow.joined(Possible.exactly(torch.zeros_like(narrow.lo)), small)
+
+    def multiplied(factor: Tensor) -> Possible:
+        kept = torch.where(factor.abs() < none, 0.0, factor)
+        return flat.times(factor).joined(flat.times(kept), kept != factor)
+
     totals = {}
     if "bias" in inputs:
         count = of_bias.lo.numel() // out
         totals["bias"] = _of_bias(of_bias, dz, sums, _roundings(count, x))
     flat = narrow.map(lambda t: t.reshape(len(x), out, 1, -1))
-    of_pixels = flat.times(weight.view(1, out, window, 1))
+    of_pixels = multiplied(weight.view(1, out, window, 1))
     count = out * kernel[0] * kernel[1]
     totals["x"] = of_pixels.total(to_pixels, sums, _roundings(count, x), flushed * count)
-    of_weights = flat.times(windows.unsqueeze(1))
+    of_weights = multiplied(windows.unsqueeze(1))
     count = narrow.lo.numel() // out
     totals["weight"] = of_weights.total(to_weights, sums, _roundings(count, x), flushed * count)
     return totals
+
+
+@functools.cache
+def library_flushes(
+    dtype: torch.dtype, x: tuple[int, ...], weight: tuple[int, ...], geometry: tuple[int, int]
+) -> bool:
+    """Do gradients of such convolutions take subnormal factors for zero? oneDNN's do where the CPU
+    multiplies bf16 (AMX, AVX512_BF16)."""
+    ends = torch.finfo(dtype)
+    images, kernels = (torch.full(s, ends.max / 1024, dtype=dtype) for s in (x, weight))
+    dz = torch.full_like(F.conv2d(images, kernels, None, *geometry), ends.tiny / 4)
+    made = (
+        torch.nn.grad.conv2d_input(x, kernels, dz, *geometry),
+        torch.nn.grad.conv2d_weight(images, weight, dz, *geometry),
+    )
+    return any(not v.any() for v in made)
 
 
 def _of_bias(of_bias: Possible, dz: Possible, sums: torch.dtype, roundings: int) -> Possible:
@@ -95,9 +132,16 @@ def _over_pixels(t: Tensor) -> Tensor:
     return t.sum((0, 2, 3))
 
 
+def has_lost(p: Program, inputs: dict[str, Tensor]) -> bool:
+    """Is something lost of a convolution's dz that is relative to the largest of it?"""
+    x = inputs["x"]
+    return x.is_cuda and x.dtype == torch.float32 and p.pattern.kind.startswith("conv")
+
+
 def norm_totals(
-    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype
-) -> dict[str, Possible]:
+    p: Program, inputs: dict[str, Tensor], dz: Possible, of_bias: Possible, sums: torch.dtype,
+    lost: float = HALVES
+) -> dict[str, Possible]:  # fmt: skip
     """Through a BatchNorm and its convolution, within 64 roundings of all that takes part."""
     wide = {n: v.detach().double().view(-1, 1, 1) for n, v in inputs.items() if v.ndim == 1}
     x, weight = inputs["x"].detach().double(), inputs["weight"].detach().double()
@@ -109,7 +153,6 @@ def norm_totals(
     rstd = (var + 1e-5).rsqrt()
     far = reach.mean((0, 2, 3), True) if p.training_norm else 0.0  # mean is off by that of c
     normal, reach = (c - mean) * rstd, (reach + far + mean.abs()) * rstd
-    scale = rstd * wide["gamma"]
     eps = 64 * torch.finfo(sums).eps
 
     def over(t: Tensor) -> Tensor:
@@ -123,17 +166,27 @@ def norm_totals(
         2 * torch.finfo(sums).tiny * torch.finfo(sums).eps * (1 + wide["gamma"].abs()) * (1 + rstd)
     )
     if p.training_norm:
-        dc = _through_statistics(dz, normal, reach, scale, over, eps)
+        dc = _through_statistics(dz, normal, reach, rstd, wide["gamma"], over, eps)
     else:
-        dc = dz.times(scale)
+        dc = _scaled(dz, rstd, wide["gamma"])
         dc = dc.widened(eps * dc.reach)
     dc = dc.widened(step)
-    return {**totals, **convolution_totals(p, inputs, dc, dc, sums)}
+    return {**totals, **convolution_totals(p, inputs, dc, dc, sums, lost)}
+
+
+def _scaled(gradient: Possible, rstd: Tensor, gamma: Tensor) -> Possible:
+    """Times both factors: of either first, or of their product. In float64, which has no wider
+    type, one order may leave the range and another not."""
+    after, before = gradient.times(gamma).times(rstd), gradient.times(rstd).times(gamma)
+    scaled = gradient.times(rstd * gamma)
+    odd = ~(scaled.number & (scaled.reach > 0))
+    return scaled.joined(after, odd).joined(before, odd)
 
 
 def _through_statistics(
-    dz: Possible, normal: Tensor, reach: Tensor, scale: Tensor, over: Linear, eps: float
-) -> Possible:
+    dz: Possible, normal: Tensor, reach: Tensor, rstd: Tensor, gamma: Tensor, over: Linear,
+    eps: float
+) -> Possible:  # fmt: skip
     """c's gradient where mean and variance are of c itself: sums over a channel, in each pixel."""
 
     def over_all(t: Tensor) -> Tensor:
@@ -143,14 +196,14 @@ def _through_statistics(
 
     def of(g: Tensor) -> Tensor:
         pull = over_all(g) + normal * over_all(g * normal)
-        return (g - pull / count) * scale
+        return g - pull / count
 
     certain = dz.number & ~(dz.pinf | dz.ninf | dz.nan)
     middle = dz.value
-    exact = Possible.exactly(of(middle))
+    exact = _scaled(Possible.exactly(of(middle)), rstd, gamma)
     slack = torch.where(dz.number, (dz.hi - dz.lo) / 2, 0.0)
     size, room = (
-        (g + (over_all(g) + reach * over_all(g * reach)) / count) * scale.abs()
+        (g + (over_all(g) + reach * over_all(g * reach)) / count) * rstd * gamma.abs()
         for g in (dz.reach, slack)
     )
     dc = exact.widened(eps * size + room)

@@ -47,13 +47,13 @@ def z_of(p: Program, space: dict[str, Any], inputs: dict[str, Tensor], acc: torc
     if p.pattern.kind == "conv2d_batchnorm":
         return _folded(p, inputs, theirs) if p.folded else _norm(p, inputs, theirs, acc)
     z = Z(theirs.to(acc))
-    if p.bias:  # a term of the gemm's sum, in any order, which is rounded to z's dtype
-        x, weight = (inputs[n].detach().to(acc).abs() for n in ("x", "weight"))
+    if p.bias is not None:  # a term of the gemm's sum, in any order, which is rounded to z's dtype
+        x, weight = (inputs[n].detach().double().abs() for n in ("x", "weight"))
         weight = weight.t() if p.pattern.kind == "linear" else weight
         size = x @ weight
-        size = size + torch.broadcast_to(inputs[p.bias].detach().to(acc).abs(), size.shape)
+        size = size + torch.broadcast_to(p.bias.double().abs(), size.shape)
         eps = (x.shape[-1] + 2) * torch.finfo(acc).eps + torch.finfo(theirs.dtype).eps
-        z.may_be(eps * size, (theirs, theirs))
+        z.may_be((eps * size).to(acc), (theirs, theirs))
         z.first = theirs.dtype
     return z
 
@@ -88,15 +88,17 @@ def _norm(p: Program, inputs: dict[str, Tensor], theirs: Tensor, acc: torch.dtyp
     leaves = {n: v for n, v in anchor.leaves(operands, products, config).items() if n != "eps"}
     wide = {n: v.to(acc) for n, v in leaves.items() if isinstance(v, Tensor)}
     rstd = (wide["var"] + EPS).rsqrt()
-    reach = (wide["c"].abs() + wide["mean"].abs() + wide.get("bias", rstd * 0).abs()) * rstd
+    # In float64: what z is the difference of may be beyond acc's range, and the noise is not.
+    sizes = {n: v.double().abs() for n, v in wide.items()}
+    reach = (sizes["c"] + sizes["mean"] + sizes.get("bias", 0.0)) * rstd
     if p.training_norm:  # c's mean may be zero, and off by roundings of c
-        reach = reach + wide["c"].abs().mean((0, 2, 3), True) * rstd
-    size = reach * wide["gamma"].abs() + torch.where(z.isinf(), 0, z.abs())
+        reach = reach + sizes["c"].mean((0, 2, 3), True) * rstd
+    size = reach * sizes["gamma"] + torch.where(z.isinf(), 0, z.abs())
     noise = 8 * torch.finfo(torch.float32).eps * size + 1.5e-45 * (1 + reach / rstd)
     made = Z(z)
-    made.may_be(noise, (theirs, theirs))
+    made.may_be(noise.to(acc), (theirs, theirs))
     # In 16 bits torch's own has more roundings.
-    room = noise.double() * max(1.0, torch.finfo(theirs.dtype).eps / torch.finfo(acc).eps / 4)
+    room = noise * max(1.0, torch.finfo(theirs.dtype).eps / torch.finfo(acc).eps / 4)
     off = ~((theirs.double() - z.double()).abs() <= room + 1e-45)
     if (bad := off & ~same(theirs, z.to(theirs.dtype)) & (noise.abs() < 1e30)).any():
         made.fault = told("z of the BatchNorm", bad, z, theirs, theirs)

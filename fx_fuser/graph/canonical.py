@@ -387,6 +387,8 @@ def rule_of(node: Node) -> Callable[..., Expr] | None:
     """The function from the node's arguments to its expression; None without a canonical name."""
     if node.op == "call_method":
         name = str(node.target)
+        if name.endswith("__"):  # `z.__abs__()`: of `abs(z)`, too, up to torch 2.11
+            return _RULE_OF.get(getattr(operator, name, name))
         return _RULE_OF.get(name[:-1] if in_place_name(name) else name)
     if isinstance(node.target, torch._ops.OpOverload):
         return _rule_of_overload(node.target)
