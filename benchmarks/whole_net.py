@@ -112,7 +112,8 @@ class Case:
                 if parameter.grad is not None:
                     seen.grads[name], parameter.grad = parameter.grad, None
         for name, buffer in self.model.named_buffers():
-            if not torch.equal(buffer, before[name]):
+            # In training all: statistics that have settled are the same after a step.
+            if self.phase == "train" or not torch.equal(buffer, before[name]):
                 seen.state[name] = buffer.clone()
                 buffer.copy_(before[name])
         return seen
