@@ -41,7 +41,7 @@ from fx_fuser.graph.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.source import called_name
 from fx_fuser.native import binaries, limits
 from fx_fuser.options import EARLY_PASS, Options
-from fx_fuser.passes.products import GEMMS, call, each_pass, joint_uuid
+from fx_fuser.passes.products import GEMMS, call, each_pass, joint_uuid, warn_left
 from fx_fuser.planning import rehearse, timing
 from fx_fuser.planning.plan import is_small
 from fx_fuser.planning.rehearse import TensorForm
@@ -96,11 +96,7 @@ class Padding(CustomGraphPass):
             except Exception as error:
                 if self.strict:
                     raise
-                warnings.warn(
-                    f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; "
-                    "please report it",
-                    stacklevel=2,
-                )
+                warn_left(error)
 
     def uuid(self) -> Any:
         """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""

@@ -82,11 +82,7 @@ class Products(CustomGraphPass):
             except Exception as error:
                 if self.strict:
                     raise
-                warnings.warn(
-                    f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; "
-                    "please report it",
-                    stacklevel=2,
-                )
+                warn_left(error)
 
     def uuid(self) -> Any:
         """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""
@@ -129,6 +125,14 @@ class Products(CustomGraphPass):
         if not load.runs_on(SPLIT_GEMM, device) or is_small(a.size, b.size, device):  # type: ignore[union-attr]
             return None
         return tuple(factors)  # type: ignore[return-value]
+
+
+def warn_left(error: Exception) -> None:
+    """What failed at one gemm costs that gemm alone."""
+    warnings.warn(
+        f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; please report it",
+        stacklevel=3,
+    )
 
 
 def each_pass(passes: Any) -> Sequence[Any]:
