@@ -184,7 +184,11 @@ def wrong(found: Tensor, guide: Tensor, exact: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("anchor", "tail", "place"),
     [
-        pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.slow)
+        pytest.param(
+            *case,
+            id="-".join(case),
+            marks=() if case in QUICK else (pytest.mark.slow, pytest.mark.combination),
+        )
         for case in CASES
     ],
 )
