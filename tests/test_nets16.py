@@ -74,7 +74,10 @@ def broken_by(change: Any) -> System:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES],
+    [
+        pytest.param(*c, marks=() if c in QUICK else (pytest.mark.slow, pytest.mark.combination))
+        for c in CASES
+    ],
 )
 def test_a_net_is_compared_and_timed(name: str, step: str) -> None:
     row = measured(net(name), step, CPU, small=True, rivals=(INDUCTOR, OURS), seconds=0.01)
