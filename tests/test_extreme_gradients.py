@@ -120,8 +120,8 @@ OF_NORM: dict[str, Callable[[Inputs], Any]] = {
         v["norm.running_var"].fill_(1e37), v["dy"].mul_(1e35), v["x"].mul_(1e-30)
     ),
 }  # fmt: skip
-# At these eager's backward itself overflows, some of it on a CPU alone, and the exact value is asked
-# for; not where its result is no number, since then the forward has left the range.
+# At these eager's backward itself overflows, some of it on a CPU alone, and the exact value is
+# asked for; not where its result is no number, since then the forward has left the range.
 ASKED_OF_US = ("gamma 0, dy", "gamma tiny, dy", "gamma, x dead", "running_var, dy, x")
 CASES = [
     (anchor, tail, place)

@@ -51,7 +51,14 @@ KEYS = [
     "date",
     "commit",
 ]
-CASES = [(name, step) for name, net in NETS.items() for step in net.phases]
+# Gradients of a small convolutional net in AMP are rounding noise: eager's own are off by their own
+# size, and which of the two is farther off is luck. A GPU judges these at full size.
+CASES = [
+    (name, step)
+    for name, net in NETS.items()
+    for step in net.phases
+    if step == "eval" or net.package != "torchvision"
+]
 QUICK = [("dlrm", "train"), ("hf_vit_b", "eval")]
 
 
