@@ -122,7 +122,8 @@ def test_values_gradients_and_strides(
     f: Callable[..., Tensor], sizes: Any, expected: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    check(f, *(leaf(*size, dtype=dtype, scale=0.5) for size in sizes))
+    scale = 0.5 if dtype == BF16 else 0.1  # fp16 overflows
+    check(f, *(leaf(*size, dtype=dtype, scale=scale) for size in sizes))
     assert sum(counters[padding.COUNTERS].values()) == expected
 
 

@@ -256,5 +256,4 @@ def test_right_results_raise_no_alarm() -> None:
 
 @pytest.mark.slow
 def test_right_results_of_many_sizes_raise_no_alarm() -> None:
-    assert _cases(range(1000, 2500), (1, 3, 10, 30, 100, 1000, 10**4)) == 4500
-    assert _cases(range(20), (10**5, 10**6)) == 60
+    assert _cases(range(1000, 1200), (1, 3, 10, 30, 100, 1000, 10**4)) == 600
