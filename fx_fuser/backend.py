@@ -277,7 +277,7 @@ def fuse(
             report.add_product(node, read.view)
         for mask in read.masks:
             report.add_mask(mask)
-        outcome.masks += (taken := [mask for mask in read.masks if mask.done])
+        outcome.masks += (taken := [mask for mask in read.masks if mask.is_edit])
         if explained is not None:
             report.add_graph(read.view)
         replacements: list[tuple[Match, rewrite.Call]] = []

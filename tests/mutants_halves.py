@@ -15,7 +15,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "passes/strides.py",
         "return None if any(memory & storages(nodes) for nodes in seen if nodes) else values",
         "return values",
-        (f"{KEPT}[returned]", f"{KEPT}[written]"),
+        (f"{KEPT}[returned_merged]", f"{KEPT}[written]"),
     ),
     (
         "strides: of every reader",
@@ -23,6 +23,37 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if made is None or traced is None or _kind(made) != _kind(traced):",
         "if False:",
         (f"{KEPT}[viewed]",),
+    ),
+    (
+        "strides: no function of the user's",
+        "passes/strides.py",
+        "return is_torchs and called_name",
+        "return called_name",
+        (f"{STRIDES}::test_a_function_of_the_users_by_a_blind_name_is_not_taken_for_torchs",),
+    ),
+    (
+        "forms: no kernel sees a row whose keys are all hidden",
+        "ops/attention.py",
+        "return (few | ~seen).contiguous()",
+        "return few.contiguous()",
+        (f"{FORMS}::test_rows_whose_keys_are_all_hidden[bool]",),
+    ),
+    (
+        "forms: a row whose keys are all hidden is 0",
+        "ops/attention.py",
+        "if seen is not None:",
+        "if False:",
+        (
+            f"{FORMS}::test_rows_whose_keys_are_all_hidden[bool]",
+            f"{FORMS}::test_rows_whose_keys_are_all_hidden[expanded over keys]",
+        ),
+    ),
+    (
+        "forms: no mask that adds numbers",
+        "passes/attention.py",
+        "fakes.mask.dtype is not torch.bool:",
+        "False:",
+        (f"{FORMS}::test_a_mask_that_adds_numbers_stays_with_the_formula",),
     ),
     (
         "forms: the scale is that of the head without zeros",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +12,28 @@ import torch.nn.functional as F
 from helpers import slow_but
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fx_fuser
-from fx_fuser.ops.attention import Attention, fitted, why_formula
+from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
+from fx_fuser.testing import assert_equivalent
+from fx_fuser.verify.accuracy import PROMISED
 
 BF16 = torch.bfloat16
 B, H, S, D = 2, 3, 6, 8
 Attend = Callable[..., Tensor]
+OPTIONS = {"inner": "aot_eager", "strict": True, "cpu_ops": True, "patterns": []}
 sdpa = F.scaled_dot_product_attention
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = BF16) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+def shown(m: Tensor) -> Tensor:
+    """Half of the keys, of a mask that is given."""
+    return m > 0
 
 
 FORMS: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
@@ -34,26 +44,26 @@ FORMS: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
         lambda q, k, v: sdpa(q, k, v), [(2, 2, H, S, D), (1, 2, H, S, D), (1, 2, H, S, D)],
     ),
     "five dimensions and a mask": (
-        lambda q, k, v, m: sdpa(q, k, v, m), [*[(2, 2, H, S, D)] * 3, (2, 1, 1, S, S)],
+        lambda q, k, v, m: sdpa(q, k, v, shown(m)), [*[(2, 2, H, S, D)] * 3, (2, 1, 1, S, S)],
     ),
     "three dimensions and a mask": (
-        lambda q, k, v, m: sdpa(q, k, v, m), [*[(4, S, D)] * 3, (4, S, S)],
+        lambda q, k, v, m: sdpa(q, k, v, shown(m)), [*[(4, S, D)] * 3, (4, S, S)],
     ),
     "a mask of three dimensions": (
-        lambda q, k, v, m: sdpa(q, k, v, m), [*[(B, H, S, D)] * 3, (H, S, S)],
+        lambda q, k, v, m: sdpa(q, k, v, shown(m)), [*[(B, H, S, D)] * 3, (H, S, S)],
     ),
     "a mask of three dimensions, five of the others": (
-        lambda q, k, v, m: sdpa(q, k, v, m), [*[(2, 2, H, S, D)] * 3, (H, S, S)],
+        lambda q, k, v, m: sdpa(q, k, v, shown(m)), [*[(2, 2, H, S, D)] * 3, (H, S, S)],
     ),
     "a mask seen from the other side": (
-        lambda q, k, v, m: sdpa(q, k, v, m.permute(2, 0, 1)[None]),
+        lambda q, k, v, m: sdpa(q, k, v, shown(m).permute(2, 0, 1)[None]),
         [*[(B, H, S, D)] * 3, (S, S, H)],
     ),
     "heads of 12 and a mask": (
-        lambda q, k, v, m: sdpa(q, k, v, m), [*[(B, H, S, 12)] * 3, (B, 1, S, S)],
+        lambda q, k, v, m: sdpa(q, k, v, shown(m)), [*[(B, H, S, 12)] * 3, (B, 1, S, S)],
     ),
     "heads of 12 and a mask, scaled": (
-        lambda q, k, v, m: sdpa(q, k, v, m, scale=0.3), [*[(B, H, S, 12)] * 3, (B, 1, S, S)],
+        lambda q, k, v, m: sdpa(q, k, v, shown(m), scale=0.3), [*[(B, H, S, 12)] * 3, (B, 1, S, S)],
     ),
     "values of another size": (
         lambda q, k, v: sdpa(q, k, v, is_causal=True),
@@ -63,7 +73,7 @@ FORMS: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
         lambda q, k, v: sdpa(q, k, v), [(B, H, S, D), (1, H, S, D), (1, H, S, D)],
     ),
     "fewer heads of keys": (
-        lambda q, k, v, m: sdpa(q, k, v, m, enable_gqa=True),
+        lambda q, k, v, m: sdpa(q, k, v, shown(m), enable_gqa=True),
         [(B, 4, S, 12), (B, 2, S, 12), (B, 2, S, 12), (B, 1, S, S)],
     ),
     "a value with rows that are apart": (
@@ -75,31 +85,35 @@ FORMS: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
 def compiled(attend: Attend, **options: Any) -> Attend:
     torch._dynamo.reset()
     counters.clear()
-    chosen = {"inner": "aot_eager", "strict": True, "cpu_ops": True, "patterns": [], **options}
-    return torch.compile(attend, backend="fx_fuser", options=chosen)
+    return torch.compile(attend, backend="fx_fuser", options={**OPTIONS, **options})
 
 
 def observed(run: Attend, inputs: list[Tensor]) -> list[Tensor]:
     y = run(*inputs)
     torch.manual_seed(1)
-    return [y, *torch.autograd.grad(y, inputs, torch.randn(y.shape).to(y.dtype))]
+    dy = torch.randn(y.shape).to(y.dtype)
+    return [y, *torch.autograd.grad(y, inputs, dy, materialize_grads=True)]
 
 
-def check(attend: Attend, inputs: list[Tensor], run: Attend) -> None:
+def check(attend: Attend, inputs: list[Tensor], run: Attend, strides: bool = True) -> None:
     wide = [v.detach().double().requires_grad_() for v in inputs]
     mine, theirs = observed(run, inputs), observed(attend, inputs)
     for a, b, exact in zip(mine, theirs, observed(attend, wide), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         off, allowed = ((x.double() - exact).norm() for x in (a, b))
         assert off <= max(2 * allowed, torch.finfo(a.dtype).eps / 4 * exact.norm())
-    assert mine[0].stride() == theirs[0].stride()
+    assert not strides or mine[0].stride() == theirs[0].stride()
 
 
 @pytest.mark.parametrize("name", slow_but([*FORMS][::3], FORMS))
 def test_values_gradients_and_strides(name: str) -> None:
+    """A kernel rounds probabilities to 16 bits, which the formula does not: with few keys that is
+    luck, so eager's neighbours count, as for `verify`."""
     attend, shapes = FORMS[name]
-    inputs = tensors(*shapes)
-    check(attend, inputs, compiled(attend))
+    inputs = tuple(tensors(*shapes))
+    bound = replace(PROMISED, grad_strides=False)
+    assert_equivalent(attend, inputs, train=True, options=OPTIONS, bound=bound)
+    compiled(attend)(*inputs)
     assert counters["fx_fuser_masks"] == {"form": 1}
 
 
@@ -118,7 +132,7 @@ def test_the_form_is_one_that_kernels_take(name: str) -> None:
         patch.setitem(globals(), "sdpa", record)
         attend(*tensors(*shapes))
     (call,) = calls
-    assert why_formula(call) and not why_formula(fitted(call))
+    assert why_formula(call) and not why_formula(fitted(call)[0])
 
 
 def test_by_inductor_and_as_it_was_expanded() -> None:
@@ -131,6 +145,88 @@ def test_by_inductor_and_as_it_was_expanded() -> None:
     run = compiled(lambda q, k, v: attend(q, k, v, rows), inner="inductor")
     check(lambda q, k, v: attend(q, k, v, rows), [q, k, v], run)
     assert counters["fx_fuser_masks"] == {"form": 1}
+
+
+def rows_shown() -> Tensor:
+    """[B, L]: one row of the second sample hides all keys."""
+    shown = torch.ones(B, S, dtype=torch.bool)
+    shown[1, 2] = False
+    return shown
+
+
+def keys_shown() -> Tensor:
+    """[H, L, S]: causal, and one row of the second head hides all keys."""
+    shown = torch.ones(H, S, S, dtype=torch.bool).tril()
+    shown[1, 3] = False
+    return shown
+
+
+HIDDEN: dict[str, Callable[[], Tensor]] = {
+    "expanded over keys": lambda: rows_shown()[:, None, :, None].expand(B, 1, S, S),
+    "of one key": lambda: rows_shown()[:, None, :, None].expand(B, H, S, 1),
+    "bool": keys_shown,
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_rows_whose_keys_are_all_hidden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are 0, as are their gradients, and no kernel is asked what it makes of them."""
+    inputs = tensors(*[(B, H, S, D)] * 3)
+    mask = HIDDEN[name]()
+
+    def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return sdpa(q, k, v, mask)
+
+    given: list[Any] = []
+
+    def recorded(
+        q: Tensor, k: Tensor, v: Tensor, m: Any = None, *others: Any, **named: Any
+    ) -> Tensor:
+        given.append(m)
+        return sdpa(q, k, v, m, *others, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    check(by_formula, inputs, lambda q, k, v: ATTENTION(q, k, v, mask, 0.0, False, None, False),
+          strides=False)  # fmt: skip
+    for m in (m for m in given if m is not None):
+        assert m.any(-1).all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_number_that_changes_and_a_size_that_changes_cost_no_compilation(dynamic: bool) -> None:
+    """To look at one here would fix it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return sdpa(q, k, v, scale=scale)
+
+    def compilations(**options: Any) -> int:
+        graphs = []
+
+        def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(gm)
+            chosen = {"inner": "aot_eager", "strict": True, "cpu_ops": True, **options}
+            return fx_fuser.backend.fx_fuser(gm, inputs, options=chosen)
+
+        torch._dynamo.reset()
+        run = torch.compile(attend, backend=backend, dynamic=True)
+        for scale, rows in ((0.5, 4), (0.25, 5), (0.125, 6)):
+            q, k, v = tensors(*[(rows if dynamic else 4, S, D)] * 3)
+            torch.testing.assert_close(run(q, k, v, scale), attend(q, k, v, scale))
+        return len(graphs)
+
+    assert compilations() == compilations(masks=False)
+
+
+def test_a_mask_that_adds_numbers_stays_with_the_formula() -> None:
+    inputs = tensors(*[(B, H, S, D)] * 3, (H, S, S))
+    run = compiled(lambda q, k, v, m: sdpa(q, k, v, m))
+    check(lambda q, k, v, m: sdpa(q, k, v, m), inputs, run)
+    assert not counters["fx_fuser_masks"]
+    report = fx_fuser.explain(
+        lambda q, k, v, m: sdpa(q, k, v, m), *inputs, options={"cpu_ops": True}
+    )
+    assert report.masks[-1].done == "formula" and "adds numbers" in report.masks[-1].reason
 
 
 def test_under_autocast() -> None:
@@ -165,6 +261,6 @@ def test_explain_names_what_was_in_the_way() -> None:
     report = fx_fuser.explain(lambda q, k, v: sdpa(q, k, v), *inputs, options={"cpu_ops": True})
     (mask,) = report.masks
     assert mask.done == "form" and mask.reason == "its query has 3 dimensions"
-    assert "gets a form that a fused kernel takes: its query has 3 dimensions" in " ".join(
+    assert "is rewritten for a fused kernel: its query has 3 dimensions" in " ".join(
         str(report).split()
     )

@@ -183,6 +183,20 @@ def test_in_an_exported_program(attend: Attend, tmp_path: Path) -> None:
     assert made.stride() == expected.stride()
 
 
+def test_a_function_of_the_users_by_a_blind_name_is_not_taken_for_torchs() -> None:
+    def reshape(x: Tensor, rows: int) -> Tensor:
+        return x.as_strided((rows, 8), (8, 1)) * 1.0  # reads memory in its order
+
+    torch._dynamo.allow_in_graph(reshape)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reshape(attention(q, k, v), B * H * S)
+
+    run, texts = graphs_of(attend)
+    compare(attend, run)
+    assert counters["fx_fuser_masks"] == {"causal": 1} and "target=contiguous" in texts[0]
+
+
 def test_in_a_region_of_autocast() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,7 +1,6 @@
-"""Attention that torch would compute by its formula → in a form that a fused kernel takes.
+"""Attention in 16 bits that torch would compute by its formula → in a form that a kernel takes.
 
-In 16 bits alone: there a kernel is 2 to 5 times as fast (H100, torch 2.11). See
-`fx_fuser.ops.attention` for the forms.
+`fx_fuser.ops.attention` has the forms, and what the formula costs.
 """
 
 from __future__ import annotations
@@ -39,6 +38,10 @@ def fit(node: Node, region: Region, on_cpu: bool) -> tuple[str, str] | None:
         return None
     if type(was) is not FakeTensor or was.dtype not in _NARROW:
         return None
+    sizes = [n for node in tensors for t in [meta_tensor(node)] for n in (*t.shape, *t.stride())]  # type: ignore[union-attr]
+    numbers = (call.dropout, call.causal, call.scale, call.gqa)
+    if not all(isinstance(n, int) for n in sizes) or any(isinstance(n, Node) for n in numbers):
+        return None  # to look at one would fix it, and compile anew for the next
     if was.device.type != ("cpu" if on_cpu else "cuda"):
         return None
     fakes = Attention(
@@ -47,9 +50,11 @@ def fit(node: Node, region: Region, on_cpu: bool) -> tuple[str, str] | None:
     why = why_formula(fakes)
     if not why:
         return None
+    if fakes.mask is not None and fakes.mask.dtype is not torch.bool:
+        return "", f"{why}; its mask adds numbers, of which a kernel may lose a hidden row"
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
-            left, now = why_formula(fitted(fakes)), ATTENTION(*fakes.arguments())
+            left, now = why_formula(fitted(fakes)[0]), ATTENTION(*fakes.arguments())
     except (RuntimeError, TypeError, ValueError) as error:
         return "", f"{why}; another form fails: {type(error).__name__}: {error}"
     reason = left or _replace(node, call, was, now)

@@ -1,5 +1,6 @@
-"""Remove attention masks that a graph makes itself and that are causal, or hide nothing; and give
-attention a form that a fused kernel takes (`fx_fuser.passes.attention`).
+"""Attention: masks that are causal or hide nothing go, and what no kernel takes gets another form.
+
+A mask is removed if the graph makes it itself (below); forms are `fx_fuser.passes.attention`'s.
 
 transformers gives a causal language model `is_causal=True` in eager mode, and builds a mask out of
 `arange`s when it is traced. torch's kernels then read the mask, and compute what it hides: on an
@@ -48,7 +49,7 @@ _MODULES |= {predispatch.__name__}
 _LIKE = {f"{what}_like" for what in ("ones", "zeros", "full")}
 _LIKE |= {f"new_{what}" for what in ("ones", "zeros", "full", "tensor")}
 _NESTING = {predispatch._vmap_increment_nesting: 1, predispatch._vmap_decrement_nesting: -1}
-FORM = "form"
+FORM, FORMULA = "form", "formula"
 _LARGEST = 1 << 29  # elements of a tensor that is evaluated
 # Arguments of an attention.
 _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
@@ -56,12 +57,20 @@ _MASK, _CAUSAL = (3, "attn_mask"), (5, "is_causal")
 
 @dataclass(frozen=True)
 class Mask:
-    """An attention's mask. done: "causal" or "open" if it was removed; "form" if the attention was
-    given another form, and reason says what was in the way; else reason says why not."""
+    """What became of an attention or of its mask.
+
+    done: "causal" or "open": the mask was removed. FORM: the attention was rewritten; reason is
+    what was in the way. FORMULA: torch computes it by its formula, and reason says why. "": the
+    mask stays, and reason says why.
+    """
 
     node: Node
     done: str = ""
     reason: str = ""
+
+    @property
+    def is_edit(self) -> bool:
+        return self.done not in ("", FORMULA)
 
 
 class _Stays(Exception):
@@ -130,8 +139,7 @@ class Reader:
             fitted = attention.fit(node, region, on_cpu)
             if fitted is not None:
                 why, stays = fitted
-                told = f"torch computes this attention by its formula: {stays}"
-                found.append(Mask(node, FORM if why else "", why or told))
+                found.append(Mask(node, FORM if why else FORMULA, why or stays))
         return found
 
 

@@ -130,8 +130,9 @@ def _values(node: Node) -> list[Tensor]:
 def _may_be_odd(values: Sequence[Tensor], device: str) -> bool:
     if not values or values[0].dtype not in _NARROW or values[0].device.type != device:
         return False
+    dtype = values[0].dtype  # its operands' too, under autocast
     sizes = (n for v in values for n in v.shape[-2:] if isinstance(n, int))
-    return any(n > 1 and _zeros(n, v.dtype) for v in values[:1] for n in sizes)
+    return any(n > 1 and _zeros(n, dtype) for n in sizes)
 
 
 # ---- one gemm ----------------------------------------------------------------------------------

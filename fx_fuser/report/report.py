@@ -22,7 +22,7 @@ from fx_fuser.graph.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.sites import Site
 from fx_fuser.graph.source import called_name, op_of, source_of
 from fx_fuser.graph.view import View
-from fx_fuser.passes.masks import FORM, Mask
+from fx_fuser.passes.masks import FORM, FORMULA, Mask
 from fx_fuser.report.header import Header
 from fx_fuser.report.html import html_of
 from fx_fuser.report.text import report_text, said_of, short_place
@@ -87,8 +87,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class MaskReport:
-    """The mask of one attention. done: "causal" or "open" (hides nothing) if it was removed, "form"
-    if the attention got another form, and reason says what was in the way; else why not."""
+    """An attention, or its mask. done, reason: as of `fx_fuser.passes.masks.Mask`."""
 
     where: str
     code: str
@@ -247,17 +246,17 @@ class Report:
 
     @property
     def attention(self) -> str:
-        """A line for each attention mask that was examined; equal ones share a line."""
+        """A line for each attention and each mask that was examined; equal ones share a line."""
         count = Counter(self.masks)
         said = {
-            "causal": "is causal, and not read any more",
-            "open": "hides nothing, and is not read any more",
-            FORM: "gets a form that a fused kernel takes:",
-            "": "stays:",
+            "causal": "mask of attention at {} is causal, and not read any more",
+            "open": "mask of attention at {} hides nothing, and is not read any more",
+            "": "mask of attention at {} stays: {}",
+            FORM: "attention at {} is rewritten for a fused kernel: {}",
+            FORMULA: "attention at {} is computed by its formula, for no fused kernel takes it: {}",
         }
         return "\n".join(
-            f"mask of attention at {mask.where}{f' ×{n}' if n > 1 else ''} "
-            f"{said[mask.done]} {mask.reason}".rstrip()
+            said[mask.done].format(f"{mask.where}{f' ×{n}' if n > 1 else ''}", mask.reason)
             for mask, n in count.items()
         )
 
