@@ -25,13 +25,6 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{KEPT}[viewed]",),
     ),
     (
-        "strides: no function of the user's",
-        "passes/strides.py",
-        "return is_torchs and called_name",
-        "return called_name",
-        (f"{STRIDES}::test_a_function_of_the_users_by_a_blind_name_is_not_taken_for_torchs",),
-    ),
-    (
         "forms: no kernel sees a row whose keys are all hidden",
         "ops/attention.py",
         "return (few | ~seen).contiguous()",

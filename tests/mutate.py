@@ -119,8 +119,8 @@ CONDITIONS = (
     ),
     Mutant(
         "writes: unknown functions", "graph/nodes.py",
-        "not is_torch_function(target):\n        return inputs_of(node)",
-        "not is_torch_function(target):\n        return ()",
+        "not _is_torch_function(target):\n        return inputs_of(node)",
+        "not _is_torch_function(target):\n        return ()",
         (f"{WRITES}::test_operand_written_by_unknown_function",),
     ),
     Mutant(

@@ -154,7 +154,7 @@ def called_in_place(node: Node) -> bool:
         return True
     if isinstance(target, torch._ops.OpOverload):
         return _returns_what_it_writes(target)
-    if not is_torch_function(target):
+    if not _is_torch_function(target):
         return False
     if in_place_name(getattr(target, "__name__", "")):
         return True
@@ -173,7 +173,7 @@ def _returns_what_it_writes(overload: torch._ops.OpOverload) -> bool:
     return bool(returned[0].alias_info.is_write)
 
 
-def is_torch_function(target: Any) -> bool:
+def _is_torch_function(target: Any) -> bool:
     module = getattr(target, "__module__", None) or ""
     owner = getattr(target, "__self__", None)
     return (
@@ -239,7 +239,7 @@ def writes_of(node: Node) -> tuple[Node, ...]:
         return inputs_of(node)
     # What Dynamo makes of numpy's functions and operators, of which some write: `a += 1`.
     is_numpy = type(target).__module__ == "torch._dynamo.utils"
-    if is_numpy or not is_torch_function(target):
+    if is_numpy or not _is_torch_function(target):
         return inputs_of(node)
     written = list(nodes_in(node.kwargs.get("out")))
     if called_in_place(node):

@@ -15,16 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.nodes import (
-    inputs_of,
-    is_torch_function,
-    meta_tensor,
-    storages,
-    writes_of,
-)
+from fx_fuser.graph.nodes import inputs_of, meta_tensor, storages, writes_of
 from fx_fuser.graph.source import called_name
 
-# Operations whose result has the same values whatever the strides of their first argument are.
+# Operations whose result has the same values whatever the strides of their first argument are. A
+# function of the user's by such a name counts as one that may write to it.
 _BLIND = {"contiguous", "flatten", "permute", "reshape", "swapaxes", "transpose", "view"}
 
 
@@ -55,7 +50,7 @@ def _hidden(node: Node, now: Tensor) -> dict[Node, Tensor] | None:
         read = [n for n in inputs_of(reader) if n in values]
         if not read:
             continue
-        if read != list(inputs_of(reader)) or not _is_blind(reader):
+        if read != list(inputs_of(reader)) or called_name(reader) not in _BLIND:
             return None
         made, traced = _evaluated(reader, values), meta_tensor(reader)
         if made is None or traced is None or _kind(made) != _kind(traced):
@@ -68,12 +63,6 @@ def _hidden(node: Node, now: Tensor) -> dict[Node, Tensor] | None:
     (output,) = node.graph.find_nodes(op="output")
     seen = [inputs_of(output), *(writes_of(n) for n in node.graph.nodes)]
     return None if any(memory & storages(nodes) for nodes in seen if nodes) else values
-
-
-def _is_blind(reader: Node) -> bool:
-    """A function of the user's may have any name."""
-    is_torchs = reader.op == "call_method" or is_torch_function(reader.target)
-    return is_torchs and called_name(reader) in _BLIND
 
 
 def _after(node: Node) -> Sequence[Node]:
