@@ -12,8 +12,8 @@ took out is held by nothing, and the exit status says so.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 
 import mutants_aoti
 import mutants_aten
@@ -38,6 +39,7 @@ import mutants_tp
 import mutants_values
 import mutants_verify
 import mutants_views
+from forking_server import ForkingServer
 from test_hazards import ELSEWHERE, TRAPS
 
 from fx_fuser.ops import checks
@@ -185,7 +187,7 @@ CONDITIONS = (
 )  # fmt: skip
 
 
-def survives(mutant: Mutant) -> bool:
+def survives(mutant: Mutant, server: ForkingServer) -> bool:
     """Does any of its tests pass?  One that fails to start is an error of this file."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -201,12 +203,11 @@ def survives(mutant: Mutant) -> bool:
         if text.count(mutant.old) != 1:
             raise SystemExit(f"{mutant.name}: {mutant.old!r} stands {text.count(mutant.old)} times")
         file.write_text(text.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
-        command += mutant.tests
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"{mutant.name}: pytest did not run\n{done.stdout}{done.stderr}")
-    return f"{len(mutant.tests)} failed" not in done.stdout
+        options = ("-q", "-p", "no:cacheprovider", "-m", "")
+        status, said = server.pytest(copy, (*options, *mutant.tests))
+    if status not in (0, 1):
+        raise SystemExit(f"{mutant.name}: pytest did not run\n{said}")
+    return f"{len(mutant.tests)} failed" not in said
 
 
 def all_mutants() -> list[Mutant]:
@@ -226,9 +227,12 @@ def in_share(mutants: list[Mutant], part: int, parts: int) -> list[Mutant]:
     return [mutant for rest, mutant in hashed if rest == part - 1 or mutant.name in always]
 
 
-def _timed(mutant: Mutant) -> tuple[Mutant, bool, float]:
-    start = time.monotonic()
-    return mutant, survives(mutant), time.monotonic() - start
+def _timed(mutant: Mutant, idle: Queue[ForkingServer]) -> tuple[Mutant, bool, float]:
+    start, server = time.monotonic(), idle.get()
+    try:
+        return mutant, survives(mutant, server), time.monotonic() - start
+    finally:
+        idle.put(server)
 
 
 def main() -> None:
@@ -242,8 +246,11 @@ def main() -> None:
         parser.error(f"--share {options.share}: its first number is one of 1 to {parts}")
     mutants = [m for m in in_share(all_mutants(), part, parts) if options.wanted in m.name]
     surviving = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, alive, seconds in pool.map(_timed, mutants):
+    idle: Queue[ForkingServer] = Queue()
+    with ThreadPoolExecutor(options.jobs) as pool, contextlib.ExitStack() as servers:
+        for _ in range(options.jobs):
+            idle.put(servers.enter_context(ForkingServer()))
+        for mutant, alive, seconds in pool.map(lambda m: _timed(m, idle), mutants):
             surviving += [mutant.name] if alive else []
             verdict = "SURVIVES" if alive else f"caught by {len(mutant.tests)}"
             print(f"{seconds:5.1f} s  {verdict:12} {mutant.name}", flush=True)

@@ -162,6 +162,7 @@ def test_what_fails_is_left_to_those_who_ask(
             _build(grown)
 
 
+@pytest.mark.slow
 def test_the_gate_gives_what_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(ahead, "build", lambda *arguments: given.append(arguments))

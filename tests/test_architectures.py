@@ -234,6 +234,7 @@ GPUS: dict[str, tuple[tuple[int, ...], tuple[float, float]]] = {
 }
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize("name", GPUS)
 def test_split_rates_follow_the_gpus_figures(name: str) -> None:

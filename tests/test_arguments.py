@@ -374,6 +374,7 @@ def test_a_newer_torch_is_logged(version: str, caplog: pytest.LogCaptureFixture)
     assert version in caplog.text
 
 
+@pytest.mark.slow
 def test_the_import_checks_the_version(tmp_path: Path) -> None:
     script = tmp_path / "old.py"
     script.write_text(

@@ -340,6 +340,7 @@ def test_explain_says_that_the_mode_is_that_of_the_export() -> None:
         fx_fuser.explain(program, x, train=True)
 
 
+@pytest.mark.slow
 def test_training_through_inductor() -> None:
     """The gradients of the parameters, which the program shares with the model."""
     model, x = linear_program(gate), torch.randn(4, 8)

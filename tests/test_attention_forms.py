@@ -135,6 +135,7 @@ def test_the_form_is_one_that_kernels_take(name: str) -> None:
     assert why_formula(call) and not why_formula(fitted(call)[0])
 
 
+@pytest.mark.slow
 def test_by_inductor_and_as_it_was_expanded() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         seen = (m >= 0)[:, None, :, None].expand(B, 1, S, S)

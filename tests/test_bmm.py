@@ -424,6 +424,7 @@ def test_attention(dynamic: bool, train: bool, path: str) -> None:
     assert not calls(graphs).keys() & {"matmul", "bmm"}
 
 
+@pytest.mark.slow
 @train_eval
 def test_attention_within_what_is_promised(train: bool) -> None:
     fx_fuser.register_pattern(batch)

@@ -162,6 +162,7 @@ def test_two_threads_compile_at_once() -> None:
     assert sites() == dict.fromkeys(ALL_THREE, 2)
 
 
+@pytest.mark.slow
 def test_compiled_autograd() -> None:
     model, x = ThreePatterns(conv_bias=False), images()
     reference = copy.deepcopy(model)

@@ -87,6 +87,7 @@ def test_every_epilogue(gpu: EmulatedGpu) -> None:
     assert not failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gpu", (86, *(pytest.param(c, **SLOW) for c in (80, 90, 120))), indirect=True
 )

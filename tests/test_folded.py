@@ -192,6 +192,7 @@ def test_no_batch_norm(graphs: list[Counter[str]]) -> None:
     assert graphs[0]["fx_fuser.fold.default"] == 0
 
 
+@pytest.mark.slow
 def test_live_parameters(graphs: list[Counter[str]]) -> None:
     """Evaluation, training, evaluation: nothing is folded once for all."""
     model = net()
@@ -273,6 +274,7 @@ def test_dtypes_that_are_refused(dtype: torch.dtype, graphs: list[Counter[str]])
     assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
 
 
+@pytest.mark.slow
 def test_gradients_and_batch_statistics_are_refused(graphs: list[Counter[str]]) -> None:
     model = _tail(torch.relu)
     x = torch.randn(2, 3, 8, 8)

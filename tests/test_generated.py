@@ -51,6 +51,7 @@ def test_every_kind_of_site_is_written() -> None:
     assert labels >= spoilt | {"plain", "no_grad", "autocast", "checkpoint"}
 
 
+@pytest.mark.slow
 def test_any_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its traced epilogue: nothing of a pattern is known to the generator."""
 

@@ -27,6 +27,7 @@ def _program(pattern: str) -> tuple[Program, tuple[Any, ...]]:
     return conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), (leaf(3, 4, 8, 9),)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "train, cpu_ops",
     [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)],

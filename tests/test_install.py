@@ -232,7 +232,7 @@ def test_exported_programs_are_left() -> None:
 # ---- regions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("policy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint(policy: bool) -> None:
     """Inductor calls its pass for each region, too. One with a policy is not touched."""
     ops = [torch.ops.aten.addmm.default]

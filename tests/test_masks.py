@@ -400,7 +400,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.each_once
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("inner", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_backend_takes_masks_away_with_and_without_sites(inner: str, fused: bool) -> None:
     torch._dynamo.reset()
@@ -439,6 +439,7 @@ def test_explain_says_what_becomes_of_masks() -> None:
     assert Report.from_json(report.to_json()) == report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_language_models_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")

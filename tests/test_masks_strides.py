@@ -139,6 +139,7 @@ def test_results_keep_eagers_strides_and_values(attend: Attend) -> None:
     assert (copies == written_by_the_user) == (attend in HIDDEN), texts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [merged, pytest.param(returned, marks=pytest.mark.slow)])
 def test_by_inductor(attend: Attend) -> None:
     run, _ = graphs_of(attend, "inductor")
@@ -146,6 +147,7 @@ def test_by_inductor(attend: Attend) -> None:
     assert counters["fx_fuser_masks"] == {"causal": 1}
 
 
+@pytest.mark.slow
 def test_strides_under_install() -> None:
     torch._dynamo.reset()
     counters.clear()

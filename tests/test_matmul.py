@@ -112,6 +112,7 @@ def test_forms(form: str, train: bool, path: str) -> None:
     _check_form(form, train, path)
 
 
+@pytest.mark.slow
 @train_eval
 def test_through_inductor(train: bool) -> None:
     _check_form("@, + b", train, "default")

@@ -66,6 +66,7 @@ def _assert_llama_step(model: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_llama_training_step() -> None:
     _assert_llama_step(_llama())
 

@@ -59,7 +59,7 @@ CASES = [
     for step in net.phases
     if step == "eval" or net.package != "torchvision"
 ]
-QUICK = [("dlrm", "train"), ("hf_vit_b", "eval")]
+QUICK = [("hf_vit_b", "eval")]
 
 
 def net(name: str) -> Net16:

@@ -106,14 +106,14 @@ def merged(x: Tensor, w: Tensor) -> Tensor:
     [
         (head, ((16, 24), (41, 24)), 3),  # forward, and both gradients
         pytest.param(with_bias, ((16, 24), (41, 24), (41,)), 3, marks=pytest.mark.slow),
-        (added, ((16, 24), (41, 24), (16, 41)), 3),
+        pytest.param(added, ((16, 24), (41, 24), (16, 41)), 3, marks=pytest.mark.slow),
         pytest.param(added, ((16, 24), (41, 24), (16, 1)), 3, marks=pytest.mark.slow),
-        (attention, ((3, 27, 16), (3, 27, 16), (3, 27, 16)), 6),
+        pytest.param(attention, ((3, 27, 16),) * 3, 6, marks=pytest.mark.slow),
         pytest.param(
             attention, ((2, 3, 9, 16), (2, 3, 11, 16), (2, 3, 11, 24)), 6, marks=pytest.mark.slow
         ),
         pytest.param(summed, ((3, 16, 5), (3, 16, 7), (3, 7, 5)), 3, marks=pytest.mark.slow),
-        (merged, ((15, 13), (13, 11)), 3),
+        pytest.param(merged, ((15, 13), (13, 11)), 3, marks=pytest.mark.slow),
         pytest.param(chained, ((15, 13), (13, 11), (11, 7)), 9, marks=pytest.mark.slow),
     ],
 )
@@ -163,6 +163,7 @@ def test_zeros_meet_no_infinity() -> None:
     torch.testing.assert_close(made, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_under_autocast() -> None:
     net = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 41))
     x = torch.randn(16, 24)
@@ -260,6 +261,7 @@ def test_what_is_adjacent_in_memory_is_padded(left: Any, right: Any, zeros: Any)
     assert padding._zeros_of(*forms) == zeros
 
 
+@pytest.mark.slow
 def test_what_a_copy_costs_counts_where_others_read_the_operand() -> None:
     """Inductor writes an operand padded if gemms alone read it; else it is written twice."""
     free: list[bool] = []
@@ -296,6 +298,7 @@ def test_a_failure_leaves_the_gemm() -> None:
     torch.testing.assert_close(made, head(x, w), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_the_code_reads_no_padded_copy_of_what_a_pointwise_operation_makes() -> None:
     """Inductor writes the operand at the padded size in the kernel that makes it."""
 

@@ -84,7 +84,7 @@ class Recurrent(nn.Module):
     "model, x",
     [
         (Attention(), (2, 5, 16)),
-        (Einsum(), (2, 5, 8)),
+        pytest.param(Einsum(), (2, 5, 8), marks=pytest.mark.slow),
         pytest.param(Recurrent(), (2, 5, 8), marks=pytest.mark.slow),
     ],
 )
@@ -159,6 +159,7 @@ class Noted(CustomGraphPass):
         return "noted", id(self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["an option", pytest.param("one with hyphens", marks=pytest.mark.slow), "Inductor's config"],

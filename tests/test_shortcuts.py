@@ -76,6 +76,7 @@ def test_a_shortcut_smaller_than_its_image_comes_first(order: list[Node], dynami
     assert a in b.all_input_nodes and {proj, b} <= set(c.all_input_nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shortcut_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_shortcut_larger_than_its_image_comes_last(
     order: list[Node], shortcut_first: bool
@@ -98,6 +99,7 @@ class _Sines(CustomGraphPass):
         return b"sines"
 
 
+@pytest.mark.slow
 def test_a_users_pass_need_not_say_what_its_nodes_make(order: list[Node]) -> None:
     first, last = _layer(3, 8, 3).eval(), nn.Conv2d(8, 8, 1)
 
@@ -188,6 +190,7 @@ def _run(graph: Graph, inputs: list[Tensor]) -> tuple[object, int]:
     return run.run(*inputs), run.peak
 
 
+@pytest.mark.slow
 def test_what_is_computed_stays_and_the_peak_does_not_grow() -> None:
     moved = lower = 0
     for seed in range(400):

@@ -111,6 +111,7 @@ def test_equivalent(dtype: torch.dtype, train: bool) -> None:
     assert_equivalent(model, (leaf(4, 8, dtype=dtype),), train, OPTIONS)
 
 
+@pytest.mark.slow
 def test_equivalent_through_inductor() -> None:
     assert_equivalent(linear_program(_gate), (leaf(4, 8),), train=True)
 

@@ -62,6 +62,7 @@ def test_programs(train: bool) -> None:
     assert tally.sites > 0.8 * tally.programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eval", "train"]
 )

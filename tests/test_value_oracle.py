@@ -190,7 +190,14 @@ def _programs(run: Run, count: int) -> Iterator[tuple[Program, tuple[Any, ...]]]
                 yield program, asked[0]
 
 
-@pytest.mark.parametrize("bounded", [False, True], ids=["to the bit", "bounded"])
+by_both_rules = pytest.mark.parametrize(
+    "bounded",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["to the bit", "bounded"],
+)
+
+
+@by_both_rules
 def test_what_is_planted_is_found(bounded: bool) -> None:
     """In each result of each program one element. Where the set of what it may be is open, or eager
     itself is no guide, some are not; `Shares` counts those."""
@@ -212,7 +219,7 @@ def test_what_is_planted_is_found(bounded: bool) -> None:
         assert len(missed[plant]) <= (0.1 if bounded else 0.04) * count, (plant, count, missed)
 
 
-@pytest.mark.parametrize("bounded", [False, True], ids=["to the bit", "bounded"])
+@by_both_rules
 def test_a_lost_sign_of_zero_is_found(bounded: bool) -> None:
     planted = missed = 0
     for _, args in _programs(Run(bounded=bounded, magnitudes="extreme"), 60):
@@ -265,6 +272,7 @@ def test_nothing_is_fused_where_the_patterns_are_too_many_to_compare() -> None:
     assert program.crowd and not program.fused and not fault
 
 
+@pytest.mark.slow
 def test_the_part_of_a_tail_that_is_fused_is_compared() -> None:
     """All patterns are active, or a tail's end is not taken in."""
     parts: Counter[str] = Counter()

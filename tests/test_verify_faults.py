@@ -147,6 +147,7 @@ def test_a_folded_convolution_is_held_to_the_users_own_in_its_layout() -> None:
     assert sites() == {"auto_conv2d_batchnorm": 1} and not counters["fx_fuser_wrong"]
 
 
+@pytest.mark.slow
 def test_a_wrong_folded_convolution_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(512, 512, 3, padding=1, bias=False)

@@ -33,6 +33,7 @@ from fx_fuser.verify import rivals, verification
 # ---- forms of models ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_are_verified_and_compiled_once(verified: list[str]) -> None:
     model = ThreePatterns()
     run = fused_compile(model, dynamic=True, **FIRST)
