@@ -255,5 +255,14 @@ def test_right_results_raise_no_alarm() -> None:
 
 
 @pytest.mark.slow
-def test_right_results_of_many_sizes_raise_no_alarm() -> None:
-    assert _cases(range(1000, 1200), (1, 3, 10, 30, 100, 1000, 10**4)) == 600
+@pytest.mark.combination
+@pytest.mark.parametrize("first", range(1000, 2500, 100))
+def test_right_results_of_many_sizes_raise_no_alarm(first: int) -> None:
+    assert _cases(range(first, first + 100), (1, 3, 10, 30, 100, 1000, 10**4)) == 300
+
+
+@pytest.mark.slow
+@pytest.mark.combination
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_large_right_results_raise_no_alarm(first: int) -> None:
+    assert _cases(range(first, first + 5), (10**5, 10**6)) == 15
