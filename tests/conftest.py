@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -41,6 +42,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Workers steal tests. In addopts, that would ask for xdist where it is not used."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collecting it again and again takes a fourteenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)
@@ -110,14 +118,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is obeyed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What each_once and each_pair leave out is slow, and is a combination."""
+    """What each_once and each_pair leave out is slow, and is a combination; what was slow is one."""
     for size, name in enumerate(("each_once", "each_pair"), 1):
-        tests: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
+        tests: dict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
-            if item.get_closest_marker(name):
+            if item.get_closest_marker(name) and item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.combination)
+            elif item.get_closest_marker(name):
                 assert isinstance(item, pytest.Function)
-                is_slow = item.get_closest_marker("slow") is not None
-                tests[item.nodeid.partition("[")[0], is_slow].append(item)
+                tests[item.nodeid.partition("[")[0]].append(item)
         for own in tests.values():
             combinations = list(zip(*_values(own)))
             chosen = few(combinations, size)
