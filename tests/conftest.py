@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is obeyed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What each_once and each_pair leave out is slow, and is a combination; what was slow is one."""
+    """What each_once and each_pair leave out is slow, and a combination; what was slow is one."""
     for size, name in enumerate(("each_once", "each_pair"), 1):
         tests: dict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 EXPORTED = "fx_fuser_exported"
 
 
-# In-place operations that leave the elements as they are: torch tags them inplace_view, and 2.11 has
-# `rename_` among them.
+# In-place operations that leave the elements as they are: torch tags them inplace_view;
+# 2.11 has `rename_` among them.
 _SEEN_OTHERWISE = frozenset(
     "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ set_ resize_ "  # noqa: SIM905
     "resize_as_ rename_".split()
