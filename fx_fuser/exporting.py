@@ -31,9 +31,9 @@ from fx_fuser import backend, fallback
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.arguments import refuses_unfit_calls, shown
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.bodies import bodies, twin
-from fx_fuser.graph.nodes import writes_of
-from fx_fuser.graph.view import EXPORTED
+from fx_fuser.graph.prepare.bodies import bodies, twin
+from fx_fuser.graph.read.nodes import writes_of
+from fx_fuser.graph.read.view import EXPORTED
 from fx_fuser.native import eviction
 from fx_fuser.ops import exported
 from fx_fuser.ops.attention import ATTENTION

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.graph import canonical
-from fx_fuser.graph.canonical import rule_of
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read import canonical
+from fx_fuser.graph.read.canonical import rule_of
+from fx_fuser.graph.read.view import View
 
 Tail = Callable[[Tensor], Tensor]
 

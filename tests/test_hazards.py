@@ -42,7 +42,7 @@ from torch._dynamo.utils import counters
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.graph import view
+from fx_fuser.graph.read import view
 from fx_fuser.native import kernel_spec
 from fx_fuser.ops import calls, checks
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import fx_fuser
 from fx_fuser import backend, installation
 from fx_fuser.errors import OptionError
-from fx_fuser.graph import rewrite
+from fx_fuser.graph.match import rewrite
 from fx_fuser.native import binaries
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT_MMA
 from fx_fuser.ops import calls

@@ -18,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fx_fuser import backend
-from fx_fuser.graph import match, nodes, view
+from fx_fuser.graph.match import match
+from fx_fuser.graph.read import nodes, view
 from fx_fuser.ops import checks
 from fx_fuser.options import Options
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import Report, SiteReport
-from fx_fuser.graph import near_misses
+from fx_fuser.graph.match import near_misses
 
 
 class TwoAndSix(nn.Module):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import PatternError, backend
-from fx_fuser.graph import nodes
-from fx_fuser.graph.canonical import _div, meaning
 from fx_fuser.graph.epilogue import MAX_STEPS, parse
+from fx_fuser.graph.read import nodes
+from fx_fuser.graph.read.canonical import _div, meaning
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.match.pattern import Pattern
 
 _FOUND: list[Callable[..., Any]] = []
 

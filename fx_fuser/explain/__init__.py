@@ -22,7 +22,7 @@ from fx_fuser.arguments import (
 )
 from fx_fuser.backend import fuse, registered_patterns
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.subclasses import is_user_class
+from fx_fuser.graph.read.subclasses import is_user_class
 from fx_fuser.options import Options
 from fx_fuser.report.header import header_of, mode_of
 from fx_fuser.report.report import Report

@@ -15,13 +15,13 @@ from torch.fx import Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.arguments import shown
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.canonical import is_number
-from fx_fuser.graph.match import Match, Refusal
-from fx_fuser.graph.naming import called, dtype_of, infix, place_of, shape_of
-from fx_fuser.graph.nodes import inputs_of, meta_tensor
-from fx_fuser.graph.sites import Site
-from fx_fuser.graph.source import called_name, op_of, source_of
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.match import Match, Refusal
+from fx_fuser.graph.read.canonical import is_number
+from fx_fuser.graph.read.naming import called, dtype_of, infix, place_of, shape_of
+from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
+from fx_fuser.graph.read.sites import Site
+from fx_fuser.graph.read.source import called_name, op_of, source_of
+from fx_fuser.graph.read.view import View
 from fx_fuser.passes.masks import FORM, FORMULA, Mask
 from fx_fuser.report.header import Header
 from fx_fuser.report.html import html_of

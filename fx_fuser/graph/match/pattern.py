@@ -4,10 +4,10 @@
         z = F.linear(x, weight, bias)
         return torch.sigmoid(z) * a * b
 
-It is traced once. `graph.sites` finds the anchor in the trace. What follows is the epilogue, an
-expression over z and the wildcards: parameters that are no operand of the anchor. If nothing
+It is traced once. `graph.read.sites` finds the anchor in the trace. What follows is the epilogue,
+an expression over z and the wildcards: parameters that are no operand of the anchor. If nothing
 follows, the pattern is the anchor alone. A pattern says what to look for; what is computed is what
-the user wrote there (`fx_fuser.graph.bind`).
+the user wrote there (`fx_fuser.graph.match.bind`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.fx import Node
 
 from fx_fuser.arguments import fault_of_call, shown
 from fx_fuser.errors import PatternError
-from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
-from fx_fuser.graph.decompose import decompose
 from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
-from fx_fuser.graph.sites import ANCHOR_NAMES, Site, outermost
-from fx_fuser.graph.view import View
+from fx_fuser.graph.prepare.decompose import decompose
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
+from fx_fuser.graph.read.sites import ANCHOR_NAMES, Site, outermost
+from fx_fuser.graph.read.view import View
 
 if TYPE_CHECKING:
-    from fx_fuser.graph.match import Match
+    from fx_fuser.graph.match.match import Match
 
 _MAX_NODES = 2 * MAX_STEPS
 Check = Callable[["Match"], "str | None"]
@@ -40,10 +40,10 @@ class Pattern:
     """What is searched for.
 
     name: under which sites are counted, selected and reported.
-    kind: the anchor's kind, a name of `fx_fuser.graph.sites`' table.
+    kind: the anchor's kind, a name of `fx_fuser.graph.read.sites`' table.
     epilogue: expression over `Z` and the wildcards, products and sums flattened; for matching.
     wildcards: names in the order of the source's signature.
-    source: the function it was traced from; None of what is grown (`fx_fuser.graph.grow`).
+    source: the function it was traced from; None of what is grown (`fx_fuser.graph.match.grow`).
     check: further conditions on a match; returns why it must not be fused, or None.
     """
 

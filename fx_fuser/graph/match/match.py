@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from fx_fuser.graph.bind import Bound, bind, scalar_behind
-from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.epilogue import OPS, Z
-from fx_fuser.graph.naming import at, called
-from fx_fuser.graph.nodes import meta_tensor, storages
-from fx_fuser.graph.pattern import Pattern
-from fx_fuser.graph.sites import Site, site_at
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.bind import Bound, bind, scalar_behind
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
+from fx_fuser.graph.read.naming import at, called
+from fx_fuser.graph.read.nodes import meta_tensor, storages
+from fx_fuser.graph.read.sites import Site, site_at
+from fx_fuser.graph.read.view import View
 from fx_fuser.native.kernel_spec import MAX_NUMBERS
 
 _MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": sum, "mul": math.prod}
@@ -73,7 +73,7 @@ class Match:
 
     @functools.cached_property
     def bound(self) -> Bound:
-        """What is computed after the anchor. Raises Unsupported: see `fx_fuser.graph.bind`."""
+        """What is computed after the anchor. Raises Unsupported: see `graph.match.bind`."""
         return bind(self.view, self.site, self.nodes)
 
     @property
@@ -348,7 +348,7 @@ def find(
 
     check: match → why it must not be fused.
     Returns a Refusal if a pattern fits but must not be fused, None if none fits (see
-    `graph.near_misses`).
+    `graph.match.near_misses`).
     """
     site = site_at(view, node)
     fitting = [] if site is None else [p for p in patterns if p.kind == site.kind]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_fuser.graph.canonical import Arg, Expr, Operand
-from fx_fuser.graph.source import op_of, source_of
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand
+from fx_fuser.graph.read.source import op_of, source_of
+from fx_fuser.graph.read.view import View
 
 SHARD_OF = "fx_fuser_shard_of"  # in the meta of a DTensor's local shard: the node of the DTensor
 _LONGEST = 48  # of what is quoted

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.canonical import Expr, Unsupported, meaning, rule_of
-from fx_fuser.graph.nodes import called_in_place, input_of, inputs_of, storages, writes_of
-from fx_fuser.graph.source import op_of
+from fx_fuser.graph.read.canonical import Expr, Unsupported, meaning, rule_of
+from fx_fuser.graph.read.nodes import called_in_place, input_of, inputs_of, storages, writes_of
+from fx_fuser.graph.read.source import op_of
 
 if TYPE_CHECKING:
-    from fx_fuser.graph.naming import End
+    from fx_fuser.graph.read.naming import End
 
 
 # In the meta of a module that `fuse_exported` rewrites: may a fused op run on a CPU?
