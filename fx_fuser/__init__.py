@@ -11,7 +11,8 @@ from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError,
 from fx_fuser.explain import explain
 from fx_fuser.exporting import fuse_exported
 from fx_fuser.installation import install, installed, uninstall
-from fx_fuser.report.report import Report, SiteReport
+from fx_fuser.report.contents import SiteReport
+from fx_fuser.report.report import Report
 
 __version__ = versions.PACKAGE
 

@@ -24,12 +24,13 @@ from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import PatternError, VerifyError
 from fx_fuser.graph.match import rewrite
 from fx_fuser.graph.match.grow import AUTO, Grown
-from fx_fuser.graph.match.match import Fault, Match, Refusal
-from fx_fuser.graph.match.pattern import Check, Pattern, trace
+from fx_fuser.graph.match.pattern import Check, Fault, Match, Pattern, Refusal
+from fx_fuser.graph.match.trace import trace
 from fx_fuser.graph.prepare.bodies import bodies, copy_of, twin
 from fx_fuser.graph.prepare.prepare import Prepared
 from fx_fuser.graph.read import subclasses
-from fx_fuser.graph.read.naming import at, end_of
+from fx_fuser.graph.read.naming import at
+from fx_fuser.graph.read.source import end_of
 from fx_fuser.graph.read.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
@@ -62,7 +63,7 @@ def register_pattern(
 ) -> Pattern:
     """Add a pattern, for every compilation from now on.
 
-    source: an anchor followed by pointwise ops, see `fx_fuser.graph.match.pattern`; traced once.
+    source: an anchor followed by pointwise ops, see `graph.match.trace`; it is traced once.
     check: `check(match)` returns why a match must not be fused, or None.
     name: for counters, options and reports; default the function's name.
 

@@ -15,9 +15,9 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match.grow import Grown, alone, auto_pattern, grow, reach
-from fx_fuser.graph.match.match import Fault, Match, Refusal, find
+from fx_fuser.graph.match.match import find
 from fx_fuser.graph.match.near_misses import near_miss
-from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal
 from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.graph.read.sites import Site, outermost, products_without_anchor, site_at
 from fx_fuser.graph.read.view import View

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.match.pattern import flatten
+from fx_fuser.graph.match.trace import flatten
 from fx_fuser.graph.read import canonical
 from fx_fuser.graph.read.canonical import Expr, Operand, Unsupported, is_number, meaning
 

@@ -10,7 +10,7 @@ from writer import NoSpelling, Text, Writer
 
 from fx_fuser.graph.epilogue import Z
 from fx_fuser.graph.match.pattern import Pattern
-from fx_fuser.graph.match.pattern import leaves as names_in
+from fx_fuser.graph.match.trace import leaves as names_in
 from fx_fuser.graph.read.canonical import Arg, Expr, Operand
 
 Spoil = Callable[[Made, Pattern, int], Site]

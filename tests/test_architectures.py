@@ -24,7 +24,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import MOST_PER_BYTE
 from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.match.match import Refusal
+from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.native import kernel_spec, limits, load
 from fx_fuser.ops import library as ops
 from fx_fuser.options import Options

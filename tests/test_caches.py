@@ -19,7 +19,7 @@ from helpers import compiled, fused, gate, leaf, linear_program, recorded
 import fx_fuser
 from fx_fuser import backend, options
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.match.pattern import trace
+from fx_fuser.graph.match.trace import trace
 from fx_fuser.native import binaries
 
 

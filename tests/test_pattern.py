@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import fx_fuser
 from fx_fuser import PatternError, backend
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.match.pattern import trace
+from fx_fuser.graph.match.trace import trace
 from fx_fuser.graph.read.sites import ANCHOR_NAMES
 from fx_fuser.native import binaries
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.graph.match.pattern import trace
+from fx_fuser.graph.match.trace import trace
 
 aten = torch.ops.aten
 SUMS = ("baddbmm", "addmm")

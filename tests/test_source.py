@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from fx_fuser.graph.read.canonical import Arg, Expr
-from fx_fuser.graph.read.naming import called, end_of, infix, name_of, statement
-from fx_fuser.graph.read.source import source_of
+from fx_fuser.graph.read.naming import called, infix, name_of, statement
+from fx_fuser.graph.read.source import end_of, source_of
 
 
 class Written(nn.Module):

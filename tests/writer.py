@@ -11,7 +11,7 @@ from forms import INFIX, NAMES, UNARY, Bound, Form, defaults_of, fit, forms_of, 
 from torch.fx import Node
 
 from fx_fuser.graph.epilogue import Z
-from fx_fuser.graph.match.pattern import leaves
+from fx_fuser.graph.match.trace import leaves
 from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
 
 _TAKE_NUMBERS = ("other", "exponent", "min", "max")  # parameters; of operators, all

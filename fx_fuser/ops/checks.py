@@ -19,7 +19,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.arguments import shown
 from fx_fuser.errors import PatternError
 from fx_fuser.graph.epilogue import ANCHOR_DTYPES, MAX_STEPS
-from fx_fuser.graph.match.match import Fault, Match
+from fx_fuser.graph.match.pattern import Fault, Match
 from fx_fuser.graph.prepare.sharding import reason_of
 from fx_fuser.graph.read.canonical import Unsupported
 from fx_fuser.graph.read.naming import (

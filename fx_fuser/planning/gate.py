@@ -28,7 +28,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.match.grow import Grown
-from fx_fuser.graph.match.match import Match, Refusal
+from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.prepare.reindex import PERMUTATIONS, REGROUPINGS
 from fx_fuser.graph.read.sites import ATTENTION, CONVOLUTIONS, GEMMS
 from fx_fuser.graph.read.source import called_name

@@ -17,7 +17,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import FOLDED, Conv2d, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
 from fx_fuser.graph.match.grow import Grown
-from fx_fuser.graph.match.match import Match
+from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import hint_of, meta_tensor
 from fx_fuser.native import launch
 from fx_fuser.ops import folded as ops_folded

@@ -21,8 +21,8 @@ from torch.fx import Node
 
 from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
 from fx_fuser.graph.match.bind import Bound
-from fx_fuser.graph.match.match import CheckAll, Fault, Match, Refusal
-from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.match.match import CheckAll
+from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal
 from fx_fuser.graph.prepare.reindex import is_view
 from fx_fuser.graph.read.canonical import Operand
 from fx_fuser.graph.read.naming import statement

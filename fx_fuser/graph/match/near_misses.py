@@ -22,9 +22,6 @@ from fx_fuser.graph.match.match import (
     MAX_WORK,
     Binding,
     CheckAll,
-    Fault,
-    Match,
-    Refusal,
     TooMuchWorkError,
     Unifier,
     Work,
@@ -32,7 +29,7 @@ from fx_fuser.graph.match.match import (
     fits,
     reads_itself,
 )
-from fx_fuser.graph.match.pattern import Pattern, size_of
+from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal, size_of
 from fx_fuser.graph.prepare.reindex import is_view
 from fx_fuser.graph.read.canonical import Expr, Operand
 from fx_fuser.graph.read.naming import at, called, infix, returned, without_break

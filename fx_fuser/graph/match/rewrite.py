@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.match.match import Match
+from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import inputs_of
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")

@@ -39,7 +39,7 @@ _BY_GROUP = {"grouped_mm", "_grouped_mm", "_scaled_mm"}
 _PRODUCTS = GEMMS | CONVOLUTIONS | _TRANSPOSED | {ATTENTION, *_OTHERS.split()} | _BY_GROUP
 
 # Names of anchors' operands, leaves and results. Values are looked up by name, so a pattern's
-# wildcards must not have these (`graph.match.pattern` renames those that do).
+# wildcards must not have these (`graph.match.trace` renames those that do).
 ANCHOR_NAMES = frozenset(
     "x weight bias running_mean running_var gamma beta c mean var eps out".split()  # noqa: SIM905
 )
