@@ -29,7 +29,9 @@ FLOORS = (
     ("verify",),
     ("report",),
     (
+        "registry",
         "reading",
+        "outcome",
         "backend",
         "fallback",
         "installation",

@@ -129,7 +129,7 @@ class Refusal:
 
     node: the one at fault. nodes: all that were found of the pattern, with the anchor. missing: how
     many operations to add, change or drop until it fits; 0 if something else is in the way.
-    failed: fx_fuser itself failed, with that reason.
+    failed: fx_fuser itself failed, with that reason. wrong: what is fused computes wrongly.
     """
 
     pattern: Pattern
@@ -140,6 +140,7 @@ class Refusal:
     nodes: frozenset[Node] = frozenset()
     missing: int = 0
     failed: bool = False
+    wrong: bool = False
 
     @classmethod
     def of(cls, match: Match, fault: Fault, missing: int = 0) -> Refusal:
