@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import fx_fuser
 from benchmarks.results import FOLDER
-from fx_fuser.graph.grow import AUTO
+from fx_fuser.graph.match.grow import AUTO
 from fx_fuser.verify.accuracy import PROMISED
 
 PATH = Path("coverage", "models.json")  # in the folder of results

@@ -6,12 +6,14 @@ from fx_fuser import versions
 
 versions.check()  # before the first import of what an older torch has not
 
-from fx_fuser.backend import fx_fuser, register_pattern, registered_patterns
+from fx_fuser.backend import fx_fuser
 from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError, VersionError
 from fx_fuser.explain import explain
 from fx_fuser.exporting import fuse_exported
 from fx_fuser.installation import install, installed, uninstall
-from fx_fuser.report.report import Report, SiteReport
+from fx_fuser.registry import register_pattern, registered_patterns
+from fx_fuser.report.contents import SiteReport
+from fx_fuser.report.report import Report
 
 __version__ = versions.PACKAGE
 

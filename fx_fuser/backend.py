@@ -7,43 +7,36 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
-from fx_fuser import fallback, patterns
-from fx_fuser.anchors.conv2d import ANY_LAYOUT, FOLDED
-from fx_fuser.arguments import refuses_unfit_calls
-from fx_fuser.errors import PatternError, VerifyError
-from fx_fuser.graph import rewrite, subclasses
-from fx_fuser.graph.bodies import bodies, copy_of, twin
-from fx_fuser.graph.grow import AUTO, Grown
-from fx_fuser.graph.match import Fault, Match, Refusal
-from fx_fuser.graph.naming import at, end_of
-from fx_fuser.graph.pattern import Check, Pattern, trace
-from fx_fuser.graph.prepare import Prepared
-from fx_fuser.graph.view import View
+from fx_fuser import fallback
+from fx_fuser.graph.match import rewrite
+from fx_fuser.graph.match.pattern import Fault, Match, Refusal
+from fx_fuser.graph.prepare.bodies import bodies, copy_of, twin
+from fx_fuser.graph.prepare.prepare import Prepared
+from fx_fuser.graph.read import subclasses
+from fx_fuser.graph.read.source import end_of
+from fx_fuser.graph.read.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
+from fx_fuser.outcome import Outcome, Planned
 from fx_fuser.passes import folding, masks, padding, provenance
-from fx_fuser.passes.masks import Mask
-from fx_fuser.planning import gate, layout, plan, reads
+from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.planning.layout import FORCED
 from fx_fuser.reading import Reading, add_what_is_left, read_graph
+from fx_fuser.registry import registered_patterns
 from fx_fuser.report.report import Report
-from fx_fuser.report.traffic import Saved, kept, saved
+from fx_fuser.report.traffic import kept, saved
 from fx_fuser.verify import verification
-
-log = logging.getLogger("fx_fuser.backend")
 
 Compiled = Callable[..., Any]
 CompileInner = Callable[[Options], Compiled]  # one graph, with these options for Inductor
@@ -51,52 +44,6 @@ CompileInner = Callable[[Options], Compiled]  # one graph, with these options fo
 Attempt = Callable[
     [GraphModule, Sequence[Any], Options, CompileInner], "tuple[Compiled | None, Outcome]"
 ]
-
-_registry: list[Pattern] = []
-
-
-@refuses_unfit_calls(PatternError, "call it as register_pattern(source, check=None, name=None)")
-def register_pattern(
-    source: Callable[..., Any], check: Check | None = None, name: str | None = None
-) -> Pattern:
-    """Add a pattern, for every compilation from now on.
-
-    source: an anchor followed by pointwise ops, see `fx_fuser.graph.pattern`; it is traced once.
-    check: `check(match)` returns why a match must not be fused, or None.
-    name: for counters, options and reports; default the function's name.
-
-    Raises PatternError if the source is no pattern, or another pattern has the name; then all
-    patterns stay as they were.
-    """
-    pattern = trace(source, check, name)
-    if pattern.name.startswith(AUTO):
-        raise PatternError(
-            f"pattern {pattern.name}: names that begin with {AUTO!r} are those of grown tails; "
-            "pass another `name=`"
-        )
-    for known in _registry:
-        same = (known.kind, known.epilogue, known.wildcards)
-        if known.name == pattern.name and same != (
-            pattern.kind,
-            pattern.epilogue,
-            pattern.wildcards,
-        ):
-            raise PatternError(
-                f"a pattern named {pattern.name!r} exists and searches for {known.epilogue}; "
-                "give the new one another name"
-            )
-    _registry[:] = [p for p in _registry if p.name != pattern.name] + [pattern]
-    _registry.sort(key=lambda p: (-p.size, p.name))
-    return pattern
-
-
-@refuses_unfit_calls(PatternError, "it takes no arguments")
-def registered_patterns() -> list[Pattern]:
-    """All patterns, in the order in which they are tried: largest first."""
-    return list(_registry)
-
-
-_registry += patterns.discover()
 
 
 def fx_fuser(
@@ -111,7 +58,7 @@ def fx_fuser(
     Raises OptionError for a bad option. Where fx_fuser itself fails, the user's own graph is
     compiled and one warning says why; `options={"strict": True}` raises instead.
     """
-    chosen = Options.parse(mode, options, [p.name for p in _registry])
+    chosen = Options.parse(mode, options, [p.name for p in registered_patterns()])
     chosen.inner_compiler()  # raises here if an option of Inductor's has a wrong type
 
     def compile_inner(options: Options) -> Compiled:
@@ -193,45 +140,6 @@ def _is_wrong(options: Options, gm: GraphModule, inputs: Sequence[Any]) -> bool:
         return True
 
 
-@dataclass
-class Outcome:
-    """What `fuse` did. matches: those rewritten. left: those that gain nothing. wrong: those that
-    are wrong on these inputs. failed: those at which fx_fuser failed. masks: those removed.
-    folds: is there a site that `passes.folding` is for? is_converted: of its graphs, would Inductor
-    have converted one to channels_last?"""
-
-    report: Report = field(default_factory=Report)
-    matches: list[Match] = field(default_factory=list)
-    left: list[Refusal] = field(default_factory=list)
-    wrong: list[Refusal] = field(default_factory=list)
-    failed: list[Refusal] = field(default_factory=list)
-    masks: list[Mask] = field(default_factory=list)
-    folds: bool = False
-    is_converted: bool = False
-
-    def count(self) -> None:
-        """Count what was fused, once it is compiled."""
-        for match in self.matches:
-            counters["fx_fuser"][match.pattern.name] += 1
-        for mask in self.masks:
-            counters["fx_fuser_masks"][mask.done] += 1
-
-    def tell(self, strict: bool) -> None:
-        """Log, count and warn; raises VerifyError instead of a warning if strict."""
-        self.report.publish()
-        for name, refusals in (("fx_fuser_left", self.left), ("fx_fuser_wrong", self.wrong)):
-            for refusal in refusals:
-                counters[name][refusal.pattern.name] += 1
-        for refusals, what in ((self.failed, "fails at"), (self.wrong, "would compute wrongly")):
-            if not refusals:
-                continue
-            sites = "\n".join(f"{r.pattern.name}{at(r.node)}: {r.reason}" for r in refusals)
-            message = f"fx_fuser leaves what it {what} to the model's own ops:\n{sites}"
-            if strict and refusals is self.wrong:
-                raise VerifyError(message)
-            warnings.warn(f"{message}\nPlease report it.", stacklevel=3)
-
-
 def fuse(
     gm: GraphModule,
     options: Options,
@@ -248,81 +156,55 @@ def fuse(
     """
     outcome = Outcome() if explained is None else Outcome(explained)
     report = outcome.report
-    active = [p for p in _registry if options.selects(p.name)]
-    found: list[tuple[GraphModule, Prepared, Reading]] = []
+    searched = _search(gm, inputs, options, explained is not None or report.is_read())
+    # All at once: kernels compile side by side.
+    sites = _planned([match for one in searched for match in one.read.matches], options, beside)
+    decided = iter(_verified(sites, gm, searched, options, inputs))
+    for index, one in enumerate(searched, len(report.graphs)):
+        of_graph = list(itertools.islice(decided, len(one.read.matches)))
+        outcome.add(one.read, of_graph, index, options)
+        if explained is None:
+            one.rewrite(of_graph)
+        else:
+            report.add_graph(one.read.view)
+    report.sort()
+    return outcome
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A module's graph: the copy that was edited for the search, and what was found in it."""
+
+    module: GraphModule
+    prepared: Prepared
+    read: Reading
+
+    def rewrite(self, sites: Sequence[Planned | Refusal]) -> None:
+        """The copy becomes the module's graph, with the calls of its sites, if there is an edit."""
+        calls = [(site.match, site.call) for site in sites if isinstance(site, Planned)]
+        if calls or any(mask.is_edit for mask in self.read.masks):
+            self.prepared.restore(rewrite.replace_all(self.prepared.graph, calls))
+            self.prepared.graph.lint()
+            self.module.graph = self.prepared.graph
+
+
+def _search(
+    gm: GraphModule, inputs: Sequence[Any], options: Options, is_told: bool
+) -> list[_Searched]:
+    """The graphs of the module and of its bodies, read. is_told: also what is left there."""
+    active = [p for p in registered_patterns() if options.selects(p.name)]
     subclasses.mark(gm, inputs)
-    reader = masks.Reader()
+    reader, searched = masks.Reader(), list[_Searched]()
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
         read.masks = attended
-        if active and (explained is not None or report.is_read()):
+        if active and is_told:
             add_what_is_left(read, active, options)
-        found.append((module, prepared, read))
-    # All at once: kernels compile side by side.
-    matches = [match for *_, read in found for match in read.matches]
-    sites = _planned(matches, options, beside)
-    graphs = {module: prepared.graph for module, prepared, _ in found}
-    faults = _faults(gm, graphs, sites, options, inputs)
-    decided = iter(sites)
-    for index, (module, prepared, read) in enumerate(found, len(report.graphs)):
-        for refusal in read.refusals:
-            report.add_refusal(refusal, read.view, index)
-        outcome.failed += [refusal for refusal in read.refusals if refusal.failed]
-        for site in read.others:
-            report.add_other(site, read.view, read.gainless.get(site.node, ""))
-        for node in read.products:
-            report.add_product(node, read.view)
-        for mask in read.masks:
-            report.add_mask(mask)
-        outcome.masks += (taken := [mask for mask in read.masks if mask.is_edit])
-        if explained is not None:
-            report.add_graph(read.view)
-        replacements: list[tuple[Match, rewrite.Call]] = []
-        for chosen in itertools.islice(decided, len(read.matches)):
-            if isinstance(chosen, Refusal):
-                report.add_refusal(chosen, read.view, index)
-                (outcome.failed if chosen.failed else outcome.left).append(chosen)
-                continue
-            if chosen.match.root in faults:
-                root = chosen.match.root
-                fault = f"what is fused is wrong on these inputs: {faults[root]}"
-                outcome.wrong.append(Refusal.of(chosen.match, Fault(root, fault)))
-                report.add_refusal(outcome.wrong[-1], read.view, index)
-                continue
-            fused = chosen.match
-            stop = fused.stop if isinstance(fused, Grown) else ""
-            how = chosen.how
-            report.add_match(
-                fused, chosen.saved, chosen.kept, index, how.note, stop, native=how.native
-            )
-            outcome.matches.append(fused)
-            if chosen.how.choices.get("product") in (FOLDED, *ANY_LAYOUT):
-                outcome.folds = True
-                outcome.is_converted |= layout.is_converted(read.view, options)
-            replacements.append((fused, chosen.call))
-        if (replacements or taken) and explained is None:
-            prepared.restore(rewrite.replace_all(prepared.graph, replacements))
-            prepared.graph.lint()
-            module.graph = prepared.graph
-    report.sort()
-    return outcome
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Everything that is known of a site before the graph is rewritten.
-
-    match: what is fused; of a grown match perhaps z alone.
-    """
-
-    match: Match
-    how: plan.Plan
-    call: rewrite.Call
-    saved: Saved
-    kept: dict[str, int] | None
+        searched.append(_Searched(module, prepared, read))
+    return searched
 
 
 def _planned(
@@ -344,22 +226,27 @@ def _planned(
     return [failed.get(i, site) for i, site in enumerate(found)]
 
 
-def _faults(
+def _verified(
+    sites: list[Planned | Refusal],
     gm: GraphModule,
-    graphs: Mapping[GraphModule, Graph],
-    planned: Sequence[Planned | Refusal],
+    searched: Sequence[_Searched],
     options: Options,
     inputs: Sequence[Any],
-) -> dict[Node, str]:
-    """Last node of a match → what is wrong on these inputs; empty if not to be verified now."""
-    if options.verify == "never" or not verification.is_verifiable(inputs):
-        return {}
-    calls = {
-        site.match.root: (site.match, site.call) for site in planned if isinstance(site, Planned)
-    }
-    if not calls:
-        return {}
-    return verification.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
+) -> list[Planned | Refusal]:
+    """The sites, but those refused that are wrong on these inputs, if they are verified now."""
+    calls = {s.match.root: (s.match, s.call) for s in sites if isinstance(s, Planned)}
+    if not calls or options.verify == "never" or not verification.is_verifiable(inputs):
+        return sites
+    graphs = {one.module: one.prepared.graph for one in searched}
+    faults = verification.Verification(graphs, calls, options.fp32 == "tf32").run(gm, inputs)
+
+    def judged(site: Planned | Refusal) -> Planned | Refusal:
+        if isinstance(site, Refusal) or site.match.root not in faults:
+            return site
+        reason = f"what is fused is wrong on these inputs: {faults[site.match.root]}"
+        return replace(Refusal.of(site.match, Fault(site.match.root, reason)), wrong=True)
+
+    return [judged(site) for site in sites]
 
 
 def _cache_tag() -> str:

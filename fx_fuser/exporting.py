@@ -31,13 +31,15 @@ from fx_fuser import backend, fallback
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.arguments import refuses_unfit_calls, shown
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.bodies import bodies, twin
-from fx_fuser.graph.nodes import writes_of
-from fx_fuser.graph.view import EXPORTED
+from fx_fuser.graph.prepare.bodies import bodies, twin
+from fx_fuser.graph.read.nodes import writes_of
+from fx_fuser.graph.read.view import EXPORTED
 from fx_fuser.native import eviction
 from fx_fuser.ops import exported
 from fx_fuser.ops.attention import ATTENTION
 from fx_fuser.options import Options
+from fx_fuser.outcome import Outcome
+from fx_fuser.registry import registered_patterns
 
 _DEFAULTS = Options()
 
@@ -70,7 +72,7 @@ def fuse_exported(
     chosen = _parsed(options)
     gm = twin(program.graph_module)
 
-    def attempt() -> tuple[ExportedProgram, backend.Outcome]:
+    def attempt() -> tuple[ExportedProgram, Outcome]:
         modules = list(dict.fromkeys(bodies(gm)))
         meanings = _Meanings(modules)
         for module in modules:
@@ -93,7 +95,7 @@ def fuse_exported(
 
 
 def _parsed(options: Mapping[str, Any] | None) -> Options:
-    parsed = Options.parse(None, options, [p.name for p in backend.registered_patterns()])
+    parsed = Options.parse(None, options, [p.name for p in registered_patterns()])
     chosen = replace(parsed, exported=True)
     names = [n for n in ("inner", "mode") if getattr(chosen, n) != getattr(_DEFAULTS, n)]
     if names or chosen.inductor:

@@ -14,7 +14,7 @@ from torch._inductor.exc import InductorError
 from torch.fx import GraphModule
 
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.bodies import restorable
+from fx_fuser.graph.prepare.bodies import restorable
 
 log = logging.getLogger("fx_fuser.backend")
 T = TypeVar("T")

@@ -36,14 +36,16 @@ from fx_fuser.anchors.conv2d import conv_tf32_allowed
 from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.bodies import twin
-from fx_fuser.graph.pattern import Pattern
-from fx_fuser.graph.subclasses import is_user_class
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.prepare.bodies import twin
+from fx_fuser.graph.read.subclasses import is_user_class
 from fx_fuser.native import binaries
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 from fx_fuser.options import FIRST_PASS, Options
+from fx_fuser.outcome import Outcome
 from fx_fuser.passes import folding, padding, provenance
 from fx_fuser.planning import plan
+from fx_fuser.registry import registered_patterns
 
 _HAS_LATE_PASSES = hasattr(codecache, "resolve_pre_grad_pass_timing")  # torch 2.13
 
@@ -109,7 +111,7 @@ def _installed(options: Options) -> Iterator[None]:
 
 
 def _parsed(options: Mapping[str, Any] | None) -> Options:
-    chosen = Options.parse(None, options, [p.name for p in backend.registered_patterns()])
+    chosen = Options.parse(None, options, [p.name for p in registered_patterns()])
     if chosen.inner != "inductor":
         raise OptionError(
             f"option 'inner' is {chosen.inner!r}, but what is installed is for Inductor; name the "
@@ -193,7 +195,7 @@ def _can_be_late(options: Options) -> bool:
         and setting("pre_grad_pass_timing") != "early"
         # These work on other modules than they are given.
         and not (setting("freezing") or setting("cpp_wrapper") or setting("fx_wrapper"))
-        and all(_version_of(p) is not None for p in backend.registered_patterns())
+        and all(_version_of(p) is not None for p in registered_patterns())
     )
 
 
@@ -202,7 +204,7 @@ def _compile_then_fuse(
     inputs: Sequence[Any],
     options: Options,
     compile_inner: backend.CompileInner,
-) -> tuple[backend.Compiled | None, backend.Outcome]:
+) -> tuple[backend.Compiled | None, Outcome]:
     """Inductor looks into its caches first. On a hit no outcome is known."""
     passes = provenance.Passes.over(gm, options, inputs).load()
     passes |= padding.settings(gm, options)
@@ -218,7 +220,7 @@ def _compile_then_fuse(
         fusion.gm, fusion.inputs = None, ()  # the pass lives as long as Inductor's settings
     if fusion.outcome is None and any(_is_on_cuda(value) for value in inputs):
         _load_kernels(gm, inputs, options)
-    return compiled, fusion.outcome or backend.Outcome()
+    return compiled, fusion.outcome or Outcome()
 
 
 def _load_kernels(gm: GraphModule, inputs: Sequence[Any], options: Options) -> None:
@@ -250,7 +252,7 @@ class Fusion(CustomGraphPass):
         self.gm: GraphModule | None = gm
         self.inputs = inputs
         self.options = options
-        self.outcome: backend.Outcome | None = None
+        self.outcome: Outcome | None = None
         self._uuid = _uuid_of(inputs, options)  # Inductor asks for it later, too
 
     def __call__(self, graph: Graph) -> None:
@@ -279,7 +281,7 @@ def _uuid_of(inputs: Sequence[Any], options: Options) -> str:
     decides = (
         binaries.fingerprint(),
         replace(options, inductor={}),
-        [_version_of(pattern) for pattern in backend.registered_patterns()],
+        [_version_of(pattern) for pattern in registered_patterns()],
         (matmul_tf32_requested(), conv_tf32_allowed()),
         LINEAR_SPLIT.macro,  # by the environment
         sorted((str(device), plan.unavailable(device)) for device in devices),

@@ -14,13 +14,13 @@ from torch.fx import Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.grow import Grown, alone, auto_pattern, grow, reach
-from fx_fuser.graph.match import Fault, Match, Refusal, find
-from fx_fuser.graph.near_misses import near_miss
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.pattern import Pattern
-from fx_fuser.graph.sites import Site, outermost, products_without_anchor, site_at
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.grow import Grown, alone, auto_pattern, grow, reach
+from fx_fuser.graph.match.match import find
+from fx_fuser.graph.match.near_misses import near_miss
+from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.sites import Site, outermost, products_without_anchor, site_at
+from fx_fuser.graph.read.view import View
 from fx_fuser.ops import checks
 from fx_fuser.options import Options
 from fx_fuser.passes import provenance

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.arguments import check_flag, check_mapping, check_model, fault_of_call, shown
-from fx_fuser.backend import registered_patterns
 from fx_fuser.errors import OptionError
 from fx_fuser.explain import explain
-from fx_fuser.graph.grow import AUTO
+from fx_fuser.graph.match.grow import AUTO
 from fx_fuser.options import Options
 from fx_fuser.passes import products
+from fx_fuser.registry import registered_patterns
 from fx_fuser.verify.accuracy import (
     NEIGHBOURS,
     PROMISED,

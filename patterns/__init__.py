@@ -1,6 +1,6 @@
 """The built-in patterns: one file each, found here; there is no list to edit.
 
-A file defines `source` (see `fx_fuser.graph.pattern`), and may define `check(match)`.
+A file defines `source` (see `fx_fuser.graph.match.trace`), and may define `check(match)`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from fx_fuser.graph.pattern import Pattern, trace
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.match.trace import trace
 
 if __name__ != "fx_fuser.patterns":
     raise ImportError(

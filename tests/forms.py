@@ -1,4 +1,4 @@
-"""Every way to write an op: `fx_fuser.graph.canonical`'s table of rules, read backwards.
+"""Every way to write an op: `fx_fuser.graph.read.canonical`'s table of rules, read backwards.
 
 A rule says what expression a call makes. Called with holes for operands it gives a form; a form
 whose expression fits the wanted one is a way to write it. So the generator writes every spelling
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from fx_fuser.graph import canonical
-from fx_fuser.graph.canonical import Expr, Operand, Unsupported, is_number, meaning
-from fx_fuser.graph.pattern import flatten
+from fx_fuser.graph.match.trace import flatten
+from fx_fuser.graph.read import canonical
+from fx_fuser.graph.read.canonical import Expr, Operand, Unsupported, is_number, meaning
 
 INFIX = {
     "mul": "*", "imul": "*", "add": "+", "iadd": "+", "sub": "-", "isub": "-", "truediv": "/",

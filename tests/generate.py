@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from writer import Draw, NoSpelling
 
 import fx_fuser
-from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.match.pattern import Pattern
 from fx_fuser.testing import neighbour, observe
 from fx_fuser.verify.accuracy import PROMISED, compare
 

@@ -16,8 +16,8 @@ from near_misses import SPOILT
 from parts import Made, Site, anchor, device_of, indented, may_write, tail_of
 from writer import Draw, NoSpelling, Writer
 
-from fx_fuser.graph.canonical import Expr, Operand, is_number
-from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.read.canonical import Expr, Operand, is_number
 
 DTYPES = ["float64", "float64", "float32", "float32", "float32", "bfloat16", "float16"]
 REGIONS = ["plain", "plain", "plain", "plain", "no_grad", "autocast", "checkpoint"]

@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 import fx_fuser
-from fx_fuser.graph.grow import AUTO
+from fx_fuser.graph.match.grow import AUTO
 from fx_fuser.options import Options
 
 Body = Callable[..., Any]  # of a model: (model, *inputs) to outputs

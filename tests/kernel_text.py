@@ -10,10 +10,10 @@ import torch.fx
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.graph.bind import Bound, bind
 from fx_fuser.graph.epilogue import Epilogue
-from fx_fuser.graph.sites import Site, outermost
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.bind import Bound, bind
+from fx_fuser.graph.read.sites import Site, outermost
+from fx_fuser.graph.read.view import View
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops.apply import forward_specs
 

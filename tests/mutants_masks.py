@@ -85,7 +85,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "masks: what numpy writes to",
-        "graph/nodes.py",
+        "graph/read/nodes.py",
         "if is_numpy or not",
         "if not",
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FILE = "tests/test_tensor_parallel.py"
-RULES, EDIT = "graph/sharding.py", "graph/localize.py"
+RULES, EDIT = "graph/prepare/sharding.py", "graph/prepare/localize.py"
 
 
 def _ranks(name: str) -> str:
@@ -76,7 +76,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if False:", (_refused("in place"), _refused("x is written")),
     ),
     (
-        "tensor parallel: a DTensor's memory is its shard's", "graph/nodes.py",
+        "tensor parallel: a DTensor's memory is its shard's", "graph/read/nodes.py",
         "is_dtensor(tensor) else tensor", "False else tensor",
         (f"{FILE}::test_a_dtensor_lies_in_the_memory_of_its_shard",),
     ),
@@ -106,12 +106,12 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (_refused("x by K, another gradient"),),
     ),
     (
-        "tensor parallel: what is not fused is put back", "graph/prepare.py",
+        "tensor parallel: what is not fused is put back", "graph/prepare/prepare.py",
         "        self._localized.restore(results)\n", "",
         (f"{FILE}::test_what_is_not_fused_is_as_written",),
     ),
     (
-        "tensor parallel: what makes shards writes nothing", "graph/nodes.py",
+        "tensor parallel: what makes shards writes nothing", "graph/read/nodes.py",
         'if getattr(target, "writes_nothing", False) is True:', "if False:",
         (f"{FILE}::test_graph[gated]",),
     ),

@@ -81,58 +81,58 @@ def check_mutants() -> Iterator[Mutant]:
 
 CONDITIONS = (
     Mutant(
-        "aliases: views share their base's memory", "graph/nodes.py",
+        "aliases: views share their base's memory", "graph/read/nodes.py",
         "found.add(tensor.untyped_storage()._cdata)", "found.add(id(node))",
         (_trap("x is written through a view"),),
     ),
     Mutant(
-        "writes: methods that end in _", "graph/nodes.py",
+        "writes: methods that end in _", "graph/read/nodes.py",
         'changes = in_place_name(name) or name in ("__setitem__", "__delitem__")',
         "changes = False",
         (_trap("x is written"), f"{BETWEEN}[copy_-intermediate]"),
     ),
     Mutant(
-        "writes: setitem", "graph/nodes.py",
+        "writes: setitem", "graph/read/nodes.py",
         "changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)",
         "changes = target in _IN_PLACE_OPERATORS",
         (_trap("a multiplier is written"), f"{BETWEEN}[setitem-intermediate]"),
     ),
     Mutant(
-        "writes: operators such as +=", "graph/nodes.py",
+        "writes: operators such as +=", "graph/read/nodes.py",
         "changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)",
         "changes = target in (operator.setitem, operator.delitem)",
         (f"{BETWEEN}[iadd-intermediate]",),
     ),
     Mutant(
-        "writes: out=", "graph/nodes.py",
+        "writes: out=", "graph/read/nodes.py",
         'written = list(nodes_in(node.kwargs.get("out")))', "written: list[Node] = []",
         (f"{BETWEEN}[out-intermediate]",),
     ),
     Mutant(
-        "writes: torch functions that end in _, or have inplace", "graph/nodes.py",
+        "writes: torch functions that end in _, or have inplace", "graph/read/nodes.py",
         "    if called_in_place(node):\n        written +=", "    if False:\n        written +=",
         (f"{BETWEEN}[relu_-intermediate]", f"{BETWEEN}[torch_function-intermediate]"),
     ),
     Mutant(
-        "writes: a schema says so", "graph/nodes.py",
+        "writes: a schema says so", "graph/read/nodes.py",
         "names = [a.name for a in target._schema.arguments if a.is_write]",
         "names: list[str] = []",
         (f"{BETWEEN}[custom_op-intermediate]",),
     ),
     Mutant(
-        "writes: unknown functions", "graph/nodes.py",
+        "writes: unknown functions", "graph/read/nodes.py",
         "not _is_torch_function(target):\n        return inputs_of(node)",
         "not _is_torch_function(target):\n        return ()",
         (f"{WRITES}::test_operand_written_by_unknown_function",),
     ),
     Mutant(
-        "writes: bodies of higher-order operators", "graph/nodes.py",
+        "writes: bodies of higher-order operators", "graph/read/nodes.py",
         "            return ()\n        return inputs_of(node)",
         "            return ()\n        return ()",
         (f"{WRITES}::test_operand_given_to_higher_order_op",),
     ),
     Mutant(
-        "writes: in the body of a checkpoint", "graph/nodes.py",
+        "writes: in the body of a checkpoint", "graph/read/nodes.py",
         "body is not None and not any(map(writes_of, body.graph.nodes))",
         "body is not None",
         (f"{UNTOUCHED}::test_a_checkpoint_within_a_match[True]",),
@@ -143,12 +143,12 @@ CONDITIONS = (
         (f"{HAZARDS}::test_input_write_is_load_bearing_with_inner_eager",),
     ),
     Mutant(
-        "regions: grad mode", "graph/view.py",
+        "regions: grad mode", "graph/read/view.py",
         'if name.startswith(("_set_", "set_")) and not inputs_of(node):', "if False:",
         (_trap("no_grad inside"),),
     ),
     Mutant(
-        "regions: autocast", "graph/view.py",
+        "regions: autocast", "graph/read/view.py",
         'if "_increment_nesting" in name or name.startswith(("_enter_", "_push_")):',
         'if "_increment_nesting" in name:',
         (f"{REGIONS}::test_regions[autocast_tail]",),
@@ -158,7 +158,7 @@ CONDITIONS = (
         (_trap("inside vmap"), _trap("inside jvp")),
     ),
     Mutant(
-        "regions: a checkpoint's policy", "graph/bodies.py",
+        "regions: a checkpoint's policy", "graph/prepare/bodies.py",
         "if not isinstance(body, GraphModule) or _has_policy(body):",
         "if not isinstance(body, GraphModule):",
         (f"{UNTOUCHED}::test_selective_checkpoint_policy",),
@@ -174,7 +174,7 @@ CONDITIONS = (
         (f"{REFUSALS}::test_operand_of_a_dtype_without_a_cuda_type",),
     ),
     Mutant(
-        "dtypes: under autocast a sum is wider than its product", "graph/sites.py",
+        "dtypes: under autocast a sum is wider than its product", "graph/read/sites.py",
         "if isinstance(gemm, Node) and _dtype(gemm) != _dtype(node):", "if False:",
         ("tests/test_operands.py::test_autocast_linear_spelled_as_product",),
     ),

@@ -8,10 +8,10 @@ from typing import Any
 from parts import Anchored, Made, Site, anchor, device_of, indented, tail_of
 from writer import NoSpelling, Text, Writer
 
-from fx_fuser.graph.canonical import Arg, Expr, Operand
 from fx_fuser.graph.epilogue import Z
-from fx_fuser.graph.pattern import Pattern
-from fx_fuser.graph.pattern import leaves as names_in
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.match.trace import leaves as names_in
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand
 
 Spoil = Callable[[Made, Pattern, int], Site]
 

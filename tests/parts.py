@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from writer import Draw, Text, Writer
 
-from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.epilogue import Z
-from fx_fuser.graph.pattern import Pattern
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
 
 NUMBERS = [2.0, 0.5, 3, -1, -0.75, 4.0, 1.5, -2]
 

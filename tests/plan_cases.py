@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.native import load
 from fx_fuser.options import Options
 from fx_fuser.planning import ahead, case, convolutions, gate, plan, timing

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fx_fuser.anchors.linear import SPLIT_GEMM
-from fx_fuser.graph.grow import Grown
-from fx_fuser.graph.match import Match
+from fx_fuser.graph.match.grow import Grown
+from fx_fuser.graph.match.pattern import Match
 from fx_fuser.native import binaries, load, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of

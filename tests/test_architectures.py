@@ -19,12 +19,12 @@ from torch._subclasses import FakeTensorMode
 
 import fx_fuser
 from benchmarks import kernels
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import MOST_PER_BYTE
 from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.match import Refusal
+from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.native import kernel_spec, limits, load
 from fx_fuser.ops import library as ops
 from fx_fuser.options import Options
@@ -87,7 +87,7 @@ def test_fp32_gemms_are_candidates(
 ) -> None:
     """Of linear, matmul and bmm: taken where they are faster."""
     if f is gate:
-        monkeypatch.setattr(backend, "_registry", [])
+        monkeypatch.setattr(registry, "_patterns", [])
         fx_fuser.register_pattern(gated_batch if lead else gated_product)
     weight = (8, 16) if f is swish else (16, 8)
     match = match_of(f, torch.randn(*lead, 4, 16), torch.randn(*lead, *weight))

@@ -27,6 +27,7 @@ from fx_fuser import (
     VersionError,
     backend,
     build,
+    registry,
     versions,
     wheel,
 )
@@ -41,7 +42,7 @@ A_FUNCTION = "give a Python function of the anchor's operands"
 @pytest.fixture(autouse=True)
 def nothing_changes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Patterns and Inductor's entry are afterwards what they were."""
-    monkeypatch.setattr(backend, "_registry", [*backend._registry])
+    monkeypatch.setattr(registry, "_patterns", [*registry._patterns])
     before = fx_fuser.registered_patterns(), compile_fx.compile_fx
     yield
     assert (fx_fuser.registered_patterns(), compile_fx.compile_fx) == before
@@ -125,7 +126,7 @@ def test_a_pattern_that_is_refused_takes_no_others_place() -> None:
         with pytest.raises(PatternError):
             fx_fuser.register_pattern(tanh_gate, **wrong)
     assert [p for p in fx_fuser.registered_patterns() if p.name == "tanh_gate"] == [known]
-    backend._registry.remove(known)
+    registry._patterns.remove(known)
 
 
 def test_a_check_that_returns_no_reason_is_named() -> None:
@@ -135,7 +136,7 @@ def test_a_check_that_returns_no_reason_is_named() -> None:
         torch.compile(
             lambda x: torch.tanh(LINEAR(x)), backend="fx_fuser", options={"inner": "eager"}
         )(X)
-    backend._registry.remove(known)
+    registry._patterns.remove(known)
 
 
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {

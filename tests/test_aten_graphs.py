@@ -37,7 +37,7 @@ from test_spellings_conv import (
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 
 MODES = {
     "eval-static": (False, False),
@@ -162,7 +162,7 @@ def test_scales(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> N
 def test_epilogue_operations(
     text: str, place: int, train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     first, tail = SPELLINGS[text][0], SPELLINGS[text][place]
     fx_fuser.register_pattern(lambda x, w, b: first(F.linear(x, w, b)), name="searched_for")
     model = linear_program(lambda m, x: tail(m.lin(x)))

@@ -27,10 +27,10 @@ from torch.fx import Graph, Node
 
 import fx_fuser
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.aten import drop_proven_checks
-from fx_fuser.graph.nodes import called_in_place, writes_of
-from fx_fuser.graph.source import called_name
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read.aten import drop_proven_checks
+from fx_fuser.graph.read.nodes import called_in_place, writes_of
+from fx_fuser.graph.read.source import called_name
+from fx_fuser.graph.read.view import View
 from fx_fuser.planning.gate import VIEWS
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import PatternError, backend
+from fx_fuser import PatternError, registry
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.testing import assert_equivalent, assert_fused
 
@@ -46,7 +46,7 @@ def batch(x, weight):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(autouse=True)
 def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     for source in (gated_batch, scores, summed_batch):
         fx_fuser.register_pattern(source)
     yield

@@ -13,13 +13,13 @@ from test_bmm import PATHS, batch, gated_batch, paths, scores, train_eval
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import PatternError, backend
+from fx_fuser import PatternError, registry
 from fx_fuser.testing import assert_equivalent
 
 
 @pytest.fixture(autouse=True)
 def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     for source in (gated_batch, scores, batch):
         fx_fuser.register_pattern(source)
     yield

@@ -12,7 +12,7 @@ from test_gpu import DTYPES, FLOOR, assert_as_exact_as_eager, relative_error
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.native import load
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend, "_registry", [])
+    monkeypatch.setattr(registry, "_patterns", [])
     for source in (gated_batch, scores, summed_batch, batch):
         fx_fuser.register_pattern(source)
     yield

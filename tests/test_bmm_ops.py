@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.planning import rehearse
 from fx_fuser.planning.plan import Plan
 
 
 @pytest.fixture(autouse=True)
 def pattern(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend, "_registry", [])
+    monkeypatch.setattr(registry, "_patterns", [])
     fx_fuser.register_pattern(gated_batch)
     yield
 

@@ -26,7 +26,7 @@ from helpers import (
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.graph.epilogue import MAX_STEPS
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 
@@ -41,7 +41,7 @@ paths = pytest.mark.parametrize("path", slow_but(["cpu_ops"], PATHS))
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Patterns registered by a test are gone after it."""
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     yield
 
 

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from helpers import compiled, fused, gate, leaf, linear_program, recorded
 
 import fx_fuser
-from fx_fuser import backend, options
+from fx_fuser import backend, options, registry
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.pattern import trace
+from fx_fuser.graph.match.trace import trace
 from fx_fuser.native import binaries
 
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
 
 
 def _source_with(tail: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def test_what_is_computed_is_in_the_graph_and_not_in_the_tag(
     before = backend._cache_tag()
     said = []
     for tail in (operator.add, operator.sub):
-        monkeypatch.setattr(backend, "_registry", [trace(_source_with(tail), name="same_name")])
+        monkeypatch.setattr(registry, "_patterns", [trace(_source_with(tail), name="same_name")])
         with recorded() as graphs:
             model = linear_program(lambda m, x, y, tail=tail: tail(torch.tanh(m.lin(x)), y))
             compiled(model)(leaf(4, 8), leaf(4, 6))

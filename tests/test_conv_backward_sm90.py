@@ -22,7 +22,7 @@ from benchmarks.conv_cases import NONE
 from benchmarks.conv_sm90 import DTYPES, HALVES
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.epilogue import linear_backward, parse
@@ -213,7 +213,7 @@ def test_gradients_through_the_backend(mode, parts, needs_x, calls, monkeypatch)
     def backward_test_scaled(x, weight, bias, a):  # type: ignore[no-untyped-def]
         return F.conv2d(x, weight, bias) * a
 
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     fx_fuser.register_pattern(backward_test_scaled)
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from helpers import MUL, check, compiled, fused, leaf, linear_program
 from torch import Tensor
 
-from fx_fuser.graph.einsum import Gemm, classify
+from fx_fuser.graph.read.einsum import Gemm, classify
 
 PRODUCTS: dict[str, tuple[str, int, int]] = {
     "ik,kj->ij": ("matmul", 2, 2),

@@ -13,11 +13,11 @@ from kernel_text import epilogue_of
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend
-from fx_fuser.graph import canonical
-from fx_fuser.graph.canonical import rule_of
+from fx_fuser import registry
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read import canonical
+from fx_fuser.graph.read.canonical import rule_of
+from fx_fuser.graph.read.view import View
 
 Tail = Callable[[Tensor], Tensor]
 
@@ -25,7 +25,7 @@ Tail = Callable[[Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Patterns registered by a test are gone after it."""
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     yield
 
 

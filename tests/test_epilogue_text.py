@@ -16,7 +16,7 @@ from kernel_text import epilogue_of
 from torch import Tensor
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.graph.epilogue import (
     OPS,
     Epilogue,
@@ -94,7 +94,7 @@ def test_the_arguments_of_a_step_are_those_of_its_op(text: str, says: str) -> No
 @pytest.fixture
 def text_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The epilogue of a model's only site; `source` is searched for beside the three patterns."""
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
 
     def find(body: Callable[..., Any], *operands: Tensor, source: Any = None) -> str:
         if source is not None:

@@ -27,7 +27,7 @@ from test_faults import (
 from torch import Tensor
 
 from fx_fuser import reading
-from fx_fuser.graph import rewrite
+from fx_fuser.graph.match import rewrite
 from fx_fuser.native import binaries
 from fx_fuser.planning import gate, plan
 

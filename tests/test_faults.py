@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser import reading
-from fx_fuser.graph import rewrite
+from fx_fuser.graph.match import rewrite
 from fx_fuser.native import binaries, store
 from fx_fuser.ops import apply, calls, checks, library
 from fx_fuser.options import Options

@@ -15,7 +15,7 @@ from torch import nn
 from writer import Draw, NoSpelling
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.graph.epilogue import OPS
 from fx_fuser.ops import checks
 
@@ -61,7 +61,7 @@ def test_any_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     def generated_tanh(x, weight, bias, a):  # type: ignore[no-untyped-def]
         return torch.tanh(F.conv2d(x, weight, bias) / 2.0) * a
 
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     patterns = [fx_fuser.register_pattern(p) for p in (generated_clamped, generated_tanh)]
     fused = 0
     for seed in range(8):

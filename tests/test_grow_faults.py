@@ -19,9 +19,10 @@ import fx_fuser
 from fx_fuser import backend, reading
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError
-from fx_fuser.graph import grow, match, sites
-from fx_fuser.graph.bind import Bound, bind
-from fx_fuser.graph.match import Match
+from fx_fuser.graph.match import grow, match
+from fx_fuser.graph.match.bind import Bound, bind
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read import sites
 from fx_fuser.ops import calls, checks
 from fx_fuser.options import Options
 from fx_fuser.planning import gate, plan, rehearse

@@ -29,7 +29,7 @@ from test_refused_writes import IN_PLACE, OPERAND_WRITES, STATISTICS, WRITES, bu
 from torch import Tensor, nn
 
 from fx_fuser import reading
-from fx_fuser.graph.match import Fault
+from fx_fuser.graph.match.pattern import Fault
 from fx_fuser.ops import checks
 
 NOTHING: list[str] = []

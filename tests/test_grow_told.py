@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from verify_cases import BREAKS
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.errors import PatternError
 
 
@@ -147,7 +147,7 @@ def test_no_pattern_is_named_as_grown_tails_are() -> None:
         with pytest.raises(PatternError, match="names that begin with 'auto_'"):
             fx_fuser.register_pattern(lambda x, w: torch.tanh(x @ w), name=name)
     fx_fuser.register_pattern(_registered, name="automatic")
-    backend._registry[:] = known
+    registry._patterns[:] = known
 
 
 def _registered(x, weight):  # type: ignore[no-untyped-def]

@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import backend
-from fx_fuser.graph import view
+from fx_fuser import backend, registry
+from fx_fuser.graph.read import view
 from fx_fuser.native import kernel_spec
 from fx_fuser.ops import calls, checks
 
@@ -330,7 +330,7 @@ def test_more_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         z = F.linear(x, weight, bias)
         return z * a * b * c * d * e * f * g * h * i * j * k * l * m * n * o * p * q
 
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     fx_fuser.register_pattern(hazard_test_many)
     model = linear_program(lambda m, x, *t: functools.reduce(operator.mul, t, m.lin(x)))
     inputs = (torch.randn(4, 8), *(torch.rand(4, 6) + 0.5 for _ in range(17)))
@@ -349,8 +349,8 @@ def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def hazard_test_rounds(x, weight, bias):  # type: ignore[no-untyped-def]
         return torch.tanh(torch.tanh(F.linear(x, weight, bias)))
 
-    known = list(backend._registry)
-    monkeypatch.setattr(backend, "_registry", known)
+    known = list(registry._patterns)
+    monkeypatch.setattr(registry, "_patterns", known)
     fx_fuser.register_pattern(hazard_test_rounds, check=lambda match: "never on a Tuesday")
     model = linear_program(lambda m, x: torch.tanh(torch.tanh(m.lin(x))))
     check(model, leaf(4, 8), fuses={})

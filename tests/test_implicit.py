@@ -23,7 +23,7 @@ from benchmarks.conv_layers import NETS
 from benchmarks.conv_sm90 import HALVES
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.match import Refusal
+from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.native import launch, limits
 from fx_fuser.native.kernel_spec import implicit as family
 from fx_fuser.native.kernel_spec import implicit_columns

@@ -28,9 +28,9 @@ from torch._inductor.virtualized import V
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fx_fuser
-from fx_fuser import backend, installation
+from fx_fuser import backend, installation, registry
 from fx_fuser.errors import OptionError
-from fx_fuser.graph import rewrite
+from fx_fuser.graph.match import rewrite
 from fx_fuser.native import binaries
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT_MMA
 from fx_fuser.ops import calls
@@ -43,7 +43,7 @@ INDUCTOR = compile_fx.compile_fx
 @pytest.fixture(autouse=True)
 def own_installation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # What an earlier run has left in Inductor's caches would be taken, and nothing counted.
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     with inductor_config.patch(force_disable_caches=True):
         yield
     fx_fuser.uninstall()

@@ -11,7 +11,7 @@ from helpers import check, compiled, fused, leaf, linear_program
 from torch import Tensor
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 
 Z_BYTES = 4 * 6 * 4  # of z [4, 6] in fp32; x [4, 8] has more
 
@@ -38,7 +38,7 @@ def tanh(x, weight, bias):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(autouse=True)
 def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend, "_registry", [])
+    monkeypatch.setattr(registry, "_patterns", [])
     for source in (plus, minus, alone, times, tanh):
         fx_fuser.register_pattern(source)
     yield

@@ -18,7 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fx_fuser import backend
-from fx_fuser.graph import match, nodes, view
+from fx_fuser.graph.match import match, pattern
+from fx_fuser.graph.match.bind import bind
+from fx_fuser.graph.read import nodes, view
 from fx_fuser.ops import checks
 from fx_fuser.options import Options
 
@@ -145,7 +147,7 @@ def work(
         patch.setattr(match.Work, "spend", counting(match.Work.spend, lambda *_: 1))
         for module in (checks, view):
             patch.setattr(module, "storages", counting(nodes.storages, lambda _: 1))
-        patch.setattr(match, "bind", counting(match.bind, lambda view, site, nodes: len(nodes)))
+        patch.setattr(pattern, "bind", counting(bind, lambda view, site, nodes: len(nodes)))
         matches = backend.fuse(gm, options).matches
     return counted, [m.pattern.name for m in matches]
 

@@ -12,7 +12,7 @@ from helpers import CONV, MUL, Program, calls, check, compiled, fused, leaf, rec
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import registry
 from fx_fuser.testing import assert_equivalent, assert_fused
 
 PATHS = {"cpu_ops": {"inner": "aot_eager", "cpu_ops": True, "auto": False}, "default": {}}
@@ -31,7 +31,7 @@ def gated_product(x, weight, a):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(autouse=True)
 def patterns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     fx_fuser.register_pattern(conv1d)
     fx_fuser.register_pattern(gated_product)
     yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import Report, SiteReport
-from fx_fuser.graph import near_misses
+from fx_fuser.graph.match import near_misses
 
 
 class TwoAndSix(nn.Module):
@@ -261,7 +261,7 @@ def test_a_registered_pattern_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = linear_program(lambda m, x: (lambda z: z * torch.tanh(z) * 2.0)(m.lin(x)))
     x = torch.randn(4, 8)
     assert "register a pattern with tanh" in misses(model, x)[0].help
-    monkeypatch.setattr(fx_fuser.backend, "_registry", list(fx_fuser.backend._registry))
+    monkeypatch.setattr(fx_fuser.registry, "_patterns", list(fx_fuser.registry._patterns))
     fx_fuser.register_pattern(near_test_tanh_gate)
     torch._dynamo.reset()
     assert [s.pattern for s in fx_fuser.explain(model, x).fused] == ["near_test_tanh_gate"]

@@ -14,10 +14,10 @@ from helpers import ADD, CONV, MUL, Program, check, compiled, fused, leaf
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import PatternError, backend
-from fx_fuser.graph import nodes
-from fx_fuser.graph.canonical import _div, meaning
+from fx_fuser import PatternError, registry
 from fx_fuser.graph.epilogue import MAX_STEPS, parse
+from fx_fuser.graph.read import nodes
+from fx_fuser.graph.read.canonical import _div, meaning
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -131,7 +131,7 @@ def test_a_number_over_a_tensor_is_torchs() -> None:
 
 
 def test_a_changing_number_over_a_tensor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
 
     def over(x, weight, bias, a):  # type: ignore[no-untyped-def]
         return a / torch.exp(F.linear(x, weight, bias))

@@ -27,10 +27,10 @@ from toolchains import needs_compilers
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import PatternError, backend
+from fx_fuser import PatternError, registry
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.pattern import trace
-from fx_fuser.graph.sites import ANCHOR_NAMES
+from fx_fuser.graph.match.trace import trace
+from fx_fuser.graph.read.sites import ANCHOR_NAMES
 from fx_fuser.native import binaries
 
 train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -39,7 +39,7 @@ train_eval = pytest.mark.parametrize("train", [False, True], ids=["eval", "train
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Patterns registered by a test are gone after it."""
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     yield
 
 

@@ -29,7 +29,7 @@ from torch._dynamo.utils import counters
 import fx_fuser
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
-from fx_fuser.graph.match import Refusal
+from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.native import binaries, load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec, texts_of
 from fx_fuser.ops import library as ops

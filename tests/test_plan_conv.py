@@ -22,7 +22,7 @@ from plan_cases import (
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser.graph.match import Match, Refusal
+from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, evaluate
 from fx_fuser.planning import case, rehearse

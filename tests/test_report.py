@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import fx_fuser
 from fx_fuser import Report
 from fx_fuser.report import traffic
-from fx_fuser.report.text import WIDTH, short_place
+from fx_fuser.report.contents import short_place
+from fx_fuser.report.text import WIDTH
 
 
 class Broken(nn.Module):

@@ -1,9 +1,10 @@
 """Imports among fx_fuser's rooms go one way, and so do includes among those of kernels_cu. And no
-file is long, and no function."""
+file is long, no function, and no folder of fx_fuser."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,10 @@ ROOT = Path(fx_fuser.__file__).parent
 FLOORS = (
     ("errors", "versions", "arguments", "options"),
     ("native",),
-    ("graph",),
+    ("graph.__init__", "graph.read"),
+    ("graph.epilogue",),
+    ("graph.prepare",),
+    ("graph.match",),
     ("anchors",),
     ("ops",),
     ("planning",),
@@ -25,7 +29,9 @@ FLOORS = (
     ("verify",),
     ("report",),
     (
+        "registry",
         "reading",
+        "outcome",
         "backend",
         "fallback",
         "installation",
@@ -59,12 +65,8 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Modules of fx_fuser that it names in an import anywhere, but for annotations alone."""
-    tree = ast.parse(path.read_text())
-    for guard in ast.walk(tree):
-        if isinstance(guard, ast.If) and "TYPE_CHECKING" in ast.unparse(guard.test):
-            guard.body = [ast.Pass()]
-    for node in ast.walk(tree):
+    """Modules of fx_fuser that it names in an import anywhere, also for annotations alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             package, _, rest = node.module.partition(".")
             if package == "fx_fuser":
@@ -74,15 +76,28 @@ def imported(path: Path) -> Iterator[str]:
             yield from (rest for package, _, rest in names if package == "fx_fuser")
 
 
+def room_of(name: str) -> str:
+    """graph.read of graph.read.nodes.Node; "" of what is in no room."""
+    while name and name not in FLOOR_OF:
+        name = name.rpartition(".")[0]
+    return name
+
+
 def back_edges(root: Path) -> list[str]:
     found = []
     for name, path in modules(root):
-        floor = FLOOR_OF[name.split(".")[0]]
+        floor = FLOOR_OF[room_of(name)]
         for target in imported(path):
-            room = target.split(".")[0]
-            if room in FLOOR_OF and FLOOR_OF[room] > floor:
+            if FLOOR_OF.get(room_of(target), floor) > floor:
                 found.append(f"{name} imports {target}")
     return found
+
+
+def crowded(root: Path) -> list[str]:
+    """Folders of more than 15 modules, their own `__init__` not counted."""
+    names = (name for name, _ in modules(root) if not name.endswith("__init__"))
+    counts = collections.Counter(name.rpartition(".")[0] for name in names)
+    return [folder for folder, count in counts.items() if count > 15]
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
@@ -93,9 +108,9 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def _module_of(target: str, names: set[str]) -> str:
-    """graph.nodes of graph.nodes.Node, and anchors.__init__ of anchors.ANCHORS; "" of none."""
-    of_room = f"{target.split('.')[0]}.__init__"
-    tried = (target, target.rpartition(".")[0], of_room)
+    """ops.calls of ops.calls.call, and anchors.__init__ of anchors.ANCHORS; "" of none."""
+    folder = target.rpartition(".")[0]
+    tried = (target, folder, f"{target}.__init__", f"{folder}.__init__")
     return next((name for name in tried if name in names), "")
 
 
@@ -172,7 +187,7 @@ def cuda_functions(text: str) -> Iterator[tuple[str, int]]:
 
 
 def test_every_module_has_a_floor() -> None:
-    assert {name.split(".")[0] for name, _ in modules(ROOT)} == set(FLOOR_OF)
+    assert {room_of(name) for name, _ in modules(ROOT)} == set(FLOOR_OF)
 
 
 def test_imports_go_down() -> None:
@@ -184,23 +199,51 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "target"),
+    ("name", "line", "target"),
     [
-        ("from fx_fuser.planning import plan", "planning.plan"),
-        ("from fx_fuser.planning.plan import plan", "planning.plan.plan"),
-        ("import fx_fuser.ops.calls", "ops.calls"),
-        ("from fx_fuser import backend", "backend"),
+        ("graph.match.grow", "from fx_fuser.planning import plan", "planning.plan"),
+        ("graph.match.grow", "from fx_fuser.planning.plan import plan", "planning.plan.plan"),
+        ("graph.match.grow", "import fx_fuser.ops.calls", "ops.calls"),
+        ("graph.match.grow", "from fx_fuser import backend", "backend"),
+        ("graph.prepare.sink", "from fx_fuser.graph.match import grow", "graph.match.grow"),
+        ("graph.epilogue", "from fx_fuser.graph import prepare", "graph.prepare"),
+        ("graph.read.view", "import fx_fuser.graph.epilogue", "graph.epilogue"),
     ],
 )
-def test_a_back_edge_is_noticed(tmp_path: Path, line: str, target: str) -> None:
-    room = tmp_path / "graph"
-    room.mkdir()
-    (room / "match.py").write_text(f"def late():\n    {line}\n")
-    assert back_edges(tmp_path) == [f"graph.match imports {target}"]
+def test_a_back_edge_is_noticed(tmp_path: Path, name: str, line: str, target: str) -> None:
+    path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True)
+    path.write_text(f"def late():\n    {line}\n")
+    assert back_edges(tmp_path) == [f"{name} imports {target}"]
 
 
 def test_a_circle_is_noticed() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_a_circle_of_annotations_is_noticed(tmp_path: Path) -> None:
+    room = tmp_path / "graph" / "read"
+    room.mkdir(parents=True)
+    (room / "view.py").write_text(
+        "if TYPE_CHECKING:\n    from fx_fuser.graph.read.naming import End\n"
+    )
+    (room / "naming.py").write_text("from fx_fuser.graph.read.view import View\n")
+    assert circle(module_edges(tmp_path)) == ["graph.read.naming", "graph.read.view"]
+
+
+def test_no_folder_has_more_than_15_modules() -> None:
+    assert not crowded(ROOT)
+
+
+def test_a_crowded_folder_is_noticed(tmp_path: Path) -> None:
+    room = tmp_path / "graph" / "read"
+    room.mkdir(parents=True)
+    names = ["__init__", *(f"part{i}" for i in range(15))]
+    for name in names:
+        (room / f"{name}.py").touch()
+    assert not crowded(tmp_path)
+    (room / "one_more.py").touch()
+    assert crowded(tmp_path) == ["graph.read"]
 
 
 def test_includes_name_a_room_and_go_down() -> None:

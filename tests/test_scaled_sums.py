@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fx_fuser
-from fx_fuser import backend
-from fx_fuser.graph.pattern import trace
+from fx_fuser import registry
+from fx_fuser.graph.match.trace import trace
 
 aten = torch.ops.aten
 SUMS = ("baddbmm", "addmm")
@@ -169,7 +169,7 @@ def test_a_gemm_alone_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     def batch(x, weight):  # type: ignore[no-untyped-def]
         return torch.bmm(x, weight)
 
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     fx_fuser.register_pattern(batch)
     model = Program(lambda m, r, x, w: torch.baddbmm(r, x, w, beta=2, alpha=3))
     graphs = check(model, *operands("baddbmm"), fuses={"batch": 1}, patterns=["batch"])

@@ -17,9 +17,9 @@ import fx_fuser
 from fx_fuser import backend, reading
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.bind import Bound, bind
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.sites import site_at
+from fx_fuser.graph.match.bind import Bound, bind
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.sites import site_at
 from fx_fuser.ops import calls, checks
 from fx_fuser.planning import plan
 

@@ -12,9 +12,9 @@ from compare import fresh  # noqa: F401
 from torch import Tensor, nn
 from torch.fx import Node
 
-from fx_fuser.graph.canonical import Arg, Expr
-from fx_fuser.graph.naming import called, end_of, infix, name_of, statement
-from fx_fuser.graph.source import source_of
+from fx_fuser.graph.read.canonical import Arg, Expr
+from fx_fuser.graph.read.naming import called, infix, name_of, statement
+from fx_fuser.graph.read.source import end_of, source_of
 
 
 class Written(nn.Module):

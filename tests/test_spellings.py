@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import ADD, MUL, check, leaf, linear_program
 from torch import Tensor
 
-from fx_fuser.graph.canonical import rule_of
+from fx_fuser.graph.read.canonical import rule_of
 
 
 def _modes(*slow: str) -> Any:

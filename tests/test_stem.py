@@ -21,7 +21,7 @@ from benchmarks.conv_cases import FORMATS
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.graph.match import Refusal
+from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import stem as family
 from fx_fuser.ops import exported

@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fx_fuser
-from fx_fuser.graph import sharding
-from fx_fuser.graph.nodes import storages
+from fx_fuser.graph.prepare import sharding
+from fx_fuser.graph.read.nodes import storages
 from fx_fuser.ops.library import argument_names
 from fx_fuser.planning import ranks, timing
 from fx_fuser.planning.timing import Timing

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fx_fuser import backend
-from fx_fuser.graph.match import Refusal
+from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.ops import apply, library
 from fx_fuser.testing import assert_equivalent, assert_fused
 

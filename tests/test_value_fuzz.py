@@ -29,8 +29,8 @@ from value_tail import _ROUNDINGS, left_range, met_zero, of_linear_tail
 from value_writer import NothingToWrite
 
 from fx_fuser.errors import BuildError
-from fx_fuser.graph import bind, match
 from fx_fuser.graph.epilogue import OPS, Epilogue, Step
+from fx_fuser.graph.match import bind, pattern
 
 PROGRAMS = 200  # of a test: as many on a busy machine as on a quiet one
 SECONDS = 60  # it is given up after
@@ -154,7 +154,7 @@ def _rewritten(patch: pytest.MonkeyPatch, change: Rewrite) -> None:
         change(steps, numbers)
         return dataclasses.replace(found, epilogue=Epilogue(tuple(steps)), numbers=tuple(numbers))
 
-    patch.setattr(match, "bind", bound)
+    patch.setattr(pattern, "bind", bound)
 
 
 def _inner(steps: list[Step], i: int, op: str) -> tuple[int, Step] | None:
@@ -292,7 +292,7 @@ def test_infinite_terms_excuse_no_other_infinity() -> None:
 def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from fx_fuser.ops import checks
 
-    never = (lambda m: match.Fault(m.root, "never"),)
+    never = (lambda m: pattern.Fault(m.root, "never"),)
     monkeypatch.setattr(checks, "CHECKS", never)
     for auto, told in ((False, "fused"), (True, "nothing is grown")):
         tally = fuzz(Run(auto=auto), range(3))

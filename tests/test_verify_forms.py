@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from verify_cases import ALWAYS, FIRST, _break_gradients, _break_values, _same, _step, _told
 
 import fx_fuser
-from fx_fuser import backend
+from fx_fuser import backend, registry
 from fx_fuser.errors import VerifyError
 from fx_fuser.ops import apply, library
 from fx_fuser.verify import rivals, verification
@@ -191,7 +191,7 @@ def test_float64_does_not_follow_a_cast(
     def linear_narrowed_mul(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor) -> Tensor:
         return narrow(F.linear(x, weight, bias)) * a
 
-    monkeypatch.setattr(backend, "_registry", list(backend._registry))
+    monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
     fx_fuser.register_pattern(linear_narrowed_mul, name="narrowed")
     seen: list[Tensor] = []
     right = rivals.remaining_faults

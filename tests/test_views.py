@@ -27,7 +27,8 @@ from torch._dynamo.utils import counters
 
 import fx_fuser
 from fx_fuser import reading
-from fx_fuser.graph import grow, reindex
+from fx_fuser.graph.match import grow
+from fx_fuser.graph.prepare import reindex
 
 Body = Callable[[Any, Tensor, Tensor], Any]
 SIGMOID = "v0 = sigmoid(z)"

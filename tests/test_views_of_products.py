@@ -18,7 +18,7 @@ from helpers import GROWTH, check, linear_program
 from test_views_generated import agrees
 from torch import Tensor
 
-from fx_fuser.graph import view
+from fx_fuser.graph.read import view
 
 Y = 6  # rows of y and features of the Linear: a factor seen the wrong way round would fit
 

@@ -25,7 +25,7 @@ from value_tail import Uncounted
 
 import fx_fuser
 from fx_fuser import backend
-from fx_fuser.graph.match import Match
+from fx_fuser.graph.match.pattern import Match
 from fx_fuser.options import Options
 from fx_fuser.planning.case import MatchCase
 

@@ -36,8 +36,8 @@ from value_writer import NothingToWrite
 
 from fx_fuser import reading
 from fx_fuser.errors import BuildError
-from fx_fuser.graph.pattern import Pattern
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.read.view import View
 from fx_fuser.options import Options
 from fx_fuser.planning import plan
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import fx_fuser
-from fx_fuser import backend
-from fx_fuser.graph.pattern import Pattern
+from fx_fuser import registry
+from fx_fuser.graph.match.pattern import Pattern
 
 _FOUND: list[Callable[..., Any]] = []
 
@@ -246,10 +246,10 @@ def _float(x, weight, a):
 @contextmanager
 def registered() -> Iterator[list[Pattern]]:
     """All patterns there are, these among them; afterwards none of these is registered."""
-    before = list(backend._registry)
+    before = list(registry._patterns)
     try:
         for function in _FOUND:
             fx_fuser.register_pattern(function)
         yield fx_fuser.registered_patterns()
     finally:
-        backend._registry[:] = before
+        registry._patterns[:] = before

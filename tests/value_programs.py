@@ -23,9 +23,10 @@ from torch import Tensor
 from value_numbers import CORNERS, F32, ODD, ORDINARY, is_ordinary, values
 from value_writer import FREE, TailWriter, Text, substitute
 
-from fx_fuser.graph.canonical import Arg, Expr, Operand
 from fx_fuser.graph.epilogue import Z
-from fx_fuser.graph.pattern import Pattern, flatten
+from fx_fuser.graph.match.pattern import Pattern
+from fx_fuser.graph.match.trace import flatten
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand
 
 inf, nan = math.inf, math.nan
 # Several that stand for one.

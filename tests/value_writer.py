@@ -2,8 +2,8 @@
 
 Each operation becomes one of its spellings, products and sums in any order and association. Numbers
 stand for a wildcard alone or several at a time. Which spellings there are is the business of
-`writer`, which reads them off `graph.canonical`; that one is too slow for numbers that are new each
-time, so here is a list of those by which other values could come out.
+`writer`, which reads them off `graph.read.canonical`; that one is too slow for numbers that are new
+each time, so here is a list of those by which other values could come out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.epilogue import Z
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
 
 FREE = Arg("#")  # a wildcard for which a number stands
 

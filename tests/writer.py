@@ -10,9 +10,9 @@ from typing import Any
 from forms import INFIX, NAMES, UNARY, Bound, Form, defaults_of, fit, forms_of, name_of, numbers_in
 from torch.fx import Node
 
-from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.epilogue import Z
-from fx_fuser.graph.pattern import leaves
+from fx_fuser.graph.match.trace import leaves
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
 
 _TAKE_NUMBERS = ("other", "exponent", "min", "max")  # parameters; of operators, all
 _OF_MATRICES = ("mm", "addmm")

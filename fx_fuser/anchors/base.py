@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fx_fuser.graph.epilogue import Epilogue
-from fx_fuser.graph.sites import Site
+from fx_fuser.graph.read.sites import Site
 from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 from fx_fuser.options import Options
 
@@ -80,7 +80,7 @@ class Case(Protocol):
 class Anchor(ABC):
     """One main operation. See the package's docstring for the vocabulary.
 
-    kind: name in `fx_fuser.graph.sites`. title: the layer that makes such a site, for the user.
+    kind: name in `graph.read.sites`. title: the layer that makes such a site, for the user.
     role_of_z: what z is to the user. may_be_gate: may a z of one column be broadcast along its last
     dimension? operands: names of its tensors, in schema order.
     schema: operand and configuration arguments of its ops. outputs: names, `c` first.

@@ -18,10 +18,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
 from fx_fuser.anchors.linear import matmul_tf32_requested
-from fx_fuser.graph.canonical import is_number
 from fx_fuser.graph.epilogue import Epilogue, Step
-from fx_fuser.graph.nodes import hint_of, meta_tensor
-from fx_fuser.graph.sites import Site
+from fx_fuser.graph.read.canonical import is_number
+from fx_fuser.graph.read.nodes import hint_of, meta_tensor
+from fx_fuser.graph.read.sites import Site
 from fx_fuser.native import launch, limits, load
 from fx_fuser.native.kernel_spec import (
     CONV_DIRECT,

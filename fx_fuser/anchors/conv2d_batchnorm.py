@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fx_fuser.anchors.base import Case, Config, Operands
 from fx_fuser.anchors.conv2d import Conv2d, convolve, per_channel
-from fx_fuser.graph.canonical import is_number
 from fx_fuser.graph.epilogue import Epilogue, Step, accumulation_dtype
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.sites import Site
+from fx_fuser.graph.read.canonical import is_number
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.sites import Site
 from fx_fuser.native import launch
 
 _ALL_BUT_CHANNELS = (0, 2, 3)

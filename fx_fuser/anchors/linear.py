@@ -12,8 +12,8 @@ from torch import Tensor
 from fx_fuser.anchors.base import LIBRARY, Anchor, Case, Config, Operands
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.sites import Site
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.sites import Site
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import (
     LINEAR_DENSE,

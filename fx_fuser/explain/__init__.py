@@ -20,10 +20,11 @@ from fx_fuser.arguments import (
     names_of,
     refuses_unfit_calls,
 )
-from fx_fuser.backend import fuse, registered_patterns
+from fx_fuser.backend import fuse
 from fx_fuser.errors import OptionError
-from fx_fuser.graph.subclasses import is_user_class
+from fx_fuser.graph.read.subclasses import is_user_class
 from fx_fuser.options import Options
+from fx_fuser.registry import registered_patterns
 from fx_fuser.report.header import header_of, mode_of
 from fx_fuser.report.report import Report
 

@@ -1,1 +1,1 @@
-"""Reading and rewriting FX graphs: anchors' sites, patterns, matches, grown tails."""
+"""Reading and rewriting FX graphs, in three rooms: `read`, then `prepare`, then `match`."""

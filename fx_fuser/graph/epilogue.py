@@ -6,7 +6,7 @@
 
 One step a value; a value that is read twice is computed once. The last step is the result; without
 steps, z is. Steps are the user's own operations in the user's order. Nothing is folded, distributed
-or reassociated, since floating point has no such algebra (`fx_fuser.graph.bind`).
+or reassociated, since floating point has no such algebra (`fx_fuser.graph.match.bind`).
 
 The text above, with "; " for line ends, is an argument of the ops, so nothing below the matcher
 knows a pattern. The table `OPS` implements each op twice: in torch (the CPU kernel, the reference
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fx_fuser.graph.canonical import Arg
+from fx_fuser.graph.read.canonical import Arg
 from fx_fuser.native.kernel_spec import CUDA_TYPES, POINTWISE, Family, KernelSpec
 
 Z = Arg("z")

@@ -12,9 +12,9 @@ from torch.fx import Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import DIRECT, FOLDED
 from fx_fuser.graph.epilogue import read_anew_by_derivative, wanted_leaves
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.rewrite import Call
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.match.rewrite import Call
+from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, folded
 from fx_fuser.ops.library import FusedCall, argument_names

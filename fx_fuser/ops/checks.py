@@ -18,10 +18,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.arguments import shown
 from fx_fuser.errors import PatternError
-from fx_fuser.graph.canonical import Unsupported
 from fx_fuser.graph.epilogue import ANCHOR_DTYPES, MAX_STEPS
-from fx_fuser.graph.match import Fault, Match
-from fx_fuser.graph.naming import (
+from fx_fuser.graph.match.pattern import Fault, Match
+from fx_fuser.graph.prepare.sharding import reason_of
+from fx_fuser.graph.read.canonical import Unsupported
+from fx_fuser.graph.read.naming import (
     at,
     called,
     name_of,
@@ -30,11 +31,10 @@ from fx_fuser.graph.naming import (
     statement,
     without_break,
 )
-from fx_fuser.graph.nodes import called_in_place, meta_tensor, storages
-from fx_fuser.graph.sharding import reason_of
-from fx_fuser.graph.source import op_of
-from fx_fuser.graph.subclasses import origin_of
-from fx_fuser.graph.view import EXPORTED
+from fx_fuser.graph.read.nodes import called_in_place, meta_tensor, storages
+from fx_fuser.graph.read.source import op_of
+from fx_fuser.graph.read.subclasses import origin_of
+from fx_fuser.graph.read.view import EXPORTED
 from fx_fuser.native.kernel_spec import CUDA_TYPES, MAX_NUMBERS, MAX_TENSORS
 from fx_fuser.ops import calls
 
@@ -255,7 +255,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def plain_tensors(match: Match) -> Fault | None:
     """A tensor of another class, layout or unknown kind: DTensor, sparse, quantized.
 
-    Of DTensors that have a rule, `graph.localize` has put the plain local shards here.
+    Of DTensors that have a rule, `graph.prepare.localize` has put the plain local shards here.
     A user's own class without `__torch_dispatch__` raised TypeError at the first call.
     """
     for node in (*match.operands, *match.nodes):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from fx_fuser.graph.nodes import argument_of, meta_tensor
-from fx_fuser.graph.view import Region
+from fx_fuser.graph.read.nodes import argument_of, meta_tensor
+from fx_fuser.graph.read.view import Region
 from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
 from fx_fuser.passes import strides
 

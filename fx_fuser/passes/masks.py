@@ -23,9 +23,16 @@ from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser.graph.naming import called, statement
-from fx_fuser.graph.nodes import argument_of, body_of, meta_tensor, nodes_in, storages, writes_of
-from fx_fuser.graph.view import Region
+from fx_fuser.graph.read.naming import called, statement
+from fx_fuser.graph.read.nodes import (
+    argument_of,
+    body_of,
+    meta_tensor,
+    nodes_in,
+    storages,
+    writes_of,
+)
+from fx_fuser.graph.read.view import Region
 from fx_fuser.passes import attention, strides
 from fx_fuser.passes.attention import ATTENTIONS
 

@@ -37,8 +37,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser.graph.nodes import inputs_of, meta_tensor
-from fx_fuser.graph.source import called_name
+from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
+from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import binaries, limits
 from fx_fuser.options import EARLY_PASS, Options
 from fx_fuser.passes.products import GEMMS, call, each_pass, joint_uuid, warn_left

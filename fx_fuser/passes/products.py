@@ -34,7 +34,7 @@ from fx_fuser.anchors.linear import (
     split_gemm,
 )
 from fx_fuser.errors import BuildError
-from fx_fuser.graph.nodes import hint_of
+from fx_fuser.graph.read.nodes import hint_of
 from fx_fuser.native import binaries, launch, limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options

@@ -36,9 +36,9 @@ from fx_fuser.anchors.linear import (
     SPLIT_GEMM,
     asked_precision,
 )
-from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
-from fx_fuser.graph.sites import CONVOLUTIONS, GEMMS, Site
-from fx_fuser.graph.source import called_name
+from fx_fuser.graph.read.nodes import hint_of, inputs_of, meta_tensor
+from fx_fuser.graph.read.sites import CONVOLUTIONS, GEMMS, Site
+from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options

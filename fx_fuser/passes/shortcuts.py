@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from fx_fuser.graph.nodes import hint_of
+from fx_fuser.graph.read.nodes import hint_of
 
 _ALIKE = 0.01  # of a peak; weights are alive until their layers have run
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.nodes import inputs_of, meta_tensor, storages, writes_of
-from fx_fuser.graph.source import called_name
+from fx_fuser.graph.read.nodes import inputs_of, meta_tensor, storages, writes_of
+from fx_fuser.graph.read.source import called_name
 
 # Operations whose result has the same values whatever the strides of their first argument are. A
 # function of the user's by such a name counts as one that may write to it.

@@ -19,7 +19,7 @@ import torch
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.graph.match import Match
+from fx_fuser.graph.match.pattern import Match
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import calls

@@ -10,9 +10,9 @@ import torch
 
 from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.graph.epilogue import Epilogue
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.sites import Site
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.sites import Site
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options

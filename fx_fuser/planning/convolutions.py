@@ -12,8 +12,8 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT, FOLDED, may_be_tf32
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.native import limits
 from fx_fuser.options import Options
 from fx_fuser.planning import layout, rehearse

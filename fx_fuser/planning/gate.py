@@ -27,11 +27,11 @@ from torch.fx import Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
-from fx_fuser.graph.grow import Grown
-from fx_fuser.graph.match import Match, Refusal
-from fx_fuser.graph.reindex import PERMUTATIONS, REGROUPINGS
-from fx_fuser.graph.sites import ATTENTION, CONVOLUTIONS, GEMMS
-from fx_fuser.graph.source import called_name
+from fx_fuser.graph.match.grow import Grown
+from fx_fuser.graph.match.pattern import Match, Refusal
+from fx_fuser.graph.prepare.reindex import PERMUTATIONS, REGROUPINGS
+from fx_fuser.graph.read.sites import ATTENTION, CONVOLUTIONS, GEMMS
+from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options

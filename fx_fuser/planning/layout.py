@@ -18,9 +18,9 @@ from torch.fx import Graph, GraphModule
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.sites import Site, outermost
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.sites import Site, outermost
+from fx_fuser.graph.read.view import View
 from fx_fuser.options import Options
 
 log = logging.getLogger("fx_fuser.planning.layout")

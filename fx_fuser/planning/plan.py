@@ -45,8 +45,8 @@ from fx_fuser.anchors.conv2d import (
 )
 from fx_fuser.anchors.linear import DENSE, SPLIT
 from fx_fuser.errors import BuildError, OptionError
-from fx_fuser.graph.match import Fault, Match, Refusal
-from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.match.pattern import Fault, Match, Refusal
+from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import calls

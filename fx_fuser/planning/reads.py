@@ -20,8 +20,8 @@ from torch._inductor import config
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.options import Options
 
 THRESHOLD = "realize_reads_threshold"  # Inductor's setting

@@ -16,9 +16,9 @@ from torch.fx import Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import FOLDED, Conv2d, conv_tf32_allowed
 from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
-from fx_fuser.graph.grow import Grown
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import hint_of, meta_tensor
+from fx_fuser.graph.match.grow import Grown
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.nodes import hint_of, meta_tensor
 from fx_fuser.native import launch
 from fx_fuser.ops import folded as ops_folded
 from fx_fuser.ops.apply import travels_as_number

@@ -7,12 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
+from fx_fuser.report.contents import Contents, GraphReport, NodeReport, SiteReport
 from fx_fuser.report.traffic import Saved
-
-if TYPE_CHECKING:
-    from fx_fuser.report.report import GraphReport, NodeReport, Report, SiteReport
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _PAD = 240, 40, 24, 34, 10
 _SMALL = 80  # nodes of a graph that is drawn whole
@@ -65,7 +62,7 @@ class _Numbered:
         return "\n".join(t for t in (said, self.site.reason, self.site.help) if t)
 
 
-def html_of(report: Report) -> str:
+def html_of(report: Contents) -> str:
     """The page."""
     sites = [
         _Numbered(number, verdict, site)
@@ -93,7 +90,7 @@ def html_of(report: Report) -> str:
     )
 
 
-def _counts(report: Report) -> str:
+def _counts(report: Contents) -> str:
     native = sum(site.native for site in report.fused)
     matches = len(report.fused) - native
     parts = [f"{native} fused"] if native or not matches else []

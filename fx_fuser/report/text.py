@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-if TYPE_CHECKING:
-    from fx_fuser.report.report import Report, SiteReport
+from fx_fuser.report.contents import Contents, SiteReport, short_place
 
 WIDTH = 100
-PLACE = 40  # characters of a place, if the file's name allows
 _WHAT, _WHERE = 34, 48  # columns of the table; the verdict has what is left
 
 
-def report_text(report: Report) -> str:
+def report_text(report: Contents) -> str:
     """What `str()` of a report is."""
     if report.fused or report.refused:
         found = [_table(report.fused + report.refused)]
@@ -35,15 +31,6 @@ def said_of(site: SiteReport) -> str:
     if not site.reason:
         return f"{site.code} (ends {site.stop})" if site.stop else site.code
     return f"{site.reason}; to fuse it, {site.help}" if site.help else site.reason
-
-
-def short_place(where: str) -> str:
-    """The place as its last folders, in PLACE characters if the file's name allows: a name that
-    a column breaks in two is not found again."""
-    where = where.removeprefix(os.getcwd() + os.sep)
-    while len(where) > PLACE and os.sep in where.removeprefix("…" + os.sep):
-        where = f"…{os.sep}{where.removeprefix('…' + os.sep).split(os.sep, 1)[1]}"
-    return where
 
 
 def _table(sites: Iterable[SiteReport]) -> str:

@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import DIRECT
-from fx_fuser.graph import decompose
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import hint_of, inputs_of, meta_tensor
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.prepare import decompose
+from fx_fuser.graph.read.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.ops import apply, calls
 from fx_fuser.ops.calls import gradients_of, gradients_of_tensors, saves
 from fx_fuser.planning.plan import Plan

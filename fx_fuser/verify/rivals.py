@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
 from fx_fuser.anchors.conv2d import FOLDED
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.rewrite import Call
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.match.rewrite import Call
+from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.ops.library import argument_names
 from fx_fuser.verify.accuracy import (
     NEIGHBOURS,

@@ -24,9 +24,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from fx_fuser.errors import VerifyError
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import hint_of
-from fx_fuser.graph.rewrite import Call
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.match.rewrite import Call
+from fx_fuser.graph.read.nodes import hint_of
 from fx_fuser.verify import rivals
 from fx_fuser.verify.accuracy import Copier, same_random_state
 

@@ -4,72 +4,31 @@
         z = F.linear(x, weight, bias)
         return torch.sigmoid(z) * a * b
 
-It is traced once. `graph.sites` finds the anchor in the trace. What follows is the epilogue, an
-expression over z and the wildcards: parameters that are no operand of the anchor. If nothing
+It is traced once. `graph.read.sites` finds the anchor in the trace. What follows is the epilogue,
+an expression over z and the wildcards: parameters that are no operand of the anchor. If nothing
 follows, the pattern is the anchor alone. A pattern says what to look for; what is computed is what
-the user wrote there (`fx_fuser.graph.bind`).
+the user wrote there (`fx_fuser.graph.match.bind`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.fx
 from torch.fx import Node
 
 from fx_fuser.arguments import fault_of_call, shown
 from fx_fuser.errors import PatternError
-from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
-from fx_fuser.graph.decompose import decompose
 from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
-from fx_fuser.graph.sites import ANCHOR_NAMES, Site, outermost
-from fx_fuser.graph.view import View
-
-if TYPE_CHECKING:
-    from fx_fuser.graph.match import Match
+from fx_fuser.graph.match.pattern import Check, Pattern, size_of
+from fx_fuser.graph.prepare.decompose import decompose
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
+from fx_fuser.graph.read.sites import ANCHOR_NAMES, Site, outermost
+from fx_fuser.graph.read.view import View
 
 _MAX_NODES = 2 * MAX_STEPS
-Check = Callable[["Match"], "str | None"]
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What is searched for.
-
-    name: under which sites are counted, selected and reported.
-    kind: the anchor's kind, a name of `fx_fuser.graph.sites`' table.
-    epilogue: expression over `Z` and the wildcards, products and sums flattened; for matching.
-    wildcards: names in the order of the source's signature.
-    source: the function it was traced from; None of what is grown (`fx_fuser.graph.grow`).
-    check: further conditions on a match; returns why it must not be fused, or None.
-    """
-
-    name: str
-    kind: str
-    epilogue: Operand
-    wildcards: tuple[str, ...]
-    source: Callable[..., Any] | None
-    check: Check | None = None
-
-    @property
-    def is_grown(self) -> bool:
-        return self.source is None
-
-    @property
-    def size(self) -> int:
-        """Number of operations in the epilogue; larger patterns are tried first."""
-        return size_of(self.epilogue)
-
-
-def size_of(epilogue: Operand) -> int:
-    """Number of operations; n factors or terms are n - 1."""
-    if not isinstance(epilogue, Expr):
-        return 0
-    here = len(epilogue.args) - 1 if epilogue.op in ("add", "mul") else 1
-    return here + sum(map(size_of, epilogue.args))
 
 
 def flatten(expr: Operand) -> Operand:

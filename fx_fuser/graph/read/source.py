@@ -11,6 +11,7 @@ import functools
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -50,6 +51,16 @@ class Source:
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
+@dataclass(frozen=True)
+class End:
+    """Where Dynamo ended a graph. breaks: the rest of the function is in another graph."""
+
+    breaks: bool
+    place: str
+    code: str = ""
+    why: str = ""
+
+
 def source_of(node: Node) -> Source | None:
     """The innermost frame that Dynamo recorded for the node, or None."""
     trace = node.meta.get("stack_trace") or ""
@@ -66,6 +77,19 @@ def source_of(node: Node) -> Source | None:
         fitting = tuple(t for t in fitting if len(t) == len(mark[0])) or fitting
     text = fitting[_nth_at(node, trace) % len(fitting)] if fitting else ""
     return Source(found["file"], int(found["line"]), code, text)
+
+
+def end_of(gm: Any) -> End | None:
+    """How the graph Dynamo recorded ends, or None where that is not known."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    if frame.filename.startswith("<"):  # the code of a GraphModule, say of an exported program
+        return None
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    why = str(reason.reason).partition("\n")[0] if reason.graph_break else ""
+    return End(bool(reason.graph_break), place, (frame.line or "").strip(), why)
 
 
 def op_of(node: Node) -> str:

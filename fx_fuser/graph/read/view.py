@@ -11,18 +11,14 @@ import functools
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.canonical import Expr, Unsupported, meaning, rule_of
-from fx_fuser.graph.nodes import called_in_place, input_of, inputs_of, storages, writes_of
-from fx_fuser.graph.source import op_of
-
-if TYPE_CHECKING:
-    from fx_fuser.graph.naming import End
-
+from fx_fuser.graph.read.canonical import Expr, Unsupported, meaning, rule_of
+from fx_fuser.graph.read.nodes import called_in_place, input_of, inputs_of, storages, writes_of
+from fx_fuser.graph.read.source import End, op_of
 
 # In the meta of a module that `fuse_exported` rewrites: may a fused op run on a CPU?
 EXPORTED = "fx_fuser_exported"

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.aten import drop_proven_checks
-from fx_fuser.graph.decompose import decompose, recompose
-from fx_fuser.graph.localize import localize
-from fx_fuser.graph.metadata import reread
-from fx_fuser.graph.sink import sink
+from fx_fuser.graph.prepare.decompose import decompose, recompose
+from fx_fuser.graph.prepare.localize import localize
+from fx_fuser.graph.prepare.metadata import reread
+from fx_fuser.graph.prepare.sink import sink
+from fx_fuser.graph.read.aten import drop_proven_checks
 
 
 class Prepared:

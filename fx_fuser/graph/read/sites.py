@@ -9,7 +9,7 @@
 | `conv2d_batchnorm` | F.batch_norm(F.conv2d(x, weight, bias), …)                |
 
 A pattern's trace has no shapes: there `x @ w` is a `matmul`, and a pattern for batched gemms says
-torch.bmm. `fx_fuser.graph.decompose` runs before, so that the gemm of a baddbmm, of an addmm with
+torch.bmm. `graph.prepare.decompose` runs before, so that the gemm of a baddbmm, of an addmm with
 factors or another addend than a bias, and of an einsum is a node.
 
 The names of a site's operands are those of the anchor's op schema in `fx_fuser.anchors`.
@@ -23,10 +23,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from fx_fuser.graph.canonical import Expr, Operand
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.source import called_name
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read.canonical import Expr, Operand
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.source import called_name
+from fx_fuser.graph.read.view import View
 
 # Names of functions that multiply and sum.
 GEMMS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
@@ -39,7 +39,7 @@ _BY_GROUP = {"grouped_mm", "_grouped_mm", "_scaled_mm"}
 _PRODUCTS = GEMMS | CONVOLUTIONS | _TRANSPOSED | {ATTENTION, *_OTHERS.split()} | _BY_GROUP
 
 # Names of anchors' operands, leaves and results. Values are looked up by name, so a pattern's
-# wildcards must not have these (`graph.pattern` renames those that do).
+# wildcards must not have these (`graph.match.trace` renames those that do).
 ANCHOR_NAMES = frozenset(
     "x weight bias running_mean running_var gamma beta c mean var eps out".split()  # noqa: SIM905
 )

@@ -23,10 +23,10 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from fx_fuser.graph.aten import aten, by_name, lookup
-from fx_fuser.graph.canonical import is_number
-from fx_fuser.graph.einsum import Gemm, classify
-from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.read.aten import aten, by_name, lookup
+from fx_fuser.graph.read.canonical import is_number
+from fx_fuser.graph.read.einsum import Gemm, classify
+from fx_fuser.graph.read.nodes import meta_tensor
 
 _KEY, _PAIR = "fx_fuser_decomposed", "fx_fuser_pair"
 _AS_WRITTEN = ("op", "target", "args", "kwargs")
@@ -140,7 +140,7 @@ def _addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
 ) -> tuple[Any, ...] | None:
     if beta == 1 and alpha == 1 and _may_be_bias(input):
-        return None  # `fx_fuser.graph.sites` reads it as it is
+        return None  # `fx_fuser.graph.read.sites` reads it as it is
     return _scaled_sum(torch.mm, input, mat1, mat2, beta, alpha)
 
 

@@ -11,25 +11,23 @@ The work at a site is bounded, whatever the graph: see `MAX_WORK`.
 
 from __future__ import annotations
 
-import bisect
 import collections
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
-from fx_fuser.graph.bind import Bound, bind, scalar_behind
-from fx_fuser.graph.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.epilogue import OPS, Z
-from fx_fuser.graph.naming import at, called
-from fx_fuser.graph.nodes import meta_tensor, storages
-from fx_fuser.graph.pattern import Pattern
-from fx_fuser.graph.sites import Site, site_at
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.bind import scalar_behind
+from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
+from fx_fuser.graph.read.naming import at, called
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.sites import Site, site_at
+from fx_fuser.graph.read.view import View
 from fx_fuser.native.kernel_spec import MAX_NUMBERS
 
 _MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": sum, "mul": math.prod}
@@ -52,96 +50,6 @@ class Work:
         self.left -= 1
         if self.left < 0:
             raise TooMuchWorkError
-
-
-@dataclass(frozen=True)
-class Match:
-    """One place where a pattern fits.
-
-    root: the last matched node, whose value the fused op replaces. nodes: all matched nodes.
-    wildcards: name → `Z`, a number, or the node of a tensor; several numbers matched to one are
-    their sum or product. They tell the user what was found; what is computed is `bound`.
-    view: the reading of its graph.
-    """
-
-    pattern: Pattern
-    site: Site
-    root: Node
-    nodes: frozenset[Node]
-    wildcards: dict[str, Operand]
-    view: View = field(repr=False)
-
-    @functools.cached_property
-    def bound(self) -> Bound:
-        """What is computed after the anchor. Raises Unsupported: see `fx_fuser.graph.bind`."""
-        return bind(self.view, self.site, self.nodes)
-
-    @property
-    def operands(self) -> tuple[Node, ...]:
-        """Every tensor the fused op reads."""
-        operands = [o for o in self.site.operands.values() if o is not None]
-        return tuple(dict.fromkeys([*operands, *self.bound.tensors]))
-
-    def written_after(self, operands: Sequence[Node] | None = None) -> tuple[Node, Node] | None:
-        """The last node after the match that may write to memory of these operands, by default of
-        any, and what it writes."""
-        view = self.view
-        memory = storages(self.operands if operands is None else operands)
-        last = max((i for m in memory for i in view.written_at.get(m, ())[-1:]), default=0)
-        if last <= view.order[self.root]:
-            return None
-        node = view.nodes[last]
-        return node, next(w for w in view.writers[node] if storages((w,)) & memory)
-
-    @property
-    def first(self) -> Node:
-        return min(self.nodes, key=self.view.order.__getitem__)
-
-    def between(
-        self, places: Sequence[int], start: Node | None = None, most: int | None = None
-    ) -> list[Node]:
-        """The unmatched nodes among these places that run between the first matched node (or
-        `start`) and the last. At most `most` of them, and as many as are matched, are looked at."""
-        order, nodes = self.view.order, self.view.nodes
-        begin = bisect.bisect_right(places, order[start or self.first])
-        end = bisect.bisect_left(places, order[self.root])
-        if most is not None:
-            end = min(end, begin + most + len(self.nodes))
-        return [n for n in map(nodes.__getitem__, places[begin:end]) if n not in self.nodes]
-
-
-class Fault(NamedTuple):
-    """Why a match must not be fused. help: an edit of the model after which it may be, if any."""
-
-    node: Node
-    reason: str
-    help: str = ""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a pattern was not fused at a site. Falsy.
-
-    node: the one at fault. nodes: all that were found of the pattern, with the anchor. missing: how
-    many operations to add, change or drop until it fits; 0 if something else is in the way.
-    failed: fx_fuser itself failed, with that reason.
-    """
-
-    pattern: Pattern
-    site: Site
-    node: Node
-    reason: str
-    help: str = ""
-    nodes: frozenset[Node] = frozenset()
-    missing: int = 0
-    failed: bool = False
-
-    @classmethod
-    def of(cls, match: Match, fault: Fault, missing: int = 0) -> Refusal:
-        return cls(match.pattern, match.site, *fault, match.nodes, missing)
-
-    def __bool__(self) -> bool:
-        return False
 
 
 CheckAll = Callable[[Match], "Fault | None"]
@@ -348,7 +256,7 @@ def find(
 
     check: match → why it must not be fused.
     Returns a Refusal if a pattern fits but must not be fused, None if none fits (see
-    `graph.near_misses`).
+    `graph.match.near_misses`).
     """
     site = site_at(view, node)
     fitting = [] if site is None else [p for p in patterns if p.kind == site.kind]

@@ -215,7 +215,7 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     target = node.target
     if node.op != "call_function":
         return inputs_of(node)
-    if getattr(target, "writes_nothing", False) is True:  # of `graph.localize`
+    if getattr(target, "writes_nothing", False) is True:  # of `graph.prepare.localize`
         return ()
     if target in (getattr, abs) or getattr(target, "__module__", None) in ("_operator", "math"):
         changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)

@@ -17,11 +17,11 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.nodes import argument_of, as_written, meta_tensor
-from fx_fuser.graph.reindex import is_view
-from fx_fuser.graph.sites import Site, site_at
-from fx_fuser.graph.source import called_name
-from fx_fuser.graph.view import View
+from fx_fuser.graph.prepare.reindex import is_view
+from fx_fuser.graph.read.nodes import argument_of, as_written, meta_tensor
+from fx_fuser.graph.read.sites import Site, site_at
+from fx_fuser.graph.read.source import called_name
+from fx_fuser.graph.read.view import View
 
 _NEW = frozenset("new_ones new_zeros new_full new_empty".split())  # noqa: SIM905
 _LIKE = {f"{name}_like": f"new_{name}" for name in ("ones", "zeros", "full", "empty")}

@@ -19,11 +19,11 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.naming import called
-from fx_fuser.graph.nodes import called_in_place, inputs_of, is_dtensor, meta_tensor, storages
-from fx_fuser.graph.sites import site_at
-from fx_fuser.graph.source import op_of
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read.naming import called
+from fx_fuser.graph.read.nodes import called_in_place, inputs_of, is_dtensor, meta_tensor, storages
+from fx_fuser.graph.read.sites import site_at
+from fx_fuser.graph.read.source import op_of
+from fx_fuser.graph.read.view import View
 
 Placements = tuple[Any, ...]  # one a dimension of the mesh
 Operands = Mapping[str, tuple["Node | None", Any]]  # name → node and DTensor, or two None

@@ -19,8 +19,8 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.nodes import inputs_of, meta_tensor
-from fx_fuser.graph.source import called_name
+from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
+from fx_fuser.graph.read.source import called_name
 
 Size = int | torch.SymInt
 Group = tuple[tuple[Size, ...], tuple[Size, ...]]

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from fx_fuser.graph.canonical import Expr, Operand, Unsupported, is_number
 from fx_fuser.graph.epilogue import COMMUTATIVE, OPS, Epilogue, Step
-from fx_fuser.graph.nodes import meta_tensor
-from fx_fuser.graph.sites import Site
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read.canonical import Expr, Operand, Unsupported, is_number
+from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.sites import Site
+from fx_fuser.graph.read.view import View
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,15 @@ FX calls a value `mul_3`; the user wrote `r = z * s`.
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fx_fuser.graph.canonical import Arg, Expr, Operand
-from fx_fuser.graph.source import op_of, source_of
-from fx_fuser.graph.view import View
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand
+from fx_fuser.graph.read.source import op_of, source_of
+from fx_fuser.graph.read.view import View
 
 SHARD_OF = "fx_fuser_shard_of"  # in the meta of a DTensor's local shard: the node of the DTensor
 _LONGEST = 48  # of what is quoted
@@ -97,16 +95,6 @@ def infix(expr: Operand, inside: str = "") -> str:
     return f"({text})" if inside == "div" or (inside == "mul" and expr.op != "mul") else text
 
 
-@dataclass(frozen=True)
-class End:
-    """Where Dynamo ended a graph. breaks: the rest of the function is in another graph."""
-
-    breaks: bool
-    place: str
-    code: str = ""
-    why: str = ""
-
-
 def returned(view: View) -> str:
     """Why a value leaves the graph: the user returns it, or needs it after a graph break."""
     end = view.end
@@ -123,19 +111,6 @@ def without_break(view: View) -> str:
     if view.end is not None and view.end.breaks and view.end.code.startswith("print("):
         return "put the print under `if not torch.compiler.is_compiling():`"
     return ""
-
-
-def end_of(gm: Any) -> End | None:
-    """How the graph Dynamo recorded ends, or None where that is not known."""
-    reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.user_stack:
-        return None
-    frame = reason.user_stack[-1]
-    if frame.filename.startswith("<"):  # the code of a GraphModule, say of an exported program
-        return None
-    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    why = str(reason.reason).partition("\n")[0] if reason.graph_break else ""
-    return End(bool(reason.graph_break), place, (frame.line or "").strip(), why)
 
 
 def shape_of(value: Any) -> str:

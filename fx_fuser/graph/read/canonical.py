@@ -5,7 +5,7 @@ Dynamo records what the user typed: `operator.mul`, `torch.multiply`, `Tensor.mu
 nodes and numbers:
 
 `View.written`  what is computed: the user's own op under one name. `F.silu(z)` is `silu(z)`,
-                `torch.sub(x, y)` is `sub(x, y)`. `fx_fuser.graph.bind` makes epilogues of these.
+                `torch.sub(x, y)` is `sub(x, y)`. `graph.match.bind` makes epilogues of these.
 `View.canonical`    what it means as sums and products, for matching alone: `silu(z)` is
                 `mul(z, sigmoid(z))`, `sub(x, y)` is `add(x, mul(y, -1))`. Nothing is computed from
                 it: floating point has no such algebra.
@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph import aten, einsum
-from fx_fuser.graph.expr import Arg, Expr, Operand, Unsupported, is_number
-from fx_fuser.graph.functions import FUNCTIONS, numbers, unary
-from fx_fuser.graph.nodes import in_place_name, meta_tensor
+from fx_fuser.graph.read import aten, einsum
+from fx_fuser.graph.read.expr import Arg, Expr, Operand, Unsupported, is_number
+from fx_fuser.graph.read.functions import FUNCTIONS, numbers, unary
+from fx_fuser.graph.read.nodes import in_place_name, meta_tensor
 
 __all__ = ["Arg", "Expr", "Operand", "Unsupported", "is_number", "meaning", "rule_of"]
 

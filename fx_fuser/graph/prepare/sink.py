@@ -4,7 +4,7 @@
     y = sigmoid(h) * t                                  →    y = (sigmoid(z) * t')
                                                              y.view(B, T, H, D).transpose(1, 2)
 
-where t' is t, seen through the views' inverse (`graph.reindex`). So the tail follows its anchor
+where t' is t, seen through the views' inverse (`prepare.reindex`). So the tail follows its anchor
 with nothing in between, and is matched, grown, checked and fused like any other. This edits the
 copy of the graph that is searched. What is not fused is put back as the user wrote it.
 
@@ -26,13 +26,21 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fx_fuser.graph.canonical import Expr
-from fx_fuser.graph.decompose import is_decomposed
 from fx_fuser.graph.epilogue import OPS
-from fx_fuser.graph.nodes import meta_tensor, storages
-from fx_fuser.graph.reindex import Call, Step, inverse, is_view, same_sizes, same_steps, step_of
-from fx_fuser.graph.sites import site_at
-from fx_fuser.graph.view import View
+from fx_fuser.graph.prepare.decompose import is_decomposed
+from fx_fuser.graph.prepare.reindex import (
+    Call,
+    Step,
+    inverse,
+    is_view,
+    same_sizes,
+    same_steps,
+    step_of,
+)
+from fx_fuser.graph.read.canonical import Expr
+from fx_fuser.graph.read.nodes import meta_tensor, storages
+from fx_fuser.graph.read.sites import site_at
+from fx_fuser.graph.read.view import View
 
 
 @dataclass(frozen=True)

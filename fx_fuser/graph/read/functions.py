@@ -1,6 +1,6 @@
 """How a call of an activation or an elementary function becomes an expression: `FUNCTIONS`.
 
-For `fx_fuser.graph.canonical`, whose table they are part of.
+For `fx_fuser.graph.read.canonical`, whose table they are part of.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fx_fuser.graph.expr import Expr, Unsupported, is_number
+from fx_fuser.graph.read.expr import Expr, Unsupported, is_number
 
 
 def unary(op: str) -> Callable[..., Expr]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch.fx import Graph, GraphModule, Node
 
-from fx_fuser.graph.nodes import TRANSPARENT
+from fx_fuser.graph.read.nodes import TRANSPARENT
 
 
 def bodies(gm: GraphModule) -> Iterator[GraphModule]:

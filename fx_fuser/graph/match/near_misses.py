@@ -17,15 +17,11 @@ from dataclasses import replace
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.canonical import Expr, Operand
 from fx_fuser.graph.epilogue import OPS, Z
-from fx_fuser.graph.match import (
+from fx_fuser.graph.match.match import (
     MAX_WORK,
     Binding,
     CheckAll,
-    Fault,
-    Match,
-    Refusal,
     TooMuchWorkError,
     Unifier,
     Work,
@@ -33,13 +29,14 @@ from fx_fuser.graph.match import (
     fits,
     reads_itself,
 )
-from fx_fuser.graph.naming import at, called, infix, returned, without_break
-from fx_fuser.graph.nodes import inputs_of, meta_tensor, writes_of
-from fx_fuser.graph.pattern import Pattern, size_of
-from fx_fuser.graph.reindex import is_view
-from fx_fuser.graph.sites import Site, site_at
-from fx_fuser.graph.source import op_of
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal, size_of
+from fx_fuser.graph.prepare.reindex import is_view
+from fx_fuser.graph.read.canonical import Expr, Operand
+from fx_fuser.graph.read.naming import at, called, infix, returned, without_break
+from fx_fuser.graph.read.nodes import inputs_of, meta_tensor, writes_of
+from fx_fuser.graph.read.sites import Site, site_at
+from fx_fuser.graph.read.source import op_of
+from fx_fuser.graph.read.view import View
 
 _WORK = 2 * MAX_WORK
 _REACH = 12  # nodes after the anchor, of which one may be off

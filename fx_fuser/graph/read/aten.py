@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.expr import Expr, Unsupported
-from fx_fuser.graph.nodes import meta_tensor
+from fx_fuser.graph.read.expr import Expr, Unsupported
+from fx_fuser.graph.read.nodes import meta_tensor
 
 aten = torch.ops.aten
 

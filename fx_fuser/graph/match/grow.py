@@ -3,8 +3,8 @@
 The tail is the largest region of epilogue operations behind the anchor's value z that ends in one
 value, which post-dominates z: every reader of z, and of what is computed from z, leads to it. A
 reduction, an output or any other operation ends the growth; views were moved out of its way
-(`graph.sink`). If a check of `ops.checks` refuses a region, the next smaller one is tried. The
-smallest is z alone: a faster gemm or convolution, and no more.
+(`graph.prepare.sink`). If a check of `ops.checks` refuses a region, the next smaller one is tried.
+The smallest is z alone: a faster gemm or convolution, and no more.
 
 A grown match is a `Match` of a pattern that nobody wrote, `auto_<anchor>`. After matching it is
 treated like any other. `planning.gate` decides whether the tail, or z alone, is worth a kernel.
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fx_fuser.graph.bind import Bound
-from fx_fuser.graph.canonical import Operand
 from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
-from fx_fuser.graph.match import CheckAll, Fault, Match, Refusal
-from fx_fuser.graph.naming import statement
-from fx_fuser.graph.pattern import Pattern
-from fx_fuser.graph.reindex import is_view
-from fx_fuser.graph.sites import Site
-from fx_fuser.graph.view import View
+from fx_fuser.graph.match.bind import Bound
+from fx_fuser.graph.match.match import CheckAll
+from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal
+from fx_fuser.graph.prepare.reindex import is_view
+from fx_fuser.graph.read.canonical import Operand
+from fx_fuser.graph.read.naming import statement
+from fx_fuser.graph.read.sites import Site
+from fx_fuser.graph.read.view import View
 
 AUTO = "auto_"  # and the anchor's kind: the names under which grown tails are counted
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fx_fuser.graph.naming import SHARD_OF
-from fx_fuser.graph.nodes import as_written, is_dtensor, meta_tensor
-from fx_fuser.graph.sharding import Finder, Local, Placements
-from fx_fuser.graph.view import View
+from fx_fuser.graph.prepare.sharding import Finder, Local, Placements
+from fx_fuser.graph.read.naming import SHARD_OF
+from fx_fuser.graph.read.nodes import as_written, is_dtensor, meta_tensor
+from fx_fuser.graph.read.view import View
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 

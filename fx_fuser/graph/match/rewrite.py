@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.match import Match
-from fx_fuser.graph.nodes import inputs_of
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.nodes import inputs_of
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -21,7 +21,7 @@ class Call:
     """The call to put in: a function of graph values that returns tensors, the result first.
 
     results: nodes whose tensors receive the further outputs, in order, by `copy_`.
-    items: see `fx_fuser.graph.bind.Bound`.
+    items: see `fx_fuser.graph.match.bind.Bound`.
     """
 
     target: Callable[..., Any]

@@ -1,0 +1,194 @@
+"""What a report says, as values, and the sentences about all its sites together."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fx_fuser.passes.masks import FORM, FORMULA
+from fx_fuser.report.header import Header
+from fx_fuser.report.traffic import Saved, text_of
+
+PLACE = 40  # characters of a place, if the file's name allows
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One place in the user's model.
+
+    pattern, op: names of the pattern and of the op that runs it. where: "file:line" of the user's
+    source, code: that line; of the last operation if fused, of what stands in the way if not.
+    shapes, dtypes, operands: operand → sizes, dtype and what the source calls it, as text. dtype:
+    of the result (of z, if refused). reason: why it is not fused; empty if it is. help: an edit
+    after which it would be, where one is known. kernel: what runs, with what was measured. stop:
+    where a tail that was grown ends, and why; empty where nothing follows it.
+    anchor: "file:line" of the Linear or convolution. graph: index in `Report.graphs`, nodes: names
+    in it. missing: operations to add, change or drop until the pattern fits; 0 if it fits and
+    something else is in the way. native: does an op of fx_fuser's run it? Not on a CPU, where a
+    named pattern that is found becomes plain operations again. bytes_saved, launches_saved, kept
+    (for backward: node → bytes): see `fx_fuser.report.traffic`; None if sizes are unknown, or
+    nothing of fx_fuser's runs.
+    """
+
+    pattern: str
+    op: str
+    where: str
+    code: str
+    shapes: dict[str, str]
+    dtype: str
+    reason: str = ""
+    kernel: str = ""
+    help: str = ""
+    anchor: str = ""
+    operands: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    graph: int = 0
+    nodes: list[str] = field(default_factory=list)
+    missing: int = 0
+    bytes_saved: int | None = None
+    launches_saved: int | None = None
+    kept: dict[str, int] | None = None
+    stop: str = ""
+    native: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        if self.reason:
+            return "refused"
+        return "fused" if self.native else "match"
+
+    @property
+    def bytes_kept(self) -> int | None:
+        """Bytes at most, from forward to backward, without parameters."""
+        return None if self.kept is None else sum(self.kept.values())
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """An attention, or its mask. done, reason: as of `fx_fuser.passes.masks.Mask`."""
+
+    where: str
+    code: str
+    done: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LeftReport:
+    """An anchor at which no pattern begins, or a product that is no anchor. kind: "Linear" or
+    "conv1d", say. follows: what reads its value. reason: why no fused kernel may gain there; empty
+    if tails are not grown. where, code: as in SiteReport."""
+
+    kind: str
+    follows: str
+    reason: str
+    where: str
+    code: str
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One node of a graph. kind: what FX calls its op; label: in the user's words; value: dtype and
+    sizes; inputs: names of nodes."""
+
+    name: str
+    kind: str
+    op: str
+    label: str
+    where: str
+    code: str
+    value: str
+    inputs: list[str]
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph that Dynamo recorded. ends: why the function goes on in another one, if it does."""
+
+    nodes: list[NodeReport]
+    ends: str = ""
+
+
+@dataclass
+class Contents:
+    """The sites of one or several graphs.
+
+    fused: in the order of the graphs; on a CPU the named patterns that are found there, at which
+    nothing of fx_fuser's runs (`SiteReport.native`). refused: the near misses, the nearest first.
+    others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
+    of attention. graphs and header: filled by `explain` only.
+    """
+
+    fused: list[SiteReport] = field(default_factory=list)
+    refused: list[SiteReport] = field(default_factory=list)
+    others: dict[str, int] = field(default_factory=dict)
+    graphs: list[GraphReport] = field(default_factory=list)
+    masks: list[MaskReport] = field(default_factory=list)
+    left: list[LeftReport] = field(default_factory=list)
+    header: Header | None = None
+
+    @property
+    def summary(self) -> str:
+        """One line on the anchors that are not near, or nothing."""
+        count = sum(self.others.values())
+        if not count:
+            return ""
+        other = "other " if self.fused or self.refused else ""
+        kinds = " and ".join(sorted(self.others, reverse=True))
+        sites = "site is" if count == 1 else "sites are"
+        return f"{count} {other}{kinds} {sites} followed by nothing a pattern has"
+
+    @property
+    def leftovers(self) -> str:
+        """A line for all anchors of one kind that the same follows, with the first of them."""
+        groups: dict[tuple[str, str, str], list[LeftReport]] = {}
+        for site in self.left:
+            groups.setdefault((site.kind, site.follows, site.reason), []).append(site)
+        return "\n".join(
+            f"  {len(sites)} × {kind}, followed by {follows}{f': {reason}' if reason else ''}"
+            + (f"; say {short_place(sites[0].where)} `{sites[0].code}`" if sites[0].code else "")
+            for (kind, follows, reason), sites in groups.items()
+        )
+
+    @property
+    def attention(self) -> str:
+        """A line for each attention and each mask that was examined; equal ones share a line."""
+        count = Counter(self.masks)
+        said = {
+            "causal": "mask of attention at {} is causal, and not read any more",
+            "open": "mask of attention at {} hides nothing, and is not read any more",
+            "": "mask of attention at {} stays: {}",
+            FORM: "attention at {} is rewritten for a fused kernel: {}",
+            FORMULA: "attention at {} is computed by its formula, for no fused kernel takes it: {}",
+        }
+        return "\n".join(
+            said[mask.done].format(f"{mask.where}{f' ×{n}' if n > 1 else ''}", mask.reason)
+            for mask, n in count.items()
+        )
+
+    @property
+    def saving(self) -> str:
+        """What all sites that fx_fuser runs save together, in one forward call."""
+        sites = [s for s in self.fused if s.native]
+        if not sites or any(s.bytes_saved is None for s in sites):
+            return ""
+        count = sum(s.bytes_saved or 0 for s in sites)
+        launches = sum(s.launches_saved or 0 for s in sites)
+        return f"saved in a forward pass, against op by op: {Saved(count, launches)}"
+
+    @property
+    def keeping(self) -> str:
+        """What all fused sites keep together for backward; a tensor that several keep is one."""
+        kept = {(s.graph, name): n for s in self.fused for name, n in (s.kept or {}).items()}
+        return f"kept for the backward pass: {text_of(sum(kept.values()))}" if kept else ""
+
+
+def short_place(where: str) -> str:
+    """The place as its last folders, in PLACE characters if the file's name allows: a name that
+    a column breaks in two is not found again."""
+    where = where.removeprefix(os.getcwd() + os.sep)
+    while len(where) > PLACE and os.sep in where.removeprefix("…" + os.sep):
+        where = f"…{os.sep}{where.removeprefix('…' + os.sep).split(os.sep, 1)[1]}"
+    return where
