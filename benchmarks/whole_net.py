@@ -17,7 +17,7 @@ from benchmarks import gpu_kinds, harness, measure
 from benchmarks.big_nets import Batch, BigNet
 from benchmarks.measure import Machine
 from benchmarks.run import System
-from fx_fuser.verify.accuracy import Copier, Observed, compare
+from fx_fuser.verify.accuracy import Copier, Observed, compare, errors_of
 
 PRECISIONS = {"highest": "fp32", "high": "tf32"}  # of `set_float32_matmul_precision`
 
@@ -147,7 +147,8 @@ def judge(
     if faults:
         result["faults"] = [f"{len(faults)} in all", *faults[:5]]
         if inductor is not None:
-            result["as_inductor"] = not compare(found, eager, exact, peers=[inductor])
+            peers = [errors_of(inductor, exact)]
+            result["as_inductor"] = not compare(found, eager, exact, peers=peers)
 
 
 class Bench:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_fuser.graph.epilogue import ANCHOR_DTYPES, OPS, Epilogue, Step
+from fx_fuser.graph.epilogue import ANCHOR_DTYPES, Epilogue, Step
+from fx_fuser.graph.read.operations import OPS
 
 # op → how many values it takes. A letter is what one may be: v any, s a number, none left out.
 FORMS: dict[str, tuple[str, ...]] = {

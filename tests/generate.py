@@ -28,7 +28,7 @@ from writer import Draw, NoSpelling
 import fx_fuser
 from fx_fuser.graph.match.pattern import Pattern
 from fx_fuser.testing import neighbour, observe
-from fx_fuser.verify.accuracy import PROMISED, compare
+from fx_fuser.verify.accuracy import PROMISED, compare, errors_of
 
 # Named patterns alone: what is expected says which of those fit.
 OPTIONS = {
@@ -102,11 +102,9 @@ def check(program: Program, device: str = "cpu") -> tuple[str, str] | None:
     bound, eps = (_MIXED, torch.finfo(torch.bfloat16).eps) if narrow else (PROMISED, 0.0)
     faults = compare(found, eager, exact, bound)
     if faults and all(": error" in f for f in faults):
-        peers = [
-            neighbour(model, inputs, train, eager, torch.Generator().manual_seed(seed), eps)
-            for seed in range(PEERS)
-        ]
-        faults = compare(found, eager, exact, bound, peers)
+        generators = (torch.Generator().manual_seed(seed) for seed in range(PEERS))
+        peers = (neighbour(model, inputs, train, eager, g, eps) for g in generators)
+        faults = compare(found, eager, exact, bound, [errors_of(peer, exact) for peer in peers])
     return ("numbers", "\n".join(faults)) if faults else None
 
 

@@ -105,7 +105,7 @@ CONDITIONS = (
     ),
     Mutant(
         "writes: out=", "graph/read/nodes.py",
-        'written = list(nodes_in(node.kwargs.get("out")))', "written: list[Node] = []",
+        'written = [node.kwargs.get("out")]', "written: list[Any] = []",
         (f"{BETWEEN}[out-intermediate]",),
     ),
     Mutant(
@@ -121,14 +121,13 @@ CONDITIONS = (
     ),
     Mutant(
         "writes: unknown functions", "graph/read/nodes.py",
-        "not _is_torch_function(target):\n        return inputs_of(node)",
+        "not _is_torch_function(target):\n        return None",
         "not _is_torch_function(target):\n        return ()",
         (f"{WRITES}::test_operand_written_by_unknown_function",),
     ),
     Mutant(
         "writes: bodies of higher-order operators", "graph/read/nodes.py",
-        "            return ()\n        return inputs_of(node)",
-        "            return ()\n        return ()",
+        "return () if unwritten else None", "return ()",
         (f"{WRITES}::test_operand_given_to_higher_order_op",),
     ),
     Mutant(

@@ -19,7 +19,8 @@ from epilogues import ATTRS, FORMS, every_step
 from toolchains import needs_compilers
 from torch import Tensor
 
-from fx_fuser.graph.epilogue import OPS, Epilogue, Step, evaluate, kernel_spec
+from fx_fuser.graph.epilogue import Epilogue, Step, evaluate, kernel_spec
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.native import binaries, launch, load
 from fx_fuser.native.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import registry
-from fx_fuser.graph.epilogue import OPS
 from fx_fuser.graph.read import canonical
 from fx_fuser.graph.read.canonical import rule_of
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.view import View
 
 Tail = Callable[[Tensor], Tensor]

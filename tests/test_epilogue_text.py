@@ -18,7 +18,6 @@ from torch import Tensor
 import fx_fuser
 from fx_fuser import registry
 from fx_fuser.graph.epilogue import (
-    OPS,
     Epilogue,
     Step,
     evaluate,
@@ -27,6 +26,7 @@ from fx_fuser.graph.epilogue import (
     parse,
     read_by_derivative,
 )
+from fx_fuser.graph.read.operations import OPS
 
 # ---- text ------------------------------------------------------------------------------------
 

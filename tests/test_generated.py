@@ -16,7 +16,7 @@ from writer import Draw, NoSpelling
 
 import fx_fuser
 from fx_fuser import registry
-from fx_fuser.graph.epilogue import OPS
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.ops import checks
 
 SECONDS = 3  # a test; there are four

@@ -29,8 +29,9 @@ from value_tail import _ROUNDINGS, left_range, met_zero, of_linear_tail
 from value_writer import NothingToWrite
 
 from fx_fuser.errors import BuildError
-from fx_fuser.graph.epilogue import OPS, Epilogue, Step
+from fx_fuser.graph.epilogue import Epilogue, Step
 from fx_fuser.graph.match import bind, pattern
+from fx_fuser.graph.read.operations import OPS
 
 PROGRAMS = 200  # of a test: as many on a busy machine as on a quiet one
 SECONDS = 60  # it is given up after

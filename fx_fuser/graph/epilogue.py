@@ -9,181 +9,26 @@ steps, z is. Steps are the user's own operations in the user's order. Nothing is
 or reassociated, since floating point has no such algebra (`fx_fuser.graph.match.bind`).
 
 The text above, with "; " for line ends, is an argument of the ops, so nothing below the matcher
-knows a pattern. The table `OPS` implements each op twice: in torch (the CPU kernel, the reference
-of the tests and, by `torch.autograd.grad`, the pointwise backward) and as CUDA text
-(`kernels_cu/common/epilogue_math.cuh`).
+knows a pattern. `fx_fuser.graph.read.operations` says what each operation is.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
-import math
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from fx_fuser.graph.read.canonical import Arg
-from fx_fuser.native.kernel_spec import CUDA_TYPES, POINTWISE, Family, KernelSpec
+from fx_fuser.graph.read.expr import Arg
+from fx_fuser.graph.read.operations import ALL_OPS, OPS
+from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
 Z = Arg("z")
 ANCHOR_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MAX_STEPS = 64  # of an epilogue: bounds a kernel's registers and compile time
-
-
-# ---- the ops --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Op:
-    """One op: `torch(*args, **attrs)` on tensors and numbers, `cuda(*texts, **attrs)` on text.
-
-    reads: (place of an argument, count) → places of the arguments that its derivative reads.
-    takes: how many arguments there may be. attrs: names of its attributes.
-    """
-
-    torch: Callable[..., Any]
-    cuda: Callable[..., str]
-    reads: Callable[[int, int], Sequence[int]] = lambda place, count: range(count)
-    takes: tuple[int, ...] = (1,)
-    attrs: tuple[str, ...] = ()
-
-
-def _call(name: str) -> Callable[..., str]:
-    return lambda *args, **attrs: _called(name, *args, *map(_literal, attrs.values()))
-
-
-def _called(name: str, *args: str) -> str:
-    return f"math::{name}({', '.join(args)})"
-
-
-def _unary(name: str, *attrs: str) -> Op:
-    """torch's and CUDA's function of this name; attributes are literals in the kernel's text."""
-    return Op(getattr(torch if hasattr(torch, name) else F, name), _call(name), attrs=attrs)
-
-
-def _none(place: int, count: int) -> Sequence[int]:
-    return ()
-
-
-def _factor_of(scaled: int) -> Callable[[int, int], Sequence[int]]:
-    """x ± factor · y: the derivative by y, the argument at place `scaled`, reads the factor."""
-    return lambda place, count: (2,) if place == scaled and count == 3 else ()
-
-
-def _others(place: int, count: int) -> Sequence[int]:
-    return [i for i in range(count) if i != place]
-
-
-def _add(x: Any, y: Any, alpha: Any = None) -> Any:
-    return x + y if alpha is None else torch.add(x, y, alpha=alpha)
-
-
-def _sub(x: Any, y: Any, alpha: Any = None) -> Any:
-    if alpha is None:
-        return x - y
-    if isinstance(x, torch.Tensor):
-        return torch.sub(x, y, alpha=alpha)
-    return torch.rsub(y, x, alpha=alpha)
-
-
-def _rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    return torch.rsub(x, y, alpha=alpha)
-
-
-def _div_text(x: str, y: str) -> str:
-    """As ATen: a division by a host number is a multiplication by its reciprocal."""
-    return f"math::{'div_by_number' if y.startswith('scalar[') else 'div'}({x}, {y})"
-
-
-def _clamp_text(x: str, low: str | None, high: str | None) -> str:
-    if low is not None:
-        x = f"math::maximum({x}, {low})"
-    return x if high is None else f"math::minimum({x}, {high})"
-
-
-def _literal(value: float) -> str:
-    """A number as a C++ literal; C++ has none for inf and nan."""
-    if math.isfinite(value):
-        return f"Acc({value!r})"
-    return "Acc(NAN)" if math.isnan(value) else f"Acc({'-' if value < 0 else ''}INFINITY)"
-
-
-_UNARY = (
-    "sigmoid", "silu", "tanh", "relu", "exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt",
-    "rsqrt", "abs", "erf", "erfc", "sin", "cos", "reciprocal", "hardswish", "hardsigmoid", "mish",
-    "logsigmoid",
-)  # fmt: skip
-OPS: dict[str, Op] = {
-    # What returns its input, such as dropout in eval mode.
-    "identity": Op(lambda x: x, lambda x: x, _none),
-    "add": Op(_add, _call("add"), _factor_of(1), (2, 3)),
-    "sub": Op(_sub, _call("sub"), _factor_of(1), (2, 3)),
-    # Not sub the other way around: gradients would add up in another order.
-    "rsub": Op(_rsub, lambda x, y, *alpha: _called("sub", y, x, *alpha), _factor_of(0), (2, 3)),
-    "mul": Op(operator.mul, _call("mul"), _others, (2,)),
-    "div": Op(operator.truediv, _div_text, lambda place, count: (0, 1) if place else (1,), (2,)),
-    # A number over a tensor: torch multiplies it by the tensor's reciprocal.
-    "rdiv": Op(
-        lambda y, number: number / y,
-        lambda y, number: f"math::mul(math::div(Acc(1), {y}), {number})",
-        takes=(2,),
-    ),
-    "neg": Op(operator.neg, _call("neg"), _none),
-    "addcmul": Op(
-        lambda x, a, b, value=1: torch.addcmul(x, a, b, value=value),
-        lambda x, a, b, value="Acc(1)": f"math::addcmul({x}, {a}, {b}, {value})",
-        lambda place, count: [i for i in range(1, count) if place and i != place],
-        (3, 4),
-    ),
-    "addcdiv": Op(
-        lambda x, a, b, value=1: torch.addcdiv(x, a, b, value=value),
-        lambda x, a, b, value="Acc(1)": f"math::addcdiv({x}, {a}, {b}, {value})",
-        lambda place, count: ((), range(2, count), range(1, count))[place],
-        (3, 4),
-    ),
-    "lerp": Op(
-        torch.lerp, _call("lerp"), lambda place, count: (0, 1) if place == 2 else (2,), (3,)
-    ),
-    **{name: _unary(name) for name in _UNARY},
-    "sign": Op(torch.sign, _call("sign"), _none),
-    "leaky_relu": _unary("leaky_relu", "negative_slope"),
-    "elu": Op(torch.ops.aten.elu, _call("elu"), attrs=("alpha", "scale", "input_scale")),
-    "threshold": _unary("threshold", "threshold", "value"),
-    "hardshrink": _unary("hardshrink", "lambd"),
-    "softshrink": _unary("softshrink", "lambd"),
-    "softplus": _unary("softplus", "beta", "threshold"),
-    "minimum": Op(torch.minimum, _call("minimum"), takes=(2,)),
-    "maximum": Op(torch.maximum, _call("maximum"), takes=(2,)),
-    "clamp": Op(torch.clamp, _clamp_text, takes=(3,)),
-    "hardtanh": Op(F.hardtanh, _clamp_text, takes=(3,)),
-    "where": Op(
-        lambda c, x, y: torch.where(c != 0, x, y), _call("where"), lambda place, count: (0,), (3,)
-    ),
-    "cast": Op(
-        lambda x, dtype: x.to(dtype).to(x.dtype),
-        lambda x, dtype: f"math::round_to<{CUDA_TYPES[dtype]}>({x})",
-        _none,
-        attrs=("dtype",),
-    ),
-    "pow": Op(
-        torch.pow, lambda x, exponent: _called("pow", x, _literal(exponent)), attrs=("exponent",)
-    ),
-    "gelu": Op(
-        F.gelu,
-        lambda x, approximate: f"math::{'gelu_tanh' if approximate == 'tanh' else 'gelu'}({x})",
-        attrs=("approximate",),
-    ),
-}
-# Those of an anchor's own z, too: torch's BatchNorm is one kernel, in which nvcc contracts.
-_ALL_OPS = collections.ChainMap(OPS, {"fma": Op(lambda x, a, b: x * a + b, _call("fma"))})
-# Exchanging the two operands of one of these is all that a canonical form may do.
-COMMUTATIVE = ("add", "mul")
 
 
 # ---- the steps ------------------------------------------------------------------------------
@@ -298,15 +143,11 @@ def evaluate(epilogue: Epilogue, values: Mapping[str, Any]) -> Any:
     known = dict(values)
     for i, step in enumerate(epilogue.steps):
         args = (None if a is None else known[a] for a in step.args)
-        known[f"v{i}"] = _ALL_OPS[step.op].torch(*args, **dict(step.attrs))
+        known[f"v{i}"] = ALL_OPS[step.op].torch(*args, **dict(step.attrs))
     return known[epilogue.result]
 
 
 # ---- derivatives ----------------------------------------------------------------------------
-
-
-# Of the steps below autograd saves the arguments, not the result or something in between.
-_SAVES_ARGUMENTS = frozenset(("mul", "div", "addcmul", "addcdiv"))
 
 
 def wanted_leaves(needs: Mapping[str, bool], needs_t: Sequence[bool]) -> frozenset[str]:
@@ -327,7 +168,7 @@ def read_anew_by_derivative(epilogue: Epilogue, wanted: frozenset[str]) -> froze
         *(
             leaves
             for op, value, leaves in _read_values(epilogue, wanted)
-            if op not in _SAVES_ARGUMENTS or value not in epilogue.leaves
+            if not OPS[op].saves_arguments or value not in epilogue.leaves
         )
     )
 
@@ -379,37 +220,12 @@ def linear_backward(epilogue: Epilogue) -> Epilogue | None:
     dy = "z"
     for step, place in reversed(chain.values()):
         args = [a if a is None else moved.get(a, a) for a in step.args]
-        before = _slope(dy, step, place, args, add)
+        slope = OPS[step.op].slope
+        before = None if slope is None else slope(add, dy, place, args, step.attrs)
         if before is None:
             return None
         dy = before
     return _live(made, dy)
-
-
-def _slope(
-    dy: str, step: Step, place: int, args: Sequence[str | None], add: Callable[..., str]
-) -> str | None:
-    """One step of the chain backward: its incoming gradient dy → the outgoing one."""
-    if step.op == "identity":
-        return dy
-    if step.op in ("add", "sub", "rsub"):
-        if place != (0 if step.op == "rsub" else 1):
-            return dy
-        if len(args) == 3:
-            dy = add("mul", dy, args[2])
-        return dy if step.op == "add" else add("neg", dy)
-    if step.op == "mul":
-        return add("mul", dy, args[1 - place])
-    if step.op == "div" and place == 0:
-        return add("div", dy, args[1])
-    if step.op == "neg":
-        return add("neg", dy)
-    if step.op == "addcmul":
-        if place == 0:
-            return dy
-        other = args[3 - place]
-        return add("mul", dy, add("mul", other, args[3]) if len(args) == 4 else other)
-    return add("cast", dy, attrs=step.attrs) if step.op == "cast" else None
 
 
 def _live(steps: Sequence[Step], result: str) -> Epilogue:
@@ -451,7 +267,7 @@ def kernel_spec(
     for i, step in enumerate(epilogue.steps):
         args = (None if a is None else names[a] for a in step.args)
         names[f"v{i}"] = f"v{i}"
-        text = _ALL_OPS[step.op].cuda(*args, **dict(step.attrs))
+        text = ALL_OPS[step.op].cuda(*args, **dict(step.attrs))
         lines.append(f"    const Acc v{i} = {text};\n")
     definition = f"""\
 // {epilogue.text or "the product itself"}

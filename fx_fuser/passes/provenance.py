@@ -36,6 +36,7 @@ from fx_fuser.anchors.linear import (
     SPLIT_GEMM,
     asked_precision,
 )
+from fx_fuser.graph.read.functions import ACTIVATIONS
 from fx_fuser.graph.read.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.graph.read.sites import CONVOLUTIONS, GEMMS, Site
 from fx_fuser.graph.read.source import called_name
@@ -53,17 +54,16 @@ NARROW = tuple(EXACT_GEMMS)
 _KINDS = {"linear", "matmul", "bmm"}  # of sites
 # Operations without a gemm, forward or backward. Any other may contain one.
 _NAMES = """
-abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d add all amax amin any arange
-argmax argmin avg_pool1d avg_pool2d avg_pool3d batch_norm bool cat ceil clamp clone concat
-conv1d conv2d conv3d cos cross_entropy cumsum detach dim div dropout dropout2d eq erf exp fill
-float floor full ge gelu getattr getitem glu group_norm gt half hardsigmoid hardswish hardtanh
-index instance_norm int interpolate l1_loss layer_norm le leaky_relu log log1p log_softmax long
-lt masked_fill max max_pool1d max_pool2d max_pool3d mean min mish mse_loss mul narrow ne neg
-new_empty new_full new_ones new_zeros normalize numel ones ones_like pad pow prod relu relu6
-rms_norm rsqrt select setattr setitem shape sigmoid silu sin size softmax softplus sqrt stack
-std sub sum tanh to truediv type type_as var where zeros zeros_like _assert_tensor_metadata _to_copy
+adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d add all amax amin any arange argmax
+argmin avg_pool1d avg_pool2d avg_pool3d batch_norm bool cat ceil clamp clone concat conv1d conv2d
+conv3d cross_entropy cumsum detach dim div dropout dropout2d eq fill float floor full ge getattr
+getitem glu group_norm gt half index instance_norm int interpolate l1_loss layer_norm le log_softmax
+long lt masked_fill max max_pool1d max_pool2d max_pool3d mean min mse_loss mul narrow ne new_empty
+new_full new_ones new_zeros normalize numel ones ones_like pad pow prod rms_norm select setattr
+setitem shape size softmax stack std sub sum to truediv type type_as var where zeros zeros_like
+_assert_tensor_metadata _to_copy
 """
-_WITHOUT_GEMMS = VIEWS | set(_NAMES.split())
+_WITHOUT_GEMMS = VIEWS | ACTIVATIONS | set(_NAMES.split())
 _CASTS = {"float", "to", "_to_copy", "type", "type_as"}
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default

@@ -125,32 +125,26 @@ def compare(
     eager: Observed,
     exact: Observed,
     bound: Bound = PROMISED,
-    peers: Sequence[Observed | Errors] = (),
+    peers: Sequence[Errors] = (),
     neighbours: Sequence[Errors] = (),
 ) -> list[str]:
     """What is wrong with `found`: empty if every value is as near to `exact` as `eager` is.
 
-    peers: other runs whose errors are as good a bound as eager's, or `errors_of` them.
-    neighbours: peers that are runs of one kind, a sample of its errors from `_SAMPLE` on.
+    peers: `errors_of` other runs, as good a bound as eager's. neighbours: of runs of one kind, a
+    sample of its errors from `_SAMPLE` on.
     """
-    faults = []
-    for part in ("outputs", "grads", "state"):
-        mine, theirs = getattr(found, part).keys(), getattr(eager, part).keys()
-        if mine != theirs:
-            faults.append(f"{part}: {', '.join(mine) or 'none'}; eager {', '.join(theirs)}")
-    if found.differentiable != eager.differentiable:
-        faults.append(f"requires_grad of the outputs: {found.differentiable}, not as in eager")
-    if faults:
-        return faults
+    if others := _other_names(found, eager):
+        return others
     own, truth = eager.everything(), exact.everything()
-    rivals = [errors_of(p, exact) if isinstance(p, Observed) else p for p in (eager, *peers)]
-    at_most = [*rivals, *neighbours, *_sample(neighbours)]
+    rivals = [errors_of(eager, exact), *peers, *neighbours, *_sample(neighbours)]
+    faults = []
     for name, value in found.everything().items():
         is_grad = name.startswith(_GRADIENT)
-        errors = [r[name] for r in at_most if name in r]
+        errors = [r[name] for r in rivals if name in r]
         fault = _other_form(value, own[name], bound.grad_strides or not is_grad)
         fault = fault or _fault(value, own[name], truth[name], errors, bound, is_grad)
-        faults += [f"{name}: {fault}"] if fault else []
+        if fault:
+            faults.append(f"{name}: {fault}")
     return faults
 
 
@@ -196,6 +190,17 @@ def errors_of(run: Observed, exact: Observed) -> dict[str, Error]:
                 _norm(distance[_in_range(e, value.dtype)]), _excess(distance, e, value.dtype)
             )
     return found
+
+
+def _other_names(found: Observed, eager: Observed) -> list[str]:
+    faults = []
+    for part in ("outputs", "grads", "state"):
+        mine, theirs = getattr(found, part).keys(), getattr(eager, part).keys()
+        if mine != theirs:
+            faults.append(f"{part}: {', '.join(mine) or 'none'}; eager {', '.join(theirs)}")
+    if found.differentiable != eager.differentiable:
+        faults.append(f"requires_grad of the outputs: {found.differentiable}, not as in eager")
+    return faults
 
 
 def _other_form(value: Tensor, eager: Tensor, strides: bool) -> str:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from fx_fuser.graph.epilogue import COMMUTATIVE, OPS, Epilogue, Step
+from fx_fuser.graph.epilogue import Epilogue, Step
 from fx_fuser.graph.read.canonical import Expr, Operand, Unsupported, is_number
 from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.graph.read.view import View
 
@@ -61,17 +62,16 @@ class _Binder:
         self.items: dict[Node, Node] = {}
 
     def step(self, expr: Expr) -> str:
-        if expr.op not in OPS:
+        op = OPS.get(expr.op)
+        if op is None:
             raise Unsupported(f"{expr.op} is no operation of an epilogue")
-        numbers = {"clamp": expr.args[1:], "div": expr.args[:1], "lerp": expr.args[2:]}
-        if any(scalar_behind(a) is not None for a in numbers.get(expr.op, ())):
-            # torch computes with a number there in another way than with a 0-d tensor.
+        if any(scalar_behind(expr.args[place]) is not None for place in op.fixed):
             raise Unsupported(f"{expr.op} takes a number that changes from call to call")
-        if expr.op == "lerp" and _has_no_dimensions(expr.args[2]):
-            # Its backward takes 1 - weight in the weight's own dtype.
-            raise Unsupported("the weight of lerp is a tensor without dimensions")
+        for place, name in op.with_dimensions:
+            if _has_no_dimensions(expr.args[place]):
+                raise Unsupported(f"the {name} of {expr.op} is a tensor without dimensions")
         made = [self.step(a) if isinstance(a, Expr) else a for a in expr.args]
-        if expr.op in COMMUTATIVE and len(made) == 2:
+        if op.total is not None and len(made) == 2:
             made.sort(key=self._rank)
         self.steps.append(Step(expr.op, tuple(map(self._name, made)), expr.attrs))
         return f"v{len(self.steps) - 1}"

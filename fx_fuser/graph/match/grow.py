@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
+from fx_fuser.graph.epilogue import MAX_STEPS, Z
 from fx_fuser.graph.match.bind import Bound
 from fx_fuser.graph.match.match import CheckAll
 from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal
 from fx_fuser.graph.prepare.reindex import is_view
 from fx_fuser.graph.read.canonical import Operand
 from fx_fuser.graph.read.naming import statement
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.graph.read.view import View
 

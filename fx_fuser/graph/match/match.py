@@ -14,24 +14,22 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import Node
 
-from fx_fuser.graph.epilogue import OPS, Z
+from fx_fuser.graph.epilogue import Z
 from fx_fuser.graph.match.bind import scalar_behind
 from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal
 from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.read.naming import at, called
 from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.sites import Site, site_at
 from fx_fuser.graph.read.view import View
 from fx_fuser.native.kernel_spec import MAX_NUMBERS
 
-_MULTISET: dict[str, Callable[[Iterable[Any]], float]] = {"add": sum, "mul": math.prod}
-_COMMUTATIVE = ("minimum", "maximum")
 _MAX_DESCENDANTS = 64
 MAX_WORK = 4000  # operands compared at one site; some 5 us each
 
@@ -101,9 +99,9 @@ class Unifier:
             if expr is None or (expr.op, expr.attrs) != (pattern.op, pattern.attrs):
                 return
             b = Binding(b.wildcards, b.nodes | nodes)
-            if pattern.op in _MULTISET:
+            if OPS[pattern.op].total is not None:
                 yield from self._terms(pattern, expr, b)
-            elif pattern.op in _COMMUTATIVE:
+            elif OPS[pattern.op].is_symmetric:
                 yield from self._assign(pattern.args, expr.args, b)
             elif len(pattern.args) == len(expr.args):
                 yield from self._positional(pattern.args, expr.args, b)
@@ -202,7 +200,9 @@ def _fold_numbers(op: str, terms: tuple[Operand, ...], limit: int) -> tuple[Oper
     numbers = [float(t) for t in terms if is_number(t)]  # type: ignore[arg-type]
     if len(terms) <= limit or len(numbers) < 2:
         return terms
-    return (*(t for t in terms if not is_number(t)), _MULTISET[op](numbers))
+    total = OPS[op].total
+    assert total is not None
+    return (*(t for t in terms if not is_number(t)), total(numbers))
 
 
 def descendants_of(view: View, site: Site, distance: int = _MAX_DESCENDANTS) -> list[Node]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.epilogue import OPS, Z
+from fx_fuser.graph.epilogue import Z
 from fx_fuser.graph.match.match import (
     MAX_WORK,
     Binding,
@@ -32,20 +32,17 @@ from fx_fuser.graph.match.match import (
 from fx_fuser.graph.match.pattern import Fault, Match, Pattern, Refusal, size_of
 from fx_fuser.graph.prepare.reindex import is_view
 from fx_fuser.graph.read.canonical import Expr, Operand
+from fx_fuser.graph.read.functions import ACTIVATIONS
 from fx_fuser.graph.read.naming import at, called, infix, returned, without_break
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor, writes_of
+from fx_fuser.graph.read.operations import OPS, is_sum_or_product
 from fx_fuser.graph.read.sites import Site, site_at
 from fx_fuser.graph.read.source import op_of
 from fx_fuser.graph.read.view import View
 
 _WORK = 2 * MAX_WORK
 _REACH = 12  # nodes after the anchor, of which one may be off
-# Beside the epilogue's own ops: what stands where an activation would.
-_ACTIVATIONS = frozenset(
-    "celu elu hardsigmoid hardswish leaky_relu logsigmoid mish selu softsign tanhshrink".split()  # noqa: SIM905
-)
 _CACHED = [n for n, v in vars(View).items() if isinstance(v, functools.cached_property)]
-_EXCHANGED = {"div": "mul", "mul": "add", "add": "mul"}
 
 
 def near_miss(
@@ -95,7 +92,7 @@ def _one_off(
 
 def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
     said = view.canonical(node)
-    fusible = said is not None and said.op in OPS and said.op not in ("cast", "identity")
+    fusible = said is not None and said.op in OPS and not OPS[said.op].returns_input
     help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
     value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
     place = "" if value else at(node)
@@ -134,13 +131,13 @@ def _wanted(
 ) -> Iterator[tuple[Expr, str]]:
     """What the node could be instead, given the number of its operands; and a name for that."""
     within = _operations(pattern.epilogue)
-    known = said is not None and said.op in OPS and said.op != "cast"
-    if said is not None and len(said.args) == 2 and not isinstance(said.args[1], Expr):
-        op = _EXCHANGED.get(said.op)
-        if op is not None and op in {e.op for e in within}:
-            yield Expr(op, said.args), op
-    unary = known and said is not None and said.args == (source,)
-    if unary or (said is None and op_of(node) in _ACTIVATIONS):
+    args = () if said is None else said.args
+    op = None if said is None else OPS.get(said.op)
+    other = "" if op is None else op.off_by_one
+    if len(args) == 2 and not isinstance(args[1], Expr) and other in {e.op for e in within}:
+        yield Expr(other, args), other
+    unary = op is not None and "dtype" not in op.attrs and args == (source,)
+    if unary or (said is None and op_of(node) in ACTIVATIONS):
         for e in within:
             if len(e.args) == 1 and (said is None or (e.op, e.attrs) != (said.op, said.attrs)):
                 yield Expr(e.op, (source,), e.attrs), e.op
@@ -239,7 +236,7 @@ def _parts(epilogue: Operand) -> list[Expr]:
     if not isinstance(epilogue, Expr):
         return []
     parts: list[Expr] = []
-    if epilogue.op in ("add", "mul"):
+    if is_sum_or_product(epilogue.op):
         cut = [replace(epilogue, args=epilogue.args[:n]) for n in range(2, len(epilogue.args))]
         parts += [p for p in cut if _holds_z(p)]
     for arg in epilogue.args:

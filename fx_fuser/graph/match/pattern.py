@@ -16,6 +16,7 @@ from torch.fx import Node
 from fx_fuser.graph.match.bind import Bound, bind
 from fx_fuser.graph.read.canonical import Expr, Operand
 from fx_fuser.graph.read.nodes import storages
+from fx_fuser.graph.read.operations import is_sum_or_product
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.graph.read.view import View
 
@@ -55,7 +56,7 @@ def size_of(epilogue: Operand) -> int:
     """Number of operations; n factors or terms are n - 1."""
     if not isinstance(epilogue, Expr):
         return 0
-    here = len(epilogue.args) - 1 if epilogue.op in ("add", "mul") else 1
+    here = len(epilogue.args) - 1 if is_sum_or_product(epilogue.op) else 1
     return here + sum(map(size_of, epilogue.args))
 
 

@@ -21,10 +21,11 @@ from torch.fx import Node
 
 from fx_fuser.arguments import fault_of_call, shown
 from fx_fuser.errors import PatternError
-from fx_fuser.graph.epilogue import MAX_STEPS, OPS, Z
+from fx_fuser.graph.epilogue import MAX_STEPS, Z
 from fx_fuser.graph.match.pattern import Check, Pattern, size_of
 from fx_fuser.graph.prepare.decompose import decompose
 from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
+from fx_fuser.graph.read.operations import OPS, is_sum_or_product
 from fx_fuser.graph.read.sites import ANCHOR_NAMES, Site, outermost
 from fx_fuser.graph.read.view import View
 
@@ -37,7 +38,7 @@ def flatten(expr: Operand) -> Operand:
         return expr
     args: list[Operand] = []
     for arg in map(flatten, expr.args):
-        if isinstance(arg, Expr) and arg.op == expr.op and expr.op in ("add", "mul"):
+        if isinstance(arg, Expr) and arg.op == expr.op and is_sum_or_product(expr.op):
             args += arg.args
         else:
             args.append(arg)

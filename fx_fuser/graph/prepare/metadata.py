@@ -16,9 +16,9 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.epilogue import OPS
 from fx_fuser.graph.prepare.reindex import is_view
 from fx_fuser.graph.read.nodes import argument_of, as_written, meta_tensor
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.sites import Site, site_at
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.graph.read.view import View

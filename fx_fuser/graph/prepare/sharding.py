@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.graph.epilogue import OPS
 from fx_fuser.graph.read.naming import called
 from fx_fuser.graph.read.nodes import called_in_place, inputs_of, is_dtensor, meta_tensor, storages
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.sites import site_at
 from fx_fuser.graph.read.source import op_of
 from fx_fuser.graph.read.view import View

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fx_fuser.graph.epilogue import OPS
 from fx_fuser.graph.prepare.decompose import is_decomposed
 from fx_fuser.graph.prepare.reindex import (
     Call,
@@ -39,6 +38,7 @@ from fx_fuser.graph.prepare.reindex import (
 )
 from fx_fuser.graph.read.canonical import Expr
 from fx_fuser.graph.read.nodes import meta_tensor, storages
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.sites import site_at
 from fx_fuser.graph.read.view import View
 

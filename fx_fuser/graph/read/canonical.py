@@ -14,7 +14,6 @@ nodes and numbers:
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ from fx_fuser.graph.read import aten, einsum
 from fx_fuser.graph.read.expr import Arg, Expr, Operand, Unsupported, is_number
 from fx_fuser.graph.read.functions import FUNCTIONS, numbers, unary
 from fx_fuser.graph.read.nodes import in_place_name, meta_tensor
+from fx_fuser.graph.read.operations import OPS
 
 __all__ = ["Arg", "Expr", "Operand", "Unsupported", "is_number", "meaning", "rule_of"]
 
@@ -291,7 +291,6 @@ _RULES: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_rsub, [torch.rsub]),
     (_div, [operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide]),
     (_div, ["div", "divide", "true_divide"]),
-    (unary("neg"), [operator.neg, torch.neg, torch.negative, "neg", "negative"]),
     (_addcmul, [torch.addcmul, "addcmul"]),
     (_clamp, [torch.clamp, torch.clamp_, torch.clip, torch.clip_, "clamp", "clip"]),
     (lambda input, min: _clamp(input, min), [torch.clamp_min, torch.clamp_min_, "clamp_min"]),
@@ -347,40 +346,10 @@ def _rule_of_overload(overload: torch._ops.OpOverload) -> Callable[..., Expr] | 
     return None if rule is None else aten.by_name(rule, overload)
 
 
-# ---- meanings: an op as sums and products, for matching ---------------------------------------
-
-
-def _scaled(x: Any, factor: Any) -> Any:
-    """x · factor; numbers are multiplied here, and a factor of one needs no multiplication."""
-    if is_number(x) and is_number(factor):
-        return x * factor
-    return x if is_number(factor) and factor == 1 else Expr("mul", (x, factor))
-
-
-def _divided(x: Any, divisor: Any) -> Expr:
-    if not is_number(divisor) or is_number(x):
-        return Expr("div", (x, divisor))
-    reciprocal = 1.0 / divisor if divisor else math.copysign(math.inf, divisor)
-    return Expr("mul", (x, reciprocal))
-
-
-_MEANINGS: dict[str, Callable[..., Expr]] = {
-    "add": lambda x, y, alpha=1: Expr("add", (x, _scaled(y, alpha))),
-    "sub": lambda x, y, alpha=1: Expr("add", (x, _scaled(_scaled(y, -1), alpha))),
-    "rsub": lambda x, y, alpha=1: Expr("add", (y, _scaled(_scaled(x, -1), alpha))),
-    "neg": lambda x: Expr("mul", (x, -1)),
-    "div": _divided,
-    "rdiv": lambda x, number: Expr("div", (number, x)),
-    "addcmul": lambda x, a, b, value=1: Expr("add", (x, _scaled(Expr("mul", (a, b)), value))),
-    "silu": lambda x: Expr("mul", (x, Expr("sigmoid", (x,)))),
-    "hardtanh": lambda x, low, high: _clamp(x, low, high),
-}
-
-
 def meaning(written: Expr) -> Expr:
     """The op as sums and products of others, where it is such; else the op itself."""
-    rule = _MEANINGS.get(written.op)
-    return written if rule is None else rule(*written.args)
+    op = OPS.get(written.op)
+    return written if op is None or op.meaning is None else op.meaning(*written.args)
 
 
 def rule_of(node: Node) -> Callable[..., Expr] | None:

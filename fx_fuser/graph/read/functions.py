@@ -1,11 +1,11 @@
 """How a call of an activation or an elementary function becomes an expression: `FUNCTIONS`.
 
-For `fx_fuser.graph.read.canonical`, whose table they are part of.
+For `fx_fuser.graph.read.canonical`, whose table they are part of. A function that has the name of
+an operation and no more arguments needs no rule of its own.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from fx_fuser.graph.read.expr import Expr, Unsupported, is_number
+from fx_fuser.graph.read.operations import OPS, PointwiseOp
+
+Rule = tuple[Callable[..., Expr], list[Any]]
 
 
 def unary(op: str) -> Callable[..., Expr]:
@@ -117,34 +120,25 @@ def _torch_dropout(input: Any, p: Any, train: Any) -> Expr:
     return _dropout(input, p, train)
 
 
+def _callers(op: PointwiseOp) -> list[Any]:
+    """What is called by the operation's name: torch's functions, in place too, and a method."""
+    modules = (torch, F, torch.special, torch._C._nn)
+    found = [getattr(m, name, None) for m in modules for name in (op.name, f"{op.name}_")]
+    method = op.name if hasattr(torch.Tensor, op.name) else None
+    return [c for c in dict.fromkeys((*found, method, *op.aliases)) if c is not None]
+
+
+def rules_by_name() -> list[Rule]:
+    """Of the operations of one argument and no attributes."""
+    ops = (op for op in OPS.values() if op.takes == (1,) and not op.attrs)
+    return [(unary(op.name), _callers(op)) for op in ops]
+
+
 # Method names are strings and stand for their in-place twins too.
-FUNCTIONS: list[tuple[Callable[..., Expr], list[Any]]] = [
-    (unary("sigmoid"), [torch.sigmoid, F.sigmoid, torch.special.expit, "sigmoid"]),
-    (unary("sigmoid"), [torch.sigmoid_]),
-    (unary("silu"), [F.silu, torch._C._nn.silu, torch._C._nn.silu_]),
-    (unary("tanh"), [torch.tanh, torch.tanh_, F.tanh, "tanh"]),
-    (unary("relu"), [torch.relu, torch.relu_, F.relu, F.relu_, "relu"]),
+_ACTIVATIONS: list[Rule] = [
+    *rules_by_name(),
     (lambda input, inplace=False: _hardtanh(input, 0.0, 6.0), [F.relu6]),
     (_hardtanh, [F.hardtanh, F.hardtanh_]),
-    (unary("exp"), [torch.exp, torch.exp_, "exp"]),
-    (unary("log"), [torch.log, torch.log_, "log"]),
-    (unary("sqrt"), [torch.sqrt, torch.sqrt_, "sqrt"]),
-    (unary("rsqrt"), [torch.rsqrt, torch.rsqrt_, "rsqrt"]),
-    (unary("abs"), [operator.abs, abs, torch.abs, torch.abs_, torch.absolute, "abs", "absolute"]),
-    (unary("erf"), [torch.erf, torch.erf_, torch.special.erf, "erf"]),
-    (unary("erfc"), [torch.erfc, torch.erfc_, torch.special.erfc, "erfc"]),
-    (unary("exp2"), [torch.exp2, torch.exp2_, torch.special.exp2, "exp2"]),
-    (unary("expm1"), [torch.expm1, torch.expm1_, torch.special.expm1, "expm1"]),
-    (unary("log1p"), [torch.log1p, torch.log1p_, torch.special.log1p, "log1p"]),
-    (unary("log2"), [torch.log2, torch.log2_, "log2"]),
-    (unary("sin"), [torch.sin, torch.sin_, "sin"]),
-    (unary("cos"), [torch.cos, torch.cos_, "cos"]),
-    (unary("sign"), [torch.sign, "sign"]),
-    (unary("reciprocal"), [torch.reciprocal, torch.reciprocal_, "reciprocal"]),
-    (unary("hardswish"), [F.hardswish, torch._C._nn.hardswish, torch._C._nn.hardswish_]),
-    (unary("hardsigmoid"), [F.hardsigmoid, torch._C._nn.hardsigmoid, torch._C._nn.hardsigmoid_]),
-    (unary("mish"), [F.mish, torch._C._nn.mish, torch._C._nn.mish_]),
-    (unary("logsigmoid"), [F.logsigmoid]),
     (_leaky_relu, [F.leaky_relu, F.leaky_relu_, torch._C._nn.leaky_relu]),
     (_rrelu, [F.rrelu, torch.rrelu, torch.rrelu_]),
     (_elu, [F.elu]),
@@ -156,11 +150,20 @@ FUNCTIONS: list[tuple[Callable[..., Expr], list[Any]]] = [
     (_shrink("softshrink"), [F.softshrink]),
     (_softsign, [F.softsign]),
     (_tanhshrink, [F.tanhshrink]),
+    (_gelu, [F.gelu]),
+    (_softplus, [F.softplus]),
+]
+FUNCTIONS: list[Rule] = [
+    *_ACTIVATIONS,
     (_dropout, [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d]),
     (_alpha_dropout, [F.alpha_dropout, F.feature_alpha_dropout]),
     (_torch_dropout, [torch.dropout, torch.dropout_, torch.feature_dropout]),
     (_torch_dropout, [torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_]),
     (_torch_dropout, [torch.feature_alpha_dropout, torch.feature_alpha_dropout_]),
-    (_gelu, [F.gelu]),
-    (_softplus, [F.softplus]),
 ]
+# Their names, without the underscore of an in-place one.
+ACTIVATIONS = frozenset(
+    str(getattr(caller, "__name__", caller)).rstrip("_")
+    for _, callers in _ACTIVATIONS
+    for caller in callers
+)

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from fx_fuser.graph.read.canonical import Arg, Expr, Operand
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.source import op_of, source_of
 from fx_fuser.graph.read.view import View
 
@@ -87,8 +88,8 @@ def infix(expr: Operand, inside: str = "") -> str:
         return called(expr).strip("`")
     if not isinstance(expr, Expr):
         return expr.name if isinstance(expr, Arg) else str(expr)
-    sign = {"add": " + ", "mul": " * ", "div": " / "}.get(expr.op)
-    if sign is None:
+    sign = OPS[expr.op].sign if expr.op in OPS else ""
+    if not sign:
         parts = [infix(a) for a in expr.args] + [f"{k}={v}" for k, v in expr.attrs]
         return f"{expr.op}({', '.join(parts)})"
     text = sign.join(infix(a, expr.op) for a in expr.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -208,48 +208,63 @@ def writes_of(node: Node) -> tuple[Node, ...]:
     """The arguments whose memory this node may write; all of them if that is unknown."""
     if node.op in ("placeholder", "get_attr", "output"):
         return ()
+    written: Sequence[Any] | None = None
     if node.op == "call_method":
         name = str(node.target)
         changes = in_place_name(name) or name in ("__setitem__", "__delitem__")
-        return tuple(nodes_in(node.args[:1])) if changes else ()
+        written = node.args[:1] if changes else ()
+    elif node.op == "call_function":
+        written = _written_by_function(node)
+    return inputs_of(node) if written is None else tuple(nodes_in(written))
+
+
+def _written_by_function(node: Node) -> Sequence[Any] | None:
+    """None if that is unknown."""
     target = node.target
-    if node.op != "call_function":
-        return inputs_of(node)
     if getattr(target, "writes_nothing", False) is True:  # of `graph.prepare.localize`
         return ()
     if target in (getattr, abs) or getattr(target, "__module__", None) in ("_operator", "math"):
         changes = target in _IN_PLACE_OPERATORS or target in (operator.setitem, operator.delitem)
-        return tuple(nodes_in(node.args[:1])) if changes else ()
+        return node.args[:1] if changes else ()
     if isinstance(target, torch._ops.OpOverload):
-        names = [a.name for a in target._schema.arguments if a.is_write]
-        positions = {a.name: i for i, a in enumerate(target._schema.arguments)}
-        if "running_mean" in positions and not names:  # which no schema of these tells
-            place = positions.get("training", len(positions))
-            reads = target._overloadpacket.__name__ in _READ_STATISTICS
-            reads |= argument_of(node, place, "training") is False
-            names = [] if reads else ["running_mean", "running_var"]
-        return tuple(n for a in names for n in nodes_in(argument_of(node, positions[a], a)))
+        return _written_by_schema(node, target)
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = (getattr(target, o) for o in target.overloads())
-        return inputs_of(node) if any(o._schema.is_mutable for o in overloads) else ()
+        return None if any(o._schema.is_mutable for o in overloads) else ()
     if isinstance(target, torch._ops.HigherOrderOperator):
         body = body_of(node)
-        if body is not None and not any(map(writes_of, body.graph.nodes)):
-            return ()
-        return inputs_of(node)
+        unwritten = body is not None and not any(map(writes_of, body.graph.nodes))
+        return () if unwritten else None
     # What Dynamo makes of numpy's functions and operators, of which some write: `a += 1`.
     is_numpy = type(target).__module__ == "torch._dynamo.utils"
     if is_numpy or not _is_torch_function(target):
-        return inputs_of(node)
-    written = list(nodes_in(node.kwargs.get("out")))
+        return None
+    return _written_by_torch(node)
+
+
+def _written_by_schema(node: Node, target: torch._ops.OpOverload) -> list[Any]:
+    names = [a.name for a in target._schema.arguments if a.is_write]
+    positions = {a.name: i for i, a in enumerate(target._schema.arguments)}
+    if "running_mean" in positions and not names:  # which no schema of these tells
+        place = positions.get("training", len(positions))
+        reads = target._overloadpacket.__name__ in _READ_STATISTICS
+        reads |= argument_of(node, place, "training") is False
+        names = [] if reads else ["running_mean", "running_var"]
+    return [argument_of(node, positions[name], name) for name in names]
+
+
+def _written_by_torch(node: Node) -> list[Any]:
+    """By a function of torch's, or of torch.nn.functional."""
+    target = node.target
+    written = [node.kwargs.get("out")]
     if called_in_place(node):
-        written += nodes_in(node.args[:1] or (node.kwargs.get("input"),))
+        written += node.args[:1] or (node.kwargs.get("input"),)
+    if target in (F.embedding, F.embedding_bag) and _renormalises(node):
+        written.append(argument_of(node, 1, "weight"))
     norms = (F.batch_norm, torch.batch_norm)
     reads = target in norms and argument_of(node, 5, "training") in (None, False)
-    first = _STATISTICS.get(target)
-    if target in (F.embedding, F.embedding_bag) and _renormalises(node):
-        written += nodes_in(argument_of(node, 1, "weight"))
-    if not reads and first is not None:
-        written += nodes_in(argument_of(node, first, "running_mean"))
-        written += nodes_in(argument_of(node, first + 1, "running_var"))
-    return tuple(written)
+    first = None if reads else _STATISTICS.get(target)
+    if first is not None:
+        written.append(argument_of(node, first, "running_mean"))
+        written.append(argument_of(node, first + 1, "running_var"))
+    return written

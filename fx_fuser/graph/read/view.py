@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from fx_fuser.graph.read.canonical import Expr, Unsupported, meaning, rule_of
 from fx_fuser.graph.read.nodes import called_in_place, input_of, inputs_of, storages, writes_of
+from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.source import End, op_of
 
 # In the meta of a module that `fuse_exported` rewrites: may a fused op run on a CPU?
@@ -121,7 +122,7 @@ class View:
             expr = self.written(node) if rule_of(node) is not None else None
         except Exception:  # it raises again at its site, and only that site is lost
             expr = None
-        if expr is None or expr.op not in ("identity", "cast"):
+        if expr is None or expr.op not in OPS or not OPS[expr.op].returns_input:
             return None
         argument = input_of(node)
         if not isinstance(argument, Node) or not storages((node,)) & storages((argument,)) - {None}:
