@@ -29,8 +29,11 @@ from benchmarks.sm90 import (
     GUESSED,
     host_us,
     n_major,
+    normal,
     relative,
+    spread,
     sustained_ms,
+    uniform,
     worst_row,
 )
 from fx_fuser import build
@@ -111,15 +114,6 @@ class Accuracy:
 
 def families(m: int, n: int, k: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The data of the accuracy contract: name, x [m, k], weight [n, k]."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=CUDA)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, device=CUDA)
-
-    def spread(decades: float, *shape: int) -> Tensor:
-        return 10.0 ** ((uniform(*shape) * 2 - 1) * decades)
 
     yield "as nn.Linear", uniform(m, k), (uniform(n, k) * 2 - 1) / k**0.5
     yield "normal", normal(m, k), normal(n, k)

@@ -22,6 +22,19 @@ def worst_row(value: Tensor, exact: Tensor) -> float:
     return float((error / exact.norm(dim=1).clamp_min(1e-300)).max())
 
 
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CUDA)
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.rand(shape, device=CUDA)
+
+
+def spread(decades: float, *shape: int) -> Tensor:
+    """So many decades up and down."""
+    return 10.0 ** ((uniform(*shape) * 2 - 1) * decades)
+
+
 def n_major(matrix: Tensor) -> Tensor:
     """The same values with adjacent columns."""
     return matrix.mT.contiguous().mT

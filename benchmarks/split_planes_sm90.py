@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import harness
 from benchmarks.linear_sm90 import IDENTITY, First, run
 from benchmarks.measure import float32_settings, median_ms
-from benchmarks.sm90 import CUDA, relative
+from benchmarks.sm90 import CUDA, normal, relative
 from fx_fuser.native import load
 
 ROLES: tuple[First, ...] = ("", "x", "weight")
@@ -43,9 +43,6 @@ Step = Callable[[], Tensor]
 
 def problems() -> list[tuple[str, Tensor, Tensor]]:
     """Names, and a and b of a bᵀ."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=CUDA)
 
     found = [
         (f"M = {m}, {n} x {k}", normal(m, k), normal(n, k))

@@ -19,7 +19,7 @@ from benchmarks import kernels
 from benchmarks.conv_backward_sm90 import IDENTITY, SCALED, Problem, run
 from benchmarks.conv_cases import NONE, Padding, convolve
 from benchmarks.conv_sm90 import DTYPES, ROUNDED
-from benchmarks.sm90 import CUDA
+from benchmarks.sm90 import CUDA, normal, spread
 from fx_fuser.native import launch
 
 MODES = ("training", "evaluation", "plain")
@@ -80,12 +80,6 @@ def bounds(eagers: list[float], dtype: torch.dtype) -> list[float]:
 def families(dtype: torch.dtype) -> Iterator[tuple[str, Problem]]:
     """The data of the accuracy contract, as far as `dtype` can hold it."""
     shape, weights = (4, 8, 128, 128), (64, 8, 3, 3)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, device=CUDA)
-
-    def spread(decades: float, *size: int) -> Tensor:
-        return 10.0 ** ((torch.rand(size, device=CUDA) * 2 - 1) * decades)
 
     x = torch.rand(shape, device=CUDA)
     layer = (torch.rand(weights, device=CUDA) * 2 - 1) / 72**0.5

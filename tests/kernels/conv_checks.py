@@ -11,21 +11,12 @@ from checks import SENTINEL, error_of
 from torch import Tensor
 
 from benchmarks.conv_cases import NONE, Padding
-from benchmarks.sm90 import CUDA, relative
+from benchmarks.sm90 import CUDA, normal, relative, spread, uniform
 from fx_fuser.native import launch
 
 
 def families(x: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The data of the accuracy contract."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=CUDA)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, device=CUDA)
-
-    def spread(decades: float, *shape: int) -> Tensor:
-        return 10.0 ** ((uniform(*shape) * 2 - 1) * decades)
 
     fan_in = weight[1] * weight[2] * weight[3]
     layer = (uniform(*weight) * 2 - 1) / fan_in**0.5

@@ -31,8 +31,6 @@ from benchmarks.conv_sm90 import (
 from benchmarks.sm90 import CUDA, FLOOR, relative
 
 EXAMPLES = (IDENTITY, SWISH, NORM, OPERANDS, dataclasses.replace(IDENTITY, out=torch.float16))
-
-
 HALF_EXAMPLES = (
     *(of_dtype(example, dtype) for example in EXAMPLES[:4] for dtype in HALVES),
     dataclasses.replace(NORM, x=torch.bfloat16),

@@ -31,8 +31,6 @@ def _examples() -> list[tuple[Example, Window]]:
 
 
 EXAMPLES = _examples()
-
-
 ALONE = [(conv_sm90.of_dtype(IDENTITY, dtype), (3, 3, 1)) for dtype in DTYPES]
 ALONE += [(conv_sm90.of_dtype(IDENTITY, dtype), (5, 5, 2)) for dtype in DTYPES]
 

@@ -38,8 +38,6 @@ def _examples() -> list[tuple[Example, Form]]:
 
 
 EXAMPLES = _examples()
-
-
 ALONE = {
     (dtype, is_window): (conv_sm90.of_dtype(IDENTITY, dtype), Form(64, is_window, 0))
     for dtype in HALVES

@@ -31,19 +31,11 @@ from benchmarks.linear_dense_sm90 import (
 from benchmarks.sm90 import CUDA
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
 # Errors that always pass: a rounding to the type or, of TF32, of the operands. cuBLAS takes some
 # small fp32 gemms without TF32.
 SMALL = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-3}
-
-
 TO_FLOAT = Example("Identity", lambda z, t, s: z.float(), out=torch.float32)
-
-
 TO_HALF = Example("Swish", lambda z, t, s: (F.silu(z) * s[0]).half(), 1, out=torch.float16)
-
-
 EXAMPLES = (IDENTITY, SWISH, RESIDUAL, SILU_MUL, OPERANDS, TO_FLOAT, TO_HALF)
 
 

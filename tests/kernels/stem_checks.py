@@ -32,8 +32,6 @@ def _examples() -> list[tuple[Example, Sizes]]:
 
 
 EXAMPLES = _examples()
-
-
 ALONE = [(conv_sm90.of_dtype(IDENTITY, dtype), SIZES[i]) for dtype in DTYPES for i in (0, 1, 4)]
 
 
