@@ -1,20 +1,16 @@
-"""The backward of sm_90a's direct convolution by itself: built, checked against float64, timed.
+"""Times of the backward of sm_90a's direct convolution by itself:
 
-    python -m benchmarks.conv_backward_sm90 [--skip-checks] [--skip-timing] [--cases 60] [--seed 0]
+    python -m benchmarks.conv_backward_sm90
 
-Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
-on random data.
+Medians with the L2 cache cleared before each call, on random data.
+`python -m pytest tests/kernels/test_conv_backward_sm90.py` checks the kernels.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +18,76 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import harness, kernels
-from benchmarks.conv_backward_cases import EPS, MODES, NAMES, Problem
-from benchmarks.conv_cases import NONE, Padding, convolve, random_case
-from benchmarks.conv_sm90 import CUDA, DTYPES, ROUNDED
+from benchmarks.conv_cases import NONE, Padding, convolve
+from benchmarks.conv_sm90 import CUDA, DTYPES
 from benchmarks.kernels import Normalisation
 from benchmarks.measure import float32_settings, median_ms
-from benchmarks.sm90 import SENTINEL
 from fx_fuser import build
-from fx_fuser.native import launch, load
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the backward is of: y = BatchNorm(conv2d(x, weight)) · factors.
+
+    x, weight and dy are of one dtype, the vectors of a BatchNorm float32.
+    """
+
+    x: Tensor
+    weight: Tensor
+    dy: Tensor
+    mode: str = "training"
+    padding: Padding = NONE
+    gamma: Tensor | None = None
+    bias: Tensor | None = None
+    mean: Tensor | None = None  # running
+    variance: Tensor | None = None
+    operands: tuple[Tensor, ...] = ()
+    scalars: tuple[float, ...] = ()
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """The same with x, weight and dy in this dtype."""
+        named = {"x": self.x, "weight": self.weight, "dy": self.dy}
+        return replace(self, **{name: v.to(dtype) for name, v in named.items()})  # type: ignore[arg-type]
+
+    def statistics(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """In training of the convolution, as the forward kernels leave them."""
+        c = convolve(self.x.to(dtype), self.weight.to(dtype), self.padding)
+        variance, mean = torch.var_mean(c, (0, 2, 3), correction=0)
+        return mean.float(), variance.float()
+
+    def in_torch(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The gradients by autograd, in the order of NAMES.
+
+        dtype: of all or, of 16 bits, of all but a BatchNorm's vectors, as under autocast.
+        """
+        count = len(self.weight)
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def leaf(value: Tensor, dtype: torch.dtype = wide) -> Tensor:
+            return value.detach().to(dtype).requires_grad_()
+
+        x, weight = leaf(self.x, dtype), leaf(self.weight, dtype)
+        gamma = leaf(torch.ones(count, device=CUDA) if self.gamma is None else self.gamma)
+        beta = leaf(torch.zeros(count, device=CUDA))
+        z = convolve(x, weight, self.padding)
+        if self.bias is not None:
+            z = z + self.bias.to(dtype).view(-1, 1, 1)
+        if self.mode == "plain":
+            z = z * gamma.to(dtype).view(-1, 1, 1) + beta.to(dtype).view(-1, 1, 1)
+        else:
+            mean, variance = (v if v is None else v.to(wide) for v in (self.mean, self.variance))
+            z = F.batch_norm(z, mean, variance, gamma, beta, self.mode == "training", 0.0, EPS)
+        for factor in self.operands:
+            z = z * factor.to(dtype)
+        for number in self.scalars:
+            z = z * number
+        # Aligned: with a 16-bit dy that begins anywhere eager's backward has stopped
+        # (kernels_cu/conv/NOTES.md).
+        return torch.autograd.grad(z, (x, weight, gamma, beta), self.dy.to(dtype, copy=True))
 
 
 def _examples(name: str, scalars: int, *operands: torch.dtype) -> dict[torch.dtype, KernelSpec]:
@@ -71,334 +128,6 @@ def run(
     )
     assert taken, f"{tuple(problem.x.shape)} by {tuple(problem.weight.shape)} was refused"
     return dgamma, dbeta
-
-
-def ours(problem: Problem, with_dx: bool = True) -> tuple[Tensor, ...]:
-    dx = torch.full_like(problem.x, float("nan")) if with_dx else None
-    dweight = torch.full_like(problem.weight, float("nan"), dtype=torch.float32)
-    sums = run(problem, dx, dweight)
-    return (problem.x.new_zeros(0) if dx is None else dx, dweight, *sums)
-
-
-def errors(
-    found: tuple[Tensor, ...],
-    exact: tuple[Tensor, ...],
-    usual: tuple[Tensor, ...] | None = None,
-) -> list[float]:
-    """Relative Frobenius errors. usual: what has the size to which they are relative, if larger."""
-    return [
-        float((f.double() - e).norm() / torch.maximum(e.norm(), u.norm()).clamp_min(1e-300))
-        if f.numel()
-        else 0.0
-        for f, e, u in zip(found, exact, usual or exact)
-    ]
-
-
-def bounds(eagers: list[float], dtype: torch.dtype) -> list[float]:
-    """How large errors may be beside eager's, in the order of NAMES.
-
-    In 16 bits those of dx and dweight are what rounding leaves, and no larger than eager's; the
-    others are sums, which eager takes in float32, too.
-    """
-    factors = (2, 2, 2, 2) if dtype == torch.float32 else (1.1, 1.1, 4, 4)
-    return [max(factor * error, 6e-7) for factor, error in zip(factors, eagers)]
-
-
-# ---- accuracy ------------------------------------------------------------------------------------
-
-
-def families(dtype: torch.dtype) -> Iterator[tuple[str, Problem]]:
-    """The data of the accuracy contract, as far as `dtype` can hold it."""
-    shape, weights = (4, 8, 128, 128), (64, 8, 3, 3)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, device=CUDA)
-
-    def spread(decades: float, *size: int) -> Tensor:
-        return 10.0 ** ((torch.rand(size, device=CUDA) * 2 - 1) * decades)
-
-    x = torch.rand(shape, device=CUDA)
-    layer = (torch.rand(weights, device=CUDA) * 2 - 1) / 72**0.5
-    out = (4, 64, 126, 126)
-    dy = normal(*out)
-    seed = Problem(x, layer, dy)
-    yield "as nn.Conv2d", seed
-    if dtype == torch.float16:
-        yield "gradients of 1e-4", replace(seed, dy=dy * 1e-4)
-        yield "gradients of 1e3", replace(seed, dy=dy * 1e3)
-    yield "normal", replace(seed, x=normal(*shape), weight=normal(*weights))
-    yield "gradients of 1e-10", replace(seed, dy=dy * 1e-10)
-    yield "gradients of 1e-30", replace(seed, dy=dy * 1e-30)
-    yield "heavy-tailed gradients", replace(seed, dy=dy * spread(4, *out))
-    heavy = normal(*shape) * spread(4, *shape)
-    yield "heavy-tailed x and weight", replace(seed, x=heavy, weight=layer * spread(4, *weights))
-    yield "mean 1e4, deviation 1", replace(seed, x=normal(*shape) + 1e4)
-    filters = spread(6, 64, 1, 1, 1)
-    yield (
-        "scaled filters and their gradients",
-        replace(seed, weight=layer * filters, dy=dy * spread(6, 64, 1, 1)),
-    )
-    yield "scaled samples' gradients", replace(seed, dy=dy * spread(6, 4, 1, 1, 1))
-    yield "gradients that are mostly a mean", replace(seed, dy=dy * 1e-2 + 1)
-    with torch.no_grad():
-        z = F.batch_norm(convolve(x, layer, NONE), None, None, training=True)
-    yield "gradients along x̂", replace(seed, dy=dy + z)
-    yield "gradients mostly along x̂", replace(seed, dy=1e-2 * dy + z)
-
-
-def accuracy(failures: list[str], dtype: torch.dtype = torch.float32) -> list[list[object]]:
-    table: list[list[object]] = []
-    for name, drawn in families(dtype):
-        of_training = drawn.to(dtype)
-        if not (of_training.x.abs().amax() * of_training.weight.abs().amax()).isfinite():
-            continue
-        for mode in ("training", "evaluation"):
-            if mode == "evaluation" and name.startswith("gradients that are mostly"):
-                continue  # of statistics that are the batch's own, dgamma is what rounding leaves
-            problem = of_training
-            if mode == "evaluation":
-                mean, variance = problem.statistics()
-                problem = replace(problem, mode=mode, mean=mean, variance=variance)
-            exact = problem.in_torch(torch.float64)
-            found = errors(ours(problem), exact)
-            eagers = errors(problem.in_torch(dtype), exact)
-            for what, error, other, bound in zip(NAMES, found, eagers, bounds(eagers, dtype)):
-                if not error <= bound and math.isfinite(other):
-                    failures.append(f"{dtype}, {name}, {mode}, {what}: {error:.2e} v {other:.2e}")
-            of_row = (v for both in zip(found, eagers) for v in both)
-            table.append([str(dtype).removeprefix("torch."), name, mode, *of_row])
-    return table
-
-
-# ---- everything else that must be right ----------------------------------------------------------
-
-
-def _allowed(eagers: float, dtype: torch.dtype, name: str) -> float:
-    """The error of a gradient. dx is rounded to its dtype, the others are fp32."""
-    return max(4 * eagers, 2e-6, ROUNDED[dtype] if name == "dx" else 0.0)
-
-
-def sweep(
-    cases: int,
-    seed: int,
-    failures: list[str],
-    draw: Callable[[random.Random, torch.dtype], tuple[Tensor, Tensor, Padding]] = random_case,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-) -> list[float]:
-    """Random sizes, modes and factors; returns the largest errors seen in fp32."""
-    choose = random.Random(seed)
-    torch.manual_seed(seed)
-    largest = [0.0] * len(NAMES)
-    for case in range(cases):
-        dtype = choose.choice(dtypes)
-        x, weight, padding = draw(choose, dtype)
-        sizes = (x.shape, weight.shape, padding)
-        cut = functools.partial(launch.conv_direct_backward_cut, *sizes, x_bytes=dtype.itemsize)
-        with_dx = choose.random() < 0.8 and bool(cut(True))
-        if not cut(False):
-            failures.append(f"case {case}: {sizes} was refused")
-            continue
-        problem = Problem.random(x, weight, padding, choose.choice(MODES), choose)
-        exact = problem.in_torch(torch.float64)
-        # dy begins anywhere; poison where results go, sentinels beside them.
-        skew = choose.choice((0, 0, 1, 2, 3))
-        memory = x.new_empty(problem.dy.numel() + skew)
-        memory[skew:] = problem.dy.flatten()
-        problem = replace(problem, dy=memory[skew:].view_as(problem.dy))
-        frame = x.new_full((x.numel() + 128,), SENTINEL)
-        dx = frame[64:-64].view_as(x).fill_(float("nan"))
-        dweight = torch.full_like(weight, float("nan"), dtype=torch.float32)
-        with_dweight = choose.random() < 0.9
-        sums = run(problem, dx if with_dx else None, dweight if with_dweight else None)
-        none = x.new_zeros(0)
-        found = (dx if with_dx else none, dweight if with_dweight else none, *sums)
-        # A sum for one channel, say, may happen to be nearly zero: other gradients' is not, too.
-        others = replace(problem, dy=torch.randn_like(problem.dy)).in_torch(torch.float64)
-        eagers = errors(problem.in_torch(dtype), exact, others)
-        what = (
-            f"case {case}, {dtype}: {tuple(x.shape)} by {tuple(weight.shape)}, padding {padding}, "
-            f"{problem.mode}, {len(problem.operands)} operands"
-        )
-        if not bool((frame[:64] == SENTINEL).all() and (frame[-64:] == SENTINEL).all()):
-            failures.append(f"{what}: wrote outside the result")
-        values = problem.dy.numel() // len(weight)
-        of_case = errors(found, exact, others)
-        for name, error, other in zip(NAMES, of_case, eagers):
-            if problem.mode == "training" and values < 64:
-                continue  # what is left of larger numbers
-            if not error <= _allowed(other, dtype, name):
-                failures.append(f"{what}, {name}: error {error:.2e} v {other:.2e}")
-        if problem.mode != "training" and dtype == torch.float32:
-            largest = [max(pair) for pair in zip(largest, of_case)]
-    return largest
-
-
-def special_values(
-    failures: list[str], dtype: torch.dtype = torch.float32, size: tuple[int, int] = (40, 50)
-) -> None:
-    """Infinities and NaN in dy come out as such, and where they must. size: of the images."""
-    far = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 8, *size, device=CUDA), torch.randn(70, 8, 3, 3, device=CUDA)
-    dy = torch.randn_like(convolve(x, weight, NONE))
-    for value in (float("inf"), -float("inf"), float("nan")):
-        for mode in ("plain", "training"):
-            poisoned = dy.clone()
-            poisoned[1, 65, 7, 9] = value
-            problem = Problem(x, weight, poisoned, mode).to(dtype)
-            exact = problem.in_torch(torch.float64)
-            for name, found, truth in zip(NAMES, ours(problem), exact):
-                if mode == "plain" and name == "dgamma":
-                    continue
-                if not torch.equal(found.isfinite(), truth.isfinite()):
-                    failures.append(f"{value} in dy, {dtype}, {mode}, {name}: finite elsewhere")
-                usual = truth.isfinite() & found.isfinite()
-                if not errors((found[usual],), (truth[usual],))[0] <= far:
-                    failures.append(f"{value} in dy, {dtype}, {mode}, {name}: off where finite")
-    for name, found in zip(NAMES, ours(Problem(x, weight, dy * 0).to(dtype))):
-        if bool((found != 0).any()):
-            failures.append(f"gradients of zeros, {dtype}, {name}: not zero")
-
-
-# Two operands and a number.
-_FACTORS = (
-    *((0.0, 1.0, 1.0), (1e-30, 1.0, 1.0), (1e38, 1.0, 1.0)),
-    *((1e30, 1e30, 1.0), (1e-30, 1e-30, 1.0), (1e30, 1e30, 1e-30), (1e-30, 1e-30, 1e30)),
-    *((1e30, 1e30, 1e30), (1e38, 1e38, 1e30), (1e38, 0.0, 1e30)),
-    *((1e-8, 1e30, 1e20), (100.0, 1e-30, 1e-30), (1e30, 1e22, 1.0)),
-)
-
-
-def extreme_factors(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Gradients whose sums, or factors whose products, leave float's range where dz does not.
-
-    A zero as the other factor of an infinity then makes NaN of what is zero.
-    """
-    torch.manual_seed(0)
-    count = 70
-    largest = min(torch.finfo(dtype).max, 3.38e38)
-    some = torch.arange(count, device=CUDA) % 3 > 0
-    bias = torch.randn(count, device=CUDA)
-    running = torch.randn(count, device=CUDA), torch.rand(count, device=CUDA) + 0.1
-    for factors, of_dy, window, mode in itertools.product(
-        _FACTORS, (0.0, 1e-20, largest), ((3, 3), (2, 1)), ("evaluation", "training")
-    ):
-        if math.prod(factors) * of_dy > largest:
-            continue
-        if dtype == torch.float16 and factors[2] != 1:  # which its other channels cannot hold
-            continue
-        x = torch.randn(2, 3, 13, 11, device=CUDA)
-        weight = torch.randn(count, 3, *window, device=CUDA) * 0.1
-        dy = torch.randn_like(convolve(x, weight, NONE))
-        extremes = of_dy * (torch.rand_like(dy) < 0.3) * dy.sign()
-        dy = torch.where(some.view(-1, 1, 1), extremes, dy)
-        first, second = (torch.where(some, v, 1.0).view(-1, 1, 1) for v in factors[:2])
-        problem = Problem(x, weight, dy, mode, gamma=torch.full((count,), 20.0, device=CUDA))
-        if mode == "evaluation":
-            problem = replace(problem, bias=bias, mean=running[0], variance=running[1])
-        operands = first, second.bfloat16()
-        problem = replace(problem.to(dtype), operands=operands, scalars=factors[2:])
-        exact = problem.in_torch(torch.float64)
-        eagers = errors(problem.in_torch(dtype), exact)
-        of_case = errors(ours(problem), exact)
-        for name, error, other in zip(NAMES, of_case, eagers):
-            if not math.isfinite(other):  # 1e38 in fp16
-                other = ROUNDED[dtype]
-            if not error <= _allowed(other, dtype, name):
-                failures.append(
-                    f"dy of {of_dy:.0e} times {factors}, {dtype}, {window}, {mode}, {name}: "
-                    f"error {error:.2e} v {other:.2e}"
-                )
-
-
-def extreme_variances(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Gradients in training where 1 / variance times them leaves float's range, and dx does not."""
-    if dtype == torch.float16:  # cannot hold them
-        return
-    torch.manual_seed(0)
-    for of_x, of_dy in ((1e12, 1e-18), (3e-3, 3e34)):
-        x = torch.randn(2, 3, 13, 11, device=CUDA) * of_x
-        weight = torch.randn(70, 3, 1, 1, device=CUDA)
-        c = convolve(x, weight, NONE)
-        # Along c: the part of dx that the variance makes is then as large as the others.
-        dy = (c.sign() + 0.5 * torch.randn_like(c)) * of_dy
-        problem = Problem(x, weight, dy).to(dtype)
-        exact = problem.in_torch(torch.float64)
-        eagers = errors(problem.in_torch(dtype), exact)
-        for name, error, other in zip(NAMES, errors(ours(problem), exact), eagers):
-            if not math.isfinite(other):
-                other = ROUNDED[dtype]
-            if not error <= _allowed(other, dtype, name):
-                failures.append(
-                    f"x of {of_x:.0e}, dy of {of_dy:.0e}, {dtype}, {name}: "
-                    f"error {error:.2e} v {other:.2e}"
-                )
-
-
-def refusals(failures: list[str]) -> None:
-    """What the kernels do not take they leave alone, and say so."""
-
-    def attempt(problem: Problem) -> bool:
-        dweight = torch.empty_like(problem.weight, dtype=torch.float32)
-        dgamma, dbeta = dweight.new_empty((2, len(problem.weight)))
-        return kernels.conv_direct_backward(
-            (SCALED if problem.operands else IDENTITY)[problem.x.dtype],
-            *(problem.dy, problem.x, problem.weight, problem.padding, None),
-            *(torch.empty_like(problem.x), dweight, dgamma, dbeta),
-            *(list(problem.operands), list(problem.scalars)),
-        )
-
-    def problem_of(x: tuple[int, ...], weight: tuple[int, ...]) -> Problem:
-        values = torch.randn(x, device=CUDA), torch.randn(weight, device=CUDA)
-        return Problem(*values, torch.randn_like(F.conv2d(*values)), "plain")
-
-    usual = problem_of((2, 8, 20, 20), (64, 8, 3, 3))
-    half = torch.randn(64, device=CUDA).bfloat16().view(-1, 1, 1)
-
-    def scaled(factor: Tensor) -> Problem:
-        return replace(usual, operands=(factor, half), scalars=(1.0,))
-
-    for what, problem, taken in (
-        ("usual", usual, True),
-        ("nine channels", problem_of((2, 9, 20, 20), (64, 9, 3, 3)), False),
-        ("25 taps", problem_of((2, 8, 20, 20), (64, 8, 5, 5)), False),
-        ("25 taps in 16 bits", problem_of((2, 8, 20, 20), (64, 8, 5, 5)).to(torch.half), True),
-        ("wide", problem_of((2, 8, 20, 500), (64, 8, 3, 3)), False),
-        ("strides of dy", replace(usual, dy=usual.dy.mT.contiguous().mT), False),
-        ("strides of x", replace(usual, x=usual.x.mT.contiguous().mT), False),
-        ("a factor a channel", scaled(torch.randn(64, 1, 1, device=CUDA)), True),
-        ("a factor a pixel", scaled(torch.randn(18, 18, device=CUDA)), False),
-        ("a factor a sample", scaled(torch.randn(2, 1, 1, 1, device=CUDA)), False),
-    ):
-        if attempt(problem) != taken:
-            failures.append(f"{what}: {'refused' if taken else 'taken'}")
-
-
-def graphs_and_repeats(failures: list[str], dtype: torch.dtype = torch.float32) -> None:
-    """Replays follow the tensors; launches agree bit for bit."""
-    x = torch.randn(5, 8, 130, 128, device=CUDA)
-    weight = torch.randn(64, 8, 3, 3, device=CUDA)
-    problem = Problem(x, weight, torch.randn(5, 64, 128, 126, device=CUDA)).to(dtype)
-    mean, variance = problem.statistics()
-    dx, dweight = torch.empty_like(problem.x), torch.empty_like(weight)
-    run(problem, dx, dweight, (mean, variance))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sums = run(problem, dx, dweight, (mean, variance))
-    problem.dy.normal_()
-    graph.replay()
-    exact = problem.in_torch(torch.float64)
-    far = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    if not max(errors((dx, dweight, *sums), exact)) <= far:
-        failures.append(f"graph replay, {dtype}: {errors((dx, dweight, *sums), exact)}")
-    first = [v.clone() for v in (dx, dweight, *sums)]
-    differ = torch.zeros((), dtype=torch.bool, device=CUDA)
-    for _ in range(300):
-        graph.replay()
-        for value, before in zip((dx, dweight, *sums), first):
-            differ |= (value != before).any()
-    if bool(differ):
-        failures.append(f"launches differ, {dtype}")
 
 
 # ---- timing --------------------------------------------------------------------------------------
@@ -446,37 +175,13 @@ def timing() -> list[list[object]]:
 
 
 def main() -> int:
-    chosen = harness.parser("conv_backward_sm90", cases=60).parse_args()
+    harness.parser("conv_backward_sm90").parse_args()
     done = harness.progress()
-    load.prepare([*IDENTITY.values(), *SCALED.values()], CUDA)
+    load.prepare(list(IDENTITY.values()), CUDA)
     done("built")
-    failures: list[str] = []
-    table: list[list[object]] = []
-    times: list[list[object]] = []
     with float32_settings("fp32", cudnn_tf32=False):
-        if not chosen.skip_checks:
-            largest = sweep(chosen.cases, chosen.seed, failures)
-            done(f"{chosen.cases} random cases, largest errors {[f'{e:.1e}' for e in largest]}")
-            refusals(failures)
-            for dtype in DTYPES:
-                special_values(failures, dtype)
-                extreme_factors(failures, dtype)
-                extreme_variances(failures, dtype)
-                graphs_and_repeats(failures, dtype)
-                done(f"special values, graphs, repeats in {dtype}")
-                table += accuracy(failures, dtype)
-            done("accuracy")
-        if not chosen.skip_timing:
-            times = timing()
-            done("timing")
-
-    tables = []
-    if table:
-        heads = ["", "data", "mode", *(v for name in NAMES for v in (name, "eager's"))]
-        tables.append(tabulate(table, heads, floatfmt=".1e"))
-    if times:
-        tables.append(tabulate(times, ["", "", "ms", "again"], floatfmt=".4f"))
-    return harness.report(tables, failures)
+        times = timing()
+    return harness.report([tabulate(times, ["", "", "ms", "again"], floatfmt=".4f")], [])
 
 
 if __name__ == "__main__":

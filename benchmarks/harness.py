@@ -15,14 +15,9 @@ import torch
 from benchmarks import results
 
 
-def parser(module: str, cases: int) -> argparse.ArgumentParser:
-    """Of `python -m benchmarks.<module>`, which checks that many random cases if not told else."""
-    found = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
-    found.add_argument("--skip-checks", action="store_true")
-    found.add_argument("--skip-timing", action="store_true")
-    found.add_argument("--cases", type=int, default=cases)
-    found.add_argument("--seed", type=int, default=0)
-    return found
+def parser(module: str) -> argparse.ArgumentParser:
+    """Of `python -m benchmarks.<module>`."""
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
 
 
 def progress() -> Callable[[str], None]:

@@ -1,11 +1,11 @@
-"""The split fp32 product by mma.sync by itself, on any GPU from Ampere on: checked against float64,
-timed beside the library and, on Hopper, beside the kernel of wgmma.
+"""Times of the split fp32 gemm by mma.sync, on any GPU from Ampere on, beside the library and, on
+Hopper, the kernel of wgmma.
 
-    python -m benchmarks.linear_mma [--skip-checks] [--skip-timing] [--cases 60] [--seed 0]
-        [--compiled] [--once]
+    python -m benchmarks.linear_mma [--compiled] [--once]
 
-Exits with 1 where a check failed. Timings are medians with the L2 cache cleared before each call,
-on random data, the splitting of x included.
+Medians with the L2 cache cleared before each call, on random data, the splitting of x included;
+each result is compared with float64's. `FX_FUSER_SPLIT_LOOP=mma python -m pytest
+tests/kernels/test_linear_sm90.py` checks the kernel.
 """
 
 from __future__ import annotations
@@ -26,13 +26,6 @@ from benchmarks.sm90 import CUDA, FLOOR, n_major, relative
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, LINEAR_SPLIT_MMA, Family
 
-CHECKS = (
-    linear_sm90.special_values,
-    linear_sm90.wrong_guesses,
-    linear_sm90.imprecise_neighbours,
-    linear_sm90.refusals,
-    linear_sm90.graphs_and_repeats,
-)
 HALVES = 990e12  # FLOP/s of fp16 that an H200 has by its datasheet
 COPY = 4.28e12  # its bytes/s
 
@@ -53,27 +46,6 @@ class Timing:
     eager_error: float
 
 
-def chunks(failures: list[str]) -> None:
-    """Chunks of K, either operand first, and scales found ahead."""
-    choose = torch.Generator().manual_seed(0)
-    for m, n, k in ((200, 300, 500), (16, 1000, 4100), (700, 90, 3000), (1, 5, 2000)):
-        x, weight = torch.randn(m, k, device=CUDA), torch.randn(n, k, device=CUDA)
-        exact = x.double() @ weight.double().T
-        for parts in (1, 3, int(torch.randint(4, 30, (), generator=choose))):
-            for first in ("x", "weight"):
-                for form, b in (("", weight), (", n_major", n_major(weight))):
-                    for ahead in (False, True):
-                        out = torch.full((m, n), float("nan"), device=CUDA)
-                        linear_sm90.run(
-                            linear_sm90.IDENTITY, x, b, out=out, chunks=parts, first=first,
-                            exact=ahead,
-                        )  # fmt: skip
-                        error = relative(out, exact)
-                        if not error <= FLOOR:
-                            what = f"{m} x {n} x {k}{form}, {parts} chunks, {first} first, {ahead}"
-                            failures.append(f"{what}: error {error:.2e}")
-
-
 @dataclass(frozen=True)
 class Problem:
     name: str
@@ -86,7 +58,8 @@ class Problem:
     def run_once(self) -> None:
         x = torch.rand(self.m, self.k, device=CUDA)
         linear = torch.nn.Linear(self.k, self.n, device=CUDA)
-        linear_sm90.run(self.example, x, linear.weight.detach(), linear.bias.detach())
+        example = of_family(self.example, LINEAR_SPLIT_MMA)
+        linear_sm90.run(example, x, linear.weight.detach(), linear.bias.detach())
         torch.cuda.synchronize()
 
     def measure(self, failures: list[str], compiles: bool) -> Timing:
@@ -99,8 +72,7 @@ class Problem:
         out = torch.full((m, n), float("nan"), device=CUDA)
 
         def ours(family: Family = LINEAR_SPLIT_MMA) -> Tensor:
-            example = replace(self.example, spec=replace(self.example.spec, family=family))
-            return linear_sm90.run(example, x, weight, bias, out=out)
+            return linear_sm90.run(of_family(self.example, family), x, weight, bias, out=out)
 
         def eager() -> Tensor:
             return self.example.reference(F.linear(x, weight, bias), [], [2.0])
@@ -137,48 +109,35 @@ def has_wgmma() -> bool:
     return torch.cuda.get_device_capability()[0] == 9
 
 
+def of_family(example: Example, family: Family) -> Example:
+    return replace(example, spec=replace(example.spec, family=family))
+
+
 def _median(step: Callable[[], Tensor]) -> float:
     return median_ms(step, [], CUDA, 20, 60)
 
 
 def main() -> int:
-    parser = harness.parser("linear_mma", cases=60)
+    parser = harness.parser("linear_mma")
     parser.add_argument("--compiled", action="store_true", help="time torch.compile too")
     parser.add_argument("--once", action="store_true", help="#70 and #59 once each, for ncu")
     chosen = parser.parse_args()
     done = harness.progress()
-    linear_sm90.choose_family(LINEAR_SPLIT_MMA)
     if chosen.once:
         for problem in problems()[:2]:
             problem.run_once()
         return 0
-    specs = [e.spec for e in linear_sm90.EXAMPLES]
-    if not chosen.skip_timing and has_wgmma():
-        specs += [replace(spec, family=LINEAR_SPLIT) for spec in specs[:3]]
-    load.prepare(specs, CUDA)
+    families = [LINEAR_SPLIT_MMA, *[LINEAR_SPLIT] * has_wgmma()]
+    examples = {problem.example for problem in problems()}
+    load.prepare([of_family(e, family).spec for e in examples for family in families], CUDA)
     done("built")
     failures: list[str] = []
-    tables = []
     with float32_settings("fp32"):
-        if not chosen.skip_checks:
-            largest = linear_sm90.sweep(chosen.cases, chosen.seed, failures)
-            done(f"{chosen.cases} random cases, largest error {largest:.1e}")
-            chunks(failures)
-            done("chunks")
-            for check in CHECKS:
-                check(failures)
-                done(check.__name__)
-            heads = ["K", "data", "kernel", "SGEMM", "worst row", "SGEMM's"]
-            errors = linear_sm90.accuracy(failures)
-            tables.append(tabulate(map(astuple, errors), heads, floatfmt=".1e"))
-            done("accuracy")
-        if not chosen.skip_timing:
-            heads = ["", "mma", "wgmma", "eager", "compiled", "floor", "error", "eager's"]
-            formats = ["", ".4f", ".4f", ".3f", ".3f", ".4f", ".1e", ".1e"]
-            times = [problem.measure(failures, chosen.compiled) for problem in problems()]
-            tables.append(tabulate(map(astuple, times), heads, floatfmt=formats))
-            done("timing")
-    return harness.report(tables, failures)
+        times = [problem.measure(failures, chosen.compiled) for problem in problems()]
+        done("timing")
+    heads = ["", "mma", "wgmma", "eager", "compiled", "floor", "error", "eager's"]
+    formats = ["", ".4f", ".4f", ".3f", ".3f", ".4f", ".1e", ".1e"]
+    return harness.report([tabulate(map(astuple, times), heads, floatfmt=formats)], failures)
 
 
 if __name__ == "__main__":

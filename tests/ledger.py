@@ -35,15 +35,15 @@ SHARED = ("fx_fuser/anchors", "fx_fuser/native", "fx_fuser/ops", "kernels_cu/com
 _LINEAR, _CONV = ("kernels_cu/linear",), ("kernels_cu/conv",)
 # What the tests of a file depend on beside SHARED; of another file on all of `_REST`.
 COVERS: dict[str, tuple[str, ...]] = {
-    "tests/test_linear_dense_sm90.py": _LINEAR,
-    "tests/test_linear_sm90.py": _LINEAR,
-    "tests/test_split_planes.py": _LINEAR,
-    "tests/test_conv_backward_sm90.py": _CONV,
-    "tests/test_conv_sm90.py": _CONV,
-    "tests/test_narrow_sm90.py": _CONV,
-    "tests/test_depthwise.py": _CONV,
-    "tests/test_implicit.py": _CONV,
-    "tests/test_stem.py": _CONV,
+    "tests/kernels/test_linear_dense_sm90.py": _LINEAR,
+    "tests/kernels/test_linear_sm90.py": _LINEAR,
+    "tests/kernels/test_split_planes.py": _LINEAR,
+    "tests/kernels/test_conv_backward_sm90.py": _CONV,
+    "tests/kernels/test_conv_sm90.py": _CONV,
+    "tests/kernels/test_narrow_sm90.py": _CONV,
+    "tests/kernels/test_depthwise.py": _CONV,
+    "tests/kernels/test_implicit.py": _CONV,
+    "tests/kernels/test_stem.py": _CONV,
     "tests/test_epilogue_math.py": (),
 }
 _REST = ("fx_fuser/graph", "fx_fuser/passes", "fx_fuser/planning", "fx_fuser/verify", "kernels_cu",

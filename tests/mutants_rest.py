@@ -29,7 +29,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "MOST_PER_BYTE * limits.of(case.device).balance",
         "MOST_PER_BYTE",
         (
-            "tests/test_implicit.py::test_what_products_bound_follows_the_gpus_balance[1.75-wanted1]",
+            "tests/kernels/test_implicit.py::"
+            "test_what_products_bound_follows_the_gpus_balance[1.75-wanted1]",
         ),
     ),
     (

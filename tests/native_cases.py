@@ -1,4 +1,4 @@
-"""Inputs and checks for the native kernels, shared by pytest and by `tests/sanitize.py`."""
+"""Inputs and checks for the native kernels, shared by pytest and by `tests/kernels/sanitize.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the sm_90a kernels share."""
+"""What the tests of kernels share: marks, and a check that a kernel compiles as meant."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import torch
 from fx_fuser.native import binaries, jobs
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+    skip = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a Hopper GPU")
+    return pytest.mark.gpu(skip(test))
+
+
+def gpu_from_sm80(test):
+    skip = pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs sm_80 or later")
+    return pytest.mark.gpu(skip(test))
 
 
 def check_compiles(

@@ -10,7 +10,8 @@ from typing import Any
 import ledger
 import pytest
 
-CONV, LINEAR, WHOLE = (f"tests/test_{n}.py" for n in ("conv_sm90", "linear_sm90", "bmm_gpu"))
+CONV, LINEAR = (f"tests/kernels/test_{n}.py" for n in ("conv_sm90", "linear_sm90"))
+WHOLE = "tests/test_bmm_gpu.py"
 
 
 def report(nodeid: str, when: str = "call", outcome: str = "passed", *marks: str) -> Any:
@@ -53,7 +54,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file.h").write_text("as it was")
         (tmp_path / folder / "NOTES.md").write_text("as it was")
-    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "kernels").mkdir(parents=True)
     for test in (CONV, LINEAR, WHOLE):
         shutil.copy(ledger.ROOT / test, tmp_path / test)
     return tmp_path

@@ -2,7 +2,7 @@
 gradients and the user's memory stay right.
 
 On a CPU every one is replaced (`cpu_ops`), by the same in torch; the kernels, and what is timed,
-are for tests/test_narrow_sm90.py.
+are for tests/kernels/test_narrow_sm90.py.
 """
 
 from __future__ import annotations

@@ -8,12 +8,15 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import implicit_checks
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from checks import passes
 from plan_cases import CONV, decide
-from test_depthwise import gpu, made
+from sm90 import gpu_from_sm80 as gpu
+from test_depthwise import made
 from toolchains import needs_compilers
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
@@ -333,38 +336,32 @@ def test_a_converted_graph_gives_images_in_channels_last(product, kernel, is_con
     assert weight.is_contiguous() == (not asks)
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sizes_and_operands(seed) -> None:
-    failures: list[str] = []
-    implicit.sweep(80, seed, failures)
-    assert not failures
+    passes(implicit_checks.sweep, 80, seed)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_special_values(dtype) -> None:
-    failures: list[str] = []
-    implicit.special_values(failures, dtype)
-    assert not failures
+    passes(implicit_checks.special_values, dtype)
 
 
 @gpu
-@pytest.mark.parametrize("check", [implicit.repeats, implicit.refusals])
+@pytest.mark.parametrize("check", [implicit_checks.repeats, implicit_checks.refusals])
 def test_checks(check) -> None:
-    failures: list[str] = []
-    check(failures)
-    assert not failures
+    passes(check)
 
 
 @gpu
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_more_than_2_to_the_31_elements(kernel) -> None:
     """Whose last images are as those of a small tensor."""
-    one = implicit.ALONE[torch.bfloat16, kernel > 1]
+    one = implicit_checks.ALONE[torch.bfloat16, kernel > 1]
     images = torch.randn(2, 64, 128, 128, device="cuda").bfloat16().to(memory_format=LAST)
     x = torch.zeros(2100, 128, 128, 64, device="cuda", dtype=images.dtype).permute(0, 3, 1, 2)
     assert x.numel() > 2**31

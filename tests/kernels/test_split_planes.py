@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import ceil
 
 import pytest
+import split_planes_checks
 import torch
+from checks import passes
 from sm90 import gpu
 from toolchains import needs_compilers
 
-from benchmarks import kernels, split_planes_sm90
+from benchmarks import kernels
 from fx_fuser.anchors.linear import split_gemm
 
 # ---- without a GPU -------------------------------------------------------------------------------
@@ -84,27 +86,21 @@ def test_the_smaller_operand_is_split_first(sizes, weight_first) -> None:
     assert kernels.linear_split_choice(*sizes).weight_first == weight_first
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches_chunks_strides_and_operands(seed) -> None:
-    failures: list[str] = []
-    split_planes_sm90.sweep(60, seed, failures)
-    assert not failures
+    passes(split_planes_checks.sweep, 60, seed)
 
 
 @gpu
-@pytest.mark.parametrize("check", split_planes_sm90.CHECKS)
+@pytest.mark.parametrize("check", split_planes_checks.CHECKS)
 def test_checks(check) -> None:
-    failures: list[str] = []
-    check(failures)
-    assert not failures
+    passes(check)
 
 
 @gpu
 def test_accuracy_contract() -> None:
-    failures: list[str] = []
-    split_planes_sm90.accuracy(failures)
-    assert not failures
+    passes(split_planes_checks.accuracy)

@@ -8,11 +8,14 @@ import itertools
 from typing import Any
 
 import pytest
+import stem_checks
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from checks import passes
 from plan_cases import CONV, decide
-from test_depthwise import gpu, made
+from sm90 import gpu_from_sm80 as gpu
+from test_depthwise import made
 from test_plan_conv import cudnn_precision  # noqa: F401
 from toolchains import needs_compilers
 
@@ -171,7 +174,7 @@ def test_a_kernel_is_of_the_weights_sizes() -> None:
     weight = torch.randn(64, 3, 7, 5)
     *_, found = ANCHORS["conv2d"].kernels({"weight": weight}, config)
     assert found is family(3, 7, 5, 2, 64)
-    assert stem.spec_of(stem.ALONE[0][0], found.sizes).signature[:6] == [
+    assert stem.spec_of(stem_checks.ALONE[0][0], found.sizes).signature[:6] == [
         *("3", "7", "5", "2", "64"),
         "fx_fuser::examples::Identity",
     ]
@@ -189,39 +192,33 @@ def test_exported_sites_of_two_weights_have_two_kernels(monkeypatch) -> None:
     assert len(found) == 2
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sizes_and_operands(seed) -> None:
-    failures: list[str] = []
     with float32_settings("fp32"):
-        stem.sweep(80, seed, failures)
-    assert not failures
+        passes(stem_checks.sweep, 80, seed)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", conv_sm90.DTYPES, ids=str)
 def test_special_values(dtype) -> None:
-    failures: list[str] = []
-    stem.special_values(failures, dtype)
-    assert not failures
+    passes(stem_checks.special_values, dtype)
 
 
 @gpu
-@pytest.mark.parametrize("check", [stem.repeats, stem.refusals])
+@pytest.mark.parametrize("check", [stem_checks.repeats, stem_checks.refusals])
 def test_checks(check) -> None:
-    failures: list[str] = []
-    check(failures)
-    assert not failures
+    passes(check)
 
 
 @gpu
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_more_than_2_to_the_31_elements(layout) -> None:
     """Whose last images are as those of a small tensor."""
-    example, sizes = stem.ALONE[3]
+    example, sizes = stem_checks.ALONE[3]
     images = torch.randn(2, 3, 512, 512, device="cuda").bfloat16().to(memory_format=layout)
     weight = torch.randn(64, 3, 7, 7, device="cuda").bfloat16().to(memory_format=layout)
     x = torch.zeros((530, *images.shape[1:]), device="cuda", dtype=images.dtype)

@@ -6,17 +6,22 @@ from __future__ import annotations
 import random
 from ctypes import CDLL
 
+import checks
 import emulator
+import linear_split_checks
+import narrow_checks
 import pytest
+import split_planes_checks
 import torch
+from checks import misleading, passes
 from emulator.device import EmulatedGpu, emulated, in_place_of_cuda
 
-from benchmarks import linear_mma, linear_sm90, narrow_sm90, sm90, split_planes_sm90
+from benchmarks import linear_sm90, narrow_sm90
 from benchmarks.linear_sm90 import IDENTITY
-from benchmarks.sm90 import FLOOR, misleading, n_major, relative
+from benchmarks.sm90 import FLOOR, n_major, relative
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
-MODULES = (linear_mma, linear_sm90, narrow_sm90, sm90, split_planes_sm90)
+MODULES = (checks, linear_sm90, linear_split_checks, narrow_checks, split_planes_checks)
 SLOW = {"marks": pytest.mark.slow}
 # Stages in shared memory are 4, 2, 2, 6, 6 and 2; from 90 on there are clusters, and on 90 and 100
 # a stage's first operands are read early. The form of 90 has run on a GPU.
@@ -47,7 +52,7 @@ def test_tiles_and_layouts(gpu: EmulatedGpu) -> None:
         x, weight = torch.randn(m, k), torch.randn(n, k)
         exact = x.double() @ weight.double().T
         # Between these rows, and between the columns of their transpose, is NaN.
-        gaps = narrow_sm90.in_aligned_rows(weight), narrow_sm90.in_aligned_rows(weight.T).T
+        gaps = narrow_checks.in_aligned_rows(weight), narrow_checks.in_aligned_rows(weight.T).T
         for b in (*gaps, weight):
             assert relative(linear_sm90.run(IDENTITY, x, b, chunks=1, first="x"), exact) <= FLOOR
 
@@ -59,10 +64,8 @@ def small(choose: random.Random) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("gpu", [80], indirect=True)
 def test_batches_and_chunks(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_planes_sm90, "EXAMPLES", (IDENTITY,))
-    failures: list[str] = []
-    split_planes_sm90.sweep(6, 0, failures, small)
-    assert not failures
+    monkeypatch.setattr(split_planes_checks, "EXAMPLES", (IDENTITY,))
+    passes(split_planes_checks.sweep, 6, 0, small)
 
 
 @pytest.mark.parametrize("gpu", [80], indirect=True)
@@ -82,9 +85,7 @@ def test_chunks_are_of_the_library_that_all_tails_have(gpu: EmulatedGpu) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [80, 90, 120], indirect=True)
 def test_every_epilogue(gpu: EmulatedGpu) -> None:
-    failures: list[str] = []
-    split_planes_sm90.sweep(15, 1, failures, small)
-    assert not failures
+    passes(split_planes_checks.sweep, 15, 1, small)
 
 
 @pytest.mark.slow
@@ -92,9 +93,7 @@ def test_every_epilogue(gpu: EmulatedGpu) -> None:
     "gpu", (86, *(pytest.param(c, **SLOW) for c in (80, 90, 120))), indirect=True
 )
 def test_special_values(gpu: EmulatedGpu) -> None:
-    failures: list[str] = []
-    linear_sm90.special_values(failures, sizes=(70, 40, 108))
-    assert not failures
+    passes(linear_split_checks.special_values, sizes=(70, 40, 108))
 
 
 @pytest.mark.slow

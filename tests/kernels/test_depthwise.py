@@ -6,11 +6,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import depthwise_checks
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from checks import passes
 from plan_cases import CONV, decide
+from sm90 import gpu_from_sm80 as gpu
 from toolchains import needs_compilers
 
 from benchmarks import conv_sm90, depthwise
@@ -28,12 +31,6 @@ from fx_fuser.planning.plan import Plan
 
 DEPTHWISE = {**CONV, "product": "depthwise"}
 LAST = torch.channels_last
-HERE = torch.cuda.is_available()
-IS_NEW = HERE and torch.cuda.get_device_capability() >= (8, 0)
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not IS_NEW, reason="needs sm_80 or later")(test))
 
 
 # ---- without a GPU -------------------------------------------------------------------------------
@@ -109,7 +106,7 @@ def test_refused_for_its_operands() -> None:
 
 
 def test_each_window_has_a_kernel_of_its_own() -> None:
-    example = depthwise.EXAMPLES[0][0]
+    example = depthwise_checks.EXAMPLES[0][0]
     specs = [depthwise.spec_of(example, window) for window in depthwise.WINDOWS]
     assert len({spec.name for spec in specs}) == len(specs)
     assert "FX_FUSER_DEPTHWISE(4, 6, 2, " in depthwise.spec_of(example, (4, 6, 2)).text
@@ -203,38 +200,32 @@ def test_exactness_asked_for_is_kept_where_the_kernel_gains_nothing(match_of, on
     assert isinstance(decide(match), Refusal)
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sizes_and_operands(seed) -> None:
-    failures: list[str] = []
     with float32_settings("fp32", cudnn_tf32=False):
-        depthwise.sweep(80, seed, failures)
-    assert not failures
+        passes(depthwise_checks.sweep, 80, seed)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", conv_sm90.DTYPES, ids=str)
 def test_special_values(dtype) -> None:
-    failures: list[str] = []
-    depthwise.special_values(failures, dtype)
-    assert not failures
+    passes(depthwise_checks.special_values, dtype)
 
 
 @gpu
-@pytest.mark.parametrize("check", [depthwise.repeats, depthwise.refusals])
+@pytest.mark.parametrize("check", [depthwise_checks.repeats, depthwise_checks.refusals])
 def test_checks(check) -> None:
-    failures: list[str] = []
-    check(failures)
-    assert not failures
+    passes(check)
 
 
 @gpu
 def test_more_than_2_to_the_31_elements() -> None:
     """Whose last images are as those of a small tensor."""
-    example, window = depthwise.ALONE[1]
+    example, window = depthwise_checks.ALONE[1]
     images = torch.randn(2, 64, 128, 128, device="cuda").bfloat16().to(memory_format=LAST)
     x = torch.empty(
         (2100, *images.shape[1:]), device="cuda", dtype=images.dtype, memory_format=LAST

@@ -1,6 +1,6 @@
 """What a GPU's owner sends in: is the fp32 gemm right on it, and how fast. One JSON.
 
-    python -m benchmarks.report_machine [--seconds 280] [--out machine.json]
+    PYTHONPATH=. python tests/kernels/report_machine.py [--seconds 280] [--out machine.json]
 
 The split product with the main loop that the GPU has is checked against float64 and timed beside
 the library and torch.compile (benchmarks/linear_mma.py has the problems). What the time does not
@@ -18,14 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import linear_split_checks
 import torch
 
 import fx_fuser
-from benchmarks import harness, linear_mma, linear_sm90
+from benchmarks import harness, linear_mma
 from benchmarks.harness import Budget, Overtime
 from benchmarks.measure import float32_settings
 from fx_fuser.native import binaries, limits, load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT_BEST
 
 CASES = 40
 
@@ -52,17 +52,16 @@ def parts(failures: list[str], report: dict[str, Any]) -> dict[str, Callable[[],
     """What is done, in this order, each by itself."""
 
     def sweep() -> None:
-        report["largest_error"] = linear_sm90.sweep(CASES, 0, failures)
+        report["largest_error"] = linear_split_checks.sweep(failures, CASES, 0)
 
     def accuracy() -> None:
-        report["accuracy"] = [asdict(row) for row in linear_sm90.accuracy(failures)]
+        report["accuracy"] = [asdict(row) for row in linear_split_checks.accuracy(failures)]
 
     def timing(problem: linear_mma.Problem) -> None:
         report["timing"].append(asdict(problem.measure(failures, compiles=True)))
 
     found: dict[str, Callable[[], None]] = {"random cases": sweep}
-    found["chunks"] = lambda: linear_mma.chunks(failures)
-    for check in linear_mma.CHECKS:
+    for check in linear_split_checks.CHECKS:
         found[check.__name__] = lambda check=check: check(failures)  # type: ignore[misc]
     found["accuracy"] = accuracy
     for problem in linear_mma.problems():
@@ -78,7 +77,6 @@ def run(seconds: float) -> dict[str, Any]:
     if reason is not None:
         failures.append(f"no kernel can be built: {reason}")
         return report
-    linear_sm90.choose_family(LINEAR_SPLIT_BEST)
     done = harness.progress()
     budget = Budget(seconds)
     todo = parts(failures, report)
@@ -100,7 +98,7 @@ def run(seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report_machine")
+    parser = argparse.ArgumentParser(prog="report_machine.py")
     parser.add_argument("--seconds", type=float, default=280.0)
     parser.add_argument("--out", type=Path, default=Path("machine.json"))
     chosen = parser.parse_args()

@@ -7,21 +7,29 @@ import functools
 import random
 from collections.abc import Sequence
 
+import checks
+import conv_backward_checks
+import conv_checks
+import conv_direct_checks
 import emulator
 import pytest
 import torch
+from checks import passes
+from conv_checks import small_case
 from emulator.device import EmulatedGpu, in_place_of_cuda
 from torch import Tensor
 
-from benchmarks import conv_backward_cases, conv_backward_sm90, conv_cases, conv_sm90, sm90
-from benchmarks.conv_cases import Padding, small_case
+from benchmarks import conv_backward_sm90, conv_sm90
+from benchmarks.conv_cases import Padding
 from benchmarks.conv_sm90 import DTYPES, IDENTITY, NORM, Example, of_dtype
 from benchmarks.measure import float32_settings
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import KernelSpec
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
-MODULES = (conv_backward_cases, conv_backward_sm90, conv_cases, conv_sm90, sm90)
+MODULES = (
+    checks, conv_checks, conv_sm90, conv_direct_checks, conv_backward_sm90, conv_backward_checks
+)  # fmt: skip
 MULTIPROCESSORS = 3
 # The default run has 16 bits alone: fp32's kernels take g++ a minute. With any operands, and none:
 # with those of a channel alone storing is only copying, and random ones are seldom all such.
@@ -49,16 +57,12 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Emul
 
 
 def check_forward(cases: int, seed: int, examples: Sequence[Example]) -> None:
-    failures: list[str] = []
-    conv_sm90.sweep(cases, seed, failures, small_case, examples)
-    assert not failures
+    passes(conv_direct_checks.sweep, cases, seed, small_case, examples)
 
 
 def check_backward(cases: int, seed: int, dtypes: Sequence[torch.dtype]) -> None:
-    failures: list[str] = []
     with float32_settings("fp32"):
-        conv_backward_sm90.sweep(cases, seed, failures, small_case, dtypes)
-    assert not failures
+        passes(conv_backward_checks.sweep, cases, seed, small_case, dtypes)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ def test_backward(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_forward_of_every_epilogue(gpu: EmulatedGpu) -> None:
-    examples = (*conv_sm90.EXAMPLES, *conv_sm90.HALF_EXAMPLES)
+    examples = (*conv_direct_checks.EXAMPLES, *conv_direct_checks.HALF_EXAMPLES)
     gpu.prepare([example.spec for example in examples])
     check_forward(20, 1, examples)
 
@@ -107,11 +111,9 @@ def long_case(_: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Pad
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )
 def test_rings_that_are_used_again(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    conv_sm90.sweep(2, 0, failures, long_case, (of_dtype(IDENTITY, dtype),))
+    passes(conv_direct_checks.sweep, 2, 0, long_case, (of_dtype(IDENTITY, dtype),))
     with float32_settings("fp32"):
-        conv_backward_sm90.sweep(3, 0, failures, long_case, (dtype,))
-    assert not failures
+        passes(conv_backward_checks.sweep, 3, 0, long_case, (dtype,))
 
 
 def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
@@ -126,47 +128,35 @@ def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 @pytest.mark.slow
 def test_wide_units(gpu: EmulatedGpu) -> None:
-    failures: list[str] = []
-    conv_sm90.sweep(8, 2, failures, wide_case, (IDENTITY, *FORWARD))
-    assert not failures
+    passes(conv_direct_checks.sweep, 8, 2, wide_case, (IDENTITY, *FORWARD))
 
 
 @pytest.mark.slow
 @every_dtype
 def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    conv_sm90.special_values(failures, dtype, size=(21, 23), wide=(3, 8, 124, 124))
-    assert not failures
+    passes(conv_direct_checks.special_values, dtype, size=(21, 23), wide=(3, 8, 124, 124))
 
 
 @pytest.mark.slow
 @every_dtype
 def test_special_gradients(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    conv_backward_sm90.special_values(failures, dtype, size=(12, 23))
-    assert not failures
+    passes(conv_backward_checks.special_values, dtype, size=(12, 23))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_extreme_factors(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    conv_backward_sm90.extreme_factors(failures, dtype)
-    assert not failures
+    passes(conv_backward_checks.extreme_factors, dtype)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )
 def test_extreme_variances(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    conv_backward_sm90.extreme_variances(failures, dtype)
-    assert not failures
+    passes(conv_backward_checks.extreme_variances, dtype)
 
 
 @pytest.mark.slow
 def test_refusals(gpu: EmulatedGpu) -> None:
-    failures: list[str] = []
-    for check in (conv_sm90.refusals, conv_backward_sm90.refusals):
-        check(failures)
-    assert not failures
+    for check in (conv_direct_checks.refusals, conv_backward_checks.refusals):
+        passes(check)

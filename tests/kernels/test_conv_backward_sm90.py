@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 
+import conv_backward_checks
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from checks import passes
 from sm90 import check_compiles, gpu
 from test_conv_sm90 import CUTS, Cut
 from test_ops import conv_args
@@ -126,16 +128,14 @@ def test_a_cpu_tensor_is_an_error() -> None:
         kernels.conv_direct_backward(spec, *arguments)
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sizes_and_factors(seed) -> None:
-    failures: list[str] = []
     with float32_settings("fp32", cudnn_tf32=False):
-        conv_backward_sm90.sweep(60, seed, failures)
-    assert not failures
+        passes(conv_backward_checks.sweep, 60, seed)
 
 
 @gpu
@@ -143,25 +143,21 @@ def test_random_sizes_and_factors(seed) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        conv_backward_sm90.special_values,
-        conv_backward_sm90.extreme_factors,
-        conv_backward_sm90.extreme_variances,
-        conv_backward_sm90.accuracy,
-        conv_backward_sm90.graphs_and_repeats,
+        conv_backward_checks.special_values,
+        conv_backward_checks.extreme_factors,
+        conv_backward_checks.extreme_variances,
+        conv_backward_checks.accuracy,
+        conv_backward_checks.graphs_and_repeats,
     ],
 )
 def test_checks(check, dtype) -> None:
-    failures: list[str] = []
     with float32_settings("fp32", cudnn_tf32=False):
-        check(failures, dtype)
-    assert not failures
+        passes(check, dtype)
 
 
 @gpu
 def test_refusals() -> None:
-    failures: list[str] = []
-    conv_backward_sm90.refusals(failures)
-    assert not failures
+    passes(conv_backward_checks.refusals)
 
 
 # ---- on a GPU: through the backend ---------------------------------------------------------------

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import copy
 
+import conv_checks
+import conv_direct_checks
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from checks import passes
 from sm90 import check_compiles, gpu
 from toolchains import needs_compilers
 
-from benchmarks import conv_cases, conv_sm90, kernels
+from benchmarks import conv_sm90, kernels
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.errors import BuildError
@@ -267,36 +270,37 @@ def test_a_cpu_tensor_is_an_error() -> None:
         kernels.conv_direct(spec, x, x, (0, 0, 0, 0), torch.empty(1, 1, 1, 1), None, [], [])
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
-@pytest.mark.parametrize("examples", [conv_sm90.EXAMPLES, conv_sm90.HALF_EXAMPLES])
+@pytest.mark.parametrize(
+    "examples", [conv_direct_checks.EXAMPLES, conv_direct_checks.HALF_EXAMPLES]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sizes_and_operands(seed, examples) -> None:
-    failures: list[str] = []
-    conv_sm90.sweep(60, seed, failures, examples=examples)
-    conv_sm90.sweep(6, seed, failures, conv_cases.wide_case, examples)
-    assert not failures
+    passes(conv_direct_checks.sweep, 60, seed, examples=examples)
+    passes(conv_direct_checks.sweep, 6, seed, conv_checks.wide_case, examples)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", conv_sm90.DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "check", [conv_sm90.special_values, conv_sm90.accuracy, conv_sm90.graphs_and_repeats]
+    "check",
+    [
+        conv_direct_checks.special_values,
+        conv_direct_checks.accuracy,
+        conv_direct_checks.graphs_and_repeats,
+    ],
 )
 def test_checks(check, dtype) -> None:
-    failures: list[str] = []
     with float32_settings("fp32", cudnn_tf32=False):
-        check(failures, dtype)
-    assert not failures
+        passes(check, dtype)
 
 
 @gpu
 def test_refusals() -> None:
-    failures: list[str] = []
-    conv_sm90.refusals(failures)
-    assert not failures
+    passes(conv_direct_checks.refusals)
 
 
 # ---- on a GPU: through the backend ---------------------------------------------------------------

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import narrow_checks
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import passes
 from sm90 import gpu
 from toolchains import needs_compilers
 from torch import Tensor
@@ -40,7 +42,7 @@ def test_compiles_without_spills_or_serialised_products(
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("way, dtype", list(narrow_sm90.every_way()))
+@pytest.mark.parametrize("way, dtype", list(narrow_checks.every_way()))
 def test_the_ops_in_torch(way, dtype, lead) -> None:
     """On a CPU, and for fake tensors."""
     x, weight = narrow_sm90.cast(way, dtype, torch.randn(*lead, 5, 7), torch.randn(4, 7))
@@ -48,24 +50,20 @@ def test_the_ops_in_torch(way, dtype, lead) -> None:
     assert torch.equal(found, F.linear(x.float(), weight.float()))
 
 
-# ---- on a GPU: the checks of the benchmark, and the whole path -----------------------------------
+# ---- on a GPU: the checks, and the whole path -------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sizes_strides_and_alignments(seed) -> None:
-    failures: list[str] = []
-    narrow_sm90.sweep(60, seed, failures)
-    assert not failures
+    passes(narrow_checks.sweep, 60, seed)
 
 
 @gpu
-@pytest.mark.parametrize("check", [*narrow_sm90.CHECKS, narrow_sm90.accuracy])
+@pytest.mark.parametrize("check", [*narrow_checks.CHECKS, narrow_checks.accuracy])
 def test_checks(check) -> None:
-    failures: list[str] = []
     with float32_settings("fp32"):
-        check(failures)
-    assert not failures
+        passes(check)
 
 
 class _Widest(torch.overrides.TorchFunctionMode):

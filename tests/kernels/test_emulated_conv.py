@@ -3,55 +3,57 @@ pass on a GPU."""
 
 from __future__ import annotations
 
+import checks
+import conv_checks
+import depthwise_checks
 import emulator
 import pytest
+import stem_checks
 import torch
+from checks import passes
 from emulator.device import EmulatedGpu, in_place_of_cuda
 from torch import Tensor
 
-from benchmarks import conv_cases, conv_sm90, depthwise, sm90, stem
+from benchmarks import conv_sm90, depthwise, stem
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.ops import folded
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+MODULES = (checks, conv_checks, conv_sm90, depthwise_checks, stem_checks)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     """Of an architecture like any other: no kernel here asks which it is."""
     made = EmulatedGpu(80, multiprocessors=3)
-    in_place_of_cuda(made, monkeypatch, (conv_cases, conv_sm90, depthwise, sm90, stem))
+    in_place_of_cuda(made, monkeypatch, MODULES)
     return made
 
 
 def check_depthwise(cases: int, seed: int) -> None:
-    failures: list[str] = []
-    depthwise.sweep(cases, seed, failures, side=20)
-    assert not failures
+    passes(depthwise_checks.sweep, cases, seed, side=20)
 
 
 def check_stems(cases: int, seed: int) -> None:
-    failures: list[str] = []
     with float32_settings("fp32"):
-        stem.sweep(cases, seed, failures, side=40)
-    assert not failures
+        passes(stem_checks.sweep, cases, seed, side=40)
 
 
 # Of each dtype one, and of two channels and more than fit a thread's registers.
-FEW_DEPTHWISE = [depthwise.EXAMPLES[i] for i in (1, 9, 17)]
-FEW_STEMS = [stem.EXAMPLES[i] for i in (3, 16)]
+FEW_DEPTHWISE = [depthwise_checks.EXAMPLES[i] for i in (1, 9, 17)]
+FEW_STEMS = [stem_checks.EXAMPLES[i] for i in (3, 16)]
 
 
 @pytest.mark.slow
 def test_depthwise(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(depthwise, "EXAMPLES", FEW_DEPTHWISE)
+    monkeypatch.setattr(depthwise_checks, "EXAMPLES", FEW_DEPTHWISE)
     gpu.prepare([depthwise.spec_of(*one) for one in FEW_DEPTHWISE])
     check_depthwise(24, 0)
 
 
 def test_stem(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stem, "EXAMPLES", FEW_STEMS)
+    monkeypatch.setattr(stem_checks, "EXAMPLES", FEW_STEMS)
     gpu.prepare([stem.spec_of(*one) for one in FEW_STEMS])
     check_stems(8, 0)
 
@@ -59,14 +61,14 @@ def test_stem(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_every_depthwise(gpu: EmulatedGpu, seed: int) -> None:
-    gpu.prepare([depthwise.spec_of(*one) for one in depthwise.EXAMPLES])
+    gpu.prepare([depthwise.spec_of(*one) for one in depthwise_checks.EXAMPLES])
     check_depthwise(80, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_every_stem(gpu: EmulatedGpu, seed: int) -> None:
-    gpu.prepare([stem.spec_of(*one) for one in stem.EXAMPLES])
+    gpu.prepare([stem.spec_of(*one) for one in stem_checks.EXAMPLES])
     check_stems(60, seed)
 
 
@@ -79,25 +81,19 @@ def test_every_stem(gpu: EmulatedGpu, seed: int) -> None:
     ids=str,
 )
 def test_depthwise_of_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    depthwise.special_values(failures, dtype)
-    assert not failures
+    passes(depthwise_checks.special_values, dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", conv_sm90.DTYPES, ids=str)
 def test_stem_of_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    stem.special_values(failures, dtype)
-    assert not failures
+    passes(stem_checks.special_values, dtype)
 
 
 @pytest.mark.slow
 def test_refusals(gpu: EmulatedGpu) -> None:
-    failures: list[str] = []
-    for check in (depthwise.refusals, stem.refusals):
-        check(failures)
-    assert not failures
+    for check in (depthwise_checks.refusals, stem_checks.refusals):
+        passes(check)
 
 
 def weights(dtype: torch.dtype) -> list[Tensor]:

@@ -3,8 +3,10 @@ right."""
 
 from __future__ import annotations
 
+import linear_dense_checks
 import pytest
 import torch
+from checks import passes
 from sm90 import check_compiles, gpu
 from toolchains import needs_compilers
 
@@ -36,28 +38,24 @@ def test_a_cpu_tensor_is_an_error() -> None:
         kernels.linear_dense(spec, x, x, None, torch.empty(4, 4), None, [], [])
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_random_sizes_strides_and_operands(seed) -> None:
-    failures: list[str] = []
     with float32_settings("tf32"):
-        linear_dense_sm90.sweep(60, seed, failures)
-    assert not failures
+        passes(linear_dense_checks.sweep, 60, seed)
 
 
 @gpu
 @pytest.mark.parametrize(
     "check",
     [
-        linear_dense_sm90.special_values,
-        linear_dense_sm90.graphs_and_repeats,
-        linear_dense_sm90.refusals,
+        linear_dense_checks.special_values,
+        linear_dense_checks.graphs_and_repeats,
+        linear_dense_checks.refusals,
     ],
 )
 def test_checks(check) -> None:
-    failures: list[str] = []
-    check(failures)
-    assert not failures
+    passes(check)

@@ -1,10 +1,13 @@
-"""The fp32 linear kernel of sm_90a: it compiles as meant and, on a Hopper GPU, is right."""
+"""The split fp32 gemm: that of sm_90a compiles as meant and, on a GPU, the GPU's own is right."""
 
 from __future__ import annotations
 
+import linear_split_checks
 import pytest
 import torch
-from sm90 import check_compiles, gpu
+from checks import passes
+from sm90 import check_compiles
+from sm90 import gpu_from_sm80 as gpu
 from toolchains import needs_compilers
 
 from benchmarks import kernels, linear_sm90
@@ -30,27 +33,21 @@ def test_a_cpu_tensor_is_an_error() -> None:
         kernels.linear_split(linear_sm90.IDENTITY.spec, x, x, None, torch.empty(4, 4), None, [], [])
 
 
-# ---- on a GPU: the checks of the benchmark -------------------------------------------------------
+# ---- on a GPU: the checks ---------------------------------------------------------------------
 
 
 @gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_random_shapes_strides_and_operands(seed) -> None:
-    failures: list[str] = []
-    linear_sm90.sweep(60, seed, failures)
-    assert not failures
+    passes(linear_split_checks.sweep, 60, seed)
 
 
 @gpu
-@pytest.mark.parametrize("check", [*linear_sm90.CHECKS, linear_sm90.long_soak])
+@pytest.mark.parametrize("check", [*linear_split_checks.CHECKS, linear_split_checks.long_soak])
 def test_checks(check) -> None:
-    failures: list[str] = []
-    check(failures)
-    assert not failures
+    passes(check)
 
 
 @gpu
 def test_accuracy_contract() -> None:
-    failures: list[str] = []
-    linear_sm90.accuracy(failures)
-    assert not failures
+    passes(linear_split_checks.accuracy)

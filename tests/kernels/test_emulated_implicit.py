@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import checks
+import conv_checks
 import emulator
+import implicit_checks
 import pytest
 import torch
+from checks import passes
 from emulator.device import EmulatedGpu, in_place_of_cuda
 
-from benchmarks import conv_cases, conv_sm90, implicit, sm90
+from benchmarks import conv_sm90, implicit, sm90
 from benchmarks.conv_layers import Layer
 from fx_fuser.ops import evaluate
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+MODULES = (checks, conv_checks, conv_sm90, implicit, implicit_checks)
 
 GPUS = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100, 120))]
 
@@ -21,24 +26,22 @@ GPUS = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     """They differ in their shared memory, so in what a block keeps of the weights."""
     made = EmulatedGpu(getattr(request, "param", 90), multiprocessors=2)
-    in_place_of_cuda(made, monkeypatch, (conv_cases, conv_sm90, implicit, sm90))
+    in_place_of_cuda(made, monkeypatch, MODULES)
     return made
 
 
 def check(gpu: EmulatedGpu, cases: int, side: int) -> None:
-    gpu.prepare([implicit.spec_of(*one) for one in implicit.EXAMPLES])
-    failures: list[str] = []
-    implicit.sweep(cases, gpu.capability, failures, side=side)
-    assert not failures
+    gpu.prepare([implicit.spec_of(*one) for one in implicit_checks.EXAMPLES])
+    passes(implicit_checks.sweep, cases, gpu.capability, side=side)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS, indirect=True)
 def test_random_sizes_and_operands(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two numbers of columns, with and without a window, operands of each way and leaves."""
-    few = [one for one in implicit.EXAMPLES if one[1].columns in (32, 96)][::3]
+    few = [one for one in implicit_checks.EXAMPLES if one[1].columns in (32, 96)][::3]
     assert {form.is_window for _, form in few} == {False, True}
-    monkeypatch.setattr(implicit, "EXAMPLES", few)
+    monkeypatch.setattr(implicit_checks, "EXAMPLES", few)
     check(gpu, 12, 9)
 
 
@@ -53,15 +56,11 @@ HALVES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
-    failures: list[str] = []
-    implicit.special_values(failures, dtype)
-    assert not failures
+    passes(implicit_checks.special_values, dtype)
 
 
 def test_refusals(gpu: EmulatedGpu) -> None:
-    failures: list[str] = []
-    implicit.refusals(failures)
-    assert not failures
+    passes(implicit_checks.refusals)
 
 
 @pytest.mark.parametrize("save", [False, True])
