@@ -51,6 +51,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else triton's library says at the exit that its functions leak
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch.set_num_threads(1)  # tiny tensors, and one process a core

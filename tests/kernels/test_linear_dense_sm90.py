@@ -18,6 +18,7 @@ from fx_fuser.native.kernel_spec import LINEAR_DENSE
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @needs_compilers
 @pytest.mark.parametrize(
     "value", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=str

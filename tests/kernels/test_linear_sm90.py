@@ -19,6 +19,7 @@ from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 
 # linear_dense's is compiled by default; CI also compiles every kernel by itself.
 @pytest.mark.slow
+@pytest.mark.combination
 @needs_compilers
 @pytest.mark.parametrize("operands", [0, 3, 12])
 def test_compiles_without_spills_or_serialised_products(tmp_path, monkeypatch, operands) -> None:
