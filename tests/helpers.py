@@ -33,7 +33,7 @@ MUL = "linear_sigmoid_mul_mul"
 ADD = "linear_sigmoid_mul_add"
 CONV = "conv2d_batchnorm_mul"
 
-# Named patterns alone: a grown tail would take what a test says is refused (tests/test_grow.py).
+# Named patterns alone: a grown tail would take what a test says is refused (graph/test_grow.py).
 OPTIONS = {"inner": "aot_eager", "cpu_ops": True, "strict": True, "auto": False}
 FLOOR = {torch.float64: 4, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}  # eps
 

@@ -44,7 +44,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_depthwise.py": _CONV,
     "tests/kernels/test_implicit.py": _CONV,
     "tests/kernels/test_stem.py": _CONV,
-    "tests/test_epilogue_math.py": (),
+    "tests/kernels/test_epilogue_math.py": (),
 }
 _REST = ("fx_fuser/graph", "fx_fuser/passes", "fx_fuser/planning", "fx_fuser/verify", "kernels_cu",
          "patterns")  # fmt: skip

@@ -1,5 +1,6 @@
-"""Models sharded over two ranks, for tests/test_tensor_parallel.py: run there against the unsharded
-model in float64.
+"""Models sharded over two ranks, for tests/graph/test_tensor_parallel.py.
+
+They run there against the unsharded model in float64.
 
 As a script, it is one rank: python tests/sharded.py RANK STORE BACKEND INNER CASE…
 """

@@ -11,7 +11,7 @@ import ledger
 import pytest
 
 CONV, LINEAR = (f"tests/kernels/test_{n}.py" for n in ("conv_sm90", "linear_sm90"))
-WHOLE = "tests/test_bmm_gpu.py"
+WHOLE = "tests/ops/test_bmm_gpu.py"
 
 
 def report(nodeid: str, when: str = "call", outcome: str = "passed", *marks: str) -> Any:

@@ -1,6 +1,7 @@
 // The CUDA driver, as far as the shim calls it. Its functions, types and numbers are declared here:
 // so the shim is built without any file of CUDA's, is linked with none, and one binary serves every
-// driver from CUDA 12.0 on. tests/test_driver.py compares what stands here with a toolkit's cuda.h.
+// driver from CUDA 12.0 on. tests/native/test_driver.py compares what stands here with a toolkit's
+// cuda.h.
 //
 // Source: CUDA Driver API, https://docs.nvidia.com/cuda/cuda-driver-api/
 #pragma once

@@ -113,7 +113,7 @@ def test_compiles_without_spills_or_serialised_products(
     ],
 )
 def test_dz_from_dy_alone(epilogue, slope) -> None:
-    """tests/test_bound.py shows that its steps are autograd's."""
+    """tests/graph/test_bound.py shows that its steps are autograd's."""
     found = linear_backward(parse(epilogue))
     assert (None if found is None else found.text) == slope
 
