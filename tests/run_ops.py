@@ -58,7 +58,11 @@ def _out(t: Sequence[Tensor], sizes: Sequence[int], program: str, **buffers: Any
         buffer.copy_(result)
 
 
-for _name, _in_torch in (("run", _run), ("run.many", evaluated)):
+def _many(t: Sequence[Tensor], sizes: Sequence[int], program: str) -> list[Tensor]:
+    return evaluated(t, sizes, program)
+
+
+for _name, _in_torch in (("run", _run), ("run.many", _many)):
     LIBRARY.impl(_name, _in_torch, "CPU")
     torch.library.register_fake(f"fx_fuser_probe::{_name}", _in_torch, lib=LIBRARY)
 for _name in ("run.out", "run.into"):
