@@ -54,7 +54,7 @@ _REST = ("fx_fuser/graph", "fx_fuser/passes", "fx_fuser/planning", "fx_fuser/ver
 def product_hash(test_file: str, root: Path = ROOT) -> str:
     """Of the files that the tests of this file depend on, by the rule above."""
     found = hashlib.sha256()
-    files = {root / test_file}
+    files = {root / test_file, *(root / test_file).parent.glob("*checks.py")}
     for folder in {*SHARED, *COVERS.get(test_file, _REST)}:
         files.update(f for f in (root / folder).rglob("*") if f.is_file())
     for file in sorted(files):

@@ -54,9 +54,10 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file.h").write_text("as it was")
         (tmp_path / folder / "NOTES.md").write_text("as it was")
-    (tmp_path / "tests" / "kernels").mkdir(parents=True)
     for test in (CONV, LINEAR, WHOLE):
+        (tmp_path / test).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ledger.ROOT / test, tmp_path / test)
+    shutil.copy(ledger.ROOT / "tests/kernels/checks.py", tmp_path / "tests/kernels")
     return tmp_path
 
 
@@ -68,6 +69,7 @@ def checkout(tmp_path: Path) -> Path:
         ("kernels_cu/common/file.h", {CONV, LINEAR, WHOLE}),
         ("fx_fuser/graph/file.h", {WHOLE}),
         (LINEAR, {LINEAR}),
+        ("tests/kernels/checks.py", {CONV, LINEAR}),
         ("kernels_cu/conv/NOTES.md", set()),
     ],
 )
