@@ -22,7 +22,7 @@ from fx_fuser.native.kernel_spec import (
     FOLD,
     LINEAR_DENSE,
     LINEAR_EXACT,
-    LINEAR_SPLIT_BEST,
+    LINEAR_SPLIT_AUTO,
     LINEAR_SPLIT_MMA,
     POINTWISE,
     Family,
@@ -55,7 +55,7 @@ def example(
     return KernelSpec(family, name, include, scalars, acc, out, inputs)
 
 
-def _split_examples(family: Family = LINEAR_SPLIT_BEST) -> list[KernelSpec]:
+def _split_examples(family: Family = LINEAR_SPLIT_AUTO) -> list[KernelSpec]:
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
     of_norm = ("BatchNormMul", 1, f32)
     return [

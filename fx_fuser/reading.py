@@ -91,7 +91,7 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
     """
     told = {refusal.site.node for refusal in read.refusals}
     failed = {node for r in read.refusals if r.failed for node in r.site.nodes}
-    for site in _in_turn(read.view, sites):
+    for site in _visit_order(read.view, sites):
         if site.node in taken or not failed.isdisjoint(site.nodes):
             continue
         try:
@@ -113,7 +113,7 @@ def _add_grown(read: Reading, sites: Sequence[Site], taken: set[Node], options: 
             read.refusals.append(found)
 
 
-def _in_turn(view: View, sites: Sequence[Site]) -> list[Site]:
+def _visit_order(view: View, sites: Sequence[Site]) -> list[Site]:
     """In the graph's order, but a convolution comes last if its tail may end behind several others.
 
     A fused site is computed where its tail ends, and its operands live until then. In RegNet's

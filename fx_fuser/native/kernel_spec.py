@@ -62,7 +62,7 @@ LINEAR_SPLIT_MMA = Family(
     common="FX_FUSER_LINEAR_SPLIT_MMA_COMMON",
 )
 # By wgmma on Hopper, elsewhere the same kernels as LINEAR_SPLIT_MMA's.
-LINEAR_SPLIT_BEST = Family(
+LINEAR_SPLIT_AUTO = Family(
     "linear/linear_split.cuh",
     "FX_FUSER_LINEAR_SPLIT",
     "load_linear_split",
@@ -71,7 +71,7 @@ LINEAR_SPLIT_BEST = Family(
 
 
 _SPLIT_LOOP = os.environ.get("FX_FUSER_SPLIT_LOOP")  # "mma" on Hopper too
-LINEAR_SPLIT = LINEAR_SPLIT_MMA if _SPLIT_LOOP == "mma" else LINEAR_SPLIT_BEST
+LINEAR_SPLIT = LINEAR_SPLIT_MMA if _SPLIT_LOOP == "mma" else LINEAR_SPLIT_AUTO
 
 
 def check_split_loop() -> None:
@@ -84,7 +84,9 @@ def check_split_loop() -> None:
         raise OptionError(f"FX_FUSER_SPLIT_LOOP is {_SPLIT_LOOP!r}; give 'mma', or leave it unset")
 
 
-LINEAR_DENSE = Family("linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR", "load_linear", "sm_90a")
+LINEAR_DENSE = Family(
+    "linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR_DENSE", "load_linear", "sm_90a"
+)
 LINEAR_EXACT = Family(
     "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import (
-    LINEAR_SPLIT_BEST,
+    LINEAR_SPLIT_AUTO,
     LINEAR_SPLIT_MMA,
     KernelSpec,
     implicit_columns,
@@ -50,7 +50,7 @@ def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
     """
     for spec in specs:
         handle = load.loaded(spec, device)
-        is_split = spec.family in (LINEAR_SPLIT_BEST, LINEAR_SPLIT_MMA)
+        is_split = spec.family in (LINEAR_SPLIT_AUTO, LINEAR_SPLIT_MMA)
         if is_split and handle != load.NO_KERNEL:
             _ops.reset_linear_split.default(handle)
 

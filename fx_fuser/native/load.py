@@ -17,7 +17,7 @@ from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.native import binaries, compilers, store
 from fx_fuser.native.kernel_spec import (
     LINEAR_SPLIT,
-    LINEAR_SPLIT_BEST,
+    LINEAR_SPLIT_AUTO,
     KernelSpec,
     check_split_loop,
     texts_of,
@@ -75,7 +75,7 @@ def runs_on(spec: KernelSpec, device: torch.device | str | int) -> bool:
 def split_loop(device: torch.device | str | int) -> str:
     """The split product's main loop on this CUDA device: "wgmma" or "mma.sync"."""
     is_hopper = binaries.arch_of(torch.device(device)) == "sm_90a"
-    return "wgmma" if is_hopper and LINEAR_SPLIT is LINEAR_SPLIT_BEST else "mma.sync"
+    return "wgmma" if is_hopper and LINEAR_SPLIT is LINEAR_SPLIT_AUTO else "mma.sync"
 
 
 def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> None:

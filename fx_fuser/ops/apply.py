@@ -97,7 +97,7 @@ def finish(
 # ---- kernels --------------------------------------------------------------------------------
 
 
-def travels_as_number(value: Any) -> bool:
+def is_host_scalar(value: Any) -> bool:
     """Is it a kernel's number argument: a number, or a 0-d CPU tensor beside CUDA tensors?"""
     return not isinstance(value, Tensor) or (value.ndim == 0 and value.device.type == "cpu")
 
@@ -119,7 +119,7 @@ def spec_of(
     numbers = [n for n, v in leaves.items() if not isinstance(v, Tensor)]
     numbers += [f"s{i}" for i in range(len(s))]
     for i, value in enumerate(t):
-        if travels_as_number(value):
+        if is_host_scalar(value):
             numbers.append(f"t{i}")
         else:
             tensors[f"t{i}"] = value.dtype
@@ -183,7 +183,7 @@ def backward_spec(
         return None
     slope, factors, numbers = found
     for v in factors:
-        if not travels_as_number(v) and not (_is_per_channel(v) and v.dtype != torch.float64):
+        if not is_host_scalar(v) and not (_is_per_channel(v) and v.dtype != torch.float64):
             return None
     dy = torch.empty(1, dtype=dtype, device="meta")
     return spec_of(slope, {"z": dy}, factors, numbers, dtype, BACKWARD)

@@ -102,7 +102,7 @@ def saves(match: Match) -> bool:
     return any(gradients_of(match).values()) or any(gradients_of_tensors(match))
 
 
-def saved_by_us_alone(match: Match) -> list[Node]:
+def saved_only_by_fused(match: Match) -> list[Node]:
     """The operands that the op keeps for a backward, if it keeps c, where eager mode keeps another
     value or none.
 

@@ -189,7 +189,7 @@ def saved_operands_stay(match: Match) -> Fault | None:
     no version counter sees the write (`.data`), had wrong gradients. The same with `z * (r * 0.5)`,
     where r is the operand, and with an x of which eager's Linear saves a contiguous copy.
     """
-    found = match.written_after() and match.written_after(calls.saved_by_us_alone(match))
+    found = match.written_after() and match.written_after(calls.saved_only_by_fused(match))
     if found is None:
         return None
     node, written = found

@@ -42,9 +42,9 @@ from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import binaries, limits
 from fx_fuser.options import EARLY_PASS, Options
 from fx_fuser.passes.products import GEMMS, call, each_pass, joint_uuid, warn_left
-from fx_fuser.planning import rehearse, timing
+from fx_fuser.planning import bench_ops, timing
+from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.plan import is_small
-from fx_fuser.planning.rehearse import TensorForm
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.padding")
@@ -172,7 +172,7 @@ class _Gemm:
             return None
         if values[0].device.type != ("cpu" if on_cpu else "cuda"):  # type: ignore[union-attr]
             return None
-        left, right = (rehearse.form_of_value(v) for v in values)
+        left, right = (bench_ops.form_of_value(v) for v in values)
         assert left is not None and right is not None
         zeros = _zeros_of(left, right)
         leaves_gaps = zeros[2] or (zeros[0] and len(left.size) > 2)
@@ -267,7 +267,7 @@ class _Twins:
         inputs = self.graph.find_nodes(op="placeholder")
         after = inputs[-1] if origin.op == "placeholder" else origin
         with self.graph.inserting_before(after.next):
-            form = rehearse.form_of_value(origin.meta["val"])
+            form = bench_ops.form_of_value(origin.meta["val"])
             if len(form.size) < 2 or not _is_transposed(form):  # type: ignore[union-attr, arg-type]
                 behind = [0, columns, 0, rows] if rows else [0, columns]
                 return call(self.graph, origin, _aten.constant_pad_nd.default, origin, behind, 0.0)
@@ -327,7 +327,7 @@ def _is_faster(gemm: _Gemm, free: Sequence[bool]) -> bool:
     make_candidates = functools.partial(_candidates, gemm.forms, gemm.zeros, free)
     try:
         times = timing.medians(key, make_candidates, left.device)
-    except rehearse.DisagreementError as error:
+    except bench_ops.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return False
     if times is None:
@@ -359,7 +359,7 @@ def _candidates(
     def padded() -> Sequence[Tensor]:
         return ((operands[0]() @ operands[1]())[..., :m, :n],)
 
-    rehearse.compare([library, padded], [{"product": "padded"}], forms[0].dtype)
+    bench_ops.compare([library, padded], [{"product": "padded"}], forms[0].dtype)
     return [Candidate(library), Candidate(padded)]
 
 

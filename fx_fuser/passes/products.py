@@ -38,10 +38,10 @@ from fx_fuser.graph.read.nodes import hint_of
 from fx_fuser.native import binaries, launch, limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
-from fx_fuser.planning import plan, rehearse, timing
+from fx_fuser.planning import bench_ops, plan, timing
+from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.case import gains
 from fx_fuser.planning.plan import is_small
-from fx_fuser.planning.rehearse import TensorForm
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.products")
@@ -101,7 +101,7 @@ class Products(CustomGraphPass):
         if found is None:
             return None
         if not self.on_cpu:
-            a, b = (rehearse.form_of_value(f.meta["val"]) for f in found)
+            a, b = (bench_ops.form_of_value(f.meta["val"]) for f in found)
             if not _gains(node.target, a, b):  # type: ignore[arg-type]
                 return None
         put(graph, node, SPLIT_PRODUCT, found, SPLIT_GEMM)
@@ -115,7 +115,7 @@ class Products(CustomGraphPass):
             return None
         if any(v.dtype != torch.float32 or v.layout != torch.strided for v in values):
             return None
-        forms = [rehearse.form_of_value(v) for v in values]
+        forms = [bench_ops.form_of_value(v) for v in values]
         device = values[0].device
         if None in forms or any(0 in form.size for form in forms):  # type: ignore[union-attr]
             return None
@@ -273,7 +273,7 @@ def fastest(
     key = (*key, matmul_tf32_requested())  # the library follows it
     try:
         times = timing.medians(key, make_candidates, a.device)
-    except rehearse.DisagreementError as error:
+    except bench_ops.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return None
     if times is None:
@@ -299,6 +299,6 @@ def _ways(a: TensorForm, b: TensorForm) -> list[Candidate]:
     def library() -> Sequence[Tensor]:
         return (left @ right,)
 
-    rehearse.compare([library, fused], [{"product": SPLIT}], a.dtype)
+    bench_ops.compare([library, fused], [{"product": SPLIT}], a.dtype)
     candidates: list[Callable[[], object]] = [library, fused]
     return [*map(Candidate, candidates)]

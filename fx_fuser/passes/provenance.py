@@ -45,9 +45,9 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import products
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, call, fastest, put
-from fx_fuser.planning import rehearse
+from fx_fuser.planning import bench_ops
+from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.gate import VIEWS
-from fx_fuser.planning.rehearse import TensorForm
 from fx_fuser.planning.timing import Candidate
 
 NARROW = tuple(EXACT_GEMMS)
@@ -176,9 +176,9 @@ class Provenance(Products):
             return None
         best: int | None = 0
         if not self.on_cpu:
-            a, b = (rehearse.form_of_value(f.meta["val"]) for f in factors)
+            a, b = (bench_ops.form_of_value(f.meta["val"]) for f in factors)
             assert a is not None and b is not None
-            narrow = [None if s is None else rehearse.form_of_value(s.value) for s in sources]
+            narrow = [None if s is None else bench_ops.form_of_value(s.value) for s in sources]
             key = ("provenance", [r.spec.name for r in recipes], str(a), str(b), str(narrow))
             make_candidates = functools.partial(_ways, recipes, (a, b), narrow)
             best = fastest(node.target, a, b, key, make_candidates)
@@ -390,5 +390,5 @@ def _ways(
     )  # only split kernels fall back
     fused = [functools.partial(made_by, recipe) for recipe in recipes]
     for made in fused:
-        rehearse.compare([library, made], [{"product": SPLIT}], torch.float32)
+        bench_ops.compare([library, made], [{"product": SPLIT}], torch.float32)
     return [Candidate(library), *map(Candidate, fused)]

@@ -16,7 +16,7 @@ from fx_fuser.graph.read.sites import Site
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options
-from fx_fuser.planning import layout, rehearse, timing
+from fx_fuser.planning import bench_ops, layout, timing
 from fx_fuser.planning.timing import Timing
 
 # A fused kernel must take at most this share of the library's time and, since CUDA events resolve
@@ -98,7 +98,7 @@ def gains(fused: float, library: float) -> bool:
 def measured(
     match: Match,
     key: Sequence[object],
-    rehearsals: Callable[[], Sequence[timing.Candidate]],
+    benches: Callable[[], Sequence[timing.Candidate]],
     options: Options,
 ) -> list[Timing] | str:
     """The times of each candidate, or why there are none.
@@ -106,8 +106,8 @@ def measured(
     Without the host's, where CUDA graphs are replayed. A kernel that is wrong is warned of.
     """
     try:
-        found = timing.medians(key, rehearsals, device_of(match))
-    except rehearse.DisagreementError as error:
+        found = timing.medians(key, benches, device_of(match))
+    except bench_ops.DisagreementError as error:
         error.warn()
         return str(error)
     if found is None:
@@ -118,7 +118,7 @@ def measured(
 def timing_key(
     match: Match,
     candidates: Sequence[Mapping[str, Any]],
-    tensors: Sequence[rehearse.TensorForm | None],
+    tensors: Sequence[bench_ops.TensorForm | None],
 ) -> tuple[object, ...]:
     """Everything that the times depend on, except the machine and what `timing` adds."""
     return (

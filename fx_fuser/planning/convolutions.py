@@ -16,7 +16,7 @@ from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.native import limits
 from fx_fuser.options import Options
-from fx_fuser.planning import layout, rehearse
+from fx_fuser.planning import bench_ops, layout
 from fx_fuser.planning.case import GAIN, device_of, gains, measured, timing_key
 
 
@@ -40,17 +40,17 @@ def compare(
     candidates = [library, *direct]
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
-    tensors = rehearse.tensors_of(match)
+    tensors = bench_ops.tensors_of(match)
     if tensors is None:
         return otherwise, "sizes unknown, so not timed"
-    rivals = _rivals(match, {**library, "again": False}, options)
-    key = (*timing_key(match, candidates, tensors), rivals)
-    rehearsals = functools.partial(rehearse.convolutions, match, candidates, tensors, rivals)
-    found = measured(match, key, rehearsals, options)
+    baselines = _baselines(match, {**library, "again": False}, options)
+    key = (*timing_key(match, candidates, tensors), baselines)
+    benches = functools.partial(bench_ops.convolutions, match, candidates, tensors, baselines)
+    found = measured(match, key, benches, options)
     if isinstance(found, str):
         return otherwise, found
     names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
-    times = dict(zip([LIBRARY, *names, *(rival.name for rival in rivals)], found))
+    times = dict(zip([LIBRARY, *names, *(baseline.name for baseline in baselines)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
     fused_ms = [times.pop(name).ms for name in names]
     fastest, choices = min(zip(fused_ms, direct), key=itemgetter(0))
@@ -74,14 +74,14 @@ def _compare_in_layout(
         fused = [choices for choices in fused if choices["product"] != FOLDED]
     if not fused:
         return None, "no activation follows, and no site adds it"
-    tensors = rehearse.tensors_of(match)
+    tensors = bench_ops.tensors_of(match)
     if tensors is None:
         return None, "sizes unknown, so not timed"
-    rival = {**library, "tf32": may_be_tf32(output_of(match))}
+    baseline = {**library, "tf32": may_be_tf32(output_of(match))}
     is_last = layout.is_channels_last(match.view, match.site, options)
-    key = ("in layout", is_last, *timing_key(match, [rival, *fused], tensors))
-    rehearsals = functools.partial(rehearse.in_layout, match, rival, fused, tensors, is_last)
-    found = measured(match, key, rehearsals, options)
+    key = ("in layout", is_last, *timing_key(match, [baseline, *fused], tensors))
+    benches = functools.partial(bench_ops.in_layout, match, baseline, fused, tensors, is_last)
+    found = measured(match, key, benches, options)
     if isinstance(found, str):
         return None, found
     apart, *each = found
@@ -97,7 +97,7 @@ def _compare_in_layout(
 
 def _folding_ms(match: Match) -> float:
     """What folding a BatchNorm into the weight takes at each call, together with other layers'."""
-    weight = rehearse.form_of(match.site.operands["weight"])  # type: ignore[arg-type]
+    weight = bench_ops.form_of(match.site.operands["weight"])  # type: ignore[arg-type]
     if weight is None or "running_mean" not in match.site.operands:
         return 0.0
     moved = 2 * math.prod(weight.size) * weight.dtype.itemsize
@@ -108,16 +108,16 @@ def output_of(match: Match) -> torch.Tensor:
     return meta_tensor(match.site.nodes[0])  # type: ignore[return-value]
 
 
-def _rivals(
+def _baselines(
     match: Match, library: Mapping[str, Any], options: Options
-) -> tuple[rehearse.Rival, ...]:
+) -> tuple[bench_ops.Baseline, ...]:
     """The inner compiler's possible code of the match's convolution, if it is left."""
     if library["tf32"] or not may_be_tf32(output_of(match)):
-        return (rehearse.Rival("in channels_last", library, channels_last=True),)
+        return (bench_ops.Baseline("in channels_last", library, channels_last=True),)
     if options.fp32 != "follow":
         return ()
     inexact = {**library, "tf32": True}
     return (
-        rehearse.Rival("in TF32", inexact),
-        rehearse.Rival("in TF32 and channels_last", inexact, channels_last=True),
+        bench_ops.Baseline("in TF32", inexact),
+        bench_ops.Baseline("in TF32 and channels_last", inexact, channels_last=True),
     )

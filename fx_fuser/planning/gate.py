@@ -35,10 +35,10 @@ from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import ahead, plan, rehearse, timing
+from fx_fuser.planning import ahead, bench_ops, plan, timing
+from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.case import MatchCase, device_of, gains, timing_key
 from fx_fuser.planning.plan import Plan
-from fx_fuser.planning.rehearse import TensorForm
 
 log = logging.getLogger("fx_fuser.planning.gate")
 
@@ -107,7 +107,7 @@ def _built(
     """Those whose kernels compile: all in one run, as many structures as the options allow."""
 
     def is_taken(i: int, match: Match) -> bool:
-        if rehearse.tensors_of(match) is None:
+        if bench_ops.tensors_of(match) is None:
             return False
         # A tail may rule out what z alone allows: the kernels' accumulators are float.
         case = MatchCase(match, options)
@@ -150,14 +150,14 @@ def _compiles(match: Match, choices: Mapping[str, Any]) -> bool:
 
 def _measured(match: Grown, alone: Plan, options: Options) -> str:
     """What was measured, if one kernel of anchor and tail gains; else empty."""
-    tensors = rehearse.tensors_of(match)
+    tensors = bench_ops.tensors_of(match)
     assert tensors is not None and match.alone is not None
     choices = alone.choices
     key = ("tail", *timing_key(match, [choices], tensors))
-    rehearsal = functools.partial(rehearse.tail, match, choices, tensors)
+    bench = functools.partial(bench_ops.tail, match, choices, tensors)
     try:
-        times = timing.medians(key, rehearsal, device_of(match))
-    except rehearse.DisagreementError as error:
+        times = timing.medians(key, bench, device_of(match))
+    except bench_ops.DisagreementError as error:
         warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
         return ""
     if times is None:
@@ -227,5 +227,5 @@ def _bytes_of(form: TensorForm) -> int:
 
 
 def _bytes_of_value(node: Node) -> int:
-    form = rehearse.form_of(node)
+    form = bench_ops.form_of(node)
     return _bytes_of(form) if form else 0

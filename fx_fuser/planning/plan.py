@@ -51,7 +51,7 @@ from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import convolutions, rehearse
+from fx_fuser.planning import bench_ops, convolutions
 from fx_fuser.planning.case import MatchCase, device_of, gains, measured, timing_key
 
 log = logging.getLogger("fx_fuser.planning.plan")
@@ -112,8 +112,8 @@ def no_gain(match: Match, options: Options) -> str:
         return "" if options.cpu_ops else ON_CPU
     *_, best = ANCHORS[match.site.kind].candidates(MatchCase(match, options))
     if best["product"] == SPLIT and options.plan == "measure":
-        x = rehearse.form_of(match.site.operands["x"])  # type: ignore[arg-type]
-        c = rehearse.form_of(match.site.nodes[0])
+        x = bench_ops.form_of(match.site.operands["x"])  # type: ignore[arg-type]
+        c = bench_ops.form_of(match.site.nodes[0])
         small = x is not None and c is not None and is_small(x.size, c.size, device_of(match))
         return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
     if best["product"] in (SPLIT, DEPTHWISE, STEM, IMPLICIT, DIRECT, FOLDED):
@@ -333,12 +333,12 @@ def _compare(
     if len(candidates) == 1:
         return None, "fx_fuser has no kernel for this gemm"
     fused = candidates[1]
-    tensors = rehearse.tensors_of(match)
+    tensors = bench_ops.tensors_of(match)
     if tensors is None:
         return None, "sizes unknown, so not timed"
     key = timing_key(match, candidates, tensors)
-    rehearsals = functools.partial(rehearse.rehearsals, match, candidates, tensors)
-    times = measured(match, key, rehearsals, options)
+    benches = functools.partial(bench_ops.benches, match, candidates, tensors)
+    times = measured(match, key, benches, options)
     if isinstance(times, str):
         return None, times
     note = f"library {times[0]}, {_title(fused, match)} {times[1]}"

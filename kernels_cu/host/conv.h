@@ -80,8 +80,8 @@ Tensor per_channel(const Tensor& vector) {
 }
 
 // What the epilogue reads besides c.
-Wildcards leaves_of(const Norm& norm, const Wildcards& wildcards) {
-  Wildcards found;
+EpilogueArgs leaves_of(const Norm& norm, const EpilogueArgs& wildcards) {
+  EpilogueArgs found;
   for (const NormLeaf& leaf : kNormLeaves) {
     const auto& vector = norm.*leaf.vector;
     if (vector) found.tensors.push_back(per_channel(*vector));
@@ -99,7 +99,7 @@ Made result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm
 
 // Each nothing where the kernel does not take these tensors.
 std::optional<Made> depthwise_in_one_kernel(const DepthwiseKernels& kernels, const Conv& conv,
-                                            const Norm& norm, const Wildcards& wildcards) {
+                                            const Norm& norm, const EpilogueArgs& wildcards) {
   const Tensor& x = conv.x;
   const Tensor& weight = conv.weight;
   const auto are = [](const std::vector<int64_t>& values, int64_t value) {
@@ -121,7 +121,7 @@ std::optional<Made> depthwise_in_one_kernel(const DepthwiseKernels& kernels, con
   const Tensor y = made(conv.out_type);
   std::optional<Tensor> c;
   if (conv.save) c = made(x.scalar_type());
-  const Wildcards leaves = leaves_of(norm, wildcards);
+  const EpilogueArgs leaves = leaves_of(norm, wildcards);
   if (!run_depthwise(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
     return {};
   }
@@ -129,7 +129,7 @@ std::optional<Made> depthwise_in_one_kernel(const DepthwiseKernels& kernels, con
 }
 
 std::optional<Made> direct_in_one_kernel(const ConvDirectKernels& kernels, const Conv& conv,
-                                         Norm norm, const Wildcards& wildcards) {
+                                         Norm norm, const EpilogueArgs& wildcards) {
   const Tensor& x = conv.x;
   const Tensor& weight = conv.weight;
   const int device = x.get_device_index();
@@ -147,7 +147,7 @@ std::optional<Made> direct_in_one_kernel(const ConvDirectKernels& kernels, const
   const Tensor y = new_dense(x, shape, conv.out_type);
   std::optional<Tensor> c;
   if (conv.save) c = new_dense(x, shape, x.scalar_type());
-  const Wildcards leaves = leaves_of(norm, wildcards);
+  const EpilogueArgs leaves = leaves_of(norm, wildcards);
   if (!run_conv_direct(kernels, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars,
                        norm.training)) {
     return {};
@@ -156,7 +156,7 @@ std::optional<Made> direct_in_one_kernel(const ConvDirectKernels& kernels, const
 }
 
 // The epilogue of c in a pass of its own, which overwrites c where nothing else reads it.
-Made with_epilogue(const Conv& conv, const Norm& norm, Wildcards leaves, const Tensor& c) {
+Made with_epilogue(const Conv& conv, const Norm& norm, EpilogueArgs leaves, const Tensor& c) {
   const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], c.get_device_index());
   leaves.tensors.insert(leaves.tensors.begin(), c);
   const bool in_place = !conv.save && c.scalar_type() == conv.out_type;
@@ -167,12 +167,12 @@ Made with_epilogue(const Conv& conv, const Norm& norm, Wildcards leaves, const T
 
 // With operands that are no channel's, the kernel makes c alone.
 std::optional<Made> stem_in_one_kernel(const StemKernels& kernels, const Conv& conv,
-                                       const Norm& norm, const Wildcards& wildcards) {
+                                       const Norm& norm, const EpilogueArgs& wildcards) {
   const std::vector<int64_t> none{1, 1};
   if (norm.training || conv.groups != 1 || conv.dilation != none) return {};
   const auto call = stem_call(kernels, conv.x, conv.weight, conv.stride, conv.padding);
   if (!call) return {};
-  const Wildcards leaves = leaves_of(norm, wildcards);
+  const EpilogueArgs leaves = leaves_of(norm, wildcards);
   const auto& operands = leaves.tensors;
   const bool applies = std::all_of(operands.begin(), operands.end(), is_per_channel);
   std::optional<Tensor> c;
@@ -187,7 +187,7 @@ std::optional<Made> stem_in_one_kernel(const StemKernels& kernels, const Conv& c
 }
 
 std::optional<Made> implicit_in_one_kernel(const ImplicitKernels& kernels, const Conv& conv,
-                                           const Norm& norm, const Wildcards& wildcards) {
+                                           const Norm& norm, const EpilogueArgs& wildcards) {
   const Tensor& x = conv.x;
   // torch's result lies as one of the two.
   const bool channels_last = suggests_channels_last(x) || suggests_channels_last(conv.weight);
@@ -203,7 +203,7 @@ std::optional<Made> implicit_in_one_kernel(const ImplicitKernels& kernels, const
   const Tensor y = made(conv.out_type);
   std::optional<Tensor> c;
   if (conv.save) c = made(x.scalar_type());
-  const Wildcards leaves = leaves_of(norm, wildcards);
+  const EpilogueArgs leaves = leaves_of(norm, wildcards);
   if (!run_implicit(kernels, x, conv.weight, window, y, c, leaves.tensors, leaves.scalars)) {
     return {};
   }
@@ -211,7 +211,7 @@ std::optional<Made> implicit_in_one_kernel(const ImplicitKernels& kernels, const
 }
 
 std::optional<Made> conv_in_one_kernel(const Conv& conv, const Norm& norm,
-                                       const Wildcards& wildcards) {
+                                       const EpilogueArgs& wildcards) {
   const std::string& name = conv.kernels[1];
   const int device = conv.x.get_device_index();
   if (const auto* kernels = registry<DepthwiseKernels>().find(name, device)) {
@@ -227,7 +227,7 @@ std::optional<Made> conv_in_one_kernel(const Conv& conv, const Norm& norm,
                               wildcards);
 }
 
-Made fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) {
+Made fused_convolution(const Conv& conv, Norm norm, const EpilogueArgs& wildcards) {
   require_cuda(conv.x, "x");
   STD_TORCH_CHECK(conv.padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
                   to_string(conv.padding));
@@ -240,7 +240,7 @@ Made fused_convolution(const Conv& conv, Norm norm, const Wildcards& wildcards) 
     const auto& statistics = registry<StatsLibrary>().at(kBatchStats, conv.x.get_device_index());
     std::tie(norm.mean, norm.variance) = run_batch_stats(statistics, c);
   }
-  const Wildcards leaves = leaves_of(norm, wildcards);
+  const EpilogueArgs leaves = leaves_of(norm, wildcards);
   if (conv.kernels.empty()) {
     check_is_result(c, conv.out_type, leaves);
     return result_of(c, std::nullopt, norm);
@@ -279,8 +279,8 @@ Made make_conv2d_batchnorm(const Tensor& x, const Tensor& weight, const std::opt
   return fused_convolution(conv, norm, wildcards_of(t, s));
 }
 
-constexpr auto* conv2d_kernel = Filled<&make_conv2d>::two;
-constexpr auto* conv2d_batchnorm_kernel = Filled<&make_conv2d_batchnorm>::four;
+constexpr auto* conv2d_kernel = PackedResults<&make_conv2d>::two;
+constexpr auto* conv2d_batchnorm_kernel = PackedResults<&make_conv2d_batchnorm>::four;
 
 }  // namespace
 }  // namespace fx_fuser

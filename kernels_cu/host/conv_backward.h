@@ -62,7 +62,7 @@ constexpr Place kPlaces[] = {
 // Of the operands at the places `wanted`, in that order; nothing where the kernels do not take
 // these tensors.
 std::optional<std::vector<Tensor>> backward_by_kernels(const ConvBackward& call, Norm norm,
-                                                       const Wildcards& factors,
+                                                       const EpilogueArgs& factors,
                                                        const std::vector<int64_t>& wanted) {
   require_cuda(call.dy, "dy");
   if (call.kernels.empty()) return {};

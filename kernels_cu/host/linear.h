@@ -75,14 +75,14 @@ Tensor library_product(const Tensor& x, const Tensor& weight, const std::optiona
 }
 
 // What an epilogue reads besides z, in the order of its functor.
-struct Wildcards {
+struct EpilogueArgs {
   std::vector<Tensor> tensors;
   std::vector<double> scalars;
 };
 
 // A number that is still a tensor on the host, `torch.tensor(2.0)`, is passed as a number.
-Wildcards wildcards_of(const std::vector<Tensor>& t, const std::vector<double>& s) {
-  Wildcards found;
+EpilogueArgs wildcards_of(const std::vector<Tensor>& t, const std::vector<double>& s) {
+  EpilogueArgs found;
   found.scalars = s;
   for (const Tensor& tensor : t) {
     if (tensor.dim() == 0 && tensor.is_cpu()) {
@@ -95,7 +95,7 @@ Wildcards wildcards_of(const std::vector<Tensor>& t, const std::vector<double>& 
 }
 
 // Without a kernel the result is the library's product itself, which no epilogue changes.
-void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wildcards) {
+void check_is_result(const Tensor& c, ScalarType out_type, const EpilogueArgs& wildcards) {
   STD_TORCH_CHECK(
       c.scalar_type() == out_type && wildcards.tensors.empty() && wildcards.scalars.empty(),
       "fx_fuser: the op needs the name of a kernel: only where the epilogue is the "
@@ -104,26 +104,27 @@ void check_is_result(const Tensor& c, ScalarType out_type, const Wildcards& wild
 
 // Is the kernel worth its launch?  What fx_fuser/planning/plan.py measured holds for one size, and
 // a graph may be called with others. The dense product has tiles for all of them.
-bool pays(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
+bool is_profitable(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
   const auto forced = forced_weight_first(kernels, weight);
   const auto call = SplitCall::of(x, {&weight, &x}, kernels.rates, {0, forced});
-  if (!call || !call->pays()) return false;
+  if (!call || !call->is_profitable()) return false;
   // What streams has guessed scales, and where they are often wrong no other operand can.
   if (forced && kernels.guesses->takes_call(call->sizes.all())) return false;
   return !kernels.precision->takes_call(call->sizes.all());
 }
-bool pays(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/, const Tensor& /*weight*/) {
+bool is_profitable(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/,
+                   const Tensor& /*weight*/) {
   return true;
 }
 
 bool run(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
          const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
-         const Wildcards& wildcards) {
+         const EpilogueArgs& wildcards) {
   return run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
 }
 bool run(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
          const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
-         const Wildcards& wildcards) {
+         const EpilogueArgs& wildcards) {
   return run_linear_dense(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
 }
 
@@ -133,10 +134,10 @@ template <class Kernels>
 std::optional<Made> linear_in_one_kernel(const std::string& kernel, const Tensor& x,
                                          const Tensor& weight, const std::optional<Tensor>& bias,
                                          const std::vector<int64_t>& shape,
-                                         const Wildcards& wildcards, ScalarType out_type,
+                                         const EpilogueArgs& wildcards, ScalarType out_type,
                                          bool save) {
   const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
-  if (weight.size(-1) == 0 || !pays(kernels, x, weight)) return {};
+  if (weight.size(-1) == 0 || !is_profitable(kernels, x, weight)) return {};
   const Tensor y = new_dense(x, shape, out_type);
   std::optional<Tensor> c;
   if (save) c = new_dense(x, shape, x.scalar_type());
@@ -167,7 +168,7 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   require_cuda(a, "a");
   const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
   const auto by_library = [&] { return library_product(widened(a), widened(b), std::nullopt); };
-  if (a.numel() == 0 || b.numel() == 0 || !pays(kernels, a, b)) return by_library();
+  if (a.numel() == 0 || b.numel() == 0 || !is_profitable(kernels, a, b)) return by_library();
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(-2);
@@ -209,7 +210,7 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
 // What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading
 // sizes.
 Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                  const std::string& product, const Wildcards& wildcards,
+                  const std::string& product, const EpilogueArgs& wildcards,
                   const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
   require_cuda(x, "x");
   const auto x_sizes = x.sizes();
@@ -272,9 +273,9 @@ Made make_bmm(const Tensor& x, const Tensor& weight, const std::string& product,
                       out_type, save);
 }
 
-constexpr auto* linear_kernel = Filled<&make_linear>::two;
-constexpr auto* matmul_kernel = Filled<&make_matmul>::two;
-constexpr auto* bmm_kernel = Filled<&make_bmm>::two;
+constexpr auto* linear_kernel = PackedResults<&make_linear>::two;
+constexpr auto* matmul_kernel = PackedResults<&make_matmul>::two;
+constexpr auto* bmm_kernel = PackedResults<&make_bmm>::two;
 
 }  // namespace
 }  // namespace fx_fuser

@@ -27,7 +27,7 @@ int copied_as(ScalarType type) {
     case ScalarType::Float:
       return kMapTFloat32;
     default:
-      STD_TORCH_CHECK(false, "fx_fuser: FX_FUSER_LINEAR takes no x of type ", toString(type));
+      STD_TORCH_CHECK(false, "fx_fuser: FX_FUSER_LINEAR_DENSE takes no x of type ", toString(type));
   }
 }
 
@@ -50,9 +50,10 @@ int64_t resident_clusters(Kernel kernel, const DenseShape& shape, int multiproce
 
 int64_t load_dense(int shapes, const std::string& name, const std::string& cubin,
                    const std::vector<std::string>& signature, int64_t device) {
-  STD_TORCH_CHECK(signature.size() >= 5,
-                  "fx_fuser: FX_FUSER_LINEAR needs an epilogue, a number of scalars, Acc, Out and "
-                  "the type of x");
+  STD_TORCH_CHECK(
+      signature.size() >= 5,
+      "fx_fuser: FX_FUSER_LINEAR_DENSE needs an epilogue, a number of scalars, Acc, Out and "
+      "the type of x");
   const OnDevice on_device(static_cast<int>(device));
   Library library = load_library(cubin);
   const int multiprocessors = multiprocessors_of(static_cast<int>(device));
@@ -74,7 +75,7 @@ int64_t load_dense(int shapes, const std::string& name, const std::string& cubin
   return reinterpret_cast<int64_t>(kernels.release());
 }
 
-// `signature` is what stands between the parentheses of FX_FUSER_LINEAR, as a list.
+// `signature` is what stands between the parentheses of FX_FUSER_LINEAR_DENSE, as a list.
 int64_t load_linear(const std::string& name, const std::string& cubin,
                     const std::vector<std::string>& signature, int64_t device) {
   return load_dense(kDenseShapeCount, name, cubin, signature, device);

@@ -384,7 +384,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const SplitSizes& sizes = call->sizes;
   const SplitChoice& choice = call->choice;
   // A matrix has batches where strides alone make them, and they cost tiles.
-  if (weight.dim() == 2 && sizes.batches > 1 && !call->pays()) return false;
+  if (weight.dim() == 2 && sizes.batches > 1 && !call->is_profitable()) return false;
   const auto result = linear_result(call->rows, out, z, bias, operands, scalars);
   if (!result || !is_in_reach(choice.weight_first ? sizes.transposed() : sizes, choice.plan)) {
     return false;

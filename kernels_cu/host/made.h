@@ -20,10 +20,10 @@ struct Made {
 
 // Each result of such a function; where it made none, an empty tensor.
 template <auto kMake>
-struct Filled;
+struct PackedResults;
 
 template <class... Rest, Made (*kMake)(const Tensor&, Rest...)>
-struct Filled<kMake> {
+struct PackedResults<kMake> {
   static std::tuple<Tensor, Tensor> two(const Tensor& x, Rest... rest) {
     const Made made = kMake(x, rest...);
     return {made.y, or_empty(made.c, x)};

@@ -107,7 +107,7 @@ struct SplitCall {
   }
 
   // Is the split product faster than the library's?
-  bool pays() const { return choice.seconds < library; }
+  bool is_profitable() const { return choice.seconds < library; }
 
   // How long repairs may take, as a part of the product's time, until the library is the faster
   // one.

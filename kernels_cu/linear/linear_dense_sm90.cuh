@@ -12,7 +12,7 @@
 //
 // The generated translation unit is that of pointwise.cuh with another last line, where in[0] is z:
 //
-//   FX_FUSER_LINEAR(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ __half,
+//   FX_FUSER_LINEAR_DENSE(Epilogue, /*scalars*/ 1, /*Acc*/ float, /*Out*/ __half,
 //                   /*x, weight, bias, z*/ __half, /*operands*/ __half...)
 #pragma once
 
@@ -462,8 +462,8 @@ __device__ __forceinline__ void run(const LinearDenseArgs& args) {
     fx_fuser::dense::run<shape, __VA_ARGS__>(args);                                     \
   }
 
-// FX_FUSER_LINEAR(Epilogue, scalars, Acc, Out, In, Operands...)
-#define FX_FUSER_LINEAR(...)                                    \
+// FX_FUSER_LINEAR_DENSE(Epilogue, scalars, Acc, Out, In, Operands...)
+#define FX_FUSER_LINEAR_DENSE(...)                              \
   FX_FUSER_LINEAR_KERNEL(0, fx_fuser::dense::Loop, __VA_ARGS__) \
   FX_FUSER_LINEAR_KERNEL(1, fx_fuser::dense::Loop, __VA_ARGS__) \
   FX_FUSER_LINEAR_KERNEL(2, fx_fuser::dense::Loop, __VA_ARGS__) \

@@ -49,7 +49,7 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
   using typename Base::Self;
   using typename Base::Values;
 
-  Doubt doubt = kSure;
+  Precision doubt = kSure;
 
   // Ahead of the tile's products, which hide the wait: what the epilogue needs is copied to shared
   // memory, and operands to the L2 cache.

@@ -21,7 +21,7 @@ constexpr int kMostAgain = 8;                  // one tile of so many is worth e
 
 // Of any tile of a warp: has it results to be computed plainly? kImprecise: for what the split
 // loses.
-enum Doubt : int { kSure, kUnsure, kImprecise };
+enum Precision : int { kSure, kUnsure, kImprecise };
 
 // Of a consumer's warp, for the epilogue.
 struct Exchange {

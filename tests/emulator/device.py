@@ -19,7 +19,7 @@ import emulator
 from benchmarks import kernels
 from emulator import Settings
 from fx_fuser.native import launch, load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT_BEST, LINEAR_SPLIT_MMA, KernelSpec
+from fx_fuser.native.kernel_spec import LINEAR_SPLIT_AUTO, LINEAR_SPLIT_MMA, KernelSpec
 
 SCHEDULES = (
     Settings("forward", "late"),
@@ -69,7 +69,7 @@ class EmulatedGpu:
 
 def emulated(spec: KernelSpec) -> KernelSpec:
     """wgmma is not emulated: on all GPUs the split product is that of mma.sync."""
-    is_best = spec.family is LINEAR_SPLIT_BEST
+    is_best = spec.family is LINEAR_SPLIT_AUTO
     return dataclasses.replace(spec, family=LINEAR_SPLIT_MMA) if is_best else spec
 
 

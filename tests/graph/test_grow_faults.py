@@ -25,7 +25,7 @@ from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read import sites
 from fx_fuser.ops import calls, checks
 from fx_fuser.options import Options
-from fx_fuser.planning import gate, plan, rehearse
+from fx_fuser.planning import bench_ops, gate, plan
 
 OPTIONS = Options(cpu_ops=True, strict=True, **{**GROWTH, "patterns": ()})
 
@@ -53,7 +53,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 }
 # What the gate does where a tail may earn a kernel: on a GPU.
 AT_GATE: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "tensors of our own": (rehearse, "tensors_of", lambda m: of_first(m)),
+    "tensors of our own": (bench_ops, "tensors_of", lambda m: of_first(m)),
     "the tail's kernels": (calls, "kernel_specs", lambda m, *_: of_first(m) and len(m.nodes) > 1),
     "the measurement": (gate, "_measured", lambda m, *_: of_first(m)),
 }
@@ -258,7 +258,7 @@ def test_a_tail_that_forbids_the_product_is_not_compiled(
     anchor = ANCHORS["linear"]
     monkeypatch.setattr(type(anchor), "candidates", lambda self, case: of_whole)
     monkeypatch.setattr(gate.plan, "prepare", asked.append)
-    monkeypatch.setattr(gate.rehearse, "tensors_of", lambda match: [])
+    monkeypatch.setattr(gate.bench_ops, "tensors_of", lambda match: [])
     monkeypatch.setattr(gate.calls, "kernel_specs", lambda match, choices: [])
     tail = mock.Mock(site=mock.Mock(kind="linear"))
     built = gate._built({0: (tail, {"product": "split"})}, Options(), {})

@@ -123,7 +123,7 @@ def test_offered_in_fp32_where_the_library_may_take_tf32(
     fp32,
     torchs,
 ) -> None:
-    """And its own choice of TF32 tells the rehearsal how near the results must be."""
+    """And its own choice of TF32 tells the bench how near the results must be."""
     cudnn_precision(torchs)
     match = match_of(form(), *tensors(torch.float32))
     offered = torchs == "tf32" and fp32 in ("follow", "tf32")

@@ -23,7 +23,7 @@ from fx_fuser.native.jobs import SOURCE, TARGET, Job
 from fx_fuser.native.kernel_spec import (
     LINEAR_DENSE,
     LINEAR_SPLIT,
-    LINEAR_SPLIT_BEST,
+    LINEAR_SPLIT_AUTO,
     LINEAR_SPLIT_MMA,
     MAX_NUMBERS,
     MAX_TENSORS,
@@ -95,7 +95,7 @@ def test_a_spec_is_its_text_and_its_name():
     assert len({spec.name, *(other.name for other in others)}) == 4
 
 
-def _split(functor, scalars, x=torch.float32, out=torch.float32, family=LINEAR_SPLIT_BEST):
+def _split(functor, scalars, x=torch.float32, out=torch.float32, family=LINEAR_SPLIT_AUTO):
     return build.example(family, functor, scalars, torch.float32, out, x)
 
 
@@ -115,7 +115,7 @@ def test_tails_share_the_kernels_that_have_no_tail():
 
 
 def test_the_name_is_of_all_that_is_loaded():
-    family = dataclasses.replace(LINEAR_SPLIT_BEST, common="ANOTHER_MACRO")
+    family = dataclasses.replace(LINEAR_SPLIT_AUTO, common="ANOTHER_MACRO")
     one, other = _split("Swish", 1), _split("Swish", 1, family=family)
     assert one.text == other.text and one.name != other.name
 

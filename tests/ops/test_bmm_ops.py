@@ -14,7 +14,7 @@ from torch.library import opcheck
 
 import fx_fuser
 from fx_fuser import registry
-from fx_fuser.planning import rehearse
+from fx_fuser.planning import bench_ops
 from fx_fuser.planning.plan import Plan
 
 
@@ -188,15 +188,15 @@ def test_option_fp32(match_of: Any, on_gpu: Any, precision: str, option: str, pr
 
 
 @layouts
-def test_the_rehearsal_of_training(match_of: Any, layout: str) -> None:
+def test_the_bench_of_training(match_of: Any, layout: str) -> None:
     x, w, _ = _tensors((2, 3), torch.float32, layout)
     match = match_of(_swish, x, w)
-    forms = rehearse.tensors_of(match)
+    forms = bench_ops.tensors_of(match)
     assert forms is not None
     assert [(f.size, f.stride) for f in forms if f] == [(t.shape, t.stride()) for t in (x, w)]
     with torch.no_grad():
         *ahead, library, split = (
-            way() for way in rehearse.rehearsals(match, [LIBRARY, SPLIT], forms)
+            way() for way in bench_ops.benches(match, [LIBRARY, SPLIT], forms)
         )
     assert all(saved.shape == (2, 3, 4, 5) for _, saved in ahead)  # type: ignore[misc]
     torch.testing.assert_close(library, split)

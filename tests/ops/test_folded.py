@@ -26,7 +26,7 @@ from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.ops import evaluate, folded
 from fx_fuser.options import Options
 from fx_fuser.passes import folding
-from fx_fuser.planning import layout, rehearse
+from fx_fuser.planning import bench_ops, layout
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -437,7 +437,7 @@ def test_tf32_only_where_the_library_takes_it(
     x, weight, mean, var = (t.float() for t in _images())
     with torch.no_grad():
         match = match_of(_relu, x, weight, mean, var, options={"cpu_ops": True})
-    forward, made = rehearse._Rehearsal.forward, rehearse._Rehearsal.folded
+    forward, made = bench_ops._Rehearsal.forward, bench_ops._Rehearsal.folded
     error = torch.randn(2, 8, 6, 6)
 
     def in_tf32(self: Any, choices: Any, operands: Any) -> Callable[[], Any]:
@@ -448,18 +448,18 @@ def test_tf32_only_where_the_library_takes_it(
         run = made(self, library, operands)
         return lambda: (run()[0] * (1 + ours * error),)
 
-    monkeypatch.setattr(rehearse._Rehearsal, "forward", in_tf32)
-    monkeypatch.setattr(rehearse._Rehearsal, "folded", folded_in_tf32)
+    monkeypatch.setattr(bench_ops._Rehearsal, "forward", in_tf32)
+    monkeypatch.setattr(bench_ops._Rehearsal, "folded", folded_in_tf32)
     rival = {**CONV, "tf32": True}
-    tensors = rehearse.tensors_of(match)
+    tensors = bench_ops.tensors_of(match)
     assert tensors is not None
     fused = [{**CONV, "product": "folded"}]
-    _, folded = rehearse.in_layout(match, rival, fused, tensors, True)
+    _, folded = bench_ops.in_layout(match, rival, fused, tensors, True)
     assert folded.is_exact == taken
 
 
 def _disagree(*_: Any) -> None:
-    raise rehearse.DisagreementError("far off")
+    raise bench_ops.DisagreementError("far off")
 
 
 def test_not_where_cudnn_loses_a_nan(
@@ -467,24 +467,24 @@ def test_not_where_cudnn_loses_a_nan(
 ) -> None:
     with torch.no_grad():
         match = match_of(_relu, *(t.float() for t in _images()), options={"cpu_ops": True})
-    tensors, fused = rehearse.tensors_of(match), [{**CONV, "product": "folded"}]
+    tensors, fused = bench_ops.tensors_of(match), [{**CONV, "product": "folded"}]
     assert tensors is not None
-    _, folded = rehearse.in_layout(match, CONV, fused, tensors, True)
+    _, folded = bench_ops.in_layout(match, CONV, fused, tensors, True)
     assert folded.is_exact
     (y,) = folded.run()  # type: ignore[misc]
     assert not y.isnan().any()  # those that were put in are gone again
-    made = rehearse._Rehearsal.folded
+    made = bench_ops._Rehearsal.folded
 
     def as_fmax(self: Any, library: Any, operands: Any) -> Callable[[], Any]:
         run = made(self, library, operands)
         return lambda: (run()[0].fmax(torch.zeros(())),)
 
-    monkeypatch.setattr(rehearse._Rehearsal, "folded", as_fmax)
-    _, folded = rehearse.in_layout(match, CONV, fused, tensors, True)
+    monkeypatch.setattr(bench_ops._Rehearsal, "folded", as_fmax)
+    _, folded = bench_ops.in_layout(match, CONV, fused, tensors, True)
     assert not folded.is_exact
-    monkeypatch.setattr(rehearse, "compare", _disagree)
+    monkeypatch.setattr(bench_ops, "compare", _disagree)
     with pytest.warns(UserWarning, match="far off; please report"):
-        _, folded = rehearse.in_layout(match, CONV, fused, tensors, True)
+        _, folded = bench_ops.in_layout(match, CONV, fused, tensors, True)
     assert not folded.is_exact
     on_gpu(1.0, Timing(math.inf))
     decision = decide(match)

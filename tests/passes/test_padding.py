@@ -21,7 +21,7 @@ from torch.fx import Graph
 
 from fx_fuser import reading
 from fx_fuser.passes import padding
-from fx_fuser.planning.rehearse import TensorForm
+from fx_fuser.planning.bench_ops import TensorForm
 
 BF16 = torch.bfloat16
 OPTIONS = {"cpu_ops": True, "strict": True, "patterns": [], "auto": True}

@@ -34,7 +34,7 @@ from fx_fuser.native import binaries, load
 from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec, texts_of
 from fx_fuser.ops import library as ops
 from fx_fuser.options import Options
-from fx_fuser.planning import plan, rehearse, timing
+from fx_fuser.planning import bench_ops, plan, timing
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -94,13 +94,13 @@ def test_training_is_judged_on_the_sum(
 
 
 @pytest.mark.parametrize("why", ["no memory to time it", "sizes unknown"])
-def test_what_was_not_rehearsed_is_not_taken(
+def test_what_was_not_benched_is_not_taken(
     match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Neither a kernel whose result nobody compared, nor a convolution that may be slower."""
     on_gpu(None)
     if why == "sizes unknown":
-        monkeypatch.setattr(rehearse, "tensors_of", lambda match: None)
+        monkeypatch.setattr(bench_ops, "tensors_of", lambda match: None)
     for match in (match_of(swish, *linear_tensors()), half_norm(match_of, channels=3)):
         decision = decide(match)
         assert isinstance(decision, Refusal) and why in decision.reason
@@ -284,7 +284,7 @@ def test_what_tails_share_is_not_compiled_for_each_where_it_fails(
 def test_forms_have_the_sizes_strides_and_dtypes_of_the_trace(match_of: Any) -> None:
     _, weight, bias = linear_tensors()
     wide = torch.randn(4, 32)[:, ::2]
-    forms = rehearse.tensors_of(match_of(swish, wide, weight, bias))
+    forms = bench_ops.tensors_of(match_of(swish, wide, weight, bias))
     assert forms is not None and None not in forms  # none of z itself, or of a number
     made = [form.random(torch.Generator().manual_seed(0)) for form in forms]
     assert [(m.shape, m.stride()) for m in made] == [
@@ -294,26 +294,26 @@ def test_forms_have_the_sizes_strides_and_dtypes_of_the_trace(match_of: Any) -> 
 
 
 def test_dynamic_sizes_are_those_of_the_trace(match_of: Any) -> None:
-    forms = rehearse.tensors_of(match_of(swish, *linear_tensors(), dynamic=True))
+    forms = bench_ops.tensors_of(match_of(swish, *linear_tensors(), dynamic=True))
     assert forms is not None and forms[0] is not None and forms[0].size == (4, 16)
 
 
-def test_the_rehearsal_is_the_op_that_runs(match_of: Any) -> None:
+def test_the_bench_is_the_op_that_runs(match_of: Any) -> None:
     match = match_of(swish, *linear_tensors())
-    forms = rehearse.tensors_of(match)
+    forms = bench_ops.tensors_of(match)
     assert forms is not None
-    ways = rehearse.rehearsals(match, [LIBRARY, SPLIT], forms)
+    ways = bench_ops.benches(match, [LIBRARY, SPLIT], forms)
     for y, saved in (way() for way in ways):  # type: ignore[misc]
         assert y.shape == (4, 8) and saved.numel() == 0
 
 
-def test_the_rehearsal_of_training(match_of: Any) -> None:
+def test_the_bench_of_training(match_of: Any) -> None:
     x, weight, bias = linear_tensors()
     match = match_of(swish, x, weight.requires_grad_(), bias)
-    forms = rehearse.tensors_of(match)
+    forms = bench_ops.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        ways = rehearse.rehearsals(match, [LIBRARY, SPLIT], forms)
+        ways = bench_ops.benches(match, [LIBRARY, SPLIT], forms)
         *ahead, library, split = (way() for way in ways)
     assert all(saved.shape == (4, 8) for _, saved in ahead)  # type: ignore[misc]
     torch.testing.assert_close(library, split)

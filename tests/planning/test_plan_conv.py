@@ -25,7 +25,7 @@ import fx_fuser
 from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, evaluate
-from fx_fuser.planning import case, rehearse
+from fx_fuser.planning import bench_ops, case
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -58,7 +58,7 @@ def test_the_librarys_convolution_is_left(match_of: Any, on_gpu: Any, cudnn_prec
 def test_the_direct_convolution_in_16_bits(
     match_of: Any, on_gpu: Any, times: list[float], product: str | None, option: str, dtype: Any
 ) -> None:
-    """Its rival is the library in channels_last, too, for which Inductor turns whole graphs."""
+    """Its baseline is the library in channels_last, too, for which Inductor turns whole graphs."""
     match = half_norm(match_of, channels=3, dtype=dtype)
     on_gpu(*times)
     decision = decide(match, fp32=option)
@@ -140,7 +140,7 @@ def test_a_training_step_that_the_host_limits_is_left(
 
 
 @pytest.mark.parametrize("direct, product", [(0.4, "direct"), (0.5, None), (2.0, None)])
-def test_the_direct_convolution_has_the_same_rivals(
+def test_the_direct_convolution_has_the_same_baselines(
     match_of: Any, on_gpu: Any, direct: float, product: str | None
 ) -> None:
     on_gpu(1.0, direct, 0.9, 0.5)
@@ -210,14 +210,14 @@ def test_memory_fuses_what_has_a_backward(match_of: Any, on_gpu: Any, trains: bo
     assert not isinstance(decide(match), Plan)
 
 
-def test_the_rehearsal_of_a_convolutions_training(match_of: Any) -> None:
+def test_the_bench_of_a_convolutions_training(match_of: Any) -> None:
     weight = torch.randn(4, 3, 3, 3, requires_grad=True)
     match = match_of(scaled_norm, torch.randn(2, 3, 8, 8), weight)
-    forms = rehearse.tensors_of(match)
+    forms = bench_ops.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        rival = rehearse.Rival("in channels_last", CONV, channels_last=True)
-        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, [rival])
+        baseline = bench_ops.Baseline("in channels_last", CONV, channels_last=True)
+        ways = bench_ops.convolutions(match, [CONV, BOTH_WAYS], forms, [baseline])
         library, own, channels_last = (way() for way in ways)
     for way in (library, own):
         assert [v.shape for v in way] == [(2, 4, 6, 6), (4, 3, 3, 3)]  # type: ignore[union-attr]
@@ -236,15 +236,15 @@ def test_a_factor_alone_that_learns(match_of: Any, grads: bool) -> None:
     with torch.set_grad_enabled(grads):
         match = match_of(norm, *tensors[:2], tensors[2].requires_grad_())
     assert calls.gradients_of_tensors(match) == [grads]
-    forms = rehearse.tensors_of(match)
+    forms = bench_ops.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        rival = rehearse.Rival("in channels_last", CONV, channels_last=True)
-        for way in rehearse.convolutions(match, [CONV, DIRECT], forms, [rival]):
+        baseline = bench_ops.Baseline("in channels_last", CONV, channels_last=True)
+        for way in bench_ops.convolutions(match, [CONV, DIRECT], forms, [baseline]):
             assert way()[0].shape == (2, 4, 6, 6)  # type: ignore[index]
 
 
-def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
+def test_a_bench_compares_each_gradient_with_its_own(match_of: Any) -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         mean, var = torch.zeros(4), torch.ones(4)
         return F.batch_norm(F.conv2d(x, weight, bias), mean, var, gamma, beta) * 2.0
@@ -252,10 +252,10 @@ def test_a_rehearsal_compares_each_gradient_with_its_own(match_of: Any) -> None:
     vectors = [torch.randn(4, requires_grad=True) for _ in range(3)]
     x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     match = match_of(norm, x.requires_grad_(), weight.requires_grad_(), *vectors)
-    forms = rehearse.tensors_of(match)
+    forms = bench_ops.tensors_of(match)
     assert forms is not None
     with torch.no_grad():
-        ways = rehearse.convolutions(match, [CONV, BOTH_WAYS], forms, [])
+        ways = bench_ops.convolutions(match, [CONV, BOTH_WAYS], forms, [])
         _, own = (way() for way in ways)
     shapes = [(2, 4, 6, 6), (2, 3, 8, 8), (4, 3, 3, 3), (4,), (4,), (4,)]
     assert [v.shape for v in own] == shapes  # type: ignore[union-attr]
@@ -363,13 +363,13 @@ def test_neither_in_other_layouts_and_dtypes(match_of: Any, on_gpu: Any) -> None
         assert decide(match, fp32="split", plan="always") == Plan(True, CONV, "library")
 
 
-def test_both_layouts_are_rehearsed(match_of: Any) -> None:
+def test_both_layouts_are_benched(match_of: Any) -> None:
     match = half_norm(match_of)
-    forms = rehearse.tensors_of(match)
+    forms = bench_ops.tensors_of(match)
     assert forms is not None
-    rival = rehearse.Rival("in channels_last", CONV, channels_last=True)
+    baseline = bench_ops.Baseline("in channels_last", CONV, channels_last=True)
     lying, channels_last = (
-        way()[0] for way in rehearse.convolutions(match, [CONV], forms, [rival])
+        way()[0] for way in bench_ops.convolutions(match, [CONV], forms, [baseline])
     )  # type: ignore[index]
     assert lying.is_contiguous() and channels_last.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(lying, channels_last)
@@ -380,9 +380,9 @@ def test_the_hosts_time_is_that_of_the_op_that_a_graph_calls(match_of: Any, grad
     """In inference the op of two arguments, else the kernel op."""
     x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=grad)
     match = match_of(lambda x, w: F.conv2d(x, w).relu(), x, weight, options={"cpu_ops": True})
-    tensors = rehearse.tensors_of(match)
+    tensors = bench_ops.tensors_of(match)
     assert tensors is not None
-    run = rehearse._Rehearsal(match, tensors)
+    run = bench_ops._Rehearsal(match, tensors)
     call: Any = run.calls(run.gradient_of_z() if grad else None, CONV)
     wanted = torch.ops.fx_fuser.conv2d_kernel.default if grad else evaluate.OP
     assert call.func is wanted

@@ -21,7 +21,7 @@ from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import hint_of, meta_tensor
 from fx_fuser.native import launch
 from fx_fuser.ops import folded as ops_folded
-from fx_fuser.ops.apply import travels_as_number
+from fx_fuser.ops.apply import is_host_scalar
 from fx_fuser.ops.calls import (
     fused_call,
     gradients_of,
@@ -93,7 +93,7 @@ def tensors_of(match: Match) -> list[TensorForm | None] | None:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """Stands for the inner compiler's code of a convolution: the kernel op with other choices.
 
     channels_last: x and weight are in channels_last already; converting them is not timed.
@@ -108,9 +108,9 @@ def convolutions(
     match: Match,
     candidates: Sequence[Mapping[str, Any]],
     tensors: Sequence[TensorForm | None],
-    rivals: Sequence[Rival],
+    baselines: Sequence[Baseline],
 ) -> list[Candidate]:
-    """A convolution's kernel op with each of plan's candidates, then the rivals.
+    """A convolution's kernel op with each of plan's candidates, then the baselines.
 
     If gradients are asked for, each runs its backward, too. Of the library's backward only the
     convolutions run, since the inner compiler needs fewer passes for the rest than torch's ops.
@@ -137,12 +137,14 @@ def convolutions(
 
     timed = [Candidate(step_of(library)) for library in candidates[:1]]
     timed += [Candidate(step_of(fused), run.calls(dy, fused)) for fused in candidates[1:]]
-    return timed + [Candidate(step_of(rival.choices, rival.channels_last)) for rival in rivals]
+    return timed + [
+        Candidate(step_of(baseline.choices, baseline.channels_last)) for baseline in baselines
+    ]
 
 
 def in_layout(
     match: Match,
-    rival: Mapping[str, Any],
+    baseline: Mapping[str, Any],
     fused: Sequence[Mapping[str, Any]],
     tensors: Sequence[TensorForm | None],
     channels_last: bool,
@@ -157,14 +159,14 @@ def in_layout(
     if channels_last:
         run.t = [_channels_last(t) for t in run.t]
         operands = [_channels_last(v) for v in run.operands]
-    apart = run.forward(rival, operands)
+    apart = run.forward(baseline, operands)
     far = _FAR_IN_TF32 if run.c.dtype == torch.float32 and conv_tf32_allowed() else None
-    exact = run.forward({**rival, "tf32": False}, operands)
+    exact = run.forward({**baseline, "tf32": False}, operands)
     timed = [Candidate(apart)]
     for choices in fused:
         made: Callable[[], tuple[Tensor, ...]]
         if choices["product"] == FOLDED:
-            made = run.folded(rival, operands)
+            made = run.folded(baseline, operands)
         else:
             made = run.forward(choices, operands)
         try:
@@ -174,7 +176,7 @@ def in_layout(
             error.warn()
             is_exact = False
         if choices["product"] == FOLDED:
-            is_exact = is_exact and run.hands_nan_on(rival, operands)
+            is_exact = is_exact and run.hands_nan_on(baseline, operands)
         timed.append(Candidate(made, made, is_exact))
     return timed
 
@@ -184,7 +186,7 @@ def _channels_last(tensor: Any) -> Any:
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor
 
 
-def rehearsals(
+def benches(
     match: Match, candidates: Sequence[Mapping[str, Any]], tensors: Sequence[TensorForm | None]
 ) -> list[Candidate]:
     """A Linear's kernel op with each of plan's candidates; in training, then the anchor's backward
@@ -220,8 +222,8 @@ def tail(
     alone = only_z.forward(choices, only_z.operands)
     fused = whole.forward(choices, whole.operands)
     pointwise = kernel_specs(match, choices)[0]
-    held = [t for t in whole.t if not travels_as_number(t)]
-    numbers = [*match.bound.numbers, *(float(t) for t in whole.t if travels_as_number(t))]
+    held = [t for t in whole.t if not is_host_scalar(t)]
+    numbers = [*match.bound.numbers, *(float(t) for t in whole.t if is_host_scalar(t))]
     y = torch.empty_like(fused()[0])
 
     def apart() -> tuple[Tensor]:
