@@ -35,7 +35,7 @@ from fx_fuser.native import binaries
 from fx_fuser.ops import evaluate
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes import shortcuts
-from fx_fuser.passes.products import OF_VALUE, call, each_pass, joint_uuid
+from fx_fuser.passes.gemm_pass import OF_VALUE, call, each_pass, joint_uuid
 
 _aten = torch.ops.aten
 _FOLD = torch.ops.fx_fuser.fold.default

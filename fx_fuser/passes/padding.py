@@ -26,22 +26,20 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.utils import counters
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
-from fx_fuser.native import binaries, limits
+from fx_fuser.native import limits
 from fx_fuser.options import EARLY_PASS, Options
-from fx_fuser.passes.products import GEMMS, call, each_pass, joint_uuid, warn_left
+from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
 from fx_fuser.planning import bench_ops, timing
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.plan import is_small
@@ -73,36 +71,23 @@ _POINTWISE = {_aten.clone.default, torch.ops.prims.convert_element_type.default}
 
 
 @dataclass(frozen=True)
-class Padding(CustomGraphPass):
-    """The pass. strict: raise what fails. on_cpu: pad there, too, untimed. before: another pass of
-    the user's, which runs first."""
+class Padding(GemmPass):
+    """The pass."""
 
-    strict: bool = False
-    on_cpu: bool = False
-    before: Any = None
+    COUNTERS = COUNTERS
 
-    def __call__(self, graph: Graph) -> None:
-        for users in each_pass(self.before):
-            users(graph)
-        gemms = [found for node in graph.nodes if (found := _Gemm.of(node, self.on_cpu))]
-        read = {gemm.node for gemm in gemms}
-        twins = _Twins(graph)
-        for gemm in gemms:
-            try:
-                free = [_is_free(f, read) for f in gemm.factors]
-                if self.on_cpu or _is_faster(gemm, free):
-                    gemm.replace(twins)
-                    counters[COUNTERS][gemm.node.target._schema.name.removeprefix("aten::")] += 1  # type: ignore[union-attr]
-            except Exception as error:
-                if self.strict:
-                    raise
-                warn_left(error)
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        found = [gemm for node in graph.nodes if (gemm := _Gemm.of(node, self.on_cpu))]
+        return functools.partial(self._replace, _Twins(graph), {gemm.node: gemm for gemm in found})
 
-    def uuid(self) -> Any:
-        """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""
-        return joint_uuid(
-            ("padding", binaries.fingerprint(), self.strict, self.on_cpu), self.before
-        )
+    def _replace(self, twins: _Twins, gemms: dict[Node, _Gemm], node: Node) -> str | None:
+        gemm = gemms.get(node)
+        if gemm is None:
+            return None
+        if not self.on_cpu and not _is_faster(gemm, [_is_free(f, gemms) for f in gemm.factors]):
+            return None
+        gemm.replace(twins)
+        return ""
 
 
 def settings(gm: GraphModule, options: Options) -> dict[str, Any]:
@@ -299,7 +284,7 @@ def _transposed(graph: Graph, value: Node) -> Node:
 # ---- is it faster? -----------------------------------------------------------------------------
 
 
-def _is_free(value: Node, gemms: set[Node]) -> bool:
+def _is_free(value: Node, gemms: Collection[Node]) -> bool:
     """Does a pointwise operation make it for gemms alone, so that Inductor writes it padded?"""
     while value.op == "call_function" and value.target in _VIEWS:
         value = value.args[0]  # type: ignore[assignment]

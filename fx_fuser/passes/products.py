@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from fx_fuser.anchors.linear import (
     EXACT_GEMMS,
@@ -35,9 +32,10 @@ from fx_fuser.anchors.linear import (
 )
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.read.nodes import hint_of
-from fx_fuser.native import binaries, launch, limits, load
+from fx_fuser.native import launch, limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
+from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
 from fx_fuser.planning import bench_ops, plan, timing
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.case import gains
@@ -48,52 +46,19 @@ log = logging.getLogger("fx_fuser.passes.products")
 
 COUNTERS = "fx_fuser_products"  # in `torch._dynamo.utils.counters`: operation → how many replaced
 _aten = torch.ops.aten
-# Operation → places of its two factors. An argument before them is added.
-GEMMS: dict[Any, tuple[int, int]] = {
-    _aten.mm.default: (0, 1),
-    _aten.bmm.default: (0, 1),
-    _aten.addmm.default: (1, 2),
-    _aten.baddbmm.default: (1, 2),
-}
 SPLIT_PRODUCT = torch.ops.fx_fuser.split_product.default
-OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's meta about its value
 
 
 @dataclass(frozen=True)
-class Products(CustomGraphPass):
-    """The pass. strict: raise what fails. before: another pass of the user's, which runs first."""
+class Products(GemmPass):
+    """The pass."""
 
-    strict: bool = False
-    on_cpu: bool = False
-    before: Any = None
-
-    def __call__(self, graph: Graph) -> None:
-        for users in each_pass(self.before):
-            users(graph)
-        replace = self.replacing(graph)
-        for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in GEMMS:
-                continue
-            try:
-                replaced = replace(node)
-                if replaced is not None:
-                    name = node.target._schema.name.removeprefix("aten::")
-                    counters[COUNTERS][name + replaced] += 1
-            except Exception as error:
-                if self.strict:
-                    raise
-                warn_left(error)
-
-    def uuid(self) -> Any:
-        """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""
-        return joint_uuid(self.settings(), self.before)
+    COUNTERS = COUNTERS
 
     def settings(self) -> tuple[Any, ...]:
-        return binaries.fingerprint(), self.strict, self.on_cpu, SPLIT_GEMM.name
+        return *super().settings(), SPLIT_GEMM.name
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
-        """A function that replaces a node by a fused gemm, if that is faster. It returns a suffix
-        of the operation's name, for the counter; None if the node stays."""
         return functools.partial(self._replace, graph)
 
     def _replace(self, graph: Graph, node: Node) -> str | None:
@@ -125,26 +90,6 @@ class Products(CustomGraphPass):
         if not load.runs_on(SPLIT_GEMM, device) or is_small(a.size, b.size, device):  # type: ignore[union-attr]
             return None
         return tuple(factors)  # type: ignore[return-value]
-
-
-def warn_left(error: Exception) -> None:
-    """What failed at one gemm costs that gemm alone."""
-    warnings.warn(
-        f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; please report it",
-        stacklevel=3,
-    )
-
-
-def each_pass(passes: Any) -> Sequence[Any]:
-    """The passes of one of Inductor's settings: none, one or, since torch 2.13, several."""
-    several = isinstance(passes, (list, tuple))
-    return passes if several else [] if passes is None else [passes]
-
-
-def joint_uuid(own: tuple[Any, ...], before: Any) -> Any:
-    """The `uuid` of a pass that runs others first; None if one of them has none."""
-    others = [p.uuid() if hasattr(p, "uuid") else None for p in each_pass(before)]
-    return None if None in others else (*own, *others)
 
 
 def pass_for(
@@ -235,16 +180,6 @@ def put(
             result = call(graph, node, _aten.add.Tensor, result, node.args[0])
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-
-
-def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node with the meta of `like`: of the same module, in forward or backward like it."""
-    made = graph.call_function(target, args, kwargs)
-    made.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUE}
-    values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-    with like.meta["val"].fake_mode:
-        made.meta["val"] = target(*values, **named)
-    return made
 
 
 def _gains(target: Any, a: TensorForm, b: TensorForm) -> bool:

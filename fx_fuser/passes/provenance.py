@@ -44,7 +44,8 @@ from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import products
-from fx_fuser.passes.products import SPLIT_PRODUCT, Products, call, fastest, put
+from fx_fuser.passes.gemm_pass import call
+from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
 from fx_fuser.planning import bench_ops
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.gate import VIEWS

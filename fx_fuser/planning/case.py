@@ -95,6 +95,13 @@ def gains(fused: float, library: float) -> bool:
     return fused <= min(GAIN * library, library - _SAVED)
 
 
+def note_of_host(gained: bool, gained_on_gpu: bool) -> str:
+    """What a note goes on with where a kernel is left for the host's time alone."""
+    if gained or not gained_on_gpu:
+        return ""
+    return "; the host's time decides: mode='reduce-overhead' replays CUDA graphs, without it"
+
+
 def measured(
     match: Match,
     key: Sequence[object],

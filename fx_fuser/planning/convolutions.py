@@ -17,7 +17,14 @@ from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.native import limits
 from fx_fuser.options import Options
 from fx_fuser.planning import bench_ops, layout
-from fx_fuser.planning.case import GAIN, device_of, gains, measured, timing_key
+from fx_fuser.planning.case import (
+    GAIN,
+    device_of,
+    gains,
+    measured,
+    note_of_host,
+    timing_key,
+)
 
 
 def compare(
@@ -52,12 +59,15 @@ def compare(
     names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
     times = dict(zip([LIBRARY, *names, *(baseline.name for baseline in baselines)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
-    fused_ms = [times.pop(name).ms for name in names]
+    fused = [times.pop(name) for name in names]
+    fused_ms = [took.ms for took in fused]
     fastest, choices = min(zip(fused_ms, direct), key=itemgetter(0))
     *_, least_kept = direct
     if least_kept["backward"] == DIRECT and options.save == "memory":
         return least_kept, note
-    gained = gains(fastest, min(took.gpu for took in times.values()))
+    least = min(took.gpu for took in times.values())
+    gained = gains(fastest, least)
+    note += note_of_host(gained, gains(min(took.gpu for took in fused), least))
     if not gained and others:
         best, more = _compare_in_layout(match, library, others, options)
         return best or otherwise, f"{note}; {more}"
@@ -87,12 +97,14 @@ def _compare_in_layout(
     apart, *each = found
     names = [choices["product"] for choices in fused]
     times = ", ".join(f"{name} {took}" for name, took in zip(names, each))
-    needed = [
-        took.ms + (_folding_ms(match) if name == FOLDED else 0) for name, took in zip(names, each)
-    ]
+    folding = [_folding_ms(match) if name == FOLDED else 0 for name in names]
+    needed = [took.ms + more for took, more in zip(each, folding)]
     best = min(range(len(fused)), key=needed.__getitem__)
+    gained = gains(needed[best], apart.gpu)
+    on_gpu = min(took.gpu + more for took, more in zip(each, folding))
     note = f"convolution and a pass {apart}, {times}"
-    return (fused[best] if gains(needed[best], apart.gpu) else None), note
+    note += note_of_host(gained, gains(on_gpu, apart.gpu))
+    return (fused[best] if gained else None), note
 
 
 def _folding_ms(match: Match) -> float:

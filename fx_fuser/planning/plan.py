@@ -52,7 +52,14 @@ from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
 from fx_fuser.planning import bench_ops, convolutions
-from fx_fuser.planning.case import MatchCase, device_of, gains, measured, timing_key
+from fx_fuser.planning.case import (
+    MatchCase,
+    device_of,
+    gains,
+    measured,
+    note_of_host,
+    timing_key,
+)
 
 log = logging.getLogger("fx_fuser.planning.plan")
 
@@ -348,8 +355,10 @@ def _compare(
         note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
         if gains(back[1], back[0]):
             backward = fused["backward"]
-        needed = 0 if options.replays_cuda_graphs else _STEP_CALLS * ahead[1].host
-        if ahead[0].gpu + back[0] < needed:
-            return None, f"{note}; a training step takes the host some {needed:.2g} ms"
-    gained = gains(ahead[1].ms + min(back, default=0), ahead[0].gpu + sum(back[:1]))
+    library, least = ahead[0].gpu + sum(back[:1]), min(back, default=0)
+    gained = gains(ahead[1].ms + least, library)
+    needed = 0 if options.replays_cuda_graphs or not back else _STEP_CALLS * ahead[1].host
+    if library < needed:
+        gained, note = False, f"{note}; a training step takes the host some {needed:.2g} ms"
+    note += note_of_host(gained, gains(ahead[1].gpu + least, library))
     return ({**fused, "backward": backward} if gained else None), note

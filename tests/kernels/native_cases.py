@@ -56,8 +56,10 @@ def check_weighted_sum(out_like: Tensor, inputs: Sequence[Tensor], offset: int =
     spec = weighted_sum(out_like.dtype, *(x.dtype for x in inputs))
     out, check_guards = guarded_like(out_like, offset)
     launch.pointwise(spec, out, inputs, [2.0])
-    expected = sum((i + 1) * x.double() for i, x in enumerate(inputs)) + 2.0
-    wrong = out.double() != expected.expand(out.shape)
+    expected = torch.full_like(out, 2.0, dtype=torch.float64)
+    for i, x in enumerate(inputs, 1):
+        expected += i * x.double()
+    wrong = out.double() != expected
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"
     check_guards()
 

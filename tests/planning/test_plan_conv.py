@@ -117,10 +117,14 @@ def test_the_hosts_time_counts_against_our_kernels(
     on_gpu(1.0, Timing(0.5, 1.0), 2.0, 2.0)
     direct = match_of(scaled_norm, torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3))
     for match in (direct, match_of(swish, *linear_tensors())):
-        assert isinstance(decide(match, mode=mode), Plan) == fused
+        decision = decide(match, mode=mode)
+        assert isinstance(decision, Plan) == fused
+        assert ("mode='reduce-overhead'" in str(decision)) != fused
     on_gpu(1.0, Timing(0.5, 0.8), 2.0, 2.0)
     decision = decide(direct)
     assert isinstance(decision, Plan) and "direct 0.8 ms of the host" in decision.note
+    on_gpu(1.0, Timing(1.5, 2.0), 2.0, 2.0)  # the GPU's time, too
+    assert "reduce-overhead" not in str(decide(direct))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,7 @@ def test_a_training_step_that_the_host_limits_is_left(
     x, weight, bias = linear_tensors()
     decision = decide(match_of(swish, x, weight.requires_grad_(), bias), mode=mode)
     assert isinstance(decision, Plan) == fused
+    assert ("mode='reduce-overhead'" in str(decision)) != fused
     on_gpu(library, Timing(0.5 * library, 0.025))
     assert isinstance(decide(match_of(swish, x, weight.detach(), bias), mode=mode), Plan)
 

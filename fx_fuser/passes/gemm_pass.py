@@ -1,0 +1,93 @@
+"""What the passes over Inductor's graphs of ATen operations have in common: gemms are looked at one
+by one, one that fails is left alone, and the user's own pass of the same setting runs first."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fx_fuser.native import binaries
+
+_aten = torch.ops.aten
+# Operation → places of its two factors. An argument before them is added.
+GEMMS: dict[Any, tuple[int, int]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+}
+OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's meta about its value
+
+
+@dataclass(frozen=True)
+class GemmPass(CustomGraphPass):
+    """strict: raise what fails. on_cpu: replace there, too, untimed. before: another pass of the
+    user's, which runs first. COUNTERS: in `torch._dynamo.utils.counters`, operation → how many."""
+
+    COUNTERS: ClassVar[str]
+    strict: bool = False
+    on_cpu: bool = False
+    before: Any = None
+
+    def __call__(self, graph: Graph) -> None:
+        for users in each_pass(self.before):
+            users(graph)
+        replace = self.replacing(graph)
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.target not in GEMMS:
+                continue
+            try:
+                replaced = replace(node)
+                if replaced is not None:
+                    name = node.target._schema.name.removeprefix("aten::")
+                    counters[self.COUNTERS][name + replaced] += 1
+            except Exception as error:
+                if self.strict:
+                    raise
+                warnings.warn(
+                    f"fx_fuser leaves a gemm to the library: {type(error).__name__}: {error}; "
+                    "please report it",
+                    stacklevel=2,
+                )
+
+    def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
+        """A function that replaces a gemm, if that is faster. It returns a suffix of the
+        operation's name, for the counter; None if the node stays."""
+        raise NotImplementedError
+
+    def uuid(self) -> Any:
+        """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""
+        return joint_uuid(self.settings(), self.before)
+
+    def settings(self) -> tuple[Any, ...]:
+        return binaries.fingerprint(), self.COUNTERS, self.strict, self.on_cpu
+
+
+def each_pass(passes: Any) -> Sequence[Any]:
+    """The passes of one of Inductor's settings: none, one or, since torch 2.13, several."""
+    several = isinstance(passes, (list, tuple))
+    return passes if several else [] if passes is None else [passes]
+
+
+def joint_uuid(own: tuple[Any, ...], before: Any) -> Any:
+    """The `uuid` of a pass that runs others first; None if one of them has none."""
+    others = [p.uuid() if hasattr(p, "uuid") else None for p in each_pass(before)]
+    return None if None in others else (*own, *others)
+
+
+def call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node with the meta of `like`: of the same module, in forward or backward like it."""
+    made = graph.call_function(target, args, kwargs)
+    made.meta = {k: v for k, v in like.meta.items() if k not in OF_VALUE}
+    values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+    with like.meta["val"].fake_mode:
+        made.meta["val"] = target(*values, **named)
+    return made
