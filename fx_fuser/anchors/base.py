@@ -17,8 +17,8 @@ from fx_fuser.options import Options
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
 # Every anchor's configuration has these choices of `plan`: `product` and `backward` name the
-# backend on CUDA of forward and backward, "library" or a fused kernel ("split", "dense", "direct"),
-# or for a convolution the library's fused call ("folded");
+# backend on CUDA of forward and backward: "library", or one that the anchors' files name ("split",
+# "dense"; a convolution's "direct", "folded" …);
 # `again`: c is not saved, backward recomputes it.
 LIBRARY = "library"
 

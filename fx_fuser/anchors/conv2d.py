@@ -1,8 +1,7 @@
 """z = conv2d(x, weight) + bias        x: [N, C, H, W], weight: [O, C/groups, kh, kw], bias: [O].
 
 The library's convolution runs without its bias, which the pointwise pass adds at no cost; with it,
-cuDNN's result would be read and written once more. For few channels there is a direct convolution,
-and for depthwise ones a kernel for each window: one kernel with that pass.
+cuDNN's result would be read and written once more. Each backend below is one kernel with that pass.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from fx_fuser.native.kernel_spec import (
     stem,
 )
 
-# The backend beside LIBRARY. It splits fp32 into fp16, whatever `tf32` says; 16 bits it multiplies
-# as they are.
+# The backends beside LIBRARY. A direct convolution, for few channels: it splits fp32 into fp16,
+# whatever `tf32` says; 16 bits it multiplies as they are.
 DIRECT = "direct"
 # The library's own fused call, relu(convolution + bias + addend), with BatchNorm folded into the
 # weight: `fx_fuser.ops.folded`. It has no backward.

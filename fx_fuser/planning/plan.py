@@ -1,13 +1,14 @@
-"""(matches, options) → how each op will run, or why it is left to the inner compiler.
+"""Which kernel each match runs on, measured, or why it is left to the inner compiler.
 
 A Linear on CUDA is fused where one kernel, gemm with epilogue, beats the library's gemm followed by
 the pointwise kernel. Both are timed on random tensors (`planning.timing`). The latter stands for
 Inductor's code of the region: the same within 3 % (benchmarks/results).
 
-A convolution of few channels is fused where the direct kernel beats the library's convolution in
-either layout and, in fp32, in TF32 as well, if torch's settings let the library use it, as they do
-by default. Any other convolution is fused only if option "fp32" asks for exactness while those
-settings would let the library use TF32.
+A convolution is fused where a kernel beats the library's convolution (`planning.convolutions`): the
+direct one against either layout and, in fp32, TF32 as well, if torch's settings let the library use
+it, as they do by default; the others, which are for inference, in the layout that the graph has.
+Without a kernel it is fused only if option "fp32" asks for exactness while those settings would let
+the library use TF32.
 
 The host launches an op while the GPU runs the one before. So a kernel that takes the host longer
 than the GPU counts with the host's time, which must beat the GPU's time of what it replaces. A
@@ -43,7 +44,7 @@ from fx_fuser.anchors.conv2d import (
     addend_of_relu,
     may_be_tf32,
 )
-from fx_fuser.anchors.linear import DENSE, SPLIT
+from fx_fuser.anchors.linear import SPLIT, asked_precision
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match.pattern import Fault, Match, Refusal
 from fx_fuser.graph.read.nodes import meta_tensor
@@ -128,9 +129,12 @@ def no_gain(match: Match, options: Options) -> str:
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"
     dtype = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
-    if dtype != torch.float32 or best["product"] == DENSE:
+    asked = asked_precision(options)
+    if dtype != torch.float32 or asked == "tf32":
         precision = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
         return f"in {precision} the library's gemm is as fast"
+    if asked == "ieee":
+        return "option 'fp32' is 'ieee': the library's gemm is the only one"
     return "fx_fuser's fp32 gemms need a result that is row-major"
 
 

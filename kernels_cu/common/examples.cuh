@@ -89,7 +89,7 @@ struct NormSilu {
   }
 };
 
-// Every function of epilogue_math.cuh at least once.
+// Functions of epilogue_math.cuh of each kind.
 struct EveryFunction {
   template <class Acc>
   __device__ Acc operator()(const Acc (&in)[2], const Acc (&scalar)[2]) const {

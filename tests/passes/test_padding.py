@@ -1,6 +1,6 @@
 """16-bit gemms of odd sizes: padded on a CPU wherever they may be (`cpu_ops`), and right.
 
-What is timed is for tests/planning/test_gpu_plan.py.
+Whether a padded gemm is faster only a GPU can tell: `benchmarks.nets16` times nets that have such.
 """
 
 from __future__ import annotations

@@ -450,3 +450,12 @@ def test_why_no_kernel_may_gain(
     match = match_of(swish, torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype))
     reason = plan.no_gain(match, Options.parse(None, {}, []))
     assert words in reason and bool(reason) == bool(words)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_why_no_kernel_may_gain_in_another_precision(
+    match_of: Any, on_gpu: Any, precision: str
+) -> None:
+    words = {"ieee": "'fp32' is 'ieee'", "tf32": "in TF32 the library's gemm is as fast"}
+    match = match_of(swish, torch.randn(4096, 512), torch.randn(512, 512))
+    assert words[precision] in plan.no_gain(match, Options.parse(None, {"fp32": precision}, []))
