@@ -181,7 +181,7 @@ def main() -> int:
     done("built")
     with float32_settings("fp32", cudnn_tf32=False):
         times = timing()
-    return harness.report([tabulate(times, ["", "", "ms", "again"], floatfmt=".4f")], [])
+    return harness.report([tabulate(times, ["", "", "ms", "again"], floatfmt=".4f")], None)
 
 
 if __name__ == "__main__":

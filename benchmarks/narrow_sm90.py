@@ -105,7 +105,7 @@ def main() -> int:
     with float32_settings("fp32"):
         times = timing()
     heads = ["ms", "library", "split", *WAYS]
-    return harness.report([tabulate(times, heads, floatfmt=".4f")], [])
+    return harness.report([tabulate(times, heads, floatfmt=".4f")], None)
 
 
 if __name__ == "__main__":

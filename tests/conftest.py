@@ -122,15 +122,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is obeyed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What each_once and each_pair leave out is slow, and a combination; what was slow is one."""
+    """What each_once and each_pair leave out is slow, and is a combination. Of a slow test all but
+    the first are.
+    """
     for size, name in enumerate(("each_once", "each_pair"), 1):
         tests: dict[str, list[pytest.Function]] = defaultdict(list)
+        seen: set[str] = set()
         for item in items:
+            test = item.nodeid.partition("[")[0]
             if item.get_closest_marker(name) and item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.combination)
+                if test in seen:
+                    item.add_marker(pytest.mark.combination)
+                seen.add(test)
             elif item.get_closest_marker(name):
                 assert isinstance(item, pytest.Function)
-                tests[item.nodeid.partition("[")[0]].append(item)
+                tests[test].append(item)
         for own in tests.values():
             combinations = list(zip(*_values(own)))
             chosen = few(combinations, size)

@@ -78,8 +78,9 @@ def _run(script: Path, environment: dict[str, str], as_tests: bool, said: Path) 
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
     os.environ.update(environment)
     if "PYTHONPATH" in environment:  # else the server's
-        of_checkout = {_CHECKOUT, _CHECKOUT / "tests"}
-        sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in of_checkout]
+        found = [(p, Path(p or ".").resolve()) for p in sys.path]
+        tests = _CHECKOUT / "tests"
+        sys.path[:] = [p for p, at in found if at != _CHECKOUT and not at.is_relative_to(tests)]
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     os.chdir(script.parent)
     sys.argv = [str(script)]

@@ -4,9 +4,9 @@
     python tests/ledger.py                                                     # anywhere: list
 
 CI has no GPU, so it cannot run them. The ledger says of each when it last passed, with a hash of
-what it depends on: its own file, `SHARED`, and the folders that `COVERS` names for its file, but
-for `.md`. That is a rule, not a proof: a change elsewhere, say of how a graph is matched, may break
-one that is not listed.
+what it depends on: its own file, the `*checks.py` beside it, `SHARED`, and the folders that
+`COVERS` names for its file, but for `.md`. That is a rule, not a proof: a change elsewhere, say of
+how a graph is matched, may break one that is not listed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import _keep_share, few
+from conftest import _keep_share, few, pytest_collection_modifyitems
 
 TABLES = {
     "digits": list(itertools.product(range(20), range(3), range(2))),
@@ -41,15 +41,21 @@ class Item:
         self.nodeid = nodeid
         self.marks = marks
 
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks += (mark.name,)
+
     def get_closest_marker(self, name: str) -> str | None:
         return name if name in self.marks else None
 
 
-def kept(share: str, items: list[Item]) -> list[Item]:
+def config_of(share: str) -> Any:
     ignored = SimpleNamespace(pytest_deselected=lambda items: None)
-    config: Any = SimpleNamespace(getoption=lambda _: share, hook=ignored)
+    return SimpleNamespace(getoption=lambda _: share, hook=ignored)
+
+
+def kept(share: str, items: list[Item]) -> list[Item]:
     left: Any = list(items)
-    _keep_share(config, left)
+    _keep_share(config_of(share), left)
     return list(left)
 
 
@@ -63,6 +69,17 @@ def test_shares_are_all_combinations_once_and_about_as_many() -> None:
     together = [one for part in of_parts for one in part]
     assert sorted(together, key=combinations.index) == combinations
     assert kept("1/1", combinations + others) == combinations + others
+
+
+def test_of_a_slow_test_each_run_has_the_first() -> None:
+    items = [Item(f"test_a.py::test[{i}]", "slow", "each_once") for i in range(400)]
+    parts: list[list[Item]] = []
+    for share in ("1/4", "2/4", "3/4", "4/4"):
+        left: Any = [Item(item.nodeid, *item.marks) for item in items]
+        pytest_collection_modifyitems(config_of(share), left)
+        parts.append(left)
+    assert all(part[0].nodeid == items[0].nodeid for part in parts)
+    assert sum(map(len, parts)) == len(items) + 3
 
 
 @pytest.mark.parametrize("share", ["0/4", "5/4", "1", "a/b", "1/0", "-1/4"])

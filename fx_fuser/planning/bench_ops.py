@@ -115,7 +115,7 @@ def convolutions(
     If gradients are asked for, each runs its backward, too. Of the library's backward only the
     convolutions run, since the inner compiler needs fewer passes for the rest than torch's ops.
     """
-    run = _Rehearsal(match, tensors)
+    run = _BenchOp(match, tensors)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
     if len(candidates) > 1:
         compare(ahead, candidates, run.c.dtype)
@@ -154,7 +154,7 @@ def in_layout(
 
     A candidate that is less exact than the library, or loses a NaN, is not timed.
     """
-    run = _Rehearsal(match, tensors)
+    run = _BenchOp(match, tensors)
     operands = list(run.operands)
     if channels_last:
         run.t = [_channels_last(t) for t in run.t]
@@ -192,7 +192,7 @@ def benches(
     """A Linear's kernel op with each of plan's candidates; in training, then the anchor's backward
     with each.
     """
-    run = _Rehearsal(match, tensors)
+    run = _BenchOp(match, tensors)
     if run.c.device.type == "cuda":
         # Earlier data may have made a kernel fall back: time it without that.
         specs = [spec for choices in candidates for spec in kernel_specs(match, choices)]
@@ -215,8 +215,8 @@ def tail(
     """A grown match with a fused gemm: z alone; z, then its tail in a pointwise kernel, which finds
     some of z in the L2 cache; both in one kernel."""
     assert match.alone is not None
-    whole = _Rehearsal(match, tensors)
-    only_z = _Rehearsal(match.alone, tensors[: len(whole.operands)])
+    whole = _BenchOp(match, tensors)
+    only_z = _BenchOp(match.alone, tensors[: len(whole.operands)])
     launch.reset_fallback(kernel_specs(match, choices)[1:], whole.c.device)
     launch.reset_fallback(kernel_specs(match.alone, choices)[1:], whole.c.device)
     alone = only_z.forward(choices, only_z.operands)
@@ -288,7 +288,7 @@ def _is_as_exact(exact: Tensor, library: Tensor, fused: Tensor) -> bool:
     return _distance(exact, fused)[0] <= 2 * max(theirs, _NEAR * size)
 
 
-class _Rehearsal:
+class _BenchOp:
     """One match's op and its random tensors."""
 
     def __init__(self, match: Match, tensors: Sequence[TensorForm | None]) -> None:

@@ -95,9 +95,10 @@ def gains(fused: float, library: float) -> bool:
     return fused <= min(GAIN * library, library - _SAVED)
 
 
-def note_of_host(gained: bool, gained_on_gpu: bool) -> str:
-    """What a note goes on with where a kernel is left for the host's time alone."""
-    if gained or not gained_on_gpu:
+def note_of_host(gained_on_gpu: bool, options: Options) -> str:
+    """What the note of a site goes on with that gains nothing, if it does without the host's time
+    and the user can have that."""
+    if not gained_on_gpu or options.inner != "inductor" or options.exported:
         return ""
     return "; the host's time decides: mode='reduce-overhead' replays CUDA graphs, without it"
 

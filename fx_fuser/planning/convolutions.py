@@ -67,13 +67,14 @@ def compare(
         return least_kept, note
     least = min(took.gpu for took in times.values())
     gained = gains(fastest, least)
-    note += note_of_host(gained, gains(min(took.gpu for took in fused), least))
     if not gained and others:
         best, more = _compare_in_layout(match, library, others, options)
         return best or otherwise, f"{note}; {more}"
     if gained and options.save == "auto" and GAIN * fused_ms[-1] <= fastest:
         choices = least_kept
-    return (choices if gained else otherwise), note
+    if gained:
+        return choices, note
+    return otherwise, note + note_of_host(gains(min(took.gpu for took in fused), least), options)
 
 
 def _compare_in_layout(
@@ -100,11 +101,11 @@ def _compare_in_layout(
     folding = [_folding_ms(match) if name == FOLDED else 0 for name in names]
     needed = [took.ms + more for took, more in zip(each, folding)]
     best = min(range(len(fused)), key=needed.__getitem__)
-    gained = gains(needed[best], apart.gpu)
-    on_gpu = min(took.gpu + more for took, more in zip(each, folding))
     note = f"convolution and a pass {apart}, {times}"
-    note += note_of_host(gained, gains(on_gpu, apart.gpu))
-    return (fused[best] if gained else None), note
+    if gains(needed[best], apart.gpu):
+        return fused[best], note
+    on_gpu = min(took.gpu + more for took, more in zip(each, folding))
+    return None, note + note_of_host(gains(on_gpu, apart.gpu), options)
 
 
 def _folding_ms(match: Match) -> float:

@@ -364,5 +364,6 @@ def _compare(
     needed = 0 if options.replays_cuda_graphs or not back else _STEP_CALLS * ahead[1].host
     if library < needed:
         gained, note = False, f"{note}; a training step takes the host some {needed:.2g} ms"
-    note += note_of_host(gained, gains(ahead[1].gpu + least, library))
-    return ({**fused, "backward": backward} if gained else None), note
+    if gained:
+        return {**fused, "backward": backward}, note
+    return None, note + note_of_host(gains(ahead[1].gpu + least, library), options)

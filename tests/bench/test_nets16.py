@@ -59,7 +59,7 @@ CASES = [
     for step in net.phases
     if step == "eval" or net.package != "torchvision"
 ]
-QUICK = [("hf_vit_b", "eval")]
+QUICK = [("dlrm", "train")]
 
 
 def net(name: str) -> Net16:

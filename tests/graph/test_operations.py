@@ -1,4 +1,6 @@
-"""An operation is one entry of `fx_fuser.graph.read.operations.OPS`, and nothing else names it."""
+"""An operation of one argument is one entry of `fx_fuser.graph.read.operations.OPS`, and nothing
+else names it.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +24,13 @@ class ForkingServer:
     def __init__(self) -> None:
         # Not by this file's path, whose folder would then stand before all others in sys.path.
         command = [sys.executable, "-c", Path(__file__).read_text()]
+        self._temporary = tempfile.TemporaryDirectory()  # what forks leave: they end without ado
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": self._temporary.name},
         )
 
     def pytest(self, folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
@@ -41,6 +47,7 @@ class ForkingServer:
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
+        self._temporary.cleanup()
 
 
 def _serve() -> None:

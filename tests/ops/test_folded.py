@@ -404,10 +404,12 @@ def test_it_is_taken_where_it_gains(
         assert isinstance(decision, Refusal) and "folded 0.99 ms" in decision.reason
 
 
-@pytest.mark.parametrize("rival, product", [(4.0, "direct"), (1.0, "folded")])
-def test_beside_the_direct_kernel(rival: float, product: str, match_of: Any, on_gpu: Any) -> None:
+@pytest.mark.parametrize("baseline, product", [(4.0, "direct"), (1.0, "folded")])
+def test_beside_the_direct_kernel(
+    baseline: float, product: str, match_of: Any, on_gpu: Any
+) -> None:
     """Of few channels. Where that kernel does not gain, this call is looked at."""
-    on_gpu(2.0, 1.5, rival)
+    on_gpu(2.0, 1.5, baseline)
     x, weight = torch.randn(2, 3, 8, 8).bfloat16(), torch.randn(8, 3, 3, 3).bfloat16()
     with torch.no_grad():
         match = match_of(_relu, x, weight, *_images()[2:], options={"cpu_ops": True})
@@ -437,7 +439,7 @@ def test_tf32_only_where_the_library_takes_it(
     x, weight, mean, var = (t.float() for t in _images())
     with torch.no_grad():
         match = match_of(_relu, x, weight, mean, var, options={"cpu_ops": True})
-    forward, made = bench_ops._Rehearsal.forward, bench_ops._Rehearsal.folded
+    forward, made = bench_ops._BenchOp.forward, bench_ops._BenchOp.folded
     error = torch.randn(2, 8, 6, 6)
 
     def in_tf32(self: Any, choices: Any, operands: Any) -> Callable[[], Any]:
@@ -448,13 +450,13 @@ def test_tf32_only_where_the_library_takes_it(
         run = made(self, library, operands)
         return lambda: (run()[0] * (1 + ours * error),)
 
-    monkeypatch.setattr(bench_ops._Rehearsal, "forward", in_tf32)
-    monkeypatch.setattr(bench_ops._Rehearsal, "folded", folded_in_tf32)
-    rival = {**CONV, "tf32": True}
+    monkeypatch.setattr(bench_ops._BenchOp, "forward", in_tf32)
+    monkeypatch.setattr(bench_ops._BenchOp, "folded", folded_in_tf32)
+    baseline = {**CONV, "tf32": True}
     tensors = bench_ops.tensors_of(match)
     assert tensors is not None
     fused = [{**CONV, "product": "folded"}]
-    _, folded = bench_ops.in_layout(match, rival, fused, tensors, True)
+    _, folded = bench_ops.in_layout(match, baseline, fused, tensors, True)
     assert folded.is_exact == taken
 
 
@@ -473,13 +475,13 @@ def test_not_where_cudnn_loses_a_nan(
     assert folded.is_exact
     (y,) = folded.run()  # type: ignore[misc]
     assert not y.isnan().any()  # those that were put in are gone again
-    made = bench_ops._Rehearsal.folded
+    made = bench_ops._BenchOp.folded
 
     def as_fmax(self: Any, library: Any, operands: Any) -> Callable[[], Any]:
         run = made(self, library, operands)
         return lambda: (run()[0].fmax(torch.zeros(())),)
 
-    monkeypatch.setattr(bench_ops._Rehearsal, "folded", as_fmax)
+    monkeypatch.setattr(bench_ops._BenchOp, "folded", as_fmax)
     _, folded = bench_ops.in_layout(match, CONV, fused, tensors, True)
     assert not folded.is_exact
     monkeypatch.setattr(bench_ops, "compare", _disagree)

@@ -71,7 +71,7 @@ stays = {program.stays}
 inputs = {{n: v if n in stays else v.detach().to("{device}").requires_grad_(v.requires_grad)
           for n, v in inputs.items()}}
 
-if __name__ == "__main__":  # with tests/ and the checkout on PYTHONPATH
+if __name__ == "__main__":  # with tests/oracle and the checkout on PYTHONPATH
     from value_patterns import registered
 
     # the pattern, after a {program.pattern.kind}: {program.pattern.epilogue}

@@ -1,4 +1,4 @@
-"""Patterns for the value fuzz: beside the built-in ones, every op of `graph.operations.OPS`.
+"""Patterns for the value fuzz: beside the built-in ones, every op of `graph.read.operations.OPS`.
 
 A wildcard's name says what may stand for it: `cond…` a tensor of booleans, `t…` a tensor, `low` and
 `high` two numbers or two tensors; all others a number, a tensor or the anchor's own value.

@@ -96,7 +96,7 @@ def test_exactness_that_torchs_settings_would_not_give_is_fused_always(
 @pytest.mark.parametrize(
     "lying, channels_last, product", [(0.5, 0.99, None), (0.99, 0.5, None), (0.99, 0.99, "direct")]
 )
-def test_where_cudnn_may_take_tf32_that_is_a_rival(
+def test_where_cudnn_may_take_tf32_that_is_a_baseline(
     match_of: Any, on_gpu: Any, lying: float, channels_last: float, product: str | None
 ) -> None:
     """It is the default, and what the untouched model runs in."""
@@ -387,7 +387,7 @@ def test_the_hosts_time_is_that_of_the_op_that_a_graph_calls(match_of: Any, grad
     match = match_of(lambda x, w: F.conv2d(x, w).relu(), x, weight, options={"cpu_ops": True})
     tensors = bench_ops.tensors_of(match)
     assert tensors is not None
-    run = bench_ops._Rehearsal(match, tensors)
+    run = bench_ops._BenchOp(match, tensors)
     call: Any = run.calls(run.gradient_of_z() if grad else None, CONV)
     wanted = torch.ops.fx_fuser.conv2d_kernel.default if grad else evaluate.OP
     assert call.func is wanted

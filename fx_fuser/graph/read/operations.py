@@ -3,8 +3,8 @@
 To add one, add an entry. What it means in torch (the CPU kernel, the reference of the tests and, by
 `torch.autograd.grad`, the pointwise backward), its CUDA text (of functions of
 `kernels_cu/common/epilogue_math.cuh`), its derivative and what matching may do with it are fields.
-How users call it is found by its name; `fx_fuser.graph.read.functions` reads calls that have more
-arguments.
+How users call it is found by its name, if it has one argument and no attributes; else by a rule in
+`fx_fuser.graph.read.functions` or, for arithmetic, `fx_fuser.graph.read.canonical`.
 """
 
 from __future__ import annotations
