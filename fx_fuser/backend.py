@@ -194,7 +194,8 @@ def _search(
     """The graphs of the module and of its bodies, read. is_told: also what is left there."""
     active = [p for p in registered_patterns() if options.selects(p.name)]
     subclasses.mark(gm, inputs)
-    reader, searched = masks.Reader(), list[_Searched]()
+    reader = masks.Reader()
+    searched: list[_Searched] = []
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []

@@ -4,6 +4,7 @@ by one, one that fails is left alone, and the user's own pass of the same settin
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,8 +30,9 @@ OF_VALUE = ("val", "tensor_meta", "eager_input_vals")  # entries of a node's met
 
 @dataclass(frozen=True)
 class GemmPass(CustomGraphPass):
-    """strict: raise what fails. on_cpu: replace there, too, untimed. before: another pass of the
-    user's, which runs first. COUNTERS: in `torch._dynamo.utils.counters`, operation → how many."""
+    """A pass over gemms. strict: raise what fails. on_cpu: replace there, too, untimed. before:
+    another pass of the user's, which runs first. COUNTERS: in `torch._dynamo.utils.counters`,
+    operation → how many."""
 
     COUNTERS: ClassVar[str]
     strict: bool = False
@@ -58,10 +60,10 @@ class GemmPass(CustomGraphPass):
                     stacklevel=2,
                 )
 
+    @abstractmethod
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
         """A function that replaces a gemm, if that is faster. It returns a suffix of the
         operation's name, for the counter; None if the node stays."""
-        raise NotImplementedError
 
     def uuid(self) -> Any:
         """The key of the pass in Inductor's caches, which keep the graphs that it has edited."""

@@ -72,7 +72,7 @@ _POINTWISE = {_aten.clone.default, torch.ops.prims.convert_element_type.default}
 
 @dataclass(frozen=True)
 class Padding(GemmPass):
-    """The pass."""
+    """16-bit gemms of odd sizes, padded."""
 
     COUNTERS = COUNTERS
 

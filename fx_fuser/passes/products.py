@@ -51,7 +51,7 @@ SPLIT_PRODUCT = torch.ops.fx_fuser.split_product.default
 
 @dataclass(frozen=True)
 class Products(GemmPass):
-    """The pass."""
+    """fp32 gemms by the split kernel."""
 
     COUNTERS = COUNTERS
 

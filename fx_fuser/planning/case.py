@@ -96,11 +96,11 @@ def gains(fused: float, library: float) -> bool:
 
 
 def note_of_host(gained_on_gpu: bool, options: Options) -> str:
-    """What the note of a site goes on with that gains nothing, if it does without the host's time
-    and the user can have that."""
+    """Appended to the note of a site that is left: the option with which it would gain, if on the
+    GPU alone it does and the user can give that option."""
     if not gained_on_gpu or options.inner != "inductor" or options.exported:
         return ""
-    return "; the host's time decides: mode='reduce-overhead' replays CUDA graphs, without it"
+    return "; the host is the bottleneck: mode='reduce-overhead' (CUDA graphs) avoids its cost"
 
 
 def measured(

@@ -363,7 +363,7 @@ def _compare(
     gained = gains(ahead[1].ms + least, library)
     needed = 0 if options.replays_cuda_graphs or not back else _STEP_CALLS * ahead[1].host
     if library < needed:
-        gained, note = False, f"{note}; a training step takes the host some {needed:.2g} ms"
+        gained, note = False, f"{note}; the host needs about {needed:.2g} ms for a training step"
     if gained:
         return {**fused, "backward": backward}, note
     return None, note + note_of_host(gains(ahead[1].gpu + least, library), options)

@@ -157,8 +157,8 @@ class Contents:
         """A line for each attention and each mask that was examined; equal ones share a line."""
         count = Counter(self.masks)
         said = {
-            "causal": "mask of attention at {} is causal, and not read any more",
-            "open": "mask of attention at {} hides nothing, and is not read any more",
+            "causal": "mask of attention at {} is causal, and no longer read",
+            "open": "mask of attention at {} hides nothing, and is no longer read",
             "": "mask of attention at {} stays: {}",
             FORM: "attention at {} is rewritten for a fused kernel: {}",
             FORMULA: "attention at {} is computed by its formula, for no fused kernel takes it: {}",
