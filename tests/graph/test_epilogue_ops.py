@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from helpers import ADD, MUL, Program, check, compiled, fused, leaf, linear_program
 from kernel_text import epilogue_of
 from torch import Tensor, nn
+from torch.fx import Graph
 
 import fx_fuser
 from fx_fuser import registry
 from fx_fuser.graph.read import canonical
 from fx_fuser.graph.read.canonical import rule_of
+from fx_fuser.graph.read.nodes import storages
 from fx_fuser.graph.read.operations import OPS
 from fx_fuser.graph.read.view import View
 
@@ -310,6 +312,17 @@ def test_a_write_under_another_name_is_seen(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(model)(x), model(x))
     assert fused() == ({} if name == "contiguous" else {"right": 1})
+
+
+@pytest.mark.parametrize(("training", "names"), [(False, 2), (True, 1)])
+def test_dropout_in_eval_mode_is_in_its_inputs_memory(training: bool, names: int) -> None:
+    """Whatever its fake tensor says: on torch 2.11 that is a copy, on 2.15 it is not."""
+    graph = Graph()
+    z = graph.placeholder("z")
+    dropped = graph.call_function(F.dropout, (z, 0.1, training))
+    for node in (z, dropped):
+        node.meta["example_value"] = torch.empty(4)
+    assert len(storages((dropped,))) == names
 
 
 def test_a_name_given_after_a_write_is_of_what_was_written() -> None:

@@ -165,7 +165,7 @@ MUTANTS = (
     (
         "names: dropout in eval mode returns its input", "graph/read/nodes.py",
         "for node in _with_undropped(nodes):", "for node in nodes:",
-        (f"{OPS_TEST}::test_a_write_under_another_name_is_seen[dropout]",),
+        (f"{OPS_TEST}::test_dropout_in_eval_mode_is_in_its_inputs_memory",),
     ),
     (
         "names: one given after a write", "graph/read/view.py",

@@ -31,7 +31,8 @@ _STATISTICS: dict[Any, int] = {
 }  # function → place of the running mean, which the running variance follows
 # Overloads of ATen that take running statistics and do not write them.
 _READ_STATISTICS = ("_native_batch_norm_legit_no_training", "_batch_norm_no_update")
-# Functions that return their input itself in eval mode, though a fake tensor of it is a copy.
+# Functions that return their input itself in eval mode, though a fake tensor of it is a copy
+# (on torch 2.11, not on 2.15).
 _TORCH_DROPOUTS = ("", "feature_", "alpha_", "feature_alpha_")
 DROPOUTS = frozenset(
     getattr(module, f"{name}dropout{suffix}")
