@@ -41,8 +41,9 @@ from benchmarks import (
 )
 from benchmarks.run import commit_here
 from benchmarks.sm90 import n_major, relative
-from fx_fuser import build
-from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS
+from fx_fuser.kernels import base
+from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.split import MIXED_GEMMS
 from fx_fuser.native import compilers, launch, load
 from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 from fx_fuser.planning import timing
@@ -124,7 +125,7 @@ def _convolutions() -> Iterator[Row]:
         yield Row(f"#73 {of_dtype}, backward", specs, backward)
 
         acc = torch.float32
-        spec = build.example(POINTWISE, "BatchNormMul", 1, acc, dtype, dtype, *[acc] * 5)
+        spec = base.example(POINTWISE, "BatchNormMul", 1, acc, dtype, dtype, *[acc] * 5)
 
         def tail(
             spec: KernelSpec = spec, c: Tensor = dy, vectors: list[Tensor] = vectors

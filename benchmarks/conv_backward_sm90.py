@@ -22,9 +22,10 @@ from benchmarks.conv_cases import NONE, Padding, convolve
 from benchmarks.conv_sm90 import CUDA, DTYPES
 from benchmarks.kernels import Normalisation
 from benchmarks.measure import float32_settings, median_ms
-from fx_fuser import build
+from fx_fuser.kernels import base
+from fx_fuser.kernels.direct import CONV_DIRECT_BACKWARD
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD, KernelSpec
+from fx_fuser.native.kernel_spec import KernelSpec
 
 EPS = 1e-5
 
@@ -95,7 +96,7 @@ def _examples(name: str, scalars: int, *operands: torch.dtype) -> dict[torch.dty
 
     def spec(of_x: torch.dtype) -> KernelSpec:
         types = (torch.float32, of_x, of_x, *operands)
-        return build.example(CONV_DIRECT_BACKWARD, name, scalars, *types)
+        return base.example(CONV_DIRECT_BACKWARD, name, scalars, *types)
 
     return {dtype: spec(dtype) for dtype in DTYPES}
 

@@ -21,9 +21,10 @@ from benchmarks import harness, kernels
 from benchmarks.conv_cases import NONE, Padding
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import FLOOR, relative, sustained_ms
-from fx_fuser import build
+from fx_fuser.kernels import base
+from fx_fuser.kernels.direct import CONV_DIRECT
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import CONV_DIRECT, KernelSpec
+from fx_fuser.native.kernel_spec import KernelSpec
 
 CUDA = torch.device("cuda")
 
@@ -42,7 +43,7 @@ class Example:
     @functools.cached_property
     def spec(self) -> KernelSpec:
         types = (torch.float32, self.out, self.x, *self.operands)
-        return build.example(CONV_DIRECT, self.name, self.scalars, *types)
+        return base.example(CONV_DIRECT, self.name, self.scalars, *types)
 
 
 def _batch_norm_mul(c: Tensor, t: list[Tensor], s: list[float]) -> Tensor:

@@ -19,9 +19,10 @@ from benchmarks.conv_cases import COPY, FORMATS, Padding, tables
 from benchmarks.conv_sm90 import CUDA, NORM_SILU, ROUNDED, Example
 from benchmarks.measure import float32_settings, gpu_ms
 from benchmarks.sm90 import relative
-from fx_fuser import build
+from fx_fuser.kernels import base
+from fx_fuser.kernels.depthwise import depthwise
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import KernelSpec, depthwise
+from fx_fuser.native.kernel_spec import KernelSpec
 
 Window = tuple[int, int, int]  # height, width, stride
 WINDOWS: tuple[Window, ...] = (
@@ -32,7 +33,7 @@ WINDOWS: tuple[Window, ...] = (
 
 def spec_of(example: Example, window: Window) -> KernelSpec:
     types = (torch.float32, example.out, example.x, *example.operands)
-    return build.example(depthwise(*window), example.name, example.scalars, *types)
+    return base.example(depthwise(*window), example.name, example.scalars, *types)
 
 
 def convolve(x: Tensor, weight: Tensor, padding: Padding, stride: int) -> Tensor:

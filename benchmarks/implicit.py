@@ -27,11 +27,12 @@ from benchmarks.conv_layers import NETS, SAMPLES, Layer
 from benchmarks.conv_sm90 import CUDA, ROUNDED, Example
 from benchmarks.measure import float32_settings, gpu_ms
 from benchmarks.sm90 import relative
-from fx_fuser import build
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.epilogue import parse
+from fx_fuser.kernels import base
+from fx_fuser.kernels.implicit import implicit
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import KernelSpec, implicit
+from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import folded
 from fx_fuser.ops.library import FusedCall
 
@@ -64,7 +65,7 @@ class Window:
 def spec_of(example: Example, form: Form) -> KernelSpec:
     types = (torch.float32, example.out, example.x, *example.operands)
     family = implicit(form.columns, form.is_window, form.leaves)
-    return build.example(family, example.name, example.scalars, *types)
+    return base.example(family, example.name, example.scalars, *types)
 
 
 def run(

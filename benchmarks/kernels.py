@@ -208,7 +208,7 @@ def depthwise(
     """As `conv_direct`, of a convolution in which every channel has a window of its own.
 
     Args:
-        spec: a kernel of a family `kernel_spec.depthwise`, see kernels_cu/conv/depthwise.cuh.
+        spec: a kernel of a family `kernels.depthwise.depthwise`, see kernels_cu/conv/depthwise.cuh.
         x: [N, C, H, W], channels_last (of an even C) or contiguous; out and c are as x.
         weight: [C, 1, kh, kw], contiguous, of the family's window.
         padding, out, c, operands, scalars: as `conv_direct`'s.
@@ -233,7 +233,7 @@ def stem(
     """As `conv_direct`, of a first layer's convolution; in fp32 in TF32.
 
     Args:
-        spec: a kernel of a family `kernel_spec.stem`, see kernels_cu/conv/stem.cuh.
+        spec: a kernel of a family `kernels.stem.stem`, see kernels_cu/conv/stem.cuh.
         x, weight: of the family's sizes, with any strides.
         stride: [down, across], which are alike.
         padding: [left, right, top, bottom], zeros.
@@ -262,7 +262,7 @@ def implicit(
     """As `conv_direct`, of channels_last tensors of 16 bits, with any stride and dilation.
 
     Args:
-        spec: a kernel of a family `kernel_spec.implicit`, see kernels_cu/conv/implicit.cuh.
+        spec: a kernel of a family `kernels.implicit.implicit`, see kernels_cu/conv/implicit.cuh.
         x: [N, C, H, W], C a multiple of 8; a pixel's channels are adjacent, and pixels begin at
             multiples of 16 bytes.
         weight: [O, C, kh, kw], dense in channels_last, or contiguous if 1 × 1.

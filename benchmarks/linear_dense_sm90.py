@@ -21,9 +21,10 @@ from torch import Tensor
 from benchmarks import harness, kernels
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA, host_us, relative, sustained_ms
-from fx_fuser import build
+from fx_fuser.kernels import base
+from fx_fuser.kernels.dense import LINEAR_DENSE
 from fx_fuser.native import launch, load
-from fx_fuser.native.kernel_spec import LINEAR_DENSE, POINTWISE, Family, KernelSpec
+from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Example:
 
     def spec(self, dtype: torch.dtype, family: Family = LINEAR_DENSE) -> KernelSpec:
         types = (t or dtype for t in (self.out, None, *self.operands))
-        return build.example(family, self.name, self.scalars, torch.float32, *types)
+        return base.example(family, self.name, self.scalars, torch.float32, *types)
 
 
 IDENTITY = Example("Identity", lambda z, t, s: z)

@@ -23,8 +23,9 @@ from benchmarks import harness, linear_sm90
 from benchmarks.linear_sm90 import Example
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA, FLOOR, n_major, relative
+from fx_fuser.kernels.split import LINEAR_SPLIT, LINEAR_SPLIT_MMA
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, LINEAR_SPLIT_MMA, Family
+from fx_fuser.native.kernel_spec import Family
 
 HALVES = 990e12  # FLOP/s of fp16 that an H200 has by its datasheet
 COPY = 4.28e12  # its bytes/s

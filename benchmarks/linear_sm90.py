@@ -36,9 +36,10 @@ from benchmarks.sm90 import (
     uniform,
     worst_row,
 )
-from fx_fuser import build
+from fx_fuser.kernels import base
+from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec
+from fx_fuser.native.kernel_spec import KernelSpec
 
 First = Literal["", "x", "weight"]  # the operand that is split first
 
@@ -58,7 +59,7 @@ def _example(
     name: str, scalars: int, *operands: torch.dtype, out: torch.dtype = torch.float32
 ) -> KernelSpec:
     f32 = torch.float32
-    return build.example(LINEAR_SPLIT, name, scalars, f32, out, f32, *operands)
+    return base.example(LINEAR_SPLIT, name, scalars, f32, out, f32, *operands)
 
 
 IDENTITY = Example(_example("Identity", 0), lambda z, t, s: z)

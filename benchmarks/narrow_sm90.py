@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks import harness, kernels
 from benchmarks.measure import float32_settings, median_ms
 from benchmarks.sm90 import CUDA
-from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM, split_gemm
+from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, split_gemm
 from fx_fuser.native import load
 
 DTYPES = tuple(EXACT_GEMMS)

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from torch import Tensor
 from triton.testing import do_bench
 
-from fx_fuser.build import example
+from fx_fuser.kernels.base import example
 from fx_fuser.native import launch
 from fx_fuser.native.kernel_spec import POINTWISE
 

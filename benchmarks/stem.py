@@ -19,9 +19,10 @@ from benchmarks.conv_cases import COPY, FORMATS, Padding, tables
 from benchmarks.conv_sm90 import CUDA, IDENTITY, NORM, NORM_SILU, ROUNDED, Example
 from benchmarks.measure import float32_settings, gpu_ms
 from benchmarks.sm90 import relative
-from fx_fuser import build
+from fx_fuser.kernels import base
+from fx_fuser.kernels.stem import stem
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import KernelSpec, stem
+from fx_fuser.native.kernel_spec import KernelSpec
 
 Sizes = tuple[int, int, int, int, int]  # channels, kernel's height and width, stride, outputs
 SIZES: tuple[Sizes, ...] = (
@@ -32,7 +33,7 @@ SIZES: tuple[Sizes, ...] = (
 
 def spec_of(example: Example, sizes: Sizes) -> KernelSpec:
     types = (torch.float32, example.out, example.x, *example.operands)
-    return build.example(stem(*sizes), example.name, example.scalars, *types)
+    return base.example(stem(*sizes), example.name, example.scalars, *types)
 
 
 def rounded(example: Example) -> float:

@@ -32,15 +32,14 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
 from fx_fuser import backend, fallback
-from fx_fuser.anchors.conv2d import conv_tf32_allowed
-from fx_fuser.anchors.linear import matmul_tf32_requested
 from fx_fuser.arguments import refuses_unfit_calls
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match.pattern import Pattern
 from fx_fuser.graph.prepare.bodies import twin
 from fx_fuser.graph.read.subclasses import is_user_class
+from fx_fuser.kernels.precision import conv_tf32_allowed, matmul_tf32_requested
+from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT
 from fx_fuser.options import FIRST_PASS, Options
 from fx_fuser.outcome import Outcome
 from fx_fuser.passes import folding, padding, provenance

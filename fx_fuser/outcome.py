@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.anchors.conv2d import ANY_LAYOUT, FOLDED
+from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.errors import VerifyError
 from fx_fuser.graph.match import rewrite
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.read.naming import at
+from fx_fuser.kernels import KERNELS
 from fx_fuser.options import Options
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import layout, plan
@@ -80,7 +81,7 @@ class Outcome:
         stop = match.stop if isinstance(match, Grown) else ""
         self.report.add_match(match, site.saved, site.kept, index, how.note, stop, how.native)
         self.matches.append(match)
-        if how.choices.get("product") in (FOLDED, *ANY_LAYOUT):
+        if KERNELS[how.choices.get("product", LIBRARY)].any_layout:
             self.folds = True
             self.is_converted |= layout.is_converted(match.view, options)
 

@@ -3,78 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fx_fuser.graph.epilogue import Epilogue
 from fx_fuser.graph.read.sites import Site
-from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
-from fx_fuser.options import Options
 
 Operands = Mapping[str, Any]  # name → Tensor, or None where the operand is optional
 Config = Mapping[str, Any]
+Multiply = Callable[[Tensor, Tensor], Tensor]  # a bᵀ
 # Every anchor's configuration has these choices of `plan`: `product` and `backward` name the
-# backend on CUDA of forward and backward: "library", or one that the anchors' files name ("split",
-# "dense"; a convolution's "direct", "folded" …);
-# `again`: c is not saved, backward recomputes it.
+# backend on CUDA of forward and backward, "library" or one of `fx_fuser.kernels`; `again`: c is not
+# saved, backward recomputes it.
 LIBRARY = "library"
 
 
-class Case(Protocol):
-    """One site and the options, as `Anchor.candidates` sees them."""
-
-    @property
-    def options(self) -> Options: ...
-
-    @property
-    def site(self) -> Site: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def out(self) -> torch.dtype: ...
-
-    @property
-    def acc(self) -> torch.dtype:
-        """The dtype of the epilogue's arithmetic."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """c's fake tensor, then those of all operands."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Is c to be computed again in backward?"""
-
-    def operand(self, name: str) -> Tensor:
-        """The fake tensor of an operand of the anchor."""
-
-    @property
-    def epilogue(self) -> Epilogue: ...
-
-    @property
-    def t(self) -> list[Tensor]:
-        """The fake tensors that the epilogue calls t0…."""
-
-    @property
-    def is_channels_last(self) -> bool:
-        """Does the site run in channels_last, in the graph as the user wrote it?"""
-
-    def specs(self, choices: Config) -> list[KernelSpec]:
-        """The kernels that the site needs with these choices."""
-
-    def has_backward(self) -> bool:
-        """Is any gradient asked for?"""
-
-    def gradients(self) -> dict[str, bool]:
-        """Operand of the anchor → is its gradient asked for?"""
-
-    def may_have_fused_backward(self) -> bool:
-        """Can a fused kernel make the gradients from dy, without c?"""
+def library_gemm(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ"""
+    return a @ b.mT
 
 
 class Anchor(ABC):
@@ -113,29 +62,9 @@ class Anchor(ABC):
     def shape_of_z(self, y: Tensor, operands: Operands) -> Sequence[int]:
         """The shape of z; y: the result or its gradient."""
 
-    @abstractmethod
-    def candidates(self, case: Case) -> list[dict[str, Any]]:
-        """The choices that `plan` has at a site, the library's first.
-
-        Raises OptionError if an option asks for what torch's own setting forbids.
-        """
-
     def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
         """The operands, in order, without those that the kernel op does not read."""
         return list(operands.values())
-
-    def kernels(self, operands: Operands, config: Config) -> tuple[Family, ...]:
-        """The op's kernels on CUDA: the epilogue alone, then gemm or convolution with epilogue.
-
-        operands: of which the weight's shape may choose the kernel.
-
-        The first is launched if there is no second, or if the second does not take the tensors.
-        """
-        return (POINTWISE,)
-
-    def backward_specs(self, config: Config) -> list[KernelSpec]:
-        """The kernels that `backward` and `recompute` launch on CUDA."""
-        return []
 
     @abstractmethod
     def forward(self, operands: Operands, config: Config) -> tuple[Tensor, ...]:
@@ -149,8 +78,10 @@ class Anchor(ABC):
         """Outputs of the right shape, stride and dtype, for fake tensors."""
 
     @abstractmethod
-    def recompute(self, operands: Operands, config: Config) -> Tensor:
-        """c, for a backward for which it was not saved."""
+    def recompute(
+        self, operands: Operands, config: Config, multiply: Multiply = library_gemm
+    ) -> Tensor:
+        """c, for a backward for which it was not saved. multiply: makes it, where it is a gemm."""
 
     @abstractmethod
     def empty_output(self, c: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -198,5 +129,9 @@ class Anchor(ABC):
         config: Config,
         dz: Tensor,
         needs: Mapping[str, bool],
+        multiply: Multiply = library_gemm,
     ) -> dict[str, Tensor]:
-        """Gradients of the operands that need one; dz is in the accumulation dtype."""
+        """Gradients of the operands that need one; dz is in the accumulation dtype.
+
+        multiply: makes those that are gemms.
+        """

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fx_fuser.anchors.base import Config, Operands
-from fx_fuser.anchors.linear import Multiply
+from fx_fuser.anchors.base import Config, Multiply, Operands
 from fx_fuser.anchors.matmul import MatMul
 from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.graph.read.sites import Site

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_fuser.anchors.base import Case, Config, Operands
+from fx_fuser.anchors.base import Config, Multiply, Operands, library_gemm
 from fx_fuser.anchors.conv2d import Conv2d, convolve, per_channel
 from fx_fuser.graph.epilogue import Epilogue, Step, accumulation_dtype
 from fx_fuser.graph.read.canonical import is_number
@@ -111,13 +111,6 @@ class Conv2dBatchNorm(Conv2d):
             "momentum": float(site.attrs["momentum"]) if updates else 0.0,
             "eps": float(site.attrs["eps"]),
         }
-
-    def _has_shift(self, site: Site) -> bool:
-        return not site.attrs["training"]
-
-    def _is_relu(self, case: Case) -> bool:
-        """Or BatchNorm alone: `fx_fuser.planning.plan` says where its shift goes."""
-        return not case.epilogue.steps or super()._is_relu(case)
 
     def kernel_operands(self, operands: Operands, config: Config) -> list[Tensor | None]:
         """Training does not read the running statistics, which are updated before backward runs."""
@@ -216,6 +209,7 @@ class Conv2dBatchNorm(Conv2d):
         config: Config,
         dz: Tensor,
         needs: Mapping[str, bool],
+        multiply: Multiply = library_gemm,
     ) -> dict[str, Tensor]:
         # In the accumulation dtype throughout; aten's own kernels want one dtype for c and gamma.
         leaves = self.leaves(operands, outputs, config)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fx_fuser.anchors.base import Case
-from fx_fuser.anchors.linear import Linear, Multiply, matrix
+from fx_fuser.anchors.base import Multiply
+from fx_fuser.anchors.linear import Linear, matrix
 
 
 class MatMul(Linear):
@@ -21,6 +21,3 @@ class MatMul(Linear):
 
     def weight_gradient(self, multiply: Multiply, dz: Tensor, x: Tensor) -> Tensor:
         return multiply(matrix(x).t(), matrix(dz).t())
-
-    def _dense(self, case: Case) -> str | None:
-        return None  # its kernel needs rows of K (kernels_cu/linear/linear_dense_sm90.cuh)

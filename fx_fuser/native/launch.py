@@ -1,4 +1,6 @@
-"""The compiled kernels as Python functions. Nothing touches CUDA before the first call.
+"""The kernels that go with any main loop, as Python functions.
+
+Nothing touches CUDA before the first call.
 
 After a kernel's first use, which builds and loads it, a call is one dictionary lookup and one op.
 """
@@ -10,13 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fx_fuser.native import limits, load
-from fx_fuser.native.kernel_spec import (
-    LINEAR_SPLIT_AUTO,
-    LINEAR_SPLIT_MMA,
-    KernelSpec,
-    implicit_columns,
-)
+from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import KernelSpec
 
 _ops = torch.ops.fx_fuser_native
 
@@ -39,167 +36,6 @@ def pointwise(
     """
     handle = load.handle_of(spec, out)
     _ops.pointwise.default(handle, out, inputs, scalars)
-
-
-def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
-    """End the precision fallback of the split gemms among these loaded kernels.
-
-    After data that splits badly, the op uses the library for 1000 calls of the same sizes. After
-    operands whose scales were often guessed wrong, a pass finds the scales ahead, for as many
-    calls.
-    """
-    for spec in specs:
-        handle = load.loaded(spec, device)
-        is_split = spec.family in (LINEAR_SPLIT_AUTO, LINEAR_SPLIT_MMA)
-        if is_split and handle != load.NO_KERNEL:
-            _ops.reset_linear_split.default(handle)
-
-
-def conv_direct_cut(
-    x: Sequence[int],
-    weight: Sequence[int],
-    padding: Sequence[int],
-    out_bytes: int,
-    operands: int = 0,
-    x_bytes: int = 4,
-    multiprocessors: int = limits.H200.multiprocessors,
-) -> list[int]:
-    """How `conv_direct` divides a convolution of these sizes into units; empty if it refuses it.
-
-    Needs no GPU. The numbers are explained in kernels_cu/host/conv_direct.h.
-
-    Args:
-        padding: [left, right, top, bottom].
-        out_bytes: size of an element of the result; 0: `conv_direct_statistics`.
-        operands: number of the epilogue's tensors.
-        x_bytes: size of an element of x and weight.
-        multiprocessors: of the GPU; the units of statistics and 16-bit results depend on it.
-
-    Raises:
-        BuildError: the shim does not compile or load.
-    """
-    load.load_shim()
-    sizes = [*x, weight[0], *weight[2:], *padding]
-    cut_of = _ops.conv_direct_cut.default
-    cut: list[int] = cut_of(sizes, x_bytes, out_bytes, operands, multiprocessors)
-    return cut
-
-
-def conv_direct_backward_cut(
-    x: Sequence[int],
-    weight: Sequence[int],
-    padding: Sequence[int],
-    with_input: bool,
-    multiprocessors: int = limits.H200.multiprocessors,
-    x_bytes: int = 4,
-) -> list[int]:
-    """How `conv_direct_backward` divides a convolution; empty if it refuses it. Needs no GPU.
-
-    The numbers are explained in kernels_cu/host/conv_direct_backward.h.
-
-    Args:
-        padding: [left, right, top, bottom].
-        with_input: is the input's gradient wanted?
-        multiprocessors: of the GPU.
-        x_bytes: size of an element of x and weight.
-
-    Raises:
-        BuildError: the shim does not compile or load.
-    """
-    load.load_shim()
-    sizes = [*x, weight[0], *weight[2:], *padding]
-    op = _ops.conv_direct_backward_cut.default
-    cut: list[int] = op(sizes, x_bytes, with_input, multiprocessors)
-    return cut
-
-
-def depthwise_cut(
-    x: Sequence[int],
-    weight: Sequence[int],
-    padding: Sequence[int],
-    stride: int,
-    operands: int = 0,
-    x_bytes: int = 4,
-    channels_last: bool = True,
-    multiprocessors: int = limits.H200.multiprocessors,
-) -> list[int]:
-    """How the depthwise convolution divides images of these sizes; empty if it refuses them.
-
-    Needs no GPU. The numbers are explained in kernels_cu/host/depthwise.h.
-
-    Args:
-        weight: [C, 1, kh, kw].
-        padding: [left, right, top, bottom].
-        operands: number of the epilogue's tensors.
-        x_bytes: size of an element of x and weight.
-        channels_last: is x in channels_last? Else it is contiguous.
-        multiprocessors: of the GPU.
-
-    Raises:
-        BuildError: the shim does not compile or load.
-    """
-    load.load_shim()
-    sizes = [*x, weight[0], *weight[2:], *padding]
-    op = _ops.depthwise_cut.default
-    cut: list[int] = op(sizes, stride, x_bytes, channels_last, operands, multiprocessors)
-    return cut
-
-
-def stem_cut(sizes: Sequence[int], x_bytes: int, operands: int = 0) -> list[int]:
-    """How `stem` divides a convolution; empty if it refuses it. Needs no GPU.
-
-    The numbers are explained in kernels_cu/host/stem.h.
-
-    Args:
-        sizes: input channels, the kernel's height and width, stride, output channels.
-        x_bytes: size of an element of x and weight.
-        operands: number of the epilogue's tensors.
-
-    Raises:
-        BuildError: the shim does not compile or load.
-    """
-    load.load_shim()
-    cut: list[int] = _ops.stem_cut.default(sizes, x_bytes, operands)
-    return cut
-
-
-def implicit_cut(
-    x: Sequence[int],
-    weight: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    leaves: int = 0,
-    operands: int | None = None,
-    held: int = 0,
-    columns: int | None = None,
-    multiprocessors: int = limits.H200.multiprocessors,
-    shared_bytes: int = 227 << 10,
-) -> list[int]:
-    """How the implicit gemm divides a convolution; empty if it refuses it. Needs no GPU.
-
-    The numbers are explained in kernels_cu/host/implicit.h.
-
-    Args:
-        stride, dilation: down and across.
-        padding: [left, right, top, bottom].
-        leaves: number of the epilogue's tensors that are one number a channel and staged.
-        operands: number of all of them; by default there are no others.
-        held: pieces of operands that are in the ring at once.
-        columns: of a tile; by default those that suit the weight.
-        shared_bytes: that a block may have on the GPU.
-
-    Raises:
-        BuildError: the shim does not compile or load.
-    """
-    load.load_shim()
-    sizes = [*x, weight[0], *weight[2:], *padding]
-    columns = columns or implicit_columns(weight[0])
-    op = _ops.implicit_cut.default
-    count = leaves if operands is None else operands
-    gpu = (multiprocessors, shared_bytes)
-    cut: list[int] = op(sizes, stride, dilation, columns, leaves, count, held, *gpu)
-    return cut
 
 
 def batch_stats(x: Tensor) -> tuple[Tensor, Tensor]:

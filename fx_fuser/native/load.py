@@ -13,15 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fx_fuser.errors import BuildError, OptionError
+from fx_fuser.errors import BuildError
 from fx_fuser.native import binaries, compilers, store
-from fx_fuser.native.kernel_spec import (
-    LINEAR_SPLIT,
-    LINEAR_SPLIT_AUTO,
-    KernelSpec,
-    check_split_loop,
-    texts_of,
-)
+from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 
 _lock = threading.RLock()
 _kernels: dict[tuple[str, int], int] = {}  # (spec's name, device index) → handle
@@ -44,11 +38,10 @@ def available(device: torch.device | str | int) -> str | None:
         lowest = ".".join(map(str, binaries.LOWEST_CAPABILITY))
         return f"compute capability {major}.{minor} is below {lowest}"
     try:
-        check_split_loop()
         compilers.of_kernels().command(binaries.arch_of(device), binaries.KERNELS.resolve())
         if binaries.prebuilt_shim() is None:
             compilers.of_shim()
-    except (BuildError, OptionError) as error:
+    except BuildError as error:
         return str(error)
     return None
 
@@ -70,12 +63,6 @@ def handle_of(spec: KernelSpec, tensor: Tensor) -> int:
 def runs_on(spec: KernelSpec, device: torch.device | str | int) -> bool:
     """Is there such a kernel for the architecture of this device?"""
     return spec.family.arch in (None, binaries.arch_of(torch.device(device)))
-
-
-def split_loop(device: torch.device | str | int) -> str:
-    """The split product's main loop on this CUDA device: "wgmma" or "mma.sync"."""
-    is_hopper = binaries.arch_of(torch.device(device)) == "sm_90a"
-    return "wgmma" if is_hopper and LINEAR_SPLIT is LINEAR_SPLIT_AUTO else "mma.sync"
 
 
 def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> None:

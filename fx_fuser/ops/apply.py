@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fx_fuser.anchors import Anchor
-from fx_fuser.anchors.conv2d import BACKWARD
 from fx_fuser.graph.epilogue import (
     Epilogue,
     Step,
@@ -23,6 +22,7 @@ from fx_fuser.graph.epilogue import (
     kernel_spec,
     linear_backward,
 )
+from fx_fuser.kernels import families
 from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
 
@@ -139,12 +139,12 @@ def forward_specs(
 ) -> list[KernelSpec]:
     """The kernels that the anchor's op launches; none if the library's c is the result.
 
-    operands, t: only dtypes, ranks and devices matter, and for `Anchor.kernels` a convolution's
-    weight's shape. c: its dtype.
+    operands, t: only dtypes, ranks and devices matter, and for `families` a convolution's weight's
+    shape. c: its dtype.
     """
-    families = anchor.kernels(operands, config)
+    loops = families(operands, config)
     z = anchor.z(operands, config)
-    if len(families) == 1 and not (z.steps or epilogue.steps) and c == out:
+    if len(loops) == 1 and not (z.steps or epilogue.steps) and c == out:
         return []
     cast = {n: c if n in anchor.cast else v.dtype for n, v in operands.items() if v is not None}
     like = {n: torch.empty(1, dtype=d, device="meta") for n, d in cast.items()}
@@ -152,7 +152,7 @@ def forward_specs(
     outputs = [torch.empty(1, dtype=c, device="meta"), statistic, statistic]
     known = {n: like.get(n) for n in anchor.operands}
     leaves = anchor.leaves(known, outputs[: len(anchor.outputs)], config)
-    return [spec_of(epilogue.after(z), leaves, t, s, out, family) for family in families]
+    return [spec_of(epilogue.after(z), leaves, t, s, out, family) for family in loops]
 
 
 def backward_of(
@@ -172,7 +172,11 @@ def backward_of(
 
 
 def backward_spec(
-    epilogue: Epilogue, t: Sequence[Tensor], s: Sequence[float], dtype: torch.dtype
+    family: Family,
+    epilogue: Epilogue,
+    t: Sequence[Tensor],
+    s: Sequence[float],
+    dtype: torch.dtype,
 ) -> KernelSpec | None:
     """The kernels of a convolution's backward, dtype being that of dy and the convolution.
 
@@ -186,7 +190,7 @@ def backward_spec(
         if not is_host_scalar(v) and not (_is_per_channel(v) and v.dtype != torch.float64):
             return None
     dy = torch.empty(1, dtype=dtype, device="meta")
-    return spec_of(slope, {"z": dy}, factors, numbers, dtype, BACKWARD)
+    return spec_of(slope, {"z": dy}, factors, numbers, dtype, family)
 
 
 def _is_per_channel(tensor: Tensor) -> bool:

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.conv2d import DIRECT, FOLDED
+from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.graph.epilogue import read_anew_by_derivative, wanted_leaves
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.match.rewrite import Call
 from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.kernels import KERNELS
+from fx_fuser.kernels.folded import FOLDED, fold_spec
 from fx_fuser.native.kernel_spec import KernelSpec
-from fx_fuser.ops import apply, folded
+from fx_fuser.ops import apply
 from fx_fuser.ops.library import FusedCall, argument_names
 
 
@@ -61,17 +63,20 @@ def kernel_specs(match: Match, choices: Mapping[str, Any]) -> list[KernelSpec]:
     c = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
     if choices.get("product") == FOLDED:
         is_normed = "running_mean" in operands
-        return [folded.fold_spec(operands["weight"].dtype, c)] if is_normed else []  # type: ignore[union-attr]
+        return [fold_spec(operands["weight"].dtype, c)] if is_normed else []  # type: ignore[union-attr]
     anchored = (call.anchor, call.config, call.epilogue, operands)
     specs = apply.forward_specs(*anchored, t, call.s, c, call.out)
-    if choices.get("backward") == DIRECT:
-        specs += filter(None, [apply.backward_spec(call.epilogue, t, call.s, call.out)])
-    return specs + call.anchor.backward_specs(choices)
+    backward = KERNELS[choices.get("backward", LIBRARY)]
+    if backward.backward_family is not None:
+        family = backward.backward_family
+        specs += filter(None, [apply.backward_spec(family, call.epilogue, t, call.s, call.out)])
+    recomputing = KERNELS[choices["product"]].plain_specs() if choices.get("again") else []
+    return [*specs, *(backward.plain_specs() or recomputing)]
 
 
-def may_have_fused_backward(match: Match) -> bool:
+def may_have_fused_backward(match: Match, kernel: str) -> bool:
     """`FusedCall.has_fused_backward` of the call that this match becomes."""
-    call, t = fused_call(match, {"backward": DIRECT}), fake_tensors(match)
+    call, t = fused_call(match, {"backward": kernel}), fake_tensors(match)
     c = meta_tensor(match.site.nodes[0])
     nodes = {name: match.site.operands[name] for name in call.anchor.operands}
     operands = [

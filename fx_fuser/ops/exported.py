@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fx_fuser import kernels
 from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.errors import BuildError, FxFuserError
@@ -100,7 +101,7 @@ def _kernel(
         v if v is None else (v.dtype, v.device, v.ndim == 0) for v in (*operands.values(), *t)
     )
     settings = tuple(tuple(v) if isinstance(v, (list, tuple)) else v for v in config.values())
-    families = anchor.kernels(operands, config)
+    families = kernels.families(operands, config)
     key = (anchor.kind, text, settings, tuple(numbers), out, forms, families)
     if key not in _kernels:
         call = FusedCall(anchor, dict(config), parse(text), list(numbers), out)
@@ -113,7 +114,7 @@ def _prepared(
 ) -> Kernel | None:
     device = next(v.device for v in operands if v is not None)
     try:
-        if reason := load.available(device):
+        if reason := kernels.unavailable(device):
             raise BuildError(reason)
         specs = call.specs(operands, t)
         if not all(load.runs_on(spec, device) for spec in specs):  # they are another GPU's

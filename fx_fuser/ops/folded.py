@@ -23,10 +23,10 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from fx_fuser.anchors.base import Config, Operands
-from fx_fuser.anchors.conv2d import addend_of_relu, memory_format_of, padded, per_channel
-from fx_fuser.graph.epilogue import Epilogue, accumulation_dtype, kernel_spec
+from fx_fuser.anchors.conv2d import memory_format_of, padded, per_channel
+from fx_fuser.graph.epilogue import Epilogue, accumulation_dtype
+from fx_fuser.kernels.folded import addend_of_relu, fold_spec
 from fx_fuser.native import load
-from fx_fuser.native.kernel_spec import FOLD, KernelSpec
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _CHANNELS_LAST = torch.channels_last
@@ -42,12 +42,6 @@ _LIBRARY.define(
     "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, str kernel, "
     "ScalarType out, Tensor after) -> Tensor[]"
 )
-
-
-@functools.cache
-def fold_spec(weight: torch.dtype, out: torch.dtype) -> KernelSpec:
-    """The kernel that folds weights of one dtype into weights of another."""
-    return kernel_spec(Epilogue(), {"z": weight}, (), out, FOLD)
 
 
 def _layers(

@@ -35,8 +35,11 @@ import torch
 from torch import Tensor
 
 from fx_fuser.anchors import ANCHORS, Anchor
-from fx_fuser.anchors.conv2d import DIRECT, DIRECT_DTYPES, FOLDED, Conv2d
+from fx_fuser.anchors.base import LIBRARY
+from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative, wanted_leaves
+from fx_fuser.kernels import KERNELS
+from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 from fx_fuser.ops import apply, evaluate, folded, plain  # noqa: F401  (plain defines ops)
@@ -129,7 +132,7 @@ def _again(anchor: Anchor, fake: bool, *args: Any) -> Tensor:
     operands, config, _ = split_arguments(anchor, args)
     if fake:
         return anchor.forward_like(operands, config)[0]
-    return anchor.recompute(operands, config)
+    return anchor.recompute(operands, config, KERNELS[config["product"]].multiply)
 
 
 def _define_again(anchor: Anchor) -> None:
@@ -231,16 +234,18 @@ class FusedCall:
 
         operands: after autocast's casts.
         """
-        if self.config.get("backward") != DIRECT or any(needs_t):
+        kernel = KERNELS[self.config.get("backward", LIBRARY)]
+        family = kernel.backward_family
+        if family is None or any(needs_t):
             return False
         dtypes = {n: v.dtype for n, v in zip(self.anchor.operands, operands) if v is not None}
         cast = {dtype for name, dtype in dtypes.items() if name in self.anchor.cast}
-        if cast != {self.out} or self.out not in DIRECT_DTYPES:
+        if cast != {self.out} or self.out not in kernel.dtypes:
             return False
         # The kernels read a BatchNorm's vectors in float32.
         if not {self.out, torch.float32}.issuperset(dtypes.values()):
             return False
-        return apply.backward_spec(self.epilogue, t, self.s, self.out) is not None
+        return apply.backward_spec(family, self.epilogue, t, self.s, self.out) is not None
 
     def bound_backward(
         self,
@@ -252,9 +257,11 @@ class FusedCall:
     ) -> tuple[list[str], Callable[[], list[Tensor]]]:
         """The operands whose gradients the backward op makes, and the op with all its arguments."""
         op = getattr(torch.ops.fx_fuser, f"{self.anchor.kind}_backward").default
-        spec = apply.backward_spec(self.epilogue, t, self.s, self.out)
+        family = KERNELS[self.config["backward"]].backward_family
+        assert family is not None, "has_fused_backward was not asked"
+        spec = apply.backward_spec(family, self.epilogue, t, self.s, self.out)
         found = apply.backward_of(self.epilogue, t, self.s)
-        assert found is not None, "has_fused_backward was not asked"
+        assert found is not None
         slope, factors, numbers = found
         kernels = _prepared([spec], dy) if spec and dy.device.type == "cuda" else []
         places = {n: i for i, (n, v) in enumerate(operands.items()) if needs[n] and v is not None}
@@ -306,7 +313,8 @@ def gradients(
         dz, *dfree = _pull_back(call, z, t, wanted, dy.to(acc))
         grads: dict[str, Tensor] = {}
         if any(needs.values()):
-            grads = anchor.backward(operands, outputs, call.config, dz, needs)
+            multiply = KERNELS[call.config["backward"]].multiply
+            grads = anchor.backward(operands, outputs, call.config, dz, needs, multiply)
         for i, grad in zip(wanted, dfree):
             dt[i] = grad.to(t[i].dtype).to(t[i].device)
     return grads, dt

@@ -19,7 +19,7 @@ def _split_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
 
 
 # a bᵀ in fp32; b is a matrix, or has a's leading sizes. kernel: the name of
-# `anchors.linear.SPLIT_GEMM` or, if one of the two is of 16 bits, of one of `MIXED_GEMMS`.
+# `kernels.split.SPLIT_GEMM` or, if one of the two is of 16 bits, of one of `MIXED_GEMMS`.
 _LIBRARY.define("split_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("split_product", _split_product, "CPU")
 torch.library.register_fake("fx_fuser::split_product", _split_product, lib=_LIBRARY)
@@ -30,7 +30,7 @@ def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
 
 
 # a bᵀ in fp32, of a matrix b, both of one 16-bit dtype. kernel: the name of one of
-# `anchors.linear.EXACT_GEMMS`.
+# `kernels.exact.EXACT_GEMMS`.
 _LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("exact_product", _exact_product, "CPU")
 torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)

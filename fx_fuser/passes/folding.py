@@ -30,7 +30,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fx_fuser.anchors.conv2d import ANY_LAYOUT, IMPLICIT, is_window
+from fx_fuser.anchors.conv2d import is_window
+from fx_fuser.kernels import KERNELS
 from fx_fuser.native import binaries
 from fx_fuser.ops import evaluate
 from fx_fuser.options import LAST_PASS, Options
@@ -208,10 +209,12 @@ def _is_image(node: Node) -> bool:
 def _follow_layout(node: Node) -> None:
     """A kernel that takes any layout takes the one of the graph around it."""
     op, args = evaluate.called(node)
-    if op not in _KERNEL_OPS or ANY_LAYOUT.isdisjoint(map(str, args)):
+    named = (KERNELS[name] for name in args if isinstance(name, str) and name in KERNELS)
+    kernel = next((kernel for kernel in named if kernel.any_layout), None)
+    if op not in _KERNEL_OPS or kernel is None:
         return
     weight = args[_WEIGHT]
-    asks = IMPLICIT in args and is_window(weight.meta["val"])
+    asks = kernel.weight_follows and is_window(weight.meta["val"])
     _ask_for_channels_last(node, but=[] if asks else [weight])
 
 

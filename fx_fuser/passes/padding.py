@@ -37,12 +37,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
+from fx_fuser.kernels.split import is_small
 from fx_fuser.native import limits
 from fx_fuser.options import EARLY_PASS, Options
 from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
 from fx_fuser.planning import bench_ops, timing
 from fx_fuser.planning.bench_ops import TensorForm
-from fx_fuser.planning.plan import is_small
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.padding")

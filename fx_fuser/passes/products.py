@@ -21,25 +21,18 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_fuser.anchors.linear import (
-    EXACT_GEMMS,
-    MIXED_GEMMS,
-    SPLIT,
-    SPLIT_GEMM,
-    asked_precision,
-    matmul_tf32_requested,
-    split_gemm,
-)
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.read.nodes import hint_of
-from fx_fuser.native import launch, limits, load
+from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.precision import SPLIT, asked_precision, matmul_tf32_requested
+from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, is_small, reset_fallback, split_gemm
+from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
 from fx_fuser.planning import bench_ops, plan, timing
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.case import gains
-from fx_fuser.planning.plan import is_small
 from fx_fuser.planning.timing import Candidate
 
 log = logging.getLogger("fx_fuser.passes.products")
@@ -226,7 +219,7 @@ def fastest(
 def _ways(a: TensorForm, b: TensorForm) -> list[Candidate]:
     generator = torch.Generator(a.device).manual_seed(0)
     left, right = a.random(generator), b.random(generator, hint_of(b.size[-2]) ** -0.5)  # type: ignore[operator]
-    launch.reset_fallback([SPLIT_GEMM], a.device)
+    reset_fallback([SPLIT_GEMM], a.device)
 
     def fused() -> Sequence[Tensor]:
         return (split_gemm(left, right.mT),)

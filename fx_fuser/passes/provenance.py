@@ -29,18 +29,14 @@ from torch._inductor.fx_utils import get_node_storage
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fx_fuser.anchors.linear import (
-    EXACT_GEMMS,
-    MIXED_GEMMS,
-    SPLIT,
-    SPLIT_GEMM,
-    asked_precision,
-)
 from fx_fuser.graph.read.functions import ACTIVATIONS
 from fx_fuser.graph.read.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.graph.read.sites import CONVOLUTIONS, GEMMS, Site
 from fx_fuser.graph.read.source import called_name
-from fx_fuser.native import launch, load
+from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.precision import SPLIT, asked_precision
+from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import JOINT_PASS, LAST_PASS, Options
 from fx_fuser.passes import products
@@ -386,7 +382,7 @@ def _ways(
     def made_by(recipe: _Recipe) -> Sequence[Tensor]:
         return (recipe.multiply(*recipe.choose(wide, read)),)
 
-    launch.reset_fallback(
+    reset_fallback(
         [recipe.spec for recipe in recipes], forms[0].device
     )  # only split kernels fall back
     fused = [functools.partial(made_by, recipe) for recipe in recipes]

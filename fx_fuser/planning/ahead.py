@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fx_fuser.anchors import ANCHORS
+from fx_fuser import kernels
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.native import load
@@ -64,13 +64,13 @@ def build(
 
 
 def _add(
-    kernels: dict[torch.device, list[KernelSpec]],
+    needed: dict[torch.device, list[KernelSpec]],
     match: Match,
     options: Options,
     fused_only: bool = False,
 ) -> None:
     """Add the kernels of all candidates. fused_only: not of the library's."""
-    for choices in ANCHORS[match.site.kind].candidates(MatchCase(match, options)):
+    for choices in kernels.candidates(MatchCase(match, options)):
         if not fused_only or choices["product"] != LIBRARY:
             specs = calls.kernel_specs(match, choices)
-            kernels.setdefault(device_of(match), []).extend(specs)
+            needed.setdefault(device_of(match), []).extend(specs)

@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.conv2d import FOLDED, Conv2d, conv_tf32_allowed
-from fx_fuser.anchors.linear import DENSE, matmul_tf32_requested
+from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import hint_of, meta_tensor
+from fx_fuser.kernels import KERNELS
+from fx_fuser.kernels.folded import FOLDED
+from fx_fuser.kernels.precision import conv_tf32_allowed, matmul_tf32_requested
+from fx_fuser.kernels.split import reset_fallback
 from fx_fuser.native import launch
 from fx_fuser.ops import folded as ops_folded
 from fx_fuser.ops.apply import is_host_scalar
@@ -196,7 +199,7 @@ def benches(
     if run.c.device.type == "cuda":
         # Earlier data may have made a kernel fall back: time it without that.
         specs = [spec for choices in candidates for spec in kernel_specs(match, choices)]
-        launch.reset_fallback(specs, run.c.device)
+        reset_fallback(specs, run.c.device)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
     compare(ahead, candidates, run.c.dtype)
     # The library's op stands for the inner compiler's code, whose host time is unknown.
@@ -217,8 +220,8 @@ def tail(
     assert match.alone is not None
     whole = _BenchOp(match, tensors)
     only_z = _BenchOp(match.alone, tensors[: len(whole.operands)])
-    launch.reset_fallback(kernel_specs(match, choices)[1:], whole.c.device)
-    launch.reset_fallback(kernel_specs(match.alone, choices)[1:], whole.c.device)
+    reset_fallback(kernel_specs(match, choices)[1:], whole.c.device)
+    reset_fallback(kernel_specs(match.alone, choices)[1:], whole.c.device)
     alone = only_z.forward(choices, only_z.operands)
     fused = whole.forward(choices, whole.operands)
     pointwise = kernel_specs(match, choices)[0]
@@ -256,7 +259,7 @@ def compare(
     far: float | None = None,
 ) -> None:
     """Raises DisagreementError if the last run's tensors are not the first one's."""
-    in_tf32 = any(choices.get("tf32") or DENSE in choices.values() for choices in candidates)
+    in_tf32 = any(c.get("tf32") or KERNELS[c["product"]].in_tf32 for c in candidates)
     far = far or _FAR[dtype]
     if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
@@ -409,8 +412,6 @@ class _BenchOp:
 
     def backward(self, choices: Mapping[str, Any], dz: Tensor) -> list[Tensor]:
         named = dict(zip(self.anchor.operands, self.operands))
-        return list(
-            self.anchor.backward(
-                named, (), fused_call(self.match, choices).config, dz, self.needs
-            ).values()
-        )
+        config = fused_call(self.match, choices).config
+        multiply = KERNELS[config["backward"]].multiply
+        return [*self.anchor.backward(named, (), config, dz, self.needs, multiply).values()]

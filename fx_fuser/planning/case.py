@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.epilogue import Epilogue
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.graph.read.sites import Site
+from fx_fuser.kernels.precision import matmul_tf32_requested
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options
@@ -27,7 +28,7 @@ _SAVED = 1e-3
 
 @dataclass(frozen=True)
 class MatchCase:
-    """A match as `Anchor.candidates` sees it: see `fx_fuser.anchors.base.Case`."""
+    """A match as kernels see it: see `fx_fuser.kernels.base.Case`."""
 
     match: Match
     options: Options
@@ -36,6 +37,10 @@ class MatchCase:
     @property
     def site(self) -> Site:
         return self.match.site
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return ANCHORS[self.site.kind].config(self.site)
 
     @property
     def device(self) -> torch.device:
@@ -82,8 +87,8 @@ class MatchCase:
     def gradients(self) -> dict[str, bool]:
         return calls.gradients_of(self.match)
 
-    def may_have_fused_backward(self) -> bool:
-        return calls.may_have_fused_backward(self.match)
+    def may_have_fused_backward(self, kernel: str) -> bool:
+        return calls.may_have_fused_backward(self.match, kernel)
 
 
 def device_of(match: Match) -> torch.device:

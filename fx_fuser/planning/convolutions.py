@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT, FOLDED, may_be_tf32
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.kernels.direct import DIRECT
+from fx_fuser.kernels.folded import FOLDED
+from fx_fuser.kernels.precision import may_be_tf32
 from fx_fuser.native import limits
 from fx_fuser.options import Options
 from fx_fuser.planning import bench_ops, layout

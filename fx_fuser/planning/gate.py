@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from fx_fuser import kernels
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
@@ -111,7 +112,7 @@ def _built(
             return False
         # A tail may rule out what z alone allows: the kernels' accumulators are float.
         case = MatchCase(match, options)
-        offered = ANCHORS[match.site.kind].candidates(case)
+        offered = kernels.candidates(case)
         if grown[i][1]["product"] not in [choices["product"] for choices in offered]:
             return False
         structure = frozenset(spec.name for spec in calls.kernel_specs(match, grown[i][1]))

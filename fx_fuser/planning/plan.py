@@ -16,7 +16,7 @@ Linear's training step that takes the GPU less than the host is left.
 
 With option "save" as "memory", whatever has a backward is fused.
 
-`Anchor.candidates` knows the choices at a site. A failure of fx_fuser at one site costs that site
+`fx_fuser.kernels` knows the choices at a site. A failure of fx_fuser at one site costs that site
 alone.
 """
 
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,23 +31,17 @@ from typing import Any
 
 import torch
 
+from fx_fuser import kernels
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import (
-    DEPTHWISE,
-    DIRECT,
-    FOLDED,
-    IMPLICIT,
-    STEM,
-    Conv2d,
-    addend_of_relu,
-    may_be_tf32,
-)
-from fx_fuser.anchors.linear import SPLIT, asked_precision
+from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match.pattern import Fault, Match, Refusal
 from fx_fuser.graph.read.nodes import meta_tensor
-from fx_fuser.native import limits, load
+from fx_fuser.kernels import KERNELS
+from fx_fuser.kernels.folded import FOLDED, addend_of_relu
+from fx_fuser.kernels.precision import asked_precision, may_be_tf32
+from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
@@ -92,7 +85,7 @@ def unavailable(device: torch.device) -> str | None:
     """Why fused kernels cannot run on this device, or None; a missing toolchain warns once."""
     if device.type == "cpu":
         return None
-    reason = load.available(device)
+    reason = kernels.unavailable(device)
     if reason is not None:
         warnings.warn(f"fx_fuser fuses nothing on {device}: {reason}", stacklevel=2)
     return reason
@@ -118,13 +111,12 @@ def no_gain(match: Match, options: Options) -> str:
     """
     if device_of(match).type != "cuda":
         return "" if options.cpu_ops else ON_CPU
-    *_, best = ANCHORS[match.site.kind].candidates(MatchCase(match, options))
-    if best["product"] == SPLIT and options.plan == "measure":
-        x = bench_ops.form_of(match.site.operands["x"])  # type: ignore[arg-type]
-        c = bench_ops.form_of(match.site.nodes[0])
-        small = x is not None and c is not None and is_small(x.size, c.size, device_of(match))
-        return "the library takes some 10 us for it, as long as a kernel takes to begin" * small
-    if best["product"] in (SPLIT, DEPTHWISE, STEM, IMPLICIT, DIRECT, FOLDED):
+    case = MatchCase(match, options)
+    *_, best = kernels.candidates(case)
+    kernel = KERNELS[best["product"]]
+    if options.plan == "measure" and kernel.is_too_small(case):
+        return "the library takes some 10 us for it, as long as a kernel takes to begin"
+    if kernel.grows:
         return ""
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         return "fx_fuser has no kernel for this convolution (docs/kernels.md says which it takes)"
@@ -148,20 +140,9 @@ def needs_inference(match: Match, options: Options) -> str:
     if trains:
         match = replace(match, site=replace(site, attrs={**site.attrs, "training": False}))
     case = MatchCase(match, options, in_inference=True)
-    if not needs or len(ANCHORS[site.kind].candidates(case)) == 1:
+    if not needs or len(kernels.candidates(case)) == 1:
         return ""
     return f"fx_fuser's kernels for it are for inference: it needs {' and '.join(needs)}"
-
-
-def is_small(x: Sequence[int], c: Sequence[int], device: torch.device) -> bool:
-    """Does an fp32 gemm of these sizes, x [*, K] to c [*, N], take the library some 10 us at most?
-
-    The split kernel needs as much to begin.
-    """
-    rows, k, n = math.prod(x[:-1]), x[-1], c[-1]
-    operations, elements = 2 * rows * n * k, rows * k + rows * n + n * k
-    rates = limits.of(device)
-    return max(operations / rates.fp32, 4 * elements / rates.copy) < 10e-6
 
 
 def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
@@ -180,7 +161,7 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
             for i, match in enumerate(matches)
         ]
 
-    candidates = at_each(lambda i, m: ANCHORS[m.site.kind].candidates(MatchCase(m, options)))
+    candidates = at_each(lambda i, m: kernels.candidates(MatchCase(m, options)))
     _build_kernels(matches, candidates, options, failed)
     picked = at_each(lambda i, match: _pick(match, candidates[i], options))
     plans = [failed.get(i, plan) for i, plan in enumerate(picked)]
@@ -274,9 +255,7 @@ def prepare(pairs: Sequence[tuple[Match, Sequence[Mapping[str, Any]]]]) -> None:
 
 def _title(choices: Mapping[str, Any], match: Match) -> str:
     """What makes the product, as `explain` names it."""
-    product: str = choices.get("product", "")
-    is_split = product == SPLIT
-    return f"{product} by {load.split_loop(device_of(match))}" if is_split else product
+    return KERNELS[choices["product"]].title(device_of(match))
 
 
 def _pick(

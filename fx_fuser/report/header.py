@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fx_fuser import versions
-from fx_fuser.anchors.conv2d import conv_tf32_allowed
-from fx_fuser.anchors.linear import matmul_tf32_requested
+from fx_fuser.kernels.precision import conv_tf32_allowed, matmul_tf32_requested
 from fx_fuser.options import Options
 
 ON_CPU = (

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
-from fx_fuser.anchors.conv2d import DIRECT
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.prepare import decompose
 from fx_fuser.graph.read.nodes import hint_of, inputs_of, meta_tensor
+from fx_fuser.kernels import KERNELS
 from fx_fuser.ops import apply, calls
 from fx_fuser.ops.calls import gradients_of, gradients_of_tensors, saves
 from fx_fuser.planning.plan import Plan
@@ -82,7 +82,7 @@ def kept(match: Match, plan: Plan) -> dict[str, int] | None:
     operands = dict(zip(named, anchor.kernel_operands(named, call.config)))
     needs_t = gradients_of_tensors(match)
     read = call.reads({name: needs[name] for name in named}, needs_t)
-    fused = plan.choices["backward"] == DIRECT
+    fused = KERNELS[plan.choices["backward"]].backward_family is not None
     held: dict[str, int | None] = {}
     for name, node in {**operands, **apply.named(match.bound.tensors, ())}.items():
         if name not in read or not isinstance(node, Node):

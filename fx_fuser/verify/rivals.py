@@ -13,10 +13,10 @@ from torch._dynamo import compiled_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
-from fx_fuser.anchors.conv2d import FOLDED
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.match.rewrite import Call
 from fx_fuser.graph.read.nodes import meta_tensor
+from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.ops.library import argument_names
 from fx_fuser.verify.accuracy import (
     NEIGHBOURS,

@@ -18,8 +18,10 @@ from torch import Tensor
 import emulator
 from benchmarks import kernels
 from emulator import Settings
+from fx_fuser.kernels import split
+from fx_fuser.kernels.split import LINEAR_SPLIT_AUTO, LINEAR_SPLIT_MMA
 from fx_fuser.native import launch, load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT_AUTO, LINEAR_SPLIT_MMA, KernelSpec
+from fx_fuser.native.kernel_spec import KernelSpec
 
 SCHEDULES = (
     Settings("forward", "late"),
@@ -143,7 +145,7 @@ def in_place_of_cuda(
     """From here on these modules' kernels run on the emulated GPU."""
     for name in ("handle_of", "prepare", "prepare_batch_stats"):
         patch.setattr(load, name, getattr(gpu, name))
-    for module in (kernels, launch):
+    for module in (kernels, launch, split):
         patch.setattr(module, "_ops", gpu)
     for module in modules:
         for name in ("CUDA", "DEVICE"):

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fx_fuser
-from fx_fuser import backend, reading
-from fx_fuser.anchors import ANCHORS
+from fx_fuser import backend, kernels, reading
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match import grow, match
 from fx_fuser.graph.match.bind import Bound, bind
@@ -44,7 +43,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "z alone": (reading, "alone", _site_of_first),
     "whether there is a kernel": (plan, "no_gain", lambda m, *_: of_first(m)),
     "a check": (checks, "fault_of", of_first),
-    "the candidates": (ANCHORS["linear"], "candidates", lambda case: of_first(case)),
+    "the candidates": (kernels, "candidates", lambda case: of_first(case)),
     "the choice": (plan, "_pick", lambda m, *_: of_first(m)),
     "the call": (calls, "graph_call", lambda m, *_: of_first(m)),
     "what it saves": (backend, "saved", lambda m, *_: of_first(m)),
@@ -255,8 +254,7 @@ def test_a_tail_that_forbids_the_product_is_not_compiled(
     """`F.linear(x, w) + t64`: z alone takes the split product, whose accumulators are float."""
     asked: list[Any] = []
     of_whole = [{"product": "library"}, *([{"product": "split"}] if offered else [])]
-    anchor = ANCHORS["linear"]
-    monkeypatch.setattr(type(anchor), "candidates", lambda self, case: of_whole)
+    monkeypatch.setattr(kernels, "candidates", lambda case: of_whole)
     monkeypatch.setattr(gate.plan, "prepare", asked.append)
     monkeypatch.setattr(gate.bench_ops, "tensors_of", lambda match: [])
     monkeypatch.setattr(gate.calls, "kernel_specs", lambda match, choices: [])

@@ -14,7 +14,7 @@ from helpers import ADD, MUL, Program, compiled, fused
 from torch import Tensor, nn
 
 import fx_fuser
-from fx_fuser import backend, reading
+from fx_fuser import backend, kernels, reading
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match.bind import Bound, bind
@@ -155,6 +155,6 @@ def test_a_bad_option_is_no_fault_of_a_site(monkeypatch: pytest.MonkeyPatch) -> 
     def candidates(case: Any) -> Sequence[Any]:
         raise OptionError("give another")
 
-    monkeypatch.setattr(ANCHORS["linear"], "candidates", candidates)
+    monkeypatch.setattr(kernels, "candidates", candidates)
     with pytest.raises(Exception, match="give another"):
         compiled(_model(), strict=False)(torch.randn(4, 8))

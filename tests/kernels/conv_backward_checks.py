@@ -20,7 +20,7 @@ from benchmarks.conv_backward_sm90 import IDENTITY, SCALED, Problem, run
 from benchmarks.conv_cases import NONE, Padding, convolve
 from benchmarks.conv_sm90 import DTYPES, ROUNDED
 from benchmarks.sm90 import CUDA, normal, spread
-from fx_fuser.native import launch
+from fx_fuser.kernels.direct import conv_direct_backward_cut
 
 MODES = ("training", "evaluation", "plain")
 NAMES = ("dx", "dweight", "dgamma", "dbeta")
@@ -149,7 +149,7 @@ def sweep(
         dtype = choose.choice(dtypes)
         x, weight, padding = draw(choose, dtype)
         sizes = (x.shape, weight.shape, padding)
-        cut = functools.partial(launch.conv_direct_backward_cut, *sizes, x_bytes=dtype.itemsize)
+        cut = functools.partial(conv_direct_backward_cut, *sizes, x_bytes=dtype.itemsize)
         with_dx = choose.random() < 0.8 and bool(cut(True))
         if not cut(False):
             failures.append(f"case {case}: {sizes} was refused")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.conv_cases import NONE, Padding
 from benchmarks.sm90 import CUDA, normal, relative, spread, uniform
-from fx_fuser.native import launch
+from fx_fuser.kernels.direct import conv_direct_cut
 
 
 def families(x: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -110,9 +110,7 @@ def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor
             x, kernel, count = (8, 3, 224, 224), (3, 3), 8
         weight = count, x[1], *kernel
         usual, cut = (
-            launch.conv_direct_cut(
-                x, weight, padding, out_bytes, 0, dtype.itemsize, multiprocessors
-            )
+            conv_direct_cut(x, weight, padding, out_bytes, 0, dtype.itemsize, multiprocessors)
             for multiprocessors in (2**20, gpu.multi_processor_count)
         )
         if cut != usual:
@@ -136,7 +134,7 @@ def _random_case(
         batch = choose.choice((1, 2, choose.randint(1, samples)))
         padding = choose.choice((NONE, (1, 1, 1, 1), (0, 2, 3, 1)))
         x, weight = (batch, channels, height, width), (count, channels, *kernel)
-        if launch.conv_direct_cut(x, weight, padding, 4, 0, dtype.itemsize):
+        if conv_direct_cut(x, weight, padding, 4, 0, dtype.itemsize):
             return *_values(x, weight, dtype), padding
 
 

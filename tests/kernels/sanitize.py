@@ -27,7 +27,8 @@ from native_cases import SMALL_CASES
 from benchmarks import conv_backward_sm90, conv_sm90, linear_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
-from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS
+from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.split import MIXED_GEMMS
 from fx_fuser.native import binaries, load
 
 for case in SMALL_CASES:

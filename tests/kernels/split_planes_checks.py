@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.linear_sm90 import EXAMPLES, IDENTITY, OPERANDS, SWISH, First, families, run
 from benchmarks.sm90 import CUDA, GUESSED, n_major, relative
 from benchmarks.split_planes_sm90 import ROLES
-from fx_fuser.anchors.linear import SPLIT_GEMM
-from fx_fuser.native import launch, load
+from fx_fuser.kernels.split import SPLIT_GEMM, reset_fallback
+from fx_fuser.native import load
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def fallbacks(failures: list[str]) -> None:
     columns = 10.0 ** (torch.rand(1024, device=CUDA) * 8 - 4)
     a, b = torch.randn(8192, 1024, device=CUDA), torch.randn(2048, 1024, device=CUDA)
     torch.matmul(a, b.t())  # cuBLAS has its workspace now
-    launch.reset_fallback([SPLIT_GEMM], CUDA)
+    reset_fallback([SPLIT_GEMM], CUDA)
     expect("the smaller operand first", a, b, b)
     small, imprecise = a / columns, b.clone()
     imprecise[7] *= columns
@@ -221,7 +221,7 @@ def fallbacks(failures: list[str]) -> None:
         gemm(small, b * columns)
         torch.cuda.synchronize()  # a call must have ended to be known
     expect("after imprecise rows", a, b, None)
-    launch.reset_fallback([SPLIT_GEMM], CUDA)
+    reset_fallback([SPLIT_GEMM], CUDA)
     expect("when reset", a, b, b)
     a[:, :GUESSED] = 0
     slow = milliseconds(lambda: gemm(a, b))
@@ -231,7 +231,7 @@ def fallbacks(failures: list[str]) -> None:
     found = milliseconds(lambda: gemm(a, b))
     if not found < 0.8 * slow:
         failures.append(f"after guesses that fail a call takes {found:.3f} ms for {slow:.3f}")
-    launch.reset_fallback([SPLIT_GEMM], CUDA)
+    reset_fallback([SPLIT_GEMM], CUDA)
 
 
 def milliseconds(step: Callable[[], Tensor]) -> float:

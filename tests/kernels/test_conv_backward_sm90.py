@@ -28,8 +28,8 @@ from fx_fuser import registry
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.epilogue import linear_backward, parse
-from fx_fuser.native import launch, load
-from fx_fuser.native.kernel_spec import CONV_DIRECT_BACKWARD
+from fx_fuser.kernels.direct import CONV_DIRECT_BACKWARD, conv_direct_backward_cut
+from fx_fuser.native import load
 from fx_fuser.ops import library
 
 RING = 1024
@@ -43,10 +43,10 @@ RING = 1024
 @pytest.mark.parametrize(("x", "weight", "padding"), CUTS)
 def test_pieces_cover_the_input(x, weight, padding, multiprocessors, x_bytes) -> None:
     cut = Cut(x, weight, padding, 0, x_bytes)
-    found = launch.conv_direct_backward_cut(x, weight, padding, True, multiprocessors, x_bytes)
+    found = conv_direct_backward_cut(x, weight, padding, True, multiprocessors, x_bytes)
     if cut.strips > 1:
         assert not found
-        assert launch.conv_direct_backward_cut(x, weight, padding, False, x_bytes=x_bytes)
+        assert conv_direct_backward_cut(x, weight, padding, False, x_bytes=x_bytes)
         return
     units, sample_units, pieces, piece_units, ahead, slots, shared, halo = found
     assert (units, sample_units) == (cut.units, cut.units_per_strip)
@@ -80,7 +80,7 @@ def test_pieces_cover_the_input(x, weight, padding, multiprocessors, x_bytes) ->
     ],
 )
 def test_refused(x, weight, with_input) -> None:
-    assert launch.conv_direct_backward_cut(x, weight, NONE, with_input) == []
+    assert conv_direct_backward_cut(x, weight, NONE, with_input) == []
 
 
 # linear_dense's is compiled by default; CI also compiles every kernel by itself.

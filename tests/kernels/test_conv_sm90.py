@@ -19,8 +19,7 @@ from benchmarks import conv_sm90, kernels
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.errors import BuildError
-from fx_fuser.native import launch
-from fx_fuser.native.kernel_spec import CONV_DIRECT
+from fx_fuser.kernels.direct import CONV_DIRECT, conv_direct_cut
 
 CUTS = [
     # x, weight, [left, right, top, bottom]
@@ -47,7 +46,7 @@ class Cut:
     def __init__(
         self, x, weight, padding, out_bytes, x_bytes=4, multiprocessors=MULTIPROCESSORS
     ) -> None:
-        found = launch.conv_direct_cut(
+        found = conv_direct_cut(
             x, weight, padding, out_bytes, x_bytes=x_bytes, multiprocessors=multiprocessors
         )
         assert found
@@ -223,23 +222,23 @@ def test_steps_are_the_convolution(x, weight, padding) -> None:
     ],
 )
 def test_refused(x, weight, padding) -> None:
-    assert launch.conv_direct_cut(x, weight, padding, 4) == []
+    assert conv_direct_cut(x, weight, padding, 4) == []
 
 
 @needs_compilers
 def test_16_bits_may_have_more_taps() -> None:
     sizes = ((2, 8, 32, 32), (64, 8, 5, 5), (2, 2, 2, 2))
-    assert launch.conv_direct_cut(*sizes, 2, x_bytes=2)
-    assert launch.conv_direct_cut(*sizes, 4) == []
+    assert conv_direct_cut(*sizes, 2, x_bytes=2)
+    assert conv_direct_cut(*sizes, 4) == []
     larger = ((2, 8, 32, 32), (64, 8, 2, 13), (0, 0, 0, 0))
-    assert launch.conv_direct_cut(*larger, 2, x_bytes=2) == []
+    assert conv_direct_cut(*larger, 2, x_bytes=2) == []
 
 
 @needs_compilers
 def test_refused_for_its_operands() -> None:
     sizes = ((2, 8, 16, 16), (64, 8, 3, 3), (0, 0, 0, 0))
-    assert launch.conv_direct_cut(*sizes, 4, operands=7)
-    assert launch.conv_direct_cut(*sizes, 4, operands=8) == []
+    assert conv_direct_cut(*sizes, 4, operands=7)
+    assert conv_direct_cut(*sizes, 4, operands=8) == []
 
 
 # linear_dense's is compiled by default; CI also compiles every kernel by itself.

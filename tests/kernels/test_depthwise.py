@@ -22,8 +22,9 @@ from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.match.pattern import Refusal
-from fx_fuser.native import launch
-from fx_fuser.native.kernel_spec import depthwise as family
+from fx_fuser.kernels import candidates
+from fx_fuser.kernels.depthwise import depthwise as family
+from fx_fuser.kernels.depthwise import depthwise_cut
 from fx_fuser.ops import exported
 from fx_fuser.options import Options
 from fx_fuser.planning.case import MatchCase
@@ -56,7 +57,7 @@ def test_items_cover_every_output_once(
     x, window, stride, padding, channels_last, x_bytes, multiprocessors
 ) -> None:
     weight = (x[1], 1, *window)
-    columns, rows, strips, chunks, items, lanes, groups, blocks = launch.depthwise_cut(
+    columns, rows, strips, chunks, items, lanes, groups, blocks = depthwise_cut(
         x, weight, padding, stride, 5, x_bytes, channels_last, multiprocessors
     )
     left, right, top, bottom = padding
@@ -75,7 +76,7 @@ def test_items_cover_every_output_once(
 @needs_compilers
 def test_few_images_are_divided_further() -> None:
     sizes = ((240, 1, 5, 5), (2, 2, 2, 2), 1)
-    many, one = (launch.depthwise_cut((n, 240, 28, 28), *sizes, x_bytes=2) for n in (128, 1))
+    many, one = (depthwise_cut((n, 240, 28, 28), *sizes, x_bytes=2) for n in (128, 1))
     assert many[1] == 28 and one[1] < 7
 
 
@@ -95,14 +96,14 @@ def test_few_images_are_divided_further() -> None:
     ],
 )
 def test_refused(x, weight, stride, padding, channels_last) -> None:
-    assert launch.depthwise_cut(x, weight, padding, stride, channels_last=channels_last) == []
+    assert depthwise_cut(x, weight, padding, stride, channels_last=channels_last) == []
 
 
 @needs_compilers
 def test_refused_for_its_operands() -> None:
     sizes = ((2, 8, 16, 16), (8, 1, 3, 3), (0, 0, 0, 0), 1)
-    assert launch.depthwise_cut(*sizes, operands=7)
-    assert launch.depthwise_cut(*sizes, operands=8) == []
+    assert depthwise_cut(*sizes, operands=7)
+    assert depthwise_cut(*sizes, operands=8) == []
 
 
 def test_each_window_has_a_kernel_of_its_own() -> None:
@@ -132,7 +133,7 @@ def tensors(
 
 def products(match: Any, **options: Any) -> list[str]:
     case = MatchCase(match, Options(**options))
-    return [choices["product"] for choices in ANCHORS[match.site.kind].candidates(case)]
+    return [choices["product"] for choices in candidates(case)]
 
 
 @needs_compilers

@@ -23,7 +23,7 @@ from benchmarks import conv_backward_sm90, conv_sm90
 from benchmarks.conv_cases import Padding
 from benchmarks.conv_sm90 import DTYPES, IDENTITY, NORM, Example, of_dtype
 from benchmarks.measure import float32_settings
-from fx_fuser.native import launch
+from fx_fuser.kernels.direct import conv_direct_backward_cut, conv_direct_cut
 from fx_fuser.native.kernel_spec import KernelSpec
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
@@ -99,9 +99,7 @@ def test_backward_of_every_dtype(gpu: EmulatedGpu) -> None:
 def long_case(_: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Padding]:
     """More units for one multiprocessor than a ring has slots."""
     sizes = (2, 3, 40, 40), (5, 3, 3, 3), (1, 1, 1, 1)
-    units, _, _, _, _, slots, *_ = launch.conv_direct_backward_cut(
-        *sizes, True, 1, x_bytes=dtype.itemsize
-    )
+    units, _, _, _, _, slots, *_ = conv_direct_backward_cut(*sizes, True, 1, x_bytes=dtype.itemsize)
     assert units > 3 * slots
     return torch.randn(sizes[0]).to(dtype), torch.randn(sizes[1]).to(dtype), sizes[2]
 
@@ -121,7 +119,7 @@ def wide_case(choose: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor
     out_bytes = choose.choice((0, 2)) if dtype.itemsize == 2 else 0
     images = 2 if out_bytes == 2 else 4
     sizes = (images, 8, 12, 20), (choose.choice((8, 72)), 8, 3, 3), (1, 1, 1, 1)
-    cut = functools.partial(launch.conv_direct_cut, *sizes, out_bytes, 0, dtype.itemsize)
+    cut = functools.partial(conv_direct_cut, *sizes, out_bytes, 0, dtype.itemsize)
     assert cut(2**20) != cut(MULTIPROCESSORS)
     return torch.randn(sizes[0]).to(dtype), torch.randn(sizes[1]).to(dtype), sizes[2]
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from fx_fuser.graph.epilogue import Epilogue, Step, evaluate, kernel_spec
 from fx_fuser.graph.read.operations import OPS
+from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries, launch, load
-from fx_fuser.native.kernel_spec import CUDA_TYPES, LINEAR_SPLIT, POINTWISE, Family, KernelSpec
+from fx_fuser.native.kernel_spec import CUDA_TYPES, POINTWISE, Family, KernelSpec
 
 needs_host = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -25,11 +25,12 @@ from benchmarks import implicit
 from benchmarks.conv_layers import NETS
 from benchmarks.conv_sm90 import HALVES
 from benchmarks.sm90 import relative
-from fx_fuser.anchors import ANCHORS
+from fx_fuser import kernels
 from fx_fuser.graph.match.pattern import Refusal
-from fx_fuser.native import launch, limits
-from fx_fuser.native.kernel_spec import implicit as family
-from fx_fuser.native.kernel_spec import implicit_columns
+from fx_fuser.kernels import families
+from fx_fuser.kernels.implicit import implicit as family
+from fx_fuser.kernels.implicit import implicit_columns, implicit_cut
+from fx_fuser.native import limits
 from fx_fuser.options import Options
 from fx_fuser.passes import folding
 from fx_fuser.planning import layout
@@ -63,7 +64,7 @@ def test_columns_waste_little() -> None:
 def test_every_size_fits_into_a_multiprocessor(shared_bytes, leaves, held) -> None:
     sizes = itertools.product((8, 64, 520, 4096), (1, 3), (32, 64, 96, 128))
     for channels, kernel, columns in sizes:
-        cut = launch.implicit_cut(
+        cut = implicit_cut(
             *((4, channels, 30, 30), (200, channels, kernel, kernel)),
             *((1, 1), (1,) * 4, (1, 1)),
             leaves=leaves,
@@ -99,7 +100,7 @@ def test_every_size_fits_into_a_multiprocessor(shared_bytes, leaves, held) -> No
 )
 def test_cut(x, weight, gpu, cut) -> None:
     padding = (weight[2] // 2,) * 4
-    found = launch.implicit_cut(
+    found = implicit_cut(
         x, weight, (1, 1), padding, (1, 1), leaves=4, held=1, shared_bytes=SHARED[gpu]
     )
     assert found[:4] == cut
@@ -110,7 +111,7 @@ def test_cut(x, weight, gpu, cut) -> None:
 def test_weights_beyond_2_31_bytes_are_not_kept(channels: int) -> None:
     """A product of 32 bits would be negative, or 0."""
     x, weight = (1, channels, 128, 128), (128, channels, 128, 128)
-    _, keeps, *_, shared_bytes = launch.implicit_cut(x, weight, (1, 1), (0,) * 4, (1, 1))
+    _, keeps, *_, shared_bytes = implicit_cut(x, weight, (1, 1), (0,) * 4, (1, 1))
     assert not keeps and 0 < shared_bytes <= 227 << 10
 
 
@@ -142,8 +143,8 @@ USUAL = {
     ],
 )
 def test_refused(other) -> None:
-    assert launch.implicit_cut(**USUAL)
-    assert launch.implicit_cut(**{**USUAL, **other}) == []
+    assert implicit_cut(**USUAL)
+    assert implicit_cut(**{**USUAL, **other}) == []
 
 
 @needs_compilers
@@ -151,7 +152,7 @@ def test_refused(other) -> None:
 def test_the_nets_layers_are_taken(net) -> None:
     for layer in {*NETS[net]()}:
         pad = layer.kernel // 2
-        assert launch.implicit_cut(
+        assert implicit_cut(
             (128, layer.channels, layer.side, layer.side),
             (layer.outputs, layer.channels, layer.kernel, layer.kernel),
             *((layer.stride,) * 2, (pad,) * 4, (1, 1)),
@@ -191,7 +192,7 @@ def tensors(
 
 def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
     case = MatchCase(match, Options(**options))
-    found = ANCHORS[match.site.kind].candidates(case)
+    found = kernels.candidates(case)
     return [choices for choices in found if choices["product"] == "implicit"]
 
 
@@ -297,11 +298,11 @@ def test_a_kernel_is_of_the_columns_and_leaves() -> None:
     config = {"stride": [1, 1], "padding": [0] * 4, **IMPLICIT}
     weight, vector = torch.randn(200, 16, 1, 1), torch.randn(200)
     operands = {"x": weight, "weight": weight, "bias": vector}
-    assert ANCHORS["conv2d"].kernels(operands, config)[1] is family(200, False, 1)
+    assert families(operands, config)[1] is family(200, False, 1)
     padded = {**config, "padding": [0, 1, 0, 0]}
-    assert ANCHORS["conv2d"].kernels(operands, padded)[1] is family(200, True, 1)
+    assert families(operands, padded)[1] is family(200, True, 1)
     wide = {"x": weight, "weight": torch.randn(7, 16, 1, 3), "bias": None}
-    assert ANCHORS["conv2d"].kernels(wide, config)[1] is family(7, True, 0)
+    assert families(wide, config)[1] is family(7, True, 0)
     assert family(200, False, 1).sizes == (128, 0, 1)
     of_other_outputs = family(250, False, 1)
     assert of_other_outputs == family(200, False, 1)  # and so is the kernel

@@ -13,7 +13,7 @@ from toolchains import needs_compilers
 from benchmarks import kernels, linear_dense_sm90
 from benchmarks.measure import float32_settings
 from fx_fuser.errors import BuildError
-from fx_fuser.native.kernel_spec import LINEAR_DENSE
+from fx_fuser.kernels.dense import LINEAR_DENSE
 
 # ---- without a GPU -------------------------------------------------------------------------------
 

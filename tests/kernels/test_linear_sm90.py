@@ -12,7 +12,7 @@ from toolchains import needs_compilers
 
 from benchmarks import kernels, linear_sm90
 from fx_fuser.errors import BuildError
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT
+from fx_fuser.kernels.split import LINEAR_SPLIT
 
 # ---- without a GPU -------------------------------------------------------------------------------
 

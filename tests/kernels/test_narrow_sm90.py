@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 from benchmarks import narrow_sm90
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
-from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS
+from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.split import MIXED_GEMMS
 from fx_fuser.native import binaries
 from fx_fuser.passes import products
 

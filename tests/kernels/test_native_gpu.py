@@ -19,7 +19,7 @@ from native_cases import (
     whole_numbers,
 )
 
-from fx_fuser.build import example
+from fx_fuser.kernels.base import example
 from fx_fuser.native import launch, load
 from fx_fuser.native.kernel_spec import POINTWISE, KernelSpec
 

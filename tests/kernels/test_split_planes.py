@@ -12,7 +12,7 @@ from sm90 import gpu
 from toolchains import needs_compilers
 
 from benchmarks import kernels
-from fx_fuser.anchors.linear import split_gemm
+from fx_fuser.kernels.split import split_gemm
 
 # ---- without a GPU -------------------------------------------------------------------------------
 

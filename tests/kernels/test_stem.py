@@ -23,10 +23,12 @@ from benchmarks import conv_sm90, stem
 from benchmarks.conv_cases import FORMATS
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
+from fx_fuser import kernels
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.match.pattern import Refusal
-from fx_fuser.native import launch
-from fx_fuser.native.kernel_spec import stem as family
+from fx_fuser.kernels import families
+from fx_fuser.kernels.stem import stem as family
+from fx_fuser.kernels.stem import stem_cut
 from fx_fuser.ops import exported
 from fx_fuser.options import Options
 from fx_fuser.planning.case import MatchCase
@@ -46,7 +48,7 @@ SHARED = 99 * 1024  # bytes that a block may have on every GPU from sm_80 on
 def test_every_size_fits_into_a_block(x_bytes, operands) -> None:
     sizes = itertools.product(range(1, 5), (1, 3, 6, 7), (1, 4, 7), (2, 3, 4), (1, 24, 64, 96, 999))
     for channels, height, width, stride, outputs in sizes:
-        cut = launch.stem_cut((channels, height, width, stride, outputs), x_bytes, operands)
+        cut = stem_cut((channels, height, width, stride, outputs), x_bytes, operands)
         assert bool(cut) == (channels * stride % 2 == 0)
         if cut:
             tiles, groups, parts, rows, shared = cut
@@ -68,7 +70,7 @@ def test_every_size_fits_into_a_block(x_bytes, operands) -> None:
     ],
 )
 def test_cut(sizes, x_bytes, cut) -> None:
-    assert launch.stem_cut(sizes, x_bytes, 4)[:4] == cut
+    assert stem_cut(sizes, x_bytes, 4)[:4] == cut
 
 
 @needs_compilers
@@ -78,7 +80,7 @@ def test_cut(sizes, x_bytes, cut) -> None:
      (3, 3, 3, 3, 8), (4, 3, 3, 5, 8), (0, 3, 3, 2, 8)],
 )  # fmt: skip
 def test_refused(sizes) -> None:
-    assert launch.stem_cut(sizes, 2) == []
+    assert stem_cut(sizes, 2) == []
 
 
 def form(stride: Any = 2, training: bool = False, **geometry: Any) -> Any:
@@ -98,7 +100,7 @@ def tensors(
 
 def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
     case = MatchCase(match, Options(**options))
-    found = ANCHORS[match.site.kind].candidates(case)
+    found = kernels.candidates(case)
     return [choices for choices in found if choices["product"] == "stem"]
 
 
@@ -172,7 +174,7 @@ def test_taken_where_it_is_faster(match_of, on_gpu, ms, choices) -> None:
 def test_a_kernel_is_of_the_weights_sizes() -> None:
     config = {"stride": [2, 2], **STEM}
     weight = torch.randn(64, 3, 7, 5)
-    *_, found = ANCHORS["conv2d"].kernels({"weight": weight}, config)
+    *_, found = families({"weight": weight}, config)
     assert found is family(3, 7, 5, 2, 64)
     assert stem.spec_of(stem_checks.ALONE[0][0], found.sizes).signature[:6] == [
         *("3", "7", "5", "2", "64"),

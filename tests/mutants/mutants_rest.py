@@ -25,7 +25,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "rest: the implicit gemm's bound follows the GPU",
-        "anchors/conv2d.py",
+        "kernels/implicit.py",
         "MOST_PER_BYTE * limits.of(case.device).balance",
         "MOST_PER_BYTE",
         (

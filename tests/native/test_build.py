@@ -16,20 +16,14 @@ import pytest
 import torch
 from toolchains import ARCH, SPILLING, needs_compilers
 
-from fx_fuser import build
+from fx_fuser import build, kernels
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, compilers, kernel_spec, launch, load, store
+from fx_fuser.kernels import base, split
+from fx_fuser.kernels.dense import LINEAR_DENSE
+from fx_fuser.kernels.split import LINEAR_SPLIT, LINEAR_SPLIT_AUTO, LINEAR_SPLIT_MMA
+from fx_fuser.native import binaries, compilers, launch, load, store
 from fx_fuser.native.jobs import SOURCE, TARGET, Job
-from fx_fuser.native.kernel_spec import (
-    LINEAR_DENSE,
-    LINEAR_SPLIT,
-    LINEAR_SPLIT_AUTO,
-    LINEAR_SPLIT_MMA,
-    MAX_NUMBERS,
-    MAX_TENSORS,
-    POINTWISE,
-    texts_of,
-)
+from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, POINTWISE, texts_of
 
 # ---- refusals ------------------------------------------------------------------------------------
 
@@ -82,21 +76,21 @@ def test_arch_of(monkeypatch):
 
 def test_a_spec_is_its_text_and_its_name():
     types = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64)
-    spec = build.example(POINTWISE, "Gate", 0, *types)
+    spec = base.example(POINTWISE, "Gate", 0, *types)
     arguments = "fx_fuser::examples::Gate, 0, float, __nv_bfloat16, __half, bool, int64_t"
     assert spec.text.splitlines()[-1] == f"FX_FUSER_POINTWISE({arguments})"
     assert ", ".join(spec.signature) == arguments
     assert len(spec.inputs) == 3
     others = [
-        build.example(POINTWISE, "Gate", 1, *types),
-        build.example(POINTWISE, "Gate", 0, *types[::-1]),
-        build.example(LINEAR_SPLIT, "Gate", 0, *types),
+        base.example(POINTWISE, "Gate", 1, *types),
+        base.example(POINTWISE, "Gate", 0, *types[::-1]),
+        base.example(LINEAR_SPLIT, "Gate", 0, *types),
     ]
     assert len({spec.name, *(other.name for other in others)}) == 4
 
 
 def _split(functor, scalars, x=torch.float32, out=torch.float32, family=LINEAR_SPLIT_AUTO):
-    return build.example(family, functor, scalars, torch.float32, out, x)
+    return base.example(family, functor, scalars, torch.float32, out, x)
 
 
 def test_tails_share_the_kernels_that_have_no_tail():
@@ -110,7 +104,7 @@ def test_tails_share_the_kernels_that_have_no_tail():
         assert texts_of([swish, other]) == [own, common, other.text]
     narrow, forced = _split("Swish", 1, torch.bfloat16), _split("Swish", 1, family=LINEAR_SPLIT_MMA)
     assert len({common, narrow.texts[1], forced.texts[1]}) == 3
-    pointwise = build.example(POINTWISE, "Swish", 1, *[torch.float32] * 3)
+    pointwise = base.example(POINTWISE, "Swish", 1, *[torch.float32] * 3)
     assert pointwise.texts == (pointwise.text,)
 
 
@@ -123,7 +117,7 @@ def test_the_name_is_of_all_that_is_loaded():
 def test_a_family_says_where_it_runs(monkeypatch):
     f32 = torch.float32
     everywhere, hopper = (
-        build.example(f, "Swish", 1, f32, f32, f32) for f in (LINEAR_SPLIT, LINEAR_DENSE)
+        base.example(f, "Swish", 1, f32, f32, f32) for f in (LINEAR_SPLIT, LINEAR_DENSE)
     )
     for capability, runs in (((9, 0), True), ((10, 0), False), ((8, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
@@ -165,11 +159,11 @@ def test_available_says_which_folder_the_compiler_cannot_name(with_gpu, tmp_path
 
 def test_available_says_what_is_wrong_in_the_environment(with_gpu, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_spec, "_SPLIT_LOOP", "foo")
-        said = load.available("cuda")
+        patch.setattr(split, "_SPLIT_LOOP", "foo")
+        said = kernels.unavailable("cuda")
         assert said == "FX_FUSER_SPLIT_LOOP is 'foo'; give 'mma', or leave it unset"
     monkeypatch.setenv("FX_FUSER_COMPILER", "foo")
-    assert load.available("cuda") == "FX_FUSER_COMPILER is 'foo'; set it to nvrtc or nvcc"
+    assert kernels.unavailable("cuda") == "FX_FUSER_COMPILER is 'foo'; set it to nvrtc or nvcc"
 
 
 def test_cpu_tensors_are_refused_by_name():
@@ -234,7 +228,7 @@ def test_an_argument_with_a_line_break_is_refused(tmp_path, monkeypatch, line_br
 
 # ---- loading -------------------------------------------------------------------------------------
 
-SPEC = build.example(POINTWISE, "Swish", 1, torch.float32, torch.float32, torch.float32)
+SPEC = base.example(POINTWISE, "Swish", 1, torch.float32, torch.float32, torch.float32)
 
 
 @pytest.fixture
@@ -286,7 +280,7 @@ def test_what_tails_share_is_compiled_once_and_loaded_with_each(loader, fake):
 
 
 def test_a_kernel_of_another_architecture_is_not_built(loader, fake):
-    split = build.example(LINEAR_DENSE, "Swish", 1, torch.float32, torch.float32, torch.float32)
+    split = base.example(LINEAR_DENSE, "Swish", 1, torch.float32, torch.float32, torch.float32)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
         load.prepare([split], "cuda:0")
     assert load._kernels == {(split.name, 0): load.NO_KERNEL}
@@ -347,7 +341,7 @@ else:
 def test_a_pointwise_source_compiles(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
     types = (torch.float32, torch.float16, torch.float16, torch.float32)
-    spec = build.example(POINTWISE, "EveryFunction", 2, *types)
+    spec = base.example(POINTWISE, "EveryFunction", 2, *types)
     code = binaries.cubin(spec.text, ARCH).read_bytes()
     assert b"fx_fuser_pointwise_u32" in code
     assert b"fx_fuser_pointwise_u64" in code

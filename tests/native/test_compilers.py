@@ -14,6 +14,7 @@ from toolchains import ARCH, FAKE_NVCC, SPILLING, FakeNvcc, needs_nvcc, needs_nv
 
 from fx_fuser import build
 from fx_fuser.errors import BuildError
+from fx_fuser.kernels import base
 from fx_fuser.native import binaries, compilers, store
 from fx_fuser.native.kernel_spec import POINTWISE
 
@@ -230,7 +231,7 @@ PLACES = ("cache", "package")
 def _compile_in(place: str, name: str, tmp_path: Path, monkeypatch) -> None:
     """A kernel, with its real headers, where one of the folders has this name."""
     types = (torch.float32, torch.float32, torch.float32)
-    text = build.example(POINTWISE, "Swish", 1, *types).text
+    text = base.example(POINTWISE, "Swish", 1, *types).text
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path / (name if place == "cache" else "c")))
     if place == "package":
         folder = tmp_path / name / "kernels_cu"
@@ -270,7 +271,7 @@ def real_nvrtc(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arch", slow_but(["sm_80"], build.ARCHS))  # `fx_fuser.build` has all
 def test_nvrtc_compiles_for_every_architecture(real_nvrtc, arch):
     types = (torch.float32, torch.float16, torch.float16, torch.float32)
-    spec = build.example(POINTWISE, "EveryFunction", 2, *types)
+    spec = base.example(POINTWISE, "EveryFunction", 2, *types)
     code = binaries.cubin(spec.text, arch).read_bytes()
     assert code[:4] == b"\x7fELF"
     assert b"fx_fuser_pointwise_u32" in code and b"fx_fuser_pointwise_u64" in code

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import registry
-from fx_fuser.anchors.linear import SPLIT_GEMM
+from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import load
 
 pytestmark = [

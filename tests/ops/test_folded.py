@@ -20,9 +20,9 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
 import fx_fuser
-from fx_fuser.anchors.conv2d import addend_of_relu
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.graph.match.pattern import Refusal
+from fx_fuser.kernels.folded import addend_of_relu
 from fx_fuser.ops import evaluate, folded
 from fx_fuser.options import Options
 from fx_fuser.passes import folding

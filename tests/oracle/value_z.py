@@ -14,7 +14,7 @@ from value_seen import told
 from value_sets import same
 
 from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.conv2d import conv_tf32_allowed
+from fx_fuser.kernels.precision import conv_tf32_allowed
 from fx_fuser.ops import apply
 
 EPS = 1e-5  # of every BatchNorm here

@@ -31,8 +31,8 @@ import fx_fuser
 from fx_fuser import backend, installation, registry
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match import rewrite
+from fx_fuser.kernels.split import LINEAR_SPLIT_MMA
 from fx_fuser.native import binaries
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT_MMA
 from fx_fuser.ops import calls
 
 OPTIONS = {"cpu_ops": True, "strict": True, "auto": False}

@@ -23,6 +23,7 @@ FLOORS = (
     ("graph.prepare",),
     ("graph.match",),
     ("anchors",),
+    ("kernels",),
     ("ops",),
     ("planning",),
     ("passes",),

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from fx_fuser.errors import BuildError
+from fx_fuser.kernels.split import is_small
 from fx_fuser.native import load
 from fx_fuser.options import Options
 from fx_fuser.passes import products
 from fx_fuser.planning import plan
-from fx_fuser.planning.plan import is_small
 from tests.helpers import assert_close, leaf, run
 
 OPTIONS = {"cpu_ops": True, "strict": True}

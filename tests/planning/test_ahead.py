@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fx_fuser.anchors.linear import SPLIT_GEMM
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match
+from fx_fuser.kernels import candidates
+from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import binaries, load, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.options import Options
 from fx_fuser.passes import products, provenance
-from fx_fuser.planning import ahead, gate, plan
+from fx_fuser.planning import ahead, gate
 from fx_fuser.planning.case import MatchCase
 from tests.plan_cases import BUILD, GPU
 
@@ -70,7 +71,7 @@ def test_z_alone_its_tail_and_what_passes_need_are_one_run(
     for match, own in ((grown.alone, False), (grown, True)):
         assert match is not None
         case = MatchCase(match, Options())
-        for choices in plan.ANCHORS["linear"].candidates(case)[own:]:
+        for choices in candidates(case)[own:]:
             assert {spec.name for spec in case.specs(choices)} <= set(names)
 
 
@@ -111,7 +112,7 @@ def _spec_of(grown: Grown) -> Callable[[str], KernelSpec]:
         spec.name: spec
         for match in (grown, grown.alone)
         if match is not None
-        for choices in plan.ANCHORS["linear"].candidates(MatchCase(match, Options()))
+        for choices in candidates(MatchCase(match, Options()))
         for spec in MatchCase(match, Options()).specs(choices)
     }
     return specs.__getitem__

@@ -20,12 +20,14 @@ from torch._subclasses import FakeTensorMode
 import fx_fuser
 from benchmarks import kernels
 from fx_fuser import registry
-from fx_fuser.anchors import ANCHORS
-from fx_fuser.anchors.conv2d import MOST_PER_BYTE
-from fx_fuser.anchors.linear import EXACT_GEMMS, MIXED_GEMMS, SPLIT_GEMM
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match.pattern import Refusal
-from fx_fuser.native import kernel_spec, limits, load
+from fx_fuser.kernels import candidates as candidates_of
+from fx_fuser.kernels import split
+from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.implicit import MOST_PER_BYTE
+from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, is_small
+from fx_fuser.native import limits, load
 from fx_fuser.ops import library as ops
 from fx_fuser.options import Options
 from fx_fuser.passes import products
@@ -56,7 +58,7 @@ def become(monkeypatch: pytest.MonkeyPatch) -> Iterator[Become]:
 
 
 def candidates(match: Any, **options: Any) -> list[dict[str, Any]]:
-    return ANCHORS[match.site.kind].candidates(plan.MatchCase(match, Options(**options)))
+    return candidates_of(plan.MatchCase(match, Options(**options)))
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -164,9 +166,9 @@ def test_the_passes_over_inductors_graphs_run_there(
 
 
 def _imported_with(monkeypatch: pytest.MonkeyPatch, loop: str) -> Any:
-    """`kernel_spec`, imported once more, where FX_FUSER_SPLIT_LOOP says this."""
+    """`split`, imported once more, where FX_FUSER_SPLIT_LOOP says this."""
     monkeypatch.setenv("FX_FUSER_SPLIT_LOOP", loop)
-    spec = importlib.util.spec_from_file_location("again", kernel_spec.__file__)
+    spec = importlib.util.spec_from_file_location("again", split.__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "again", module)
@@ -276,6 +278,6 @@ def test_split_choices_of_hopper_are_those_that_were_measured() -> None:
 def test_a_gemm_is_small_by_the_gpus_own_rates(become: Become) -> None:
     sizes = (256, 1024), (256, 512)  # 0.27 GFLOP
     become((9, 0), there=True)
-    assert plan.is_small(*sizes, GPU)
+    assert is_small(*sizes, GPU)
     become((8, 0), there=True)
-    assert not plan.is_small(*sizes, torch.device("cuda", 1))
+    assert not is_small(*sizes, torch.device("cuda", 1))

@@ -19,7 +19,7 @@ import fx_fuser
 from benchmarks import measure
 from benchmarks.measure import float32_settings
 from benchmarks.problems import PROBLEMS
-from fx_fuser.anchors.linear import SPLIT_GEMM
+from fx_fuser.kernels.split import SPLIT_GEMM
 from fx_fuser.native import load, store
 from fx_fuser.planning import timing
 

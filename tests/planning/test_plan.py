@@ -30,8 +30,9 @@ import fx_fuser
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match.pattern import Refusal
+from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries, load
-from fx_fuser.native.kernel_spec import LINEAR_SPLIT, KernelSpec, texts_of
+from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import library as ops
 from fx_fuser.options import Options
 from fx_fuser.planning import bench_ops, plan, timing
@@ -336,7 +337,7 @@ def test_a_kernel_that_is_wrong_is_not_used(
 
     def wrong_back(self: Any, *args: Any) -> Any:
         found = backward(self, *args)
-        found["weight"][-1, -1] += 0.01 * (args[2]["product"] == "split")
+        found["weight"][-1, -1] += 0.01 * (args[2]["backward"] == "split")
         return found
 
     if train:

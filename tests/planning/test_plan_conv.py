@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser.graph.match.pattern import Match, Refusal
+from fx_fuser.kernels.direct import CONV_DIRECT_BACKWARD
 from fx_fuser.native.kernel_spec import CUDA_TYPES, KernelSpec
 from fx_fuser.ops import apply, calls, evaluate
 from fx_fuser.planning import bench_ops, case
@@ -268,7 +269,8 @@ def test_a_bench_compares_each_gradient_with_its_own(match_of: Any) -> None:
 
 def backward_spec(match: Match) -> KernelSpec | None:
     bound, y = match.bound, match.root.meta["example_value"]
-    return apply.backward_spec(bound.epilogue, calls.fake_tensors(match), bound.numbers, y.dtype)
+    found = calls.fake_tensors(match), bound.numbers, y.dtype
+    return apply.backward_spec(CONV_DIRECT_BACKWARD, bound.epilogue, *found)
 
 
 @pytest.mark.parametrize("factor", [(4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (6, 6), "learned"])
@@ -284,7 +286,7 @@ def test_whose_gradients_need_no_library(match_of: Any, on_gpu: Any, factor: Any
     match = match_of(norm, torch.randn(2, 3, 8, 8), weight, scale)
     per_channel = factor in ((4, 1, 1), (1, 4, 1, 1))
     assert (backward_spec(match) is not None) == (per_channel or learned)
-    assert calls.may_have_fused_backward(match) == per_channel
+    assert calls.may_have_fused_backward(match, "direct") == per_channel
     on_gpu(1.0, 0.9, 0.8)
     decision = decide(match, fp32="split")
     assert ("in both directions" in decision.note) == per_channel  # type: ignore[union-attr]
@@ -305,7 +307,7 @@ def test_in_16_bits_the_gradients_need_no_library_either(
     weight = torch.randn(4, 3, 3, 3, dtype=dtype, requires_grad=True)
     gamma = torch.randn(4, requires_grad=True)
     match = match_of(norm, torch.randn(2, 3, 8, 8, dtype=dtype), weight, gamma, scale)
-    assert calls.may_have_fused_backward(match) == (result == "narrow")
+    assert calls.may_have_fused_backward(match, "direct") == (result == "narrow")
     spec = backward_spec(match)
     if result == "narrow":
         assert spec is not None

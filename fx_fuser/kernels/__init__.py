@@ -1,0 +1,96 @@
+"""The kernels, one file each, and which of them take a site.
+
+A kernel's file says all that Python knows of it: the sites it takes (operands, device, layout,
+options), how its work is cut, its family, that is the main loop to compile, and the examples that
+CI compiles and tests. Beside it stand the CUDA C++ of `kernels_cu/` and the host's file there. A
+graph calls a kernel by its name: `product` and `backward` of an op's configuration. Nobody else
+knows a name. A new kernel is a file here, an entry of `KERNELS`, and its tests.
+
+Anchors own operands, reference and the backward's gemms, and know no kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fx_fuser.anchors.base import LIBRARY, Config, Operands
+from fx_fuser.errors import OptionError
+from fx_fuser.kernels import exact, pointwise
+from fx_fuser.kernels.base import CONVOLUTIONS, Case, Kernel
+from fx_fuser.kernels.dense import Dense
+from fx_fuser.kernels.depthwise import Depthwise
+from fx_fuser.kernels.direct import Direct
+from fx_fuser.kernels.folded import Folded
+from fx_fuser.kernels.implicit import Implicit
+from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
+from fx_fuser.kernels.split import Split, check_split_loop
+from fx_fuser.kernels.stem import Stem
+from fx_fuser.native import load
+from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
+
+# In the order in which they are offered.
+_ALL = (Split(), Dense(), Folded(), Stem(), Depthwise(), Implicit(), Direct())
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
+KERNELS[LIBRARY] = Kernel()
+
+
+def candidates(case: Case) -> list[dict[str, Any]]:
+    """The choices that `plan` has at a site, the library's first: of its op's configuration.
+
+    Raises OptionError if an option asks for what torch's own setting forbids.
+    """
+    found = [_choices(case, KERNELS[LIBRARY], LIBRARY)]
+    for kernel in filter(lambda kernel: _is_taken(case, kernel), _ALL):
+        found += [_choices(case, kernel, backward) for backward in kernel.backwards(case)]
+    return found
+
+
+def _is_taken(case: Case, kernel: Kernel) -> bool:
+    if case.site.kind not in kernel.kinds or (kernel.needs_cuda and case.device.type != "cuda"):
+        return False
+    if kernel.for_inference and case.has_backward() and case.options.plan == "measure":
+        return False
+    if not kernel.takes(case):
+        return False
+    if case.device.type != "cuda":
+        return True
+    specs = case.specs(_choices(case, kernel, LIBRARY))
+    return all(load.runs_on(spec, case.device) for spec in specs)
+
+
+def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
+    choices = {"product": kernel.name, "backward": backward, "again": case.recomputes}
+    if case.site.kind not in CONVOLUTIONS:
+        return choices
+    asked = case.options.fp32 == "tf32"
+    if case.options.fp32 == "follow":
+        asked = conv_tf32_requested()
+    return {"tf32": (asked or kernel.in_tf32) and may_be_tf32(case.tensors[0]), **choices}
+
+
+def families(operands: Operands, config: Config) -> tuple[Family, ...]:
+    """The main loops of a call: the epilogue alone, then gemm or convolution with epilogue.
+
+    operands: of which the weight's shape may choose the kernel.
+
+    The first is launched if there is no second, or if the second does not take the tensors.
+    """
+    own = KERNELS[config["product"]].family(operands, config)
+    return (POINTWISE,) if own is None else (POINTWISE, own)
+
+
+def examples(arch: str) -> list[KernelSpec]:
+    """What CI compiles for an architecture, of each kernel the one that stands for all first."""
+    of_kernels = (spec for kernel in _ALL for spec in kernel.examples(arch))
+    return [*pointwise.examples(), *exact.examples(arch), *of_kernels]
+
+
+def unavailable(device: torch.device | str | int) -> str | None:
+    """Why no kernel can be built for and run on `device`; None if they can."""
+    try:
+        check_split_loop()
+    except OptionError as error:
+        return str(error)
+    return load.available(device)

@@ -1,0 +1,43 @@
+"""In which precision torch multiplies fp32: its own settings, read once a compilation.
+
+Only the new settings are read: the getters of before torch 2.9 raise once those were used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fx_fuser.options import Options
+
+SPLIT = "split"  # of option "fp32", beside "ieee" and "tf32"
+
+
+def matmul_tf32_requested() -> bool:
+    """Did the user ask for TF32 gemms?  `high` and `medium` matmul precision do."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def asked_precision(options: Options) -> str:
+    """What option "fp32" asks of an fp32 gemm: "split", "ieee" or "tf32"."""
+    if options.fp32 != "follow":
+        return options.fp32
+    return "tf32" if matmul_tf32_requested() else SPLIT
+
+
+def conv_tf32_allowed() -> bool:
+    """May cuDNN's convolutions take TF32? By default they may."""
+    setting: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return setting == "tf32"
+
+
+def conv_tf32_requested() -> bool:
+    """cuDNN's convolutions allow TF32 by default, without the user asking: a fused one uses it only
+    if matmul precision allows it, too.
+    """
+    return matmul_tf32_requested() and conv_tf32_allowed()
+
+
+def may_be_tf32(c: Tensor) -> bool:
+    """May the inner compiler's convolution with this result take TF32?"""
+    return c.dtype == torch.float32 and conv_tf32_allowed()
