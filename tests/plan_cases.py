@@ -13,7 +13,7 @@ from torch import Tensor
 from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.native import load
 from fx_fuser.options import Options
-from fx_fuser.planning import ahead, case, convolutions, gate, plan, timing
+from fx_fuser.planning import ahead, case, convolutions, gate, plan, surroundings, timing
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -64,7 +64,7 @@ def match_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Match]:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """As if the matches were on a Hopper GPU whose times are given."""
     times: list[list[Timing] | None] = [[Timing(1.0), Timing(0.5)]]
-    for module in (ahead, case, convolutions, gate, plan):
+    for module in (ahead, case, convolutions, gate, plan, surroundings):
         monkeypatch.setattr(module, "device_of", lambda match: GPU)
     monkeypatch.setattr(plan, "_build_kernels", lambda *_: None)
     # Nor is anything compiled ahead: here no kernel runs, and one takes NVRTC some seconds.

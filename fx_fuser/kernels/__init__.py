@@ -25,7 +25,7 @@ from fx_fuser.kernels.direct import Direct
 from fx_fuser.kernels.folded import Folded
 from fx_fuser.kernels.implicit import Implicit
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
-from fx_fuser.kernels.split import Split, check_split_loop
+from fx_fuser.kernels.split import Split, check_split_loop, reset_fallback
 from fx_fuser.kernels.stem import Stem
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
@@ -94,3 +94,15 @@ def unavailable(device: torch.device | str | int) -> str | None:
     except OptionError as error:
         return str(error)
     return load.available(device)
+
+
+__all__ = [
+    "KERNELS",
+    "Case",
+    "Kernel",
+    "candidates",
+    "examples",
+    "families",
+    "reset_fallback",
+    "unavailable",
+]

@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,7 @@ from fx_fuser.kernels.split import is_small
 from fx_fuser.native import limits
 from fx_fuser.options import EARLY_PASS, Options
 from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
-from fx_fuser.planning import bench_ops, timing
+from fx_fuser.planning import bench_ops, contest
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
 
@@ -310,12 +309,8 @@ def _is_faster(gemm: _Gemm, free: Sequence[bool]) -> bool:
         return False
     key = ("padding", str(left), str(right), gemm.zeros, *free)
     make_candidates = functools.partial(_candidates, gemm.forms, gemm.zeros, free)
-    try:
-        times = timing.medians(key, make_candidates, left.device)
-    except bench_ops.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
-        return False
-    if times is None:
+    times = contest.times(key, make_candidates, left.device)
+    if isinstance(times, str):
         return False
     library, padded = (took.gpu for took in times)
     # Where a reduction comes before the operand, the kernel that pads reads its input once more.
@@ -344,7 +339,7 @@ def _candidates(
     def padded() -> Sequence[Tensor]:
         return ((operands[0]() @ operands[1]())[..., :m, :n],)
 
-    bench_ops.compare([library, padded], [{"product": "padded"}], forms[0].dtype)
+    bench_ops.compare([library, padded], "padded", forms[0].dtype)
     return [Candidate(library), Candidate(padded)]
 
 

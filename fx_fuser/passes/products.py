@@ -30,10 +30,9 @@ from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
-from fx_fuser.planning import bench_ops, plan, timing
+from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
-from fx_fuser.planning.case import gains
-from fx_fuser.planning.timing import Candidate
+from fx_fuser.planning.timing import Candidate, Timing
 
 log = logging.getLogger("fx_fuser.passes.products")
 
@@ -199,21 +198,16 @@ def fastest(
     make_candidates: the library's, then the fused ones.
     """
     key = (*key, matmul_tf32_requested())  # the library follows it
-    try:
-        times = timing.medians(key, make_candidates, a.device)
-    except bench_ops.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
+    times = contest.times(key, make_candidates, a.device)
+    if isinstance(times, str):
         return None
-    if times is None:
-        return None
-    library, *fused = (took.gpu for took in times)
-    best = min(range(len(fused)), key=fused.__getitem__)
-    log.info("%s %s %s: library %.4g ms, fused %s", target, a.size, b.size, library, fused)
+    library, *fused = (Timing(took.gpu) for took in times)
+    log.info("%s %s %s: library %s, fused %s", target, a.size, b.size, library, fused)
     added = 0.0
     if GEMMS[target][0]:  # the addition is one more pass at worst
         result = math.prod(a.size[:-1]) * b.size[-1] * a.dtype.itemsize
         added = 1e3 * 2 * result / limits.of(a.device).bandwidth
-    return best if gains(fused[best] + added, library) else None
+    return contest.winner(fused, library.gpu, [added] * len(fused)).place
 
 
 def _ways(a: TensorForm, b: TensorForm) -> list[Candidate]:
@@ -227,6 +221,6 @@ def _ways(a: TensorForm, b: TensorForm) -> list[Candidate]:
     def library() -> Sequence[Tensor]:
         return (left @ right,)
 
-    bench_ops.compare([library, fused], [{"product": SPLIT}], a.dtype)
+    bench_ops.compare([library, fused], SPLIT, a.dtype)
     candidates: list[Callable[[], object]] = [library, fused]
     return [*map(Candidate, candidates)]

@@ -382,10 +382,8 @@ def _ways(
     def made_by(recipe: _Recipe) -> Sequence[Tensor]:
         return (recipe.multiply(*recipe.choose(wide, read)),)
 
-    reset_fallback(
-        [recipe.spec for recipe in recipes], forms[0].device
-    )  # only split kernels fall back
+    reset_fallback([recipe.spec for recipe in recipes], forms[0].device)
     fused = [functools.partial(made_by, recipe) for recipe in recipes]
     for made in fused:
-        bench_ops.compare([library, made], [{"product": SPLIT}], torch.float32)
+        bench_ops.compare([library, made], SPLIT, torch.float32)
     return [Candidate(library), *map(Candidate, fused)]

@@ -18,10 +18,9 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import hint_of, meta_tensor
-from fx_fuser.kernels import KERNELS
+from fx_fuser.kernels import KERNELS, reset_fallback
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.kernels.precision import conv_tf32_allowed, matmul_tf32_requested
-from fx_fuser.kernels.split import reset_fallback
 from fx_fuser.native import launch
 from fx_fuser.ops import folded as ops_folded
 from fx_fuser.ops.apply import is_host_scalar
@@ -44,6 +43,12 @@ class TensorForm:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """In memory: a broadcast dimension is read once."""
+        held = (n for n, step in zip(self.size, self.stride) if step)
+        return math.prod(held) * self.dtype.itemsize
 
     def random(self, generator: torch.Generator, deviation: float = 1.0) -> Tensor:
         """Normal values around 0; zeros and ones if the dtype is no float."""
@@ -121,12 +126,12 @@ def convolutions(
     run = _BenchOp(match, tensors)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
     if len(candidates) > 1:
-        compare(ahead, candidates, run.c.dtype)
+        compare_choices(ahead, candidates, run.c.dtype)
     dy = run.gradient_of_z() if run.saves else None
     if dy is not None and len(candidates) > 1:
         whole = [functools.partial(run.step, dy, c, run.operands) for c in candidates]
         in_tf32 = run.c.dtype == torch.float32 and conv_tf32_allowed()  # the library's backward
-        compare(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
+        compare_choices(whole, candidates, run.c.dtype, _FAR_IN_TF32 if in_tf32 else None)
     x, weight, *others = run.operands
 
     def step_of(choices: Mapping[str, Any], channels_last: bool = False) -> Callable[[], object]:
@@ -173,7 +178,7 @@ def in_layout(
         else:
             made = run.forward(choices, operands)
         try:
-            compare([apart, made], [choices], run.c.dtype, far)
+            compare_choices([apart, made], [choices], run.c.dtype, far)
             is_exact = far is None or _is_as_exact(exact()[0], apart()[0], made()[0])
         except DisagreementError as error:  # which costs this candidate, not the others
             error.warn()
@@ -201,14 +206,14 @@ def benches(
         specs = [spec for choices in candidates for spec in kernel_specs(match, choices)]
         reset_fallback(specs, run.c.device)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
-    compare(ahead, candidates, run.c.dtype)
+    compare_choices(ahead, candidates, run.c.dtype)
     # The library's op stands for the inner compiler's code, whose host time is unknown.
     timed = [Candidate(call, None if i == 0 else call) for i, call in enumerate(ahead)]
     if not run.needs:
         return timed
     dz = run.gradient_of_z()
     back = [functools.partial(run.backward, choices, dz) for choices in candidates]
-    compare(back, candidates, run.c.dtype)
+    compare_choices(back, candidates, run.c.dtype)
     return [*timed, *map(Candidate, back)]
 
 
@@ -233,7 +238,7 @@ def tail(
         launch.pointwise(pointwise, y, [alone()[0], *held], numbers)
         return (y,)
 
-    compare([apart, lambda: fused()[:1]], [choices], whole.c.dtype)
+    compare_choices([apart, lambda: fused()[:1]], [choices], whole.c.dtype)
     return [Candidate(alone), Candidate(apart), Candidate(fused)]
 
 
@@ -252,14 +257,28 @@ _NEAR = 1e-6  # of two fp32 results
 _COMPARED = 2**22  # elements at most, in evenly spaced rows
 
 
-def compare(
+def compare_choices(
     runs: Sequence[Callable[[], Sequence[Tensor]]],
     candidates: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
     far: float | None = None,
 ) -> None:
-    """Raises DisagreementError if the last run's tensors are not the first one's."""
+    """As `compare`, of runs with these choices of plan."""
     in_tf32 = any(c.get("tf32") or KERNELS[c["product"]].in_tf32 for c in candidates)
+    compare(runs, candidates[-1]["product"], dtype, far, in_tf32)
+
+
+def compare(
+    runs: Sequence[Callable[[], Sequence[Tensor]]],
+    name: str,
+    dtype: torch.dtype,
+    far: float | None = None,
+    in_tf32: bool = False,
+) -> None:
+    """Raises DisagreementError if the last run's tensors are not the first one's.
+
+    name: of the last run's kernel. far: how far from each other they may be.
+    """
     far = far or _FAR[dtype]
     if dtype == torch.float32 and (in_tf32 or matmul_tf32_requested()):
         far = _FAR_IN_TF32
@@ -267,7 +286,7 @@ def compare(
         found, size = _distance(library, fused)
         if not found <= far * size:
             raise DisagreementError(
-                f"the {candidates[-1]['product']} kernel's {list(library.shape)} in {dtype} is "
+                f"the {name} kernel's {list(library.shape)} in {dtype} is "
                 f"{found / max(size, 1e-30):.1g} from the library's"
             )
 

@@ -1,8 +1,8 @@
-"""A match as those see it who decide how it runs; and when a measured gain counts."""
+"""A match as those see it who decide how it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,7 @@ from fx_fuser.kernels.precision import matmul_tf32_requested
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply, calls
 from fx_fuser.options import Options
-from fx_fuser.planning import bench_ops, layout, timing
-from fx_fuser.planning.timing import Timing
-
-# A fused kernel must take at most this share of the library's time and, since CUDA events resolve
-# 0.5 us, at least this many ms less.
-GAIN = 0.98
-_SAVED = 1e-3
+from fx_fuser.planning import bench_ops, layout
 
 
 @dataclass(frozen=True)
@@ -93,39 +87,6 @@ class MatchCase:
 
 def device_of(match: Match) -> torch.device:
     return meta_tensor(match.site.node).device  # type: ignore[union-attr]
-
-
-def gains(fused: float, library: float) -> bool:
-    """Is the fused time clearly less than the library's?  In ms."""
-    return fused <= min(GAIN * library, library - _SAVED)
-
-
-def note_of_host(gained_on_gpu: bool, options: Options) -> str:
-    """Appended to the note of a site that is left: the option with which it would gain, if on the
-    GPU alone it does and the user can give that option."""
-    if not gained_on_gpu or options.inner != "inductor" or options.exported:
-        return ""
-    return "; the host is the bottleneck: mode='reduce-overhead' (CUDA graphs) avoids its cost"
-
-
-def measured(
-    match: Match,
-    key: Sequence[object],
-    benches: Callable[[], Sequence[timing.Candidate]],
-    options: Options,
-) -> list[Timing] | str:
-    """The times of each candidate, or why there are none.
-
-    Without the host's, where CUDA graphs are replayed. A kernel that is wrong is warned of.
-    """
-    try:
-        found = timing.medians(key, benches, device_of(match))
-    except bench_ops.DisagreementError as error:
-        error.warn()
-        return str(error)
-    if found is None:
-        return "no memory to time it"
-    return [Timing(took.gpu) for took in found] if options.replays_cuda_graphs else found
 
 
 def timing_key(

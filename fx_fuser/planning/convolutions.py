@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,20 +12,13 @@ import torch
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.graph.read.nodes import meta_tensor
-from fx_fuser.kernels.direct import DIRECT
+from fx_fuser.kernels import KERNELS
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.kernels.precision import may_be_tf32
 from fx_fuser.native import limits
 from fx_fuser.options import Options
-from fx_fuser.planning import bench_ops, layout
-from fx_fuser.planning.case import (
-    GAIN,
-    device_of,
-    gains,
-    measured,
-    note_of_host,
-    timing_key,
-)
+from fx_fuser.planning import bench_ops, contest, layout, surroundings
+from fx_fuser.planning.case import device_of, timing_key
 
 
 def compare(
@@ -36,16 +28,19 @@ def compare(
 
     If gradients are asked for, times are of forward and backward together.
     """
-    library, *direct = map(dict, candidates)
+    library, *fused = map(dict, candidates)
     # The inner compiler calls the library's convolution, too, converts whole graphs to the layout
     # that suits it, and needs as few passes over the result. Only its precision may be wrong.
     asked = options.fp32 in ("split", "ieee") and may_be_tf32(output_of(match))
     otherwise = library if asked else None
-    if direct and all(choices["product"] != DIRECT for choices in direct):
-        best, note = _compare_in_layout(match, library, direct, options)
+    # What takes one layout alone is beside the library's convolution in either.
+    direct, others = (
+        [c for c in fused if KERNELS[c["product"]].any_layout is any_layout]
+        for any_layout in (False, True)
+    )
+    if others and not direct:
+        best, note = _compare_in_layout(match, library, others, options)
         return best or otherwise, note
-    others = [choices for choices in direct if choices["product"] != DIRECT]
-    direct = [choices for choices in direct if choices["product"] == DIRECT]
     candidates = [library, *direct]
     if not direct:
         return otherwise, "the library's convolution is the inner compiler's"
@@ -55,28 +50,27 @@ def compare(
     baselines = _baselines(match, {**library, "again": False}, options)
     key = (*timing_key(match, candidates, tensors), baselines)
     benches = functools.partial(bench_ops.convolutions, match, candidates, tensors, baselines)
-    found = measured(match, key, benches, options)
+    found = contest.times(key, benches, device_of(match), options)
     if isinstance(found, str):
         return otherwise, found
-    names = [DIRECT, f"{DIRECT} in both directions"][: len(direct)]
+    names = [c["product"] + " in both directions" * (c["backward"] == c["product"]) for c in direct]
     times = dict(zip([LIBRARY, *names, *(baseline.name for baseline in baselines)], found))
     note = ", ".join(f"{name} {took}" for name, took in times.items())
-    fused = [times.pop(name) for name in names]
-    fused_ms = [took.ms for took in fused]
-    fastest, choices = min(zip(fused_ms, direct), key=itemgetter(0))
+    of_direct = [times.pop(name) for name in names]
     *_, least_kept = direct
-    if least_kept["backward"] == DIRECT and options.save == "memory":
+    if least_kept["backward"] != LIBRARY and options.save == "memory":
         return least_kept, note
     least = min(took.gpu for took in times.values())
-    gained = gains(fastest, least)
-    if not gained and others:
+    around = [surroundings.ms_into_cat(match)] * len(direct)
+    won = contest.winner(of_direct, least, around, options)
+    if won.place is None and others:
         best, more = _compare_in_layout(match, library, others, options)
         return best or otherwise, f"{note}; {more}"
-    if gained and options.save == "auto" and GAIN * fused_ms[-1] <= fastest:
-        choices = least_kept
-    if gained:
-        return choices, note
-    return otherwise, note + note_of_host(gains(min(took.gpu for took in fused), least), options)
+    if won.place is None:
+        return otherwise, note + won.note
+    if options.save == "auto" and contest.GAIN * of_direct[-1].ms <= of_direct[won.place].ms:
+        return least_kept, note
+    return direct[won.place], note
 
 
 def _compare_in_layout(
@@ -94,20 +88,17 @@ def _compare_in_layout(
     is_last = layout.is_channels_last(match.view, match.site, options)
     key = ("in layout", is_last, *timing_key(match, [baseline, *fused], tensors))
     benches = functools.partial(bench_ops.in_layout, match, baseline, fused, tensors, is_last)
-    found = measured(match, key, benches, options)
+    found = contest.times(key, benches, device_of(match), options)
     if isinstance(found, str):
         return None, found
     apart, *each = found
     names = [choices["product"] for choices in fused]
     times = ", ".join(f"{name} {took}" for name, took in zip(names, each))
-    folding = [_folding_ms(match) if name == FOLDED else 0 for name in names]
-    needed = [took.ms + more for took, more in zip(each, folding)]
-    best = min(range(len(fused)), key=needed.__getitem__)
+    copy = surroundings.ms_into_cat(match)
+    around = [copy + (_folding_ms(match) if name == FOLDED else 0) for name in names]
+    won = contest.winner(each, apart.gpu, around, options)
     note = f"convolution and a pass {apart}, {times}"
-    if gains(needed[best], apart.gpu):
-        return fused[best], note
-    on_gpu = min(took.gpu + more for took, more in zip(each, folding))
-    return None, note + note_of_host(gains(on_gpu, apart.gpu), options)
+    return (None, note + won.note) if won.place is None else (fused[won.place], note)
 
 
 def _folding_ms(match: Match) -> float:

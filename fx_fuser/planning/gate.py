@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,10 +35,11 @@ from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import ahead, bench_ops, plan, timing
+from fx_fuser.planning import ahead, bench_ops, contest, plan, surroundings
 from fx_fuser.planning.bench_ops import TensorForm
-from fx_fuser.planning.case import MatchCase, device_of, gains, timing_key
+from fx_fuser.planning.case import MatchCase, device_of, timing_key
 from fx_fuser.planning.plan import Plan
+from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.gate")
 
@@ -156,20 +156,18 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
     choices = alone.choices
     key = ("tail", *timing_key(match, [choices], tensors))
     bench = functools.partial(bench_ops.tail, match, choices, tensors)
-    try:
-        times = timing.medians(key, bench, device_of(match))
-    except bench_ops.DisagreementError as error:
-        warnings.warn(f"fx_fuser: {error}; please report it", stacklevel=2)
-        return ""
-    if times is None:
+    times = contest.times(key, bench, device_of(match))
+    if isinstance(times, str):
         return ""
     gemm, both, whole = (took.gpu for took in times)
     share, extra = _Neighbours(match).of_tail(tensors)
     apart = gemm + share * max(both - gemm, 0)
-    fused = whole + 1e3 * extra / limits.of(device_of(match)).bandwidth
+    written = 1e3 * extra / limits.of(device_of(match)).bandwidth
+    around = written + surroundings.ms_into_cat(match)
+    won = contest.winner([Timing(whole)], apart, [around])
     measured = f"with its tail {whole:.4g} ms, in two kernels {both:.4g}"
     log.info("%s: %s, of which %.0f %% counts", match.bound.epilogue.text, measured, 100 * share)
-    return f"{alone.note}; {measured}" if gains(fused, apart) else ""
+    return "" if won.place is None else f"{alone.note}; {measured}"
 
 
 # The inner compiler fuses these with nothing. Views are looked through.
@@ -192,7 +190,7 @@ class _Neighbours:
         tail; and the bytes that only the fused kernel needs written."""
         match = self.match
         read = dict(zip(match.bound.tensors, tensors[-len(match.bound.tensors) :]))
-        sizes = {n: _bytes_of(form) for n, form in read.items() if form is not None}
+        sizes = {n: form.bytes for n, form in read.items() if form is not None}
         made = {n for n in sizes if self._is_made_for_tail(n)}
         z, y = (_bytes_of_value(n) for n in (match.site.node, match.root))
         apart = sum(size for n, size in sizes.items() if n not in made)
@@ -221,12 +219,6 @@ def _is_fusible(node: Node) -> bool:
     )
 
 
-def _bytes_of(form: TensorForm) -> int:
-    """In memory: a broadcast dimension is read once."""
-    held = (n for n, step in zip(form.size, form.stride) if step)
-    return math.prod(held) * form.dtype.itemsize
-
-
 def _bytes_of_value(node: Node) -> int:
     form = bench_ops.form_of(node)
-    return _bytes_of(form) if form else 0
+    return form.bytes if form else 0

@@ -10,9 +10,7 @@ it, as they do by default; the others, which are for inference, in the layout th
 Without a kernel it is fused only if option "fp32" asks for exactness while those settings would let
 the library use TF32.
 
-The host launches an op while the GPU runs the one before. So a kernel that takes the host longer
-than the GPU counts with the host's time, which must beat the GPU's time of what it replaces. A
-Linear's training step that takes the GPU less than the host is left.
+A Linear's training step that takes the GPU less than the host is left.
 
 With option "save" as "memory", whatever has a backward is fused.
 
@@ -45,15 +43,9 @@ from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import bench_ops, convolutions
-from fx_fuser.planning.case import (
-    MatchCase,
-    device_of,
-    gains,
-    measured,
-    note_of_host,
-    timing_key,
-)
+from fx_fuser.planning import bench_ops, contest, convolutions, surroundings
+from fx_fuser.planning.case import MatchCase, device_of, timing_key
+from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.plan")
 
@@ -328,7 +320,7 @@ def _compare(
         return None, "sizes unknown, so not timed"
     key = timing_key(match, candidates, tensors)
     benches = functools.partial(bench_ops.benches, match, candidates, tensors)
-    times = measured(match, key, benches, options)
+    times = contest.times(key, benches, device_of(match), options)
     if isinstance(times, str):
         return None, times
     note = f"library {times[0]}, {_title(fused, match)} {times[1]}"
@@ -336,13 +328,15 @@ def _compare(
     backward = LIBRARY
     if back:
         note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
-        if gains(back[1], back[0]):
+        if contest.gains(back[1], back[0]):
             backward = fused["backward"]
     library, least = ahead[0].gpu + sum(back[:1]), min(back, default=0)
-    gained = gains(ahead[1].ms + least, library)
+    took = Timing(*(ms + least for ms in ahead[1]))
     needed = 0 if options.replays_cuda_graphs or not back else _STEP_CALLS * ahead[1].host
     if library < needed:
-        gained, note = False, f"{note}; the host needs about {needed:.2g} ms for a training step"
-    if gained:
-        return {**fused, "backward": backward}, note
-    return None, note + note_of_host(gains(ahead[1].gpu + least, library), options)
+        took = Timing(took.gpu, needed)
+        note += f"; the host needs about {needed:.2g} ms for a training step"
+    won = contest.winner([took], library, [surroundings.ms_into_cat(match)], options)
+    if won.place is None:
+        return None, note + won.note
+    return {**fused, "backward": backward}, note

@@ -187,6 +187,49 @@ def cuda_functions(text: str) -> Iterator[tuple[str, int]]:
     assert not heads
 
 
+# Module → the kernels that it names. What no kernel is, or has no site, is named where it is used.
+NAMED = {
+    "build": {"split"},  # whose shared memory and registers differ on more architectures
+    "installation": {"split"},  # of which the environment may choose the loop
+    "ops.calls": {"folded"},  # an op of its own, the library's call
+    "ops.folded": {"folded"},
+    "ops.library": {"folded"},
+    "planning.bench_ops": {"folded"},
+    "planning.convolutions": {"folded"},
+    "planning.plan": {"folded"},
+    "verify.rivals": {"folded"},
+    "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
+    "passes.products": {"split", "exact"},
+    "passes.provenance": {"split", "exact"},
+}
+
+
+def kernels_named(root: Path) -> dict[str, set[str]]:
+    """Module outside fx_fuser.kernels → the kernels' files that it imports from."""
+    found: dict[str, set[str]] = {}
+    shared = {"__init__", "base", "precision"}
+    kernels = {path.stem for path in (ROOT / "kernels").glob("*.py")} - shared
+    for name, path in modules(root):
+        parts = [target.split(".") for target in imported(path)]
+        named = {p[1] for p in parts if p[0] == "kernels" and len(p) > 1} & kernels
+        if named and not name.startswith("kernels."):
+            found[name] = named
+    return found
+
+
+def test_a_kernels_name_stands_in_its_file_and_the_list() -> None:
+    assert kernels_named(ROOT) == NAMED
+
+
+def test_a_kernels_name_elsewhere_is_noticed(tmp_path: Path) -> None:
+    room = tmp_path / "planning"
+    room.mkdir()
+    (room / "plan.py").write_text("from fx_fuser.kernels.stem import stem_cut\n")
+    (room / "case.py").write_text("from fx_fuser.kernels import KERNELS, direct\n")
+    (room / "gate.py").write_text("from fx_fuser.kernels.base import Kernel\n")
+    assert kernels_named(tmp_path) == {"planning.plan": {"stem"}, "planning.case": {"direct"}}
+
+
 def test_every_module_has_a_floor() -> None:
     assert {room_of(name) for name, _ in modules(ROOT)} == set(FLOOR_OF)
 

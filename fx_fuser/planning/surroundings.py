@@ -1,0 +1,33 @@
+"""What a fused call costs where it stands, which the inner compiler's code would not."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.conv2d_batchnorm import Conv2dBatchNorm
+from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.source import called_name
+from fx_fuser.native import limits
+from fx_fuser.planning import bench_ops
+from fx_fuser.planning.case import device_of
+
+_JOINS = frozenset({"cat", "concat", "concatenate"})
+
+
+def ms_into_cat(match: Match) -> float:
+    """The copy of the site's value into a `cat` that reads it, in ms.
+
+    The inner compiler writes what a pointwise operation computes straight into the joined buffer.
+    What a kernel call has made, and the library's bare gemm or convolution, it must copy.
+    """
+    is_normed = isinstance(ANCHORS[match.site.kind], Conv2dBatchNorm)
+    is_pointwise = is_normed or bool(match.bound.epilogue.steps)
+    y = bench_ops.form_of(match.root)
+    if y is None or not is_pointwise or not any(map(_joins, match.view.readers[match.root])):
+        return 0.0
+    return 1e3 * 2 * y.bytes / limits.of(device_of(match)).bandwidth
+
+
+def _joins(reader: Node) -> bool:
+    return called_name(reader) in _JOINS
