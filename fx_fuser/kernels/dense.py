@@ -13,7 +13,7 @@ from fx_fuser.kernels.precision import asked_precision
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 LINEAR_DENSE = Family(
-    "linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR_DENSE", "load_linear", "sm_90a"
+    "linear/linear_dense_sm90.cuh", "FX_FUSER_LINEAR_DENSE", "linear_dense", "sm_90a"
 )
 
 

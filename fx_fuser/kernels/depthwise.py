@@ -31,7 +31,7 @@ def depthwise(kernel_h: int, kernel_w: int, stride: int) -> Family:
     return Family(
         "conv/depthwise.cuh",
         "FX_FUSER_DEPTHWISE",
-        "load_depthwise",
+        "depthwise",
         sizes=(kernel_h, kernel_w, stride),
     )
 

@@ -29,14 +29,14 @@ DIRECT = "direct"
 CONV_DIRECT = Family(
     "conv/conv_direct_sm90.cuh",
     "FX_FUSER_CONV_DIRECT",
-    "load_conv_direct",
+    "conv_direct",
     "sm_90a",
     common="FX_FUSER_CONV_DIRECT_COMMON",
 )
 CONV_DIRECT_BACKWARD = Family(
     "conv/conv_direct_backward_sm90.cuh",
     "FX_FUSER_CONV_DIRECT_BACKWARD",
-    "load_conv_direct_backward",
+    "conv_direct_backward",
     "sm_90a",
 )
 

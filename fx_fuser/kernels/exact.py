@@ -14,7 +14,7 @@ from fx_fuser.kernels.base import HALVES, example
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 LINEAR_EXACT = Family(
-    "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "load_linear_exact", "sm_90a"
+    "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "linear_exact", "sm_90a"
 )
 EXACT_GEMMS = {
     dtype: kernel_spec(Epilogue(), {"z": dtype}, (), torch.float32, LINEAR_EXACT)

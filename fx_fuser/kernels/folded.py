@@ -16,7 +16,7 @@ from fx_fuser.kernels.precision import may_be_tf32
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 FOLDED = "folded"
-FOLD = Family("conv/fold.cuh", "FX_FUSER_FOLD", "load_fold")
+FOLD = Family("conv/fold.cuh", "FX_FUSER_FOLD", "fold")
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def implicit(outputs: int, is_window: bool, leaves: int) -> Family:
     how many of the epilogue's first tensors are one number a channel.
     """
     sizes = (implicit_columns(outputs), int(is_window), leaves)
-    return Family("conv/implicit.cuh", "FX_FUSER_IMPLICIT", "load_implicit", sizes=sizes)
+    return Family("conv/implicit.cuh", "FX_FUSER_IMPLICIT", "implicit", sizes=sizes)
 
 
 def implicit_columns(outputs: int) -> int:

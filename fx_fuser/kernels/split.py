@@ -27,14 +27,14 @@ _ops = torch.ops.fx_fuser_native
 LINEAR_SPLIT_MMA = Family(
     "linear/linear_split_mma.cuh",
     "FX_FUSER_LINEAR_SPLIT_MMA",
-    "load_linear_split_mma",
+    "linear_split_mma",
     common="FX_FUSER_LINEAR_SPLIT_MMA_COMMON",
 )
 # By wgmma on Hopper, elsewhere the same kernels as LINEAR_SPLIT_MMA's.
 LINEAR_SPLIT_AUTO = Family(
     "linear/linear_split.cuh",
     "FX_FUSER_LINEAR_SPLIT",
-    "load_linear_split",
+    "linear_split",
     common="FX_FUSER_LINEAR_SPLIT_COMMON",
 )
 _SPLIT_LOOP = os.environ.get("FX_FUSER_SPLIT_LOOP")  # "mma" on Hopper too

@@ -29,7 +29,7 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 def stem(channels: int, kernel_h: int, kernel_w: int, stride: int, outputs: int) -> Family:
     """The convolution of a first layer with these sizes; `stem_cut` says whether it exists."""
     sizes = (channels, kernel_h, kernel_w, stride, outputs)
-    return Family("conv/stem.cuh", "FX_FUSER_STEM", "load_stem", sizes=sizes)
+    return Family("conv/stem.cuh", "FX_FUSER_STEM", "stem", sizes=sizes)
 
 
 def stem_cut(sizes: Sequence[int], x_bytes: int, operands: int = 0) -> list[int]:

@@ -37,7 +37,7 @@ MAX_NUMBERS = 8
 class Family:
     """A main loop. header: below kernels_cu; macro: of the header, instantiates the kernels.
 
-    loader: the op of `torch.ops.fx_fuser_native` that loads them. arch: the only architecture they
+    loader: its name in the shim (kernels_cu/host/kernel.h). arch: the only architecture they
     exist for, or None if they run everywhere. sizes: the macro's first arguments, over which loops
     are unrolled. common: the macro of kernels that are the same for all functors, given the type of
     the first input; the loader gets their cubin as well.
@@ -52,7 +52,7 @@ class Family:
 
 
 # The epilogue alone, which goes with every kernel.
-POINTWISE = Family("pointwise/pointwise.cuh", "FX_FUSER_POINTWISE", "load_pointwise")
+POINTWISE = Family("pointwise/pointwise.cuh", "FX_FUSER_POINTWISE", "pointwise")
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,9 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> No
         texts = texts_of(missing)
         paths = dict(zip(texts, map(str, binaries.cubins(texts, arch)), strict=True))
         for spec in missing:
-            arguments = (*(paths[text] for text in spec.texts), spec.signature, index)
-            _kernels[spec.name, index] = _load(spec.family.loader, spec.name, *arguments)
+            cubins = [paths[text] for text in spec.texts]
+            arguments = spec.family.loader, spec.name, cubins, spec.signature, index
+            _kernels[spec.name, index] = _load("load", *arguments)
 
 
 def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:
@@ -134,7 +135,8 @@ def prepare_batch_stats(device: torch.device) -> int:
         if index not in _batch_stats:
             load_shim()
             path = binaries.cubin(binaries.batch_stats_source(), binaries.arch_of(device))
-            _batch_stats[index] = _load("load_batch_stats", str(path), index)
+            name = "batch_stats"  # of their family, and their only one
+            _batch_stats[index] = _load("load", name, name, [str(path)], [], index)
         return _batch_stats[index]
 
 

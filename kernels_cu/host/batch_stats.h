@@ -2,11 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
 
-#include "host/device.h"
+#include "host/kernel.h"
 #include "pointwise/batch_stats_args.h"
 
 namespace fx_fuser {
@@ -43,20 +44,19 @@ struct StatsLibrary {
 
 constexpr const char* kBatchStats = "batch_stats";  // their only name
 
-int64_t load_batch_stats(const std::string& cubin, int64_t device) {
-  const OnDevice on_device(static_cast<int>(device));
-  Library library = load_library(cubin);
+int64_t load_batch_stats(const Sources& from) {
+  Library library = load_library(from.cubins.at(0));
   const auto kernels = [&](const std::string& suffix) -> StatsKernels {
     const auto kernel = [&](const char* name) {
       return get_kernel(library, std::string("fx_fuser_batch_stats_") + name + "_" + suffix);
     };
     return {kernel("planes"), kernel("rows"), kernel("rows_narrow"), kernel("combine")};
   };
-  const auto* loaded = new StatsLibrary{kernels("float32"), kernels("float64"), kernels("float16"),
-                                        kernels("bfloat16")};
-  registry<StatsLibrary>().add(kBatchStats, static_cast<int>(device), loaded);
-  return reinterpret_cast<int64_t>(loaded);
+  return keep<StatsLibrary>(
+      from, std::make_unique<StatsLibrary>(StatsLibrary{kernels("float32"), kernels("float64"),
+                                                        kernels("float16"), kernels("bfloat16")}));
 }
+const AddLoader kBatchStatsLoader("batch_stats", load_batch_stats);
 
 // As many rounds as still leave kStatsMinBlocks blocks. Depends on the shape alone, so that results
 // do not depend on the GPU's size.

@@ -7,95 +7,44 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv/conv_direct_geometry.h"
 #include "host/batch_stats.h"
-#include "host/linear_split.h"
-#include "host/pointwise.h"
+#include "host/conv_call.h"
+#include "host/kernel.h"
 
 namespace fx_fuser {
 namespace {
 
-// What lies between the convolution and z, each [O], and a number that their expression reads. In
-// training mean and variance are the batch's, once there is a convolution.
-struct Norm {
-  std::optional<Tensor> bias;
-  std::optional<Tensor> mean;
-  std::optional<Tensor> variance;
-  std::optional<Tensor> gamma;
-  std::optional<Tensor> beta;
-  std::optional<double> eps;
-  bool training = false;
-};
-
-// Those that an epilogue reads, in its order; then it reads eps, as a number.
-struct NormLeaf {
-  const char* name;  // in Python
-  std::optional<Tensor> Norm::* vector;
-};
-constexpr NormLeaf kNormLeaves[] = {{"bias", &Norm::bias},
-                                    {"mean", &Norm::mean},
-                                    {"var", &Norm::variance},
-                                    {"gamma", &Norm::gamma},
-                                    {"beta", &Norm::beta}};
-constexpr const char* kNormNumber = "eps";
-
-struct ConvDirectKernels {
+struct ConvDirectKernels : ConvKernel, EpilogueTypes {
   Kernel convolution;
   Kernel applied;  // of 16-bit results, where operands are a channel's
   Kernel statistics;
   int multiprocessors;
-  int scalars;
-  ScalarType out;
-  ScalarType x;  // and the weight's and c's
-  std::vector<ScalarType> operands;
+
+  explicit ConvDirectKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
+
+  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_CONV_DIRECT, as a list; `common`
-// the cubin of FX_FUSER_CONV_DIRECT_COMMON.
-int64_t load_conv_direct(const std::string& name, const std::string& cubin,
-                         const std::string& common, const std::vector<std::string>& signature,
-                         int64_t device) {
-  STD_TORCH_CHECK(signature.size() >= 5,
-                  "fx_fuser: FX_FUSER_CONV_DIRECT needs an epilogue, a number of scalars, Acc, "
-                  "Out and the type of x");
-  const OnDevice on_device(static_cast<int>(device));
-  const Library own = load_library(cubin);
-  const Library shared = load_library(common);
-  auto kernels = std::make_unique<ConvDirectKernels>();
+int64_t load_conv_direct(const Sources& from) {
+  const Signature types(from);
+  types.check_operands(kConvMaxOperands);
+  const Library own = load_library(from.cubins.at(0));
+  const Library shared = load_library(from.cubins.at(1));
+  auto kernels = std::make_unique<ConvDirectKernels>(types);
   const auto kernel = [&](Library library, const char* name) {
     return get_kernel(library, name, kConvMaxShared);
   };
   kernels->convolution = kernel(own, "fx_fuser_conv_direct");
   kernels->applied = kernel(own, "fx_fuser_conv_direct_applied");
   kernels->statistics = kernel(shared, "fx_fuser_conv_direct_statistics");
-  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
-  kernels->scalars = std::stoi(signature[1]);
-  kernels->out = scalar_type_of(signature[3]);
-  kernels->x = scalar_type_of(signature[4]);
-  for (size_t i = 5; i < signature.size(); ++i) {
-    kernels->operands.push_back(scalar_type_of(signature[i]));
-  }
-  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
-                  "fx_fuser: a direct convolution takes at most ", kConvMaxOperands, " operands");
-  registry<ConvDirectKernels>().add(name, static_cast<int>(device), kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  kernels->multiprocessors = multiprocessors_of(from.device);
+  return keep<ConvKernel>(from, std::move(kernels));
 }
-
-// [samples, channels, h, w, outputs, kernel h, kernel w, left, right, top, bottom]
-ConvShape conv_shape_of(const std::vector<int64_t>& sizes) {
-  STD_TORCH_CHECK(sizes.size() == 11, "fx_fuser: a convolution has 11 sizes here, not ",
-                  sizes.size());
-  return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-          sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]};
-}
-
-ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
-                        const std::vector<int64_t>& padding) {
-  return {x.size(0),      x.size(1),  x.size(2),  x.size(3),  weight.size(0), weight.size(2),
-          weight.size(3), padding[0], padding[1], padding[2], padding[3]};
-}
+const AddLoader kConvDirectLoader("conv_direct", load_conv_direct);
 
 // How a convolution is cut into units; an empty list where the kernels do not take its sizes or so
 // many operands. On the number of multiprocessors it depends where `out_bytes` is 0, for
@@ -124,32 +73,6 @@ std::vector<int64_t> conv_direct_cut(const std::vector<int64_t>& sizes, int64_t 
   return cut;
 }
 
-bool is_contiguous(const Tensor& tensor) {
-  int64_t dense = 1;
-  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
-    if (tensor.size(d) != 1 && tensor.stride(d) != dense) return false;
-    dense *= tensor.size(d);
-  }
-  return true;
-}
-
-void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
-                const std::vector<int64_t>& padding, int64_t groups = 1) {
-  require_cuda(x, "x");
-  for (const Tensor& tensor : {x, weight}) {
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index() &&
-                        tensor.scalar_type() == type && tensor.dim() == 4,
-                    "fx_fuser: this direct convolution takes x [N, C, H, W] and weight "
-                    "[O, C/groups, kh, kw] as ",
-                    toString(type), " on one CUDA device");
-  }
-  STD_TORCH_CHECK(x.size(1) == weight.size(1) * groups, "fx_fuser: x of shape ",
-                  to_string(x.sizes()), " has other channels than weight ",
-                  to_string(weight.sizes()));
-  STD_TORCH_CHECK(padding.size() == 4, "fx_fuser: padding is [left, right, top, bottom], not ",
-                  to_string(padding));
-}
-
 // Geometry and operands of the convolution; nothing where the kernels do not take it.
 // `out_bytes`: 0 for statistics.
 std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const Tensor& x,
@@ -164,18 +87,6 @@ std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const 
   args->x = x.data_ptr();
   args->weight = weight.data_ptr();
   return args;
-}
-
-// A tensor that broadcasts to [N, O, H, W].
-ConvOperand conv_operand_of(const Tensor& tensor) {
-  ConvOperand operand{};
-  operand.data = tensor.data_ptr();
-  const int64_t missing = 4 - tensor.dim();
-  for (int64_t d = missing; d < 4; ++d) {
-    operand.stride[d] = tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
-  }
-  operand.per_pixel = operand.stride[2] != 0 || operand.stride[3] != 0;
-  return operand;
 }
 
 // out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
@@ -269,6 +180,37 @@ bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLib
   dependent.dependent = true;
   launch(statistics.float32.combine, args->outputs, kStatsThreads, stream, moments, dependent);
   return true;
+}
+
+std::optional<Made> ConvDirectKernels::run(const Conv& conv, Norm norm,
+                                           const EpilogueArgs& args) const {
+  const auto are_one = [](const std::vector<int64_t>& values) {
+    return std::all_of(values.begin(), values.end(), [](int64_t v) { return v == 1; });
+  };
+  if (!are_one(conv.stride) || !are_one(conv.dilation) || conv.groups != 1) return {};
+  const Tensor& image = conv.x;
+  const Tensor& weight = conv.weight;
+  const int device = image.get_device_index();
+  if (norm.training) {
+    norm.mean = new_dense(image, {weight.size(0)}, ScalarType::Float);
+    norm.variance = new_dense(image, {weight.size(0)}, ScalarType::Float);
+    const auto& batch_stats = registry<StatsLibrary>().at(kBatchStats, device);
+    if (!run_conv_direct_statistics(*this, batch_stats, image, weight, conv.padding, *norm.mean,
+                                    *norm.variance)) {
+      return {};
+    }
+  }
+  const ConvShape sizes = conv_shape_of(image, weight, conv.padding);
+  const std::vector<int64_t> shape{sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()};
+  const Tensor y = new_dense(image, shape, conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = new_dense(image, shape, image.scalar_type());
+  const EpilogueArgs leaves = leaves_of(norm, args);
+  if (!run_conv_direct(*this, image, weight, conv.padding, y, c, leaves.tensors, leaves.scalars,
+                       norm.training)) {
+    return {};
+  }
+  return result_of(y, c, norm);
 }
 
 bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv/conv_direct_backward_geometry.h"
@@ -14,7 +15,7 @@
 namespace fx_fuser {
 namespace {
 
-struct ConvBackwardKernels {
+struct ConvBackwardKernels : EpilogueTypes {
   Kernel sums;
   Kernel weight;
   Kernel sums_and_weight;
@@ -22,40 +23,28 @@ struct ConvBackwardKernels {
   Kernel reduce_weight;
   Kernel input;
   int multiprocessors;
-  int scalars;
-  ScalarType x;  // and the weight's, dy's and dx's
-  std::vector<ScalarType> operands;
+
+  explicit ConvBackwardKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_CONV_DIRECT_BACKWARD, as a list.
-int64_t load_conv_direct_backward(const std::string& name, const std::string& cubin,
-                                  const std::vector<std::string>& signature, int64_t device) {
-  STD_TORCH_CHECK(signature.size() >= 5,
-                  "fx_fuser: FX_FUSER_CONV_DIRECT_BACKWARD needs an epilogue, a number of scalars, "
-                  "Acc, the type of dy and that of x");
-  const OnDevice on_device(static_cast<int>(device));
-  Library library = load_library(cubin);
+int64_t load_conv_direct_backward(const Sources& from) {
+  const Signature types(from);
+  types.check_operands(kConvMaxOperands);
+  Library library = load_library(from.cubins.at(0));
   const auto kernel = [&](const char* suffix, int shared_bytes = 0) {
     return get_kernel(library, std::string("fx_fuser_conv_direct_") + suffix, shared_bytes);
   };
-  auto kernels = std::make_unique<ConvBackwardKernels>();
+  auto kernels = std::make_unique<ConvBackwardKernels>(types);
   kernels->sums = kernel("sums", kConvMaxShared);
   kernels->weight = kernel("weight", kConvMaxShared);
   kernels->sums_and_weight = kernel("sums_and_weight", kConvMaxShared);
   kernels->reduce_sums = kernel("reduce_sums");
   kernels->reduce_weight = kernel("reduce_weight");
   kernels->input = kernel("input", kConvMaxShared);
-  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
-  kernels->scalars = std::stoi(signature[1]);
-  kernels->x = scalar_type_of(signature[4]);
-  for (size_t i = 5; i < signature.size(); ++i) {
-    kernels->operands.push_back(scalar_type_of(signature[i]));
-  }
-  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
-                  "fx_fuser: a direct convolution takes at most ", kConvMaxOperands, " operands");
-  registry<ConvBackwardKernels>().add(name, static_cast<int>(device), kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  kernels->multiprocessors = multiprocessors_of(from.device);
+  return keep<ConvBackwardKernels>(from, std::move(kernels));
 }
+const AddLoader kConvDirectBackwardLoader("conv_direct_backward", load_conv_direct_backward);
 
 // How the input's gradient is cut into pieces: [units, units of a sample, pieces of a sample, units
 // of a piece, units ahead, slots, shared bytes, halo]; of the others [units, units of a sample].

@@ -7,59 +7,47 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv/depthwise_args.h"
-#include "host/conv_direct.h"
+#include "host/conv_call.h"
 #include "host/image.h"
+#include "host/kernel.h"
 
 namespace fx_fuser {
 namespace {
 
-struct DepthwiseKernels {
+struct DepthwiseKernels : ConvKernel, EpilogueTypes {
   // By bits: planes, pixels.
   std::array<Kernel, 4> kernel;
   int multiprocessors;
   int64_t kernel_h;
   int64_t kernel_w;
   int64_t stride;
-  int scalars;
-  ScalarType out;
-  ScalarType x;  // and the weight's and c's
-  std::vector<ScalarType> operands;
+
+  explicit DepthwiseKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
+
+  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_DEPTHWISE, as a list.
-int64_t load_depthwise(const std::string& name, const std::string& cubin,
-                       const std::vector<std::string>& signature, int64_t device) {
-  constexpr size_t kFirstOperand = 8;
-  STD_TORCH_CHECK(signature.size() >= kFirstOperand,
-                  "fx_fuser: FX_FUSER_DEPTHWISE needs the window's height, width and stride, an "
-                  "epilogue, a number of scalars, Acc, Out and the type of x");
-  const OnDevice on_device(static_cast<int>(device));
-  Library library = load_library(cubin);
-  auto kernels = std::make_unique<DepthwiseKernels>();
+int64_t load_depthwise(const Sources& from) {
+  const Signature types(from, 3);
+  types.check_operands(kConvMaxOperands);
+  Library library = load_library(from.cubins.at(0));
+  auto kernels = std::make_unique<DepthwiseKernels>(types);
   const std::string prefix = "fx_fuser_depthwise_";
   kernels->kernel = {get_kernel(library, prefix + "channels_last"),
                      get_kernel(library, prefix + "planes"),
                      get_kernel(library, prefix + "channels_last_pixels"),
                      get_kernel(library, prefix + "planes_pixels")};
-  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
-  kernels->kernel_h = std::stoi(signature[0]);
-  kernels->kernel_w = std::stoi(signature[1]);
-  kernels->stride = std::stoi(signature[2]);
-  kernels->scalars = std::stoi(signature[4]);
-  kernels->out = scalar_type_of(signature[6]);
-  kernels->x = scalar_type_of(signature[7]);
-  for (size_t i = kFirstOperand; i < signature.size(); ++i) {
-    kernels->operands.push_back(scalar_type_of(signature[i]));
-  }
-  STD_TORCH_CHECK(kernels->operands.size() <= kConvMaxOperands,
-                  "fx_fuser: a depthwise convolution takes at most ", kConvMaxOperands,
-                  " operands");
-  registry<DepthwiseKernels>().add(name, static_cast<int>(device), kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  kernels->multiprocessors = multiprocessors_of(from.device);
+  kernels->kernel_h = types.sizes[0];
+  kernels->kernel_w = types.sizes[1];
+  kernels->stride = types.sizes[2];
+  return keep<ConvKernel>(from, std::move(kernels));
 }
+const AddLoader kDepthwiseLoader("depthwise", load_depthwise);
 
 // ---- how an image is divided --------------------------------------------------------------------
 
@@ -271,6 +259,36 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   launch(kernels.kernel[(planes ? 1 : 0) + (pixels ? 2 : 0)], cut->blocks, kDepthwiseThreads,
          current_stream(device), args);
   return true;
+}
+
+std::optional<Made> DepthwiseKernels::run(const Conv& conv, Norm norm,
+                                          const EpilogueArgs& args) const {
+  const Tensor& x = conv.x;
+  const Tensor& weight = conv.weight;
+  const auto are = [](const std::vector<int64_t>& values, int64_t value) {
+    return std::all_of(values.begin(), values.end(), [=](int64_t v) { return v == value; });
+  };
+  if (norm.training || !are(conv.stride, stride) || !are(conv.dilation, 1) ||
+      conv.groups != x.size(1) || conv.groups != weight.size(0)) {
+    return {};
+  }
+  const bool channels_last = suggests_channels_last(x) || suggests_channels_last(weight);
+  const auto out = depthwise_out(conv_shape_of(x, weight, conv.padding), stride);
+  if (!out) return {};
+  const std::vector<int64_t> shape{x.size(0), x.size(1), out->h, out->w};
+  const auto made = [&](ScalarType type) {
+    return channels_last
+               ? new_strided(x, shape.data(), channels_last_strides(shape).data(), 4, type)
+               : new_dense(x, shape, type);
+  };
+  const Tensor y = made(conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = made(x.scalar_type());
+  const EpilogueArgs leaves = leaves_of(norm, args);
+  if (!run_depthwise(*this, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
+    return {};
+  }
+  return result_of(y, c, norm);
 }
 
 bool depthwise(int64_t handle, const Tensor& x, const Tensor& weight,

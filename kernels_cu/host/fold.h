@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,17 +28,13 @@ struct FoldKernels {
   ScalarType in;
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_FOLD, as a list.
-int64_t load_fold(const std::string& name, const std::string& cubin,
-                  const std::vector<std::string>& signature, int64_t device) {
-  STD_TORCH_CHECK(signature.size() == 5, "fx_fuser: FX_FUSER_FOLD takes 5 arguments, not ",
-                  signature.size());
-  const OnDevice on_device(static_cast<int>(device));
-  const auto* loaded = new FoldKernels{get_kernel(load_library(cubin), "fx_fuser_fold"),
-                                       scalar_type_of(signature[3]), scalar_type_of(signature[4])};
-  registry<FoldKernels>().add(name, static_cast<int>(device), loaded);
-  return reinterpret_cast<int64_t>(loaded);
+int64_t load_fold(const Sources& from) {
+  const Signature types(from);
+  const Kernel kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_fold");
+  return keep<FoldKernels>(from,
+                           std::make_unique<FoldKernels>(FoldKernels{kernel, types.out, types.x}));
 }
+const AddLoader kFoldLoader("fold", load_fold);
 
 FoldVector fold_vector_of(const Tensor& vector, const Tensor& weight) {
   STD_TORCH_CHECK(vector.dim() == 1 && vector.size(0) == weight.size(0), "fx_fuser: a vector of ",

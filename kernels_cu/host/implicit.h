@@ -7,16 +7,18 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv/implicit_args.h"
-#include "host/conv_direct.h"
+#include "host/conv_call.h"
 #include "host/image.h"
+#include "host/kernel.h"
 
 namespace fx_fuser {
 namespace {
 
-struct ImplicitKernels {
+struct ImplicitKernels : ConvKernel, EpilogueTypes {
   Kernel kernel;
   int resident;  // blocks a multiprocessor, by their registers
   int multiprocessors;
@@ -24,42 +26,29 @@ struct ImplicitKernels {
   int columns;
   bool is_window;
   int leaves;
-  int scalars;
-  ScalarType out;
-  ScalarType x;  // and the weight's and c's
-  std::vector<ScalarType> operands;
+
+  explicit ImplicitKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
+
+  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_IMPLICIT, as a list.
-int64_t load_implicit(const std::string& name, const std::string& cubin,
-                      const std::vector<std::string>& signature, int64_t device) {
-  constexpr size_t kFirstOperand = 8;
-  STD_TORCH_CHECK(signature.size() >= kFirstOperand,
-                  "fx_fuser: FX_FUSER_IMPLICIT needs three sizes, an epilogue, a number of "
-                  "scalars, Acc, Out and the type of x");
-  const int on = static_cast<int>(device);
-  const OnDevice on_device(on);
-  auto kernels = std::make_unique<ImplicitKernels>();
-  kernels->columns = std::stoi(signature[0]);
-  kernels->is_window = std::stoi(signature[1]) != 0;
-  kernels->leaves = std::stoi(signature[2]);
-  kernels->scalars = std::stoi(signature[4]);
-  kernels->out = scalar_type_of(signature[6]);
-  kernels->x = scalar_type_of(signature[7]);
-  for (size_t i = kFirstOperand; i < signature.size(); ++i) {
-    kernels->operands.push_back(scalar_type_of(signature[i]));
-  }
-  kernels->multiprocessors = multiprocessors_of(on);
-  const int most_of_block = attribute_of(on, kDeviceMaxShared);
+int64_t load_implicit(const Sources& from) {
+  const Signature types(from, 3);
+  auto kernels = std::make_unique<ImplicitKernels>(types);
+  kernels->columns = types.sizes[0];
+  kernels->is_window = types.sizes[1] != 0;
+  kernels->leaves = types.sizes[2];
+  kernels->multiprocessors = multiprocessors_of(from.device);
+  const int most_of_block = attribute_of(from.device, kDeviceMaxShared);
   kernels->shared_bytes = most_of_block + kImplicitReserved;
-  kernels->kernel = get_kernel(load_library(cubin), "fx_fuser_implicit", most_of_block);
+  kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_implicit", most_of_block);
   check(driver().OccupancyMaxActiveBlocksPerMultiprocessor(&kernels->resident, kernels->kernel,
                                                            kImplicitThreads, 0),
         "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   kernels->resident = std::min(kernels->resident, kImplicitResident);
-  registry<ImplicitKernels>().add(name, on, kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  return keep<ConvKernel>(from, std::move(kernels));
 }
+const AddLoader kImplicitLoader("implicit", load_implicit);
 
 // ---- how a convolution is divided ---------------------------------------------------------------
 
@@ -360,6 +349,31 @@ bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor&
   launch(kernels.kernel, args->workers * parts, kImplicitThreads, current_stream(device), *args,
          options);
   return true;
+}
+
+std::optional<Made> ImplicitKernels::run(const Conv& conv, Norm norm,
+                                         const EpilogueArgs& args) const {
+  const Tensor& image = conv.x;
+  // torch's result lies as one of the two.
+  const bool channels_last = suggests_channels_last(image) || suggests_channels_last(conv.weight);
+  if (norm.training || conv.groups != 1 || !channels_last) return {};
+  check_conv(x, image, conv.weight, conv.padding);
+  const ImplicitWindow window =
+      implicit_window(image, conv.weight, conv.stride, conv.padding, conv.dilation);
+  if (!implicit_takes(window)) return {};
+  const std::vector<int64_t> size{image.size(0), conv.weight.size(0), window.out_h(),
+                                  window.out_w()};
+  const auto made = [&](ScalarType type) {
+    return new_strided(image, size.data(), channels_last_strides(size).data(), size.size(), type);
+  };
+  const Tensor y = made(conv.out_type);
+  std::optional<Tensor> c;
+  if (conv.save) c = made(image.scalar_type());
+  const EpilogueArgs leaves = leaves_of(norm, args);
+  if (!run_implicit(*this, image, conv.weight, window, y, c, leaves.tensors, leaves.scalars)) {
+    return {};
+  }
+  return result_of(y, c, norm);
 }
 
 bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,

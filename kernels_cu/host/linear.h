@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/gemm_call.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/made.h"
@@ -22,25 +23,6 @@ namespace {
 // Names in Python of the arguments that say what is multiplied.
 constexpr std::string_view kLinearNames = "x, weight, bias, product, backward, again";
 constexpr std::string_view kBmmNames = "x, weight, product, backward, again";
-
-double cpu_scalar(const Tensor& tensor) {
-  const void* data = tensor.data_ptr();
-  switch (tensor.scalar_type()) {
-    case ScalarType::Double:
-      return *static_cast<const double*>(data);
-    case ScalarType::Float:
-      return *static_cast<const float*>(data);
-    case ScalarType::Long:
-      return static_cast<double>(*static_cast<const int64_t*>(data));
-    case ScalarType::Int:
-      return *static_cast<const int32_t*>(data);
-    case ScalarType::Bool:
-      return *static_cast<const bool*>(data);
-    default:
-      break;
-  }
-  return cpu_scalar(torch::stable::to(tensor, ScalarType::Double));
-}
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
@@ -74,74 +56,17 @@ Tensor library_product(const Tensor& x, const Tensor& weight, const std::optiona
   return weight.dim() == 2 ? linear(x, weight, bias) : torch::stable::matmul(x, transposed(weight));
 }
 
-// What an epilogue reads besides z, in the order of its functor.
-struct EpilogueArgs {
-  std::vector<Tensor> tensors;
-  std::vector<double> scalars;
-};
-
-// A number that is still a tensor on the host, `torch.tensor(2.0)`, is passed as a number.
-EpilogueArgs wildcards_of(const std::vector<Tensor>& t, const std::vector<double>& s) {
-  EpilogueArgs found;
-  found.scalars = s;
-  for (const Tensor& tensor : t) {
-    if (tensor.dim() == 0 && tensor.is_cpu()) {
-      found.scalars.push_back(cpu_scalar(tensor));
-    } else {
-      found.tensors.push_back(tensor);
-    }
-  }
-  return found;
-}
-
-// Without a kernel the result is the library's product itself, which no epilogue changes.
-void check_is_result(const Tensor& c, ScalarType out_type, const EpilogueArgs& wildcards) {
-  STD_TORCH_CHECK(
-      c.scalar_type() == out_type && wildcards.tensors.empty() && wildcards.scalars.empty(),
-      "fx_fuser: the op needs the name of a kernel: only where the epilogue is the "
-      "identity, and the result of the product's type, can it do without");
-}
-
-// Is the kernel worth its launch?  What fx_fuser/planning/plan.py measured holds for one size, and
-// a graph may be called with others. The dense product has tiles for all of them.
-bool is_profitable(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight) {
-  const auto forced = forced_weight_first(kernels, weight);
-  const auto call = SplitCall::of(x, {&weight, &x}, kernels.rates, {0, forced});
-  if (!call || !call->is_profitable()) return false;
-  // What streams has guessed scales, and where they are often wrong no other operand can.
-  if (forced && kernels.guesses->takes_call(call->sizes.all())) return false;
-  return !kernels.precision->takes_call(call->sizes.all());
-}
-bool is_profitable(const LinearDenseKernels& /*kernels*/, const Tensor& /*x*/,
-                   const Tensor& /*weight*/) {
-  return true;
-}
-
-bool run(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
-         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
-         const EpilogueArgs& wildcards) {
-  return run_linear_split(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
-}
-bool run(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
-         const std::optional<Tensor>& bias, const Tensor& y, const std::optional<Tensor>& c,
-         const EpilogueArgs& wildcards) {
-  return run_linear_dense(kernels, x, weight, bias, y, c, wildcards.tensors, wildcards.scalars);
-}
-
 // y and, if it is to be saved, c; nothing where the kernel does not take or does not gain from
 // these tensors.
-template <class Kernels>
-std::optional<Made> linear_in_one_kernel(const std::string& kernel, const Tensor& x,
+std::optional<Made> linear_in_one_kernel(const GemmKernel& kernel, const Tensor& x,
                                          const Tensor& weight, const std::optional<Tensor>& bias,
                                          const std::vector<int64_t>& shape,
-                                         const EpilogueArgs& wildcards, ScalarType out_type,
-                                         bool save) {
-  const Kernels& kernels = registry<Kernels>().at(kernel, x.get_device_index());
-  if (weight.size(-1) == 0 || !is_profitable(kernels, x, weight)) return {};
+                                         const EpilogueArgs& args, ScalarType out_type, bool save) {
+  if (weight.size(-1) == 0 || !kernel.is_profitable(x, weight)) return {};
   const Tensor y = new_dense(x, shape, out_type);
   std::optional<Tensor> c;
   if (save) c = new_dense(x, shape, x.scalar_type());
-  if (!run(kernels, x, weight, bias, y, c, wildcards)) return {};
+  if (!kernel.run(x, weight, bias, y, c, args)) return {};
   return Made{y, c, {}, {}};
 }
 
@@ -168,7 +93,7 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   require_cuda(a, "a");
   const auto& kernels = registry<LinearSplitKernels>().at(kernel, a.get_device_index());
   const auto by_library = [&] { return library_product(widened(a), widened(b), std::nullopt); };
-  if (a.numel() == 0 || b.numel() == 0 || !is_profitable(kernels, a, b)) return by_library();
+  if (a.numel() == 0 || b.numel() == 0 || !kernels.is_profitable(a, b)) return by_library();
   const auto a_sizes = a.sizes();
   std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
   shape.back() = b.size(-2);
@@ -210,66 +135,64 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
 // What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading
 // sizes.
 Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                  const std::string& product, const EpilogueArgs& wildcards,
-                  const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
+                  const EpilogueArgs& args, const std::vector<std::string>& kernels,
+                  ScalarType out_type, bool save) {
   require_cuda(x, "x");
   const auto x_sizes = x.sizes();
   std::vector<int64_t> c_shape(x_sizes.begin(), x_sizes.end());
   c_shape.back() = weight.size(-2);
   std::vector<int64_t> shape = c_shape;
-  for (const Tensor& tensor : wildcards.tensors) {
+  for (const Tensor& tensor : args.tensors) {
     // A gate, one column wide, may be spread along that dimension.
     if (shape.back() == 1 && tensor.dim() > 0) shape.back() = tensor.size(-1);
   }
   const bool same_shape = shape == c_shape;
 
   if (kernels.size() > 1 && same_shape) {
-    const auto in_one_kernel = product == "split" ? linear_in_one_kernel<LinearSplitKernels>
-                                                  : linear_in_one_kernel<LinearDenseKernels>;
-    auto done = in_one_kernel(kernels[1], x, weight, bias, shape, wildcards, out_type, save);
+    const auto& kernel = registry<GemmKernel>().at(kernels[1], x.get_device_index());
+    auto done = linear_in_one_kernel(kernel, x, weight, bias, shape, args, out_type, save);
     if (done) return *std::move(done);
   }
 
   const Tensor c = library_product(x, weight, bias);
   if (kernels.empty()) {
-    check_is_result(c, out_type, wildcards);
+    check_is_result(c, out_type, args);
     return {c, {}, {}, {}};
   }
   const auto& epilogue = registry<PointwiseKernels>().at(kernels[0], x.get_device_index());
   std::vector<Tensor> inputs{c};
-  inputs.insert(inputs.end(), wildcards.tensors.begin(), wildcards.tensors.end());
+  inputs.insert(inputs.end(), args.tensors.begin(), args.tensors.end());
   const bool in_place = !save && c.scalar_type() == out_type && same_shape;
   const Tensor y = in_place ? c : new_dense(c, shape, out_type);
-  run_pointwise(epilogue, y, inputs, wildcards.scalars);
+  run_pointwise(epilogue, y, inputs, args.scalars);
   return {y, save ? std::optional(c) : std::nullopt, {}, {}};
 }
 
 // fx_fuser/ops/library.py has the schemas of all three, and what their arguments mean.
 Made make_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                 const std::string& product, const std::string& /*backward*/, bool /*again*/,
+                 const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/,
                  const std::string& /*epilogue*/, const std::vector<Tensor>& t,
                  const std::vector<double>& s, const std::vector<std::string>& kernels,
                  ScalarType out_type, bool save) {
-  return fused_linear(x, weight, bias, product, wildcards_of(t, s), kernels, out_type, save);
+  return fused_linear(x, weight, bias, epilogue_args_of(t, s), kernels, out_type, save);
 }
 
 // Its weight is [K, N]. aten::linear turns the view around again, so the library's call and its
 // operands are those of `x @ weight` and of addmm.
 Made make_matmul(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                 const std::string& product, const std::string& /*backward*/, bool /*again*/,
+                 const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/,
                  const std::string& /*epilogue*/, const std::vector<Tensor>& t,
                  const std::vector<double>& s, const std::vector<std::string>& kernels,
                  ScalarType out_type, bool save) {
-  return fused_linear(x, transposed(weight), bias, product, wildcards_of(t, s), kernels, out_type,
-                      save);
+  return fused_linear(x, transposed(weight), bias, epilogue_args_of(t, s), kernels, out_type, save);
 }
 
 // x [*, M, K] by as many weights [*, K, N].
-Made make_bmm(const Tensor& x, const Tensor& weight, const std::string& product,
+Made make_bmm(const Tensor& x, const Tensor& weight, const std::string& /*product*/,
               const std::string& /*backward*/, bool /*again*/, const std::string& /*epilogue*/,
               const std::vector<Tensor>& t, const std::vector<double>& s,
               const std::vector<std::string>& kernels, ScalarType out_type, bool save) {
-  return fused_linear(x, transposed(weight), std::nullopt, product, wildcards_of(t, s), kernels,
+  return fused_linear(x, transposed(weight), std::nullopt, epilogue_args_of(t, s), kernels,
                       out_type, save);
 }
 

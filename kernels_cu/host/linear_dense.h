@@ -7,14 +7,18 @@
 namespace fx_fuser {
 namespace {
 
-struct LinearDenseKernels {
+struct LinearDenseKernels : GemmKernel, EpilogueTypes {
   int shapes;  // the first of kDenseShapes
   std::array<Kernel, kDenseShapeCount> kernel;
   std::array<int64_t, kDenseShapeCount> clusters;  // that the device runs at once
-  int scalars;
-  ScalarType in;
-  ScalarType out;
-  std::vector<ScalarType> operands;
+
+  explicit LinearDenseKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
+
+  // It has tiles for all sizes.
+  bool is_profitable(const Tensor& /*x*/, const Tensor& /*weight*/) const override { return true; }
+  bool run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+           const Tensor& y, const std::optional<Tensor>& c,
+           const EpilogueArgs& args) const override;
 };
 
 // TFLOAT32: TMA rounds, where the tensor core would cut off, which triples the error.
@@ -48,44 +52,26 @@ int64_t resident_clusters(Kernel kernel, const DenseShape& shape, int multiproce
   return std::max(clusters, 1);
 }
 
-int64_t load_dense(int shapes, const std::string& name, const std::string& cubin,
-                   const std::vector<std::string>& signature, int64_t device) {
-  STD_TORCH_CHECK(
-      signature.size() >= 5,
-      "fx_fuser: FX_FUSER_LINEAR_DENSE needs an epilogue, a number of scalars, Acc, Out and "
-      "the type of x");
-  const OnDevice on_device(static_cast<int>(device));
-  Library library = load_library(cubin);
-  const int multiprocessors = multiprocessors_of(static_cast<int>(device));
-  auto kernels = std::make_unique<LinearDenseKernels>();
+int64_t load_dense(int shapes, const Sources& from) {
+  const Signature types(from);
+  Library library = load_library(from.cubins.at(0));
+  const int multiprocessors = multiprocessors_of(from.device);
+  auto kernels = std::make_unique<LinearDenseKernels>(types);
   kernels->shapes = shapes;
   for (int i = 0; i < shapes; ++i) {
     kernels->kernel[i] =
         get_kernel(library, "fx_fuser_linear_" + std::to_string(i), kDenseShapes[i].shared_bytes());
     kernels->clusters[i] = resident_clusters(kernels->kernel[i], kDenseShapes[i], multiprocessors);
   }
-  kernels->scalars = std::stoi(signature[1]);
-  kernels->out = scalar_type_of(signature[3]);
-  kernels->in = scalar_type_of(signature[4]);
-  copied_as(kernels->in);
-  for (size_t i = 5; i < signature.size(); ++i) {
-    kernels->operands.push_back(scalar_type_of(signature[i]));
-  }
-  registry<LinearDenseKernels>().add(name, static_cast<int>(device), kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  copied_as(kernels->x);
+  registry<GemmKernel>().add(from.name, from.device, kernels.get());
+  return keep<LinearDenseKernels>(from, std::move(kernels));
 }
 
-// `signature` is what stands between the parentheses of FX_FUSER_LINEAR_DENSE, as a list.
-int64_t load_linear(const std::string& name, const std::string& cubin,
-                    const std::vector<std::string>& signature, int64_t device) {
-  return load_dense(kDenseShapeCount, name, cubin, signature, device);
-}
-
-// The same of FX_FUSER_LINEAR_EXACT.
-int64_t load_linear_exact(const std::string& name, const std::string& cubin,
-                          const std::vector<std::string>& signature, int64_t device) {
-  return load_dense(kExactShapeCount, name, cubin, signature, device);
-}
+int64_t load_linear_dense(const Sources& from) { return load_dense(kDenseShapeCount, from); }
+int64_t load_linear_exact(const Sources& from) { return load_dense(kExactShapeCount, from); }
+const AddLoader kLinearDenseLoader("linear_dense", load_linear_dense);
+const AddLoader kLinearExactLoader("linear_exact", load_linear_exact);
 
 // Tiles of a cluster, taken as one.
 int64_t dense_tiles(const DenseShape& shape, int64_t m, int64_t n) {
@@ -119,7 +105,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
                       const std::optional<Tensor>& bias, const Tensor& out,
                       const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                       const std::vector<double>& scalars) {
-  check_linear(kernels, kernels.in, {kernels.in, kernels.in}, x, weight, bias, out, z, operands,
+  check_linear(kernels, kernels.x, {kernels.x, kernels.x}, x, weight, bias, out, z, operands,
                scalars);
   const int64_t n = weight.size(0);
   const int64_t k = weight.size(1);
@@ -165,7 +151,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
     // The stride of a single row is never used, but must be one that TMA takes.
     const int64_t bytes = rows == 1 ? ceil_div(k * element, 16) * 16 : stride * element;
     return tensor_map<2>(
-        copied_as(kernels.in), tensor.data_ptr(),
+        copied_as(kernels.x), tensor.data_ptr(),
         {static_cast<uint64_t>(k), static_cast<uint64_t>(rows)}, {static_cast<uint64_t>(bytes)},
         {static_cast<uint32_t>(kDenseStepBytes / element), static_cast<uint32_t>(box_rows)});
   };
@@ -190,6 +176,12 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   launch(kernels.kernel[chosen], clusters * shape.cluster, kDenseThreads, current_stream(device),
          args, options);
   return true;
+}
+
+bool LinearDenseKernels::run(const Tensor& x, const Tensor& weight,
+                             const std::optional<Tensor>& bias, const Tensor& y,
+                             const std::optional<Tensor>& c, const EpilogueArgs& args) const {
+  return run_linear_dense(*this, x, weight, bias, y, c, args.tensors, args.scalars);
 }
 
 bool linear_dense(int64_t handle, const Tensor& x, const Tensor& weight,

@@ -12,7 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "host/pointwise.h"
+#include "host/gemm_call.h"
+#include "host/kernel.h"
 #include "host/split_call.h"
 #include "host/split_fallback.h"
 #include "host/split_operands.h"
@@ -41,7 +42,8 @@ struct SplitLoop {
   }
 };
 
-struct LinearSplitKernels {
+// x: the type of the operand that is split first: fp32, or of 16 bits and never the other's.
+struct LinearSplitKernels : GemmKernel, EpilogueTypes {
   SplitLoop loop;
   Kernel split_rows;
   Kernel split_columns;
@@ -50,24 +52,23 @@ struct LinearSplitKernels {
   Kernel sum;
   Kernel copy_rows;
   SplitRates rates;
-  int scalars;
-  ScalarType first;  // of the operand that is split first: fp32, or of 16 bits and never the other
-  ScalarType out;
-  std::vector<ScalarType> operands;
   std::unique_ptr<Fallback> precision;  // to the library's product
   std::unique_ptr<Fallback> guesses;    // to scales that are found ahead
+
+  explicit LinearSplitKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
+
+  bool is_profitable(const Tensor& x, const Tensor& weight) const override;
+  bool run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+           const Tensor& y, const std::optional<Tensor>& c,
+           const EpilogueArgs& args) const override;
 };
 
-int64_t load_split(const std::string& name, const std::string& cubin, const std::string& common,
-                   const std::vector<std::string>& signature, int64_t device, bool mma) {
-  STD_TORCH_CHECK(signature.size() >= 5,
-                  "fx_fuser: FX_FUSER_LINEAR_SPLIT needs an epilogue, a number of scalars, Acc, "
-                  "Out and the type of the operand that is split first");
-  const OnDevice on_device(static_cast<int>(device));
-  const Library own = load_library(cubin);
-  const Library shared = load_library(common);
-  auto kernels = std::make_unique<LinearSplitKernels>();
-  kernels->loop = mma ? SplitLoop::mma(static_cast<int>(device)) : SplitLoop::hopper();
+int64_t load_split(const Sources& from, bool mma) {
+  const Signature types(from);
+  const Library own = load_library(from.cubins.at(0));
+  const Library shared = load_library(from.cubins.at(1));
+  auto kernels = std::make_unique<LinearSplitKernels>(types);
+  kernels->loop = mma ? SplitLoop::mma(from.device) : SplitLoop::hopper();
   kernels->split_rows = get_kernel(shared, "fx_fuser_linear_split_rows");
   kernels->split_columns = get_kernel(shared, "fx_fuser_linear_split_columns");
   kernels->sum = get_kernel(own, "fx_fuser_linear_split_sum");
@@ -79,35 +80,22 @@ int64_t load_split(const std::string& name, const std::string& cubin, const std:
                       product(own, "fx_fuser_linear_split_n_major")};
   kernels->chunk = {product(shared, "fx_fuser_linear_split_chunk"),
                     product(shared, "fx_fuser_linear_split_chunk_n_major")};
-  kernels->rates = SplitRates::of(figures_of(static_cast<int>(device)));
+  kernels->rates = SplitRates::of(figures_of(from.device));
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
-  kernels->scalars = std::stoi(signature[1]);
-  kernels->out = scalar_type_of(signature[3]);
-  kernels->first = scalar_type_of(signature[4]);
-  for (size_t i = 5; i < signature.size(); ++i) {
-    kernels->operands.push_back(scalar_type_of(signature[i]));
-  }
-  registry<LinearSplitKernels>().add(name, static_cast<int>(device), kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  registry<GemmKernel>().add(from.name, from.device, kernels.get());
+  return keep<LinearSplitKernels>(from, std::move(kernels));
 }
 
-// Of linear/linear_split.cuh, whose loop is wgmma's where the GPU has it. `signature` is what
-// stands between the parentheses of FX_FUSER_LINEAR_SPLIT, as a list; `common` the cubin of
-// FX_FUSER_LINEAR_SPLIT_COMMON.
-int64_t load_linear_split(const std::string& name, const std::string& cubin,
-                          const std::string& common, const std::vector<std::string>& signature,
-                          int64_t device) {
-  const bool has_wgmma = attribute_of(static_cast<int>(device), kDeviceMajor) == 9;
-  return load_split(name, cubin, common, signature, device, /*mma=*/!has_wgmma);
+// Of linear/linear_split.cuh, whose loop is wgmma's where the GPU has it; and, on every GPU, of
+// linear/linear_split_mma.cuh.
+int64_t load_linear_split(const Sources& from) {
+  const bool has_wgmma = attribute_of(from.device, kDeviceMajor) == 9;
+  return load_split(from, /*mma=*/!has_wgmma);
 }
-
-// The same of FX_FUSER_LINEAR_SPLIT_MMA, on every GPU.
-int64_t load_linear_split_mma(const std::string& name, const std::string& cubin,
-                              const std::string& common, const std::vector<std::string>& signature,
-                              int64_t device) {
-  return load_split(name, cubin, common, signature, device, /*mma=*/true);
-}
+int64_t load_linear_split_mma(const Sources& from) { return load_split(from, /*mma=*/true); }
+const AddLoader kLinearSplitLoader("linear_split", load_linear_split);
+const AddLoader kLinearSplitMmaLoader("linear_split_mma", load_linear_split_mma);
 
 // The stride between rows of a tensor seen as [rows, columns], whose leading dimensions broadcast
 // to those of `like`; nothing where the rows are not evenly spaced.
@@ -127,40 +115,11 @@ std::optional<int64_t> row_stride(const Tensor& tensor, const Tensor& like) {
   return stride;
 }
 
-bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
-  const int64_t missing = out.dim() - tensor.dim();
-  if (missing < 0) return false;
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) != 1 && tensor.size(d) != out.size(d + missing)) return false;
-  }
-  return true;
-}
-
 // What 16-byte loads and TMA ask of rows.
 bool has_aligned_rows(const Tensor& tensor, int64_t rows, int64_t stride) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) == 1;
   return dense && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
          (rows == 1 || stride * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
-}
-
-// Are these the operands and scalars that the kernels' epilogue takes, for a result like `out`?
-template <class Kernels>
-void check_epilogue(const Kernels& kernels, const Tensor& out, const std::vector<Tensor>& operands,
-                    const std::vector<double>& scalars) {
-  STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
-                  kernels.operands.size(), " operands, not ", operands.size());
-  STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,
-                  "fx_fuser: the kernel takes ", kernels.scalars, " scalars, not ", scalars.size());
-  for (size_t i = 0; i < operands.size(); ++i) {
-    STD_TORCH_CHECK(operands[i].is_cuda() &&
-                        operands[i].get_device_index() == out.get_device_index() &&
-                        operands[i].scalar_type() == kernels.operands[i],
-                    "fx_fuser: operand ", i, " must be of ", toString(kernels.operands[i]),
-                    " on cuda:", out.get_device_index());
-    STD_TORCH_CHECK(broadcasts_to(operands[i], out), "fx_fuser: operand ", i, " of shape ",
-                    to_string(operands[i].sizes()), " does not broadcast to the shape ",
-                    to_string(out.sizes()));
-  }
 }
 
 // What is multiplied.
@@ -218,19 +177,19 @@ void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& type
 
 // Which operand is split first, where that is no choice: one of 16 bits.
 std::optional<bool> forced_weight_first(const LinearSplitKernels& kernels, const Tensor& weight) {
-  if (kernels.first == ScalarType::Float) return std::nullopt;
-  return weight.scalar_type() == kernels.first;
+  if (kernels.x == ScalarType::Float) return std::nullopt;
+  return weight.scalar_type() == kernels.x;
 }
 
 LinearTypes split_types(const LinearSplitKernels& kernels, const Tensor& weight) {
   const bool weight_first = forced_weight_first(kernels, weight).value_or(false);
-  return weight_first ? LinearTypes{ScalarType::Float, kernels.first}
-                      : LinearTypes{kernels.first, ScalarType::Float};
+  return weight_first ? LinearTypes{ScalarType::Float, kernels.x}
+                      : LinearTypes{kernels.x, ScalarType::Float};
 }
 
 // Parts of fp16 that make a value of the operand that is split first.
 int64_t split_parts(const LinearSplitKernels& kernels) {
-  return kernels.first == ScalarType::Float ? 2 : 1;
+  return kernels.x == ScalarType::Float ? 2 : 1;
 }
 
 float least_sum(const SplitPlan& plan) { return kLeastSum * std::sqrt(static_cast<float>(plan.k)); }
@@ -307,7 +266,7 @@ struct SplitLaunch {
                             static_cast<int32_t>(sizes.k - (plan.chunks - 1) * plan.k)};
     const auto split = [&](const SplitOperand& operand, void* to, SplitRowFactors* factors) {
       SplitArgs args = split_args(operand, of_product, padded_k, part.second.transposed(),
-                                  to != nullptr ? kernels.first : ScalarType::Float);
+                                  to != nullptr ? kernels.x : ScalarType::Float);
       args.split = to;
       args.factors = factors;
       args.least_sum = least_sum(plan);
@@ -417,11 +376,26 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   for (size_t i = 0; i < operands.size(); ++i) {
     bytes[LinearResult::kFirstOperand + i] = static_cast<int64_t>(operands[i].element_size());
   }
-  const int64_t size = kernels.first == ScalarType::Float ? 4 : 2;
+  const int64_t size = kernels.x == ScalarType::Float ? 4 : 2;
   for (int64_t row = 0; row < all.first.rows; row += at_once) {
     launch.run(all.of_rows(row, std::min(at_once, all.first.rows - row), size, bytes));
   }
   return true;
+}
+
+bool LinearSplitKernels::is_profitable(const Tensor& x, const Tensor& weight) const {
+  const auto forced = forced_weight_first(*this, weight);
+  const auto call = SplitCall::of(x, {&weight, &x}, rates, {0, forced});
+  if (!call || !call->is_profitable()) return false;
+  // What streams has guessed scales, and where they are often wrong no other operand can.
+  if (forced && guesses->takes_call(call->sizes.all())) return false;
+  return !precision->takes_call(call->sizes.all());
+}
+
+bool LinearSplitKernels::run(const Tensor& x, const Tensor& weight,
+                             const std::optional<Tensor>& bias, const Tensor& y,
+                             const std::optional<Tensor>& c, const EpilogueArgs& args) const {
+  return run_linear_split(*this, x, weight, bias, y, c, args.tensors, args.scalars);
 }
 
 // sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1

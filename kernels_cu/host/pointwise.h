@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "host/device.h"
+#include "host/kernel.h"
 #include "pointwise/pointwise_args.h"
 
 namespace fx_fuser {
@@ -26,39 +26,21 @@ struct PointwiseKernels {
   std::vector<ScalarType> in;
 };
 
-ScalarType scalar_type_of(const std::string& cuda_name) {
-  static constexpr std::pair<const char*, ScalarType> kNames[] = {
-      {"float", ScalarType::Float}, {"double", ScalarType::Double},
-      {"__half", ScalarType::Half}, {"__nv_bfloat16", ScalarType::BFloat16},
-      {"bool", ScalarType::Bool},   {"uint8_t", ScalarType::Byte},
-      {"int8_t", ScalarType::Char}, {"int16_t", ScalarType::Short},
-      {"int32_t", ScalarType::Int}, {"int64_t", ScalarType::Long},
-  };
-  for (const auto& [name, type] : kNames) {
-    if (cuda_name == name) return type;
-  }
-  STD_TORCH_CHECK(false, "fx_fuser: unknown element type ", cuda_name);
-}
-
-// `signature` is what stands between the parentheses of FX_FUSER_POINTWISE, as a list.
-int64_t load_pointwise(const std::string& name, const std::string& cubin,
-                       const std::vector<std::string>& signature, int64_t device) {
-  STD_TORCH_CHECK(signature.size() >= 5,
-                  "fx_fuser: FX_FUSER_POINTWISE needs an epilogue, a number "
-                  "of scalars, Acc, Out and at least one In");
-  const OnDevice on_device(static_cast<int>(device));
-  Library library = load_library(cubin);
+int64_t load_pointwise(const Sources& from) {
+  const Signature types(from);
+  Library library = load_library(from.cubins.at(0));
   auto kernels = std::make_unique<PointwiseKernels>();
-  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
+  kernels->multiprocessors = multiprocessors_of(from.device);
   kernels->small = get_kernel(library, "fx_fuser_pointwise_small");
   kernels->u32 = get_kernel(library, "fx_fuser_pointwise_u32");
   kernels->u64 = get_kernel(library, "fx_fuser_pointwise_u64");
-  kernels->scalars = std::stoi(signature[1]);
-  kernels->out = scalar_type_of(signature[3]);
-  for (size_t i = 4; i < signature.size(); ++i) kernels->in.push_back(scalar_type_of(signature[i]));
-  registry<PointwiseKernels>().add(name, static_cast<int>(device), kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  kernels->scalars = types.scalars;
+  kernels->out = types.out;
+  kernels->in = types.operands;
+  kernels->in.insert(kernels->in.begin(), types.x);
+  return keep<PointwiseKernels>(from, std::move(kernels));
 }
+const AddLoader kPointwiseLoader("pointwise", load_pointwise);
 
 // out and every input as one set of loops: dimensions in out's memory order, innermost first, each
 // with one stride an operand (out's last). Bounded, since a launch should not allocate.

@@ -14,6 +14,7 @@
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/implicit.h"
+#include "host/kernel.h"
 #include "host/linear.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
@@ -25,26 +26,18 @@ namespace fx_fuser {
 STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("contract() -> str[]");
   m.def("use_driver(int get_proc_address) -> ()");
-  m.def("load_pointwise(str name, str cubin, str[] signature, int device) -> int");
+  m.def("load(str family, str name, str[] cubins, str[] signature, int device) -> int");
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
-  m.def("load_batch_stats(str cubin, int device) -> int");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
-  m.def("load_linear_split(str name, str cubin, str common, str[] signature, int device) -> int");
-  m.def(
-      "load_linear_split_mma(str name, str cubin, str common, str[] signature, int device) -> int");
   m.def(
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
       "bool");
   m.def("linear_split_choice(int[] sizes, int[] gpu) -> int[]");
   m.def("reset_linear_split(int kernels) -> ()");
-  m.def("load_linear(str name, str cubin, str[] signature, int device) -> int");
-  m.def("load_linear_exact(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
-  m.def("load_fold(str name, str cubin, str[] signature, int device) -> int");
-  m.def("load_conv_direct(str name, str cubin, str common, str[] signature, int device) -> int");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
       "multiprocessors) -> int[]");
@@ -54,26 +47,22 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def(
       "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
       "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
-  m.def("load_depthwise(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "depthwise_cut(int[] sizes, int stride, int x_bytes, bool channels_last, int operands, int "
       "multiprocessors) -> int[]");
   m.def(
       "depthwise(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
-  m.def("load_stem(str name, str cubin, str[] signature, int device) -> int");
   m.def("stem_cut(int[] sizes, int x_bytes, int operands) -> int[]");
   m.def(
       "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
-  m.def("load_implicit(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "implicit_cut(int[] sizes, int[] stride, int[] dilation, int columns, int leaves, "
       "int operands, int held, int multiprocessors, int shared_bytes) -> int[]");
   m.def(
       "implicit(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, "
       "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
-  m.def("load_conv_direct_backward(str name, str cubin, str[] signature, int device) -> int");
   m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
       "int[]");
@@ -88,33 +77,22 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("contract", TORCH_BOX(&contract));
   m.impl("use_driver", TORCH_BOX(&use_driver));
-  m.impl("load_pointwise", TORCH_BOX(&load_pointwise));
+  m.impl("load", TORCH_BOX(&load));
   m.impl("pointwise", TORCH_BOX(&pointwise));
-  m.impl("load_batch_stats", TORCH_BOX(&load_batch_stats));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
-  m.impl("load_linear_split", TORCH_BOX(&load_linear_split));
-  m.impl("load_linear_split_mma", TORCH_BOX(&load_linear_split_mma));
   m.impl("linear_split", TORCH_BOX(&linear_split));
   m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
   m.impl("reset_linear_split", TORCH_BOX(&reset_linear_split));
-  m.impl("load_linear", TORCH_BOX(&load_linear));
-  m.impl("load_linear_exact", TORCH_BOX(&load_linear_exact));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
-  m.impl("load_fold", TORCH_BOX(&load_fold));
-  m.impl("load_conv_direct", TORCH_BOX(&load_conv_direct));
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
   m.impl("conv_direct", TORCH_BOX(&conv_direct));
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
-  m.impl("load_depthwise", TORCH_BOX(&load_depthwise));
   m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));
   m.impl("depthwise", TORCH_BOX(&depthwise));
-  m.impl("load_stem", TORCH_BOX(&load_stem));
   m.impl("stem_cut", TORCH_BOX(&stem_cut));
   m.impl("stem", TORCH_BOX(&stem));
-  m.impl("load_implicit", TORCH_BOX(&load_implicit));
   m.impl("implicit_cut", TORCH_BOX(&implicit_cut));
   m.impl("implicit", TORCH_BOX(&implicit));
-  m.impl("load_conv_direct_backward", TORCH_BOX(&load_conv_direct_backward));
   m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));
 }

@@ -6,51 +6,41 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv/stem_args.h"
-#include "host/conv_direct.h"
+#include "host/conv_call.h"
 #include "host/image.h"
+#include "host/kernel.h"
 
 namespace fx_fuser {
 namespace {
 
-struct StemKernels {
+struct StemKernels : ConvKernel, EpilogueTypes {
   Kernel channels_last;
   Kernel contiguous;
   int resident[2];  // blocks a multiprocessor, of either
   int multiprocessors;
   StemShape shape;
   StemGeometry geometry;
-  int scalars;
-  ScalarType out;
-  ScalarType x;  // and the weight's and c's
-  std::vector<ScalarType> operands;
+
+  explicit StemKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
+
+  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
 };
 
-// `signature` is what stands between the parentheses of FX_FUSER_STEM, as a list.
-int64_t load_stem(const std::string& name, const std::string& cubin,
-                  const std::vector<std::string>& signature, int64_t device) {
-  STD_TORCH_CHECK(
-      signature.size() >= 10,
-      "fx_fuser: FX_FUSER_STEM needs five sizes, an epilogue, a number of scalars, Acc, "
-      "Out and the type of x");
-  const OnDevice on_device(static_cast<int>(device));
-  auto kernels = std::make_unique<StemKernels>();
-  kernels->shape = {std::stoi(signature[0]), std::stoi(signature[1]), std::stoi(signature[2]),
-                    std::stoi(signature[3]), std::stoi(signature[4])};
-  kernels->scalars = std::stoi(signature[6]);
-  kernels->out = scalar_type_of(signature[8]);
-  kernels->x = scalar_type_of(signature[9]);
-  for (size_t i = 10; i < signature.size(); ++i) {
-    kernels->operands.push_back(scalar_type_of(signature[i]));
-  }
+int64_t load_stem(const Sources& from) {
+  const Signature types(from, 5);
+  auto kernels = std::make_unique<StemKernels>(types);
+  const auto& size = types.sizes;
+  kernels->shape = {size[0], size[1], size[2], size[3], size[4]};
   const int x_bytes = kernels->x == ScalarType::Float ? 4 : 2;
   kernels->geometry =
       stem_geometry(kernels->shape, x_bytes, static_cast<int>(kernels->operands.size()));
-  kernels->multiprocessors = multiprocessors_of(static_cast<int>(device));
+  kernels->multiprocessors = multiprocessors_of(from.device);
   const int shared_bytes = kernels->geometry.shared_bytes;
-  Library library = load_library(cubin);
+  Library library = load_library(from.cubins.at(0));
   kernels->channels_last = get_kernel(library, "fx_fuser_stem_channels_last", shared_bytes);
   kernels->contiguous = get_kernel(library, "fx_fuser_stem_contiguous", shared_bytes);
   for (const bool is_last : {false, true}) {
@@ -59,9 +49,9 @@ int64_t load_stem(const std::string& name, const std::string& cubin,
               kStemThreads, shared_bytes),
           "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   }
-  registry<StemKernels>().add(name, static_cast<int>(device), kernels.get());
-  return reinterpret_cast<int64_t>(kernels.release());
+  return keep<ConvKernel>(from, std::move(kernels));
 }
+const AddLoader kStemLoader("stem", load_stem);
 
 // Of [channels, kernel h, kernel w, stride, output channels], for tests: empty where no kernel
 // takes it, else tiles, groups, parts, a warp's rows, and bytes of shared memory.
@@ -192,6 +182,26 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
   const OnDevice on_device(device);
   launch(call.channels_last ? kernels.channels_last : kernels.contiguous, blocks * parts,
          kStemThreads, current_stream(device), args, options);
+}
+
+// With operands that are no channel's, the kernel makes c alone.
+std::optional<Made> StemKernels::run(const Conv& conv, Norm norm, const EpilogueArgs& args) const {
+  const std::vector<int64_t> none{1, 1};
+  if (norm.training || conv.groups != 1 || conv.dilation != none) return {};
+  const auto call = stem_call(*this, conv.x, conv.weight, conv.stride, conv.padding);
+  if (!call) return {};
+  const EpilogueArgs leaves = leaves_of(norm, args);
+  const auto& read = leaves.tensors;
+  const bool applies = std::all_of(read.begin(), read.end(), is_per_channel);
+  std::optional<Tensor> c;
+  if (conv.save || !applies) c = call->new_result(conv.x, conv.x.scalar_type());
+  if (!applies) {
+    run_stem(*this, *call, std::nullopt, c, {}, {});
+    return with_epilogue(conv, norm, leaves, *c);
+  }
+  const Tensor y = call->new_result(conv.x, conv.out_type);
+  run_stem(*this, *call, y, c, read, leaves.scalars);
+  return result_of(y, c, norm);
 }
 
 // False, and nothing is launched, where the kernels do not take the call.

@@ -194,8 +194,8 @@ def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
     """The kernel on such a GPU, as a handle that `ops` take."""
     (paths,) = build([(spec, capability)])
     _use_device(capability, multiprocessors)
-    loader = getattr(ops, spec.family.loader)
-    handle: int = loader.default(spec.name, *map(str, paths), spec.signature, ON_CPU)
+    loading = spec.family.loader, spec.name, [*map(str, paths)], spec.signature, ON_CPU
+    handle: int = ops.load.default(*loading)
     return handle
 
 
@@ -203,7 +203,7 @@ def load_batch_stats(capability: int, multiprocessors: int = 2) -> int:
     """The kernels of statistics, likewise."""
     (path,) = store.ensure([_kernel_job(binaries.batch_stats_source(), GPUS[capability])])
     _use_device(capability, multiprocessors)
-    handle: int = ops.load_batch_stats.default(str(path), ON_CPU)
+    handle: int = ops.load.default("batch_stats", "batch_stats", [str(path)], [], ON_CPU)
     return handle
 
 

@@ -244,7 +244,7 @@ def loader(fake, monkeypatch):
         return answer
 
     op = SimpleNamespace(default=loading)
-    ops = SimpleNamespace(load_pointwise=op, load_linear_split=op)
+    ops = SimpleNamespace(load=op)
     monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
     monkeypatch.setattr(load, "load_shim", lambda: None)
     monkeypatch.setattr(load, "_kernels", {})
@@ -260,8 +260,8 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
     assert load._kernels == {}
     load.prepare([SPEC], "cuda:0")
     assert load._kernels == {(SPEC.name, 0): 7}
-    name, cubin, signature, index = loader.calls[-1]
-    assert (name, signature, index) == (SPEC.name, SPEC.signature, 0)
+    family, name, (cubin,), signature, index = loader.calls[-1]
+    assert (family, name, signature, index) == ("pointwise", SPEC.name, SPEC.signature, 0)
     assert Path(cubin).read_text() == SPEC.text
 
 
@@ -270,7 +270,7 @@ def test_what_tails_share_is_compiled_once_and_loaded_with_each(loader, fake):
     specs = [_split("Swish", 1), _split("Sigmoid", 0)]
     load.prepare(specs, "cuda:0")
     assert fake.calls == 3 and load._kernels == {(specs[0].name, 0): 7, (specs[1].name, 0): 8}
-    for spec, (name, *cubins, signature, index) in zip(specs, loader.calls, strict=True):
+    for spec, (_, name, cubins, signature, index) in zip(specs, loader.calls, strict=True):
         assert (name, signature, index) == (spec.name, spec.signature, 0)
         assert tuple(Path(cubin).read_text() for cubin in cubins) == spec.texts
     later, cuda = _split("Identity", 0), torch.device("cuda:0")

@@ -181,7 +181,7 @@ def test_the_loop_is_forced_by_the_environment(monkeypatch: pytest.MonkeyPatch) 
     for module in (best, forced):
         module.check_split_loop()
     assert best.LINEAR_SPLIT.arch is None
-    assert forced.LINEAR_SPLIT.loader == "load_linear_split_mma"
+    assert forced.LINEAR_SPLIT.loader == "linear_split_mma"
 
 
 def test_an_unknown_loop_is_told_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

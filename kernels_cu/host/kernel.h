@@ -1,0 +1,101 @@
+// How kernels are loaded: one op for all families, which finds a family by its name. A family's
+// file in this room adds its loader to the list.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host/device.h"
+
+namespace fx_fuser {
+namespace {
+
+// What the kernels of one epilogue are loaded from.
+struct Sources {
+  const std::string& name;                    // by which graphs find them
+  const std::vector<std::string>& cubins;     // of the epilogue's text; of what all epilogues share
+  const std::vector<std::string>& signature;  // what is between the parentheses of the macro
+  int device;
+};
+
+ScalarType scalar_type_of(const std::string& cuda_name) {
+  static constexpr std::pair<const char*, ScalarType> kNames[] = {
+      {"float", ScalarType::Float}, {"double", ScalarType::Double},
+      {"__half", ScalarType::Half}, {"__nv_bfloat16", ScalarType::BFloat16},
+      {"bool", ScalarType::Bool},   {"uint8_t", ScalarType::Byte},
+      {"int8_t", ScalarType::Char}, {"int16_t", ScalarType::Short},
+      {"int32_t", ScalarType::Int}, {"int64_t", ScalarType::Long},
+  };
+  for (const auto& [name, type] : kNames) {
+    if (cuda_name == name) return type;
+  }
+  STD_TORCH_CHECK(false, "fx_fuser: unknown element type ", cuda_name);
+}
+
+// What an epilogue takes.
+struct EpilogueTypes {
+  int scalars;  // how many
+  ScalarType out;
+  ScalarType x;                      // of the first tensor, and of what goes with it: weight, c
+  std::vector<ScalarType> operands;  // of the others
+};
+
+// A signature, read: sizes, the epilogue's name, a number of scalars, Acc, Out, types of tensors.
+struct Signature : EpilogueTypes {
+  std::vector<int> sizes;
+
+  explicit Signature(const Sources& from, size_t size_count = 0) {
+    const auto& words = from.signature;
+    STD_TORCH_CHECK(words.size() >= size_count + 5, "fx_fuser: kernel ", from.name, " needs ",
+                    size_count, " sizes, an epilogue, a number of scalars, Acc, Out and the type ",
+                    "of at least one tensor, not ", words.size(), " words");
+    for (size_t i = 0; i < size_count; ++i) sizes.push_back(std::stoi(words[i]));
+    scalars = std::stoi(words[size_count + 1]);
+    out = scalar_type_of(words[size_count + 3]);
+    x = scalar_type_of(words[size_count + 4]);
+    for (size_t i = size_count + 5; i < words.size(); ++i) {
+      operands.push_back(scalar_type_of(words[i]));
+    }
+  }
+
+  void check_operands(size_t most) const {
+    STD_TORCH_CHECK(operands.size() <= most, "fx_fuser: this kernel takes at most ", most,
+                    " operands, not ", operands.size());
+  }
+};
+
+using Loader = int64_t (*)(const Sources&);
+
+std::map<std::string, Loader>& loaders() {
+  static std::map<std::string, Loader> known;
+  return known;
+}
+
+struct AddLoader {
+  AddLoader(const char* family, Loader loader) { loaders().emplace(family, loader); }
+};
+
+// Graphs find the kernels by their name; the handle is for who holds it. They live as long as the
+// process.
+template <class Base, class Kernels>
+int64_t keep(const Sources& from, std::unique_ptr<Kernels> kernels) {
+  registry<Base>().add(from.name, from.device, kernels.get());
+  return reinterpret_cast<int64_t>(kernels.release());
+}
+
+// The kernels' handle.
+int64_t load(const std::string& family, const std::string& name,
+             const std::vector<std::string>& cubins, const std::vector<std::string>& signature,
+             int64_t device) {
+  const auto found = loaders().find(family);
+  STD_TORCH_CHECK(found != loaders().end(), "fx_fuser: there is no family of kernels ", family);
+  const OnDevice on_device(static_cast<int>(device));
+  return found->second({name, cubins, signature, static_cast<int>(device)});
+}
+
+}  // namespace
+}  // namespace fx_fuser
