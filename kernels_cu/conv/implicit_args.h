@@ -83,7 +83,7 @@ constexpr ImplicitGeometry implicit_geometry(const ImplicitShape& shape, int sha
 }
 
 // How an operand reaches the epilogue, if it is no leaf.
-enum class ImplicitWay : uint8_t {
+enum class ImplicitMode : uint8_t {
   kRing,      // in pieces
   kVectors,   // by aligned vectors of four channels
   kElements,  // one by one
@@ -91,7 +91,7 @@ enum class ImplicitWay : uint8_t {
 
 struct ImplicitOperand {
   ConvOperand of;
-  ImplicitWay way;
+  ImplicitMode mode;
 };
 
 // Of an operand that is as dense as the result, [n][out_h][out_w][o], 16 bytes and more at once.

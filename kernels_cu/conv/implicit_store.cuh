@@ -153,7 +153,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
   __device__ __forceinline__ void find_piece(const Ring<S>& ring, int& slot, uint32_t& phase,
                                              uint32_t (&at)[kSlots]) const {
     at[kIndex] = 0;
-    if (kIndex < S::kLeaves || args.operand[kIndex].way != ImplicitWay::kRing) return;
+    if (kIndex < S::kLeaves || args.operand[kIndex].mode != ImplicitMode::kRing) return;
     using L = Lane<S, kGroup>;
     constexpr int kBytes = 16 * L::kTiles * sizeof(T);  // of a pixel's group
     const L lane = L::self();
@@ -176,7 +176,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
     if constexpr (kIndex >= S::kLeaves) {
       using L = Lane<S, kGroup>;
       const ImplicitOperand& operand = args.operand[kIndex];
-      if (operand.way == ImplicitWay::kRing) {
+      if (operand.mode == ImplicitMode::kRing) {
         // A lane's elements of a pixel are 8, 16 or 32 bytes: the second quad of four bytes is in
         // the vector beside the first's.
         const uint32_t from = sizeof(T) == 4 ? at ^ quad * 16 : at + quad * kQuad * sizeof(T);
@@ -196,7 +196,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
         const T* from = static_cast<const T*>(operand.of.data) + place.sample * stride[0] +
                         place.row * stride[2] + place.column * stride[3];
         auto& packed = packed_of<kIndex>(vectors[p]);
-        if (operand.way == ImplicitWay::kVectors) {
+        if (operand.mode == ImplicitMode::kVectors) {
           from += min(channel, args.outputs - kQuad);
           packed = *reinterpret_cast<const Packed<T, kQuad>*>(from);
         } else {

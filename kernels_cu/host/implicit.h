@@ -202,8 +202,8 @@ class ImplicitOperands {
       return;
     }
     const int bytes = static_cast<int>(tensor.element_size());
-    operand.way =
-        takes_vectors_of(operand.of, bytes) ? ImplicitWay::kVectors : ImplicitWay::kElements;
+    operand.mode =
+        takes_vectors_of(operand.of, bytes) ? ImplicitMode::kVectors : ImplicitMode::kElements;
     if (!is_like_out(tensor) || (bytes != 2 && bytes != 4)) return;
     int found[kImplicitMaxGroups]{};
     int most = 0;
@@ -216,7 +216,7 @@ class ImplicitOperands {
     // Not for it a block less.
     if (with.resident < cut.resident) return;
     cut = with;
-    operand.way = ImplicitWay::kRing;
+    operand.mode = ImplicitMode::kRing;
     for (int group = 0; group < groups(); ++group) {
       args_.held[group] += found[group];
       for (int piece = 0; piece < found[group]; ++piece) {

@@ -213,7 +213,7 @@ LinearSplitArgs split_product_args(const SplitOperand& first, const SplitOperand
   args.weight_factors = work.other_factors;
   args.spilled = work.spilled;
   args.unsure = work.unsure;
-  args.again = work.again;
+  args.redo = work.redo;
   args.least_sum = least_sum(plan);
   args.x = first.data;
   args.weight = static_cast<const float*>(second.data);
@@ -279,9 +279,9 @@ struct SplitLaunch {
     LinearSplitArgs args = split_product_args(part.first, part.second, sizes, plan, of_product,
                                               work, parts, kernels.loop.stages);
     args.result = whole ? part.result : partial_result(work.partial, part.rows, sizes.n);
-    args.was_strained = kernels.precision->flag(call.sizes.all());
+    args.precision_flag = kernels.precision->flag(call.sizes.all());
     args.bearable = call.bearable();
-    args.misled = kernels.guesses->flag(call.sizes.all());
+    args.guesses_flag = kernels.guesses->flag(call.sizes.all());
     args.transposed = part.weight_first;
     args.pairs = !whole || stores_pairs;
     LaunchOptions overlapped;

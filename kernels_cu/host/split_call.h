@@ -22,7 +22,7 @@ struct SplitWorkspace {
   void* split;
   void* spilled;
   uint32_t* unsure;
-  uint64_t* again;
+  uint64_t* redo;
   SplitRowFactors* factors;
   SplitRowFactors* other_factors;
   float* partial;
@@ -35,9 +35,9 @@ struct SplitWorkspace {
     // All are aligned on eight bytes, and what needs more comes first.
     const int64_t at_spilled = parts * rows * padded_k * 2;
     const int64_t at_unsure = at_spilled + spill_blocks * kLinearTileM * kLinearTileN * 4;
-    const int64_t at_again =
+    const int64_t at_redo =
         at_unsure + tiles * (kLinearConsumerThreads / 32) * kLinearUnsureWords * 4;
-    const int64_t at_factors = at_again + tiles * 8;
+    const int64_t at_factors = at_redo + tiles * 8;
     constexpr auto kFactorBytes = static_cast<int64_t>(sizeof(SplitRowFactors));
     const int64_t at_other = at_factors + rows * kFactorBytes;
     const int64_t at_partial = at_other + other_rows * kFactorBytes;
@@ -46,7 +46,7 @@ struct SplitWorkspace {
     split = start;
     spilled = start + at_spilled;
     unsure = reinterpret_cast<uint32_t*>(start + at_unsure);
-    again = reinterpret_cast<uint64_t*>(start + at_again);
+    redo = reinterpret_cast<uint64_t*>(start + at_redo);
     factors = reinterpret_cast<SplitRowFactors*>(start + at_factors);
     other_factors = other_rows > 0 ? reinterpret_cast<SplitRowFactors*>(start + at_other) : nullptr;
     partial = reinterpret_cast<float*>(start + at_partial);

@@ -212,11 +212,11 @@ struct LinearSplitArgs {
   const SplitRowFactors* weight_factors;  // [plane, n], or null: the rows' scales are guessed
   void* spilled;     // [blocks, tile m * tile n] float where k > kLinearChunkK, else unused
   uint32_t* unsure;  // [tiles, warps, kLinearUnsureWords]: which rows are to be computed plainly
-  uint64_t* again;   // [tiles], a byte a consuming warp: is it to be done again
-  uint32_t* was_strained;  // in the host's memory: how many times longer than bearable that took
-  uint32_t* misled;        // there: how many eighths of a block's tiles were done again; or null
-  const void* x;           // [plane, m, k] of any strides: only read to repair
-  const float* weight;     // [plane, n, k], likewise
+  uint64_t* redo;    // [tiles], a byte a consuming warp: is it to be done again
+  uint32_t* precision_flag;  // in the host's memory: how many times longer than bearable that took
+  uint32_t* guesses_flag;    // there: how many eighths of a block's tiles were done again; or null
+  const void* x;             // [plane, m, k] of any strides: only read to repair
+  const float* weight;       // [plane, n, k], likewise
   PlaneStride x_plane;
   PlaneStride weight_plane;
   int64_t x_stride_m;

@@ -170,7 +170,7 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
     const auto repairs = static_cast<float>(clock64() - ended);
     const float times = repairs / (args.bearable * product);
     if (doubt == kImprecise && times > 1)
-      *args.was_strained = static_cast<uint32_t>(fminf(times, 1000));
+      *args.precision_flag = static_cast<uint32_t>(fminf(times, 1000));
   }
 
   // The warp goes through its lanes' elements one by one.

@@ -55,7 +55,7 @@ __device__ __forceinline__ void feed_stages(const LinearSplitArgs& args, Shared&
   TileScheduler scheduler{args, shared};
   while (scheduler.next(OfThread{})) {
     const Tile tile = tile_at(args, scheduler.index);
-    for (int pass = scheduler.again ? 0 : 1; pass < 2; ++pass) {
+    for (int pass = scheduler.redoing ? 0 : 1; pass < 2; ++pass) {
       for (int k = 0; k < args.planes.k; k += kTileK) feed(tile, k);
     }
   }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void feed_weight(const LinearSplitArgs& args, HopperS
     }
     pipeline.advance(kLinearStages);
   });
-  report_misled(args, shared.tiles);
+  report_guesses(args, shared.tiles);
 }
 
 template <class X>
@@ -213,7 +213,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, HopperShare
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], raw.largest_in_row(r));
     };
-    if (scheduler.again) {
+    if (scheduler.redoing) {
 #pragma unroll 1
       for (int i = 0; i < k_tiles; ++i) {
         read(stage);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, HopperShare
     look();
     float scale[2];
     float unscale[2];
-    find_scales(args, scheduler.again, largest, scale, unscale);
+    find_scales(args, scheduler.redoing, largest, scale, unscale);
 
     ptx::pin(scale);
     float sum[64];
@@ -256,7 +256,7 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, HopperShare
     }
     if (k_tiles > kChunkTiles) restore_sums(args, sum);
 
-    if (!scheduler.again) scheduler.report(is_overflowed(sum));
+    if (!scheduler.redoing) scheduler.report(is_overflowed(sum));
     tile_epilogue.ready();
     const uint32_t imprecise = imprecise_rows(sum, args.least_sum, tile_epilogue);
     const uint32_t weights = imprecise_weights(sum, args.least_sum);

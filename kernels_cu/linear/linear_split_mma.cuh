@@ -48,7 +48,7 @@ __device__ __forceinline__ void Mma::run(const LinearSplitArgs& args) {
     }
     ptx::mbarrier_init(ptx::shared_address(&shared.tiles.ordinary_tiles_done),
                        kLinearConsumerThreads / 32);
-    shared.tiles.any_again = 0;
+    shared.tiles.any_redo = 0;
     shared.tiles.began = clock64();
   }
   __syncthreads();

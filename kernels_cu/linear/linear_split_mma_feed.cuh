@@ -86,17 +86,17 @@ struct Feeder {
   }
 
   // At the block's first tile, of all or of those that are marked to be done again.
-  __device__ __forceinline__ void start(bool again) {
+  __device__ __forceinline__ void start(bool redoing) {
     index = static_cast<int>(blockIdx.x - gridDim.x);
     find_places();
-    next_tile(again);
+    next_tile(redoing);
   }
 
-  __device__ __forceinline__ void next_tile(bool again) {
+  __device__ __forceinline__ void next_tile(bool redoing) {
     do {
       index += static_cast<int>(gridDim.x);
-    } while (again && index < args.tiles && args.again[index] == 0);
-    for_scales = again;
+    } while (redoing && index < args.tiles && args.redo[index] == 0);
+    for_scales = redoing;
     left = 0;
     if (index < args.tiles) find_tile();
   }
@@ -122,7 +122,7 @@ struct Feeder {
   }
 
   // The next stage, if there is one, to a slot that all warps are through with.
-  __device__ __forceinline__ void feed(int slot, bool again) {
+  __device__ __forceinline__ void feed(int slot, bool redoing) {
     if (left <= 0) return;
     const uint32_t stage = ptx::shared_address(&shared.stage(slot));
     const uint32_t weight_place = stage + places % (1 << 16);
@@ -139,7 +139,7 @@ struct Feeder {
     advance();
     if (left > 0) return;
     if (!for_scales) {
-      next_tile(again);
+      next_tile(redoing);
     } else {
       for_scales = false;
       find_tile();

@@ -217,11 +217,11 @@ struct MmaWeight {
     }
   }
 
-  __device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool again) {
+  __device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool redoing) {
 #pragma unroll
     for (int r = 0; r < kMmaRowsN; ++r) {
       float unscale[2];
-      linear_split::find_scales(args, again, largest[r], scale[r], unscale);
+      linear_split::find_scales(args, redoing, largest[r], scale[r], unscale);
     }
   }
 };
@@ -259,21 +259,21 @@ struct MmaRing {
   }
 
   // Before a block's first tile, of all or of those that are done again.
-  __device__ __forceinline__ void fill(bool again) {
-    feeder.start(again);
+  __device__ __forceinline__ void fill(bool redoing) {
+    feeder.start(redoing);
     PipelineState next = stage;
 #pragma unroll 1
     for (int i = 1; i < args.stages; ++i) {
-      feeder.feed(next.slot, again);
+      feeder.feed(next.slot, redoing);
       next.advance(args.stages);
     }
   }
 
   // The slot of the last stage gets the one that comes after all others.
-  __device__ __forceinline__ void feed(bool again) { feed(stage.before(args.stages), again); }
-  __device__ __forceinline__ void feed(const PipelineState& last, bool again) {
+  __device__ __forceinline__ void feed(bool redoing) { feed(stage.before(args.stages), redoing); }
+  __device__ __forceinline__ void feed(const PipelineState& last, bool redoing) {
     ptx::mbarrier_wait(ptx::shared_address(&shared.ring.empty[last.slot]), last.phase);
-    feeder.feed(last.slot, again);
+    feeder.feed(last.slot, redoing);
   }
 
   // What of feed() and of the next stage's loads is done among a stage's products: what is plain
@@ -299,7 +299,7 @@ struct MmaRing {
   __device__ __forceinline__ void look(const MmaPlace& place, int k_tiles) {
 #pragma unroll 1
     for (int i = 0; i < k_tiles; ++i) {
-      feed(/*again=*/true);
+      feed(/*redoing=*/true);
       read(place.weight);
       weight.look();
       release();
@@ -311,7 +311,7 @@ struct MmaRing {
   // if there is `more`. Where operands are read early there is no branch, at which ptxas would wait
   // for all products under way: what cannot be done without one is left to multiply_tile().
   __device__ __forceinline__ Early multiply_stage(float (&sum)[64], const MmaPlace& place,
-                                                  bool more, bool again) {
+                                                  bool more, bool redoing) {
     Early early{/*feeds=*/true, /*loads=*/more, stage.before(args.stages)};
     MmaFragments fragments[kMmaRowsN];
 #pragma unroll
@@ -344,7 +344,7 @@ struct MmaRing {
           weight.load_if(early.loads, address() + place.weight);
           feeder.copy_plain(early.last.slot, early.feeds);
         } else {
-          feed(early.last, again);
+          feed(early.last, redoing);
         }
       } else {
         if (!kReadsEarly && more) read(place.weight);
@@ -357,7 +357,7 @@ struct MmaRing {
 
   // The sums of a tile, of so many stages, the first one's operands being loaded.
   __device__ __forceinline__ void multiply_tile(float (&sum)[64], const MmaPlace& place,
-                                                uint32_t k_tiles, bool again) {
+                                                uint32_t k_tiles, bool redoing) {
     constexpr uint32_t kChunkTiles = kLinearChunkK / kMmaTileK;
 #pragma unroll
     for (float& one : sum) one = 0;
@@ -367,13 +367,13 @@ struct MmaRing {
 #pragma unroll 1
     for (;;) {
       --left;
-      const Early early = multiply_stage(sum, place, left > 0, again);
+      const Early early = multiply_stage(sum, place, left > 0, redoing);
       if (early.feeds && early.loads) {
         if (kReadsEarly) feeder.arrive(early.last.slot);
         continue;
       }
       if (!early.feeds) {
-        feed(early.last, again);
+        feed(early.last, redoing);
       } else if (kReadsEarly) {
         feeder.arrive(early.last.slot);
       }
@@ -401,8 +401,8 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
   TileScheduler scheduler{args, shared.tiles};
   int filled = 0;  // how often the ring: for the ordinary tiles, and for those done again
   while (scheduler.next(OfWarp{})) {
-    if (filled == static_cast<int>(scheduler.again)) {
-      ring.fill(scheduler.again);
+    if (filled == static_cast<int>(scheduler.redoing)) {
+      ring.fill(scheduler.redoing);
       ++filled;
     }
     const MmaPlace place = MmaPlace::of<kNMajor>();
@@ -410,17 +410,17 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
     const int k_tiles = (k_of(args.planes, tile.at) + kMmaTileK - 1) / kMmaTileK;
     tile_epilogue.begin(scheduler.index);
     ring.weight.begin(args, tile, place.row);
-    if (scheduler.again) ring.look(place, k_tiles);
+    if (scheduler.redoing) ring.look(place, k_tiles);
     ring.read(place.weight);
     ring.load_x(place.x, 0, true);
     ring.weight.look();
-    ring.weight.find_scales(args, scheduler.again);
+    ring.weight.find_scales(args, scheduler.redoing);
 
     float sum[64];
-    ring.multiply_tile(sum, place, k_tiles, scheduler.again);
+    ring.multiply_tile(sum, place, k_tiles, scheduler.redoing);
     swap_sums(shared.tiles, sum);
 
-    if (!scheduler.again) scheduler.report(is_overflowed(sum));
+    if (!scheduler.redoing) scheduler.report(is_overflowed(sum));
     tile_epilogue.ready();
     const uint32_t imprecise = imprecise_rows(sum, args.least_sum, tile_epilogue);
     const uint32_t weights = imprecise_weights(sum, args.least_sum);
@@ -435,7 +435,7 @@ __device__ __forceinline__ void multiply(const LinearSplitArgs& args, MmaShared&
     for (int i = 0; i < 64; ++i) sum[i] *= unscale[i / 2 % 2];
     tile_epilogue(scheduler.index, sum, imprecise, weights);
   }
-  if (threadIdx.x == 0) report_misled(args, shared.tiles);
+  if (threadIdx.x == 0) report_guesses(args, shared.tiles);
   tile_epilogue.repair();
 }
 

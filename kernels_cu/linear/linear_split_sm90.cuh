@@ -90,7 +90,7 @@ __device__ __forceinline__ void Hopper::run(const LinearSplitArgs& args) {
     }
     ptx::mbarrier_init(ptx::shared_address(&shared.tiles.ordinary_tiles_done),
                        kConsumers * kWarpgroup / 32);
-    shared.tiles.any_again = 0;
+    shared.tiles.any_redo = 0;
     shared.tiles.began = clock64();
     ptx::fence_mbarrier_init();
   }

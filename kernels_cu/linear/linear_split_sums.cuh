@@ -247,12 +247,12 @@ __device__ __forceinline__ bool is_overflowed(const float (&sum)[64]) {
 
 // Of a thread's two rows of the weight, from their largest values, or what is known of those: where
 // a tile is done `again`, or a kernel ahead of this one has found them, it is the truth.
-__device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool again,
+__device__ __forceinline__ void find_scales(const LinearSplitArgs& args, bool redoing,
                                             const float (&largest)[2], float (&scale)[2],
                                             float (&unscale)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool is_true = again || args.weight_factors != nullptr;
+    const bool is_true = redoing || args.weight_factors != nullptr;
     const Scale found = Scale::of(largest_in_quad(largest[r]), is_true ? 0 : kHeadRoom);
     scale[r] = found.scale;
     unscale[r] = found.unscale;

@@ -15,7 +15,7 @@ constexpr int kHeadRoom = 5;                // of a guessed scale: see Scale::of
 constexpr int kBatchM = 32;                 // rows of x that the epilogue handles at once
 constexpr int kExchangePitch = kWarpN + 4;  // such that the accumulators' layout has no conflicts
 constexpr int kTransposedPitch = kBatchM + 8;  // the same of its pairs
-constexpr int kMostAgain = 8;                  // one tile of so many is worth exact scales
+constexpr int kMostRedone = 8;                 // one tile of so many is worth exact scales
 
 // ---- shared memory ------------------------------------------------------------------------------
 
@@ -39,9 +39,9 @@ struct Exchange {
 struct Shared {
   Exchange exchange[kLinearConsumerThreads / 32];
   int64_t began;                 // the multiprocessor's clock at the kernel's start
-  uint64_t ordinary_tiles_done;  // the consumers are through with the ordinary tiles, and any_again
+  uint64_t ordinary_tiles_done;  // the consumers are through with the ordinary tiles, and any_redo
                                  // is final
-  uint32_t any_again;            // of this block's tiles
+  uint32_t any_redo;             // of this block's tiles
 };
 static_assert(sizeof(Shared) == kLinearTilesBytes);
 
@@ -115,7 +115,7 @@ struct OfThread {
 struct TileScheduler {
   const LinearSplitArgs& args;
   Shared& shared;
-  bool again = false;
+  bool redoing = false;
   int index = static_cast<int>(blockIdx.x - gridDim.x);
 
   // To the next tile; false where there is none. uniform: OfWarp or OfThread.
@@ -124,21 +124,21 @@ struct TileScheduler {
     for (;;) {
       index += gridDim.x;
       if (index >= args.tiles) {
-        if (again) return false;
+        if (redoing) return false;
         ptx::mbarrier_wait(ptx::shared_address(&shared.ordinary_tiles_done), 0);
-        if (!uniform(shared.any_again != 0)) return false;
-        again = true;
+        if (!uniform(shared.any_redo != 0)) return false;
+        redoing = true;
         index = static_cast<int>(blockIdx.x);
       }
-      if (!again || uniform(args.again[index] != 0)) return true;
+      if (!redoing || uniform(args.redo[index] != 0)) return true;
     }
   }
 
   // A consumer's warp, of each ordinary tile.
   __device__ __forceinline__ void report(bool failed) const {
     if (threadIdx.x % 32 != 0) return;
-    reinterpret_cast<uint8_t*>(args.again + index)[threadIdx.x / 32] = failed;
-    if (failed) atomicOr(&shared.any_again, 1);
+    reinterpret_cast<uint8_t*>(args.redo + index)[threadIdx.x / 32] = failed;
+    if (failed) atomicOr(&shared.any_redo, 1);
     if (index + static_cast<int>(gridDim.x) >= args.tiles) {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.ordinary_tiles_done));
     }
@@ -146,16 +146,17 @@ struct TileScheduler {
 };
 
 // One thread of a block, after all tiles: were many of them done again?
-__device__ __forceinline__ void report_misled(const LinearSplitArgs& args, const Shared& shared) {
-  if (args.misled == nullptr || shared.any_again == 0) return;
+__device__ __forceinline__ void report_guesses(const LinearSplitArgs& args, const Shared& shared) {
+  if (args.guesses_flag == nullptr || shared.any_redo == 0) return;
   int tiles = 0;
-  int again = 0;
+  int redone = 0;
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
     ++tiles;
-    again += args.again[index] != 0;
+    redone += args.redo[index] != 0;
   }
   // The kernel takes as long as its slowest block.
-  if (again * kMostAgain > tiles) *args.misled = static_cast<uint32_t>(again * kMostAgain / tiles);
+  if (redone * kMostRedone > tiles)
+    *args.guesses_flag = static_cast<uint32_t>(redone * kMostRedone / tiles);
 }
 
 }  // namespace fx_fuser::linear_split

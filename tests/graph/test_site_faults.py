@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import fx_fuser
 from fx_fuser import backend, kernels, reading
-from fx_fuser.anchors import ANCHORS
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.match.bind import Bound, bind
 from fx_fuser.graph.match.pattern import Match
@@ -53,7 +52,7 @@ def _find_first(view: Any, patterns: Any, check: Any, node: Any) -> bool:
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "matching": (reading, "find", _find_first),
     "a check": (checks, "fault_of", of_first),
-    "the candidates": (ANCHORS["linear"], "candidates", lambda case: of_first(case)),
+    "the candidates": (kernels, "candidates", lambda case: of_first(case)),
     "the choice": (plan, "_pick", lambda match, *_: of_first(match)),
     "the call": (calls, "graph_call", lambda match, *_: of_first(match)),
     "what it saves": (backend, "saved", lambda match, *_: of_first(match)),
