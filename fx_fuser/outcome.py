@@ -151,10 +151,9 @@ def replaced_gemms() -> int:
 
 
 def _count_of_sites(read: Reading) -> int:
-    """Anchors, each once: of `x @ w + b` the gemm may be refused by itself too. And other gemms."""
+    """Anchors, each once: several patterns may be refused at one. And other gemms."""
     found = [m.site for m in read.matches] + [r.site for r in read.refusals] + read.others
-    inner = {node for site in found for node in site.nodes if node is not site.node}
-    return len({site.node for site in found} - inner) + len(read.products)
+    return len({site.node for site in found}) + len(read.products)
 
 
 def _counted(count: int, what: str) -> str:

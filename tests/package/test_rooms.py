@@ -42,6 +42,8 @@ FLOORS = (
         "cache",
         "build",
         "wheel",
+        "doctor",
+        "__main__",
     ),
 )
 FLOOR_OF = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}

@@ -1,13 +1,12 @@
-"""$FX_FUSER: off, or installed with the import; anything else is told at the first use."""
+"""$FX_FUSER: off, or installed with the import; anything else is told at the first use.
+
+That an import installs is in `test_doctor.py`, which starts a process.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -111,17 +110,3 @@ def test_an_import_never_fails_by_the_variable(
 ) -> None:
     monkeypatch.setenv("FX_FUSER", value)
     assert options.installs_at_import() == installs
-
-
-def test_an_import_installs() -> None:
-    """In a process of its own, where fx_fuser is not imported yet."""
-    code = (
-        "import fx_fuser\n"
-        "from torch._inductor import compile_fx\n"
-        "assert compile_fx.compile_fx.is_fx_fusers\n"
-        "fx_fuser.uninstall()\n"
-        "assert not hasattr(compile_fx.compile_fx, 'is_fx_fusers')\n"
-    )
-    root = Path(fx_fuser.__file__).parents[1]
-    surroundings = {**os.environ, "FX_FUSER": "install", "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", code], env=surroundings, check=True)
