@@ -16,7 +16,15 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import conv_nets, coverage, coverage_gpu, nets16_tables, results, tables
+from benchmarks import (
+    conv_nets,
+    coverage,
+    coverage_gpu,
+    machines,
+    nets16_tables,
+    results,
+    tables,
+)
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
@@ -28,6 +36,7 @@ PAGES = {
         *("whole-nets", "nets16", "conv-nets", "kernelbench", "seed-problems", "linear-fp32"),
     ),
     "docs/models.md": ("models", "models-gpu"),
+    "docs/gpus.md": ("machines",),
 }
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 SYSTEMS = ("eager", "inductor", "max-autotune", "inductor-ieee", "fx_fuser")
@@ -197,6 +206,7 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
         "summary": "\n\n".join(filter(None, summary)),
         "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
         "linear-fp32": "\n\n".join(map(linear_section, linear)),
+        "machines": machines.table(machines.read(folder)),
         "models": coverage.table(coverage.read(folder)),
         "models-gpu": coverage_gpu.table(coverage_gpu.read(folder)),
         "conv-nets": conv_nets.table(nets),

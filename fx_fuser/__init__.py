@@ -11,6 +11,7 @@ from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError,
 from fx_fuser.explain import explain
 from fx_fuser.exporting import fuse_exported
 from fx_fuser.installation import install, installed, uninstall
+from fx_fuser.options import installs_at_import
 from fx_fuser.registry import register_pattern, registered_patterns
 from fx_fuser.report.contents import SiteReport
 from fx_fuser.report.report import Report
@@ -21,6 +22,9 @@ if not any(e.name == "fx_fuser" for e in entry_points(group="torch_dynamo_backen
     from torch._dynamo import register_backend
 
     register_backend(fx_fuser, name="fx_fuser")
+
+if installs_at_import():
+    install()
 
 __all__ = [
     "BuildError",

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
+from torch._guards import TracingContext
+from torch.fx import GraphModule
 
 from fx_fuser.errors import FxFuserError, OptionError
 
@@ -44,6 +46,12 @@ def refuses_unfit_calls(
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _is_call_of_dynamo(args):
+                raise error(
+                    f"fx_fuser.{function.__name__} is no backend; use "
+                    'torch.compile(model, backend="fx_fuser"), or call fx_fuser.install() once '
+                    "and then torch.compile(model)"
+                )
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as unfit:
@@ -55,6 +63,12 @@ def refuses_unfit_calls(
         return checked
 
     return decorate
+
+
+def _is_call_of_dynamo(args: Sequence[Any]) -> bool:
+    """Is it called as Dynamo calls a backend, with a graph and its inputs?"""
+    is_graph = len(args) == 2 and isinstance(args[0], GraphModule)
+    return is_graph and TracingContext.try_get() is not None
 
 
 def _brief(value: Any) -> str:

@@ -26,8 +26,8 @@ from fx_fuser.graph.read.source import end_of
 from fx_fuser.graph.read.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
-from fx_fuser.options import Options
-from fx_fuser.outcome import Outcome, Planned
+from fx_fuser.options import Options, is_off
+from fx_fuser.outcome import Outcome, Planned, replaced_gemms
 from fx_fuser.passes import folding, masks, padding, provenance
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
@@ -65,6 +65,8 @@ def fx_fuser(
         made: Compiled = options.inner_compiler()(gm, example_inputs)
         return made
 
+    if is_off("the inner compiler gets a graph as the user wrote it"):
+        return compile_inner(chosen)
     return compile_graph(gm, example_inputs, chosen, compile_inner)
 
 
@@ -88,12 +90,17 @@ def compile_graph(
         as_written = twin(gm) if options.verify != "never" and at_calls else None
         return make(gm, inputs, options, compile_inner)
 
+    gemms = replaced_gemms()
     with fallback.compiling():
-        compiled, outcome = fallback.result_or_none(gm, options.strict, fused) or (None, Outcome())
+        result = fallback.result_or_none(gm, options.strict, fused)
         eviction.keep_below(options.cache_size)
+        compiled, outcome = result or (None, None)
         if compiled is None:
-            return compile_inner(options)
+            compiled = compile_inner(options)
+    if outcome is None:  # a warning has said why
+        return compiled
     outcome.count()
+    outcome.hint(options, inputs, replaced_gemms() - gemms)
     if as_written is None or not outcome.matches:
         return compiled
     is_wrong = functools.partial(_is_wrong, options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,9 @@ CHOICES = {
     "save": ("auto", "speed", "memory"),
     "verify": ("never", "first_call", "always"),
 }
+SWITCH = "FX_FUSER"  # in the environment: "off" or "install"
+
+log = logging.getLogger("fx_fuser")
 
 
 @dataclass(frozen=True)
@@ -207,3 +212,25 @@ class Options:
     def users_pass(self, setting: str) -> Any:
         """The user's own pass of this Inductor setting, or None."""
         return self.inductor.get(setting, getattr(torch._inductor.config, setting))
+
+
+# ---- the switch in the environment ---------------------------------------------------------------
+
+
+def is_off(consequence: str) -> bool:
+    """Is nothing to be fused?  Then the log says so, with the consequence at this place.
+
+    Raises:
+        OptionError: the variable has another value than it may.
+    """
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "off", "install"):
+        raise OptionError(f"{SWITCH} is {value!r}; set it to off or install, or leave it unset")
+    if value == "off":
+        log.info("%s is %r: %s", SWITCH, value, consequence)
+    return value == "off"
+
+
+def installs_at_import() -> bool:
+    """A wrong value is told where fx_fuser is used: an import must not stop other programs."""
+    return os.environ.get(SWITCH) == "install"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from fx_fuser.anchors.base import LIBRARY
@@ -16,11 +19,15 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.read.naming import at
 from fx_fuser.kernels import KERNELS
 from fx_fuser.options import Options
+from fx_fuser.passes import padding, products
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import layout, plan
+from fx_fuser.planning.contest import host_note
 from fx_fuser.reading import Reading
 from fx_fuser.report.report import Report
 from fx_fuser.report.traffic import Saved
+
+log = logging.getLogger("fx_fuser")
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,10 @@ class Planned:
 class Outcome:
     """What `backend.fuse` did. matches: those rewritten. left: those that gain nothing. wrong:
     those that are wrong on these inputs. failed: those at which fx_fuser failed. masks: those
-    removed. folds: is there a site that `passes.folding` is for? is_converted: of its graphs, would
-    Inductor have converted one to channels_last?"""
+    removed. sites: how many there are, with those that a pattern or fx_fuser cannot take, as far
+    as the report lists these. is_known: False where Inductor's cache had the graph, so that nothing
+    was looked for. folds: is there a site that `passes.folding` is for? is_converted: of its
+    graphs, would Inductor have converted one to channels_last?"""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
@@ -50,6 +59,8 @@ class Outcome:
     wrong: list[Refusal] = field(default_factory=list)
     failed: list[Refusal] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
+    sites: int = 0
+    is_known: bool = True
     folds: bool = False
     is_converted: bool = False
 
@@ -68,6 +79,7 @@ class Outcome:
         for mask in read.masks:
             report.add_mask(mask)
         self.masks += [mask for mask in read.masks if mask.is_edit]
+        self.sites += _count_of_sites(read)
         for site in sites:
             if isinstance(site, Refusal):
                 report.add_refusal(site, view, index)
@@ -106,3 +118,44 @@ class Outcome:
             if strict and refusals is self.wrong:
                 raise VerifyError(message)
             warnings.warn(f"{message}\nPlease report it.", stacklevel=3)
+
+    def hint(self, options: Options, inputs: Sequence[Any], gemms: int) -> None:
+        """One line, once a graph is compiled. inputs: the graph's. gemms: how many of Inductor's
+        graph of it were replaced."""
+        if log.isEnabledFor(logging.INFO):
+            devices = {value.device.type for value in inputs if isinstance(value, Tensor)}
+            log.info("%s", self.line(options, devices, gemms))
+
+    def line(self, options: Options, devices: Set[str], gemms: int) -> str:
+        """devices: the kinds of those that the graph's inputs are on."""
+        if not ("cuda" in devices or options.cpu_ops):
+            where = "a CPU" if devices <= {"cpu"} else " and ".join(sorted(devices))
+            return f"{self._said(0, gemms)}: on {where} no kernel of fx_fuser's runs"
+        fused = len(self.matches)
+        said, remedy = self._said(fused, gemms), host_note(options)
+        bound = sum(remedy in refusal.reason for refusal in self.left) if remedy else 0
+        if bound:
+            said += f"; {_counted(bound, 'site')} left though faster on the GPU{remedy}"
+        return said + "; explain says why not the rest" * (fused < self.sites)
+
+    def _said(self, fused: int, gemms: int) -> str:
+        if not self.is_known:
+            return "Inductor's cache had a graph, as it was compiled before"
+        said = f"fused {fused} of {_counted(self.sites, 'site')}" if self.sites else "no site"
+        counts = ((gemms, "gemm"), (len(self.masks), "mask"))
+        return ", ".join([said, *(_counted(n, what) for n, what in counts if n)])
+
+
+def replaced_gemms() -> int:
+    """In Inductor's graphs, so far. Inductor compiles a backward when it first runs."""
+    return sum(sum(counters[name].values()) for name in (products.COUNTERS, padding.COUNTERS))
+
+
+def _count_of_sites(read: Reading) -> int:
+    """Anchors, each once: several patterns may be refused at one. And other gemms."""
+    found = [m.site for m in read.matches] + [r.site for r in read.refusals] + read.others
+    return len({site.node for site in found}) + len(read.products)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

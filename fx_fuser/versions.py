@@ -27,11 +27,10 @@ def check(found: str = torch.__version__) -> None:
 
     A build that precedes a release, say 2.11.0a0 in a container of NVIDIA's, counts as the release.
     """
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is None:
+    release = release_of(found)
+    if release is None:
         log.info("torch's version %r is not understood, so not checked", found)
         return
-    release = int(numbers[1]), int(numbers[2])
     oldest, newest = (".".join(map(str, v)) for v in (OLDEST_TORCH, NEWEST_TESTED_TORCH))
     if release < OLDEST_TORCH:
         raise VersionError(
@@ -40,3 +39,9 @@ def check(found: str = torch.__version__) -> None:
         )
     if release > NEWEST_TESTED_TORCH:
         log.info("torch %s is newer than those fx_fuser is tested with, up to %s", found, newest)
+
+
+def release_of(found: str) -> tuple[int, int] | None:
+    """(2, 11) of "2.11.0+cu130"; None of what is no version."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None

@@ -17,13 +17,14 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels import exact, pointwise
 from fx_fuser.kernels.base import CONVOLUTIONS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
 from fx_fuser.kernels.depthwise import Depthwise
 from fx_fuser.kernels.direct import Direct
+from fx_fuser.kernels.exact import Exact
 from fx_fuser.kernels.folded import Folded
 from fx_fuser.kernels.implicit import Implicit
+from fx_fuser.kernels.pointwise import Library
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
 from fx_fuser.kernels.split import Split, check_split_loop, reset_fallback
 from fx_fuser.kernels.stem import Stem
@@ -31,9 +32,18 @@ from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
 # In the order in which they are offered.
-_ALL = (Split(), Dense(), Folded(), Stem(), Depthwise(), Implicit(), Direct())
+_ALL = (
+    Split(),
+    Dense(),
+    Exact(),
+    Folded(),
+    Stem(),
+    Depthwise(),
+    Implicit(),
+    Direct(),
+    Library(),
+)
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
-KERNELS[LIBRARY] = Kernel()
 
 
 def candidates(case: Case) -> list[dict[str, Any]]:
@@ -83,8 +93,7 @@ def families(operands: Operands, config: Config) -> tuple[Family, ...]:
 
 def examples(arch: str) -> list[KernelSpec]:
     """What CI compiles for an architecture, of each kernel the one that stands for all first."""
-    of_kernels = (spec for kernel in _ALL for spec in kernel.examples(arch))
-    return [*pointwise.examples(), *exact.examples(arch), *of_kernels]
+    return [spec for kernel in _ALL for spec in kernel.examples(arch)]
 
 
 def unavailable(device: torch.device | str | int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -80,10 +81,11 @@ class Case(Protocol):
         """Can this kernel's backward make the gradients from dy, without c?"""
 
 
-class Kernel:
-    """A backend of an anchor's forward; this one the library's.
+class Kernel(ABC):
+    """A backend of an anchor's forward.
 
-    name: what an op's configuration calls it. kinds: of the anchors whose sites it may take.
+    name: what an op's configuration calls it. sites: what it is for, to a user. arch: the only
+    architecture that has it, or None. kinds: of the anchors whose sites it may take.
     for_inference: in training it is not offered where times decide, since the inner compiler's
     passes are others there and what is gained is not measured. needs_cuda: it runs nowhere else.
     in_tf32: are fp32 operands multiplied in TF32? any_layout: does it take channels_last as well as
@@ -93,7 +95,9 @@ class Kernel:
     are such.
     """
 
-    name: str = LIBRARY
+    name: str
+    sites: str
+    arch: str | None = None
     kinds: frozenset[str] = frozenset()
     for_inference: bool = False
     needs_cuda: bool = True
@@ -109,12 +113,12 @@ class Kernel:
         """a bᵀ, by which it makes a gemm without an epilogue."""
         return library_gemm
 
+    @abstractmethod
     def takes(self, case: Case) -> bool:
-        """Does it take the site? Asked of its `kinds` alone, on a GPU that has it.
+        """Does it take the site? Asked of its `kinds` alone.
 
         Raises OptionError if an option asks for what torch's own setting forbids.
         """
-        return False
 
     def backwards(self, case: Case) -> tuple[str, ...]:
         """The backends of backward that go with it at a site that it takes."""
@@ -136,9 +140,9 @@ class Kernel:
         """As `explain` names it."""
         return self.name
 
+    @abstractmethod
     def examples(self, arch: str) -> Sequence[KernelSpec]:
         """What CI compiles for an architecture and tests run; the first stands for all."""
-        return ()
 
 
 def is_float64(case: Case) -> bool:

@@ -19,6 +19,8 @@ LINEAR_DENSE = Family(
 
 class Dense(Kernel):
     name = "dense"
+    sites = "16-bit and TF32 Linear, in named patterns"
+    arch = LINEAR_DENSE.arch
     kinds = frozenset({"linear"})  # it needs rows of K
     in_tf32 = True
     grows = False  # the library's gemm of many rows is as fast (kernels_cu/NOTES.md)
@@ -35,7 +37,7 @@ class Dense(Kernel):
     def examples(self, arch: str) -> list[KernelSpec]:
         f32 = torch.float32
         specs = []
-        for value in FLOATS if arch == LINEAR_DENSE.arch else ():
+        for value in FLOATS if arch == self.arch else ():
             specs += [
                 example(LINEAR_DENSE, "Swish", 1, f32, value, value),
                 example(LINEAR_DENSE, "BatchNormMul", 1, f32, value, *[value] * 5),

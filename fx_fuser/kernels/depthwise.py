@@ -70,6 +70,7 @@ def depthwise_cut(
 
 class Depthwise(Kernel):
     name = "depthwise"
+    sites = "depthwise Conv2d, in inference"
     kinds = CONVOLUTIONS
     grows = True
     for_inference = True

@@ -101,6 +101,8 @@ def conv_direct_backward_cut(
 
 class Direct(Kernel):
     name = DIRECT
+    sites = "Conv2d of at most 8 channels, also in training"
+    arch = CONV_DIRECT.arch
     kinds = CONVOLUTIONS
     grows = True
     backward_family = CONV_DIRECT_BACKWARD
@@ -137,7 +139,7 @@ class Direct(Kernel):
         return CONV_DIRECT
 
     def examples(self, arch: str) -> list[KernelSpec]:
-        if arch != CONV_DIRECT.arch:
+        if arch != self.arch:
             return []
         f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
         specs = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.kernels.base import HALVES, example
+from fx_fuser.kernels.base import HALVES, Case, Kernel, example
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 LINEAR_EXACT = Family(
@@ -22,8 +22,16 @@ EXACT_GEMMS = {
 }
 
 
-def examples(arch: str) -> list[KernelSpec]:
-    if arch != LINEAR_EXACT.arch:
-        return []
-    of_all = ("Identity", 0, torch.float32, torch.float32)
-    return [example(LINEAR_EXACT, *of_all, value) for value in HALVES]
+class Exact(Kernel):
+    name = "exact"
+    sites = "fp32 gemms of operands cast up from 16 bits"
+    arch = LINEAR_EXACT.arch
+
+    def takes(self, case: Case) -> bool:
+        return False
+
+    def examples(self, arch: str) -> list[KernelSpec]:
+        if arch != self.arch:
+            return []
+        of_all = ("Identity", 0, torch.float32, torch.float32)
+        return [example(LINEAR_EXACT, *of_all, value) for value in HALVES]

@@ -51,6 +51,7 @@ class Folded(Kernel):
     """Not in fp16: a weight times BatchNorm's scale may be beyond its range, or below it."""
 
     name = FOLDED
+    sites = "Conv2d + BatchNorm + ReLU by cuDNN, in inference"
     kinds = CONVOLUTIONS
     grows = True
     needs_cuda = False

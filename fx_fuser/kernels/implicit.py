@@ -95,6 +95,7 @@ def implicit_cut(
 
 class Implicit(Kernel):
     name = IMPLICIT
+    sites = "16-bit Conv2d that bytes bound, in inference"
     kinds = CONVOLUTIONS
     grows = True
     for_inference = True

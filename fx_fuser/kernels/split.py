@@ -110,6 +110,7 @@ def examples(family: Family = LINEAR_SPLIT_AUTO) -> list[KernelSpec]:
 
 class Split(Kernel):
     name = SPLIT
+    sites = "fp32 Linear, matmul, bmm, forward and backward"
     kinds = GEMMS
     grows = True
     dtypes = (torch.float32,)

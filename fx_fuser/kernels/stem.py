@@ -54,6 +54,7 @@ class Stem(Kernel):
     """In fp32 it makes the convolution in TF32, which it may where the library's may."""
 
     name = "stem"
+    sites = "Conv2d of a first layer with a stride, in inference"
     kinds = CONVOLUTIONS
     grows = True
     for_inference = True

@@ -80,7 +80,13 @@ def winner(
         return Winner(fastest)
     note = f"; {extra[fastest]:.2g} ms more where it stands" if extra[fastest] else ""
     on_gpu = min(took.gpu + more for took, more in zip(candidates, extra))
-    may_replay = options is not None and options.inner == "inductor" and not options.exported
-    if may_replay and gains(on_gpu, baseline):
-        note += "; the host is the bottleneck: mode='reduce-overhead' (CUDA graphs) avoids its cost"
+    if options is not None and gains(on_gpu, baseline):
+        note += host_note(options)
     return Winner(None, note)
+
+
+def host_note(options: Options) -> str:
+    """The option that avoids the host's cost; empty where the user cannot give it."""
+    if options.inner != "inductor" or options.exported:
+        return ""
+    return "; the host is the bottleneck: mode='reduce-overhead' (CUDA graphs) avoids its cost"

@@ -43,6 +43,8 @@ FLOORS = (
         "cache",
         "build",
         "wheel",
+        "doctor",
+        "__main__",
     ),
 )
 FLOOR_OF = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
@@ -189,6 +191,7 @@ def cuda_functions(text: str) -> Iterator[tuple[str, int]]:
 
 # Module → the kernels that it names. What no kernel is, or has no site, is named where it is used.
 NAMED = {
+    "doctor.facts": {"split"},  # whose loop differs by GPU and environment
     "build": {"split"},  # whose shared memory and registers differ on more architectures
     "installation": {"split"},  # of which the environment may choose the loop
     "ops.calls": {"folded"},  # an op of its own, the library's call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +35,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.clear and folder.exists():
         print(f"removed {store.clear(folder)} files")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
