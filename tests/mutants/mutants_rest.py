@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+CONTEST = "tests/planning/test_contest.py"
 RATES = "tests/planning/test_architectures.py"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
@@ -49,5 +50,36 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if (gpu.capability / 10 == 9) return rates;",
         "",
         (f"{RATES}::test_split_choices_of_hopper_are_those_that_were_measured",),
+    ),
+    (
+        "contest: what a candidate costs where it stands",
+        "planning/contest.py",
+        "[took.ms + more for took,",
+        "[took.ms for took,",
+        (f"{CONTEST}::test_a_gain_that_the_copy_takes_is_none[0.2-False]",),
+    ),
+    (
+        "contest: the host's cost where no graph is replayed",
+        "planning/contest.py",
+        "replays = options is not None and options.replays_cuda_graphs",
+        "replays = options is not None",
+        (f"{CONTEST}::test_where_cuda_graphs_are_replayed_the_host_costs_nothing",),
+    ),
+    (
+        "contest: a cat that pointwise operations read is no buffer",
+        "planning/surroundings.py",
+        "return not all(expr is not None and expr.op in OPS for expr in written)",
+        "return True",
+        (f"{CONTEST}::test_a_copy_into_a_cat_is_charged[cat_that_a_product_reads-0]",),
+    ),
+    (
+        "kernels: those that are for inference are not offered in training",
+        "kernels/__init__.py",
+        "if kernel.for_inference and case.has_backward()",
+        "if False and case.has_backward()",
+        (
+            "tests/planning/test_offers.py::test_where_times_decide_a_kernel_for_inference_"
+            "is_not_offered_in_training[measure-True]",
+        ),
     ),
 )

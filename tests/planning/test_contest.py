@@ -117,6 +117,10 @@ def tail_alone(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return (z * torch.sigmoid(z) * 2.0).sum()
 
 
+def cat_that_a_product_reads(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return tail_into_cat(x, weight, bias) * 3.0
+
+
 def norm_into_concat(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     image = x[:, :, None, None]
     c = F.conv2d(image, weight[:, :, None, None])
@@ -125,7 +129,12 @@ def norm_into_concat(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("f", "bytes_of_y"),
-    [(tail_into_cat, 4 * 4 * 8), (norm_into_concat, 4 * 4 * 8), (tail_alone, 0)],
+    [
+        (tail_into_cat, 4 * 4 * 8),
+        (norm_into_concat, 4 * 4 * 8),
+        (tail_alone, 0),
+        (cat_that_a_product_reads, 0),
+    ],
 )
 def test_a_copy_into_a_cat_is_charged(match_of: Any, on_gpu: Any, f: Any, bytes_of_y: int) -> None:
     """The inner compiler writes a tail's result straight into the joined buffer."""
