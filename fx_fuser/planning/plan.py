@@ -14,8 +14,8 @@ A Linear's training step that takes the GPU less than the host is left.
 
 With option "save" as "memory", whatever has a backward is fused.
 
-`fx_fuser.kernels` knows the choices at a site. A failure of fx_fuser at one site costs that site
-alone.
+`fx_fuser.kernels` knows the choices at a site, `planning.contest` who wins. A failure of fx_fuser
+at one site costs that site alone.
 """
 
 from __future__ import annotations
