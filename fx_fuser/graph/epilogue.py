@@ -104,6 +104,22 @@ class Epilogue:
         )
         return Epilogue((*z.steps, *moved), z.start)
 
+    def as_computed(self, acc: torch.dtype) -> Epilogue:
+        """Without the steps that do nothing in this dtype of the arithmetic, so that `x.float()` or
+        dropout in eval mode makes no kernel of its own."""
+        names: dict[str, str] = {}
+        kept: list[Step] = []
+        for i, step in enumerate(self.steps):
+            args = tuple(a and names.get(a, a) for a in step.args)
+            if step.op == "identity" or (step.op, dict(step.attrs)) == ("cast", {"dtype": acc}):
+                names[f"v{i}"] = args[0]  # type: ignore[assignment]
+            else:
+                names[f"v{i}"] = f"v{len(kept)}"
+                kept.append(Step(step.op, args, step.attrs))
+        result = names.get(self.result, self.result)
+        found = Epilogue(tuple(kept), self.start if kept else result)
+        return found if found.result == result else self  # else steps that nothing reads are last
+
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Epilogue:
@@ -261,6 +277,7 @@ def kernel_spec(
     numbers: leaves that are numbers at call time, in the order they are passed. acc: dtype of the
     arithmetic. The functor contract is that of `kernels_cu/pointwise/pointwise.cuh`.
     """
+    epilogue = epilogue.as_computed(acc)
     names = {name: f"in[{i}]" for i, name in enumerate(tensors)}
     names |= {name: f"scalar[{i}]" for i, name in enumerate(numbers)}
     lines = []

@@ -1,8 +1,8 @@
 """One kernel as a value, which Python passes to the compiler, the cache and the loader.
 
 A family is a main loop of `kernels_cu/` (`fx_fuser.kernels`); a functor is the epilogue plugged
-into it. The translation units and the shim's arguments are all generated from the spec, and none is
-ever parsed.
+into it. The translation units and the shim's arguments are all generated from the spec. The shim
+reads one of them, the signature.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class KernelSpec:
 
     functor: its C++ name; definition: the C++ text that defines it, an #include or a struct.
     inputs: dtypes of the tensors that the functor reads, the anchor's value first. scalars: how
-    many numbers it reads. acc: dtype of its arithmetic, out: of the result.
+    many numbers it reads. acc: dtype of its arithmetic, out: of the result. use: a kernel is loaded
+    once a use, since what it remembers of its calls, such as data that splits badly, is not that of
+    others with the same texts.
     """
 
     family: Family
@@ -71,6 +73,7 @@ class KernelSpec:
     acc: torch.dtype
     out: torch.dtype
     inputs: tuple[torch.dtype, ...]
+    use: str = ""
 
     @property
     def signature(self) -> list[str]:
@@ -99,8 +102,9 @@ class KernelSpec:
 
     @functools.cached_property
     def name(self) -> str:
-        """The name by which a graph finds the kernel: the hash of its texts."""
-        return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()[:32]
+        """The name by which a graph finds the kernel: the hash of its texts, and its use."""
+        parts = [*self.texts, *([self.use] if self.use else [])]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def texts_of(specs: Iterable[KernelSpec]) -> list[str]:

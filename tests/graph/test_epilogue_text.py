@@ -290,6 +290,53 @@ def test_no_more_is_kept_than_is_needed_of_z(text: str) -> None:
     assert read_by_derivative(parse(text), frozenset({"z"})) == {*READ[text].split()}
 
 
+# ---- what a kernel computes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "computed"),
+    [
+        ("v0 = identity(z)", ""),
+        ("v0 = identity(z); v1 = add(v0, t0)", "v0 = add(z, t0)"),
+        ("v0 = add(z, t0); v1 = cast(v0, dtype=float32)", "v0 = add(z, t0)"),
+        (
+            "v0 = mul(z, t0); v1 = identity(v0); v2 = mul(v1, v0)",
+            "v0 = mul(z, t0); v1 = mul(v0, v0)",
+        ),
+        ("v0 = cast(z, dtype=bfloat16); v1 = mul(v0, z)", None),
+        ("v0 = mul(z, t0); v1 = identity(z)", None),
+        ("", None),
+    ],
+)
+def test_steps_that_compute_nothing_make_no_kernel_of_their_own(
+    text: str, computed: str | None
+) -> None:
+    """Dropout in eval mode and casts to the accumulator's dtype are such."""
+    kept = text if computed is None else computed
+    assert parse(text).as_computed(torch.float32).text == kept
+    of_text, of_kept = (
+        kernel_spec(parse(t), {"z": torch.float32, "t0": torch.float32}, (), torch.float32)
+        for t in (text, kept)
+    )
+    assert of_text.texts == of_kept.texts
+
+
+def test_a_cast_below_the_accumulators_dtype_is_kept() -> None:
+    text = "v0 = cast(z, dtype=float32)"
+    assert parse(text).as_computed(torch.float64).text == text
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_computed_has_the_same_value(seed: int) -> None:
+    epilogue = Maker(seed, (*LINEAR, "tanh", "where")).epilogue(steps=1 + seed % 8)
+    values = values_of(epilogue, torch.Generator().manual_seed(seed))
+    computed = epilogue.as_computed(torch.float32)
+    assert len(computed.steps) <= len(epilogue.steps)
+    torch.testing.assert_close(
+        evaluate(computed, values), evaluate(epilogue, values), rtol=0, atol=0, equal_nan=True
+    )
+
+
 LINEAR = ("mul", "div", "neg", "add", "sub", "addcmul", "cast", "identity")
 
 

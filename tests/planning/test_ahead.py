@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.kernels import candidates
-from fx_fuser.kernels.split import SPLIT_GEMM
+from fx_fuser.kernels.split import LINEAR_SPLIT, SPLIT_GEMM
 from fx_fuser.native import binaries, load, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
@@ -22,7 +22,7 @@ from fx_fuser.options import Options
 from fx_fuser.passes import products, provenance
 from fx_fuser.planning import ahead, gate
 from fx_fuser.planning.case import MatchCase
-from tests.plan_cases import BUILD, GPU
+from tests.plan_cases import BUILD, GPU, linear_tensors
 
 
 def tail(x: Tensor, weight: Tensor) -> Tensor:
@@ -58,6 +58,22 @@ def _on(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _build(grown: Grown, beside: Sequence[KernelSpec] = (), most: int = 64) -> None:
     ahead.build([grown.alone], [grown], {GPU: beside}, Options(), most)  # type: ignore[list-item]
+
+
+def test_a_linear_without_a_tail_is_compiled_with_the_passes_gemm(
+    match_of: Any, on_gpu: Any
+) -> None:
+    """And loaded apart: what one remembers of data that splits badly is not the other's."""
+
+    def alone(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    case = MatchCase(match_of(alone, *linear_tensors(), options={"plan": "always"}), Options())
+    *_, chosen = candidates(case)
+    own = [spec for spec in case.specs(chosen) if spec.family is LINEAR_SPLIT]
+    assert len(own) == 2 and own[1] == SPLIT_GEMM
+    assert own[0].texts == SPLIT_GEMM.texts and own[0].name != SPLIT_GEMM.name
+    assert len(texts_of(own)) == len(SPLIT_GEMM.texts)
 
 
 def test_z_alone_its_tail_and_what_passes_need_are_one_run(
@@ -96,11 +112,11 @@ def test_a_tail_waits_where_nothing_is_idle(
 def test_each_text_takes_a_core(
     idle: int, grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """z alone's kernel by itself takes two, and its tail one more: they share the second."""
+    """A tail is one text more: what else its kernel is made of is z alone's."""
     _on(1, monkeypatch)
     _build(grown)
     texts = _texts_of(built[0], grown)
-    assert len(texts) > len(built[0])
+    assert len(texts) == 3  # of the epilogue alone, the gemm's own, and what all gemms share
     _on(len(texts) + idle, monkeypatch)
     _build(grown)
     assert len(built[1]) == len(built[0]) + idle
