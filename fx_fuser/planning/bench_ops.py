@@ -206,15 +206,25 @@ def benches(
         specs = [spec for choices in candidates for spec in kernel_specs(match, choices)]
         reset_fallback(specs, run.c.device)
     ahead = [run.forward(choices, run.operands) for choices in candidates]
-    compare_choices(ahead, candidates, run.c.dtype)
+    _compare_each(ahead, candidates, run.c.dtype)
     # The library's op stands for the inner compiler's code, whose host time is unknown.
     timed = [Candidate(call, None if i == 0 else call) for i, call in enumerate(ahead)]
     if not run.needs:
         return timed
     dz = run.gradient_of_z()
     back = [functools.partial(run.backward, choices, dz) for choices in candidates]
-    compare_choices(back, candidates, run.c.dtype)
+    _compare_each(back, candidates, run.c.dtype)
     return [*timed, *map(Candidate, back)]
+
+
+def _compare_each(
+    runs: Sequence[Callable[[], Sequence[Tensor]]],
+    candidates: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+) -> None:
+    """Each of the runs but the library's, which is the first, beside that."""
+    for run, choices in zip(runs[1:], candidates[1:]):
+        compare_choices([runs[0], run], [choices], dtype)
 
 
 def tail(

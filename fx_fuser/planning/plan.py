@@ -314,7 +314,6 @@ def _compare(
     """
     if len(candidates) == 1:
         return None, "fx_fuser has no kernel for this gemm"
-    fused = candidates[1]
     tensors = bench_ops.tensors_of(match)
     if tensors is None:
         return None, "sizes unknown, so not timed"
@@ -323,20 +322,28 @@ def _compare(
     times = contest.times(key, benches, device_of(match), options)
     if isinstance(times, str):
         return None, times
-    note = f"library {times[0]}, {_title(fused, match)} {times[1]}"
-    ahead, back = times[:2], [took.gpu for took in times[2:]]
-    backward = LIBRARY
+    count = len(candidates)
+    ahead, back = times[:count], [took.gpu for took in times[count:]]
+    of_fused = [f"{_title(c, match)} {took}" for c, took in zip(candidates[1:], ahead[1:])]
+    note = ", ".join([f"library {ahead[0]}", *of_fused])
     if back:
-        note += f"; backward {back[0]:.4g} and {back[1]:.4g} ms"
-        if contest.gains(back[1], back[0]):
-            backward = fused["backward"]
-    library, least = ahead[0].gpu + sum(back[:1]), min(back, default=0)
-    took = Timing(*(ms + least for ms in ahead[1]))
-    needed = 0 if options.replays_cuda_graphs or not back else _STEP_CALLS * ahead[1].host
-    if library < needed:
-        took = Timing(took.gpu, needed)
-        note += f"; the host needs about {needed:.2g} ms for a training step"
-    won = contest.winner([took], library, [surroundings.ms_into_cat(match)], options)
+        note += f"; backward {' and '.join(f'{ms:.4g}' for ms in back)} ms"
+    of_library, *of_each = back or [0.0] * count
+    # In training a fused forward may go with the library's backward.
+    steps = [
+        Timing(*(ms + min(of_library, own) for ms in took)) for took, own in zip(ahead[1:], of_each)
+    ]
+    library = ahead[0].gpu + of_library
+    if back and not options.replays_cuda_graphs:
+        needed = [_STEP_CALLS * took.host for took in ahead[1:]]
+        if max(needed) > library:
+            note += f"; the host needs about {max(needed):.2g} ms for a training step"
+        steps = [Timing(step.gpu, ms) if ms > library else step for step, ms in zip(steps, needed)]
+    copy = surroundings.ms_into_cat(match)
+    won = contest.winner(steps, library, [copy] * len(steps), options)
     if won.place is None:
         return None, note + won.note
-    return {**fused, "backward": backward}, note
+    chosen = dict(candidates[1 + won.place])
+    if not back or not contest.gains(of_each[won.place], of_library):
+        chosen["backward"] = LIBRARY
+    return chosen, note

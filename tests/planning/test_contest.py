@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_cases import GPU, decide, linear_tensors
+from plan_cases import DENSE, GPU, LIBRARY, SPLIT, decide, linear_tensors, swish
 from torch import Tensor
 
+from fx_fuser import kernels
 from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.native import limits
 from fx_fuser.options import Options
@@ -66,6 +67,32 @@ def test_the_option_that_avoids_the_hosts_cost_is_named_where_it_would_help(
 ) -> None:
     assert winner([Timing(0.5, host=1.1)], 1.0, options=options) == Winner(None, HOST * told)
     assert winner([Timing(1.5, host=2.0)], 1.0, options=options) == Winner(None)
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ((1.0, 0.9, 0.5), ("dense", "library")),
+        ((1.0, 0.5, 0.9), ("split", "library")),
+        ((1.0, 1.1, 1.2), None),
+        # forward, then backward, of each
+        ((1.0, 0.9, 0.8, 1.0, 0.5, 1.0), ("split", "split")),
+        ((1.0, 0.9, 0.2, 1.0, 0.9, 1.0), ("dense", "library")),
+        ((1.0, 0.5, 0.9, 1.0, 1.5, 1.0), ("split", "library")),
+    ],
+)
+def test_of_several_kernels_for_a_gemm_the_fastest_runs(
+    match_of: Any,
+    on_gpu: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    times: Sequence[float],
+    chosen: tuple[str, str] | None,
+) -> None:
+    monkeypatch.setattr(kernels, "candidates", lambda _: [dict(LIBRARY), dict(SPLIT), dict(DENSE)])
+    on_gpu(*times)
+    decision = decide(match_of(swish, *linear_tensors()))
+    found = None if isinstance(decision, Refusal) else decision.choices
+    assert (found and (found["product"], found["backward"])) == chosen
 
 
 # ---- the times -----------------------------------------------------------------------------------
