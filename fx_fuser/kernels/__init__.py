@@ -1,10 +1,11 @@
 """The kernels, one file each, and which of them take a site.
 
-A kernel's file says all that Python knows of it: the sites it takes (operands, device, layout,
-options), how its work is cut, its family, that is the main loop to compile, and the examples that
-CI compiles and tests. Beside it stand the CUDA C++ of `kernels_cu/` and the host's file there. A
-graph calls a kernel by its name: `product` and `backward` of an op's configuration. Nobody else
-knows a name. A new kernel is a file here, an entry of `KERNELS`, and its tests.
+A kernel's file says all that Python knows of it: the sites that it takes (operands, device, layout,
+options), how its work is divided, its family, that is the main loop to compile, and the examples
+that CI compiles and tests. Beside it stand the CUDA C++ of `kernels_cu/` and the host's file there.
+An op's configuration names the kernel (`product`, `backward`), and a call the compiled one, by the
+hash of its spec. Who else names a kernel is on a list of tests/package/test_rooms.py. What a new
+kernel needs: CONTRIBUTING.md.
 
 Anchors own operands, reference and the backward's gemms, and know no kernel.
 """
@@ -17,7 +18,7 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.errors import OptionError
-from fx_fuser.kernels.base import CONVOLUTIONS, Case, Kernel
+from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel
 from fx_fuser.kernels.dense import Dense
 from fx_fuser.kernels.depthwise import Depthwise
 from fx_fuser.kernels.direct import Direct
@@ -31,7 +32,7 @@ from fx_fuser.kernels.stem import Stem
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
-# In the order in which they are offered.
+# In the order in which they are offered; with plan="always" the last one that takes a site runs.
 _ALL = (
     Split(),
     Dense(),
@@ -47,7 +48,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 
 
 def candidates(case: Case) -> list[dict[str, Any]]:
-    """The choices that `plan` has at a site, the library's first: of its op's configuration.
+    """The configurations that the site's op may have, the library's first.
 
     Raises OptionError if an option asks for what torch's own setting forbids.
     """
@@ -72,7 +73,7 @@ def _is_taken(case: Case, kernel: Kernel) -> bool:
 
 def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
     choices = {"product": kernel.name, "backward": backward, "again": case.recomputes}
-    if case.site.kind not in CONVOLUTIONS:
+    if case.site.kind not in CONVOLUTION_KINDS:
         return choices
     asked = case.options.fp32 == "tf32"
     if case.options.fp32 == "follow":
@@ -83,9 +84,10 @@ def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
 def families(operands: Operands, config: Config) -> tuple[Family, ...]:
     """The main loops of a call: the epilogue alone, then gemm or convolution with epilogue.
 
-    operands: of which the weight's shape may choose the kernel.
+    operands: the weight's shape may choose the kernel, and so may which of them there are.
 
-    The first is launched if there is no second, or if the second does not take the tensors.
+    The first is launched if there is no second, if that does not take the tensors, or behind it
+    where it makes c alone.
     """
     own = KERNELS[config["product"]].family(operands, config)
     return (POINTWISE,) if own is None else (POINTWISE, own)

@@ -17,10 +17,10 @@ from fx_fuser.graph.read.sites import Site
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 from fx_fuser.options import Options
 
-GEMMS = frozenset({"linear", "matmul", "bmm"})  # kinds of anchors
-CONVOLUTIONS = frozenset({"conv2d", "conv2d_batchnorm"})
-HALVES = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *HALVES)  # that an accumulator of fp32 is enough for
+GEMM_KINDS = frozenset({"linear", "matmul", "bmm"})  # kinds of anchors
+CONVOLUTION_KINDS = frozenset({"conv2d", "conv2d_batchnorm"})
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *SIXTEEN_BITS)  # that an accumulator of fp32 is enough for
 
 
 class Case(Protocol):
@@ -82,40 +82,43 @@ class Case(Protocol):
 
 
 class Kernel(ABC):
-    """A backend of an anchor's forward.
+    """A backend of an anchor's forward."""
 
-    name: what an op's configuration calls it. sites: what it is for, to a user. arch: the only
-    architecture that has it, or None. kinds: of the anchors whose sites it may take.
-    for_inference: in training it is not offered where times decide, since the inner compiler's
-    passes are others there and what is gained is not measured. needs_cuda: it runs nowhere else.
-    in_tf32: are fp32 operands multiplied in TF32? any_layout: does it take channels_last as well as
-    contiguous tensors, and return what it gets? weight_follows: is a window's weight to be in the
-    layout of x? grows: may it gain where no named pattern fits?
-    dtypes: of c. backward_family: the kernels that make all gradients from dy, without c, if there
-    are such.
-    """
-
+    # What an op's configuration calls it.
     name: str
+    # What it is for, in a user's words.
     sites: str
+    # The only architecture that has it; None: all.
     arch: str | None = None
+    # The kinds of anchors whose sites it may take.
     kinds: frozenset[str] = frozenset()
-    for_inference: bool = False
-    needs_cuda: bool = True
-    in_tf32: bool = False
-    any_layout: bool = False
-    weight_follows: bool = False
-    grows: bool = False
+    # The dtypes of c.
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    # Does it run on CUDA alone?
+    needs_cuda: bool = True
+    # Is it not offered in training where times decide? The inner compiler's passes are others
+    # there, and what is gained is not measured.
+    for_inference: bool = False
+    # May it gain where no named pattern fits?
+    grows: bool = False
+    # Does it multiply fp32 operands in TF32?
+    in_tf32: bool = False
+    # Does it run in the graph's layout, so that it is timed there and its operands are converted
+    # with the graph?
+    any_layout: bool = False
+    # Is then the weight of a window to be in x's layout, too?
+    weight_follows: bool = False
+    # The kernels that make all gradients from dy, without c.
     backward_family: Family | None = None
 
     @property
     def multiply(self) -> Multiply:
-        """a bᵀ, by which it makes a gemm without an epilogue."""
+        """Computes a bᵀ: for gradients, and for a c that backward computes again."""
         return library_gemm
 
     @abstractmethod
     def takes(self, case: Case) -> bool:
-        """Does it take the site? Asked of its `kinds` alone.
+        """Does it take the site? Called at sites of its `kinds` alone.
 
         Raises OptionError if an option asks for what torch's own setting forbids.
         """
@@ -125,7 +128,7 @@ class Kernel(ABC):
         return (LIBRARY,)
 
     def family(self, operands: Operands, config: Config) -> Family | None:
-        """The main loop of a call; of the operands, shapes may matter. None: the library's."""
+        """The main loop of a call. None: the library's."""
         return None
 
     def plain_specs(self) -> list[KernelSpec]:
@@ -133,7 +136,7 @@ class Kernel(ABC):
         return []
 
     def is_too_small(self, case: Case) -> bool:
-        """Does the library take no longer for the site than this kernel needs to begin?"""
+        """Is the library done before this kernel has begun?"""
         return False
 
     def title(self, device: torch.device) -> str:
@@ -146,7 +149,7 @@ class Kernel(ABC):
 
 
 def is_float64(case: Case) -> bool:
-    """Is anything in float64, for which no main loop has an accumulator?"""
+    """Is an operand or the arithmetic in float64? Main loops accumulate in fp32."""
     return torch.float64 in (case.acc, *(t.dtype for t in case.tensors))
 
 

@@ -1,4 +1,4 @@
-"""One gemm with its epilogue in the operands' 16-bit dtype, or of fp32 in TF32, on Hopper.
+"""A 16-bit gemm, or an fp32 one in TF32, with its epilogue, on Hopper.
 
 kernels_cu/linear/linear_dense_sm90.cuh, launched by kernels_cu/host/linear_dense.h.
 """
@@ -21,7 +21,7 @@ class Dense(Kernel):
     name = "dense"
     sites = "16-bit and TF32 Linear, in named patterns"
     arch = LINEAR_DENSE.arch
-    kinds = frozenset({"linear"})  # it needs rows of K
+    kinds = frozenset({"linear"})  # both operands must be K-major
     in_tf32 = True
     grows = False  # the library's gemm of many rows is as fast (kernels_cu/NOTES.md)
 

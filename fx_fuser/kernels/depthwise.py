@@ -1,7 +1,7 @@
-"""A depthwise convolution, a kernel for each window, in inference.
+"""A depthwise convolution, compiled for each window and stride, in inference.
 
-It computes in fp32, whatever `tf32` says. kernels_cu/conv/depthwise.cuh, launched by
-kernels_cu/host/depthwise.h.
+It computes in fp32 without tensor cores, so TF32's settings do not matter.
+kernels_cu/conv/depthwise.cuh, launched by kernels_cu/host/depthwise.h.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.kernels.base import (
-    CONVOLUTIONS,
+    CONVOLUTION_KINDS,
     Case,
     Kernel,
     example,
@@ -71,7 +71,7 @@ def depthwise_cut(
 class Depthwise(Kernel):
     name = "depthwise"
     sites = "depthwise Conv2d, in inference"
-    kinds = CONVOLUTIONS
+    kinds = CONVOLUTION_KINDS
     grows = True
     for_inference = True
     any_layout = True

@@ -13,7 +13,7 @@ import torch
 
 from fx_fuser.anchors.base import LIBRARY, Config, Operands
 from fx_fuser.kernels.base import (
-    CONVOLUTIONS,
+    CONVOLUTION_KINDS,
     FLOATS,
     Case,
     Kernel,
@@ -103,7 +103,7 @@ class Direct(Kernel):
     name = DIRECT
     sites = "Conv2d of at most 8 channels, also in training"
     arch = CONV_DIRECT.arch
-    kinds = CONVOLUTIONS
+    kinds = CONVOLUTION_KINDS
     grows = True
     backward_family = CONV_DIRECT_BACKWARD
 

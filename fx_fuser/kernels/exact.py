@@ -1,7 +1,8 @@
 """An fp32 gemm of two operands that were cast up from 16 bits, on Hopper.
 
-The products of two such values are exact in fp32, so one gemm on the tensor cores is enough. No
-site is found for it: `fx_fuser.passes.provenance` puts it into Inductor's graphs.
+The products of two such values are exact in fp32, unless they over- or underflow, so one gemm on
+the tensor cores is enough. No site is found for it: `fx_fuser.passes.provenance` puts it into
+Inductor's graphs.
 kernels_cu/linear/linear_exact_sm90.cuh.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.kernels.base import HALVES, Case, Kernel, example
+from fx_fuser.kernels.base import SIXTEEN_BITS, Case, Kernel, example
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 LINEAR_EXACT = Family(
@@ -18,7 +19,7 @@ LINEAR_EXACT = Family(
 )
 EXACT_GEMMS = {
     dtype: kernel_spec(Epilogue(), {"z": dtype}, (), torch.float32, LINEAR_EXACT)
-    for dtype in HALVES
+    for dtype in SIXTEEN_BITS
 }
 
 
@@ -34,4 +35,4 @@ class Exact(Kernel):
         if arch != self.arch:
             return []
         of_all = ("Identity", 0, torch.float32, torch.float32)
-        return [example(LINEAR_EXACT, *of_all, value) for value in HALVES]
+        return [example(LINEAR_EXACT, *of_all, value) for value in SIXTEEN_BITS]

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_fuser.anchors.conv2d import memory_format_of
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.kernels.base import CONVOLUTIONS, Case, Kernel, example
+from fx_fuser.kernels.base import CONVOLUTION_KINDS, Case, Kernel, example
 from fx_fuser.kernels.precision import may_be_tf32
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
@@ -48,11 +48,11 @@ def addend_of_relu(epilogue: Epilogue) -> str | None:
 
 
 class Folded(Kernel):
-    """Not in fp16: a weight times BatchNorm's scale may be beyond its range, or below it."""
+    """Not in fp16: a weight times BatchNorm's scale may over- or underflow."""
 
     name = FOLDED
     sites = "Conv2d + BatchNorm + ReLU by cuDNN, in inference"
-    kinds = CONVOLUTIONS
+    kinds = CONVOLUTION_KINDS
     grows = True
     needs_cuda = False
     any_layout = True
@@ -100,7 +100,8 @@ def _has_shift(case: Case) -> bool:
 
 
 def _is_relu(case: Case) -> bool:
-    """Or BatchNorm alone: `fx_fuser.planning.plan` says where its shift goes."""
+    """Is the epilogue relu(z) or relu(z + t)? Or is it BatchNorm alone: `planning.plan` says where
+    its shift goes."""
     if _is_normed(case) and not case.epilogue.steps:
         return True
     addend = addend_of_relu(case.epilogue)

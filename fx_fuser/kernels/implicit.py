@@ -14,9 +14,9 @@ import torch
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import is_window, memory_format_of
 from fx_fuser.kernels.base import (
-    CONVOLUTIONS,
+    CONVOLUTION_KINDS,
     FLOATS,
-    HALVES,
+    SIXTEEN_BITS,
     Case,
     Kernel,
     example,
@@ -28,8 +28,8 @@ from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 IMPLICIT = "implicit"
-# Multiplications for each byte of x, weight and result. Beyond, what the library takes with a pass
-# behind it was less than this kernel's time at nearly all layers of three nets, on an H200
+# Arithmetic intensity: multiply-adds a byte of x, weight and result. Above it the library's
+# convolution and a pass behind it were faster at nearly all layers of three nets, on an H200
 # (conv/NOTES.md). Where a GPU multiplies more while it reads a byte, bytes bound more layers.
 MOST_PER_BYTE = 90
 _LEAST_SHARED = 99 << 10  # bytes that a block may have on each GPU from sm_80 on
@@ -38,9 +38,9 @@ _COLUMNS = (32, 64, 96, 128)  # that a tile of implicit.cuh may have
 
 @functools.cache
 def implicit(outputs: int, is_window: bool, leaves: int) -> Family:
-    """The convolution with these sizes.
+    """The convolution of so many output channels.
 
-    outputs: its channels. is_window: is the kernel more than 1 × 1, or is there padding? leaves:
+    outputs: these. is_window: is the kernel more than 1 × 1, or is there padding? leaves:
     how many of the epilogue's first tensors are one number a channel.
     """
     sizes = (implicit_columns(outputs), int(is_window), leaves)
@@ -48,8 +48,8 @@ def implicit(outputs: int, is_window: bool, leaves: int) -> Family:
 
 
 def implicit_columns(outputs: int) -> int:
-    """Output channels of a tile: what costs least. Each part of them costs its columns, and reads
-    the pixels again."""
+    """The width of a tile, in output channels, that costs least: each tile costs its width, and
+    what it takes to read the pixels once more."""
     of_part = 48  # columns' worth
     return min((-(-outputs // n) * (n + of_part), -(-outputs // n) * n, n) for n in _COLUMNS)[-1]
 
@@ -96,12 +96,12 @@ def implicit_cut(
 class Implicit(Kernel):
     name = IMPLICIT
     sites = "16-bit Conv2d that bytes bound, in inference"
-    kinds = CONVOLUTIONS
+    kinds = CONVOLUTION_KINDS
     grows = True
     for_inference = True
     any_layout = True
     weight_follows = True
-    dtypes = HALVES
+    dtypes = SIXTEEN_BITS
 
     def takes(self, case: Case) -> bool:
         c, x, weight = case.tensors[0], case.operand("x"), case.operand("weight")

@@ -1,4 +1,4 @@
-"""In which precision torch multiplies fp32: its own settings, read once a compilation.
+"""In which precision torch multiplies fp32: its own settings, read anew while compiling.
 
 Only the new settings are read: the getters of before torch 2.9 raise once those were used.
 """
@@ -32,9 +32,7 @@ def conv_tf32_allowed() -> bool:
 
 
 def conv_tf32_requested() -> bool:
-    """cuDNN's convolutions allow TF32 by default, without the user asking: a fused one uses it only
-    if matmul precision allows it, too.
-    """
+    """May a fused convolution take TF32? cuDNN allows it unasked, so matmul precision must, too."""
     return matmul_tf32_requested() and conv_tf32_allowed()
 
 

@@ -1,8 +1,8 @@
-"""An fp32 gemm as three gemms of fp16 halves on the tensor cores, within fp32's error.
+"""An fp32 gemm as three fp16 gemms of hi and lo parts on the tensor cores, within fp32's error.
 
 By wgmma on Hopper (kernels_cu/linear/linear_split_sm90.cuh), by mma.sync elsewhere
-(linear_split_mma.cuh); kernels_cu/host/linear_split.h cuts and launches it. Of an operand that was
-cast up from 16 bits one half is enough, and so two gemms (`MIXED_GEMMS`).
+(linear_split_mma.cuh), launched by kernels_cu/host/linear_split.h. An operand that was cast up from
+16 bits has no lo part, so two gemms do (`MIXED_GEMMS`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from torch import Tensor
 from fx_fuser.anchors.base import Config, Multiply, Operands
 from fx_fuser.errors import OptionError
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.kernels.base import GEMMS, HALVES, Case, Kernel, example, is_float64, known_sizes
+from fx_fuser.kernels.base import (
+    GEMM_KINDS,
+    SIXTEEN_BITS,
+    Case,
+    Kernel,
+    example,
+    is_float64,
+    known_sizes,
+)
 from fx_fuser.kernels.precision import SPLIT, asked_precision, matmul_tf32_requested
 from fx_fuser.native import binaries, limits, load
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 _ops = torch.ops.fx_fuser_native
-# By mma.sync, which every GPU has.
+# By mma.sync, which every GPU from sm_80 on has.
 LINEAR_SPLIT_MMA = Family(
     "linear/linear_split_mma.cuh",
     "FX_FUSER_LINEAR_SPLIT_MMA",
@@ -47,7 +55,7 @@ SPLIT_GEMM = replace(_ALONE, use="a gemm without an epilogue")
 # One operand was cast up from this 16-bit dtype.
 MIXED_GEMMS = {
     dtype: kernel_spec(Epilogue(), {"z": dtype}, (), torch.float32, LINEAR_SPLIT)
-    for dtype in HALVES
+    for dtype in SIXTEEN_BITS
 }
 
 
@@ -85,7 +93,7 @@ def is_small(x: Sequence[int], c: Sequence[int], device: torch.device) -> bool:
 
 
 def reset_fallback(specs: Sequence[KernelSpec], device: torch.device) -> None:
-    """End the precision fallback of the split gemms among these loaded kernels.
+    """End both fallbacks of the split gemms among these loaded kernels.
 
     After data that splits badly, the op uses the library for 1000 calls of the same sizes. After
     operands whose scales were often guessed wrong, a pass finds the scales ahead, for as many
@@ -107,14 +115,14 @@ def examples(family: Family = LINEAR_SPLIT_AUTO) -> list[KernelSpec]:
         # These need FEW_REGISTERS.
         example(family, "Sigmoid", 0, f32, f32, f32),
         example(family, *of_norm, f32, f32, *[bf16] * 5),
-        *(example(family, "Identity", 0, f32, f32, value) for value in HALVES),
+        *(example(family, "Identity", 0, f32, f32, value) for value in SIXTEEN_BITS),
     ]
 
 
 class Split(Kernel):
     name = SPLIT
     sites = "fp32 Linear, matmul, bmm, forward and backward"
-    kinds = GEMMS
+    kinds = GEMM_KINDS
     grows = True
     dtypes = (torch.float32,)
 
@@ -151,5 +159,5 @@ class Split(Kernel):
         return f"{self.name} by {split_loop(device)}"
 
     def examples(self, arch: str) -> list[KernelSpec]:
-        # Of those that Hopper alone has, what is forced there too.
+        # On Hopper also those by mma.sync, which FX_FUSER_SPLIT_LOOP forces.
         return examples() + (examples(LINEAR_SPLIT_MMA) if arch == "sm_90a" else [])

@@ -12,7 +12,7 @@ import torch
 
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.kernels.base import (
-    CONVOLUTIONS,
+    CONVOLUTION_KINDS,
     Case,
     Kernel,
     example,
@@ -38,7 +38,7 @@ def stem_cut(sizes: Sequence[int], x_bytes: int, operands: int = 0) -> list[int]
     The numbers are explained in kernels_cu/host/stem.h.
 
     Args:
-        sizes: input channels, the kernel's height and width, stride, output channels.
+        sizes: input channels, the filter's height and width, stride, output channels.
         x_bytes: size of an element of x and weight.
         operands: number of the epilogue's tensors.
 
@@ -51,11 +51,11 @@ def stem_cut(sizes: Sequence[int], x_bytes: int, operands: int = 0) -> list[int]
 
 
 class Stem(Kernel):
-    """In fp32 it makes the convolution in TF32, which it may where the library's may."""
+    """It multiplies fp32 in TF32, so it takes fp32 where torch lets the library do so."""
 
     name = "stem"
     sites = "Conv2d of a first layer with a stride, in inference"
-    kinds = CONVOLUTIONS
+    kinds = CONVOLUTION_KINDS
     grows = True
     for_inference = True
     in_tf32 = True

@@ -1,11 +1,12 @@
-"""One contest decides what runs: at a site, for a convolution, for a gemm of Inductor's graph.
+"""The same contest decides at a Linear, at a convolution, and at a gemm of Inductor's graph.
 
 Candidates are fx_fuser's. Baselines stand for what the inner compiler would run. All are timed in
 one run on this machine, side by side, and the answer is kept (`fx_fuser.planning.timing`). A
-candidate must be clearly faster than the fastest baseline, with what it costs where it stands: a
-folding at each call, one more pass, a copy into a `cat`. The host launches an op while the GPU runs
-the one before, so a candidate that takes the host longer than the GPU counts with the host's time,
-which must beat the GPU's time of what it replaces.
+candidate's time, with what it costs in its place, a folding at each call, one more pass, a copy
+into a `cat`, must be clearly below the fastest baseline's. The host launches an op while the GPU
+runs the one before. So at a site a candidate that takes the host longer than the GPU counts with
+the host's time, which must beat the GPU's time of what it replaces. Of tails and of gemms of
+Inductor's graph the GPU's time alone is compared: they add no call.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def times(
 ) -> list[Timing] | str:
     """The times of all that `make` makes, or why there are none. key: see `timing.medians`.
 
-    options: by which CUDA graphs may be replayed, which takes the host nothing. One warning says
+    options: if by these CUDA graphs are replayed, the host's times are dropped. One warning says
     that a kernel is wrong.
     """
     try:
@@ -53,10 +54,8 @@ def times(
 
 
 class Winner(NamedTuple):
-    """place: of the candidate that is clearly faster than the baseline, or None.
-
-    note: why none is, beside the times: what the fastest costs where it stands, and the option with
-    which one would gain, if on the GPU alone it does.
+    """place: the winner's index, or None. note: why nobody wins, beside the times: what the fastest
+    costs in its place, and the option that would help if the GPU's time alone would win.
     """
 
     place: int | None
@@ -69,9 +68,9 @@ def winner(
     extra: Sequence[float] = (),
     options: Options | None = None,
 ) -> Winner:
-    """Which of them wins over a baseline of so many ms of the GPU.
+    """The fastest candidate, if it clearly beats a baseline of so many ms of the GPU.
 
-    extra: what each costs besides, where it stands, in ms. options: the user's, for the note.
+    extra: what each costs in its place, in ms. options: the user's, for the note.
     """
     extra = extra or [0.0] * len(candidates)
     needed = [took.ms + more for took, more in zip(candidates, extra, strict=True)]

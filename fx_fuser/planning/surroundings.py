@@ -1,4 +1,4 @@
-"""What a fused call costs where it stands, which the inner compiler's code would not."""
+"""The copy that a fused call's result needs in its place, which Inductor's own code would not."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _JOINS = frozenset({"cat", "concat", "concatenate"})
 def ms_into_cat(match: Match) -> float:
     """The copy of the site's value into a `cat` that reads it, in ms.
 
-    Inductor writes what a pointwise operation computes straight into the joined buffer. What a
-    kernel call has made it must copy; but so it must the library's bare gemm or convolution. A
-    `cat` that only pointwise operations read is no buffer: they read the joined values themselves
+    Inductor computes a pointwise operation into its part of the joined buffer. The result of an
+    opaque call it must copy; so it must a bare library gemm's, which therefore costs nothing extra
+    here. A `cat` that pointwise operations alone read is never materialised
     (`torch._inductor.lowering.cat`).
     """
     is_normed = isinstance(ANCHORS[match.site.kind], Conv2dBatchNorm)

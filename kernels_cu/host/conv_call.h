@@ -30,8 +30,8 @@ struct Conv {
   bool save;
 };
 
-// What lies between the convolution and z, each [O], and a number that their expression reads. In
-// training mean and variance are the batch's, once there is a convolution.
+// What z reads beside the convolution: vectors of O, and eps. In training mean and variance are
+// empty until the batch's are computed.
 struct Norm {
   std::optional<Tensor> bias;
   std::optional<Tensor> mean;
@@ -45,7 +45,7 @@ struct Norm {
 struct ConvKernel {
   virtual ~ConvKernel() = default;
 
-  // Nothing, and nothing is launched, where it does not take these tensors.
+  // Nothing where it does not take these sizes or strides. Wrong dtypes, devices and ranks raise.
   virtual std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const = 0;
 };
 
@@ -149,7 +149,7 @@ Made result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm
   return {y, c, norm.mean, norm.variance};
 }
 
-// The epilogue of c in a pass of its own, which overwrites c where nothing else reads it.
+// The epilogue of c in a pass of its own: in place if c is not saved and has y's type.
 Made with_epilogue(const Conv& conv, const Norm& norm, EpilogueArgs leaves, const Tensor& c) {
   const auto& epilogue = registry<PointwiseKernels>().at(conv.kernels[0], c.get_device_index());
   leaves.tensors.insert(leaves.tensors.begin(), c);

@@ -173,8 +173,6 @@ std::vector<int64_t> depthwise_cut(const std::vector<int64_t>& sizes, int64_t st
           cut->groups,  cut->blocks};
 }
 
-// ---- layouts ------------------------------------------------------------------------------------
-
 // ---- the launch ---------------------------------------------------------------------------------
 
 void check_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,

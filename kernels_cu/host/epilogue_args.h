@@ -35,7 +35,7 @@ struct EpilogueArgs {
   std::vector<double> scalars;
 };
 
-// A number that is still a tensor on the host, `torch.tensor(2.0)`, is passed as a number.
+// A 0-d CPU tensor, `torch.tensor(2.0)`, is passed as a scalar, behind those of s.
 EpilogueArgs epilogue_args_of(const std::vector<Tensor>& t, const std::vector<double>& s) {
   EpilogueArgs found;
   found.scalars = s;
@@ -49,7 +49,7 @@ EpilogueArgs epilogue_args_of(const std::vector<Tensor>& t, const std::vector<do
   return found;
 }
 
-// Without a kernel the result is the library's product itself, which no epilogue changes.
+// Without kernels the library's result is returned, so there must be no epilogue and no cast.
 void check_is_result(const Tensor& c, ScalarType out_type, const EpilogueArgs& args) {
   STD_TORCH_CHECK(c.scalar_type() == out_type && args.tensors.empty() && args.scalars.empty(),
                   "fx_fuser: the op needs the name of a kernel: only where the epilogue is the "
@@ -65,7 +65,8 @@ bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
   return true;
 }
 
-// Are these the operands and scalars that the kernels' epilogue takes, for a result like `out`?
+// Raises unless these are the operands and scalars of the kernels' epilogue, for a result like
+// `out`.
 template <class Kernels>
 void check_epilogue(const Kernels& kernels, const Tensor& out, const std::vector<Tensor>& operands,
                     const std::vector<double>& scalars) {

@@ -12,8 +12,9 @@ namespace {
 struct GemmKernel {
   virtual ~GemmKernel() = default;
 
-  // Is it worth its launch?  What fx_fuser/planning measured holds for one size, and a graph may be
-  // called with others.
+  // Is it faster than the library, by the cost model and earlier data? What fx_fuser/planning
+  // measured holds for one size, and a graph may be called with others. Ask once a call: the
+  // precision fallback counts each asking.
   virtual bool is_profitable(const Tensor& x, const Tensor& weight) const = 0;
 
   // y = epilogue(c, args) with c = x weightᵀ + bias, which is stored too if asked for. False, and

@@ -36,7 +36,7 @@ ScalarType scalar_type_of(const std::string& cuda_name) {
   STD_TORCH_CHECK(false, "fx_fuser: unknown element type ", cuda_name);
 }
 
-// What an epilogue takes.
+// An epilogue's types: inputs and result.
 struct EpilogueTypes {
   int scalars;  // how many
   ScalarType out;
@@ -79,15 +79,15 @@ struct AddLoader {
   AddLoader(const char* family, Loader loader) { loaders().emplace(family, loader); }
 };
 
-// Graphs find the kernels by their name; the handle is for who holds it. They live as long as the
-// process.
+// Registers the kernels by their name, for graphs; returns a handle, for tests and benchmarks.
+// Never freed.
 template <class Base, class Kernels>
 int64_t keep(const Sources& from, std::unique_ptr<Kernels> kernels) {
   registry<Base>().add(from.name, from.device, kernels.get());
   return reinterpret_cast<int64_t>(kernels.release());
 }
 
-// The kernels' handle.
+// Loads a family's kernels and returns their handle.
 int64_t load(const std::string& family, const std::string& name,
              const std::vector<std::string>& cubins, const std::vector<std::string>& signature,
              int64_t device) {
