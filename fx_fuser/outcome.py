@@ -128,7 +128,7 @@ class Outcome:
 
     def line(self, options: Options, devices: Set[str], gemms: int) -> str:
         """devices: the kinds of those that the graph's inputs are on."""
-        if not ("cuda" in devices or options.cpu_ops):
+        if devices and not ("cuda" in devices or options.cpu_ops or self.matches):
             where = "a CPU" if devices <= {"cpu"} else " and ".join(sorted(devices))
             return f"{self._said(0, gemms)}: on {where} no kernel of fx_fuser's runs"
         fused = len(self.matches)

@@ -29,7 +29,7 @@ from fx_fuser.kernels.pointwise import Library
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
 from fx_fuser.kernels.split import Split, check_split_loop, reset_fallback
 from fx_fuser.kernels.stem import Stem
-from fx_fuser.native import load
+from fx_fuser.native import binaries, load
 from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
 # In the order in which they are offered; with plan="always" the last one that takes a site runs.
@@ -61,14 +61,11 @@ def candidates(case: Case) -> list[dict[str, Any]]:
 def _is_taken(case: Case, kernel: Kernel) -> bool:
     if case.site.kind not in kernel.kinds or (kernel.needs_cuda and case.device.type != "cuda"):
         return False
+    if kernel.arch is not None and kernel.arch != binaries.arch_of(case.device):
+        return False
     if kernel.for_inference and case.has_backward() and case.options.plan == "measure":
         return False
-    if not kernel.takes(case):
-        return False
-    if case.device.type != "cuda":
-        return True
-    specs = case.specs(_choices(case, kernel, LIBRARY))
-    return all(load.runs_on(spec, case.device) for spec in specs)
+    return kernel.takes(case)
 
 
 def _choices(case: Case, kernel: Kernel, backward: str) -> dict[str, Any]:
@@ -100,11 +97,13 @@ def examples(arch: str) -> list[KernelSpec]:
 
 def unavailable(device: torch.device | str | int) -> str | None:
     """Why no kernel can be built for and run on `device`; None if they can."""
+    if (reason := load.available(device)) is not None:
+        return reason
     try:
         check_split_loop()
     except OptionError as error:
         return str(error)
-    return load.available(device)
+    return None
 
 
 __all__ = [

@@ -14,6 +14,7 @@ from fx_fuser.graph.epilogue import Epilogue, kernel_spec
 from fx_fuser.kernels.base import SIXTEEN_BITS, Case, Kernel, example
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
+EXACT = "exact"
 LINEAR_EXACT = Family(
     "linear/linear_exact_sm90.cuh", "FX_FUSER_LINEAR_EXACT", "linear_exact", "sm_90a"
 )
@@ -24,7 +25,7 @@ EXACT_GEMMS = {
 
 
 class Exact(Kernel):
-    name = "exact"
+    name = EXACT
     sites = "fp32 gemms of operands cast up from 16 bits"
     arch = LINEAR_EXACT.arch
 

@@ -33,7 +33,7 @@ from fx_fuser.graph.read.functions import ACTIVATIONS
 from fx_fuser.graph.read.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.graph.read.sites import CONVOLUTIONS, GEMMS, Site
 from fx_fuser.graph.read.source import called_name
-from fx_fuser.kernels.exact import EXACT_GEMMS
+from fx_fuser.kernels.exact import EXACT, EXACT_GEMMS
 from fx_fuser.kernels.precision import SPLIT, asked_precision
 from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
 from fx_fuser.native import load
@@ -44,7 +44,7 @@ from fx_fuser.passes.gemm_pass import call
 from fx_fuser.passes.products import SPLIT_PRODUCT, Products, fastest, put
 from fx_fuser.planning import bench_ops
 from fx_fuser.planning.bench_ops import TensorForm
-from fx_fuser.planning.gate import VIEWS
+from fx_fuser.planning.surroundings import VIEWS
 from fx_fuser.planning.timing import Candidate
 
 NARROW = tuple(EXACT_GEMMS)
@@ -384,6 +384,7 @@ def _ways(
 
     reset_fallback([recipe.spec for recipe in recipes], forms[0].device)
     fused = [functools.partial(made_by, recipe) for recipe in recipes]
-    for made in fused:
-        bench_ops.compare([library, made], SPLIT, torch.float32)
+    for recipe, made in zip(recipes, fused):
+        name = EXACT if recipe.dense else SPLIT
+        bench_ops.compare([library, made], name, torch.float32)
     return [Candidate(library), *map(Candidate, fused)]

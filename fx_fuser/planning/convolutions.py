@@ -65,7 +65,7 @@ def compare(
     won = contest.winner(of_direct, least, around, options)
     if won.place is None and others:
         best, more = _compare_in_layout(match, library, others, options)
-        return best or otherwise, f"{note}; {more}"
+        return best or otherwise, f"{note}{won.note}; {more}"
     if won.place is None:
         return otherwise, note + won.note
     if options.save == "auto" and contest.GAIN * of_direct[-1].ms <= of_direct[won.place].ms:

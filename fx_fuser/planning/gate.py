@@ -29,7 +29,6 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match, Refusal
-from fx_fuser.graph.prepare.reindex import PERMUTATIONS, REGROUPINGS
 from fx_fuser.graph.read.sites import ATTENTION, CONVOLUTIONS, GEMMS
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import limits
@@ -39,6 +38,7 @@ from fx_fuser.planning import ahead, bench_ops, contest, plan, surroundings
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.case import MatchCase, device_of, timing_key
 from fx_fuser.planning.plan import Plan
+from fx_fuser.planning.surroundings import VIEWS
 from fx_fuser.planning.timing import Timing
 
 log = logging.getLogger("fx_fuser.planning.gate")
@@ -173,10 +173,6 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
 # The inner compiler fuses these with nothing. Views are looked through.
 _OPAQUE = GEMMS | CONVOLUTIONS | {ATTENTION, "output"}
 _OPAQUE |= {"redistribute", "prim_redistribute"}  # a collective; prim_: in torch 2.11
-VIEWS = (
-    PERMUTATIONS | REGROUPINGS | {"contiguous", "chunk", "split", "getitem", "expand", "getattr"}
-)
-VIEWS |= {"to_local", "from_local", "prim_to_local", "prim_from_local"}  # of a DTensor
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 // convolution, its statistics and then the epilogue.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>

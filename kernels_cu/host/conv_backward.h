@@ -125,9 +125,11 @@ std::vector<Tensor> conv2d_backward(
     const std::vector<Tensor>& t, const std::vector<double>& s,
     const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
     const std::vector<int64_t>& wanted) {
-  const ConvBackward call{x, weight, padding, kernels, dy};
-  auto found = backward_by_kernels(call, Norm{}, epilogue_args_of(t, s), wanted);
-  if (found) return *std::move(found);
+  if (is_dense_window(stride, dilation, groups)) {
+    const ConvBackward call{x, weight, padding, kernels, dy};
+    auto found = backward_by_kernels(call, Norm{}, epilogue_args_of(t, s), wanted);
+    if (found) return *std::move(found);
+  }
   return call_in_torch("fx_fuser::conv2d_backward_in_torch", x, weight, bias, stride, padding,
                        dilation, groups, tf32, product, backward, again, epilogue, t, s, kernels,
                        dy, products, wanted);
@@ -150,8 +152,10 @@ std::vector<Tensor> conv2d_batchnorm_backward(
     norm.mean = products[0];
     norm.variance = products[1];
   }
-  auto found = backward_by_kernels(call, norm, epilogue_args_of(t, s), wanted);
-  if (found) return *std::move(found);
+  if (is_dense_window(stride, dilation, groups)) {
+    auto found = backward_by_kernels(call, norm, epilogue_args_of(t, s), wanted);
+    if (found) return *std::move(found);
+  }
   return call_in_torch("fx_fuser::conv2d_batchnorm_backward_in_torch", x, weight, bias,
                        running_mean, running_variance, gamma, beta, stride, padding, dilation,
                        groups, tf32, product, backward, again, training, momentum, eps, epilogue, t,

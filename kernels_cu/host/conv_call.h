@@ -1,6 +1,7 @@
 // A convolution's kernel, as the ops call it, and what those kernels' files share.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -46,7 +47,8 @@ struct ConvKernel {
   virtual ~ConvKernel() = default;
 
   // Nothing where it does not take these sizes or strides. Wrong dtypes, devices and ranks raise.
-  virtual std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const = 0;
+  virtual std::optional<Made> run(const Conv& conv, const Norm& norm,
+                                  const EpilogueArgs& args) const = 0;
 };
 
 // ---- operands -----------------------------------------------------------------------------------
@@ -114,6 +116,14 @@ ConvShape conv_shape_of(const Tensor& x, const Tensor& weight,
                         const std::vector<int64_t>& padding) {
   return {x.size(0),      x.size(1),  x.size(2),  x.size(3),  weight.size(0), weight.size(2),
           weight.size(3), padding[0], padding[1], padding[2], padding[3]};
+}
+
+// All that the direct kernels take.
+bool is_dense_window(const std::vector<int64_t>& stride, const std::vector<int64_t>& dilation,
+                     int64_t groups) {
+  const auto is_one = [](int64_t value) { return value == 1; };
+  return std::all_of(stride.begin(), stride.end(), is_one) &&
+         std::all_of(dilation.begin(), dilation.end(), is_one) && groups == 1;
 }
 
 bool is_contiguous(const Tensor& tensor) {

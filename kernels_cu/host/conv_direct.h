@@ -26,7 +26,8 @@ struct ConvDirectKernels : ConvKernel, EpilogueTypes {
 
   explicit ConvDirectKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
+  std::optional<Made> run(const Conv& conv, const Norm& norm,
+                          const EpilogueArgs& args) const override;
 };
 
 int64_t load_conv_direct(const Sources& from) {
@@ -182,15 +183,13 @@ bool run_conv_direct_statistics(const ConvDirectKernels& kernels, const StatsLib
   return true;
 }
 
-std::optional<Made> ConvDirectKernels::run(const Conv& conv, Norm norm,
+std::optional<Made> ConvDirectKernels::run(const Conv& conv, const Norm& given,
                                            const EpilogueArgs& args) const {
-  const auto are_one = [](const std::vector<int64_t>& values) {
-    return std::all_of(values.begin(), values.end(), [](int64_t v) { return v == 1; });
-  };
-  if (!are_one(conv.stride) || !are_one(conv.dilation) || conv.groups != 1) return {};
+  if (!is_dense_window(conv.stride, conv.dilation, conv.groups)) return {};
   const Tensor& image = conv.x;
   const Tensor& weight = conv.weight;
   const int device = image.get_device_index();
+  Norm norm = given;
   if (norm.training) {
     norm.mean = new_dense(image, {weight.size(0)}, ScalarType::Float);
     norm.variance = new_dense(image, {weight.size(0)}, ScalarType::Float);

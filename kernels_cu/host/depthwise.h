@@ -28,7 +28,8 @@ struct DepthwiseKernels : ConvKernel, EpilogueTypes {
 
   explicit DepthwiseKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
+  std::optional<Made> run(const Conv& conv, const Norm& norm,
+                          const EpilogueArgs& args) const override;
 };
 
 int64_t load_depthwise(const Sources& from) {
@@ -259,7 +260,7 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   return true;
 }
 
-std::optional<Made> DepthwiseKernels::run(const Conv& conv, Norm norm,
+std::optional<Made> DepthwiseKernels::run(const Conv& conv, const Norm& norm,
                                           const EpilogueArgs& args) const {
   const Tensor& x = conv.x;
   const Tensor& weight = conv.weight;

@@ -29,7 +29,8 @@ struct ImplicitKernels : ConvKernel, EpilogueTypes {
 
   explicit ImplicitKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
+  std::optional<Made> run(const Conv& conv, const Norm& norm,
+                          const EpilogueArgs& args) const override;
 };
 
 int64_t load_implicit(const Sources& from) {
@@ -351,7 +352,7 @@ bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor&
   return true;
 }
 
-std::optional<Made> ImplicitKernels::run(const Conv& conv, Norm norm,
+std::optional<Made> ImplicitKernels::run(const Conv& conv, const Norm& norm,
                                          const EpilogueArgs& args) const {
   const Tensor& image = conv.x;
   // torch's result lies as one of the two.

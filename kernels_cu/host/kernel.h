@@ -81,9 +81,9 @@ struct AddLoader {
 
 // Registers the kernels by their name, for graphs; returns a handle, for tests and benchmarks.
 // Never freed.
-template <class Base, class Kernels>
+template <class... Bases, class Kernels>
 int64_t keep(const Sources& from, std::unique_ptr<Kernels> kernels) {
-  registry<Base>().add(from.name, from.device, kernels.get());
+  (registry<Bases>().add(from.name, from.device, kernels.get()), ...);
   return reinterpret_cast<int64_t>(kernels.release());
 }
 

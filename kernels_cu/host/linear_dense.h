@@ -9,8 +9,8 @@ namespace {
 
 struct LinearDenseKernels : GemmKernel, EpilogueTypes {
   int shapes;  // the first of kDenseShapes
-  std::array<Kernel, kDenseShapeCount> kernel;
-  std::array<int64_t, kDenseShapeCount> clusters;  // that the device runs at once
+  std::array<Kernel, kDenseShapeCount> kernel{};
+  std::array<int64_t, kDenseShapeCount> clusters{};  // that the device runs at once
 
   explicit LinearDenseKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
@@ -64,8 +64,7 @@ int64_t load_dense(int shapes, const Sources& from) {
     kernels->clusters[i] = resident_clusters(kernels->kernel[i], kDenseShapes[i], multiprocessors);
   }
   copied_as(kernels->x);
-  registry<GemmKernel>().add(from.name, from.device, kernels.get());
-  return keep<LinearDenseKernels>(from, std::move(kernels));
+  return keep<GemmKernel, LinearDenseKernels>(from, std::move(kernels));
 }
 
 int64_t load_linear_dense(const Sources& from) { return load_dense(kDenseShapeCount, from); }

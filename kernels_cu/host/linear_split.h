@@ -83,8 +83,7 @@ int64_t load_split(const Sources& from, bool mma) {
   kernels->rates = SplitRates::of(figures_of(from.device));
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
-  registry<GemmKernel>().add(from.name, from.device, kernels.get());
-  return keep<LinearSplitKernels>(from, std::move(kernels));
+  return keep<GemmKernel, LinearSplitKernels>(from, std::move(kernels));
 }
 
 // Of linear/linear_split.cuh, whose loop is wgmma's where the GPU has it; and, on every GPU, of

@@ -27,7 +27,8 @@ struct StemKernels : ConvKernel, EpilogueTypes {
 
   explicit StemKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
 
-  std::optional<Made> run(const Conv& conv, Norm norm, const EpilogueArgs& args) const override;
+  std::optional<Made> run(const Conv& conv, const Norm& norm,
+                          const EpilogueArgs& args) const override;
 };
 
 int64_t load_stem(const Sources& from) {
@@ -185,7 +186,8 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
 }
 
 // With operands that are no channel's, the kernel makes c alone.
-std::optional<Made> StemKernels::run(const Conv& conv, Norm norm, const EpilogueArgs& args) const {
+std::optional<Made> StemKernels::run(const Conv& conv, const Norm& norm,
+                                     const EpilogueArgs& args) const {
   const std::vector<int64_t> none{1, 1};
   if (norm.training || conv.groups != 1 || conv.dilation != none) return {};
   const auto call = stem_call(*this, conv.x, conv.weight, conv.stride, conv.padding);

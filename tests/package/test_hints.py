@@ -123,7 +123,13 @@ def test_a_graph_from_inductors_cache_is_told() -> None:
     said = "Inductor's cache had a graph, as it was compiled before"
     outcome = Outcome(is_known=False)
     assert outcome.line(Options(), CUDA, 0) == said
-    assert outcome.line(Options(), set(), 0) == f"{said}: {CPU_ONLY}"
+    assert outcome.line(Options(), {"cpu"}, 0) == f"{said}: {CPU_ONLY}"
+
+
+def test_a_graph_without_inputs_is_not_taken_for_a_cpus() -> None:
+    outcome = Outcome(matches=[None], sites=1)  # type: ignore[list-item]
+    assert outcome.line(Options(), set(), 0) == "fused 1 of 1 site"
+    assert Outcome(sites=0).line(Options(), set(), 0) == "no site"
 
 
 def test_inputs_of_another_device_are_named() -> None:

@@ -154,20 +154,73 @@ def norm_into_concat(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.concat([F.batch_norm(c, None, None, training=True) * 2.0, image], 1)
 
 
+def cat_of_many(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Of more than Inductor computes in its readers' kernels."""
+    y = F.linear(x, weight, bias)
+    return torch.cat([torch.sigmoid(y) * y * 2.0, *[x] * 8], 1) * 3.0
+
+
+def with_another_reader(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    z = F.linear(x, weight, bias)
+    y = z * torch.sigmoid(z) * 2.0
+    return torch.cat([y, x], 1) * 3.0, y + 1.0
+
+
+def views_into_a_stack(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    z = F.linear(x, weight, bias)
+    y = z * torch.sigmoid(z) * 2.0
+    return torch.stack([y.view(2, 16), x.view(4, 16)[:2]], 1).sum()
+
+
+def chunks_of_a_cat(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    first, second = tail_into_cat(x, weight, bias).chunk(2, 1)
+    return torch.relu(first) + torch.tanh(second)
+
+
+def norm_behind_the_cat(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    joined = tail_into_cat(x, weight, bias)
+    vector = torch.ones(24)
+    return torch.relu(F.batch_norm(joined, vector, vector))
+
+
 @pytest.mark.parametrize(
     ("f", "bytes_of_y"),
     [
         (tail_into_cat, 4 * 4 * 8),
         (norm_into_concat, 4 * 4 * 8),
+        (cat_of_many, 4 * 4 * 8),
+        (with_another_reader, 4 * 4 * 8),
+        (views_into_a_stack, 4 * 4 * 8),
         (tail_alone, 0),
         (cat_that_a_product_reads, 0),
+        (chunks_of_a_cat, 0),
+        (norm_behind_the_cat, 0),
     ],
 )
 def test_a_copy_into_a_cat_is_charged(match_of: Any, on_gpu: Any, f: Any, bytes_of_y: int) -> None:
     """The inner compiler writes a tail's result straight into the joined buffer."""
-    match = match_of(f, *linear_tensors())
+    match = match_of(f, *linear_tensors(), options={"plan": "always", "cpu_ops": True})
     written_and_read = 2 * bytes_of_y / limits.H200.bandwidth
     assert surroundings.ms_into_cat(match) == pytest.approx(1e3 * written_and_read)
+
+
+@pytest.mark.parametrize(
+    ("of", "is_pointwise"), [("conv and bias", True), ("conv", False), ("linear and bias", False)]
+)
+def test_a_bias_is_an_operation_of_its_own_behind_a_convolution(
+    match_of: Any, on_gpu: Any, of: str, is_pointwise: bool
+) -> None:
+    def tail(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if of.startswith("linear"):
+            return torch.tanh(F.linear(x, weight, bias))
+        conv = F.conv2d(
+            x[:, :, None, None], weight[:, :, None, None], bias if "bias" in of else None
+        )
+        return torch.tanh(conv)
+
+    match = match_of(tail, *linear_tensors(), options={"plan": "always", "cpu_ops": True})
+    assert surroundings._is_pointwise(match)
+    assert surroundings._is_pointwise(match.alone) is is_pointwise
 
 
 def test_a_gemm_without_a_tail_is_copied_by_all(match_of: Any, on_gpu: Any) -> None:

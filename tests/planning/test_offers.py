@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fx_fuser import kernels
 from fx_fuser.kernels import KERNELS
-from fx_fuser.native import load
 from fx_fuser.options import Options
 from fx_fuser.planning.case import MatchCase
 
@@ -62,7 +61,7 @@ def test_where_times_decide_a_kernel_for_inference_is_not_offered_in_training(
 def test_a_kernel_of_another_gpu_is_not_offered(
     match_of: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "runs_on", lambda spec, _: spec.family.arch in (None, "sm_80"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert offered(match_of(swish, *linear_tensors()), fp32="tf32") == ["library"]
     assert offered(match_of(swish, *linear_tensors())) == ["library", "split"]
 
