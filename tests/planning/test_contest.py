@@ -210,15 +210,14 @@ def test_a_copy_into_a_cat_is_charged(match_of: Any, on_gpu: Any, f: Any, bytes_
 def test_a_bias_is_an_operation_of_its_own_behind_a_convolution(
     match_of: Any, on_gpu: Any, of: str, is_pointwise: bool
 ) -> None:
-    def tail(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if of.startswith("linear"):
-            return torch.tanh(F.linear(x, weight, bias))
-        conv = F.conv2d(
-            x[:, :, None, None], weight[:, :, None, None], bias if "bias" in of else None
-        )
-        return torch.tanh(conv)
+    def tail(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made = F.linear if of.startswith("linear") else F.conv2d
+        return torch.tanh(made(x, weight, bias))
 
-    match = match_of(tail, *linear_tensors(), options={"plan": "always", "cpu_ops": True})
+    images = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
+    x, weight, bias = linear_tensors() if of.startswith("linear") else images
+    given = (x, weight, bias if "bias" in of else None)
+    match = match_of(tail, *given, options={"plan": "always", "cpu_ops": True})
     assert surroundings._is_pointwise(match)
     assert surroundings._is_pointwise(match.alone) is is_pointwise
 
