@@ -7,6 +7,8 @@ from fx_fuser import versions
 versions.check()  # before the first import of what an older torch has not
 
 from fx_fuser.backend import fx_fuser
+from fx_fuser.compare import compare
+from fx_fuser.compare.comparison import Comparison
 from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError, VersionError
 from fx_fuser.explain import explain
 from fx_fuser.exporting import fuse_exported
@@ -24,6 +26,7 @@ if not any(e.name == "fx_fuser" for e in entry_points(group="torch_dynamo_backen
 
 __all__ = [
     "BuildError",
+    "Comparison",
     "FxFuserError",
     "OptionError",
     "PatternError",
@@ -31,6 +34,7 @@ __all__ = [
     "SiteReport",
     "VersionError",
     "__version__",
+    "compare",
     "explain",
     "fuse_exported",
     "install",

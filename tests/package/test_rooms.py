@@ -36,6 +36,7 @@ FLOORS = (
         "fallback",
         "installation",
         "__init__",
+        "compare",
         "explain",
         "exporting",
         "testing",

@@ -1,0 +1,128 @@
+"""A comparison as text: a table of figures, where the time goes, and the verdict."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+
+from tabulate import tabulate
+
+from fx_fuser.compare.column import Column
+from fx_fuser.compare.contents import Contents
+from fx_fuser.compare.verdict import spread
+
+WIDTH = 100
+HEADERS = ("", "wall ms", "GPU ms", "peak MiB", "first call s", "error", "of gradients")
+
+
+def text_of(found: Contents) -> str:
+    """What `str()` of a comparison is."""
+    kinds = [tabulate(kind_rows(found), disable_numparse=True)] if found.kinds else []
+    parts = [
+        _filled([found.title, *found.header.lines]),
+        tabulate(rows(found), HEADERS, disable_numparse=True),
+        _filled(remarks(found)),
+        *kinds,
+        _filled(cliff_lines(found)),
+        _filled(site_lines(found)),
+        _filled(found.notes),
+        _filled(found.verdict.splitlines()),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def rows(found: Contents) -> list[list[str]]:
+    """A row a column that was measured or failed, as HEADERS."""
+    return [
+        [
+            column.title,
+            _failure(column) or _figure(column.wall_ms),
+            _figure(column.gpu_ms),
+            "" if column.peak_mib is None else f"{column.peak_mib:.0f}",
+            "" if column.first_s is None else f"{column.first_s:.1f}",
+            _error(column.output_error),
+            _error(column.grad_error),
+        ]
+        for column in found.columns.values()
+    ]
+
+
+def kind_rows(found: Contents) -> list[list[str]]:
+    """Milliseconds of GPU time by kind of kernel, the names first."""
+    head = ["GPU ms", *(kind if kind != "Triton" else "pointwise (Triton)" for kind in found.kinds)]
+    measured = [c for c in found.columns.values() if c.kinds]
+    return [head, *([c.title, *(_figure(c.kinds.get(k)) for k in found.kinds)] for c in measured)]
+
+
+def remarks(found: Contents) -> Iterator[str]:
+    """How the figures were taken, and why a column has none."""
+    rounds = max((len(column.wall) for column in found.columns.values()), default=0)
+    if rounds:
+        said = f"wall: medians of {rounds} rounds by turns"
+        rival, mine = (found.columns.get(name) for name in ("inductor", "fx_fuser"))
+        if rival and mine and rival.wall and mine.wall:
+            said += f", spread of {rival.title} / fx_fuser {spread(rival, mine):.1%}"
+        errors = any(column.error is not None for column in found.columns.values())
+        yield said + ("; errors: relative, against float64" if errors else "")
+    for column in found.columns.values():
+        if column.failed:
+            yield f"{column.title} failed: {column.failed}"
+
+
+def cliff_lines(found: Contents) -> list[str]:
+    """The kernels of fx_fuser's column that are known to be slow."""
+    mine = found.columns.get("fx_fuser")
+    cliffs = mine.cliffs if mine else []
+    lines = [f"  {cliff.ms:.3g} ms: {cliff.says} ({cliff.kernel})" for cliff in cliffs]
+    return ["still slow with fx_fuser:", *lines] if lines else []
+
+
+def site_lines(found: Contents) -> Iterator[str]:
+    """What was fused, and what fx_fuser warned of."""
+    mine = found.columns.get("fx_fuser")
+    if mine is None or not mine.sites:
+        return
+    fused, left = _count(mine.sites.get("fused")), _count(mine.sites.get("left"))
+    gemms, masks = _count(mine.sites.get("products")), _count(mine.sites.get("masks"))
+    if found.device == "cuda":
+        yield (
+            f"sites: {fused} fused, {left} left to Inductor as nothing is gained; {gemms} gemms of "
+            f"Inductor's graphs replaced, {masks} attention masks. explain says why not the rest"
+        )
+    yield from (f"fx_fuser warned: {said}" for said in mine.sites.get("warnings", ()))
+
+
+def _count(counts: Mapping[str, int] | None) -> int:
+    return sum((counts or {}).values())
+
+
+def _failure(column: Column) -> str:
+    if column.out_of_memory:
+        return "out of memory"
+    return "failed" if column.failed else ""
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def _filled(lines: Iterable[str]) -> str:
+    return "\n".join(map(_fill, lines))
+
+
+def _fill(line: str) -> str:
+    start = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(
+        line.strip(),
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=start + "  ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
