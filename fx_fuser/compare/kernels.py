@@ -78,7 +78,7 @@ _RULES = (
         "need",
     ),
     _Rule(
-        r"triton_\w*_(?<!log)_softmax|softmax_warp|cunn_SoftMax",
+        r"triton_\w*__(safe_)?softmax|softmax_warp|cunn_SoftMax",
         "a softmax of its own: attention by its formula, most often, and not by a fused kernel",
     ),
     _Rule(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from fx_fuser.compare.contents import Contents
-from fx_fuser.compare.text import HEADERS, cliff_lines, kind_rows, remarks, rows, site_lines
+from fx_fuser.compare.text import cliff_lines, figure_rows, kind_rows, remarks, site_lines
 
 _STYLE = """
 :root { --ground: #fff; --ink: #1b1f24; --line: #c4c9d0; --plain: #f1f3f5; --good: #bfe8c8;
@@ -40,9 +40,9 @@ def page_of(found: Contents) -> str:
             f'<div class="verdict {mood}"><p><b>{escape(judged.word)}</b>: {escape(first)}</p>',
             *_paragraphs(others),
             "</div>",
-            *_table(HEADERS, rows(found)),
+            *_table(*figure_rows(found)),
             *_paragraphs(remarks(found)),
-            *(_table(kinds[0], kinds[1:]) if kinds else ()),
+            *(_table(*kinds) if kinds else ()),
             *_paragraphs([*cliff_lines(found), *site_lines(found), *found.notes]),
             "</body>\n</html>\n",
         ]
@@ -53,7 +53,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
     return (f"<p>{escape(line)}</p>" for line in lines)
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+def _table(head: Sequence[str], *lines: Sequence[str]) -> Iterator[str]:
     yield "<table>\n<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"
     for line in lines:
         yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"

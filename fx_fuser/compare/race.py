@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from fx_fuser.compare.kernels import by_kind, cliffs
 from fx_fuser.compare.step import Step
 from fx_fuser.compare.untouched import Kept, cold_caches
 from fx_fuser.compare.ways import Call, Way
+from fx_fuser.native import load
 
 T = TypeVar("T")
 _ROUNDS = (5, 100)  # of wall time, at least and at most
@@ -86,6 +88,8 @@ class Race:
 
     def compile_all(self, cold: bool, caches: ExitStack) -> None:
         """cold: with empty caches, each. caches: which are in place until it is closed."""
+        if self.device.type == "cuda":
+            self._warm_up()
         for name, way in self.ways.items():
             if self.columns[name].failed:
                 continue
@@ -99,11 +103,18 @@ class Race:
                 caches.enter_context(cold_caches())
             self.attempt(name, partial(self._first, name, way))
 
+    def _warm_up(self) -> None:
+        """What only the first compilation of a process takes, and in a checkout the shim, which a
+        wheel brings. What fails here fails in its column again, and says so there."""
+        with contextlib.suppress(Exception):
+            torch.compile(lambda x: x + 1)(torch.ones(8, device=self.device))
+            load.load_shim()
+
     def _first(self, name: str, way: Way) -> None:
         sites: Sites = {}
         start = time.perf_counter()
         try:
-            with counted(sites) if name == "fx_fuser" else nullcontext():
+            with counted(sites) if name == "fx_fuser" else contextlib.nullcontext():
                 call = way.compile(self.model)
                 self.step.fresh(call)
                 self._synchronize()

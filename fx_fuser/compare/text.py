@@ -12,15 +12,16 @@ from fx_fuser.compare.contents import Contents
 from fx_fuser.compare.verdict import spread
 
 WIDTH = 100
-HEADERS = ("", "wall ms", "GPU ms", "peak MiB", "first call s", "error", "of gradients")
+_FIGURES = ["", "wall ms", "GPU ms", "peak MiB", "first call s", "error", "of gradients"]
 
 
 def text_of(found: Contents) -> str:
     """What `str()` of a comparison is."""
+    head, *lines = figure_rows(found)
     kinds = [tabulate(kind_rows(found), disable_numparse=True)] if found.kinds else []
     parts = [
         _filled([found.title, *found.header.lines]),
-        tabulate(rows(found), HEADERS, disable_numparse=True),
+        tabulate(lines, head, disable_numparse=True),
         _filled(remarks(found)),
         *kinds,
         _filled(cliff_lines(found)),
@@ -31,9 +32,10 @@ def text_of(found: Contents) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def rows(found: Contents) -> list[list[str]]:
-    """A row a column that was measured or failed, as HEADERS."""
-    return [
+def figure_rows(found: Contents) -> list[list[str]]:
+    """A row a column of the comparison, the names of the figures first; those that nothing has are
+    left out."""
+    lines = [
         [
             column.title,
             _failure(column) or _figure(column.wall_ms),
@@ -45,6 +47,8 @@ def rows(found: Contents) -> list[list[str]]:
         ]
         for column in found.columns.values()
     ]
+    some = [i for i in range(len(_FIGURES)) if not i or any(line[i] for line in lines)]
+    return [[line[i] for i in some] for line in (_FIGURES, *lines)]
 
 
 def kind_rows(found: Contents) -> list[list[str]]:

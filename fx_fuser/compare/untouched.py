@@ -77,6 +77,25 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
+class _Value:
+    """A tensor, and what it held, in the host's memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+        self.before = tensor.detach().to("cpu", copy=True)
+
+    @property
+    def is_written(self) -> bool:
+        return self.tensor._version != self.version
+
+    def put_back(self) -> None:
+        before = self.before.to(self.tensor.device)
+        if not torch.equal(self.tensor, before):
+            with torch.no_grad():
+                self.tensor.copy_(before)
+        self.version = self.tensor._version
+
+
 class Kept:
     """Modules' attributes, flags, gradients and the values of their parameters and buffers.
 
@@ -94,10 +113,8 @@ class Kept:
         buffers = {id(b): b for m in every for b in m._buffers.values() if b is not None}
         self._flags = [(p, p.requires_grad) for p in parameters.values()]
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._values = [
-            (tensor, tensor.detach().to("cpu", copy=True))
-            for tensor in (*parameters.values(), *buffers.values())
-        ]
+        self._parameters = [_Value(parameter) for parameter in parameters.values()]
+        self._buffers = [_Value(buffer) for buffer in buffers.values()]
         for parameter in parameters.values():
             self.take_grad(parameter)
         for module in every:
@@ -121,23 +138,23 @@ class Kept:
         self._attributes = {id(m): _Attributes(m) for m in self.modules}
 
     def rewind(self) -> None:
-        """Values and attributes are what they were, but for what is overridden."""
+        """Values and attributes are as they were, but for what is overridden. Of parameters, which
+        are large, only those whose version tells of a write are looked at.
+        """
         for attributes in self._attributes.values():
             attributes.put_back()
-        self._put_back_values()
-
-    def _put_back_values(self) -> None:
-        with torch.no_grad():
-            for tensor, before in self._values:
-                at_home = before.to(tensor.device)
-                if not torch.equal(tensor, at_home):
-                    tensor.copy_(at_home)
+        for parameter in self._parameters:
+            if parameter.is_written:
+                parameter.put_back()
+        for buffer in self._buffers:
+            buffer.put_back()
 
     def close(self) -> None:
         """All is as it was."""
         for attributes in self._original:
             attributes.put_back()
-        self._put_back_values()
+        for value in (*self._parameters, *self._buffers):
+            value.put_back()
         for parameter, flag in self._flags:
             parameter.requires_grad_(flag)
         for leaf, grad in self._grads.values():
@@ -169,14 +186,19 @@ def tf32_allowed() -> Iterator[None]:
     """TF32 in gemms and convolutions.
 
     Set through the older switches: after a write through `fp32_precision`, torch's own reads of
-    the older ones raise. Where the user has made that write, there is no older setting to restore.
+    the older ones raise. Where the user has made that write, by the newer: there is no older
+    setting to restore.
     """
     cudnn: Any = torch.backends.cudnn
     parts: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     newer = [(part, part.fp32_precision) for part in parts]
     older = _older_settings()
-    torch.set_float32_matmul_precision("high")
-    cudnn.allow_tf32 = True
+    if older is None:
+        for part in parts:
+            part.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision("high")
+        cudnn.allow_tf32 = True
     try:
         yield
     finally:

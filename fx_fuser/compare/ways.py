@@ -39,7 +39,7 @@ def ways_of(
     names: Sequence[str], options: Options, given: Mapping[str, Any] | None
 ) -> dict[str, Way]:
     """Those of NAMES. options: as parsed; given: as the user gave them."""
-    inner = "Inductor" if options.inner == "inductor" else options.inner
+    inner = "Inductor" if options.inner == "inductor" else f"inner={options.inner}"
     inductor = partial(_compile_inner, options)
     own = dict(given or {})
     every = {
