@@ -26,7 +26,7 @@ from fx_fuser.native import load
 
 T = TypeVar("T")
 _ROUNDS = (5, 100)  # of wall time, at least and at most
-_PROFILES = 5  # of GPU time
+_PROFILES = 7  # of GPU time
 _WARM_UP = 2  # steps after the first: a mode that replays CUDA graphs records its own in them
 
 
@@ -168,15 +168,16 @@ class Race:
         ms = self.attempt(name, partial(turns.wall_ms, partial(self.step.run, call), self.device))
         return math.nan if ms is None else ms
 
+    def _kernels(self, name: str) -> list[tuple[str, float]]:
+        self.step.drop_grads()
+        with self.ways[name].settings():
+            return turns.kernels_of(partial(self.step.run, self.calls[name]), self.device)
+
     def _profile(self, narrow: bool) -> None:
-        samples: dict[str, list[list[tuple[str, float]]]] = {name: [] for name in self.calls}
-        for _ in range(_PROFILES):
-            for name, call in list(self.calls.items()):
-                self.step.drop_grads()
-                step = partial(self.step.run, call)
-                with self.ways[name].settings():
-                    samples[name].append(turns.kernels_of(step, self.device))
-        for name, profiles in samples.items():
+        profilers = {name: partial(self._kernels, name) for name in self.calls}
+        if not profilers:
+            return
+        for name, profiles in turns.interleaved_rounds(profilers, _PROFILES).items():
             totals = [sum(ms for _, ms in profile) for profile in profiles]
             middle = profiles[totals.index(sorted(totals)[len(totals) // 2])]
             column = self.columns[name]

@@ -166,4 +166,5 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()  # an embedding's
+    return dense.detach().clone(memory_format=torch.contiguous_format)

@@ -8,23 +8,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 _OF_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
-def interleaved_rounds(
-    timers: Mapping[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
+def interleaved_rounds(timers: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """What each timer says in each round, all in an order drawn anew, none twice running.
 
     How warm the one before leaves the GPU is worth a tenth of the time where its power is capped
     (kernels_cu/linear/NOTES.md, Power): none may always be behind the same one.
     """
     draw = random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in timers}
+    samples: dict[str, list[T]] = {name: [] for name in timers}
     order = list(timers)
     for _ in range(rounds):
         last = order[-1]

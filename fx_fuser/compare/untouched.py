@@ -81,19 +81,24 @@ class _Value:
     """A tensor, and what it held, in the host's memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+        self.tensor, self.version = tensor, _version_of(tensor)
         self.before = tensor.detach().to("cpu", copy=True)
 
     @property
     def is_written(self) -> bool:
-        return self.tensor._version != self.version
+        return self.version is None or _version_of(self.tensor) != self.version
 
     def put_back(self) -> None:
         before = self.before.to(self.tensor.device)
         if not torch.equal(self.tensor, before):
             with torch.no_grad():
                 self.tensor.copy_(before)
-        self.version = self.tensor._version
+        self.version = _version_of(self.tensor)
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """Counts writes; None of a tensor that was made in inference mode."""
+    return None if tensor.is_inference() else tensor._version
 
 
 class Kept:

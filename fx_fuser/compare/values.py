@@ -63,6 +63,7 @@ def _judge(race: Race) -> None:
             )
             return
         race.notes.append("Values were compared without dropout.")
+        race.say("values: compiled anew without dropout")
         torch._dynamo.reset()  # what is compiled drops
         calls = {name: race.ways[name].compile(race.model) for name in race.calls}
     exact = exact_of(race.model, race.step, race.held)
@@ -142,13 +143,17 @@ def _tensors(model: Any, inputs: Any) -> Iterator[tuple[Tensor, str]]:
 
 
 def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float | None:
-    """The relative Frobenius error of all floating-point tensors as one vector; None of none."""
+    """The relative Frobenius error of all floating-point tensors as one vector, but for elements of
+    which the exact value is not finite (a mask's); None of none."""
     names = [name for name, tensor in exact.items() if has_roundings(tensor) and name in found]
     if not names:
         return None
-    wide = torch.complex128 if any(exact[n].is_complex() for n in names) else torch.float64
-    wrong = sum(float((found[n].to(wide) - exact[n]).abs().square().sum()) for n in names)
-    whole = sum(float(exact[n].abs().square().sum()) for n in names)
+    wrong = whole = 0.0
+    for name in names:
+        finite = torch.isfinite(exact[name])
+        truth = exact[name][finite]
+        wrong += float((found[name][finite].to(truth.dtype) - truth).abs().square().sum())
+        whole += float(truth.abs().square().sum())
     return float((wrong / (whole or 1.0)) ** 0.5)
 
 

@@ -1,305 +1,23 @@
-"""`compare` on a CPU: what it measures, what it leaves as it was, and what a failure costs."""
+"""`compare` on models of all kinds: their results, values against float64, and bad arguments."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from compared import Result, compared, replace_column
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
-from torch._inductor import compile_fx
 
 import fx_fuser
-from fx_fuser import Comparison, OptionError
-from fx_fuser.compare import race as race_module
-from fx_fuser.compare import turns, values
-from fx_fuser.compare.race import Race
+from fx_fuser import OptionError
+from fx_fuser.compare import values
 from fx_fuser.compare.step import leaves_of, named_tensors
-from fx_fuser.compare.untouched import kept, modules_of, tf32_allowed
-from fx_fuser.compare.ways import ways_of
-from fx_fuser.installation import suspended
-from fx_fuser.options import Options
+from fx_fuser.compare.untouched import modules_of
 from fx_fuser.verify.accuracy import Observed
-
-MODULE = sys.modules["fx_fuser.compare"]  # the package; as an attribute it is the function
-ALL = ("eager", "inductor", "fx_fuser")
-EAGER = {"inner": "eager"}
-
-
-def compared(model: Any, *inputs: Any, **given: Any) -> Comparison:
-    given = {"options": EAGER, "columns": ALL, "seconds": 0.01, "progress": False, **given}
-    return fx_fuser.compare(model, *inputs, **given)
-
-
-@dataclasses.dataclass
-class Result:
-    logits: Tensor
-    hidden: Any = None
-
-
-class Net(nn.Module):
-    """Has what a step may change: running statistics, a weight that is renormalised in place, an
-    attribute, a cache, and random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8, max_norm=0.5)
-        self.norm = nn.BatchNorm1d(8)
-        self.dropout = nn.Dropout(0.5)
-        self.linear = nn.Linear(8, 6)
-        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
-        self.register_buffer("scale", torch.ones(6))
-        self.calls = 0
-        self.cache: dict[str, Tensor] = {}
-
-    def forward(self, ids: Tensor) -> Result:
-        x = self.dropout(self.norm(self.embedding(ids)))
-        with torch.no_grad():
-            self.frozen.mul_(0.5)
-        self.scale = self.scale * 2.0
-        self.calls = len(ids)
-        self.late = True
-        self.cache["x"] = x.detach()
-        z = self.linear(x)
-        return Result(z * torch.sigmoid(z) * 2.0, {"x": x, "ids": [ids]})
-
-
-IDS = torch.randint(0, 20, (16,), generator=torch.Generator().manual_seed(0))
-
-
-class State:
-    """All that must be as before, of a model and of the process."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.values = {n: t.detach().clone() for n, t in (*tensors(model).items(),)}
-        self.identities = {n: id(t) for n, t in tensors(model).items()}
-        self.grads = {n: (p.grad, p.grad.clone()) for n, p in model.named_parameters() if _has(p)}
-        self.flags = [m.training for m in model.modules()]
-        self.wanted = [p.requires_grad for p in model.parameters()]
-        self.attributes = [sorted(vars(m)) for m in model.modules()]
-        self.random = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
-        self.settings = settings()
-        self.counts = copy.deepcopy(dict(counters))
-
-    def check(self) -> None:
-        now = State(self.model)
-        assert all(torch.equal(now.values[n], value) for n, value in self.values.items())
-        assert now.identities == self.identities
-        assert all(now.grads[n][0] is grad for n, (grad, _) in self.grads.items())
-        assert all(torch.equal(grad, was) for grad, was in self.grads.values())
-        assert now.grads.keys() == self.grads.keys()
-        assert (now.flags, now.wanted) == (self.flags, self.wanted)
-        assert now.attributes == self.attributes
-        assert torch.equal(now.random[0], self.random[0]) and now.random[1:] == self.random[1:]
-        assert now.settings == self.settings
-        assert now.counts == self.counts
-
-
-def _has(parameter: Tensor) -> bool:
-    return parameter.grad is not None
-
-
-def tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def settings() -> tuple[Any, ...]:
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    newer = (cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)  # type: ignore[attr-defined]
-    try:
-        older = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-    except RuntimeError:
-        older = ("raises", True)
-    return (
-        *newer, *older, torch.is_grad_enabled(), torch.get_default_dtype(),
-        torch._dynamo.config.recompile_limit, compile_fx.compile_fx,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def net() -> Net:
-    """In a mode of its own making, with gradients and a graph that waits."""
-    torch.manual_seed(0)
-    model = Net().train()
-    model(IDS).logits.sum().backward()
-    model.calls, model.cache = 7, {}
-    model.norm.eval()
-    return model
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A column whose compilation, or whose calls from the n-th on, raise."""
-
-    def breaks(name: str, error: BaseException, after: int | None = None) -> None:
-        ways_of = MODULE.ways_of
-
-        def broken_ways(*args: Any) -> Any:
-            ways = ways_of(*args)
-            if name in ways:
-                ways[name] = dataclasses.replace(ways[name], compile=compile_with)
-            return ways
-
-        def compile_with(model: Any) -> Any:
-            if after is None:
-                raise error
-            calls = iter(range(10**6))
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if next(calls) >= after:
-                    raise error
-                return model(*args, **kwargs)
-
-            return call
-
-        monkeypatch.setattr(MODULE, "ways_of", broken_ways)
-
-    return breaks
-
-
-# ---- what is untouched --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("train", [None, True, False])
-def test_model_gradients_random_states_and_settings_are_untouched(
-    net: Net, train: bool | None
-) -> None:
-    before = State(net)
-    found = compared(net, IDS, train=train)
-    before.check()
-    assert (net.calls, net.cache) == (7, {}) and not hasattr(net.norm, "late")
-    assert all(column.ran for column in found.columns.values())
-    assert found.step == ("forward" if train is False else "training step")
-
-
-def test_a_graph_that_waits_for_its_backward_still_has_it() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.ones(3, 4)
-    waiting = model.eval()(x).sum()
-    compared(model, x)  # gradients are on
-    waiting.backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt("stop")])
-def test_untouched_where_the_model_raises(net: Net, error: BaseException) -> None:
-    calls = iter(range(100))
-
-    def raises(result: Result) -> Tensor:
-        if next(calls) == 1:
-            raise error
-        return result.logits.sum()
-
-    before = State(net)
-    with pytest.raises(type(error), match=str(error)):
-        compared(net, IDS, train=True, loss=raises)
-    before.check()
-
-
-def test_untouched_where_a_column_is_interrupted(net: Net, broken: Callable[..., None]) -> None:
-    before = State(net)
-    broken("fx_fuser", KeyboardInterrupt(), after=3)
-    with pytest.raises(KeyboardInterrupt):
-        compared(net, IDS, train=True)
-    before.check()
-
-
-def test_a_write_that_no_version_tells_of_is_undone_in_the_end() -> None:
-    class Hidden(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data.mul_(0.5)
-            return super().forward(x)
-
-    model = Hidden(4, 4)
-    before = model.weight.detach().clone()
-    compared(model, torch.ones(2, 4), train=False, columns=["eager"])
-    assert torch.equal(model.weight, before)
-
-
-def test_leaves_that_only_a_function_holds_keep_their_gradients() -> None:
-    weight, linear = torch.ones(4, 4, requires_grad=True), nn.Linear(4, 4)
-    weight.grad = given = torch.full((4, 4), 3.0)
-
-    def function(x: Tensor) -> Tensor:
-        return linear(x) @ weight
-
-    found = compared(function, torch.ones(2, 4))
-    assert weight.grad is given and bool((given == 3.0).all())
-    assert linear.weight.grad is None
-    assert (found.model, found.step) == ("function", "training step")
-
-
-def test_inputs_are_copied_and_their_gradients_compared() -> None:
-    x = torch.ones(3, 4, requires_grad=True)
-
-    def writes(x: Tensor, y: Tensor) -> Tensor:
-        return x * y.add_(1.0)
-
-    y = torch.ones(3, 4)
-    found = compared(writes, x, y=y)
-    assert x.grad is None and torch.equal(y, torch.ones(3, 4))
-    assert found.step == "training step"
-    assert found.inputs == ["[3, 4] float32", "[3, 4] float32"]
-
-
-def test_what_is_installed_stays_and_does_not_reach_inductors_column() -> None:
-    with fx_fuser.installed({"fp32": "ieee"}):
-        around = compile_fx.compile_fx
-        with suspended():
-            assert not getattr(compile_fx.compile_fx, "is_fx_fusers", False)
-        assert getattr(compile_fx.compile_fx, "is_fx_fusers", False)
-        with fx_fuser.installed(), suspended():
-            pass
-        assert getattr(compile_fx.compile_fx, "is_fx_fusers", False) and around
-    assert not getattr(compile_fx.compile_fx, "is_fx_fusers", False)
-
-
-def test_a_compiled_model_is_measured_uncompiled_and_stays_compiled() -> None:
-    model, x, seen = nn.Linear(4, 4), torch.ones(2, 4), list[int]()
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        seen.append(1)
-        return gm.forward
-
-    model.compile(backend=backend)
-    compared(model, x)
-    assert not seen
-    model(x)
-    assert seen
-    compared(torch.compile(model, backend=backend), x)
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize("how", ["defaults", "older", "newer"])
-def test_tf32_is_allowed_in_its_column_alone(how: str) -> None:
-    matmul: Any = torch.backends.cuda.matmul
-    was = matmul.fp32_precision
-    try:
-        if how == "older":
-            torch.set_float32_matmul_precision("medium")
-        elif how == "newer":
-            matmul.fp32_precision = "tf32"  # beside the older "highest": torch's own reads raise
-            assert settings()[3] == "raises"
-        before = settings()
-        with pytest.raises(KeyError), tf32_allowed():
-            assert matmul.fp32_precision == "tf32" and torch.backends.cudnn.allow_tf32
-            raise KeyError
-        assert settings() == before
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        matmul.fp32_precision = was
-
-
-# ---- models -------------------------------------------------------------------------------------
 
 
 class Integers(nn.Module):
@@ -383,99 +101,11 @@ def test_default_loss_gives_every_output_a_gradient() -> None:
     assert 0 < (found.columns["fx_fuser"].grad_error or 0) < 1e-6
 
 
-# ---- columns ------------------------------------------------------------------------------------
-
-
-def test_on_a_cpu_eager_and_inductor_are_shown_and_nothing_is_claimed() -> None:
-    found = compared(nn.Linear(4, 4), torch.ones(2, 4), columns=None)
-    assert list(found.columns) == ["eager", "inductor"]
-    assert [c.title for c in found.columns.values()] == ["eager", "inner=eager"]
-    assert found.verdict.startswith("NO GPU: no kernel of fx_fuser's runs on a CPU")
-    assert not found.use and not found.launch_bound
-    assert found.columns["inductor"].first_s is not None
-
-
-def test_inductors_column_has_the_users_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **given: seen.append(given))
-    for given in ({}, {"mode": "max-autotune-no-cudagraphs", "fp32": "ieee", "max_fusion_size": 3}):
-        ways = ways_of(ALL, Options.parse(None, given, []), given)
-        ways["inductor"].compile(None)
-        ways["fx_fuser"].compile(None)
-    plain, _, tuned, own = seen
-    assert plain == {}
-    assert tuned["options"]["max_autotune"] is True and tuned["options"]["max_fusion_size"] == 3
-    assert "fp32" not in tuned["options"] and own["options"] == given
-
-
-@pytest.mark.parametrize("after", [None, 0, 1, 4])
-def test_a_mode_that_raises_costs_its_column_alone(
-    broken: Callable[..., None], after: int | None
-) -> None:
-    broken("inductor", ValueError("no such\nluck"), after)
-    found = compared(nn.Linear(4, 4), torch.ones(2, 4), train=True)
-    failed = found.columns.pop("inductor")
-    assert failed.failed == "ValueError: no such" and not failed.wall and not failed.out_of_memory
-    assert all(c.ran and c.error is not None for c in found.columns.values())
-    assert "inner=eager failed: ValueError: no such" in str(
-        dataclasses.replace(found, columns=found.columns | {"inductor": failed})
-    )
-
-
-@pytest.mark.parametrize("column", ["inductor", "fx_fuser"])
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("ran out of memory")]
-)
-def test_out_of_memory_costs_its_column_alone(
-    broken: Callable[..., None], column: str, error: Exception
-) -> None:
-    broken(column, error, after=0)
-    found = compared(nn.Linear(4, 4), torch.ones(2, 4))
-    assert found.columns[column].out_of_memory
-    assert all(c.ran for name, c in found.columns.items() if name != column)
-    assert re_has(found, "out of memory")
-    assert found.judged.word == ("DO NOT USE" if column == "fx_fuser" else "NO GPU")
-
-
-def re_has(found: Comparison, text: str) -> bool:
-    return text in str(found) and text in found.to_html() and text in found.to_json()
-
-
-def test_out_of_memory_in_eager_mode_costs_its_column_alone() -> None:
-    class Hungry(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling():
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(x)
-
-    found = compared(Hungry(4, 4), torch.ones(2, 4), train=True)
-    assert found.columns["eager"].out_of_memory and found.step == "training step"
-    assert found.columns["inductor"].ran and found.columns["fx_fuser"].ran
-    assert any("eager mode, which bounds them, did not run" in note for note in found.notes)
-
-
-def test_progress_is_on_stderr_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    compared(nn.Linear(4, 4), torch.ones(2, 4), progress=True)
-    said = capsys.readouterr()
-    assert not said.out and "fx_fuser: compile and first step" in said.err
-    compared(nn.Linear(4, 4), torch.ones(2, 4))
-    assert capsys.readouterr() == ("", "")
-
-
 # ---- values -------------------------------------------------------------------------------------
 
 
 def test_a_wrong_result_is_not_to_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways_of = MODULE.ways_of
-
-    def wrong(*args: Any) -> Any:
-        ways = ways_of(*args)
-        ways["fx_fuser"] = dataclasses.replace(
-            ways["fx_fuser"], compile=lambda model: lambda x: model(x) * 1.001
-        )
-        return ways
-
-    monkeypatch.setattr(MODULE, "ways_of", wrong)
+    replace_column(monkeypatch, "fx_fuser", lambda model: lambda x: model(x) * 1.001)
     found = compared(nn.Linear(64, 64), torch.randn(8, 64), train=True)
     assert found.judged.word == "DO NOT USE"
     faults = found.columns["fx_fuser"].faults or []
@@ -549,76 +179,6 @@ def test_no_reference_no_errors() -> None:
     assert all(c.error is None and c.faults is None for c in found.columns.values())
 
 
-# ---- times, by made-up clocks -------------------------------------------------------------------
-
-
-@pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """As if on a GPU: wall times by column, and a profile."""
-    ms = {"eager": 3.0, "inductor": 2.0, "fx_fuser": 1.0, "inductor_tf32": 1.5}
-    profile = [("fx_fuser_linear_split", 0.6), ("triton_poi_fused_gelu_0", 0.35)]
-    monkeypatch.setattr(MODULE, "_device", lambda tensors: torch.device("cuda"))
-    monkeypatch.setattr(Race, "_wall_ms", lambda race, name: ms[name])
-    monkeypatch.setattr(Race, "_warm_up", lambda race: None)
-    monkeypatch.setattr(Race, "_synchronize", lambda race: None)
-    monkeypatch.setattr(turns, "peak_mib", lambda step, device: 100.0)
-    monkeypatch.setattr(turns, "kernels_of", lambda step, device: profile)
-    return ms
-
-
-def test_on_a_gpu_all_columns_are_measured(clocks: dict[str, float]) -> None:
-    found = compared(nn.Linear(4, 4), torch.ones(2, 4), columns=None, cold=False)
-    assert list(found.columns) == ["eager", "inductor", "fx_fuser", "inductor_tf32"]
-    assert {name: column.wall_ms for name, column in found.columns.items()} == clocks
-    mine = found.columns["fx_fuser"]
-    assert (mine.gpu_ms, mine.peak_mib) == (0.95, 100.0)
-    assert mine.kinds == {"fx_fuser": 0.6, "Triton": 0.35} and mine.faults == []
-    assert found.verdict.startswith("USE IT: 2.00 times as fast as inner=eager by the clock")
-
-
-def test_no_tf32_column_for_16_bits_or_where_tf32_is_on_already(clocks: dict[str, float]) -> None:
-    def columns(model: nn.Module, x: Tensor) -> list[str]:
-        given = {"columns": None, "cold": False, "reference": False}
-        return list(compared(model, x, **given).columns)
-
-    assert columns(nn.Linear(4, 4).bfloat16(), torch.ones(2, 4).bfloat16()) == list(ALL)
-    with tf32_allowed():
-        assert columns(nn.Linear(4, 4), torch.ones(2, 4)) == list(ALL)
-
-
-def test_a_launch_bound_net_is_told_so(clocks: dict[str, float]) -> None:
-    clocks |= {"fx_fuser": 1.95, "inductor_reduce_overhead": 1.6, "fx_fuser_reduce_overhead": 0.9}
-    found = compared(nn.Linear(4, 4), torch.ones(2, 4), cold=False)
-    assert found.launch_bound and not found.use and "LAUNCH-BOUND" in found.verdict
-    given = {"options": None, "reference": False, "reduce_overhead": True, "cold": False}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Race, "_first", lambda race, name, way: race.calls.update({name: race.model}))
-        found = compared(nn.Linear(4, 4), torch.ones(2, 4), **given)
-    assert "1.78 times as fast as Inductor, reduce-overhead" in found.verdict and found.use
-
-
-def test_a_profiler_that_fails_costs_gpu_time_alone(
-    clocks: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(step: Any, device: Any) -> Any:
-        raise RuntimeError("CUPTI is missing")
-
-    monkeypatch.setattr(turns, "kernels_of", fails)
-    found = compared(nn.Linear(4, 4), torch.ones(2, 4), cold=False)
-    assert all(c.ran and c.gpu_ms is None for c in found.columns.values())
-    assert found.use and "GPU time is not known: RuntimeError: CUPTI is missing" in found.notes
-
-
-def test_caches_are_cold_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = []
-    cold = race_module.cold_caches
-    monkeypatch.setattr(race_module, "cold_caches", lambda: entered.append(1) or cold())
-    compared(nn.Linear(4, 4), torch.ones(2, 4))
-    assert not entered
-    compared(nn.Linear(4, 4), torch.ones(2, 4), cold=True)
-    assert len(entered) == 2  # not eager mode's
-
-
 # ---- arguments ----------------------------------------------------------------------------------
 
 LINEAR, X = nn.Linear(4, 4), torch.ones(2, 4)
@@ -686,14 +246,35 @@ def test_compare_stays_a_function_and_as_a_command_says_so(
     assert "fx_fuser.compare is a function, not a command" in capsys.readouterr().err
 
 
-def test_kept_restores_containers_in_place() -> None:
-    model = nn.Linear(2, 2)
-    model.seen, model.names = [1, 2], {"a"}
-    seen = model.seen
-    with kept([model]):
-        model.seen.append(3)
-        model.names.clear()
-        model.extra = 1
-        model.seen = []
-    assert model.seen is seen and seen == [1, 2] and model.names == {"a"}
-    assert not hasattr(model, "extra")
+@pytest.mark.parametrize("train", [True, False])
+def test_odd_models(train: bool) -> None:
+    """Sparse gradients, masks of -inf, complex numbers, 0-d and empty results, one tensor twice."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 4, sparse=True)
+
+        def forward(self, ids: Tensor) -> dict[str, Tensor]:
+            x = self.words(ids)
+            masked = x.masked_fill(torch.arange(4) > 2, float("-inf"))
+            wave = torch.view_as_complex(x.reshape(-1, 2, 2))
+            return {"a": masked, "b": wave * wave, "c": x.sum(), "d": x[:0], "e": x, "f": x}
+
+    found = compared(Odd(), torch.arange(9), train=train)
+    mine = found.columns["fx_fuser"]
+    assert mine.faults == [] and 0 <= (mine.output_error or 0) < 1e-6
+    assert (mine.grad_error is not None) is train
+
+
+def test_under_inference_mode_and_autocast() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1)), torch.randn(8, 64)
+    with torch.inference_mode():
+        found = compared(model, x)
+        made_there = compared(nn.Linear(4, 4), x[:, :4])
+    assert found.step == made_there.step == "forward"
+    assert found.columns["fx_fuser"].faults == made_there.columns["fx_fuser"].faults == []
+    with torch.autocast("cpu", torch.bfloat16):
+        found = compared(model, x, train=True)
+    assert found.columns["fx_fuser"].faults == []
+    assert 1e-4 < (found.columns["eager"].output_error or 0) < 1e-2
