@@ -128,7 +128,7 @@ def compare(
         found = Comparison(
             model=getattr(model, "__name__", type(model).__name__),
             step="training step" if step.backward else "forward",
-            inputs=[_described(t) for t in tree_leaves((args, of_model)) if isinstance(t, Tensor)],
+            inputs=_described(args, of_model),
             device=device.type,
             header=header,
             columns=race.columns,
@@ -273,5 +273,12 @@ def _progress() -> Callable[[str], None]:
     return say
 
 
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype)[6:]}"
+def _described(args: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Sizes and dtype of each tensor, behind its name if it has one."""
+    parts = [("", args), *((f"{name} ", value) for name, value in kwargs.items())]
+    return [
+        f"{name}{list(tensor.shape)} {str(tensor.dtype)[6:]}"
+        for name, value in parts
+        for tensor in tree_leaves(value)
+        if isinstance(tensor, Tensor)
+    ]

@@ -88,6 +88,8 @@ class Race:
 
     def compile_all(self, cold: bool, caches: ExitStack) -> None:
         """cold: with empty caches, each. caches: which are in place until it is closed."""
+        caches_are = "empty" if cold else "as they were"
+        self.notes.append(f"First calls are with caches on disk {caches_are}.")
         if self.device.type == "cuda":
             self._warm_up()
         for name, way in self.ways.items():

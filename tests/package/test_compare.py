@@ -50,7 +50,7 @@ def test_keyword_inputs_also_those_that_are_called_as_arguments_here() -> None:
 
     given = {"seconds": torch.ones(3), "loss": 2.0}
     found = compared(Configured(), x=torch.ones(3), kwargs=given, train=False)
-    assert sorted(found.inputs) == ["[3] float32", "[3] float32"]
+    assert found.inputs == ["seconds [3] float32", "x [3] float32"]
 
 
 def test_named_tensors_of_all_kinds_of_results() -> None:
@@ -118,7 +118,7 @@ def test_a_wrong_result_is_not_to_be_used(monkeypatch: pytest.MonkeyPatch) -> No
 def test_dropout_is_set_aside_for_values() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     found = compared(model, torch.randn(16, 8), train=True)
-    assert found.notes == ["Values were compared without dropout."]
+    assert "Values were compared without dropout." in found.notes
     assert found.columns["fx_fuser"].faults == [] and model[1].p == 0.5
 
 
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_copied_has_no_errors() -> None:
     model.lock = threading.Lock()
     found = compared(model, torch.ones(2, 4))
     assert found.columns["eager"].ran and found.columns["eager"].error is None
-    assert "cannot pickle" in found.notes[0]
+    assert "cannot pickle" in found.notes[-1]
 
 
 def test_float64_also_where_a_model_names_a_dtype() -> None:

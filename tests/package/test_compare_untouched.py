@@ -175,7 +175,7 @@ def test_inputs_are_copied_and_their_gradients_compared() -> None:
     found = compared(writes, x, y=y)
     assert x.grad is None and torch.equal(y, torch.ones(3, 4))
     assert found.step == "training step"
-    assert found.inputs == ["[3, 4] float32", "[3, 4] float32"]
+    assert found.inputs == ["[3, 4] float32", "y [3, 4] float32"]
 
 
 def test_what_is_installed_stays_and_does_not_reach_inductors_column() -> None:
