@@ -61,7 +61,7 @@ class Race:
     ) -> None:
         self.model, self.step, self.held, self.device = model, step, held, device
         self.ways, self.say = ways, say
-        self.columns = {name: Column(way.title) for name, way in ways.items()}
+        self.columns = {name: Column(way.title, way.mode) for name, way in ways.items()}
         self.calls: dict[str, Call] = {}
         self.notes: list[str] = []
 
@@ -79,7 +79,12 @@ class Race:
         traceback.clear_frames(error.__traceback__)  # which hold tensors
         old = self.columns[name]
         self.columns[name] = Column(
-            old.title, summary(error), is_out_of_memory(error), old.first_s, sites=old.sites
+            old.title,
+            old.mode,
+            failed=summary(error),
+            out_of_memory=is_out_of_memory(error),
+            first_s=old.first_s,
+            sites=old.sites,
         )
         self.calls.pop(name, None)
         self.say(f"{old.title} failed: {summary(error)}")

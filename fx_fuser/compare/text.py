@@ -65,7 +65,8 @@ def remarks(found: Contents) -> Iterator[str]:
         said = f"wall: medians of {rounds} rounds by turns"
         rival, mine = (found.columns.get(name) for name in ("inductor", "fx_fuser"))
         if rival and mine and rival.wall and mine.wall:
-            said += f", spread of {rival.title} / fx_fuser {spread(rival, mine):.1%}"
+            varies = spread(rival, mine)
+            said += f"; {rival.title}'s by fx_fuser's varies by ±{varies:.1%} (quartiles)"
         errors = any(column.error is not None for column in found.columns.values())
         yield said + ("; errors: relative, against float64" if errors else "")
     for column in found.columns.values():

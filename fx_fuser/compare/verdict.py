@@ -58,14 +58,24 @@ def judge(columns: Mapping[str, Column], device: str) -> Verdict:
         return Verdict("NO GPU", [said])
     if mine is None or not mine.ran:
         return Verdict("NOT COMPARED", ["fx_fuser's column was left out."])
-    names = ("inductor", "eager")
-    rival = next((columns[n] for n in names if n in columns and columns[n].ran), None)
+    rival = _rival(columns)
     if rival is None:
         others = [f"{c.title}: {c.failed}" for c in columns.values() if c.failed]
         if not others:
             return Verdict("NOT COMPARED", ["no other column was measured."])
         return Verdict("USE IT", ["nothing else runs.", *others], use=True)
     return _of_times(mine, rival, columns)
+
+
+def _rival(columns: Mapping[str, Column]) -> Column | None:
+    """What fx_fuser has to beat: Inductor, or eager mode where that is faster or alone runs."""
+    inductor, eager = (columns.get(name) for name in ("inductor", "eager"))
+    if inductor is None or not inductor.ran:
+        return eager if eager is not None and eager.ran else None
+    if eager is not None and eager.ran:
+        speed, sure = speed_up(inductor, eager)
+        return eager if speed >= GAIN and sure else inductor
+    return inductor
 
 
 def _unusable(mine: Column, columns: Mapping[str, Column]) -> list[str]:
@@ -91,8 +101,12 @@ def _of_times(mine: Column, rival: Column, columns: Mapping[str, Column]) -> Ver
     gains = speed >= GAIN and sure
     waits = is_launch_bound(mine)
     notes = [*_remarks(mine, rival, gains, columns)]
-    if rival.title == "eager" and (failed := columns.get("inductor")) is not None:
-        notes.insert(0, f"{failed.title} has no figures: {failed.failed}.")
+    inductor = columns.get("inductor")
+    if inductor is not None and inductor is not rival:
+        why = (
+            f"has no figures: {inductor.failed}" if inductor.failed else "is slower than eager mode"
+        )
+        notes.insert(0, f"{inductor.title} {why}.")
     if waits:
         gains_in_graphs, said = _in_graphs(mine, rival, columns)
         if gains:
@@ -132,6 +146,8 @@ def _in_graphs(mine: Column, rival: Column, columns: Mapping[str, Column]) -> tu
     """Does fx_fuser gain if CUDA graphs are replayed?  And what is said of a host too slow."""
     waits = f"a step takes {_ms(mine.wall_ms)}, of which the GPU works {_ms(mine.gpu_ms)}"
     own = columns.get(f"fx_fuser_{GRAPHS}")
+    if own is None and mine.mode:
+        return False, f"{waits}, with mode={mine.mode!r}: the host is too slow for it."
     if own is None:
         try_it = "Try mode='reduce-overhead': compare(…, reduce_overhead=True) measures it."
         return False, f"{waits}: the host is too slow for it. {try_it}"

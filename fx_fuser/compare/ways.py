@@ -23,15 +23,16 @@ NAMES = (
     "inductor_reduce_overhead",
     "fx_fuser_reduce_overhead",
 )
-_GRAPHS = {"mode": "reduce-overhead"}
+_GRAPHS = "reduce-overhead"
 
 
 @dataclass(frozen=True)
 class Way:
-    """settings: torch's, while it is compiled and while it runs."""
+    """settings: torch's, while it is compiled and while it runs. mode: as of `Column`."""
 
     title: str
     compile: Callable[[Any], Call]
+    mode: str = ""
     settings: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -39,20 +40,23 @@ def ways_of(
     names: Sequence[str], options: Options, given: Mapping[str, Any] | None
 ) -> dict[str, Way]:
     """Those of NAMES. options: as parsed; given: as the user gave them."""
+    mode = options.mode or ""
+    suffix = f", {mode}" if mode else ""
     inner = "Inductor" if options.inner == "inductor" else f"inner={options.inner}"
     inductor = partial(_compile_inner, options)
     own = dict(given or {})
     every = {
         "eager": Way("eager", lambda model: model),
-        "inductor": Way(inner, inductor),
-        "fx_fuser": Way("fx_fuser", partial(_compile_fused, own)),
-        "inductor_tf32": Way(f"{inner}, TF32", inductor, tf32_allowed),
+        "inductor": Way(inner + suffix, inductor, mode),
+        "fx_fuser": Way("fx_fuser" + suffix, partial(_compile_fused, own), mode),
+        "inductor_tf32": Way(f"{inner}{suffix}, TF32", inductor, mode, tf32_allowed),
         "inductor_reduce_overhead": Way(
             f"{inner}, reduce-overhead",
-            partial(_compile_inner, replace(options, **_GRAPHS)),  # type: ignore[arg-type]
+            partial(_compile_inner, replace(options, mode=_GRAPHS)),
+            _GRAPHS,
         ),
         "fx_fuser_reduce_overhead": Way(
-            "fx_fuser, reduce-overhead", partial(_compile_fused, own | _GRAPHS)
+            "fx_fuser, reduce-overhead", partial(_compile_fused, own | {"mode": _GRAPHS}), _GRAPHS
         ),
     }
     return {name: every[name] for name in NAMES if name in names}

@@ -94,9 +94,9 @@ def test_launch_bound_says_what_to_try() -> None:
          "1.96 times as fast as Inductor, reduce-overhead (1.96 ms): use torch.compile(model, "),
         (made("fx_fuser, reduce-overhead", 1.0), made("Inductor, reduce-overhead", 1.0), False,
          "no gain over torch.compile in that mode"),
-        (Column("fx_fuser, reduce-overhead", "RuntimeError: no graphs"), Column("…", "no"), False,
+        (Column("fx_fuser, …", failed="RuntimeError: no graphs"), Column("…", failed="no"), False,
          "mode='reduce-overhead' fails: RuntimeError: no graphs"),
-        (made("fx_fuser, reduce-overhead", 1.0), Column("…", "no"), True,
+        (made("fx_fuser, reduce-overhead", 1.0), Column("…", failed="no"), True,
          "2.42 times as fast as Inductor (2.42 ms): use torch.compile"),
     ],
 )  # fmt: skip
@@ -107,6 +107,12 @@ def test_launch_bound_with_graphs_measured(
     verdict = judge(net(2.42, 2.46, 0.957) | graphs, "cuda")
     assert (verdict.word, verdict.use, verdict.launch_bound) == ("LAUNCH-BOUND", use, True)
     assert said in verdict.sentences[0]
+
+
+def test_launch_bound_in_the_users_own_mode_names_it() -> None:
+    verdict = judge(net(2.42, 2.46, 0.957, mode="max-autotune"), "cuda")
+    assert verdict.word == "LAUNCH-BOUND" and "with mode='max-autotune'" in verdict.sentences[0]
+    assert "reduce" not in verdict.sentences[0]
 
 
 def test_a_gain_of_a_launch_bound_net_is_a_gain() -> None:
@@ -123,14 +129,14 @@ def test_a_wrong_value_forbids_use_however_fast() -> None:
 
 
 def test_a_failure_of_fx_fuser_forbids_use() -> None:
-    columns = net(10.0, 5.0, 5.0) | {"fx_fuser": Column("fx_fuser", "BuildError: no nvcc")}
+    columns = net(10.0, 5.0, 5.0) | {"fx_fuser": Column("fx_fuser", failed="BuildError: no nvcc")}
     verdict = judge(columns, "cuda")
     assert (verdict.word, verdict.use) == ("DO NOT USE", False)
     assert "BuildError: no nvcc" in str(verdict) and "report" in str(verdict)
 
 
 def test_out_of_memory_in_fx_fuser_alone() -> None:
-    columns = net(10.0, 5.0, 5.0) | {"fx_fuser": Column("fx_fuser", OOM, True)}
+    columns = net(10.0, 5.0, 5.0) | {"fx_fuser": Column("fx_fuser", failed=OOM, out_of_memory=True)}
     verdict = judge(columns, "cuda")
     assert verdict.word == "DO NOT USE"
     assert verdict.sentences[0] == "fx_fuser runs out of memory, where eager or Inductor fits."
@@ -139,24 +145,42 @@ def test_out_of_memory_in_fx_fuser_alone() -> None:
 def test_out_of_memory_in_eager_mode_alone_changes_nothing() -> None:
     columns = net(87.0, 37.0, 35.0)
     before = judge(columns, "cuda")
-    assert judge(columns | {"eager": Column("eager", OOM, True)}, "cuda") == before
+    assert (
+        judge(columns | {"eager": Column("eager", failed=OOM, out_of_memory=True)}, "cuda")
+        == before
+    )
 
 
 def test_out_of_memory_in_inductor_compares_with_eager() -> None:
-    columns = net(87.0, 37.0, 35.0) | {"inductor": Column("Inductor", OOM, True)}
+    columns = net(87.0, 37.0, 35.0) | {
+        "inductor": Column("Inductor", failed=OOM, out_of_memory=True)
+    }
     verdict = judge(columns, "cuda")
     assert verdict.word == "USE IT" and "times as fast as eager" in verdict.sentences[0]
     assert f"Inductor has no figures: {OOM}." in verdict.sentences
 
 
 def test_out_of_memory_everywhere() -> None:
-    columns = {name: Column(name, OOM, True) for name in ("eager", "inductor", "fx_fuser")}
+    columns = {
+        name: Column(name, failed=OOM, out_of_memory=True)
+        for name in ("eager", "inductor", "fx_fuser")
+    }
     assert judge(columns, "cuda").word == "OUT OF MEMORY"
+
+
+def test_eager_mode_is_the_rival_where_it_beats_inductor() -> None:
+    columns = net(1.51, 1.4, 1.4) | {"eager": made("eager", 0.69, 0.69)}
+    verdict = judge(columns, "cuda")
+    assert (verdict.word, verdict.use) == ("NO GAIN", False)
+    assert verdict.sentences[0].startswith("slower by the clock, 0.49 times as fast as eager")
+    assert "Inductor is slower than eager mode." in verdict.sentences
 
 
 def test_only_fx_fuser_runs() -> None:
     columns = net(87.0, 37.0, 35.0)
-    columns |= {name: Column(name, OOM, True) for name in ("eager", "inductor")}
+    columns |= {
+        name: Column(name, failed=OOM, out_of_memory=True) for name in ("eager", "inductor")
+    }
     verdict = judge(columns, "cuda")
     assert verdict.word == "USE IT" and verdict.sentences[0] == "nothing else runs."
 
@@ -204,7 +228,7 @@ def comparison(**of: Any) -> Comparison:
         cliffs=[Cliff("a <slow> kernel", 4.28, "cutlass_75_align1")],
     )  # fmt: skip
     columns["fx_fuser"].sites = FUSED | {"left": {"a": 2}, "warnings": ["fx_fuser: & more"]}
-    columns["eager"] = Column("eager", OOM, True)
+    columns["eager"] = Column("eager", failed=OOM, out_of_memory=True)
     given: dict[str, Any] = {"device": "cuda", "columns": columns, "notes": ["<note>"]} | of
     return Comparison("Net<T>", "training step", ["[32, 3] float32"], header=header, **given)
 
