@@ -103,9 +103,7 @@ def _of_times(mine: Column, rival: Column, columns: Mapping[str, Column]) -> Ver
     notes = [*_remarks(mine, rival, gains, columns)]
     inductor = columns.get("inductor")
     if inductor is not None and inductor is not rival:
-        why = (
-            f"has no figures: {inductor.failed}" if inductor.failed else "is slower than eager mode"
-        )
+        why = f"has no figures: {inductor.failed}" if inductor.failed else "is slower than eager"
         notes.insert(0, f"{inductor.title} {why}.")
     if waits:
         gains_in_graphs, said = _in_graphs(mine, rival, columns)

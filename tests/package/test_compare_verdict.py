@@ -28,6 +28,10 @@ def made(
     return Column(title, wall=[wall * (1 + noise * s) for s in steps], gpu_ms=gpu, **of)
 
 
+def starved(title: str) -> Column:
+    return Column(title, failed=OOM, out_of_memory=True)
+
+
 def net(inductor: float, fx_fuser: float, gpu: float, **of: Any) -> dict[str, Column]:
     mine: dict[str, Any] = {"sites": FUSED, "faults": [], **of}
     return {
@@ -136,7 +140,7 @@ def test_a_failure_of_fx_fuser_forbids_use() -> None:
 
 
 def test_out_of_memory_in_fx_fuser_alone() -> None:
-    columns = net(10.0, 5.0, 5.0) | {"fx_fuser": Column("fx_fuser", failed=OOM, out_of_memory=True)}
+    columns = net(10.0, 5.0, 5.0) | {"fx_fuser": starved("fx_fuser")}
     verdict = judge(columns, "cuda")
     assert verdict.word == "DO NOT USE"
     assert verdict.sentences[0] == "fx_fuser runs out of memory, where eager or Inductor fits."
@@ -145,26 +149,18 @@ def test_out_of_memory_in_fx_fuser_alone() -> None:
 def test_out_of_memory_in_eager_mode_alone_changes_nothing() -> None:
     columns = net(87.0, 37.0, 35.0)
     before = judge(columns, "cuda")
-    assert (
-        judge(columns | {"eager": Column("eager", failed=OOM, out_of_memory=True)}, "cuda")
-        == before
-    )
+    assert judge(columns | {"eager": starved("eager")}, "cuda") == before
 
 
 def test_out_of_memory_in_inductor_compares_with_eager() -> None:
-    columns = net(87.0, 37.0, 35.0) | {
-        "inductor": Column("Inductor", failed=OOM, out_of_memory=True)
-    }
+    columns = net(87.0, 37.0, 35.0) | {"inductor": starved("Inductor")}
     verdict = judge(columns, "cuda")
     assert verdict.word == "USE IT" and "times as fast as eager" in verdict.sentences[0]
     assert f"Inductor has no figures: {OOM}." in verdict.sentences
 
 
 def test_out_of_memory_everywhere() -> None:
-    columns = {
-        name: Column(name, failed=OOM, out_of_memory=True)
-        for name in ("eager", "inductor", "fx_fuser")
-    }
+    columns = {name: starved(name) for name in ("eager", "inductor", "fx_fuser")}
     assert judge(columns, "cuda").word == "OUT OF MEMORY"
 
 
@@ -173,14 +169,12 @@ def test_eager_mode_is_the_rival_where_it_beats_inductor() -> None:
     verdict = judge(columns, "cuda")
     assert (verdict.word, verdict.use) == ("NO GAIN", False)
     assert verdict.sentences[0].startswith("slower by the clock, 0.49 times as fast as eager")
-    assert "Inductor is slower than eager mode." in verdict.sentences
+    assert "Inductor is slower than eager." in verdict.sentences
 
 
 def test_only_fx_fuser_runs() -> None:
     columns = net(87.0, 37.0, 35.0)
-    columns |= {
-        name: Column(name, failed=OOM, out_of_memory=True) for name in ("eager", "inductor")
-    }
+    columns |= {name: starved(name) for name in ("eager", "inductor")}
     verdict = judge(columns, "cuda")
     assert verdict.word == "USE IT" and verdict.sentences[0] == "nothing else runs."
 
@@ -228,7 +222,7 @@ def comparison(**of: Any) -> Comparison:
         cliffs=[Cliff("a <slow> kernel", 4.28, "cutlass_75_align1")],
     )  # fmt: skip
     columns["fx_fuser"].sites = FUSED | {"left": {"a": 2}, "warnings": ["fx_fuser: & more"]}
-    columns["eager"] = Column("eager", failed=OOM, out_of_memory=True)
+    columns["eager"] = starved("eager")
     given: dict[str, Any] = {"device": "cuda", "columns": columns, "notes": ["<note>"]} | of
     return Comparison("Net<T>", "training step", ["[32, 3] float32"], header=header, **given)
 
