@@ -146,7 +146,7 @@ def test_float64_also_where_a_model_names_a_dtype() -> None:
             self.linear = nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x.float()) + torch.zeros(64) + torch.ones(64, dtype=torch.float32)
+            y = self.linear(x.float()) @ torch.eye(64) + torch.ones(64, dtype=torch.float32)
             return F.softmax(y, -1, dtype=torch.float32).to(torch.float32)
 
     model, x = Named(), torch.randn(8, 64)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compared import Result, break_column, compared, settings
+from compared import Result, break_column, compared, replace_column, settings
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
@@ -42,6 +43,8 @@ class Net(nn.Module):
         self.calls = len(ids)
         self.late = True
         self.cache["x"] = x.detach()
+        if not torch.compiler.is_compiling():
+            random.random(), np.random.rand()
         z = self.linear(x)
         return Result(z * torch.sigmoid(z) * 2.0, {"x": x, "ids": [ids]})
 
@@ -99,8 +102,9 @@ def net() -> Net:
 
 @pytest.mark.parametrize("train", [None, True, False])
 def test_model_gradients_random_states_and_settings_are_untouched(
-    net: Net, train: bool | None
+    net: Net, train: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(counters, "fx_fuser", Counter(mine=3))
     before = State(net)
     found = compared(net, IDS, train=train)
     before.check()
@@ -178,14 +182,23 @@ def test_inputs_are_copied_and_their_gradients_compared() -> None:
     assert found.inputs == ["[3, 4] float32", "y [3, 4] float32"]
 
 
-def test_what_is_installed_stays_and_does_not_reach_inductors_column() -> None:
+def test_what_is_installed_stays_and_does_not_reach_inductors_column(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with fx_fuser.installed({"fp32": "ieee"}):
         around = compile_fx.compile_fx
         with suspended():
             assert not getattr(compile_fx.compile_fx, "is_fx_fusers", False)
         assert getattr(compile_fx.compile_fx, "is_fx_fusers", False)
-        with fx_fuser.installed(), suspended():
-            pass
+        seen = []
+
+        def compile_with(model: Any) -> Any:
+            seen.append(getattr(compile_fx.compile_fx, "is_fx_fusers", False))
+            return model
+
+        replace_column(monkeypatch, "inductor", compile_with)
+        compared(nn.Linear(4, 4), torch.ones(2, 4))
+        assert seen == [False]
         assert getattr(compile_fx.compile_fx, "is_fx_fusers", False) and around
     assert not getattr(compile_fx.compile_fx, "is_fx_fusers", False)
 
@@ -241,6 +254,7 @@ def test_kept_restores_containers_in_place() -> None:
         model.seen.append(3)
         model.names.clear()
         model.extra = 1
+        model.bias.requires_grad_(False)
         model.seen = []
     assert model.seen is seen and seen == [1, 2] and model.names == {"a"}
-    assert not hasattr(model, "extra")
+    assert not hasattr(model, "extra") and model.bias.requires_grad
