@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from tabulate import tabulate
 
@@ -15,13 +15,20 @@ WIDTH = 100
 _FIGURES = ["", "wall ms", "GPU ms", "peak MiB", "first call s", "error", "of gradients"]
 
 
+_SITES = {  # of `counting.Sites`
+    "fused": "sites fused",
+    "left": "left to Inductor, as nothing is gained",
+    "products": "gemms of Inductor's graphs replaced",
+    "masks": "attention masks taken away",
+}
+
+
 def text_of(found: Contents) -> str:
     """What `str()` of a comparison is."""
-    head, *lines = figure_rows(found)
-    kinds = [tabulate(kind_rows(found), disable_numparse=True)] if found.kinds else []
+    kinds = [_table(kind_rows(found))] if found.kinds else []
     parts = [
         _filled([found.title, *found.header.lines]),
-        tabulate(lines, head, disable_numparse=True),
+        _table(figure_rows(found)),
         _filled(remarks(found)),
         *kinds,
         _filled(cliff_lines(found)),
@@ -30,6 +37,10 @@ def text_of(found: Contents) -> str:
         _filled(found.verdict.splitlines()),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _table(rows: list[list[str]]) -> str:
+    return tabulate(rows[1:], rows[0], disable_numparse=True)
 
 
 def figure_rows(found: Contents) -> list[list[str]]:
@@ -66,7 +77,7 @@ def remarks(found: Contents) -> Iterator[str]:
         rival, mine = (found.columns.get(name) for name in ("inductor", "fx_fuser"))
         if rival and mine and rival.wall and mine.wall:
             varies = spread(rival, mine)
-            said += f"; {rival.title}'s by fx_fuser's varies by ±{varies:.1%} (quartiles)"
+            said += f", {rival.title} / fx_fuser ± {varies:.1%} (quartiles)"
         errors = any(column.error is not None for column in found.columns.values())
         yield said + ("; errors: relative, against float64" if errors else "")
     for column in found.columns.values():
@@ -87,18 +98,11 @@ def site_lines(found: Contents) -> Iterator[str]:
     mine = found.columns.get("fx_fuser")
     if mine is None or not mine.sites:
         return
-    fused, left = _count(mine.sites.get("fused")), _count(mine.sites.get("left"))
-    gemms, masks = _count(mine.sites.get("products")), _count(mine.sites.get("masks"))
     if found.device == "cuda":
-        yield (
-            f"sites: {fused} fused, {left} left to Inductor as nothing is gained; {gemms} gemms of "
-            f"Inductor's graphs replaced, {masks} attention masks. explain says why not the rest"
-        )
+        counts = {words: sum(mine.sites.get(key, {}).values()) for key, words in _SITES.items()}
+        parts = [f"{count} {words}" for words, count in counts.items() if count]
+        yield f"{', '.join(parts) or 'no site fused'}; explain says why not the rest"
     yield from (f"fx_fuser warned: {said}" for said in mine.sites.get("warnings", ()))
-
-
-def _count(counts: Mapping[str, int] | None) -> int:
-    return sum((counts or {}).values())
 
 
 def _failure(column: Column) -> str:

@@ -12,6 +12,7 @@ GAIN = 1.05  # times as fast by the clock: below it nothing is gained that a use
 BUSY = 0.8  # of wall time: a GPU that works less than that waits for the host
 
 GRAPHS = "reduce_overhead"  # what follows a column's name if it replays CUDA graphs
+_USE = 'Use torch.compile(model, backend="fx_fuser").'
 _OPTION = "torch.compile(model, backend=\"fx_fuser\", options={'mode': 'reduce-overhead'})"
 _CALLED = {
     "fx_fuser": "the GPU's time is in fx_fuser's kernels",
@@ -109,11 +110,11 @@ def _of_times(mine: Column, rival: Column, columns: Mapping[str, Column]) -> Ver
         gains_in_graphs, said = _in_graphs(mine, rival, columns)
         if gains:
             faster = f"{speed:.2f} times as fast as {rival.title} by the clock."
-            return Verdict("USE IT", [faster, said, *notes], use=True, launch_bound=True)
+            return Verdict("USE IT", [faster, _USE, said, *notes], use=True, launch_bound=True)
         return Verdict("LAUNCH-BOUND", [said, *notes], use=gains_in_graphs, launch_bound=True)
     if gains:
         faster = f"{speed:.2f} times as fast as {rival.title} by the clock{_beside(mine, rival)}."
-        return Verdict("USE IT", [faster, *notes], use=True)
+        return Verdict("USE IT", [faster, _USE, *notes], use=True)
     return Verdict("NO GAIN", [_no_gain(mine, rival, speed, sure), *notes])
 
 
@@ -203,7 +204,8 @@ def _remarks(
             steps, saved = 1e3 * more / (theirs - own), _ms(theirs - own)
             yield f"Pays after {steps:.0f} steps: {more:.1f} s more to compile, {saved} saved each."
     if mine.gpu_ms is not None and not is_launch_bound(mine):
-        yield f"The GPU is busy {min(1.0, mine.gpu_ms / own):.0%} of the time."
+        busy = f"The GPU is busy {min(1.0, mine.gpu_ms / own):.0%} of the time"
+        yield f"{busy}." if mine.mode else f"{busy}: mode='reduce-overhead' would not help."
     tf32 = columns.get("inductor_tf32")
     if tf32 is not None and tf32.ran:
         speed, sure = speed_up(mine, tf32)

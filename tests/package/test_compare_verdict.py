@@ -49,8 +49,9 @@ def test_a_gain_is_to_be_used() -> None:
     assert (verdict.word, verdict.use, verdict.launch_bound) == ("USE IT", True, False)
     assert verdict.sentences == [
         "2.35 times as fast as Inductor by the clock, 1% more memory, error below Inductor's.",
+        'Use torch.compile(model, backend="fx_fuser").',
         "Pays after 80 steps: 4.0 s more to compile, 50 ms saved each.",
-        "The GPU is busy 95% of the time.",
+        "The GPU is busy 95% of the time: mode='reduce-overhead' would not help.",
     ]
 
 
@@ -238,7 +239,8 @@ def test_text_has_the_table_and_the_verdict() -> None:
     assert ["GPU ms", "fx_fuser", "pointwise (Triton)", "copies"] in rows
     assert ["fx_fuser", "20", "10", "5"] in rows
     assert "4.28 ms: a <slow> kernel (cutlass_75_align1)" in text
-    assert "12 fused, 2 left to Inductor" in text and "fx_fuser warned: fx_fuser: & more" in text
+    assert "\n12 sites fused, 2 left to Inductor, as nothing is gained; explain says" in text
+    assert "fx_fuser warned: fx_fuser: & more" in text
     assert "\nUSE IT: 2.35 times as fast as Inductor" in text
     assert all(len(line) <= 100 for line in text.splitlines())
 
