@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,16 +168,29 @@ def _faults(race: Race, calls: Mapping[str, Callable[..., Any]], exact: Observed
     found, eager = (_seen(race, calls[name], exact) for name in ("fx_fuser", "eager"))
 
     def peers() -> Iterator[Observed]:
-        if "inductor" in race.calls:
-            yield _seen(race, calls["inductor"], exact)
+        if "inductor" in calls:
+            yield from _possible(race, [partial(_seen, race, calls["inductor"], exact)])
 
     def neighbours() -> Iterator[Observed]:
-        return _neighbours(race, eager, exact)
+        race.say(f"values: up to {NEIGHBOURS} runs on numbers that differ by a rounding")
+        yield from _possible(race, _neighbours(race, eager, exact))
 
     wrong = list(_wrong_integers(found, eager, exact, (peers, neighbours)))
     for part in (found, eager, exact):
         part.outputs = {n: t for n, t in part.outputs.items() if has_roundings(t)}
     return wrong + remaining_faults(found, eager, exact, PROMISED, peers(), neighbours())
+
+
+def _possible(race: Race, runs: Iterable[Callable[[], Observed]]) -> Iterator[Observed]:
+    """As many as can be made: what is known without the others stands."""
+    for run in runs:
+        try:
+            made = run()
+        except Exception as error:
+            race.notes.append(f"The bound on errors is of fewer runs: {summary(error)}")
+            free_memory()
+            return
+        yield made
 
 
 def _wrong_integers(
@@ -207,13 +221,13 @@ def _wrong_integers(
             )
 
 
-def _neighbours(race: Race, eager: Observed, exact: Observed) -> Iterator[Observed]:
+def _neighbours(race: Race, eager: Observed, exact: Observed) -> Iterator[Callable[[], Observed]]:
     """Eager runs on inputs, and parameters of a module, that differ by a rounding."""
     seen = filter(has_roundings, eager.everything().values())
     eps = max((torch.finfo(t.dtype).eps for t in seen), default=0.0)  # of autocast's, maybe
     generator = torch.Generator().manual_seed(0)
     for _ in range(NEIGHBOURS):
-        yield _neighbour(race, exact, generator, eps)
+        yield partial(_neighbour, race, exact, generator, eps)
 
 
 def _neighbour(race: Race, exact: Observed, generator: torch.Generator, eps: float) -> Observed:
@@ -233,7 +247,10 @@ def _neighbour(race: Race, exact: Observed, generator: torch.Generator, eps: flo
     call = model
     buffers: dict[str, Tensor] = {}
     if isinstance(model, nn.Module):
-        buffers = {name: near(tensor.clone()) for name, tensor in model.named_buffers()}
+        buffers = {
+            name: neighbour_of(t, generator, eps) if has_roundings(t) else t.clone()
+            for name, t in model.named_buffers()
+        }
         moved = {**{name: near(p) for name, p in model.named_parameters()}, **buffers}
 
         def call(*given: Any, **named: Any) -> Any:

@@ -115,6 +115,27 @@ def test_a_wrong_result_is_not_to_be_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert 1e-4 < (found.columns["fx_fuser"].output_error or 0) < 1e-2
 
 
+def test_neighbours_leave_buffers_alone_and_a_failing_one_leaves_the_faults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = [
+        part for width in (3, 5, 9) for part in (nn.Linear(width, width), nn.BatchNorm1d(width))
+    ]
+    model = nn.Sequential(*parts[:2], nn.Linear(3, 5), *parts[2:4], nn.Linear(5, 9), *parts[4:])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    replace_column(monkeypatch, "fx_fuser", lambda model: lambda x: model(x) * 1.001)
+    found = compared(model, torch.randn(16, 3), train=True)
+    assert found.judged.word == "DO NOT USE" and not any("fewer runs" in n for n in found.notes)
+    assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
+
+    def fails(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(values, "_neighbour", fails)
+    found = compared(model, torch.randn(16, 3), train=True)
+    assert found.judged.word == "DO NOT USE" and any("fewer runs" in n for n in found.notes)
+
+
 def test_dropout_is_set_aside_for_values() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     found = compared(model, torch.randn(16, 8), train=True)
