@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from fx_fuser.arguments import shown
@@ -26,6 +27,13 @@ class Float64(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        cotangents = (kwargs or {}).get("grad_tensors")
+        if func is torch.autograd.backward and cotangents is not None:  # as `Step` calls it
+            with self:  # a mode is off in what it is told of, and checkpoints recompute in there
+                return _engine_run_backward(
+                    tuple(args[0]), tuple(cotangents), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True,
+                )  # fmt: skip
         func = torch.Tensor.double if func in _CASTS else func
         wide = {k: _wide(v) for k, v in (kwargs or {}).items()}
         return func(*map(_wide, args), **wide)
@@ -104,7 +112,8 @@ class Step:
 
     def _run_backward(self, result: Any, outputs: Mapping[str, Tensor]) -> None:
         if self.loss is not None:
-            self._loss(result).backward()
+            loss = self._loss(result)
+            torch.autograd.backward([loss], [torch.ones_like(loss)])
             return
         ends = {name: output for name, output in outputs.items() if output.requires_grad}
         cotangents = [self.cotangent(name, output) for name, output in ends.items()]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from compared import Result, compared, replace_column
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser import OptionError
@@ -176,6 +177,24 @@ def test_float64_also_where_a_model_names_a_dtype() -> None:
                       model.linear.bias.double() + 1.0, -1)  # fmt: skip
     error = float(((model(x).double() - exact).norm() / exact.norm()).detach())
     assert found.columns["eager"].output_error == pytest.approx(error)
+
+
+@pytest.mark.parametrize("loss", [None, torch.sum])
+def test_float64_also_where_a_checkpoint_recomputes(loss: Any) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.named, x, use_reentrant=False)
+
+        def named(self, x: Tensor) -> Tensor:
+            return (self.linear(x).float() * 2.0).sigmoid().to(torch.float32)
+
+    found = compared(Checkpointed(), torch.randn(4, 8), train=True, loss=loss)
+    assert found.columns["fx_fuser"].faults == []
+    assert 0 < (found.columns["eager"].grad_error or 0) < 1e-6
 
 
 def test_integers_that_some_run_has_are_right() -> None:
