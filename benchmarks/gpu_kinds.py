@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.tables import KINDS
+from fx_fuser.compare import kernels, turns
 
-_NAMES = (  # the first that is found in a kernel's name; attention comes in cuDNN and CUTLASS, too
-    ("Triton", r"^triton_"),
-    ("ours", r"fx_fuser"),
-    ("attention", r"fmha|flash|sdpa|attention"),
-    ("convolution", r"conv(?!ert)|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw|implicit"),
-    ("GEMM", r"gemm|gemv|nvjet|splitKreduce|cublas|cutlass"),
-)
-_OF_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_CALLED = {"fx_fuser": "ours", "gemm": "GEMM", "copies": "other", "torch's own": "other"}
 
 
 def kind(name: str) -> str:
-    found = (k for k, pattern in _NAMES if re.search(pattern, name, re.IGNORECASE))
-    return next(found, "other")
+    """As `fx_fuser.compare.kernels.kind`, in the words of the tables."""
+    found = kernels.kind(name)
+    return _CALLED.get(found, found)
 
 
 def by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of a trace's kernels, copies and fills, by kind.
+    """Milliseconds of a trace's kernels, copies and fills, by kind."""
+    return _sums(turns.busy(events))
 
-    A kernel that was launched ahead of the end of the one before (programmatic dependent launch)
-    waits for it while it counts as running: what several share is the first one's.
-    """
+
+def _sums(of: Iterable[tuple[str, float]]) -> dict[str, float]:
     found = dict.fromkeys(KINDS, 0.0)
-    ended = float("-inf")
-    of_the_gpu = [event for event in events if event.get("cat") in _OF_THE_GPU]
-    for event in sorted(of_the_gpu, key=lambda event: float(event["ts"])):
-        end = event["ts"] + event["dur"]
-        found[kind(event["name"])] += max(0.0, end - max(event["ts"], ended)) / 1e3
-        ended = max(ended, end)
+    for name, ms in of:
+        found[kind(name)] += ms
     return found
 
 
@@ -51,14 +38,7 @@ def profiled(
 ) -> dict[str, float]:
     for leaf in leaves:
         leaf.grad = None
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        return by_kind(json.loads(path.read_text())["traceEvents"])
+    return _sums(turns.kernels_of(step, device))
 
 
 def medians(

@@ -6,12 +6,9 @@ import copy
 import gc
 import math
 import platform
-import random
 import statistics
 import subprocess
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +17,14 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from benchmarks.problems import Problem, Size
-from fx_fuser.passes import products
+from fx_fuser.compare import turns
+from fx_fuser.compare.counting import Sites, counted
+from fx_fuser.compare.turns import interleaved_rounds
 from fx_fuser.planning import timing
+
+__all__ = ["Sites", "counted", "interleaved_rounds"]  # what others find here, too
 
 DTYPES = {
     "fp32": torch.float32,
@@ -187,27 +187,6 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def interleaved_rounds(
-    timers: Mapping[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
-    """What each timer says in each round, all in an order drawn anew, none twice running.
-
-    How warm the one before leaves the GPU is worth a tenth of the time where its power is capped
-    (kernels_cu/linear/NOTES.md, Power): none may always be behind the same one.
-    """
-    draw = random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in timers}
-    order = list(timers)
-    for _ in range(rounds):
-        last = order[-1]
-        draw.shuffle(order)
-        if order[0] == last:
-            order.append(order.pop(0))
-        for name in order:
-            samples[name].append(timers[name]())
-    return samples
-
-
 def ratio_text(others: list[float], ours: list[float]) -> str:
     """ "1.25×" of medians, or "same" where rounds do not agree on which of the two is faster."""
     ratios = [other / own for other, own in zip(others, ours)]
@@ -240,16 +219,7 @@ def wall_ms(step: Callable[[], object], leaves: list[Tensor], device: torch.devi
     """One step on the host's clock, from an idle GPU with a cleared L2 cache until it is idle."""
     for leaf in leaves:
         leaf.grad = None
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        size = torch.cuda.get_device_properties(device).L2_cache_size
-        torch.empty(2 * size, dtype=torch.int8, device=device).zero_()
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    step()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3
+    return turns.wall_ms(step, device)
 
 
 def wall_medians(
@@ -280,33 +250,6 @@ def wall_rounds(
     return interleaved_rounds(timers, rounds)
 
 
-class Sites(TypedDict, total=False):
-    """What became of a model's sites while it was compiled, by counter."""
-
-    fused: dict[str, int]
-    left: dict[str, int]  # to the inner compiler
-    masks: dict[str, int]  # taken away
-    products: dict[str, int]  # gemms replaced in Inductor's graphs
-    warnings: list[str]  # that name fx_fuser
-
-
-@contextmanager
-def counted(sites: Sites) -> Iterator[None]:
-    """Fills them in with what is counted, and warned of, meanwhile."""
-    names = ("fx_fuser", "fx_fuser_left", "fx_fuser_masks", products.COUNTERS)
-    before = {name: Counter(counters[name]) for name in names}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        finally:
-            found = [dict(Counter(counters[name]) - was) for name, was in before.items()]
-            sites["fused"], sites["left"], sites["masks"], sites["products"] = found
-            said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
-            if said:
-                sites["warnings"] = said
-
-
 class Machine(TypedDict, total=False):
     gpu: str
     driver: str | None
@@ -335,8 +278,4 @@ def peak_mib(step: Callable[[], object], leaves: list[Tensor], device: torch.dev
     """Peak device memory of one step, in MiB, including what was allocated before."""
     for leaf in leaves:
         leaf.grad = None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    return turns.peak_mib(step, device)

@@ -5,24 +5,22 @@ against float64. A row of `benchmarks.nets16`.
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_cache
 
 from benchmarks import conv_nets, coverage, gpu_kinds, harness, measure
 from benchmarks.nets16_models import Net16, without_dropout
 from benchmarks.run import SYSTEMS, System
 from benchmarks.whole_net import Case
+from fx_fuser.compare.untouched import cold_caches
 from fx_fuser.native import load
 from fx_fuser.verify.accuracy import Observed, compare, errors_of
 
@@ -86,21 +84,6 @@ def case_of(net: Net16, step: str, device: torch.device, small: bool) -> Case:
 
 
 # ---- times --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def cold_caches() -> Iterator[None]:
-    """Inductor's and fx_fuser's, but for what this process has loaded."""
-    name = "FX_FUSER_CACHE_DIR"
-    before = os.environ.get(name)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, fresh_cache():
-        os.environ[name] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
 
 
 def warm_up(device: torch.device) -> None:

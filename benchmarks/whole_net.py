@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from benchmarks import gpu_kinds, harness, measure
 from benchmarks.big_nets import Batch, BigNet
 from benchmarks.measure import Machine
 from benchmarks.run import System
+from fx_fuser.compare.step import Float64
 from fx_fuser.verify.accuracy import Copier, Observed, compare, errors_of
 
 PRECISIONS = {"highest": "fp32", "high": "tf32"}  # of `set_float32_matmul_precision`
@@ -51,21 +51,6 @@ class Row(Machine, total=False):
     error: str
     date: str
     commit: str
-
-
-class Float64(TorchFunctionMode):
-    """float64 where a model asks for float32 by name, as norms and losses do."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        wide = {k: _wide(v) for k, v in (kwargs or {}).items()}
-        return func(*map(_wide, args), **wide)
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 @dataclass

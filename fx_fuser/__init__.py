@@ -7,6 +7,8 @@ from fx_fuser import versions
 versions.check()  # before the first import of what an older torch has not
 
 from fx_fuser.backend import fx_fuser
+from fx_fuser.compare import compare
+from fx_fuser.compare.comparison import Comparison
 from fx_fuser.errors import BuildError, FxFuserError, OptionError, PatternError, VersionError
 from fx_fuser.explain import explain
 from fx_fuser.exporting import fuse_exported
@@ -28,6 +30,7 @@ if installs_at_import():
 
 __all__ = [
     "BuildError",
+    "Comparison",
     "FxFuserError",
     "OptionError",
     "PatternError",
@@ -35,6 +38,7 @@ __all__ = [
     "SiteReport",
     "VersionError",
     "__version__",
+    "compare",
     "explain",
     "fuse_exported",
     "install",

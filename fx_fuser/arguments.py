@@ -122,6 +122,25 @@ def names_of(model: Any) -> frozenset[str]:
     return frozenset(p.name for p in parameters if p.kind in named)
 
 
+def named_inputs(model: Any, kwargs: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """A model's named inputs, of which `kwargs` has those that are called as arguments of ours."""
+    if kwargs is None:
+        return named
+    check_mapping(
+        "kwargs", kwargs, f"give a dict of the model's named inputs{for_kwargs(model, 'kwargs')}"
+    )
+    if twice := sorted(named.keys() & kwargs.keys()):
+        raise OptionError(f"{twice[0]!r} is given by its name and in kwargs; leave one out")
+    return {**kwargs, **named}
+
+
+def for_kwargs(model: Any, name: str) -> str:
+    """What to do if the model has an input of this name; empty if it has none."""
+    if name not in names_of(model):
+        return ""
+    return f" (the model's own input `{name}` goes into kwargs={{{name!r}: …}})"
+
+
 def _signature(model: Any, through_decorators: bool) -> inspect.Signature | None:
     """None of a built-in function, and where a hook may change the arguments."""
     called = model

@@ -114,6 +114,23 @@ def _installed(options: Options) -> Iterator[None]:
             _step_aside()
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inductor alone compiles while the block runs, in every thread, whatever is installed."""
+    with _lock:
+        before = [*_everywhere], [*_blocks]
+        _everywhere.clear()
+        _blocks.clear()
+        _step_aside()
+    try:
+        yield
+    finally:
+        with _lock:
+            _everywhere[:], _blocks[:] = before
+            if _everywhere or _blocks:
+                _stand_in()
+
+
 def _parsed(options: Mapping[str, Any] | None) -> Options:
     chosen = Options.parse(None, options, [p.name for p in registered_patterns()])
     if chosen.inner != "inductor":

@@ -47,14 +47,14 @@ class Diagnosis:
         failed, warned = self.levels.count(FAIL), self.levels.count(WARN)
         if failed:
             return f"FAIL: {failed} of the lines above; each names what to do or to report."
-        works = "The backend works" if self.tests else "No fault is seen; nothing was run"
+        works = "The backend works" if self.tests else "No fault is seen (nothing was run)"
         warnings = f", with {warned} warning{'s' * (warned != 1)}" if warned else ""
         if not usable(self.facts):
             where = "this is a CPU" if not self.facts.gpus else "no GPU here has any"
             return f"{works}{warnings}, but no kernel of fx_fuser's runs: {where}."
         if not self.tests:
             return f"{works}{warnings}."
-        return f"All works{warnings}. Next: print(fx_fuser.explain(model, *inputs))"
+        return f"All works{warnings}. Next: print(fx_fuser.compare(model, *inputs))"
 
     def to_json(self) -> str:
         """Without the user's name, as far as it is that of his home."""

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from fx_fuser.arguments import (
     check_flag,
-    check_mapping,
     check_model,
     fault_of_call,
-    names_of,
+    for_kwargs,
+    named_inputs,
     refuses_unfit_calls,
 )
 from fx_fuser.backend import fuse
@@ -59,12 +59,12 @@ def explain(
     model = model.module() if isinstance(model, ExportedProgram) else model
     model = getattr(model, "_orig_mod", model)  # already compiled: look at what was
     check_model(model, _USAGE)
-    given = _named_inputs(model, kwargs, named)
+    given = named_inputs(model, kwargs, named)
     if train is not None:
-        check_flag("train", train, _own(model, "train"))
-    chosen = _parsed(model, options)
+        check_flag("train", train, for_kwargs(model, "train"))
+    chosen = parsed_options(model, options)
     if fault := fault_of_call(model, inputs, given):
-        own = "".join(_own(model, name) for name in ("train", "options", "kwargs"))
+        own = "".join(for_kwargs(model, name) for name in ("train", "options", "kwargs"))
         raise OptionError(f"the model does not take these inputs: {fault}; use {_USAGE}{own}")
     report = Report()
     seen = [t for t in tree_leaves((inputs, given)) if isinstance(t, torch.Tensor)]
@@ -90,29 +90,12 @@ def explain(
     return report
 
 
-def _named_inputs(model: Any, kwargs: Any, named: dict[str, Any]) -> dict[str, Any]:
-    if kwargs is None:
-        return named
-    check_mapping(
-        "kwargs", kwargs, f"give a dict of the model's named inputs{_own(model, 'kwargs')}"
-    )
-    if twice := sorted(named.keys() & kwargs.keys()):
-        raise OptionError(f"{twice[0]!r} is given by its name and in kwargs; leave one out")
-    return {**kwargs, **named}
-
-
-def _parsed(model: Any, options: Any) -> Options:
+def parsed_options(model: Any, options: Any) -> Options:
+    """Checked; the error says where the model's own input of that name goes."""
     try:
         return Options.parse(None, options, [p.name for p in registered_patterns()])
     except OptionError as error:
-        raise OptionError(f"{error}{_own(model, 'options')}") from None
-
-
-def _own(model: Any, name: str) -> str:
-    """What to do if the model has an input of this name; empty if it has none."""
-    if name not in names_of(model):
-        return ""
-    return f" (the model's own input `{name}` goes into kwargs={{{name!r}: …}})"
+        raise OptionError(f"{error}{for_kwargs(model, 'options')}") from None
 
 
 def _hint(
@@ -140,7 +123,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
-def _set_mode(model: torch.nn.Module, train: bool) -> None:
+def set_mode(model: torch.nn.Module, train: bool) -> None:
+    """Raises OptionError for an exported program, which has no modes."""
     try:
         model.train(train)
     except NotImplementedError as error:
@@ -161,7 +145,7 @@ def _unchanged(model: Any, train: bool | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         try:
             if modules and train is not None:
-                _set_mode(model, train)
+                set_mode(model, train)
             yield
         finally:
             if train is not None:

@@ -337,7 +337,7 @@ def test_the_verdict_is_one_line() -> None:
     fit = diagnosed()
     assert fit.verdict == "No fault is seen; nothing was run." and fit.status == 0
     fit.tests = [Result("a", "split", "cuda:0", "ok")]
-    assert fit.verdict == "All works. Next: print(fx_fuser.explain(model, *inputs))"
+    assert fit.verdict == "All works. Next: print(fx_fuser.compare(model, *inputs))"
     fit.tests.append(Result("b", "split", "cuda:0", "FAIL", detail="off"))
     assert fit.verdict.startswith("FAIL: 1 of the lines above") and fit.status == 1
     on_cpu = diagnosed(gpus=(), driver="", switch="off")

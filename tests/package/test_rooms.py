@@ -37,6 +37,7 @@ FLOORS = (
         "fallback",
         "installation",
         "__init__",
+        "compare",
         "explain",
         "exporting",
         "testing",

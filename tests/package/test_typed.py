@@ -39,6 +39,8 @@ names: list[str] = [p.name for p in fx_fuser.registered_patterns()]
 report: Report = fx_fuser.explain(model, x, train=False, options={"auto": False}, kwargs={})
 text: str = str(report) + report.to_json() + report.to_html() + first(report.fused)
 again: Report = Report.from_json(report.to_json())
+found: fx_fuser.Comparison = fx_fuser.compare(model, x, train=False, seconds=0.1)
+said: str = str(found) + found.to_json() + found.to_html() + found.verdict if found.use else ""
 devices: list[str] = report.header.devices if report.header else []
 with fx_fuser.installed({"fp32": "ieee"}):
     fx_fuser.install()

@@ -1,0 +1,40 @@
+"""What becomes of a model's sites while it is compiled, by torch's counters and by warnings."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypedDict
+
+from torch._dynamo.utils import counters
+
+from fx_fuser.passes import products
+
+
+class Sites(TypedDict, total=False):
+    """What became of a model's sites while it was compiled, by counter."""
+
+    fused: dict[str, int]
+    left: dict[str, int]  # to the inner compiler
+    masks: dict[str, int]  # taken away
+    products: dict[str, int]  # gemms replaced in Inductor's graphs
+    warnings: list[str]  # that name fx_fuser
+
+
+@contextmanager
+def counted(sites: Sites) -> Iterator[None]:
+    """Fills them in with what is counted, and warned of, meanwhile."""
+    names = ("fx_fuser", "fx_fuser_left", "fx_fuser_masks", products.COUNTERS)
+    before = {name: Counter(counters[name]) for name in names}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            found = [dict(Counter(counters[name]) - was) for name, was in before.items()]
+            sites["fused"], sites["left"], sites["masks"], sites["products"] = found
+            said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
+            if said:
+                sites["warnings"] = said

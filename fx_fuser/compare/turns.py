@@ -1,0 +1,84 @@
+"""Steps measured by turns in one process: wall time, the GPU's kernels, peak memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+_OF_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+def interleaved_rounds(timers: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each timer says in each round, all in an order drawn anew, none twice running.
+
+    How warm the one before leaves the GPU is worth a tenth of the time where its power is capped
+    (kernels_cu/linear/NOTES.md, Power): none may always be behind the same one.
+    """
+    draw = random.Random(0)
+    samples: dict[str, list[T]] = {name: [] for name in timers}
+    order = list(timers)
+    for _ in range(rounds):
+        last = order[-1]
+        draw.shuffle(order)
+        if order[0] == last:
+            order.append(order.pop(0))
+        for name in order:
+            samples[name].append(timers[name]())
+    return samples
+
+
+def wall_ms(step: Callable[[], object], device: torch.device) -> float:
+    """One step on the host's clock, from an idle GPU with a cleared L2 cache until it is idle."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        size = torch.cuda.get_device_properties(device).L2_cache_size
+        torch.empty(2 * size, dtype=torch.int8, device=device).zero_()
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def peak_mib(step: Callable[[], object], device: torch.device) -> float:
+    """Peak device memory of one step, in MiB, including what was allocated before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+
+
+def kernels_of(step: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
+    """Name and milliseconds of each kernel, copy and fill of a step, by torch's profiler."""
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return list(busy(json.loads(path.read_text())["traceEvents"]))
+
+
+def busy(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Name and milliseconds of a trace's kernels, copies and fills.
+
+    A kernel that was launched ahead of the end of the one before (programmatic dependent launch)
+    waits for it while it counts as running: what several share is the first one's.
+    """
+    ended = float("-inf")
+    of_the_gpu = [event for event in events if event.get("cat") in _OF_THE_GPU]
+    for event in sorted(of_the_gpu, key=lambda event: float(event["ts"])):
+        end = event["ts"] + event["dur"]
+        yield event["name"], max(0.0, end - max(event["ts"], ended)) / 1e3
+        ended = max(ended, end)
