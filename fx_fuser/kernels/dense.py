@@ -40,6 +40,6 @@ class Dense(Kernel):
         for value in FLOATS if arch == self.arch else ():
             specs += [
                 example(LINEAR_DENSE, "Swish", 1, f32, value, value),
-                example(LINEAR_DENSE, "BatchNormMul", 1, f32, value, *[value] * 5),
+                example(LINEAR_DENSE, "BatchNormMul", 1, f32, value, *[value] * 6),
             ]
         return specs

@@ -335,7 +335,7 @@ def test_what_is_not_fused_is_not_timed(timer: None) -> None:
 
 def test_the_verdict_is_one_line() -> None:
     fit = diagnosed()
-    assert fit.verdict == "No fault is seen; nothing was run." and fit.status == 0
+    assert fit.verdict == "No fault is seen (nothing was run)." and fit.status == 0
     fit.tests = [Result("a", "split", "cuda:0", "ok")]
     assert fit.verdict == "All works. Next: print(fx_fuser.compare(model, *inputs))"
     fit.tests.append(Result("b", "split", "cuda:0", "FAIL", detail="off"))
