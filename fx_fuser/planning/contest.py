@@ -74,7 +74,7 @@ def winner(
     extra: what each costs in its place, in ms. options: the user's, for the note.
     """
     extra = extra or [0.0] * len(candidates)
-    needed = [took.ms + more for took, more in zip(candidates, extra, strict=True)]
+    needed = [took.ms + more for took, more in zip(candidates, extra)]
     fastest = min(range(len(needed)), key=needed.__getitem__)
     if gains(needed[fastest], baseline):
         return Winner(fastest)

@@ -64,7 +64,6 @@ constexpr Place kPlaces[] = {
 std::optional<std::vector<Tensor>> backward_by_kernels(const ConvBackward& call, Norm norm,
                                                        const EpilogueArgs& factors,
                                                        const std::vector<int64_t>& wanted) {
-  require_cuda(call.dy, "dy");
   if (call.kernels.empty()) return {};
   const Tensor& x = call.x;
   const Tensor& weight = call.weight;
@@ -125,6 +124,7 @@ std::vector<Tensor> conv2d_backward(
     const std::vector<Tensor>& t, const std::vector<double>& s,
     const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
     const std::vector<int64_t>& wanted) {
+  require_cuda(dy, "dy");
   if (is_dense_window(stride, dilation, groups)) {
     const ConvBackward call{x, weight, padding, kernels, dy};
     auto found = backward_by_kernels(call, Norm{}, epilogue_args_of(t, s), wanted);
@@ -145,6 +145,7 @@ std::vector<Tensor> conv2d_batchnorm_backward(
     const std::string& epilogue, const std::vector<Tensor>& t, const std::vector<double>& s,
     const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
     const std::vector<int64_t>& wanted) {
+  require_cuda(dy, "dy");
   const ConvBackward call{x, weight, padding, kernels, dy};
   Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
   if (training) {

@@ -50,7 +50,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "kernels: a name is of all texts", "native/kernel_spec.py",
-        '"\\0".join(self.texts)', "self.text",
+        "parts = [*self.texts, *", "parts = [self.text, *",
         ("tests/native/test_build.py::test_the_name_is_of_all_that_is_loaded",),
     ),
     (
