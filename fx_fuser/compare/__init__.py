@@ -35,6 +35,7 @@ from fx_fuser.compare.ways import NAMES, ways_of
 from fx_fuser.errors import OptionError
 from fx_fuser.explain import parsed_options
 from fx_fuser.installation import suspended
+from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.report.header import header_of, mode_of
 from fx_fuser.verify.accuracy import Copier
 
@@ -43,7 +44,6 @@ _OWN = (
     "train", "options", "loss", "columns", "reduce_overhead", "reference", "cold", "seconds",
     "progress", "kwargs",
 )  # fmt: skip
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 @refuses_unfit_calls(OptionError, f"call it as {_USAGE}")
@@ -213,7 +213,7 @@ def _is_narrow(tensors: Sequence[Tensor]) -> bool:
     """Does the model compute in 16 bits?"""
     kinds = {t.device.type for t in tensors}
     casts = any(torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k) for k in kinds)
-    return casts or any(t.dtype in _NARROW for t in tensors)
+    return casts or any(t.dtype in SIXTEEN_BITS for t in tensors)
 
 
 # ---- around the steps ---------------------------------------------------------------------------

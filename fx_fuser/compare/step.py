@@ -29,7 +29,8 @@ class Float64(TorchFunctionMode):
     ) -> Any:
         cotangents = (kwargs or {}).get("grad_tensors")
         if func is torch.autograd.backward and cotangents is not None:  # as `Step` calls it
-            with self:  # a mode is off in what it is told of, and checkpoints recompute in there
+            # torch turns a mode off inside its own handler, where checkpoints recompute.
+            with self:
                 return _engine_run_backward(
                     tuple(args[0]), tuple(cotangents), False, False, (),
                     allow_unreachable=True, accumulate_grad=True,

@@ -80,7 +80,7 @@ def _rival(columns: Mapping[str, Column]) -> Column | None:
 
 
 def _unusable(mine: Column, columns: Mapping[str, Column]) -> list[str]:
-    """Why fx_fuser is not to be used, whatever it takes; nothing if it may be."""
+    """The reasons not to use fx_fuser, however fast it is; empty if there are none."""
     if mine.out_of_memory:
         fits = [c.title for c in columns.values() if c.ran]
         others = f", where {_listed(fits)} fits" if fits else ""

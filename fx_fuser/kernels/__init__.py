@@ -50,7 +50,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 def candidates(case: Case) -> list[dict[str, Any]]:
     """The configurations that the site's op may have, the library's first.
 
-    Raises OptionError if an option asks for what torch's own setting forbids.
+    Raises OptionError if an option contradicts torch's own setting.
     """
     found = [_choices(case, KERNELS[LIBRARY], LIBRARY)]
     for kernel in filter(lambda kernel: _is_taken(case, kernel), _ALL):

@@ -120,7 +120,7 @@ class Kernel(ABC):
     def takes(self, case: Case) -> bool:
         """Does it take the site? Called at sites of its `kinds` alone.
 
-        Raises OptionError if an option asks for what torch's own setting forbids.
+        Raises OptionError if an option contradicts torch's own setting.
         """
 
     def backwards(self, case: Case) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 IMPLICIT = "implicit"
 # Arithmetic intensity: multiply-adds a byte of x, weight and result. Above it the library's
 # convolution and a pass behind it were faster at nearly all layers of three nets, on an H200
-# (conv/NOTES.md). Where a GPU multiplies more while it reads a byte, bytes bound more layers.
+# (conv/NOTES.md). Where a GPU multiplies more while it reads a byte, more layers are memory-bound.
 MOST_PER_BYTE = 90
 _LEAST_SHARED = 99 << 10  # bytes that a block may have on each GPU from sm_80 on
 _COLUMNS = (32, 64, 96, 128)  # that a tile of implicit.cuh may have
@@ -95,7 +95,7 @@ def implicit_cut(
 
 class Implicit(Kernel):
     name = IMPLICIT
-    sites = "16-bit Conv2d that bytes bound, in inference"
+    sites = "memory-bound 16-bit Conv2d, in inference"
     kinds = CONVOLUTION_KINDS
     grows = True
     for_inference = True

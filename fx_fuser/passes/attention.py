@@ -15,11 +15,11 @@ from torch.fx import Node
 
 from fx_fuser.graph.read.nodes import argument_of, meta_tensor
 from fx_fuser.graph.read.view import Region
+from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
 from fx_fuser.passes import strides
 
 ATTENTIONS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
-_NARROW = (torch.float16, torch.bfloat16)
 # The op's arguments, where they stand and what they are by default.
 _ARGUMENTS: tuple[tuple[str, Any], ...] = (
     ("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0),
@@ -36,7 +36,7 @@ def fit(node: Node, region: Region, on_cpu: bool) -> tuple[str, str] | None:
     tensors = [call.query, call.key, call.value, *([] if call.mask is None else [call.mask])]
     if any(not isinstance(n, Node) or type(meta_tensor(n)) is not FakeTensor for n in tensors):
         return None
-    if type(was) is not FakeTensor or was.dtype not in _NARROW:
+    if type(was) is not FakeTensor or was.dtype not in SIXTEEN_BITS:
         return None
     sizes = [n for node in tensors for t in [meta_tensor(node)] for n in (*t.shape, *t.stride())]  # type: ignore[union-attr]
     numbers = (call.dropout, call.causal, call.scale, call.gqa)

@@ -13,7 +13,7 @@ graph returns is left where a slice of it would have gaps.
 
 Inductor's own pass (`torch/_inductor/fx_passes/pad_mm.py`) pads for the same reason. It runs after
 this one and pads what is left. It pads a transposed operand by a transposing copy, so that the
-gradient of a head's weight is not worth it, and it passes by what bytes bound.
+gradient of a head's weight is not worth it, and it skips memory-bound gemms.
 
 The pass runs before the graph is partitioned into forward and backward (`joint_custom_pre_pass`).
 Each gemm's sizes and strides are timed once, with a copy of each operand that is not made by a
@@ -36,6 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
+from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.split import is_small
 from fx_fuser.native import limits
 from fx_fuser.options import EARLY_PASS, Options
@@ -52,7 +53,6 @@ _BYTES = 16  # of which rows are to be a multiple
 # memory, and Inductor fuses less across it. DLRM's step was no faster (H100, 2026-11-26) and took
 # 3 % more memory where every gain counted.
 _MOST = 0.75
-_NARROW = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 _TRANSPOSES = {_aten.permute.default, _aten.t.default, _aten.transpose.int}
 _VIEWS = {
@@ -112,7 +112,7 @@ def _values(node: Node) -> list[Tensor]:
 
 
 def _may_be_odd(values: Sequence[Tensor], device: str) -> bool:
-    if not values or values[0].dtype not in _NARROW or values[0].device.type != device:
+    if not values or values[0].dtype not in SIXTEEN_BITS or values[0].device.type != device:
         return False
     dtype = values[0].dtype  # its operands' too, under autocast
     sizes = (n for v in values for n in v.shape[-2:] if isinstance(n, int))
@@ -152,7 +152,7 @@ class _Gemm:
         sizes = [n for v in values for n in (*v.shape, *v.stride())]  # type: ignore[union-attr]
         if not all(isinstance(n, int) for n in sizes) or 0 in sizes[: values[0].ndim]:  # type: ignore[union-attr]
             return None
-        if values[0].dtype not in _NARROW or values[1].dtype != values[0].dtype:  # type: ignore[union-attr]
+        if values[0].dtype not in SIXTEEN_BITS or values[1].dtype != values[0].dtype:  # type: ignore[union-attr]
             return None
         if values[0].device.type != ("cpu" if on_cpu else "cuda"):  # type: ignore[union-attr]
             return None

@@ -33,6 +33,7 @@ from fx_fuser.graph.read.functions import ACTIVATIONS
 from fx_fuser.graph.read.nodes import hint_of, inputs_of, meta_tensor
 from fx_fuser.graph.read.sites import CONVOLUTIONS, GEMMS, Site
 from fx_fuser.graph.read.source import called_name
+from fx_fuser.kernels.base import GEMM_KINDS
 from fx_fuser.kernels.exact import EXACT, EXACT_GEMMS
 from fx_fuser.kernels.precision import SPLIT, asked_precision
 from fx_fuser.kernels.split import MIXED_GEMMS, SPLIT_GEMM, reset_fallback
@@ -48,7 +49,6 @@ from fx_fuser.planning.surroundings import VIEWS
 from fx_fuser.planning.timing import Candidate
 
 NARROW = tuple(EXACT_GEMMS)
-_KINDS = {"linear", "matmul", "bmm"}  # of sites
 # Operations without a gemm, forward or backward. Any other may contain one.
 _NAMES = """
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d add all amax amin any arange argmax
@@ -137,7 +137,7 @@ def why_left(site: Site, options: Options, has_tail: bool) -> str:
     with the tail. If one was, it is two thirds, and a kernel with a tail may be as fast.
     """
     runs = options.inner == "inductor" and options.plan == "measure"
-    if site.kind not in _KINDS or not runs or asked_precision(options) != SPLIT:
+    if site.kind not in GEMM_KINDS or not runs or asked_precision(options) != SPLIT:
         return ""
     x, weight = (widened_from(site.operands[name]) for name in ("x", "weight"))
     both, none = x is not None and x == weight, x is None and weight is None

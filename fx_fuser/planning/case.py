@@ -1,4 +1,4 @@
-"""A match as those see it who decide how it runs."""
+"""A match, as planning sees it."""
 
 from __future__ import annotations
 

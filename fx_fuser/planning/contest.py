@@ -74,13 +74,13 @@ def winner(
     extra: what each costs in its place, in ms. options: the user's, for the note.
     """
     extra = extra or [0.0] * len(candidates)
-    needed = [took.ms + more for took, more in zip(candidates, extra)]
+    needed = [took.ms + more for took, more in zip(candidates, extra, strict=True)]
     fastest = min(range(len(needed)), key=needed.__getitem__)
     if gains(needed[fastest], baseline):
         return Winner(fastest)
     is_told = extra[fastest] >= _SAVED
     note = f"; {extra[fastest]:.2g} ms more where it stands" if is_told else ""
-    on_gpu = min(took.gpu + more for took, more in zip(candidates, extra))
+    on_gpu = min(took.gpu + more for took, more in zip(candidates, extra, strict=True))
     if options is not None and gains(on_gpu, baseline):
         note += host_note(options)
     return Winner(None, note)
