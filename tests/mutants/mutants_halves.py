@@ -58,7 +58,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: of 16 bits alone",
         "passes/attention.py",
-        "or was.dtype not in _NARROW:",
+        "or was.dtype not in SIXTEEN_BITS:",
         "or False:",
         (f"{FORMS}::test_what_stays_as_it_is[dtype0-shape0-options0]",),
     ),
