@@ -27,6 +27,7 @@ from fx_fuser.native import load
 T = TypeVar("T")
 _ROUNDS = (5, 100)  # of wall time, at least and at most
 _PROFILES = 7  # of GPU time
+_STEPS, _STEADY_MS = (3, 100), 300.0  # in a row: at least and at most, and for about how long
 _WARM_UP = 2  # steps after the first: a mode that replays CUDA graphs records its own in them
 
 
@@ -150,6 +151,7 @@ class Race:
                 self.step.drop_grads()
                 peak = self.attempt(name, partial(turns.peak_mib, step, self.device))
                 self.columns[name].peak_mib = peak
+                self._time_steady(name)
             try:
                 self._profile(narrow)
             except Exception as error:  # the profiler's: no column's fault
@@ -174,6 +176,15 @@ class Race:
         self.step.drop_grads()
         ms = self.attempt(name, partial(turns.wall_ms, partial(self.step.run, call), self.device))
         return math.nan if ms is None else ms
+
+    def _time_steady(self, name: str) -> None:
+        column, call = self.columns[name], self.calls.get(name)
+        if call is None or not column.wall_ms:
+            return
+        steps = max(_STEPS[0], min(_STEPS[1], int(_STEADY_MS / column.wall_ms)))
+        step = partial(self.step.fresh, call)
+        found = self.attempt(name, partial(turns.steady_ms, step, self.device, steps))
+        column.steady_ms = None if found is None else round(found, 5)
 
     def _kernels(self, name: str) -> list[tuple[str, float]]:
         self.step.drop_grads()

@@ -49,6 +49,19 @@ def wall_ms(step: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def steady_ms(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    """A step's share of so many that are called one behind the other, on the host's clock.
+
+    The host gets ahead of a GPU that has enough to do, which `wall_ms` does not let it.
+    """
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3 / steps
+
+
 def peak_mib(step: Callable[[], object], device: torch.device) -> float:
     """Peak device memory of one step, in MiB, including what was allocated before."""
     torch.cuda.synchronize(device)

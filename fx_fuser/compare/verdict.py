@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from fx_fuser.compare.column import Column
 
 GAIN = 1.05  # times as fast by the clock: below it nothing is gained that a user would notice
-BUSY = 0.8  # of wall time: a GPU that works less than that waits for the host
+BUSY = 0.8  # of the time of steps in a row: a GPU that works less than that waits for the host
 
 GRAPHS = "reduce_overhead"  # what follows a column's name if it replays CUDA graphs
 _USE = 'Use torch.compile(model, backend="fx_fuser").'
@@ -137,13 +137,13 @@ def spread(rival: Column, mine: Column) -> float:
 
 def is_launch_bound(column: Column) -> bool:
     """Does the GPU wait for the host?  False where its time is not known."""
-    wall = column.wall_ms
-    return wall is not None and column.gpu_ms is not None and column.gpu_ms < BUSY * wall
+    steady = column.steady_ms
+    return steady is not None and column.gpu_ms is not None and column.gpu_ms < BUSY * steady
 
 
 def _in_graphs(mine: Column, rival: Column, columns: Mapping[str, Column]) -> tuple[bool, str]:
     """Does fx_fuser gain if CUDA graphs are replayed?  And what is said of a host too slow."""
-    waits = f"a step takes {_ms(mine.wall_ms)}, of which the GPU works {_ms(mine.gpu_ms)}"
+    waits = f"in a row a step takes {_ms(mine.steady_ms)}, and the GPU works {_ms(mine.gpu_ms)}"
     own = columns.get(f"fx_fuser_{GRAPHS}")
     if own is None and mine.mode:
         return False, f"{waits}, with mode={mine.mode!r}: the host is too slow for it."
@@ -203,8 +203,8 @@ def _remarks(
         if more > 0 and own < theirs:
             steps, saved = 1e3 * more / (theirs - own), _ms(theirs - own)
             yield f"Pays after {steps:.0f} steps: {more:.1f} s more to compile, {saved} saved each."
-    if mine.gpu_ms is not None and not is_launch_bound(mine):
-        busy = f"The GPU is busy {min(1.0, mine.gpu_ms / own):.0%} of the time"
+    if mine.gpu_ms is not None and mine.steady_ms is not None and not is_launch_bound(mine):
+        busy = f"The GPU is busy {min(1.0, mine.gpu_ms / mine.steady_ms):.0%} of the time"
         yield f"{busy}." if mine.mode else f"{busy}: mode='reduce-overhead' would not help."
     tf32 = columns.get("inductor_tf32")
     if tf32 is not None and tf32.ran:

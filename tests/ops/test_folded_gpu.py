@@ -11,7 +11,7 @@ from folded_nets import FORCED, check, net, relative
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fx_fuser.anchors.conv2d import Conv2d
+from fx_fuser.kernels.implicit import Implicit
 from fx_fuser.native import load
 from fx_fuser.ops import folded
 
@@ -32,7 +32,7 @@ def _fresh() -> None:
 @pytest.fixture
 def no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan "always" takes the implicit gemm where it can, and in 16 bits it can."""
-    monkeypatch.setattr(Conv2d, "_takes_implicit", lambda *_: False)
+    monkeypatch.setattr(Implicit, "takes", lambda *_: False)
 
 
 folds = pytest.mark.usefixtures("no_other")

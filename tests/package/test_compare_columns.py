@@ -108,6 +108,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(Race, "_warm_up", lambda race: None)
     monkeypatch.setattr(Race, "_synchronize", lambda race: None)
     monkeypatch.setattr(turns, "peak_mib", lambda step, device: 100.0)
+    monkeypatch.setattr(turns, "steady_ms", lambda step, device, steps: 300.0 / steps)
     monkeypatch.setattr(turns, "kernels_of", lambda step, device: profile)
     return ms
 
@@ -117,7 +118,7 @@ def test_on_a_gpu_all_columns_are_measured(clocks: dict[str, float]) -> None:
     assert list(found.columns) == ["eager", "inductor", "fx_fuser", "inductor_tf32"]
     assert {name: column.wall_ms for name, column in found.columns.items()} == clocks
     mine = found.columns["fx_fuser"]
-    assert (mine.gpu_ms, mine.peak_mib) == (0.95, 100.0)
+    assert (mine.gpu_ms, mine.peak_mib, mine.steady_ms) == (0.95, 100.0, 3.0)
     assert mine.kinds == {"fx_fuser": 0.6, "Triton": 0.35} and mine.faults == []
     assert found.verdict.startswith("USE IT: 2.00 times as fast as inner=eager by the clock")
 

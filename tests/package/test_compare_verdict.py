@@ -25,7 +25,8 @@ def made(
 ) -> Column:
     """wall: ms of the middle one of ROUNDS, which spread by `noise` of it to either side."""
     steps = (i / (ROUNDS - 1) * 2 - 1 for i in range(ROUNDS))
-    return Column(title, wall=[wall * (1 + noise * s) for s in steps], gpu_ms=gpu, **of)
+    own: dict[str, Any] = {"steady_ms": wall, **of}
+    return Column(title, wall=[wall * (1 + noise * s) for s in steps], gpu_ms=gpu, **own)
 
 
 def starved(title: str) -> Column:
@@ -88,7 +89,7 @@ def test_no_gain_says_why(fx_fuser: float, noise: float, sites: Any, said: str) 
 def test_launch_bound_says_what_to_try() -> None:
     verdict = judge(net(2.42, 2.46, 0.957), "cuda")
     assert (verdict.word, verdict.use, verdict.launch_bound) == ("LAUNCH-BOUND", False, True)
-    assert "takes 2.46 ms, of which the GPU works 0.957 ms" in verdict.sentences[0]
+    assert "in a row a step takes 2.46 ms, and the GPU works 0.957 ms" in verdict.sentences[0]
     assert "compare(…, reduce_overhead=True)" in verdict.sentences[0]
 
 
@@ -118,6 +119,14 @@ def test_launch_bound_in_the_users_own_mode_names_it() -> None:
     verdict = judge(net(2.42, 2.46, 0.957, mode="max-autotune"), "cuda")
     assert verdict.word == "LAUNCH-BOUND" and "with mode='max-autotune'" in verdict.sentences[0]
     assert "reduce" not in verdict.sentences[0]
+
+
+def test_a_step_alone_may_wait_for_its_host() -> None:
+    """A loop of them need not."""
+    columns = net(1.06, 1.06, 0.78) | {"fx_fuser": made("fx_fuser", 1.06, 0.78, steady_ms=0.81)}
+    verdict = judge(columns, "cuda")
+    assert (verdict.word, verdict.launch_bound) == ("NO GAIN", False)
+    assert any("busy 96% of the time" in sentence for sentence in verdict.sentences)
 
 
 def test_a_gain_of_a_launch_bound_net_is_a_gain() -> None:
