@@ -1,0 +1,119 @@
+"""What a step costs the host, beside Inductor, by turns in one process:
+
+    python -m benchmarks.host [--only CASE …] [--step eval train] [--out FILE]
+
+`host_ms`: until a step's last launch is queued, the GPU idle at its beginning. `steady_ms`: a
+step's share of many in a row. `gpu_ms`: how long the GPU is busy. Where the second is above the
+third, the net is bound by the host, and what the GPU saves is not seen by the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import gpu_kinds, measure, net16
+from benchmarks.nets16_models import NETS, Net16
+from fx_fuser.compare import turns
+
+ROUNDS = 15
+# Net, number of items, and an item's shape if it is another than the net's.
+CASES: dict[str, tuple[str, int, tuple[int, ...] | None]] = {
+    "resnet18 × 1": ("resnet18", 1, None),
+    "resnet18 × 32": ("resnet18", 32, None),
+    "bert 8 × 128": ("bert", 8, (128,)),
+    "resnet50 × 8": ("resnet50", 8, None),
+}
+
+
+def net_of(case: str, precision: str | None) -> Net16:
+    name, items, shape = CASES[case]
+    net = NETS[name]
+    precisions = net.precisions if precision is None else dict.fromkeys(net.precisions, precision)
+    counts = dict.fromkeys(net.counts, items)
+    return dataclasses.replace(
+        net, counts=counts, shape=net.shape if shape is None else shape, precisions=precisions
+    )
+
+
+def host_ms(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    took = (time.perf_counter() - start) * 1e3
+    torch.cuda.synchronize(device)
+    return took
+
+
+def measured(case: str, step: str, device: torch.device, precision: str | None) -> dict[str, Any]:
+    net = net_of(case, precision)
+    measure.free_memory()
+    made = net16.case_of(net, step, device, small=False)
+    leaves, sites = made.leaves(), measure.Sites()
+    steps: dict[str, Callable[[], object]] = {}
+    for system in net16.RIVALS:
+        with measure.counted(sites if system.is_ours else measure.Sites()):
+            call = system.compile(made.model)
+            for _ in range(3):
+                made.step(call)
+        steps[system.name] = partial(made.step, call)
+    row: dict[str, Any] = {"case": case, "step": step, "precision": net.precisions[step]}
+    row["sites"] = {name: found for name, found in sites.items() if found}
+    timers: dict[str, dict[str, Callable[[], float]]] = {
+        "host_ms": {n: partial(host_ms, s, leaves, device) for n, s in steps.items()},
+        "gpu_ms": {
+            n: lambda s=s: sum(gpu_kinds.profiled(s, leaves, device).values())
+            for n, s in steps.items()
+        },
+        "steady_ms": {n: partial(_steady, s, leaves, device) for n, s in steps.items()},
+    }
+    for what, of_system in timers.items():
+        rounds = measure.interleaved_rounds(of_system, ROUNDS)
+        row[what] = {n: round(statistics.median(ms), 4) for n, ms in rounds.items()}
+    return row
+
+
+def _steady(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
+    def fresh() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        step()
+
+    return turns.steady_ms(fresh, device, 20)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--step", nargs="+", choices=("eval", "train"), default=["eval", "train"])
+    parser.add_argument("--precision", choices=("fp32", "bf16", "amp"), help="of all")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda")
+    net16.warm_up(device)
+    rows = []
+    for case in args.only:
+        for step in args.step:
+            row = measured(case, step, device, args.precision)
+            rows.append(row | dict(measure.machine(device)))
+            print(json.dumps(row), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
