@@ -1,10 +1,13 @@
 """What a step costs the host, beside Inductor, by turns in one process:
 
-    python -m benchmarks.host [--only CASE …] [--step eval train] [--out FILE]
+    python -m benchmarks.host [--only CASE …] [--step eval train]
 
 `host_ms`: until a step's last launch is queued, the GPU idle at its beginning. `steady_ms`: a
 step's share of many in a row. `gpu_ms`: how long the GPU is busy. Where the second is above the
 third, the net is bound by the host, and what the GPU saves is not seen by the clock.
+
+Each case and step has a process of its own: once torch's profiler has run, every launch of the
+process takes about twice as long.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import argparse
 import dataclasses
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,18 +75,15 @@ def measured(case: str, step: str, device: torch.device, precision: str | None) 
         steps[system.name] = partial(made.step, call)
     row: dict[str, Any] = {"case": case, "step": step, "precision": net.precisions[step]}
     row["sites"] = {name: found for name, found in sites.items() if found}
-    timers: dict[str, dict[str, Callable[[], float]]] = {
-        "host_ms": {n: partial(host_ms, s, leaves, device) for n, s in steps.items()},
-        "gpu_ms": {
-            n: lambda s=s: sum(gpu_kinds.profiled(s, leaves, device).values())
-            for n, s in steps.items()
-        },
-        "steady_ms": {n: partial(_steady, s, leaves, device) for n, s in steps.items()},
-    }
-    for what, of_system in timers.items():
-        rounds = measure.interleaved_rounds(of_system, ROUNDS)
+    for what, timer in (("host_ms", host_ms), ("steady_ms", _steady), ("gpu_ms", _gpu)):
+        timers = {name: partial(timer, run, leaves, device) for name, run in steps.items()}
+        rounds = measure.interleaved_rounds(timers, ROUNDS)
         row[what] = {n: round(statistics.median(ms), 4) for n, ms in rounds.items()}
     return row
+
+
+def _gpu(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
+    return sum(gpu_kinds.profiled(step, leaves, device).values())
 
 
 def _steady(step: Callable[[], object], leaves: list[Tensor], device: torch.device) -> float:
@@ -100,19 +100,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--step", nargs="+", choices=("eval", "train"), default=["eval", "train"])
     parser.add_argument("--precision", choices=("fp32", "bf16", "amp"), help="of all")
-    parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
-    device = torch.device("cuda")
-    net16.warm_up(device)
-    rows = []
-    for case in args.only:
-        for step in args.step:
-            row = measured(case, step, device, args.precision)
-            rows.append(row | dict(measure.machine(device)))
-            print(json.dumps(row), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+    todo = [(case, step) for case in args.only for step in args.step]
+    if len(todo) == 1:
+        device = torch.device("cuda")
+        net16.warm_up(device)
+        print(json.dumps(measured(*todo[0], device, args.precision)), flush=True)
+        return 0
+    precision = ["--precision", args.precision] if args.precision else []
+    failed = 0
+    for case, step in todo:
+        command = [sys.executable, "-m", "benchmarks.host", "--only", case, "--step", step]
+        failed |= subprocess.run([*command, *precision], check=False).returncode
+    return failed
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ class Site(nn.Module):
             with torch.no_grad():
                 self.norm.weight.copy_(torch.linspace(0.5, 1.5, OUTPUTS))
                 self.norm.bias.fill_(0.25)
+        # A test loads its own values, and the next one gets the same compiled model.
+        self.begun = copy.deepcopy(self.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.anchor == "linear":
@@ -122,7 +124,7 @@ OF_NORM: dict[str, Callable[[Inputs], Any]] = {
     ),
 }  # fmt: skip
 # At these eager's backward itself overflows, some of it on a CPU alone, and the exact value is
-# asked for; not where its result is no number, since then the forward has left the range.
+# asked for; not where our result is no number, since then the forward has left the range.
 ASKED_OF_US = ("gamma 0, dy", "gamma tiny, dy", "gamma, x dead", X_LARGE)
 CASES = [
     (anchor, tail, place)
@@ -153,7 +155,7 @@ def _values(model: Site) -> Inputs:
     shape = (3, *shape) if model.anchor == "bmm" else shape
     x = torch.rand(shape) + 0.5
     dy = torch.rand(shape) + 0.5
-    return {"x": x, "dy": dy, **{n: v.detach().clone() for n, v in model.state_dict().items()}}
+    return {"x": x, "dy": dy, **{n: v.clone() for n, v in model.begun.items()}}
 
 
 @functools.lru_cache(maxsize=1)
@@ -230,12 +232,17 @@ def test_gradients_are_numbers_where_eagers_are(anchor: str, tail: str, place: s
     eager_model, exact_model = copy.deepcopy(model), copy.deepcopy(model).double()
     fused = _seen(model, run, values, torch.float32)
     eager = _seen(eager_model, eager_model, values, torch.float32)
+    made: list[Tensor] = []
+    if hasattr(model, "norm"):
+        exact_model.norm.register_forward_hook(lambda module, inputs, z: made.append(z.detach()))
     exact = _seen(exact_model, exact_model, values, torch.float64)
     assert fused.keys() == eager.keys()
-    asked = place in ASKED_OF_US and bool(eager["y"].isfinite().all())
+    asked = place in ASKED_OF_US and bool(fused["y"].isfinite().all())
+    is_beyond = any(z.abs().max() > torch.finfo(torch.float32).max for z in made)
     bounds = _bounds(exact_model, values) if anchor == BATCH_NORM else {}
     for name, value in fused.items():
-        guide = exact[name].float() if asked else eager[name]
+        # The gradient of t alone is a sum of z, which may be beyond the range where x is dead.
+        guide = exact[name].float() if asked and not (name == "t" and is_beyond) else eager[name]
         bad = wrong(value, guide, exact[name], bounds.get(name, 0.0))
         assert not bad.any(), (name, value[bad], eager[name][bad])
 
