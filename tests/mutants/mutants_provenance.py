@@ -41,7 +41,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "ahead: tails wait for idle cores", "planning/ahead.py",
         "tails[: min(idle, most)]", "tails[:most]",
-        (f"{AHEAD}::test_a_tail_waits_where_nothing_is_idle[no core]",),
+        (f"{AHEAD}::test_each_text_takes_a_core[1]",),
     ),
     (
         "ahead: each text takes a core", "planning/ahead.py",

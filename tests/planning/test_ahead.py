@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match
 from fx_fuser.kernels import candidates
-from fx_fuser.kernels.split import LINEAR_SPLIT, SPLIT_GEMM
+from fx_fuser.kernels.split import LINEAR_SPLIT, MIXED_GEMMS, SPLIT_GEMM
 from fx_fuser.native import binaries, load, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
@@ -112,15 +112,20 @@ def test_a_tail_waits_where_nothing_is_idle(
 def test_each_text_takes_a_core(
     idle: int, grown: Grown, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tail is one text more: what else its kernel is made of is z alone's."""
+    """A tail is one text more: what else its kernel is made of is z alone's. The passes' gemm of
+    mixed operands is two, and one kernel."""
+    beside = MIXED_GEMMS[torch.bfloat16]
     _on(1, monkeypatch)
-    _build(grown)
-    texts = _texts_of(built[0], grown)
-    assert len(texts) == 3  # of the epilogue alone, the gemm's own, and what all gemms share
+    _build(grown, [beside])
+    own = [name for name in built[0] if name != beside.name]
+    texts = {*_texts_of(own, grown), *beside.texts}
+    # Of the epilogue alone, the gemm's own and what all gemms share, and the mixed gemm's.
+    assert len(texts) == 3 + 2 != len(built[0])
     _on(len(texts) + idle, monkeypatch)
-    _build(grown)
+    _build(grown, [beside])
     assert len(built[1]) == len(built[0]) + idle
-    assert len(_texts_of(built[1], grown)) == len(texts) + idle
+    own = [name for name in built[1] if name != beside.name]
+    assert len({*_texts_of(own, grown), *beside.texts}) == len(texts) + idle
 
 
 def _spec_of(grown: Grown) -> Callable[[str], KernelSpec]:
