@@ -4,9 +4,10 @@
     python -m benchmarks.nets16 --merge FILE …   # puts the rows of parts into --out
     python -m benchmarks.nets16 --check          # rows that are slower, or fall short otherwise
 
-Each net and step has a process of its own (`--together N`: so many share one), in which Inductor
-and fx_fuser take turns. A row is written when it is finished, in the place of that of the same net
-and step, so rows may be of different commits, and a call that is cut off keeps what it has done.
+Each net and step has a process of its own, in which Inductor and fx_fuser take turns: once torch's
+profiler has run in one, its launches take longer. A row is written when it is finished, in the
+place of that of the same net and step, so rows may be of different commits, and a call that is cut
+off keeps what it has done.
 `--seconds` are for the whole call: no process begins without time for it, and none outlives it.
 README and docs/results.md show the rows: `python -m benchmarks.report`.
 """
@@ -39,7 +40,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--only", nargs="+", choices=NETS, default=list(NETS), metavar="NET")
     found.add_argument("--step", nargs="+", choices=STEPS, default=list(STEPS))
     found.add_argument("--seconds", type=float, default=86400.0, help="for the whole call")
-    found.add_argument("--together", type=int, default=1, metavar="N", help="in one process")
     found.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     found.add_argument(
         "--out", type=Path, default=results.FOLDER / nets16_tables.PATH, metavar="FILE"
@@ -105,21 +105,14 @@ def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
             print(f"{net.name} {step}: skipped, {net.missing()}", flush=True)
         else:
             able.append((net, step))
-    of_step = {step: [net for net, own in able if own == step] for step in STEPS}
-    parts = [
-        (step, nets[i : i + args.together])
-        for step, nets in of_step.items()
-        for i in range(0, len(nets), args.together)
-    ]
-    for step, nets in parts:
-        names = [net.name for net in nets]
+    for net, step in sorted(able, key=lambda one: list(STEPS).index(one[1])):
         if budget.left() < LEAST_S:
-            failures.append(f"{' '.join(names)} {step}: no time was left")
+            failures.append(f"{net.name} {step}: no time was left")
             continue
-        arguments = ["--only", *names, "--step", step, "--out", str(args.out.resolve())]
+        arguments = ["--only", net.name, "--step", step, "--out", str(args.out.resolve())]
         arguments += ["--commit", commit, *(["--small"] if args.small else [])]
-        if wrong := spawn(arguments, min(budget.left(), MOST_S * len(nets))):
-            failures.append(f"{' '.join(names)} {step}: {wrong}")
+        if wrong := spawn(arguments, min(budget.left(), MOST_S)):
+            failures.append(f"{net.name} {step}: {wrong}")
     return failures
 
 
@@ -131,9 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
             said = net.missing() or net.config(step, args.small)
             print(f"{net.name} {step} {net.precisions[step]}: {said}")
         return 0
-    if args.merge:
-        rows = [row for path in args.merge for row in tables.read(path)]
-        results.replace_rows(args.out, rows, nets16_tables.key, nets16_tables.place)
+    for path in args.merge or ():  # a row of the last file stays
+        results.replace_rows(args.out, tables.read(path), nets16_tables.key, nets16_tables.place)
     if args.check:
         found = {nets16_tables.key(row): nets16_tables.faults(row) for row in tables.read(args.out)}
         lines = [f"{' '.join(key)}: {'; '.join(said)}" for key, said in found.items() if said]

@@ -271,7 +271,9 @@ def test_merge_takes_rows_of_other_commits(tmp_path: Path) -> None:
     out.write_text(json.dumps([made_up("gpt2"), made_up("resnet18", "eval"), made_up("bert")]))
     newer = made_up("gpt2", fx_fuser_ms=7.0, commit="123")
     part.write_text(json.dumps([newer, made_up("hf_vit_b", "eval", commit="123")]))
-    assert nets16.main(["--merge", str(part), "--out", str(out)]) == 0
+    before = tmp_path / "before.json"  # of which another file has a row, too
+    before.write_text(json.dumps([made_up("gpt2", commit="000")]))
+    assert nets16.main(["--merge", str(before), str(part), "--out", str(out)]) == 0
     rows = json.loads(out.read_text())
     assert [(row["net"], row["commit"][:3]) for row in rows] == [
         *(("hf_vit_b", "123"), ("bert", "abc"), ("gpt2", "123"), ("resnet18", "abc"))
@@ -326,12 +328,9 @@ def test_a_process_a_net_until_time_is_out(
         "FAILED dlrm train: no time was left",
     ]
     seen.clear()
-    few = ["--only", "gpt2", "bert", "dlrm", "--step", "train", "--together", "2", "--small"]
-    nets16.main([*few, "--commit", "abc", "--out", str(tmp_path / "o")])
-    assert [list(a[:3]) for a, _ in seen] == [
-        ["--only", "gpt2", "bert"],
-        ["--only", "dlrm", "--step"],
-    ]
+    both = ["--only", "gpt2", "dlrm", "--small", "--commit", "abc", "--out", str(tmp_path / "o")]
+    nets16.main(both)
+    assert [[a[1], a[3]] for a, _ in seen] == [["gpt2", "eval"], ["dlrm", "eval"]]  # then train
     assert all(a[-1] == "--small" for a, _ in seen)
 
 
