@@ -2,12 +2,12 @@
 
     python -m benchmarks.host [--only CASE …] [--step eval train]
 
-`host_ms`: until a step's last launch is queued, the GPU idle at its beginning. `steady_ms`: a
-step's share of many in a row. `gpu_ms`: how long the GPU is busy. Where the second is above the
-third, the net is bound by the host, and what the GPU saves is not seen by the clock.
+`host_ms`: from an idle GPU until a step's last launch is queued. `steady_ms`: by the clock, of
+steps run back to back. `gpu_ms`: how long the GPU is busy. Where `steady_ms` is well above `gpu_ms`, the
+net is launch-bound, and the clock does not show what the GPU saves.
 
-Each case and step has a process of its own: once torch's profiler has run, every launch of the
-process takes about twice as long.
+Each case and step has its own process, since the profiler slows the launches of the one it ran in
+(`fx_fuser.compare.turns.kernels_of`).
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     python -m benchmarks.nets16 --merge FILE …   # puts the rows of parts into --out
     python -m benchmarks.nets16 --check          # rows that are slower, or fall short otherwise
 
-Each net and step has a process of its own, in which Inductor and fx_fuser take turns: once torch's
-profiler has run in one, its launches take longer. A row is written when it is finished, in the
+Each net and step has its own process (`fx_fuser.compare.turns.kernels_of` says why), in which
+Inductor and fx_fuser take turns. A row is written when it is finished, in the
 place of that of the same net and step, so rows may be of different commits, and a call that is cut
 off keeps what it has done.
 `--seconds` are for the whole call: no process begins without time for it, and none outlives it.
-README and docs/results.md show the rows: `python -m benchmarks.report`.
+docs/results.md shows the rows: `python -m benchmarks.report`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from fx_fuser.native import load
 T = TypeVar("T")
 _ROUNDS = (5, 100)  # of wall time, at least and at most
 _PROFILES = 7  # of GPU time
-_STEPS, _STEADY_MS = (3, 100), 300.0  # in a row: at least and at most, and for about how long
+_STEPS, _STEADY_MS = (3, 100), 300.0  # back to back: at least and at most, for about so long
 _WARM_UP = 2  # steps after the first: a mode that replays CUDA graphs records its own in them
 
 

@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from fx_fuser.compare.column import Column
 
 GAIN = 1.05  # times as fast by the clock: below it nothing is gained that a user would notice
-BUSY = 0.8  # of the time of steps in a row: a GPU that works less than that waits for the host
+BUSY = 0.8  # of a step, run back to back: a GPU that works less than that waits for the host
 
 GRAPHS = "reduce_overhead"  # what follows a column's name if it replays CUDA graphs
 _USE = 'Use torch.compile(model, backend="fx_fuser").'
@@ -143,7 +143,8 @@ def is_launch_bound(column: Column) -> bool:
 
 def _in_graphs(mine: Column, rival: Column, columns: Mapping[str, Column]) -> tuple[bool, str]:
     """Does fx_fuser gain if CUDA graphs are replayed?  And what is said of a host too slow."""
-    waits = f"in a row a step takes {_ms(mine.steady_ms)}, and the GPU works {_ms(mine.gpu_ms)}"
+    took = f"back to back, a step takes {_ms(mine.steady_ms)}"
+    waits = f"{took}, and the GPU works {_ms(mine.gpu_ms)} of it"
     own = columns.get(f"fx_fuser_{GRAPHS}")
     if own is None and mine.mode:
         return False, f"{waits}, with mode={mine.mode!r}: the host is too slow for it."

@@ -89,7 +89,10 @@ def test_no_gain_says_why(fx_fuser: float, noise: float, sites: Any, said: str) 
 def test_launch_bound_says_what_to_try() -> None:
     verdict = judge(net(2.42, 2.46, 0.957), "cuda")
     assert (verdict.word, verdict.use, verdict.launch_bound) == ("LAUNCH-BOUND", False, True)
-    assert "in a row a step takes 2.46 ms, and the GPU works 0.957 ms" in verdict.sentences[0]
+    assert (
+        "back to back, a step takes 2.46 ms, and the GPU works 0.957 ms of it"
+        in verdict.sentences[0]
+    )
     assert "compare(…, reduce_overhead=True)" in verdict.sentences[0]
 
 
