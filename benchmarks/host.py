@@ -3,8 +3,8 @@
     python -m benchmarks.host [--only CASE …] [--step eval train]
 
 `host_ms`: from an idle GPU until a step's last launch is queued. `steady_ms`: by the clock, of
-steps run back to back. `gpu_ms`: how long the GPU is busy. Where `steady_ms` is well above `gpu_ms`, the
-net is launch-bound, and the clock does not show what the GPU saves.
+steps run back to back. `gpu_ms`: how long the GPU is busy. Where `steady_ms` is well above
+`gpu_ms`, the net is launch-bound, and the clock does not show what the GPU saves.
 
 Each case and step has its own process, since the profiler slows the launches of the one it ran in
 (`fx_fuser.compare.turns.kernels_of`).
