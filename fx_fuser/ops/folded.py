@@ -5,7 +5,9 @@ and relu, with BatchNorm (evaluation) folded into the weight.
     conv2d_folded   relu(conv2d(x, weight) + bias + addend), or the convolution alone
 
 with scale = gamma / √(var + eps). The graph calls `fold` on the live parameters at each call, so no
-update is missed. `fx_fuser.passes.folding` joins the calls of several layers into one.
+update is missed. `fx_fuser.passes.folding` joins the calls of several layers into one. All that a
+call makes is in one tensor, of which the graph takes views: two tensors more for each layer would
+take the host twice as long as all the rest.
 
 cuDNN reads the bias in the dtype of x. Its call is `aten::cudnn_convolution_relu` or
 `_add_relu`, which follow torch's cuDNN settings (TF32, benchmark), as eager's convolution does.
@@ -14,13 +16,14 @@ cuDNN reads the bias in the dtype of x. Its call is `aten::cudnn_convolution_rel
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import make_channels_last_strides_for, suggest_memory_format
 
 from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.anchors.conv2d import memory_format_of, padded, per_channel
@@ -39,9 +42,27 @@ _VECTORS = ("bias", "running_mean", "running_var", "gamma", "beta")
 
 
 _LIBRARY.define(
-    "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, str kernel, "
-    "ScalarType out, Tensor after) -> Tensor[]"
+    "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, int[] places, str kernel, "
+    "ScalarType out, Tensor after) -> Tensor"
 )
+_ALIGNMENT = 128  # bytes of each part, more than any kernel of the library's asks for
+
+
+def places_of(weights: Sequence[Tensor], out: torch.dtype) -> list[int]:
+    """Where each layer's weight and shift begin in what `fold` makes, and its size; elements."""
+    unit = _ALIGNMENT // out.itemsize
+    sizes = [size for w in weights for size in (w.numel(), w.shape[0])]
+    return list(itertools.accumulate((-(-size // unit) * unit for size in sizes), initial=0))
+
+
+def parts_of(made: Tensor, weights: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """Views of what `fold` makes: each layer's weight and shift."""
+    found = []
+    for i, weight in enumerate(weights):
+        strides = make_channels_last_strides_for(weight.shape)
+        found.append(made.as_strided(weight.shape, strides, places[2 * i]))
+        found.append(made.as_strided(weight.shape[:1], (1,), places[2 * i + 1]))
+    return found
 
 
 def _layers(
@@ -60,12 +81,9 @@ def fold_in_torch(
     vectors: Sequence[Tensor],
     given: Sequence[int],
     eps: Sequence[float],
-    kernel: str,
     out: torch.dtype,
-    after: Tensor,
 ) -> list[Tensor]:
-    """after: not read. Without it a scheduler folds the weights of all layers first, and holds
-    them all."""
+    """For each layer its folded weight and its shift."""
     results = []
     for weight, layer, epsilon in zip(weights, _layers(weights, vectors, given), eps):
         acc = accumulation_dtype((weight.dtype, out))
@@ -77,25 +95,31 @@ def fold_in_torch(
     return results
 
 
-def _fold_like(
+def _fold(
     weights: Sequence[Tensor],
     vectors: Sequence[Tensor],
     given: Sequence[int],
     eps: Sequence[float],
+    places: Sequence[int],
     kernel: str,
     out: torch.dtype,
     after: Tensor,
-) -> list[Tensor]:
-    results = []
-    for weight in weights:
-        results += [
-            torch.empty_like(weight, dtype=out, memory_format=_CHANNELS_LAST),
-            weight.new_empty(weight.shape[0], dtype=out),
-        ]
-    return results
+) -> Tensor:
+    """after: not read. Without it a scheduler folds the weights of all layers first, and holds
+    them all."""
+    made = weights[0].new_empty(places[-1], dtype=out)
+    values = fold_in_torch(weights, vectors, given, eps, out)
+    for part, value in zip(parts_of(made, weights, places), values, strict=True):
+        part.copy_(value)
+    return made
 
 
-_LIBRARY.impl("fold", fold_in_torch, "CPU")  # on CUDA: kernels_cu/host/fold.h
+def _fold_like(weights: Sequence[Tensor], *args: Any) -> Tensor:
+    places, _, out, _ = args[3:]
+    return weights[0].new_empty(places[-1], dtype=out)
+
+
+_LIBRARY.impl("fold", _fold, "CPU")  # on CUDA: kernels_cu/host/fold.h
 torch.library.register_fake("fx_fuser::fold", _fold_like, lib=_LIBRARY)
 
 
@@ -154,7 +178,8 @@ def run(
     Without a relu, of BatchNorm(convolution) alone, the shift is added by an operation that the
     inner compiler sees; `fx_fuser.passes.folding` moves it on where a site adds the result.
     """
-    return bound(operands, config, epilogue, t, compute, _fold_by_op)()
+    fold = functools.partial(_fold_by_op, operands["x"])
+    return bound(operands, config, epilogue, t, compute, fold)()
 
 
 def bound(
@@ -165,14 +190,13 @@ def bound(
     compute: torch.dtype,
     fold: Callable[..., list[Tensor]],
 ) -> Callable[[], Tensor]:
-    """What `run` runs once the weight is folded, by `fold`, whose arguments are the op's."""
+    """What `run` runs once the weight is folded, by `fold`, called as `fold_in_torch` is."""
     weight, bias = operands["weight"], operands["bias"]
     if "running_mean" in operands:
         present = {n: operands[n] for n in _VECTORS if operands[n] is not None}
         given = sum(bit for name, bit in _OPTIONAL.items() if name in present)
-        name = fold_spec(weight.dtype, compute).name
         vectors, eps = [*present.values()], [config["eps"]]
-        weight, bias = fold([weight], vectors, [given], eps, name, compute, operands["x"])
+        weight, bias = fold([weight], vectors, [given], eps, compute)
     else:
         weight, bias = (v if v is None else v.to(compute) for v in (weight, bias))
     x, padding = padded(operands["x"].to(compute), config)
@@ -194,9 +218,13 @@ def bound(
     return alone
 
 
-def _fold_by_op(weights: Sequence[Tensor], *args: Any) -> list[Tensor]:
-    (weight,), out = weights, args[-2]
+def _fold_by_op(
+    after: Tensor, weights: Sequence[Tensor], vectors: Sequence[Tensor], given: Sequence[int],
+    eps: Sequence[float], out: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    spec, weight = fold_spec(weights[0].dtype, out), weights[0]
     if weight.device.type == "cuda" and type(weight) in (Tensor, torch.nn.Parameter):
-        load.prepare([fold_spec(weight.dtype, out)], weight.device)
-    found: list[Tensor] = torch.ops.fx_fuser.fold.default(weights, *args)
-    return found
+        load.prepare([spec], weight.device)
+    places = places_of(weights, out)
+    args = weights, vectors, given, eps, places, spec.name, out, after
+    return parts_of(torch.ops.fx_fuser.fold.default(*args), weights, places)

@@ -4,8 +4,8 @@
 
 - the shift of a branch that a site adds, `convolution + shift` with no other reader, moves into
   that site's bias, so nothing but the convolution is left of the branch;
-- neighbouring calls of `fold` become one, a launch for many layers, as long as what it makes takes
-  little memory: it lives until the last of these layers has run;
+- neighbouring calls of `fold` become one, a launch for many layers, where the graph's peak of
+  memory stays as it is: what the call makes lives until the last of these layers has run;
 - each convolution is called by `fx_fuser.ops.evaluate`, which takes the host less;
 - what a convolution adds is computed where it keeps less memory alive (`passes.shortcuts`).
 
@@ -17,8 +17,6 @@ the end of the graph, and nowhere else, as where Inductor itself converts a grap
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +34,12 @@ from fx_fuser.native import binaries
 from fx_fuser.ops import evaluate
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes import shortcuts
-from fx_fuser.passes.gemm_pass import OF_VALUE, call, each_pass, joint_uuid
+from fx_fuser.passes.gemm_pass import call, each_pass, joint_uuid
+from fx_fuser.passes.memory import Memory
 
 _aten = torch.ops.aten
 _FOLD = torch.ops.fx_fuser.fold.default
+_VIEW = _aten.as_strided.default
 _CONVOLUTION = torch.ops.fx_fuser.conv2d_folded.default
 _WEIGHT, _BIAS, _ADDEND, _RELU = 1, 2, 3, 8  # places of its arguments
 _KERNEL_OPS = {
@@ -47,7 +47,6 @@ _KERNEL_OPS = {
     torch.ops.fx_fuser.conv2d_batchnorm_kernel.default,
 }
 _RESHAPES = {_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default}
-_MOST_BYTES = 4 << 20  # of the folded weights of one call: 1 % of an activation of a large batch
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,13 @@ class Folding(CustomGraphPass):
                 _follow_layout(node)
         for node in folded:
             _ask_for_channels_last(_evaluated(graph, node))
-        folds = graph.find_nodes(op="call_function", target=_FOLD)
-        for node in folds:  # which reads no element of the layer's input: any layout will do
+        for node in graph.find_nodes(op="call_function", target=_FOLD):
+            # It reads no element of the layer's input: any layout will do.
             node.meta.pop("eager_input_vals", None)
-        for group in _groups(graph, folds):
-            _join(graph, group)
         graph.eliminate_dead_code()
-        _place_addends(graph, self.strict)
+        _place_addends(graph, self.strict)  # each with its own `fold`, which moves along
+        for group in list(_groups(graph)):
+            _join(graph, group)
 
     def uuid(self) -> Any:
         return joint_uuid(("folding", binaries.fingerprint(), self.strict), self.before)
@@ -116,24 +115,30 @@ def _move_shift(graph: Graph, node: Node) -> None:
 # ---- folds ---------------------------------------------------------------------------------------
 
 
-def _groups(graph: Graph, folds: Sequence[Node]) -> Iterator[list[Node]]:
+def _groups(graph: Graph) -> Iterator[list[Node]]:
     """Neighbouring calls that one call can replace, at the place of the first."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    memory = Memory(graph)
+    order = memory.order
     group: list[Node] = []
-    held = 0
-    for node in folds:
-        size = _bytes_of(node)
+    for node in graph.find_nodes(op="call_function", target=_FOLD):
+        if not all(_is_part(user) for user in node.users):
+            continue
         if group and not (
-            held + size <= _MOST_BYTES
-            and node.args[4:6] == group[0].args[4:6]
+            node.args[5:7] == group[0].args[5:7]
             and all(order[n] < order[group[0]] for n in _read_by(node))
+            and memory.has_room_for([*group, node])
         ):
+            memory.join(group)
             yield group
-            group, held = [], 0
+            group = []
         group.append(node)
-        held += size
     if group:
         yield group
+
+
+def _is_part(node: Node) -> bool:
+    """Is it a view of what `fold` makes?"""
+    return node.target == _VIEW and len(node.args) == 4 and not node.kwargs
 
 
 def _read_by(fold: Node) -> Iterator[Node]:
@@ -142,30 +147,24 @@ def _read_by(fold: Node) -> Iterator[Node]:
     yield from vectors  # type: ignore[misc]
 
 
-def _bytes_of(node: Node) -> int:
-    return sum(math.prod(map(int, v.shape)) * v.dtype.itemsize for v in node.meta["val"])
-
-
 def _join(graph: Graph, group: Sequence[Node]) -> None:
     if len(group) == 1:
         return
     first = group[0]
     lists = [list(itertools.chain(*parts)) for parts in zip(*(node.args[:4] for node in group))]
+    each: list[Any] = [node.args[4] for node in group]  # places, the last one being its size
+    begins = list(itertools.accumulate((places[-1] for places in each), initial=0))
+    places = [at + begin for places, begin in zip(each, begins) for at in places[:-1]]
     with graph.inserting_before(first):
-        joined = graph.call_function(_FOLD, (*lists, *first.args[4:]))
-    joined.meta = {k: v for k, v in first.meta.items() if k not in OF_VALUE}
-    joined.meta["val"] = [value for node in group for value in node.meta["val"]]
-    start = 0
-    for node in group:
-        for item in list(node.users):
-            place = start + item.args[1]  # type: ignore[operator]
-            with graph.inserting_after(joined):
-                moved = graph.call_function(operator.getitem, (joined, place))
-            moved.meta = dict(item.meta)
-            item.replace_all_uses_with(moved)
-            graph.erase_node(item)
+        joined = call(graph, first, _FOLD, *lists, [*places, begins[-1]], *first.args[5:])
+    for node, begin in zip(group, begins):
+        for part in list(node.users):
+            at: Any = part.args[3]
+            with graph.inserting_before(part):
+                moved = call(graph, part, _VIEW, joined, *part.args[1:3], at + begin)
+            part.replace_all_uses_with(moved)
+            graph.erase_node(part)
         graph.erase_node(node)
-        start += len(node.meta["val"])
 
 
 # ---- order ---------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def _join(graph: Graph, group: Sequence[Node]) -> None:
 def _place_addends(graph: Graph, strict: bool) -> None:
     try:
         if addends := _addends(graph):
-            places = shortcuts.Places(graph)
+            places = shortcuts.Places(graph, prepares=_FOLD)
             for reader, addend in addends:
                 places.improve(reader, addend)
     except Exception as error:  # the graph runs in the order that it has, too

@@ -10,26 +10,27 @@ where the peak is 6 to 15 % higher.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
-from fx_fuser.graph.read.nodes import hint_of
+from fx_fuser.passes.memory import storages_of
 
 _ALIKE = 0.01  # of a peak; weights are alive until their layers have run
 
 
 class Places:
-    """Of a graph's nodes, while some are moved. Nothing else may change the graph meanwhile."""
+    """Of a graph's nodes, while some are moved. Nothing else may change the graph meanwhile.
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._storages = {node: list(_storages(node)) for node in graph.nodes}
+    prepares: an op that moves along with what it prepares, whoever else reads it.
+    """
+
+    def __init__(self, graph: Graph, prepares: Any = None) -> None:
+        self._graph, self._prepares = graph, prepares
+        self._storages = {node: list(storages_of(node)) for node in graph.nodes}
         self._holders: dict[int, list[Node]] = defaultdict(list)  # a base and its views
         self._sizes: dict[int, int] = {}
         for node, held in self._storages.items():
@@ -65,13 +66,15 @@ class Places:
         self._read_order()
 
     def _only_for(self, operand: Node, reader: Node) -> set[Node]:
-        """What nobody but the reader needs of what makes the operand."""
+        """What nobody but the reader needs of what makes the operand, and what prepares it."""
         own: set[Node] = set()
         waiting = [operand]
         while waiting:
             node = max(waiting, key=self._order.__getitem__)  # after all its readers
             waiting.remove(node)
-            if node.op == "call_function" and all(n is reader or n in own for n in node.users):
+            if node.op == "call_function" and (
+                node.target == self._prepares or all(n is reader or n in own for n in node.users)
+            ):
                 own.add(node)
                 waiting += [n for n in node.all_input_nodes if n not in waiting]
         return own
@@ -81,7 +84,7 @@ class Places:
         of these nodes to the last, adjacent in the graph, ran in this order. Without what they
         neither make nor read, which is alive in any order.
 
-        What makes nothing is no step: there is a `getitem` for each weight that `fold` makes.
+        What makes nothing is no step: there are two views for each layer that `fold` folds.
         """
         within = {node: i for i, node in enumerate(nodes)}
         begin = min(map(self._order.__getitem__, nodes))
@@ -123,12 +126,3 @@ def _is_better(cost: tuple[int, int], other: tuple[int, int]) -> bool:
     if abs(peak - other_peak) > _ALIKE * other_peak:
         return peak < other_peak
     return total < other_total
-
-
-def _storages(node: Node) -> Iterator[tuple[int, int]]:
-    """Those of its values, a view's being its base's, and their bytes; a graph's inputs have none:
-    they are the caller's."""
-    for value in tree_leaves(node.meta.get("val")) if node.op == "call_function" else ():
-        if isinstance(value, Tensor):
-            sizes = [hint_of(size) or 0 for size in value.shape]
-            yield value.untyped_storage()._cdata, math.prod(sizes) * value.dtype.itemsize

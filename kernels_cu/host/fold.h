@@ -16,7 +16,7 @@
 namespace fx_fuser {
 namespace {
 
-constexpr std::string_view kFoldNames = "weights, vectors, given, eps, kernel, out, after";
+constexpr std::string_view kFoldNames = "weights, vectors, given, eps, places, kernel, out, after";
 // Bits of `given`, in the order of a layer's vectors; mean and variance are always there.
 constexpr int64_t kHasBias = 1;
 constexpr int64_t kHasGamma = 2;
@@ -54,18 +54,9 @@ FoldVector fold_vector_of(const Tensor& vector, const Tensor& weight) {
   }
 }
 
-Tensor new_folded(const Tensor& weight, ScalarType type) {
-  const auto size = weight.sizes();
-  const auto strides = channels_last_strides({size[0], size[1], size[2], size[3]});
-  return new_strided(weight, size.data(), strides.data(), 4, type);
-}
-
-// All of a site but its vectors.
-void describe(FoldSite& site, const Tensor& weight, const Tensor& folded, const Tensor& shift,
-              double eps) {
+// What a site is told of its weight.
+void describe(FoldSite& site, const Tensor& weight, double eps) {
   site.weight = weight.data_ptr();
-  site.folded = folded.data_ptr();
-  site.shift = shift.data_ptr();
   site.eps = static_cast<float>(eps);
   for (int d = 0; d < 4; ++d) site.strides[d] = weight.stride(d);
   const int64_t channels = weight.size(1);
@@ -84,20 +75,24 @@ void describe(FoldSite& site, const Tensor& weight, const Tensor& folded, const 
   site.columns = make_divisor(static_cast<uint32_t>(weight.size(3)));
 }
 
-// For each layer its folded weight and its shift.
-std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<Tensor>& vectors,
-                         const std::vector<int64_t>& given, const std::vector<double>& eps,
-                         const std::string& kernel, ScalarType out, const Tensor& /*after*/) {
-  STD_TORCH_CHECK(!weights.empty() && given.size() == weights.size() && eps.size() == given.size(),
+// A tensor that holds each layer's folded weight and its shift, where `places` says.
+Tensor fold(const std::vector<Tensor>& weights, const std::vector<Tensor>& vectors,
+            const std::vector<int64_t>& given, const std::vector<double>& eps,
+            const std::vector<int64_t>& places, const std::string& kernel, ScalarType out,
+            const Tensor& /*after*/) {
+  STD_TORCH_CHECK(!weights.empty() && given.size() == weights.size() &&
+                      eps.size() == given.size() && places.size() == 2 * given.size() + 1,
                   "fx_fuser: fold has ", weights.size(), " weights, ", given.size(),
-                  " sets of vectors and ", eps.size(), " eps");
+                  " sets of vectors, ", eps.size(), " eps and ", places.size(), " places");
   const int device = weights[0].get_device_index();
   const auto& kernels = registry<FoldKernels>().at(kernel, device);
   STD_TORCH_CHECK(kernels.out == out, "fx_fuser: kernel ", kernel, " folds to ",
                   toString(kernels.out), ", not to ", toString(out));
   const OnDevice on_device(device);
   const Stream stream = current_stream(device);
-  std::vector<Tensor> results;
+  const Tensor made = new_dense(weights[0], {places.back()}, out);
+  const auto bytes = static_cast<int64_t>(made.element_size());
+  char* const base = static_cast<char*>(made.data_ptr());
   auto vector = vectors.begin();
   FoldArgs args{};
   uint32_t blocks = 0;
@@ -112,10 +107,10 @@ std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<T
                         weight.get_device_index() == device && weight.numel() < (int64_t{1} << 31),
                     "fx_fuser: fold cannot take a weight ", to_string(weight.sizes()), " of ",
                     toString(weight.scalar_type()));
-    const Tensor folded = new_folded(weight, out);
-    const Tensor shift = new_dense(weight, {weight.size(0)}, out);
-    results.push_back(folded);
-    results.push_back(shift);
+    const int64_t folded = places[2 * i], shift = places[2 * i + 1];
+    STD_TORCH_CHECK(folded >= 0 && folded + weight.numel() <= shift &&
+                        shift + weight.size(0) <= places[2 * i + 2],
+                    "fx_fuser: fold has no room for a weight ", to_string(weight.sizes()));
     FoldSite site{};
     const auto next = [&](bool is_there) -> FoldVector {
       if (!is_there) return {};
@@ -128,14 +123,16 @@ std::vector<Tensor> fold(const std::vector<Tensor>& weights, const std::vector<T
     site.gamma = next((given[i] & kHasGamma) != 0);
     site.beta = next((given[i] & kHasBeta) != 0);
     if (weight.numel() == 0) continue;
-    describe(site, weight, folded, shift, eps[i]);
+    site.folded = base + folded * bytes;
+    site.shift = base + shift * bytes;
+    describe(site, weight, eps[i]);
     site.first_block = blocks;
     blocks += static_cast<uint32_t>(ceil_div(site.all_units, kFoldThreads));
     args.site[args.sites++] = site;
     if (args.sites == kFoldSites) launch_all();
   }
   launch_all();
-  return results;
+  return made;
 }
 
 }  // namespace

@@ -125,12 +125,16 @@ def _guarded(value: Any, given: dict[Any, Tensor], copies: dict[Any, Tensor]) ->
 
 def _taken_out(returned: Any) -> Any:
     """Results that lie in guarded memory are copied."""
+    if isinstance(returned, Tensor):
+        return returned.clone()
     if _tensors_of(returned):
         return [one.clone() for one in returned]
     return returned
 
 
 def _tensors_of(returned: Any) -> list[Tensor]:
+    if isinstance(returned, Tensor):
+        return [returned]
     is_list = isinstance(returned, (list, tuple))
     return [one for one in returned if isinstance(one, Tensor)] if is_list else []
 

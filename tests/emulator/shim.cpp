@@ -126,8 +126,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_emulated, m) {
       "Tensor[] tensors) -> ()");
   m.def("launches() -> int");
   m.def(
-      "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, str kernel, "
-      "ScalarType out, Tensor after) -> Tensor[]");
+      "fold(Tensor[] weights, Tensor[] vectors, int[] given, float[] eps, int[] places, "
+      "str kernel, ScalarType out, Tensor after) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_emulated, CompositeExplicitAutograd, m) {

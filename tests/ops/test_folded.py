@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.kernels.folded import addend_of_relu
 from fx_fuser.ops import evaluate, folded
 from fx_fuser.options import Options
-from fx_fuser.passes import folding
+from fx_fuser.passes import folding, memory
 from fx_fuser.planning import bench_ops, layout, timing
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
@@ -89,7 +90,9 @@ def test_fold(shape: tuple[int, ...], out: torch.dtype, missing: tuple[str, ...]
         del layers[1][name]
     given = [sum(b for n, b in folded._OPTIONAL.items() if n in layer) for layer in layers]
     vectors = [v for layer in layers for v in layer.values()]
-    made = _ops.fold(weights, vectors, given, [1e-5, 1e-3], "", out, weights[0])
+    places = folded.places_of(weights, out)
+    whole = _ops.fold(weights, vectors, given, [1e-5, 1e-3], places, "", out, weights[0])
+    made = folded.parts_of(whole, weights, places)
     for i, (weight, layer, eps) in enumerate(zip(weights, layers, (1e-5, 1e-3))):
         wide = {n: v.double() for n, v in layer.items()}
         scale = wide.get("gamma", 1.0) / (wide["running_var"] + eps).sqrt()
@@ -98,11 +101,13 @@ def test_fold(shape: tuple[int, ...], out: torch.dtype, missing: tuple[str, ...]
         assert relative(made[2 * i], weight.double() * scale.view(-1, 1, 1, 1)) < bound
         assert relative(made[2 * i + 1], shift) < 4 * bound  # of a difference
         assert made[2 * i].is_contiguous(memory_format=torch.channels_last)
+        assert all(part.data_ptr() % 64 == whole.data_ptr() % 64 for part in made)
 
 
 def test_ops_keep_their_contracts() -> None:
     weight, vector = torch.randn(4, 3, 3, 3), torch.rand(4) + 0.5
-    fold = ([weight], [vector, vector], [0], [1e-5], "", torch.float32, weight)
+    places = folded.places_of([weight], torch.float32)
+    fold = ([weight], [vector, vector], [0], [1e-5], places, "", torch.float32, weight)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(_ops.fold.default, fold, test_utils=tests)
     for form in (torch.contiguous_format, torch.channels_last):
@@ -122,11 +127,12 @@ def test_ops_keep_their_contracts() -> None:
     [pytest.param(torch.contiguous_format, marks=pytest.mark.slow), torch.channels_last],
 )
 def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
-    """One fold for all layers; the shortcut's shift is in the bias of the layer that adds it."""
+    """Where images are large, few folds for all layers; the shortcut's shift is in the bias of the
+    layer that adds it."""
     model = net().to(memory_format=form)
     check(model, torch.randn(3, 3, 29, 34).contiguous(memory_format=form))
     (graph,) = graphs
-    assert graph["fx_fuser.fold.default"] == 1
+    assert graph["fx_fuser.fold.default"] <= 2
     assert graph["fx_fuser.conv2d_folded.default"] == 8
     assert graph["aten.convolution.default"] == graph["aten.relu.default"] == 0
     assert graph["aten.add.Tensor"] == 1  # of the two shifts, which are vectors
@@ -147,7 +153,7 @@ def test_a_fold_by_itself_pins_no_layout(
     graphs: list[Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the layer's input to keep its place, and reads nothing of it."""
-    monkeypatch.setattr(folding, "_MOST_BYTES", 0)
+    monkeypatch.setattr(memory.Memory, "has_room_for", lambda *_: False)
     run = folding.Folding.__call__
 
     def watched(self: folding.Folding, graph: Graph) -> None:
@@ -296,14 +302,50 @@ def test_exactness_that_is_asked_for_is_kept(graphs: list[Counter[str]]) -> None
     assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
 
 
-@pytest.mark.slow
-def test_little_is_folded_at_a_time(
-    graphs: list[Counter[str]], monkeypatch: pytest.MonkeyPatch
+class Narrowing(nn.Sequential):
+    """Its first layers have the largest images, its last ones most weights."""
+
+    def __init__(self) -> None:
+        widths = (3, 8, 8, 8, 16, 32, 64)
+        layers = [
+            nn.Sequential(
+                nn.Conv2d(c, o, 3, 2 if i > 2 else 1, 1, bias=False), random_norm(o), nn.ReLU()
+            )
+            for i, (c, o) in enumerate(itertools.pairwise(widths))
+        ]
+        super().__init__(*layers)
+        self.eval()
+
+
+@pytest.mark.parametrize(
+    "side, folds",
+    [
+        (96, [3, 3]),  # the fourth layer's weights would be one too many where two images are alive
+        (8, [5, 1]),  # the last layer's weights are the peak
+    ],
+)
+def test_what_is_folded_at_a_time_leaves_the_peak(
+    side: int, folds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one call folds lives until its last layer has run."""
-    monkeypatch.setattr(folding, "_MOST_BYTES", 10_000)
-    check(net(), torch.randn(2, 3, 16, 16))
-    assert 2 <= graphs[0]["fx_fuser.fold.default"] <= 4
+    peaks: list[int] = []
+    sizes: list[int] = []
+    run = folding.Folding.__call__
+
+    def watched(self: folding.Folding, graph: Graph) -> None:
+        monkeypatch.setattr(memory.Memory, "has_room_for", lambda *_: False)
+        peaks.append(max(memory.Memory(graph)._alive))
+        monkeypatch.undo()
+        run(self, graph)
+        peaks.append(max(memory.Memory(graph)._alive))
+        nodes = graph.find_nodes(op="call_function", target=_ops.fold.default)
+        sizes.extend(len(node.args[0]) for node in nodes)
+
+    with monkeypatch.context() as patch, fresh_cache():
+        patch.setattr(folding.Folding, "__call__", watched)
+        check(Narrowing(), torch.randn(2, 3, side, side))
+    before, after = peaks
+    assert sizes == folds and after <= before * (1 + 1 / 256)
 
 
 @pytest.mark.slow

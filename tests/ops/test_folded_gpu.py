@@ -75,10 +75,10 @@ def test_the_kernel_that_folds(dtypes: tuple[str, str], missing: bool) -> None:
             vectors.append(vector[0] if i % 2 else vector.t().contiguous()[:, 0])
     eps = [1e-5 * (i + 1) for i in range(len(weights))]
     torch.full((2**22,), torch.nan, device="cuda")  # what the results' memory may hold
-    found = torch.ops.fx_fuser.fold(weights, vectors, given, eps, spec.name, out, weights[0])
-    exact = folded.fold_in_torch(
-        [w.double() for w in weights], vectors, given, eps, "", torch.float64, weights[0]
-    )
+    places = folded.places_of(weights, out)
+    made = torch.ops.fx_fuser.fold(weights, vectors, given, eps, places, spec.name, out, weights[0])
+    found = folded.parts_of(made, weights, places)
+    exact = folded.fold_in_torch([w.double() for w in weights], vectors, given, eps, torch.float64)
     for one, right in zip(found, exact, strict=True):
         assert relative(one, right) < 4 * torch.finfo(out).eps
         assert one.dtype == out
