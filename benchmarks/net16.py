@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from benchmarks import conv_nets, coverage, gpu_kinds, harness, measure
 from benchmarks.nets16_models import Net16, without_dropout
 from benchmarks.run import SYSTEMS, System
+from benchmarks.turnstile import Turnstile
 from benchmarks.whole_net import Case
 from fx_fuser.compare.untouched import cold_caches
 from fx_fuser.native import load
@@ -221,9 +222,12 @@ def as_inductors(found: Observed, eager: Observed, inductors: Observed) -> list[
 
 def measured(
     net: Net16, step: str, device: torch.device, small: bool = False,
-    rivals: Sequence[System] = RIVALS, seconds: float = 3.0,
+    rivals: Sequence[System] = RIVALS, seconds: float = 3.0, place: Turnstile | None = None,
 ) -> Row:  # fmt: skip
-    """One row, without its date and commit. What raises is in its `error`."""
+    """One row, without its date and commit. What raises is in its `error`.
+
+    place: among processes that compile meanwhile, so the times of compilations are left out.
+    """
     here = measure.machine(device)
     row = Row(
         net=net.name, step=step, precision=net.precisions[step], config=net.config(step, small),
@@ -237,7 +241,7 @@ def measured(
     measure.free_memory()
     try:
         with ExitStack() as caches:
-            faults = _measure(row, net, step, device, small, rivals, seconds, caches)
+            faults = _measure(row, net, step, device, small, rivals, seconds, caches, place)
         if faults:
             row["error"] = f"{len(faults)} beyond the contract: {'; '.join(faults[:3])}"
     except Exception as error:
@@ -247,7 +251,7 @@ def measured(
 
 def _measure(
     row: Row, net: Net16, step: str, device: torch.device, small: bool,
-    rivals: Sequence[System], seconds: float, caches: ExitStack,
+    rivals: Sequence[System], seconds: float, caches: ExitStack, place: Turnstile | None,
 ) -> list[str]:  # fmt: skip
     case = case_of(net, step, device, small)
     case.step(case.model)  # the libraries load their kernels, which nobody is to be charged for
@@ -257,10 +261,12 @@ def _measure(
         caches.enter_context(cold_caches())
         with measure.counted(sites if system.is_ours else {}):
             calls[system.name], taken = first_call(case, system)
-        _fill(row, "compile_s", {system.name: taken})
+        if place is None:
+            _fill(row, "compile_s", {system.name: taken})
     row["sites"] = {name: found for name, found in sites.items() if found}
     steps = {name: partial(case.step, call) for name, call in calls.items()}
-    time_steps(row, steps, case.leaves(), device, seconds)
+    with place.alone() if place else nullcontext():
+        time_steps(row, steps, case.leaves(), device, seconds)
     steps.clear()
     faults = judge(row, case, calls, {system.name: system for system in rivals})
     return [*faults, *sites.get("warnings", [])]

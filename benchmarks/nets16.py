@@ -9,6 +9,8 @@ Inductor and fx_fuser take turns. A row is written when it is finished, in the
 place of that of the same net and step, so rows may be of different commits, and a call that is cut
 off keeps what it has done.
 `--seconds` are for the whole call: no process begins without time for it, and none outlives it.
+`--gpus N`: as many processes compile at a time, each for a GPU of its own; while one of them takes
+times, all others wait. How long they compile is not told then.
 docs/results.md shows the rows: `python -m benchmarks.report`.
 """
 
@@ -16,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -29,6 +34,7 @@ import torch
 from benchmarks import harness, net16, nets16_tables, results, tables
 from benchmarks.nets16_models import NETS, STEPS, Net16
 from benchmarks.run import commit_here
+from benchmarks.turnstile import Turnstile
 
 LEAST_S, MOST_S = 40.0, 300.0  # of one net and step
 
@@ -48,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     found.add_argument("--check", action="store_true")
     found.add_argument("--list", action="store_true")
+    found.add_argument("--gpus", type=int, default=1, metavar="N")
     found.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
+    found.add_argument("--place", type=int, help=argparse.SUPPRESS)  # at the turnstile
     return found
 
 
@@ -61,13 +69,15 @@ def chosen(args: argparse.Namespace) -> Todo:
     ]
 
 
-def measure_here(todo: Todo, small: bool, out: Path, commit: str) -> list[str]:
+def measure_here(
+    todo: Todo, small: bool, out: Path, commit: str, place: Turnstile | None
+) -> list[str]:
     """One row after the other, in this process; what is wrong with them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     net16.warm_up(device)
     failures = []
     for net, step in todo:
-        row = net16.measured(net, step, device, small)
+        row = net16.measured(net, step, device, small, place=place)
         row["date"], row["commit"] = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}", commit
         results.replace_rows(out, [row], nets16_tables.key, nets16_tables.place)
         print(nets16_tables.line(row), flush=True)
@@ -76,13 +86,24 @@ def measure_here(todo: Todo, small: bool, out: Path, commit: str) -> list[str]:
     return failures
 
 
-def spawn(arguments: Sequence[str], seconds: float) -> str:
-    """The same command in a process of its own, whose lines are shown; what went wrong."""
+def spawn(
+    arguments: Sequence[str], seconds: float, gpu: int | None = None, place: Turnstile | None = None
+) -> str:
+    """The same command in a process of its own, whose lines are shown; what went wrong.
+
+    gpu: the only one that it sees; None: all. place: among processes beside it.
+    """
     command = [sys.executable, "-m", "benchmarks.nets16", "--here", *arguments]
+    handles = [] if place is None else [place.handle]
+    command += [f"--place={handle}" for handle in handles]
+    seen = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, cwd=Path(__file__).parent.parent, stderr=log, start_new_session=True
-        )
+            command, cwd=Path(__file__).parent.parent, stderr=log, start_new_session=True,
+            env=seen, pass_fds=handles,
+        )  # fmt: skip
+        if place is not None:
+            place.leave()  # to the child
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -98,22 +119,45 @@ def spawn(arguments: Sequence[str], seconds: float) -> str:
 
 
 def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
-    budget, failures = harness.Budget(args.seconds), []
+    budget, failures = harness.Budget(args.seconds), list[str]()
     able = []
     for net, step in todo:
         if net.missing():
             print(f"{net.name} {step}: skipped, {net.missing()}", flush=True)
         else:
             able.append((net, step))
-    for net, step in sorted(able, key=lambda one: list(STEPS).index(one[1])):
-        if budget.left() < LEAST_S:
-            failures.append(f"{net.name} {step}: no time was left")
-            continue
-        arguments = ["--only", net.name, "--step", step, "--out", str(args.out.resolve())]
-        arguments += ["--commit", commit, *(["--small"] if args.small else [])]
-        if wrong := spawn(arguments, min(budget.left(), MOST_S)):
-            failures.append(f"{net.name} {step}: {wrong}")
+    gpus: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    for gpu in range(args.gpus) if args.gpus > 1 else [None]:
+        gpus.put(gpu)
+
+    def measure(one: tuple[Net16, str]) -> str:
+        net, step = one
+        gpu = gpus.get()
+        try:
+            if budget.left() < LEAST_S:
+                return f"{net.name} {step}: no time was left"
+            place = None if gpu is None else Turnstile.busy(Path(folder, "turnstile"))
+            out = args.out if gpu is None else Path(folder, f"{net.name}-{step}.json")
+            arguments = ["--only", net.name, "--step", step, "--out", str(out.resolve())]
+            arguments += ["--commit", commit, *(["--small"] if args.small else [])]
+            wrong = spawn(arguments, min(budget.left(), MOST_S * args.gpus), gpu, place)
+            if out != args.out and out.exists():
+                with merging:
+                    merge([out], args.out)
+            return f"{net.name} {step}: {wrong}" if wrong else ""
+        finally:
+            gpus.put(gpu)
+
+    todo, merging = sorted(able, key=lambda one: list(STEPS).index(one[1])), threading.Lock()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(args.gpus, 1)) as pool:
+        failures += filter(None, pool.map(measure, todo))
     return failures
+
+
+def merge(files: Sequence[Path], out: Path) -> None:
+    """Their rows into `out`; of two files' row of one net and step the last one's."""
+    for path in files:
+        results.replace_rows(out, tables.read(path), nets16_tables.key, nets16_tables.place)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -124,8 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
             said = net.missing() or net.config(step, args.small)
             print(f"{net.name} {step} {net.precisions[step]}: {said}")
         return 0
-    for path in args.merge or ():  # a row of the last file stays
-        results.replace_rows(args.out, tables.read(path), nets16_tables.key, nets16_tables.place)
+    merge(args.merge or (), args.out)
     if args.check:
         found = {nets16_tables.key(row): nets16_tables.faults(row) for row in tables.read(args.out)}
         lines = [f"{' '.join(key)}: {'; '.join(said)}" for key, said in found.items() if said]
@@ -137,7 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     if commit is None:
         options.error("there is no git here: name the commit that is measured with --commit")
     if args.here:
-        return results.verdict(measure_here(chosen(args), args.small, args.out, commit))
+        place = None if args.place is None else Turnstile(args.place)
+        return results.verdict(measure_here(chosen(args), args.small, args.out, commit, place))
     return results.verdict(measure_all(chosen(args), args, commit))
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +18,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import harness, net16, nets16, nets16_tables, report
+from benchmarks import harness, net16, nets16, nets16_tables, report, results
 from benchmarks.net16 import Row, as_inductors, case_of, exact_of, measured, spread
 from benchmarks.nets16_models import NETS, STEPS, Net16, without_dropout
 from benchmarks.run import System
+from benchmarks.turnstile import Turnstile
 from fx_fuser.verify.accuracy import Observed, compare
 
 CPU = torch.device("cpu")
@@ -290,7 +296,7 @@ def test_rows_are_written_as_they_are_finished(
     out = tmp_path / "rows.json"
     done: list[int] = []
 
-    def stand_in(net: Net16, step: str, *_: Any) -> Row:
+    def stand_in(net: Net16, step: str, *_: Any, **__: Any) -> Row:
         done.append(len(json.loads(out.read_text())) if out.exists() else 0)
         error = "ValueError: no" if net.name == "bert" else 1e-3
         return made_up(net.name, step, error=error)
@@ -311,7 +317,8 @@ def test_a_process_a_net_until_time_is_out(
 ) -> None:
     seen: list[tuple[Sequence[str], float]] = []
 
-    def spawn(arguments: Sequence[str], seconds: float) -> str:
+    def spawn(arguments: Sequence[str], seconds: float, gpu: None, place: None) -> str:
+        assert gpu is place is None
         seen.append((arguments, seconds))
         return "not finished in 9 s" if "bert" in arguments else ""
 
@@ -332,6 +339,66 @@ def test_a_process_a_net_until_time_is_out(
     nets16.main(both)
     assert [[a[1], a[3]] for a, _ in seen] == [["gpt2", "eval"], ["dlrm", "eval"]]  # then train
     assert all(a[-1] == "--small" for a, _ in seen)
+
+
+def test_several_gpus_take_rows_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: dict[str, int | None] = {}
+    both = threading.Barrier(2)
+
+    def spawn(
+        arguments: Sequence[str], seconds: float, gpu: int | None, place: Turnstile | None
+    ) -> str:
+        assert place is not None
+        name, out = arguments[1], Path(arguments[5])
+        both.wait(20)  # neither ends before the other has begun
+        taken[name] = gpu
+        row = {"net": name, "step": "train"}
+        results.replace_rows(out, [row], nets16_tables.key, nets16_tables.place)
+        place.leave()
+        return "beyond the contract" if name == "bert" else ""
+
+    monkeypatch.setattr(nets16, "spawn", spawn)
+    out = tmp_path / "rows.json"
+    arguments = ["--only", "gpt2", "bert", "--step", "train", "--gpus", "2", "--commit", "abc"]
+    assert nets16.main([*arguments, "--out", str(out)]) == 1
+    assert sorted(taken.values(), key=str) == [0, 1]
+    assert [row["net"] for row in json.loads(out.read_text())] == ["bert", "gpt2"]
+    assert capsys.readouterr().err == "FAILED bert train: beyond the contract\n"
+
+
+MEASURES = """
+import sys, time
+from benchmarks.turnstile import Turnstile
+place = Turnstile(int(sys.argv[1]))
+print("works", flush=True)
+with place.alone():
+    print("measures", flush=True)
+    time.sleep(0.3)
+print("works again", flush=True)
+"""
+
+
+def test_who_measures_is_alone(tmp_path: Path) -> None:
+    """A child holds its place from the start, by what its parent hands it."""
+    lock = tmp_path / "lock"
+    busy, other = Turnstile.busy(lock), Turnstile.busy(lock)
+    child = subprocess.Popen(
+        [sys.executable, "-c", MEASURES, str(other.handle)],
+        stdout=subprocess.PIPE, text=True, pass_fds=[other.handle],
+    )  # fmt: skip
+    other.leave()
+    assert child.stdout is not None
+    assert child.stdout.readline() == "works\n"
+    assert select.select([child.stdout], [], [], 0.5)[0] == []  # one is busy
+    busy.leave()
+    assert child.stdout.readline() == "measures\n"
+    began = time.monotonic()
+    late = Turnstile.busy(lock)
+    assert time.monotonic() - began > 0.1 and child.stdout.readline() == "works again\n"
+    late.leave()
+    assert child.wait(20) == 0
 
 
 @pytest.mark.slow
