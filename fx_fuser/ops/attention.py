@@ -143,11 +143,13 @@ def fitted(call: Attention) -> tuple[Attention, Rows | None]:
         if mask.dtype is torch.bool:
             mask, rows = _fitting_mask(mask)
         else:
-            mask = mask.to(_dtype_within(call.query))
-            absorbed = _absorbed(mask) if call.absorbs else None
-            mask, rows = _fitting_bias(mask, k.shape[-2])
-            if absorbed is not None:
+            few = _once(mask).to(_dtype_within(call.query))
+            largest = _largest(few)
+            if call.absorbs and not moderate(torch.finfo(few.dtype).max):
+                absorbed = (largest.abs() >= _ABSORBING) & largest.isfinite()
                 q, k = _without_scores(q, k, absorbed)
+            few, rows = _fitting_bias(few, largest, k.shape[-2])
+            mask = few.expand(*mask.shape[:-1], -1)
     call = replace(call, query=q, key=k, value=v, mask=mask)
     if not _is_for_flash(call) and (head % _LANES or v.shape[-1] % _LANES):
         q, k, v = (F.pad(t, (0, -t.shape[-1] % _LANES)) for t in (q, k, v))
@@ -198,25 +200,22 @@ def _fitting_mask(mask: Tensor) -> tuple[Tensor | None, Rows]:
     return (few | ~seen).contiguous().expand(mask.shape), Rows(seen)
 
 
-def _fitting_bias(mask: Tensor, keys: int) -> tuple[Tensor, Rows]:
+def _largest(mask: Tensor) -> Tensor:
+    """Of each row. In fp32: the C++ that Inductor writes for several of 16 bits does not compile
+    (torch 2.15)."""
+    return mask.detach().float().amax(-1, keepdim=True)
+
+
+def _fitting_bias(few: Tensor, largest: Tensor, keys: int) -> tuple[Tensor, Rows]:
     """The mask that adds numbers: the last dimension adjacent in memory, rows apart by a multiple
-    of 16 bytes, the largest of a row near 0. What is expanded stays expanded."""
-    few = _once(mask)
-    largest = few.detach().amax(-1, keepdim=True)
+    of 16 bytes, the largest of a row near 0."""
     shown, broken = largest != -torch.inf, ~(largest < torch.inf)
-    few = few - largest.masked_fill(largest.abs() <= _FAR, 0.0)  # of NaN and ±inf: NaN
+    far = largest.masked_fill(largest.abs() <= _FAR, 0.0).to(few.dtype)
+    few = few - far  # NaN where that is no number
     few = few.masked_fill(~shown, 0.0).expand(*few.shape[:-1], keys).contiguous()
     if keys % _LANES:  # as torch would do, but here Inductor writes it once
         few = F.pad(few, (0, -keys % _LANES))[..., :keys]
-    return few.expand(*mask.shape[:-1], keys), Rows(shown, broken)
-
-
-def _absorbed(mask: Tensor) -> Tensor | None:
-    """[*, L, 1] of bool: the rows in which scores are lost. None: the dtype has no such numbers."""
-    if moderate(torch.finfo(mask.dtype).max):
-        return None
-    size = _once(mask).detach().amax(-1, keepdim=True).abs()
-    return (size >= _ABSORBING) & (size < torch.inf)
+    return few, Rows(shown, broken)
 
 
 def _without_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

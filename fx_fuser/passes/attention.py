@@ -62,7 +62,7 @@ def fit(
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
             left, now = why_formula(fitted(fakes)[0]), ATTENTION(*fakes.arguments())
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
         return "", f"{why}; another form fails: {type(error).__name__}: {error}"
     reason = left or _replace(node, call, was, now)
     return ("", f"{why}; {reason}") if reason else (why, "")
