@@ -189,6 +189,21 @@ def test_rows_that_a_kernel_is_not_asked_for(fill: float, trains: str) -> None:
     assert trains == "all" or counters["fx_fuser_masks"] == {"form": 1}
 
 
+@pytest.mark.parametrize("fill", [n for n in FILLS if math.isfinite(n)])
+def test_what_kernels_add_is_near_0_and_exact(fill: float) -> None:
+    """Of a key that shares the row, the difference to the largest has no rounding."""
+    mask = (torch.rand(1, 1, 64, 256, dtype=torch.float64) * fill).to(BF16)
+    q, k = torch.zeros(1, 1, 64, D, dtype=BF16), torch.zeros(1, 1, 256, D, dtype=BF16)
+    form = fitted(Attention(q, k, k, mask))[0].mask
+    largest = mask.amax(-1, keepdim=True)
+    far = largest.abs() > 1024
+    assert form.amax(-1).abs().max() <= 1024
+    moved = mask.double() - largest.double() * far
+    near = (mask.double() - largest.double()).abs() < 512
+    assert torch.equal(form.double()[near], moved[near])
+    assert (form.double() - moved).abs().le(moved.abs() / 256).all()
+
+
 @pytest.mark.parametrize("fill", [-inf, -65504.0, -1e4, -700.0, 3e4])
 @pytest.mark.parametrize("trains", [True, False])
 def test_rows_in_fp16(fill: float, trains: bool) -> None:
@@ -197,8 +212,8 @@ def test_rows_in_fp16(fill: float, trains: bool) -> None:
     run = compiled(lambda q, k, v, m: sdpa(q, k, v, m))
     with torch.set_grad_enabled(trains):
         check(by_formula(lambda q, k, v, m: sdpa(q, k, v, m)), inputs, run, factor=4)
-        call = fitted(Attention(*inputs))[0]
-    assert call.query.shape == (B, H, S, D)
+        query = fitted(Attention(*inputs[:3], mask=inputs[3]))[0].query
+    assert query.shape == (B, H, S, D)
 
 
 def test_hidden_keys_and_queries_that_are_no_numbers() -> None:
