@@ -3,14 +3,23 @@
 Where no kernel takes its arguments, `scaled_dot_product_attention` is its formula: two fp32 gemms
 without tensor cores and a softmax between them. In ViT-B (6 layers, 64 images, bf16) these take
 2.8 ms, cuDNN's kernel 0.26 (H100, torch 2.11, 2026-11-26). Often only the form is in the way: a
-mask whose last dimension is expanded, three or five dimensions, heads of a size that is no multiple
-of 8.
+mask whose last dimension is expanded, or comes last but one in memory, three or five dimensions,
+heads of a size that is no multiple of 8.
 
-The formula's result is 0 in a row whose keys are all hidden. torch promises that of no kernel, so
-no kernel sees such a row: its keys are shown, and its result is set to 0. A mask that adds numbers
-stays with the formula. A row that `finfo.min` hides is the mean of the values there; a kernel may
-make NaN of it (https://github.com/pytorch/pytorch/issues/110213), and the backward of torch's for a
-CPU takes each of its probabilities for 1, since beside that number log(S) is lost.
+A mask's row with largest number m, of which the formula makes what no kernel is asked to make:
+
+- m = -inf, or no key of a mask of bool is shown. The formula's result is 0. torch promises that of
+  no kernel: the keys are shown, and the result is set to 0.
+- |m| > 2^10. What a kernel keeps for backward is m + log(S), in which log(S) loses digits. softmax
+  does not change with m, so m is subtracted. In 16 bits that is exact from m to 2 m, or to m / 2;
+  a key beyond has a score of 512 less.
+- m finite and |m| >= 2^43. Scores are lost beside m, in fp32 and in float64: the keys that have m
+  share the row evenly. `finfo.min` that hides all keys is such a case; a kernel may make NaN of it
+  (https://github.com/pytorch/pytorch/issues/110213), and the backward of torch's for a CPU takes
+  each probability for 1. m is subtracted, and in such a row q is 0. Then q and k still are to have
+  gradients, which a kernel does not give for a q of 0. So heads are twice as large,
+  [q - q, q] · [k, k - k], where the differences count for autograd as q and k alone.
+- m is NaN or +inf: the result is NaN, which is written as well.
 
 What kernels take is written in torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch
 2.11 to 2.15). `why_formula` says when neither flash's nor the memory-efficient kernel does; what
@@ -26,8 +35,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LANES = 8  # a head's size is to be a multiple
+_LANES = 8  # a head's size is to be a multiple, and so is a mask's pitch
 _LARGEST_HEAD = 256  # of flash
+_FAR = 2.0**10  # what a row's largest number may be beside log(S)
+_ABSORBING = 2.0**43  # fp32 keeps multiples of 2^20 beside it, float64 of 2^-9
 
 
 @dataclass(frozen=True)
@@ -37,11 +48,12 @@ class Attention:
     query: Any  # [*, L, D]
     key: Any  # [*, S, D]
     value: Any  # [*, S, E]
-    mask: Any = None  # of bool for the op; [L, S], or what spreads to [*, L, S]; None
+    mask: Any = None  # of bool or the query's dtype; [L, S], or what spreads to [*, L, S]; None
     dropout: Any = 0.0
     causal: Any = False
     scale: Any = None
     gqa: Any = False
+    absorbs: bool = True  # may a row of the mask have a largest number that is not `moderate`?
 
     def run(self) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -52,7 +64,29 @@ class Attention:
     def arguments(self) -> tuple[Any, ...]:
         """Of the op."""
         parts = self.query, self.key, self.value, self.mask
-        return *parts, self.dropout, self.causal, self.scale, self.gqa
+        return *parts, self.dropout, self.causal, self.scale, self.gqa, self.absorbs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """[*, L, 1] of bool: the rows of a result that count, the others being 0, and those that are
+    NaN."""
+
+    shown: Tensor
+    broken: Tensor | None = None
+
+    def settled(self, made: Tensor) -> Tensor:
+        made = made.masked_fill(~self.shown, 0.0)
+        if self.broken is None:
+            return made
+        # A sum: the gradient of such a row still meets the NaN of the mask.
+        nan = torch.where(self.broken, made.new_full((), torch.nan), made.new_zeros(()))
+        return made + nan
+
+
+def moderate(number: float) -> bool:
+    """Are scores not lost beside it?"""
+    return abs(number) < _ABSORBING
 
 
 def why_formula(call: Attention) -> str:
@@ -72,7 +106,17 @@ def why_formula(call: Attention) -> str:
     for head in heads:
         if not _is_for_flash(call) and head % _LANES:
             return f"a head of size {head} is no multiple of {_LANES}"
+    for name in ("query", "key", "value"):
+        if _is_askew(tensors[name], call):
+            return f"its {name} begins between two multiples of 16 bytes"
     return ""
+
+
+def _is_askew(tensor: Tensor, call: Attention) -> bool:
+    """For the memory-efficient kernel, the only one that takes a mask that is to have a gradient.
+    What autocast casts begins anew."""
+    trained = call.mask is not None and call.mask.requires_grad
+    return trained and tensor.itemsize == 2 and bool(tensor.storage_offset() % _LANES)
 
 
 def _is_for_flash(call: Attention) -> bool:
@@ -80,9 +124,9 @@ def _is_for_flash(call: Attention) -> bool:
     return call.mask is None and bool(head == call.value.shape[-1] and head <= _LARGEST_HEAD)
 
 
-def fitted(call: Attention) -> tuple[Attention, Tensor | None]:
-    """The same attention of four dimensions, with what else kernels ask for; and [*, L, 1], which
-    rows of its result count, the others being 0. None: all do.
+def fitted(call: Attention) -> tuple[Attention, Rows | None]:
+    """The same attention of four dimensions, with what else kernels ask for; and what is still to
+    be done to rows of its result. None: nothing.
 
     Its heads may be larger, with zeros behind; so is its result.
     """
@@ -92,14 +136,34 @@ def fitted(call: Attention) -> tuple[Attention, Tensor | None]:
         q, k, v = (_of_four(t.expand(*lead, *t.shape[-2:])) for t in (q, k, v))
     batch = max(t.shape[0] for t in (q, k, v))
     q, k, v = (t.expand(batch, *t.shape[1:]) for t in (q, k, v))
-    mask, seen = _fitting_mask(call.mask, lead)
+    mask, rows = call.mask, None
+    head, scale = q.shape[-1], call.scale
+    if mask is not None:
+        mask = _mask_of_four(mask, lead)
+        if mask.dtype is torch.bool:
+            mask, rows = _fitting_mask(mask)
+        else:
+            few = _once(mask).to(_dtype_within(call.query))
+            largest = _largest(few)
+            if call.absorbs and not moderate(torch.finfo(few.dtype).max):
+                absorbed = (largest.abs() >= _ABSORBING) & largest.isfinite()
+                q, k = _without_scores(q, k, absorbed)
+            few, rows = _fitting_bias(few, largest, k.shape[-2])
+            mask = few.expand(*mask.shape[:-1], -1)
     call = replace(call, query=q, key=k, value=v, mask=mask)
-    head = q.shape[-1]
     if not _is_for_flash(call) and (head % _LANES or v.shape[-1] % _LANES):
         q, k, v = (F.pad(t, (0, -t.shape[-1] % _LANES)) for t in (q, k, v))
-        call = replace(call, scale=head**-0.5 if call.scale is None else call.scale)
+    if q.shape[-1] != head and scale is None:
+        scale = head**-0.5
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return replace(call, query=q, key=k, value=v), seen
+    q, k, v = (t.clone() if _is_askew(t, call) else t for t in (q, k, v))
+    return replace(call, query=q, key=k, value=v, scale=scale), rows
+
+
+def _dtype_within(query: Tensor) -> torch.dtype:
+    """Of the query and of a mask that adds numbers, within torch's attention."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 def _of_four(tensor: Tensor) -> Tensor:
@@ -109,38 +173,67 @@ def _of_four(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-3)[(None,) * (3 - tensor.ndim)]
 
 
-def _fitting_mask(
-    mask: Tensor | None, lead: torch.Size | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The mask in four dimensions, the last one adjacent in memory, without rows that hide all, and
-    which rows these are not. What is expanded stays expanded.
-
-    lead: the sizes before the last two of an attention that has not four dimensions.
-    """
-    if mask is None:
-        return None, None
+def _mask_of_four(mask: Tensor, lead: torch.Size | None) -> Tensor:
+    """lead: the sizes before the last two of an attention that has not four dimensions."""
     if lead is not None and mask.ndim > 2:
         mask = mask[(None,) * (len(lead) + 2 - mask.ndim)]
         if any(size != 1 for size in mask.shape[:-2]):
             mask = mask.expand(*lead, *mask.shape[-2:])
         mask = _of_four(mask)
-    mask = mask[(None,) * (4 - mask.ndim)]
-    few = mask
+    return mask[(None,) * (4 - mask.ndim)]
+
+
+def _once(mask: Tensor) -> Tensor:
+    """Of what is expanded before the last dimension, one."""
     for dim in range(3):
-        few = few.narrow(dim, 0, 1) if few.stride(dim) == 0 else few
+        mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
+    return mask
+
+
+def _fitting_mask(mask: Tensor) -> tuple[Tensor | None, Rows]:
+    """The mask of bool, the last dimension adjacent in memory, without rows that hide all. What is
+    expanded stays expanded."""
+    few = _once(mask)
     if few.stride(-1) == 0 or few.shape[-1] == 1:  # a row shows all or nothing
-        return None, few[..., :1]
+        return None, Rows(few[..., :1])
     seen = few.any(-1, keepdim=True)
-    return (few | ~seen).contiguous().expand(mask.shape), seen
+    return (few | ~seen).contiguous().expand(mask.shape), Rows(seen)
+
+
+def _largest(mask: Tensor) -> Tensor:
+    """Of each row. In fp32: the C++ that Inductor writes for several of 16 bits does not compile
+    (torch 2.15)."""
+    return mask.detach().float().amax(-1, keepdim=True)
+
+
+def _fitting_bias(few: Tensor, largest: Tensor, keys: int) -> tuple[Tensor, Rows]:
+    """The mask that adds numbers: the last dimension adjacent in memory, rows apart by a multiple
+    of 16 bytes, the largest of a row near 0."""
+    shown, broken = largest != -torch.inf, ~(largest < torch.inf)
+    far = largest.masked_fill(largest.abs() <= _FAR, 0.0).to(few.dtype)
+    few = few - far  # NaN where that is no number
+    few = few.masked_fill(~shown, 0.0).expand(*few.shape[:-1], keys).contiguous()
+    if keys % _LANES:  # as torch would do, but here Inductor writes it once
+        few = F.pad(few, (0, -keys % _LANES))[..., :keys]
+    return few, Rows(shown, broken)
+
+
+def _without_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose products are 0 in these rows, with the gradients of q and k."""
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
+        return q * torch.where(rows, 0.0, 1.0).to(q.dtype), k
+    zero = q - q.detach()  # NaN if q is not finite, as its products would be
+    q = torch.cat([torch.where(rows, zero, q), torch.where(rows, q, 0.0)], -1)
+    return q, torch.cat([k, k - k.detach()], -1)
 
 
 def _attention(*arguments: Any) -> Tensor:
     call = Attention(*arguments)
     q, k, v = call.query, call.key, call.value
-    form, seen = fitted(call)
+    form, rows = fitted(call)
     made = form.run()[..., : v.shape[-1]]
-    if seen is not None:
-        made = made.masked_fill(~seen, 0.0)
+    if rows is not None:
+        made = rows.settled(made)
     if q.ndim == 4:
         return made
     lead = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
@@ -148,10 +241,10 @@ def _attention(*arguments: Any) -> Tensor:
 
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-# `scaled_dot_product_attention`, in a form that a fused kernel takes.
+# `scaled_dot_product_attention`, in a form that a fused kernel takes. absorbs: as of `Attention`.
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, "
-    "float? scale, bool gqa) -> Tensor"
+    "float? scale, bool gqa, bool absorbs=True) -> Tensor"
 )
 _LIBRARY.impl("attention", _attention, "CompositeImplicitAutograd")
 ATTENTION = torch.ops.fx_fuser.attention.default

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from fx_fuser.graph.read.view import Region
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
 from fx_fuser.passes import strides
+from fx_fuser.passes.bounds import Held, Known, held
 
 ATTENTIONS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 # The op's arguments, where they stand and what they are by default.
@@ -27,7 +30,9 @@ _ARGUMENTS: tuple[tuple[str, Any], ...] = (
 )  # fmt: skip
 
 
-def fit(node: Node, region: Region, on_cpu: bool) -> tuple[str, str] | None:
+def fit(
+    node: Node, region: Region, on_cpu: bool, known: Callable[[], Known]
+) -> tuple[str, str] | None:
     """Call `fx_fuser::attention` where torch would take the formula, and need not.
 
     Returns (what was in the way, ""), or ("", why it stays the formula); None if a kernel takes it.
@@ -38,27 +43,52 @@ def fit(node: Node, region: Region, on_cpu: bool) -> tuple[str, str] | None:
         return None
     if type(was) is not FakeTensor or was.dtype not in SIXTEEN_BITS:
         return None
-    sizes = [n for node in tensors for t in [meta_tensor(node)] for n in (*t.shape, *t.stride())]  # type: ignore[union-attr]
-    numbers = (call.dropout, call.causal, call.scale, call.gqa)
-    if not all(isinstance(n, int) for n in sizes) or any(isinstance(n, Node) for n in numbers):
+    sizes = [n for tensor in tensors for n in _sizes(tensor.meta["example_value"])]
+    plain = (call.dropout, call.causal, call.scale, call.gqa)
+    if not all(isinstance(n, int) for n in sizes) or any(isinstance(n, Node) for n in plain):
         return None  # to look at one would fix it, and compile anew for the next
     if was.device.type != ("cpu" if on_cpu else "cuda"):
         return None
-    fakes = Attention(
-        *(v.meta["example_value"] if isinstance(v, Node) else v for v in call.arguments())
-    )
+    fakes = _fakes_of(call)
     why = why_formula(fakes)
     if not why:
         return None
     if fakes.mask is not None and fakes.mask.dtype is not torch.bool:
-        return "", f"{why}; its mask adds numbers, of which a kernel may lose a hidden row"
+        numbers = held(call.mask, known())
+        if not _is_taken_as_it_is(fakes.mask, numbers, was, region):
+            return "", f"{why}; its mask is of {fakes.mask.dtype}, and a kernel would round it"
+        call = replace(call, absorbs=_may_absorb(numbers, was.dtype))
+        fakes = replace(fakes, absorbs=call.absorbs)
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
             left, now = why_formula(fitted(fakes)[0]), ATTENTION(*fakes.arguments())
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
         return "", f"{why}; another form fails: {type(error).__name__}: {error}"
     reason = left or _replace(node, call, was, now)
     return ("", f"{why}; {reason}") if reason else (why, "")
+
+
+def _sizes(tensor: Tensor) -> tuple[Any, ...]:
+    return *tensor.shape, *tensor.stride(), tensor.storage_offset()
+
+
+def _fakes_of(call: Attention) -> Attention:
+    return Attention(
+        *(v.meta["example_value"] if isinstance(v, Node) else v for v in call.arguments())
+    )
+
+
+def _is_taken_as_it_is(mask: Tensor, numbers: Held | None, was: Tensor, region: Region) -> bool:
+    """Does a mask of the result's dtype add the same numbers as this one?  torch's formula adds an
+    fp32 mask to fp32 scores, but autocast rounds it before."""
+    if mask.dtype == was.dtype or (numbers is not None and numbers.is_exact(was.dtype)):
+        return True
+    with region.autocast():
+        return torch.is_autocast_enabled(was.device.type)
+
+
+def _may_absorb(numbers: Held | None, dtype: torch.dtype) -> bool:
+    return numbers is None or not (numbers.rows or numbers.cast(dtype).is_near)
 
 
 def _call_of(node: Node) -> Attention:

@@ -13,6 +13,7 @@ mask reads none of the model's inputs, so it is the same in every call: it is ev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,7 @@ from fx_fuser.graph.read.nodes import (
 from fx_fuser.graph.read.view import Region
 from fx_fuser.passes import attention, strides
 from fx_fuser.passes.attention import ATTENTIONS
+from fx_fuser.passes.bounds import Known, name_of_call
 
 # The operations that masks are made of: none is random, waits for another process, or returns
 # memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
@@ -111,6 +113,11 @@ class _Scope:
     def before(self, at: int) -> _Scope:
         return replace(self, nodes=self.nodes[:at])
 
+    def written(self) -> set[Any]:
+        """The memory that something writes to."""
+        outer = set() if self.outer is None else self.outer.written()
+        return outer | storages(n for nodes in self.writes.values() for n in nodes)
+
     def all_given(self) -> dict[Node, Node]:
         outer = {} if self.outer is None else self.outer.all_given()
         return {**outer, **self.given}
@@ -143,11 +150,25 @@ class Reader:
                 continue
             if (mask := _mask_of(node)) is not None:
                 found.append(_without_mask(node, mask, scope.before(at), region, known))
-            fitted = attention.fit(node, region, on_cpu)
+            tells = functools.partial(_known, scope.before(at))
+            fitted = attention.fit(node, region, on_cpu, tells)
             if fitted is not None:
                 why, stays = fitted
                 found.append(Mask(node, FORM if why else FORMULA, why or stays))
         return found
+
+
+def _known(scope: _Scope) -> Known:
+    """What a graph tells of a node's numbers."""
+
+    def value(node: Node) -> Tensor | None:
+        try:
+            made = _evaluated(node, _makers([node], scope), scope.all_given())
+            return None if torch._C._functorch.is_functorch_wrapped_tensor(made) else made
+        except Exception:  # the user's program may raise anything
+            return None
+
+    return Known(functools.cache(value), scope.all_given(), frozenset(scope.written()))
 
 
 def _without_mask(
@@ -229,7 +250,7 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
             written = scope.writes.get(node, ()) if node not in makers else ()
             if not makers.isdisjoint(written) or not memory.isdisjoint(storages(written)):
                 todo.append(node)
-    if any(_name_of_call(n) == "add_batch_dim" for n in makers):
+    if any(name_of_call(n) == "add_batch_dim" for n in makers):
         makers.update(n for n in scope.nodes if n.target in _NESTING)
     for node in makers:
         like = _like(node)
@@ -246,20 +267,13 @@ def _makers(masks: Sequence[Node], scope: _Scope) -> list[Node]:
 
 def _like(node: Node) -> Node | None:
     """The argument of which the node reads shape, dtype and device, and no values."""
-    first = node.args[0] if _name_of_call(node) in _LIKE and node.args else None
+    first = node.args[0] if name_of_call(node) in _LIKE and node.args else None
     return first if isinstance(first, Node) else None
 
 
 def _values_read(node: Node) -> tuple[Node, ...]:
-    rest = node.args[1:] if _name_of_call(node) in _LIKE else node.args
+    rest = node.args[1:] if name_of_call(node) in _LIKE else node.args
     return tuple(dict.fromkeys(nodes_in((rest, node.kwargs))))
-
-
-def _name_of_call(node: Node) -> str:
-    """`and` of `operator.and_`, `Tensor.__and__`; `masked_fill` of `masked_fill_`, and of ATen's
-    `masked_fill.Scalar`."""
-    target = getattr(node.target, "_overloadpacket", node.target)
-    return str(getattr(target, "__name__", target)).strip("_")
 
 
 def _check(node: Node) -> None:
@@ -270,7 +284,7 @@ def _check(node: Node) -> None:
     if node.op == "call_function":  # a function of the user's may have any name
         module = getattr(node.target, "__module__", None) or "builtins"
         is_call = module in _MODULES
-    if not is_call or _name_of_call(node) not in _RUN_AHEAD:
+    if not is_call or name_of_call(node) not in _RUN_AHEAD:
         raise _Stays(f"its mask is made by {statement(node)}, which is not run ahead")
     value = node.meta.get("example_value")
     if isinstance(value, Tensor):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 STRIDES = "tests/passes/test_masks_strides.py"
 FORMS = "tests/passes/test_attention_forms.py"
+BIAS = "tests/passes/test_attention_bias.py"
+ROWS = f"{BIAS}::test_rows_that_a_kernel_is_not_asked_for"
+BOUNDS = "tests/passes/test_bounds.py"
 PADDING = "tests/passes/test_padding.py"
 KEPT = f"{STRIDES}::test_results_keep_eagers_strides_and_values"
 VALUES = f"{FORMS}::test_values_gradients_and_strides"
@@ -34,7 +37,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: a row whose keys are all hidden is 0",
         "ops/attention.py",
-        "if seen is not None:",
+        "if rows is not None:",
         "if False:",
         (
             f"{FORMS}::test_rows_whose_keys_are_all_hidden[bool]",
@@ -42,17 +45,66 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "forms: no mask that adds numbers",
+        "bias: no kernel adds log(S) to a large number",
+        "ops/attention.py",
+        "few = few - far",
+        "few = few - 0 * far",
+        (f"{BIAS}::test_what_kernels_add_is_near_0_and_exact[-1000000000.0]",),
+    ),
+    (
+        "bias: no score beside what absorbs it",
+        "ops/attention.py",
+        "absorbed = (largest.abs() >= _ABSORBING)",
+        "absorbed = (largest.abs() >= torch.inf)",
+        (f"{ROWS}[-3.3895313892515355e+38-nothing]", f"{ROWS}[-1e+20-all]"),
+    ),
+    (
+        "bias: keys have gradients where the query is 0",
+        "ops/attention.py",
+        "torch.where(rows, q, 0.0)",
+        "torch.where(rows, zero, 0.0)",
+        (f"{ROWS}[-3.3895313892515355e+38-but the mask]",),
+    ),
+    (
+        "bias: a trained one needs aligned tensors",
+        "ops/attention.py",
+        "return trained and tensor.itemsize == 2",
+        "return False and tensor.itemsize == 2",
+        (f"{BIAS}::test_a_learned_bias[a slice that is not aligned]",),
+    ),
+    (
+        "bias: none that a kernel would round",
         "passes/attention.py",
-        "fakes.mask.dtype is not torch.bool:",
-        "False:",
-        (f"{FORMS}::test_a_mask_that_adds_numbers_stays_with_the_formula",),
+        "if not _is_taken_as_it_is(",
+        "if False and not _is_taken_as_it_is(",
+        (f"{BIAS}::test_an_fp32_mask_that_a_kernel_would_round_stays_with_the_formula",),
+    ),
+    (
+        "bounds: what is written to is not known",
+        "passes/bounds.py",
+        "if None in memory or memory & known.written:",
+        "if None in memory:",
+        (f"{BOUNDS}::test_not_known_to_be_moderate[filled and written to]",),
+    ),
+    (
+        "bounds: a row's only moderate number may be hidden",
+        "passes/bounds.py",
+        "return self.is_near and -math.inf not in self.numbers",
+        "return self.is_near",
+        (f"{BOUNDS}::test_not_known_to_be_moderate[the least beside what is hidden]",),
+    ),
+    (
+        "bounds: what was a column is no row",
+        "passes/bounds.py",
+        "keeps = name in _BY_ROWS and was",
+        "keeps = was",
+        (f"{BOUNDS}::test_not_known_to_be_moderate[rows that were columns]",),
     ),
     (
         "forms: the scale is that of the head without zeros",
         "ops/attention.py",
-        "scale=head**-0.5 if call.scale is None else call.scale",
-        "scale=call.scale",
+        "if q.shape[-1] != head and scale is None:",
+        "if False:",
         (f"{VALUES}[heads of 12 and a mask]",),
     ),
     (
