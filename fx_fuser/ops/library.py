@@ -17,8 +17,8 @@ pattern, and no cache by name or number can be stale:
     out           dtype of the result
     native        kernel op and autograd.Function, or plain torch ops
 
-Where y alone is wanted, AOTAutograd sees `fx_fuser::evaluate` in the kernel op's place, to which
-the call is a text (`fx_fuser.ops.evaluate`).
+Where y alone is wanted, AOTAutograd sees `fx_fuser::run` in the kernel op's place, to which the
+call is a text (`fx_fuser.ops.run`).
 
 The kernel op also takes `kernels`, on CUDA the names of `apply.forward_specs`, which
 `fx_fuser.native.load` has loaded; and `save`: return c, else an empty tensor in its place.
@@ -42,7 +42,7 @@ from fx_fuser.kernels import KERNELS
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
-from fx_fuser.ops import apply, evaluate, folded, plain  # noqa: F401  (plain defines ops)
+from fx_fuser.ops import apply, folded, plain, run  # noqa: F401  (plain defines ops)
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _EPILOGUE_SCHEMA = "str epilogue, Tensor[] t, float[] s"
@@ -94,6 +94,7 @@ def _define_kernel(anchor: Anchor) -> None:
     _LIBRARY.impl(name, functools.partial(kernel_in_torch, anchor, False), "CPU")
     fake = functools.partial(kernel_in_torch, anchor, True)
     torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
+    run.define(anchor.kind, functools.partial(kernel_in_torch, anchor, False), fake)
 
 
 def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
@@ -181,11 +182,8 @@ class FusedCall:
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor]
     ) -> Callable[[], Tensor]:
         """y alone, as a compiled graph calls it in inference."""
-        op, *arguments = self._kernel_call(operands, t, save=False)
-        brief = evaluate.arguments(op, arguments)
-        if brief is None:
-            return lambda: op(*arguments)[0]
-        return functools.partial(torch.ops.fx_fuser.evaluate.default, *brief)
+        _, *arguments = self._kernel_call(operands, t, save=False)
+        return functools.partial(run.OP, *run.arguments(self.anchor.kind, arguments))
 
     def _kernel_call(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
@@ -431,7 +429,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
     epilogue = parse(text)
     with torch.autocast(operands["x"].device.type, enabled=False):
         if config.get("product") == FOLDED:  # plan has seen that nothing needs a gradient
-            return [folded.run(operands, config, epilogue, t, compute)]
+            return [folded.call(operands, config, epilogue, t, compute)]
         for name in anchor.cast:
             if operands[name] is not None:
                 operands[name] = operands[name].to(compute)
@@ -457,8 +455,8 @@ def _define_composite(anchor: Anchor) -> None:
         f"{anchor.kind}({anchor.schema}, {_EPILOGUE_SCHEMA}, ScalarType compute, ScalarType out, "
         "bool native) -> Tensor[]"
     )
-    run = functools.partial(_composite, anchor)
-    _LIBRARY.impl(anchor.kind, run, "CompositeImplicitAutograd")
+    body = functools.partial(_composite, anchor)
+    _LIBRARY.impl(anchor.kind, body, "CompositeImplicitAutograd")
 
 
 for _anchor in ANCHORS.values():
@@ -478,8 +476,6 @@ def contract() -> list[str]:
         "split_product",
         "exact_product",
         "fold",
-        "conv2d_folded",
-        "evaluate",
     ]
     names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
     schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]

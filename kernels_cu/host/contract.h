@@ -14,9 +14,7 @@
 
 #include "host/conv.h"
 #include "host/conv_backward.h"
-#include "host/evaluate.h"
 #include "host/fold.h"
-#include "host/folded.h"
 #include "host/linear.h"
 #include "host/pointwise.h"
 
@@ -36,8 +34,6 @@ constexpr std::string_view kBackwardNames = "epilogue, t, s, kernels, dy, produc
   OP(conv2d_backward, kConvNames, kBackwardNames, "")                                \
   OP(conv2d_batchnorm_kernel, kConvBatchNormNames, kForwardNames, "y, c, mean, var") \
   OP(conv2d_batchnorm_backward, kConvBatchNormNames, kBackwardNames, "")             \
-  OP(conv2d_folded, kFoldedNames, std::string_view(), "")                            \
-  OP(evaluate, std::string_view("tensors, call"), std::string_view(), "")            \
   OP(fold, kFoldNames, std::string_view(), "")                                       \
   OP(split_product, std::string_view("a, b, kernel"), std::string_view(), "")        \
   OP(exact_product, std::string_view("a, b, kernel"), std::string_view(), "")

@@ -10,7 +10,6 @@
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
-#include "host/evaluate.h"
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/implicit.h"
@@ -19,6 +18,7 @@
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/pointwise.h"
+#include "host/run.h"
 #include "host/stem.h"
 
 namespace fx_fuser {
@@ -101,6 +101,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
 #define FX_FUSER_IMPL(function, ...) m.impl(#function, TORCH_BOX(function));
   FX_FUSER_OPS(FX_FUSER_IMPL)
 #undef FX_FUSER_IMPL
+  m.impl("run", TORCH_BOX(&run));
 }
 
 }  // namespace fx_fuser

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.epilogue import Epilogue, parse
-from fx_fuser.ops import apply, evaluate
+from fx_fuser.ops import apply, run
 from fx_fuser.ops.library import FusedCall
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
@@ -79,10 +79,10 @@ class Called:
 
     def evaluated(self) -> Tensor:
         """y alone, by the op of inference."""
-        brief = evaluate.arguments(*self.arguments(save=False))
-        assert brief is not None
+        _, arguments = self.arguments(save=False)
+        given = run.arguments(self.call.anchor.kind, arguments)
         with emulator.memory():
-            y: Tensor = evaluate.OP._op_dk(EMULATED, *brief).clone()
+            y: Tensor = run.OP._op_dk(EMULATED, *given).clone()
         return y
 
     def exact(self) -> list[Tensor]:
@@ -215,6 +215,20 @@ def test_without_a_kernel_the_librarys_gemm_is_the_result(gpu: EmulatedGpu) -> N
     (y, _), launches = called.run()
     assert called.specs == [] and launches == 0
     assert torch.equal(y, operands["x"] @ operands["weight"])
+
+
+def test_what_the_shim_does_not_take_is_made_in_torch(gpu: EmulatedGpu) -> None:
+    """Here an image in planes, and one that is padded by a size of the call."""
+    x, weight = torch.randn(2, 3, 9, 8), torch.randn(4, 3, 3, 3)
+    given = run.arguments("conv2d_folded", (x, weight, None, None, [1, 1], [1, 0], [1, 1], 1, True))
+    by_size = given[0], [1], given[2].replace("#2 i1 i0", "#2 n i0")
+    assert by_size[2] != given[2]
+    for arguments in (given, by_size):
+        with emulator.memory():
+            y = run.OP._op_dk(EMULATED, *arguments)
+        assert torch.equal(y, torch.nn.functional.conv2d(x, weight, padding=(1, 0)).relu())
+    with emulator.memory(), pytest.raises(RuntimeError, match="2 tensors and 0 sizes, not 2 and 1"):
+        run.OP._op_dk(EMULATED, by_size[0], [], by_size[2])
 
 
 def test_a_kernel_that_is_not_loaded_is_named(gpu: EmulatedGpu) -> None:

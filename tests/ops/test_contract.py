@@ -76,8 +76,8 @@ def test_the_real_shim_says_what_the_documented_schemas_are():
     named = {schema.split("(")[0].removeprefix("fx_fuser::"): schema for schema in schemas}
     assert list(named) == [
         *("linear_kernel", "matmul_kernel", "bmm_kernel", "conv2d_kernel", "conv2d_backward"),
-        *("conv2d_batchnorm_kernel", "conv2d_batchnorm_backward", "conv2d_folded"),
-        *("evaluate", "fold", "split_product", "exact_product"),
+        *("conv2d_batchnorm_kernel", "conv2d_batchnorm_backward"),
+        *("fold", "split_product", "exact_product"),
     ]
     assert named["bmm_kernel"] == (
         "fx_fuser::bmm_kernel(Tensor x, Tensor weight, str product, str backward, bool again, "
