@@ -175,7 +175,7 @@ def bound(
 
     def convolution(*args: Any) -> Callable[[], Tensor]:
         called = run.arguments("conv2d_folded", (x, weight, *args))
-        return functools.partial(run.OP, *called)
+        return functools.partial(run.ONE, *called)
 
     if epilogue.steps:
         found = addend_of_relu(epilogue)

@@ -1,6 +1,8 @@
-"""The op that graphs call for all that fx_fuser runs, of which y alone is wanted.
+"""The ops that graphs call for what fx_fuser runs: one family for all, forward and backward.
 
-    fx_fuser::run(Tensor[] t, SymInt[] sizes, str program) -> Tensor
+    fx_fuser::run(Tensor[] t, SymInt[] sizes, str program) -> Tensor       y alone
+    fx_fuser::run.many                                     -> Tensor[]     all results
+    fx_fuser::run.in_torch                                 -> Tensor[]     by torch's operations
 
 `program` is the name of a function and its arguments, `t` those that are tensors, `sizes` those
 that are known at the call only. What an op takes the host is mostly its arguments, which torch
@@ -23,6 +25,7 @@ Words stand between single spaces. An argument's first letter says what it is:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +39,15 @@ from torch.fx import Node
 from fx_fuser.native.kernel_spec import CUDA_TYPES
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-_LIBRARY.define("run(Tensor[] t, SymInt[] sizes, str program) -> Tensor")
-_LIBRARY.define("run_in_torch(Tensor[] t, int[] sizes, str program) -> Tensor[]")
-OP = torch.ops.fx_fuser.run.default
+_CALL = "(Tensor[] t, SymInt[] sizes, str program)"
+_LIBRARY.define(f"run{_CALL} -> Tensor")
+_LIBRARY.define(f"run.many{_CALL} -> Tensor[]")
+_LIBRARY.define(f"run.in_torch{_CALL} -> Tensor[]")
+ONE = torch.ops.fx_fuser.run.default
+MANY = torch.ops.fx_fuser.run.many
+IN_TORCH = torch.ops.fx_fuser.run.in_torch
 _DTYPES = {name: dtype for dtype, name in CUDA_TYPES.items()}
-Arguments = tuple[list[Tensor], list[Any], str]  # of the op; a size is an int or a torch.SymInt
+Arguments = tuple[list[Tensor], list[Any], str]  # of an op; a size is an int or a torch.SymInt
 
 
 # ---- functions -----------------------------------------------------------------------------------
@@ -65,38 +72,48 @@ def define(
     _functions[name] = _Function(in_torch, like)
 
 
-def _found(fake: bool, t: Sequence[Tensor], sizes: Sequence[int], program: str) -> Sequence[Tensor]:
+def _many(fake: bool, t: Sequence[Tensor], sizes: Sequence[int], program: str) -> list[Tensor]:
     name, filled = read(program)
+    if name not in _functions:
+        raise RuntimeError(f"fx_fuser: run knows no function {name}")
     function = _functions[name]
-    return (function.like if fake else function.in_torch)(*filled(t, sizes))
+    with _named(name):
+        return [*(function.like if fake else function.in_torch)(*filled(t, sizes))]
 
 
-def _run(fake: bool, t: Sequence[Tensor], sizes: Sequence[int], program: str) -> Tensor:
-    return _found(fake, t, sizes, program)[0]
+def _named(name: str) -> Any:
+    """What a profiler sees."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"fx_fuser::run {name}")
+    return contextlib.nullcontext()
 
 
-_LIBRARY.impl("run", functools.partial(_run, False), "CPU")
-torch.library.register_fake("fx_fuser::run", functools.partial(_run, True), lib=_LIBRARY)
-_LIBRARY.impl(
-    "run_in_torch",
-    lambda *given: [*_found(False, *given)],
-    "CompositeExplicitAutograd",
-)
+def _one(fake: bool, *given: Any) -> Tensor:
+    return _many(fake, *given)[0]
+
+
+for _name, _made, _key in (
+    ("run", _one, "CPU"),  # on CUDA: kernels_cu/host/run.h
+    ("run.many", _many, "CPU"),
+    ("run.in_torch", _many, "CompositeExplicitAutograd"),
+):
+    _LIBRARY.impl(_name, functools.partial(_made, False), _key)
+    torch.library.register_fake(f"fx_fuser::{_name}", functools.partial(_made, True), lib=_LIBRARY)
 
 
 # ---- programs ------------------------------------------------------------------------------------
 
 
 def arguments(function: str, args: Sequence[Any]) -> Arguments:
-    """The arguments of the op for a call of this function."""
+    """The arguments of an op for a call of this function."""
     tensors: list[Tensor] = []
     sizes: list[Any] = []
     return tensors, sizes, " ".join((function, *_words(args, tensors, sizes)))
 
 
 def called(node: Node) -> tuple[Any, Sequence[Any]]:
-    """What a node calls and its arguments; of the op, the function's name and its arguments."""
-    if node.target is not OP:
+    """What a node calls and its arguments; of such an op, the function's name and its arguments."""
+    if node.target not in (ONE, MANY, IN_TORCH):
         return node.target, node.args
     t, sizes, program = node.args
     name, filled = read(program)  # type: ignore[arg-type]

@@ -41,12 +41,7 @@ _aten = torch.ops.aten
 _FOLD = torch.ops.fx_fuser.fold.default
 _CONVOLUTION = "conv2d_folded"
 _WEIGHT, _BIAS, _ADDEND, _RELU = 1, 2, 3, 8  # places of its arguments
-_KERNEL_OPS = {
-    "conv2d",
-    "conv2d_batchnorm",
-    torch.ops.fx_fuser.conv2d_kernel.default,
-    torch.ops.fx_fuser.conv2d_batchnorm_kernel.default,
-}
+_OF_KERNELS = {"conv2d", "conv2d_batchnorm"}
 _RESHAPES = {_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default}
 _MOST_BYTES = 4 << 20  # of the folded weights of one call: 1 % of an activation of a large batch
 
@@ -63,7 +58,7 @@ class Folding(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for other in each_pass(self.before):
             other(graph)
-        calls = graph.find_nodes(op="call_function", target=run.OP)
+        calls = graph.find_nodes(op="call_function", target=run.ONE)
         folded = [node for node in calls if run.called(node)[0] == _CONVOLUTION]
         for node in folded:
             _move_shift(graph, node)
@@ -196,7 +191,7 @@ def _addends(graph: Graph) -> list[tuple[Node, Node]]:
     found = []
     for node in graph.nodes:
         op, args = run.called(node)
-        if op == _CONVOLUTION or op in _KERNEL_OPS:
+        if op == _CONVOLUTION or op in _OF_KERNELS:
             others = (n for n in node.all_input_nodes if n not in (args[0], args[_WEIGHT]))
             found += [(node, n) for n in others if _is_image(n)]
     return found
@@ -215,7 +210,7 @@ def _follow_layout(node: Node) -> None:
     op, args = run.called(node)
     named = (KERNELS[name] for name in args if isinstance(name, str) and name in KERNELS)
     kernel = next((kernel for kernel in named if kernel.any_layout), None)
-    if op not in _KERNEL_OPS or kernel is None:
+    if op not in _OF_KERNELS or kernel is None:
         return
     weight = args[_WEIGHT]
     asks = kernel.weight_follows and is_window(weight.meta["val"])

@@ -18,7 +18,7 @@ namespace {
 template <size_t kCount>
 Made dispatched(const char* op, std::array<StableIValue, kCount>& stack) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
-  return {torch::stable::detail::to<Tensor>(stack[0]), {}, {}, {}};
+  return Made(torch::stable::detail::to<Tensor>(stack[0]));
 }
 
 // torch's fused call does not split large tensors.

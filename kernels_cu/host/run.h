@@ -1,5 +1,5 @@
-// fx_fuser::run on CUDA: a function of which y alone is wanted, all whose arguments but its tensors
-// and sizes are a text. fx_fuser/ops/run.py says why, and what the text is.
+// fx_fuser::run on CUDA: a function, all whose arguments but its tensors and sizes are a text.
+// fx_fuser/ops/run.py says why, and what the text is.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "host/conv.h"
+#include "host/conv_backward.h"
 #include "host/folded.h"
 #include "host/linear.h"
 #include "host/made.h"
@@ -267,6 +268,8 @@ Program program_of(const std::string& program) {
   if (name == "bmm") return program_of(make_bmm, text);
   if (name == "conv2d") return program_of(make_conv2d, text);
   if (name == "conv2d_batchnorm") return program_of(make_conv2d_batchnorm, text);
+  if (name == "conv2d_backward") return program_of(conv2d_backward, text);
+  if (name == "conv2d_batchnorm_backward") return program_of(conv2d_batchnorm_backward, text);
   if (name == "conv2d_folded") return program_of(conv2d_folded, text);
   STD_TORCH_CHECK(false, "fx_fuser: run knows no function ", name);
 }
@@ -281,23 +284,31 @@ const Program& known_program(const std::string& program) {
                               : known.emplace(program, program_of(program)).first->second;
 }
 
-std::vector<Tensor> run_in_torch(const Given& given, const std::string& program) {
+Made made_in_torch(const Given& given, const std::string& program) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(given.t), from(given.sizes), from(program)};
   TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("fx_fuser::run_in_torch", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
+      torch_call_dispatcher("fx_fuser::run", "in_torch", stack.data(), TORCH_ABI_VERSION));
+  return Made(torch::stable::detail::to<std::vector<Tensor>>(stack[0]));
+}
+
+Made made_by(const Given& given, const std::string& program) {
+  const Program& known = known_program(program);
+  STD_TORCH_CHECK(given.t.size() == known.tensors && given.sizes.size() == known.sizes,
+                  "fx_fuser: run has ", given.t.size(), " tensors and ", given.sizes.size(),
+                  " sizes, not ", known.tensors, " and ", known.sizes);
+  std::optional<Made> made = known.run(given);
+  return made ? *std::move(made) : made_in_torch(given, program);
 }
 
 Tensor run(const std::vector<Tensor>& t, const std::vector<int64_t>& sizes,
            const std::string& program) {
-  const Program& known = known_program(program);
-  STD_TORCH_CHECK(t.size() == known.tensors && sizes.size() == known.sizes, "fx_fuser: run has ",
-                  t.size(), " tensors and ", sizes.size(), " sizes, not ", known.tensors, " and ",
-                  known.sizes);
-  const Given given{t, sizes};
-  std::optional<Made> made = known.run(given);
-  return made ? std::move(made->y) : run_in_torch(given, program)[0];
+  return made_by({t, sizes}, program).y;
+}
+
+std::vector<Tensor> run_many(const std::vector<Tensor>& t, const std::vector<int64_t>& sizes,
+                             const std::string& program) {
+  return made_by({t, sizes}, program).all();
 }
 
 }  // namespace

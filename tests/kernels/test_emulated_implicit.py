@@ -74,20 +74,19 @@ def test_the_op_that_graphs_call(gpu: EmulatedGpu, save: bool) -> None:
     call = timed.call("implicit")
     arguments = (*timed.operands().values(), *call.config.values())
     tail = (call.epilogue.text, timed.t, [], [spec.name for spec in specs], torch.bfloat16, save)
-    op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
+    given = run.arguments("conv2d_batchnorm", (*arguments, *tail))
     launches = emulator.ops.launches.default()
     with emulator.memory():
-        y, c, *_ = op._op_dk(EMULATED, *arguments, *tail)
-        y, c = y.clone(), c.clone()
+        y, *saved = (v.clone() for v in run.MANY._op_dk(EMULATED, *given))
     assert emulator.ops.launches.default() == launches + 1
-    given = run.arguments("conv2d_batchnorm", (*arguments, *tail))
     for _ in range(2):  # the text is read, then known
         with emulator.memory():
-            assert torch.equal(run.OP._op_dk(EMULATED, *given), y)
+            assert torch.equal(run.ONE._op_dk(EMULATED, *given), y)
     assert emulator.ops.launches.default() == launches + 3
     assert y.stride() == timed.out.stride()
     assert sm90.relative(y, timed.exact()) <= conv_sm90.ROUNDED[torch.bfloat16]
-    if save:
+    assert len(saved) == save
+    for c in saved:
         exact = timed.window.convolve(timed.x.double(), timed.weight.double())
         assert c.stride() == timed.out.stride()
         assert sm90.relative(c, exact) <= conv_sm90.ROUNDED[torch.bfloat16]
@@ -118,5 +117,5 @@ def test_programs_that_run_refuses(gpu: EmulatedGpu, program: str, tensors: int)
     with emulator.memory():
         launches = emulator.ops.launches.default()
         with pytest.raises(RuntimeError, match="fx_fuser: "):
-            run.OP._op_dk(EMULATED, t, [], program)
+            run.ONE._op_dk(EMULATED, t, [], program)
         assert emulator.ops.launches.default() == launches

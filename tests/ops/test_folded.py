@@ -112,7 +112,7 @@ def test_ops_keep_their_contracts() -> None:
             *others, relu = arguments
             called = (x, weight, *others, [2, 2], [1, 1], [1, 1], 1, relu)
             given = run.arguments("conv2d_folded", called)
-            torch.library.opcheck(run.OP, given, test_utils=tests)
+            torch.library.opcheck(run.ONE, given, test_utils=tests)
 
 
 # ---- through the backend, on a CPU ---------------------------------------------------------------
