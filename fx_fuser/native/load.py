@@ -168,10 +168,7 @@ def _get_proc_address() -> int:
 
 
 def _check_contract() -> None:
-    """Compares what C++ assumes of Python with what Python has.
-
-    The dispatcher does not: an op in C++ reads its arguments off a stack, by position.
-    """
+    """Compares what C++ assumes of Python with what Python has."""
     if _expected is None:
         return
     found = torch.ops.fx_fuser_native.contract.default()
@@ -192,9 +189,9 @@ def _check_contract() -> None:
 
 
 def _subject(line: str) -> str:
-    """The subject of a contract's line: `limit tensors`, `schema fx_fuser::conv2d_kernel`..."""
+    """The subject of a contract's line: `limit tensors`, `leaves`..."""
     kind, _, rest = line.partition(" ")
-    return f"{kind} {rest.split('(')[0].split()[0]}" if kind in ("limit", "schema") else kind
+    return f"{kind} {rest.split()[0]}" if kind == "limit" else kind
 
 
 def _load(op: str, *arguments: object) -> int:

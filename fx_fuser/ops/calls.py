@@ -48,7 +48,7 @@ def fused_call(match: Match, choices: Mapping[str, Any]) -> FusedCall:
     """The call that the match becomes."""
     bound, out = match.bound, meta_tensor(match.root).dtype  # type: ignore[union-attr]
     anchor, config = ANCHORS[match.site.kind], config_of(match, choices)
-    return FusedCall(anchor, config, bound.epilogue, list(bound.numbers), out)
+    return FusedCall(anchor, config, bound.epilogue, [*map(float, bound.numbers)], out)
 
 
 def fake_tensors(match: Match) -> list[Tensor]:

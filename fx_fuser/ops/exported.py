@@ -30,14 +30,15 @@ from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.errors import BuildError, FxFuserError
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.native import load
-from fx_fuser.ops.library import FusedCall, argument_names, kernel_in_torch, split_arguments
+from fx_fuser.ops import run
+from fx_fuser.ops.library import FusedCall, argument_names, forward_in_torch, split_arguments
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _SCHEMA = "str epilogue, Tensor[]? t, str s, str compute, str out"
 _OVERLOAD = "import_fx_fuser"
 Kernel = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Tensor]  # of operands and t
 
-_kernels: dict[tuple[Any, ...], Kernel | None] = {}  # what a call depends on → its kernel op
+_kernels: dict[tuple[Any, ...], Kernel | None] = {}  # what a call depends on → the call
 
 
 def op_of(kind: str) -> torch._ops.OpOverload:
@@ -78,7 +79,7 @@ def _run(anchor: Anchor, fake: bool, *args: Any) -> Tensor:
             if kernel is not None:
                 return kernel(tensors, t)
         rest: tuple[Any, ...] = (text, t, numbers, [], dtype, False)
-        return kernel_in_torch(anchor, fake, *tensors, *config.values(), *rest)[0]
+        return forward_in_torch(anchor, fake, *tensors, *config.values(), *rest)[0]
 
 
 # ---- on CUDA -----------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def _kernel(
     numbers: Sequence[float],
     out: torch.dtype,
 ) -> Kernel | None:
-    """The kernel op, its kernels loaded, with all its arguments but the tensors.
+    """A call of the kernel op, its kernels loaded, that lacks the tensors alone.
 
     None if no kernel can be loaded here, which one warning tells.
     """
@@ -129,15 +130,13 @@ def _prepared(
             stacklevel=2,
         )
         return None
-    op = getattr(torch.ops.fx_fuser, f"{call.anchor.kind}_kernel").default
-    config, text, numbers = [*call.config.values()], call.epilogue.text, call.s
-    names = [spec.name for spec in specs]
+    _, _, program = call.arguments(operands, t, save=False)
 
-    def run(operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> Tensor:
-        result: Tensor = op(*operands, *config, text, t, numbers, names, call.out, False)[0]
+    def kernel(operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> Tensor:
+        result: Tensor = run.ONE([v for v in (*operands, *t) if v is not None], [], program)
         return result
 
-    return run
+    return kernel
 
 
 # ---- definitions -------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from fx_fuser.anchors.conv2d import memory_format_of, padded, per_channel
 from fx_fuser.graph.epilogue import Epilogue, accumulation_dtype
 from fx_fuser.kernels.folded import addend_of_relu, fold_spec
 from fx_fuser.native import load
+from fx_fuser.ops import run
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _CHANNELS_LAST = torch.channels_last
@@ -126,13 +127,6 @@ torch.library.register_fake("fx_fuser::fold", _fold_like, lib=_LIBRARY)
 # ---- the convolution ----------------------------------------------------------------------------
 
 
-_SCHEMA = (
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? addend, int[] stride, int[] padding, "
-    "int[] dilation, int groups, bool relu) -> Tensor"
-)
-_LIBRARY.define(f"conv2d_folded{_SCHEMA}")
-
-
 def _conv2d_folded_in_torch(
     x: Tensor,
     weight: Tensor,
@@ -143,30 +137,27 @@ def _conv2d_folded_in_torch(
     dilation: Sequence[int],
     groups: int,
     relu: bool,
-) -> Tensor:
+) -> list[Tensor]:
     z = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     z = z if addend is None else z + addend
-    return (z.relu() if relu else z).contiguous(memory_format=memory_format_of(x))
+    return [(z.relu() if relu else z).contiguous(memory_format=memory_format_of(x))]
 
 
-def _conv2d_folded_like(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+def _conv2d_folded_like(x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
     stride, padding, dilation, groups = args[2:6]
     geometry = (stride, padding, dilation, False, [0, 0], groups)
     z = torch.ops.aten.convolution.default(x, weight, None, *geometry)
-    return torch.empty_like(z, memory_format=memory_format_of(x))
+    return [torch.empty_like(z, memory_format=memory_format_of(x))]
 
 
-_LIBRARY.impl("conv2d_folded", _conv2d_folded_in_torch, "CPU")
-# On CUDA kernels_cu/host/folded.h calls cuDNN; what that does not take goes to `_in_torch`.
-_LIBRARY.define(f"conv2d_folded_in_torch{_SCHEMA}")
-_LIBRARY.impl("conv2d_folded_in_torch", _conv2d_folded_in_torch, "CUDA")
-torch.library.register_fake("fx_fuser::conv2d_folded", _conv2d_folded_like, lib=_LIBRARY)
+# On CUDA kernels_cu/host/folded.h calls cuDNN.
+run.define("conv2d_folded", _conv2d_folded_in_torch, _conv2d_folded_like)
 
 
 # ---- a site, in these ops -----------------------------------------------------------------------
 
 
-def run(
+def call(
     operands: Operands,
     config: Config,
     epilogue: Epilogue,
@@ -190,7 +181,7 @@ def bound(
     compute: torch.dtype,
     fold: Callable[..., list[Tensor]],
 ) -> Callable[[], Tensor]:
-    """What `run` runs once the weight is folded, by `fold`, called as `fold_in_torch` is."""
+    """What `call` runs once the weight is folded, by `fold`, called as `fold_in_torch` is."""
     weight, bias = operands["weight"], operands["bias"]
     if "running_mean" in operands:
         present = {n: operands[n] for n in _VECTORS if operands[n] is not None}
@@ -205,14 +196,18 @@ def bound(
         # of `cat([a, a], 1)` say, and torch's convolution would go by the weight.
         x = x.contiguous(memory_format=_CHANNELS_LAST)
     geometry = (config["stride"], padding, config["dilation"], config["groups"])
-    convolution = torch.ops.fx_fuser.conv2d_folded.default
+
+    def convolution(*args: Any) -> Callable[[], Tensor]:
+        called = run.arguments("conv2d_folded", (x, weight, *args))
+        return functools.partial(run.ONE, *called)
+
     if epilogue.steps:
         found = addend_of_relu(epilogue)
-        addend = t[int(found[1:])] if found else None
-        return functools.partial(convolution, x, weight, bias, addend, *geometry, True)
+        return convolution(bias, t[int(found[1:])] if found else None, *geometry, True)
+    bare = convolution(None, None, *geometry, False)
 
     def alone() -> Tensor:
-        y: Tensor = convolution(x, weight, None, None, *geometry, False)
+        y = bare()
         return y if bias is None else y + per_channel(bias)
 
     return alone

@@ -1,12 +1,12 @@
-"""The torch.library side: one composite op and one kernel op an anchor, and one autograd rule.
+"""The torch.library side: one composite op an anchor, one autograd rule, and what they run.
 
 The graph calls `torch.ops.fx_fuser.<anchor>`, say `linear`. It is CompositeImplicitAutograd:
-AOTAutograd looks through it and sees, on CUDA, the *kernel op* (`fx_fuser::linear_kernel`), which
-has no autograd key; when gradients are needed, inside an autograd.Function whose backward is plain
-torch ops or, for convolutions of few channels, an op of its own (`fx_fuser::conv2d_backward`),
-which recomputes the convolution instead of reading it. `fx_fuser::<anchor>_again` recomputes c
-where option "save" is "memory". On CPU AOTAutograd sees plain torch ops, for the inner compiler to
-fuse.
+AOTAutograd looks through it and sees, on CUDA, `fx_fuser::run` (`fx_fuser.ops.run`), which has no
+autograd key, of the function `linear`; when gradients are needed, inside an autograd.Function whose
+backward is plain torch ops or, for convolutions of few channels, a function of its own
+(`conv2d_backward`), which recomputes the convolution instead of reading it. `<anchor>_again`
+recomputes c where option "save" is "memory". On CPU AOTAutograd sees plain torch ops, for the inner
+compiler to fuse.
 
 All are defined on import. The epilogue is among their arguments, so that nothing here knows a
 pattern, and no cache by name or number can be stale:
@@ -15,13 +15,11 @@ pattern, and no cache by name or number can be stale:
     t, s          the tensors and numbers that it calls t0… and s0…
     compute       dtype of c (under autocast not that of x)
     out           dtype of the result
-    native        kernel op and autograd.Function, or plain torch ops
+    native        `run` and autograd.Function, or plain torch ops
 
-Where y alone is wanted, AOTAutograd sees `fx_fuser::evaluate` in the kernel op's place, to which
-the call is a text (`fx_fuser.ops.evaluate`).
-
-The kernel op also takes `kernels`, on CUDA the names of `apply.forward_specs`, which
-`fx_fuser.native.load` has loaded; and `save`: return c, else an empty tensor in its place.
+The function also takes `kernels`, on CUDA the names of `apply.forward_specs`, which
+`fx_fuser.native.load` has loaded; and `save`: return c, too. Its results are y, c if it is saved,
+and in training the batch's mean and variance.
 """
 
 from __future__ import annotations
@@ -42,13 +40,14 @@ from fx_fuser.kernels import KERNELS
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
-from fx_fuser.ops import apply, evaluate, folded, plain  # noqa: F401  (plain defines ops)
+from fx_fuser.ops import apply, folded, plain, run  # noqa: F401  (plain defines ops)
+from fx_fuser.ops.run import Arguments
 
 _LIBRARY = torch.library.Library("fx_fuser", "DEF")
 _EPILOGUE_SCHEMA = "str epilogue, Tensor[] t, float[] s"
 
 
-# ---- kernel ops: one an anchor, no autograd key ---------------------------------------------
+# ---- functions of programs --------------------------------------------------------------------
 
 
 @functools.cache
@@ -67,8 +66,11 @@ def split_arguments(
     return operands, config, list(args[len(names) :])
 
 
-def kernel_in_torch(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...]:
-    """The kernel op's outputs, or fake ones."""
+def forward_in_torch(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
+    """The results of an anchor's function, or fake ones.
+
+    On CUDA: kernels_cu/host/linear.h and conv.h. In Python a call took 100 us.
+    """
     operands, config, (text, t, s, _, out_dtype, save) = split_arguments(anchor, args)
     outputs = (anchor.forward_like if fake else anchor.forward)(operands, config)
     c = outputs[0]
@@ -79,72 +81,50 @@ def kernel_in_torch(anchor: Anchor, fake: bool, *args: Any) -> tuple[Tensor, ...
     out = c if in_place else anchor.empty_output(c, shape, out_dtype)
     if not fake:
         apply.finish(parse(text), anchor, operands, outputs, config, t, s, out)
-    kept = c if save else c.new_empty(0)
-    return (out, kept, *outputs[1:])
-
-
-def _define_kernel(anchor: Anchor) -> None:
-    name = f"{anchor.kind}_kernel"
-    returns = ", ".join(f"Tensor {p}" for p in ("y", *anchor.outputs))
-    _LIBRARY.define(
-        f"{name}({anchor.schema}, {_EPILOGUE_SCHEMA}, str[] kernels, ScalarType out, bool save) "
-        f"-> ({returns})"
-    )
-    # On CUDA: kernels_cu/host/linear.h and conv.h. In Python a call took 100 us.
-    _LIBRARY.impl(name, functools.partial(kernel_in_torch, anchor, False), "CPU")
-    fake = functools.partial(kernel_in_torch, anchor, True)
-    torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
+    statistics = outputs[1:] if config.get("training") else ()
+    return [out, *([c] if save else []), *statistics]
 
 
 def _backward_from_dy(anchor: Conv2d, fake: bool, *args: Any) -> list[Tensor]:
-    operands, config, (slope, t, s, _, dy, outputs, wanted) = split_arguments(anchor, args)
-    like = {anchor.operands[i]: operands[anchor.operands[i]] for i in wanted}
+    """Gradients of the operands that are `wanted`, from dy and the batch's statistics.
+
+    epilogue: computes dz from dy, which it calls z (`fx_fuser.graph.epilogue.linear_backward`).
+    """
+    operands, config, (slope, t, s, _, dy, statistics, wanted) = split_arguments(anchor, args)
+    like = {name: operands[name] for name in wanted}
     if fake:
         return [torch.empty_like(v, memory_format=torch.contiguous_format) for v in like.values()]
-    c = anchor.recompute(operands, config)
+    outputs = _filled_up(anchor, [anchor.recompute(operands, config), *statistics])
     dz = apply.derivative_in_torch(parse(slope), dy, t, s)
     needs = {n: n in like for n in anchor.operands}
-    grads = anchor.backward(operands, (c, *outputs), config, dz, needs)
+    grads = anchor.backward(operands, outputs, config, dz, needs)
     return [grads[n].to(v.dtype).contiguous() for n, v in like.items()]
 
 
-def _define_backward_from_dy(anchor: Conv2d) -> None:
-    """Gradients of the operands at the places `wanted`, from dy and the outputs that follow c.
+def _filled_up(anchor: Anchor, outputs: Sequence[Any]) -> list[Any]:
+    """The anchor's outputs; None for statistics that there are none of."""
+    return [*outputs, *[None] * (len(anchor.outputs) - len(outputs))]
 
-    epilogue: computes dz from dy, which it calls z (`fx_fuser.graph.epilogue.linear_backward`).
 
-    On CUDA kernels_cu/host/conv_backward.h does this; what it refuses goes to `_in_torch`.
+def _again(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
+    """c, recomputed. The last argument is not read. It keeps the call in backward: AOTAutograd
+    moves an op to forward, and saves its result, if all inputs exist there.
     """
-    name = f"{anchor.kind}_backward"
-    schema = (
-        f"({anchor.schema}, {_EPILOGUE_SCHEMA}, str[] kernels, Tensor dy, "
-        "Tensor[] products, int[] wanted) -> Tensor[]"
-    )
-    in_torch = functools.partial(_backward_from_dy, anchor, False)
-    for op, device in ((name, "CPU"), (f"{name}_in_torch", "CUDA")):
-        _LIBRARY.define(f"{op}{schema}")
-        _LIBRARY.impl(op, in_torch, device)
-    fake = functools.partial(_backward_from_dy, anchor, True)
-    torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
-
-
-def _again(anchor: Anchor, fake: bool, *args: Any) -> Tensor:
     operands, config, _ = split_arguments(anchor, args)
     if fake:
-        return anchor.forward_like(operands, config)[0]
-    return anchor.recompute(operands, config, KERNELS[config["product"]].multiply)
+        return [anchor.forward_like(operands, config)[0]]
+    return [anchor.recompute(operands, config, KERNELS[config["product"]].multiply)]
 
 
-def _define_again(anchor: Anchor) -> None:
-    """c, recomputed. `after` is not read. It keeps the op in backward: AOTAutograd moves an op to
-    forward, and saves its result, if all inputs exist there.
-    """
-    name = f"{anchor.kind}_again"
-    _LIBRARY.define(f"{name}({anchor.schema}, Tensor after) -> Tensor")
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, functools.partial(_again, anchor, False), device)
-    fake = functools.partial(_again, anchor, True)
-    torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
+def _define(name: str, function: Callable[..., list[Tensor]], anchor: Anchor) -> None:
+    run.define(name, *(functools.partial(function, anchor, fake) for fake in (False, True)))
+
+
+for _anchor in ANCHORS.values():
+    _define(_anchor.kind, forward_in_torch, _anchor)
+    _define(f"{_anchor.kind}_again", _again, _anchor)
+    if isinstance(_anchor, Conv2d):
+        _define(f"{_anchor.kind}_backward", _backward_from_dy, _anchor)
 
 
 # ---- autograd -------------------------------------------------------------------------------
@@ -167,33 +147,28 @@ class FusedCall:
 
     def run(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
-    ) -> tuple[Tensor, ...]:
-        return self.bound(operands, t, save)()
+    ) -> tuple[Tensor, list[Any]]:
+        """y and the anchor's outputs, None for those that there are none of. save: c is one."""
+        y, *outputs = self.bound(operands, t, save)()
+        return y, _filled_up(self.anchor, outputs if save else [None, *outputs])
 
     def bound(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        """The kernel op with all of its arguments, as a compiled graph calls it in training."""
-        op, *arguments = self._kernel_call(operands, t, save)
-        return functools.partial(op, *arguments)
+    ) -> Callable[[], list[Tensor]]:
+        """The op with all of its arguments, as a compiled graph calls it in training."""
+        return functools.partial(run.MANY, *self.arguments(operands, t, save))
 
     def evaluation(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor]
     ) -> Callable[[], Tensor]:
         """y alone, as a compiled graph calls it in inference."""
-        op, *arguments = self._kernel_call(operands, t, save=False)
-        brief = evaluate.arguments(op, arguments)
-        if brief is None:
-            return lambda: op(*arguments)[0]
-        return functools.partial(torch.ops.fx_fuser.evaluate.default, *brief)
+        return functools.partial(run.ONE, *self.arguments(operands, t, save=False))
 
-    def _kernel_call(
+    def arguments(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool
-    ) -> tuple[Any, ...]:
-        """The kernel op and its arguments."""
-        op = getattr(torch.ops.fx_fuser, f"{self.anchor.kind}_kernel").default
-        tail = (self.epilogue.text, list(t), self.s, self._kernels(operands, t), self.out)
-        return (op, *operands, *self.config.values(), *tail, save)
+    ) -> Arguments:
+        tail = (self.epilogue.text, t, self.s, self._kernels(operands, t), self.out, save)
+        return run.arguments(self.anchor.kind, (*operands, *self.config.values(), *tail))
 
     def _kernels(self, operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> list[str]:
         """Names of the CUDA kernels. Loads them, unless the tensors are fake: `plan` did then."""
@@ -251,12 +226,11 @@ class FusedCall:
         self,
         operands: Mapping[str, Tensor | None],
         t: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        statistics: Sequence[Tensor | None],
         dy: Tensor,
         needs: Mapping[str, bool],
     ) -> tuple[list[str], Callable[[], list[Tensor]]]:
-        """The operands whose gradients the backward op makes, and the op with all its arguments."""
-        op = getattr(torch.ops.fx_fuser, f"{self.anchor.kind}_backward").default
+        """The operands whose gradients a kernel makes, and the op with all its arguments."""
         family = KERNELS[self.config["backward"]].backward_family
         assert family is not None, "has_fused_backward was not asked"
         spec = apply.backward_spec(family, self.epilogue, t, self.s, self.out)
@@ -264,10 +238,13 @@ class FusedCall:
         assert found is not None
         slope, factors, numbers = found
         kernels = _prepared([spec], dy) if spec and dy.device.type == "cuda" else []
-        places = {n: i for i, (n, v) in enumerate(operands.items()) if needs[n] and v is not None}
-        tail = (slope.text, factors, numbers, kernels, dy, list(outputs))
-        config, wanted = self.config.values(), list(places.values())
-        return [*places], functools.partial(op, *operands.values(), *config, *tail, wanted)
+        wanted = [n for n, v in operands.items() if needs[n] and v is not None]
+        made = [v for v in statistics if v is not None]
+        tail = (slope.text, factors, numbers, kernels, dy, made, wanted)
+        arguments = (*operands.values(), *self.config.values(), *tail)
+        return wanted, functools.partial(
+            run.MANY, *run.arguments(f"{self.anchor.kind}_backward", arguments)
+        )
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -285,12 +262,12 @@ def gradients(
     call: FusedCall,
     operands: Mapping[str, Tensor | None],
     t: Sequence[Tensor],
-    outputs: Sequence[Tensor],
+    outputs: Sequence[Any],
     dy: Tensor,
     needs: Mapping[str, bool],
     needs_t: Sequence[bool],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-    """Gradients of the operands and of t. outputs: as saved; c is [0] if it was not."""
+    """Gradients of the operands and of t. outputs: as saved; c is None if it was not."""
     anchor = call.anchor
     dt: list[Tensor | None] = [None] * len(t)
     with torch.autocast(dy.device.type, enabled=False):
@@ -299,12 +276,12 @@ def gradients(
             return dict(zip(names, backward())), dt
         if "z" not in call.reads(needs, needs_t):
             # Only the shape of c is read.
-            zero = dy.new_zeros((), dtype=outputs[0].dtype)
+            zero = dy.new_zeros((), dtype=operands["x"].dtype)  # type: ignore[union-attr]
             outputs = (zero.expand(anchor.shape_of_z(dy, operands)), *outputs[1:])
         elif call.config["again"]:
-            again = getattr(torch.ops.fx_fuser, f"{anchor.kind}_again").default
             after = dy[(slice(0, 1),) * dy.ndim]  # for all of dy, Inductor would write dy to memory
-            c = again(*operands.values(), *call.config.values(), after)
+            arguments = (*operands.values(), *call.config.values(), after)
+            (c,) = run.IN_TORCH(*run.arguments(f"{anchor.kind}_again", arguments))
             outputs = (c, *outputs[1:])
         acc = apply.accumulator_of(call.epilogue, (*outputs, *t), call.out)
         z = apply.z_in_torch(anchor, operands, outputs, call.config, acc)
@@ -400,10 +377,10 @@ class _Fused(torch.autograd.Function):
         fused = call.has_fused_backward(operands, t, needs[count:])  # type: ignore[arg-type]
         of_name = dict(zip(call.anchor.operands, needs))
         save = call.saves(fused, of_name, needs[count:])
-        y, *outputs = call.run(operands, t, save=save)  # type: ignore[arg-type]
+        y, outputs = call.run(operands, t, save=save)  # type: ignore[arg-type]
         ctx.call = call
         ctx.save_for_backward(*_kept(call, (*operands, *t), needs), *outputs)
-        statistics = outputs[1:]
+        statistics = [v for v in outputs[1:] if v is not None]
         ctx.mark_non_differentiable(*statistics)
         return (y, *statistics)
 
@@ -431,7 +408,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
     epilogue = parse(text)
     with torch.autocast(operands["x"].device.type, enabled=False):
         if config.get("product") == FOLDED:  # plan has seen that nothing needs a gradient
-            return [folded.run(operands, config, epilogue, t, compute)]
+            return [folded.call(operands, config, epilogue, t, compute)]
         for name in anchor.cast:
             if operands[name] is not None:
                 operands[name] = operands[name].to(compute)
@@ -445,7 +422,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
             if torch.is_grad_enabled() and any(v.requires_grad for v in tensors if v is not None):
                 y, *statistics = _Fused.apply(call, *t, *given)
             elif call.has_statistics:
-                y, _, *statistics = call.run(given, t, save=False)
+                y, *statistics = call.bound(given, t, save=False)()
             else:
                 y, statistics = call.evaluation(given, t)(), []
             statistics = list(anchor.statistics_of_z(statistics, operands, config))
@@ -457,16 +434,12 @@ def _define_composite(anchor: Anchor) -> None:
         f"{anchor.kind}({anchor.schema}, {_EPILOGUE_SCHEMA}, ScalarType compute, ScalarType out, "
         "bool native) -> Tensor[]"
     )
-    run = functools.partial(_composite, anchor)
-    _LIBRARY.impl(anchor.kind, run, "CompositeImplicitAutograd")
+    body = functools.partial(_composite, anchor)
+    _LIBRARY.impl(anchor.kind, body, "CompositeImplicitAutograd")
 
 
 for _anchor in ANCHORS.values():
     _define_composite(_anchor)
-    _define_kernel(_anchor)
-    _define_again(_anchor)
-    if isinstance(_anchor, Conv2d):
-        _define_backward_from_dy(_anchor)
 
 
 # ---- what the shim takes for granted ----------------------------------------------------------
@@ -474,26 +447,14 @@ for _anchor in ANCHORS.values():
 
 def contract() -> list[str]:
     """What kernels_cu/host/ assumes of Python, a fact a line; compared when it is loaded."""
-    names = [f"{kind}_kernel" for kind in ANCHORS] + [
-        "split_product",
-        "exact_product",
-        "fold",
-        "conv2d_folded",
-        "evaluate",
-    ]
-    names += [f"{a.kind}_backward" for a in ANCHORS.values() if isinstance(a, Conv2d)]
-    schemas = [f"schema {getattr(torch.ops.fx_fuser, name).default._schema}" for name in names]
     norm = ANCHORS["conv2d_batchnorm"]
     like = dict.fromkeys(norm.operands, torch.empty(1, device="meta"))
     outputs = [torch.empty(1, device="meta")] * len(norm.outputs)
     _, *leaves = norm.leaves(like, outputs, {"training": False, "eps": 1e-5})
-    places = (f"{n} {norm.operands.index(n)}" for n in ("x", "weight", "bias", "gamma", "beta"))
     return [
         f"limit tensors {MAX_TENSORS}",
         f"limit numbers {MAX_NUMBERS}",
-        *schemas,
         f"leaves {' '.join(leaves)}",
-        f"places {' '.join(places)}",
     ]
 
 

@@ -6,7 +6,6 @@
   that site's bias, so nothing but the convolution is left of the branch;
 - neighbouring calls of `fold` become one, a launch for many layers, where the graph's peak of
   memory stays as it is: what the call makes lives until the last of these layers has run;
-- each convolution is called by `fx_fuser.ops.evaluate`, which takes the host less;
 - what a convolution adds is computed where it keeps less memory alive (`passes.shortcuts`).
 
 In the graph each convolution has eager's strides. Its node asks for operands in channels_last, and
@@ -31,7 +30,7 @@ from torch.fx.node import map_arg
 from fx_fuser.anchors.conv2d import is_window
 from fx_fuser.kernels import KERNELS
 from fx_fuser.native import binaries
-from fx_fuser.ops import evaluate
+from fx_fuser.ops import run
 from fx_fuser.options import LAST_PASS, Options
 from fx_fuser.passes import shortcuts
 from fx_fuser.passes.gemm_pass import call, each_pass, joint_uuid
@@ -40,12 +39,9 @@ from fx_fuser.passes.memory import Memory
 _aten = torch.ops.aten
 _FOLD = torch.ops.fx_fuser.fold.default
 _VIEW = _aten.as_strided.default
-_CONVOLUTION = torch.ops.fx_fuser.conv2d_folded.default
+_CONVOLUTION = "conv2d_folded"
 _WEIGHT, _BIAS, _ADDEND, _RELU = 1, 2, 3, 8  # places of its arguments
-_KERNEL_OPS = {
-    torch.ops.fx_fuser.conv2d_kernel.default,
-    torch.ops.fx_fuser.conv2d_batchnorm_kernel.default,
-}
+_OF_KERNELS = {"conv2d", "conv2d_batchnorm"}
 _RESHAPES = {_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default}
 
 
@@ -61,14 +57,15 @@ class Folding(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for other in each_pass(self.before):
             other(graph)
-        folded = graph.find_nodes(op="call_function", target=_CONVOLUTION)
+        calls = graph.find_nodes(op="call_function", target=run.ONE)
+        folded = [node for node in calls if run.called(node)[0] == _CONVOLUTION]
         for node in folded:
             _move_shift(graph, node)
         if self.is_converted is not None and self.is_converted():
             for node in graph.nodes:
                 _follow_layout(node)
         for node in folded:
-            _ask_for_channels_last(_evaluated(graph, node))
+            _ask_for_channels_last(node)
         for node in graph.find_nodes(op="call_function", target=_FOLD):
             # It reads no element of the layer's input: any layout will do.
             node.meta.pop("eager_input_vals", None)
@@ -94,7 +91,8 @@ def settings(
 
 def _move_shift(graph: Graph, node: Node) -> None:
     """relu(conv + bias + (branch + shift)) → relu(conv + (bias + shift) + branch)."""
-    bias, addend = node.args[_BIAS], node.args[_ADDEND]
+    _, args = run.called(node)
+    bias, addend = args[_BIAS], args[_ADDEND]
     if not isinstance(addend, Node) or addend.target != _aten.add.Tensor or addend.kwargs:
         return
     branch, reshaped = addend.args
@@ -103,13 +101,14 @@ def _move_shift(graph: Graph, node: Node) -> None:
     shift = reshaped
     while shift.target in _RESHAPES:
         shift = shift.args[0]  # type: ignore[assignment]
-    is_ours = branch.target == _CONVOLUTION and not branch.args[_RELU]
+    function, of_branch = run.called(branch)
+    is_ours = function == _CONVOLUTION and not of_branch[_RELU]
     if not is_ours or shift.meta["val"].ndim != 1 or not isinstance(bias, Node):
         return
     with graph.inserting_before(node):
         both = call(graph, bias, _aten.add.Tensor, bias, shift)
-    node.update_arg(_BIAS, both)
-    node.update_arg(_ADDEND, branch)
+    x, weight, *_ = args
+    node.update_arg(0, [x, weight, both, branch])
 
 
 # ---- folds ---------------------------------------------------------------------------------------
@@ -190,8 +189,8 @@ def _addends(graph: Graph) -> list[tuple[Node, Node]]:
     """Fused convolutions, and each image beside their own that they read."""
     found = []
     for node in graph.nodes:
-        op, args = evaluate.called(node)
-        if op is _CONVOLUTION or op in _KERNEL_OPS:
+        op, args = run.called(node)
+        if op == _CONVOLUTION or op in _OF_KERNELS:
             others = (n for n in node.all_input_nodes if n not in (args[0], args[_WEIGHT]))
             found += [(node, n) for n in others if _is_image(n)]
     return found
@@ -207,27 +206,14 @@ def _is_image(node: Node) -> bool:
 
 def _follow_layout(node: Node) -> None:
     """A kernel that takes any layout takes the one of the graph around it."""
-    op, args = evaluate.called(node)
+    op, args = run.called(node)
     named = (KERNELS[name] for name in args if isinstance(name, str) and name in KERNELS)
     kernel = next((kernel for kernel in named if kernel.any_layout), None)
-    if op not in _KERNEL_OPS or kernel is None:
+    if op not in _OF_KERNELS or kernel is None:
         return
     weight = args[_WEIGHT]
     asks = kernel.weight_follows and is_window(weight.meta["val"])
     _ask_for_channels_last(node, but=[] if asks else [weight])
-
-
-def _evaluated(graph: Graph, node: Node) -> Node:
-    """The call of a folded convolution as one of `evaluate`."""
-    brief = evaluate.arguments(_CONVOLUTION, node.args)
-    if brief is None:
-        return node
-    with graph.inserting_before(node):
-        made = graph.call_function(evaluate.OP, brief)
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-    return made
 
 
 def _ask_for_channels_last(node: Node, but: Sequence[Node] = ()) -> None:

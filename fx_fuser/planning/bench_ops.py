@@ -172,7 +172,7 @@ def in_layout(
     exact = run.forward({**baseline, "tf32": False}, operands)
     timed = [Candidate(apart)]
     for choices in fused:
-        made: Callable[[], tuple[Tensor, ...]]
+        made: Callable[[], Sequence[Tensor]]
         if choices["product"] == FOLDED:
             made = run.folded(baseline, operands)
         else:
@@ -357,7 +357,7 @@ class _BenchOp:
 
     def forward(
         self, choices: Mapping[str, Any], operands: Sequence[Tensor | None]
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    ) -> Callable[[], list[Tensor]]:
         """The op with all of its arguments."""
         call, read, _ = self.call(choices, operands)
         return call.bound([*read.values()], self.t, save=self._saves(call, False))
@@ -399,10 +399,11 @@ class _BenchOp:
         call, read, fused = self.call(choices, self.operands)
         if dy is None and not call.has_statistics:
             return call.evaluation([*read.values()], self.t)
-        ahead = call.bound([*read.values()], self.t, save=self._saves(call, fused))
+        forward = [*read.values()], self.t, self._saves(call, fused)
+        ahead = call.bound(*forward)
         if dy is None or not fused:
             return ahead
-        _, _, *statistics = ahead()
+        _, (_, *statistics) = call.run(*forward)
         _, back = call.bound_backward(read, self.t, statistics, dy, self.needs)
         return lambda: (ahead(), back())
 
@@ -411,7 +412,7 @@ class _BenchOp:
     ) -> list[Tensor]:
         """The result and the gradients that are asked for."""
         call, read, fused = self.call(choices, operands)
-        y, *outputs = call.run([*read.values()], self.t, save=self._saves(call, fused))
+        y, outputs = call.run([*read.values()], self.t, save=self._saves(call, fused))
         grads, dt = gradients(call, read, self.t, outputs, dy, self.needs, self.needs_t)
         if call.config.get("training"):
             grads.pop("bias", None)  # zero in exact arithmetic
@@ -426,7 +427,7 @@ class _BenchOp:
         if fused:
             return self.step(dy, choices, operands)
         assert isinstance(self.anchor, Conv2d)
-        y, *outputs = call.run([*read.values()], self.t, save=self._saves(call, fused))
+        y, outputs = call.run([*read.values()], self.t, save=self._saves(call, fused))
         if call.config["again"]:
             outputs[0] = self.anchor.recompute(read, call.config)
         needs = {name: self.needs.get(name, False) for name in read}

@@ -1,11 +1,10 @@
-// fx_fuser::conv2d_kernel and conv2d_batchnorm_kernel on CUDA: a kernel of ours, or the library's
-// convolution, its statistics and then the epilogue.
+// conv2d and conv2d_batchnorm on CUDA: a kernel of ours, or the library's convolution, its
+// statistics and then the epilogue.
 #pragma once
 
 #include <array>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -15,13 +14,6 @@
 
 namespace fx_fuser {
 namespace {
-
-// Names in Python of the arguments that say what is convolved, and how it is normalised.
-constexpr std::string_view kConvNames =
-    "x, weight, bias, stride, padding, dilation, groups, tf32, product, backward, again";
-constexpr std::string_view kConvBatchNormNames =
-    "x, weight, bias, running_mean, running_var, gamma, beta, stride, padding, dilation, groups, "
-    "tf32, product, backward, again, training, momentum, eps";
 
 Tensor convolution(const Conv& conv) {
   using torch::stable::detail::from;
@@ -99,9 +91,6 @@ Made make_conv2d_batchnorm(const Tensor& x, const Tensor& weight, const std::opt
   if (training) norm.bias = norm.mean = norm.variance = std::nullopt;
   return fused_convolution(conv, norm, epilogue_args_of(t, s));
 }
-
-constexpr auto* conv2d_kernel = PackedResults<&make_conv2d>::two;
-constexpr auto* conv2d_batchnorm_kernel = PackedResults<&make_conv2d_batchnorm>::four;
 
 }  // namespace
 }  // namespace fx_fuser

@@ -1,13 +1,11 @@
-// fx_fuser::conv2d_backward and conv2d_batchnorm_backward on CUDA: the kernels of
-// conv_direct_backward_sm90.cuh or, for what they do not take, the ops in torch.
+// conv2d_backward and conv2d_batchnorm_backward on CUDA: the kernels of
+// conv_direct_backward_sm90.cuh.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <iterator>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "host/conv.h"
@@ -16,7 +14,7 @@
 namespace fx_fuser {
 namespace {
 
-// What both ops are called with, beside what is normalised.
+// What both functions are called with, beside what is normalised.
 struct ConvBackward {
   const Tensor& x;
   const Tensor& weight;
@@ -34,47 +32,22 @@ Tensor dense(const Tensor& tensor) {
   return is_contiguous(tensor) ? tensor : torch::stable::contiguous(tensor);
 }
 
-constexpr int64_t place_of(std::string_view names, std::string_view name) {
-  int64_t place = 0;
-  while (names.substr(0, names.find(", ")) != name) {
-    names.remove_prefix(names.find(", ") + 2);  // no such name: no constant expression
-    ++place;
-  }
-  return place;
-}
-
-// Places of the operands in the ops' arguments, by which `wanted` names them.
-constexpr int64_t kX = place_of(kConvBatchNormNames, "x");
-constexpr int64_t kWeight = place_of(kConvBatchNormNames, "weight");
-constexpr int64_t kBias = place_of(kConvBatchNormNames, "bias");
-constexpr int64_t kGamma = place_of(kConvBatchNormNames, "gamma");
-constexpr int64_t kBeta = place_of(kConvBatchNormNames, "beta");
-static_assert(kX == place_of(kConvNames, "x") && kWeight == place_of(kConvNames, "weight") &&
-              kBias == place_of(kConvNames, "bias"));
-
-struct Place {
-  const char* name;
-  int64_t place;
-};
-constexpr Place kPlaces[] = {
-    {"x", kX}, {"weight", kWeight}, {"bias", kBias}, {"gamma", kGamma}, {"beta", kBeta}};
-
-// Of the operands at the places `wanted`, in that order; nothing where the kernels do not take
-// these tensors.
-std::optional<std::vector<Tensor>> backward_by_kernels(const ConvBackward& call, Norm norm,
-                                                       const EpilogueArgs& factors,
-                                                       const std::vector<int64_t>& wanted) {
+// Of the operands that are `wanted`, in that order; nothing where the kernels do not take these
+// tensors.
+std::optional<Made> backward_by_kernels(const ConvBackward& call, Norm norm,
+                                        const EpilogueArgs& factors,
+                                        const std::vector<std::string>& wanted) {
   if (call.kernels.empty()) return {};
   const Tensor& x = call.x;
   const Tensor& weight = call.weight;
-  const auto wants = [&](int64_t place) {
-    return std::find(wanted.begin(), wanted.end(), place) != wanted.end();
+  const auto wants = [&](const char* name) {
+    return std::find(wanted.begin(), wanted.end(), name) != wanted.end();
   };
   const auto vector = [&] { return new_dense(x, {weight.size(0)}, ScalarType::Float); };
   ConvGradients to{{}, {}, {}, vector(), vector()};
-  if (wants(kX)) to.dx = new_like(x, x.scalar_type());
-  if (wants(kWeight)) to.dweight = new_like(weight, ScalarType::Float);
-  if (wants(kBias) && !norm.training) to.dbias = vector();
+  if (wants("x")) to.dx = new_like(x, x.scalar_type());
+  if (wants("weight")) to.dweight = new_like(weight, ScalarType::Float);
+  if (wants("bias") && !norm.training) to.dbias = vector();
 
   const auto type_of = [](const auto& v) { return v ? v->scalar_type() : ScalarType::Float; };
   const ScalarType of_gamma = type_of(norm.gamma);
@@ -87,80 +60,54 @@ std::optional<std::vector<Tensor>> backward_by_kernels(const ConvBackward& call,
                                 factors.tensors, factors.scalars)) {
     return {};
   }
-  const auto gradient_at = [&](int64_t place) {
-    switch (place) {
-      case kX:
-        return *to.dx;
-      case kWeight:
-        return as_type(*to.dweight, weight.scalar_type());
-      case kBias:
-        return to.dbias ? as_type(*to.dbias, weight.scalar_type())
-                        : torch::stable::new_zeros(weight, {weight.size(0)});
-      case kGamma:
-        return as_type(to.dgamma, of_gamma);
-      case kBeta:
-        return as_type(to.dbeta, of_beta);
-      default:
-        STD_TORCH_CHECK(false, "fx_fuser: the operand at ", place, " has no gradient");
-    }
+  const auto gradient_of = [&](const std::string& name) {
+    if (name == "x") return *to.dx;
+    if (name == "weight") return as_type(*to.dweight, weight.scalar_type());
+    if (name == "gamma") return as_type(to.dgamma, of_gamma);
+    if (name == "beta") return as_type(to.dbeta, of_beta);
+    STD_TORCH_CHECK(name == "bias", "fx_fuser: ", name, " has no gradient");
+    return to.dbias ? as_type(*to.dbias, weight.scalar_type())
+                    : torch::stable::new_zeros(weight, {weight.size(0)});
   };
   std::vector<Tensor> found;
-  std::transform(wanted.begin(), wanted.end(), std::back_inserter(found), gradient_at);
-  return found;
+  std::transform(wanted.begin(), wanted.end(), std::back_inserter(found), gradient_of);
+  return Made(found);
 }
 
-template <class... Arguments>
-std::vector<Tensor> call_in_torch(const char* op, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
-}
-
-std::vector<Tensor> conv2d_backward(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+std::optional<Made> conv2d_backward(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& /*bias*/,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
-    const std::string& backward, bool again, const std::string& epilogue,
-    const std::vector<Tensor>& t, const std::vector<double>& s,
-    const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
-    const std::vector<int64_t>& wanted) {
+    const std::vector<int64_t>& dilation, int64_t groups, bool /*tf32*/,
+    const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/,
+    const std::string& /*epilogue*/, const std::vector<Tensor>& t, const std::vector<double>& s,
+    const std::vector<std::string>& kernels, const Tensor& dy,
+    const std::vector<Tensor>& /*statistics*/, const std::vector<std::string>& wanted) {
   require_cuda(dy, "dy");
-  if (is_dense_window(stride, dilation, groups)) {
-    const ConvBackward call{x, weight, padding, kernels, dy};
-    auto found = backward_by_kernels(call, Norm{}, epilogue_args_of(t, s), wanted);
-    if (found) return *std::move(found);
-  }
-  return call_in_torch("fx_fuser::conv2d_backward_in_torch", x, weight, bias, stride, padding,
-                       dilation, groups, tf32, product, backward, again, epilogue, t, s, kernels,
-                       dy, products, wanted);
+  if (!is_dense_window(stride, dilation, groups)) return {};
+  const ConvBackward call{x, weight, padding, kernels, dy};
+  return backward_by_kernels(call, Norm{}, epilogue_args_of(t, s), wanted);
 }
 
-std::vector<Tensor> conv2d_batchnorm_backward(
+std::optional<Made> conv2d_batchnorm_backward(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_variance,
     const std::optional<Tensor>& gamma, const std::optional<Tensor>& beta,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-    const std::vector<int64_t>& dilation, int64_t groups, bool tf32, const std::string& product,
-    const std::string& backward, bool again, bool training, double momentum, double eps,
-    const std::string& epilogue, const std::vector<Tensor>& t, const std::vector<double>& s,
-    const std::vector<std::string>& kernels, const Tensor& dy, const std::vector<Tensor>& products,
-    const std::vector<int64_t>& wanted) {
+    const std::vector<int64_t>& dilation, int64_t groups, bool /*tf32*/,
+    const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/, bool training,
+    double /*momentum*/, double eps, const std::string& /*epilogue*/, const std::vector<Tensor>& t,
+    const std::vector<double>& s, const std::vector<std::string>& kernels, const Tensor& dy,
+    const std::vector<Tensor>& statistics, const std::vector<std::string>& wanted) {
   require_cuda(dy, "dy");
+  if (!is_dense_window(stride, dilation, groups)) return {};
   const ConvBackward call{x, weight, padding, kernels, dy};
   Norm norm{bias, running_mean, running_variance, gamma, beta, eps, training};
   if (training) {
     norm.bias = std::nullopt;
-    norm.mean = products[0];
-    norm.variance = products[1];
+    norm.mean = statistics.at(0);
+    norm.variance = statistics.at(1);
   }
-  if (is_dense_window(stride, dilation, groups)) {
-    auto found = backward_by_kernels(call, norm, epilogue_args_of(t, s), wanted);
-    if (found) return *std::move(found);
-  }
-  return call_in_torch("fx_fuser::conv2d_batchnorm_backward_in_torch", x, weight, bias,
-                       running_mean, running_variance, gamma, beta, stride, padding, dilation,
-                       groups, tf32, product, backward, again, training, momentum, eps, epilogue, t,
-                       s, kernels, dy, products, wanted);
+  return backward_by_kernels(call, norm, epilogue_args_of(t, s), wanted);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@
 namespace fx_fuser {
 namespace {
 
-// What both ops are called with; fx_fuser/ops/library.py has their schemas.
+// What both functions are called with; fx_fuser/ops/library.py says what it means.
 struct Conv {
   const Tensor& x;
   const Tensor& weight;
@@ -155,8 +155,9 @@ void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
 // ---- results ------------------------------------------------------------------------------------
 
 Made result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm) {
-  if (!norm.training) return {y, c, {}, {}};
-  return {y, c, norm.mean, norm.variance};
+  Made made(y, c);
+  if (norm.training) made.more.insert(made.more.end(), {*norm.mean, *norm.variance});
+  return made;
 }
 
 // The epilogue of c in a pass of its own: in place if c is not saved and has y's type.

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "conv/fold_args.h"
@@ -16,7 +15,6 @@
 namespace fx_fuser {
 namespace {
 
-constexpr std::string_view kFoldNames = "weights, vectors, given, eps, places, kernel, out, after";
 // Bits of `given`, in the order of a layer's vectors; mean and variance are always there.
 constexpr int64_t kHasBias = 1;
 constexpr int64_t kHasGamma = 2;

@@ -1,4 +1,4 @@
-// fx_fuser::conv2d_folded on CUDA: cuDNN's convolution with addition and relu, through torch.
+// conv2d_folded on CUDA: cuDNN's convolution with addition and relu, through torch.
 #pragma once
 
 #include <algorithm>
@@ -6,22 +6,19 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include "host/device.h"
 #include "host/image.h"
+#include "host/made.h"
 
 namespace fx_fuser {
 namespace {
 
-constexpr std::string_view kFoldedNames =
-    "x, weight, bias, addend, stride, padding, dilation, groups, relu";
-
 template <size_t kCount>
-Tensor dispatched(const char* op, std::array<StableIValue, kCount>& stack) {
+Made dispatched(const char* op, std::array<StableIValue, kCount>& stack) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return Made(torch::stable::detail::to<Tensor>(stack[0]));
 }
 
 // torch's fused call does not split large tensors.
@@ -35,10 +32,13 @@ bool is_small(const Tensor& x, const Tensor& weight, const std::vector<int64_t>&
   return x.numel() > 0 && std::max(x.numel(), result) < std::numeric_limits<int32_t>::max();
 }
 
-Tensor conv2d_folded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                     const std::optional<Tensor>& addend, const std::vector<int64_t>& stride,
-                     const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
-                     int64_t groups, bool relu) {
+// Nothing where cuDNN does not take the tensors.
+std::optional<Made> conv2d_folded(const Tensor& x, const Tensor& weight,
+                                  const std::optional<Tensor>& bias,
+                                  const std::optional<Tensor>& addend,
+                                  const std::vector<int64_t>& stride,
+                                  const std::vector<int64_t>& padding,
+                                  const std::vector<int64_t>& dilation, int64_t groups, bool relu) {
   using torch::stable::detail::from;
   require_cuda(x, "x");
   // One column of one pixel, say, is in both layouts: a result has torch's choice of strides.
@@ -46,12 +46,7 @@ Tensor conv2d_folded(const Tensor& x, const Tensor& weight, const std::optional<
                         is_dense_channels_last(weight) &&
                         (!addend || is_dense_channels_last(*addend)) &&
                         is_small(x, weight, stride, padding, dilation);
-  if (!is_plain) {
-    std::array<StableIValue, 9> stack{from(x),        from(weight), from(bias),
-                                      from(addend),   from(stride), from(padding),
-                                      from(dilation), from(groups), from(relu)};
-    return dispatched("fx_fuser::conv2d_folded_in_torch", stack);
-  }
+  if (!is_plain) return {};
   if (!relu) {
     std::array<StableIValue, 9> stack{
         from(x),       from(weight),   from(std::nullopt), from(stride),

@@ -1,13 +1,10 @@
-// fx_fuser::linear_kernel, matmul_kernel and bmm_kernel on CUDA: one kernel, or the library's
-// product and then the epilogue.
+// linear, matmul and bmm on CUDA: one kernel, or the library's product and then the epilogue.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
-#include <string_view>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -19,10 +16,6 @@
 
 namespace fx_fuser {
 namespace {
-
-// Names in Python of the arguments that say what is multiplied.
-constexpr std::string_view kLinearNames = "x, weight, bias, product, backward, again";
-constexpr std::string_view kBmmNames = "x, weight, product, backward, again";
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
@@ -67,7 +60,7 @@ std::optional<Made> linear_in_one_kernel(const GemmKernel& kernel, const Tensor&
   std::optional<Tensor> c;
   if (save) c = new_dense(x, shape, x.scalar_type());
   if (!kernel.run(x, weight, bias, y, c, args)) return {};
-  return Made{y, c, {}, {}};
+  return Made(y, c);
 }
 
 // How many rows of a matrix that is a transposed view are split at once: that memory is needed
@@ -132,7 +125,7 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
   return library_product(widened(a), widened(b), std::nullopt);
 }
 
-// What linear_kernel and matmul_kernel do with a weight [N, K]; or [*, N, K] with x's leading
+// What linear and matmul do with a weight [N, K]; or [*, N, K] with x's leading
 // sizes.
 Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                   const EpilogueArgs& args, const std::vector<std::string>& kernels,
@@ -157,7 +150,7 @@ Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
   const Tensor c = library_product(x, weight, bias);
   if (kernels.empty()) {
     check_is_result(c, out_type, args);
-    return {c, {}, {}, {}};
+    return Made(c);
   }
   const auto& epilogue = registry<PointwiseKernels>().at(kernels[0], x.get_device_index());
   std::vector<Tensor> inputs{c};
@@ -165,10 +158,10 @@ Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Ten
   const bool in_place = !save && c.scalar_type() == out_type && same_shape;
   const Tensor y = in_place ? c : new_dense(c, shape, out_type);
   run_pointwise(epilogue, y, inputs, args.scalars);
-  return {y, save ? std::optional(c) : std::nullopt, {}, {}};
+  return {y, save ? std::optional(c) : std::nullopt};
 }
 
-// fx_fuser/ops/library.py has the schemas of all three, and what their arguments mean.
+// fx_fuser/ops/library.py says what the arguments of all three mean.
 Made make_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::string& /*product*/, const std::string& /*backward*/, bool /*again*/,
                  const std::string& /*epilogue*/, const std::vector<Tensor>& t,
@@ -195,10 +188,6 @@ Made make_bmm(const Tensor& x, const Tensor& weight, const std::string& /*produc
   return fused_linear(x, transposed(weight), std::nullopt, epilogue_args_of(t, s), kernels,
                       out_type, save);
 }
-
-constexpr auto* linear_kernel = PackedResults<&make_linear>::two;
-constexpr auto* matmul_kernel = PackedResults<&make_matmul>::two;
-constexpr auto* bmm_kernel = PackedResults<&make_bmm>::two;
 
 }  // namespace
 }  // namespace fx_fuser

@@ -1,9 +1,9 @@
-// What a fused op makes, and the op that graphs call for all of it.
+// What a function that graphs call makes.
 #pragma once
 
 #include <optional>
-#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "host/device.h"
 
@@ -13,29 +13,17 @@ namespace {
 // y, and of the further results those that are wanted.
 struct Made {
   Tensor y;
-  std::optional<Tensor> c;
-  std::optional<Tensor> mean;
-  std::optional<Tensor> variance;
-};
+  std::vector<Tensor> more;
 
-// Each result of such a function; where it made none, an empty tensor.
-template <auto kMake>
-struct PackedResults;
-
-template <class... Rest, Made (*kMake)(const Tensor&, Rest...)>
-struct PackedResults<kMake> {
-  static std::tuple<Tensor, Tensor> two(const Tensor& x, Rest... rest) {
-    const Made made = kMake(x, rest...);
-    return {made.y, or_empty(made.c, x)};
+  explicit Made(Tensor first) : y(std::move(first)) {}
+  Made(Tensor first, const std::optional<Tensor>& second) : y(std::move(first)) {
+    if (second) more.push_back(*second);
   }
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> four(const Tensor& x, Rest... rest) {
-    const Made made = kMake(x, rest...);
-    return {made.y, or_empty(made.c, x), or_empty(made.mean, x), or_empty(made.variance, x)};
-  }
+  explicit Made(const std::vector<Tensor>& all) : y(all.at(0)), more(all.begin() + 1, all.end()) {}
 
- private:
-  static Tensor or_empty(const std::optional<Tensor>& result, const Tensor& x) {
-    return result ? *result : new_dense(x, {0}, x.scalar_type());
+  std::vector<Tensor> all() && {
+    more.insert(more.begin(), std::move(y));
+    return std::move(more);
   }
 };
 

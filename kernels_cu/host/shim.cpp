@@ -10,7 +10,6 @@
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
-#include "host/evaluate.h"
 #include "host/fold.h"
 #include "host/folded.h"
 #include "host/implicit.h"
@@ -19,6 +18,7 @@
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/pointwise.h"
+#include "host/run.h"
 #include "host/stem.h"
 
 namespace fx_fuser {
@@ -98,9 +98,11 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
-#define FX_FUSER_IMPL(function, ...) m.impl(#function, TORCH_BOX(function));
-  FX_FUSER_OPS(FX_FUSER_IMPL)
-#undef FX_FUSER_IMPL
+  m.impl("run", TORCH_BOX(&run));
+  m.impl("run.many", TORCH_BOX(&run_many));
+  m.impl("fold", TORCH_BOX(&fold));
+  m.impl("split_product", TORCH_BOX(&split_product));
+  m.impl("exact_product", TORCH_BOX(&exact_product));
 }
 
 }  // namespace fx_fuser

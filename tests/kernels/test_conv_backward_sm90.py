@@ -30,7 +30,7 @@ from fx_fuser.errors import BuildError
 from fx_fuser.graph.epilogue import linear_backward, parse
 from fx_fuser.kernels.direct import CONV_DIRECT_BACKWARD, conv_direct_backward_cut
 from fx_fuser.native import load
-from fx_fuser.ops import library
+from fx_fuser.ops import library, run
 
 RING = 1024
 
@@ -332,13 +332,13 @@ def test_steps_agree_bit_for_bit_on_streams_and_in_graphs(dtype) -> None:
 def test_what_the_kernels_do_not_take_goes_to_torch(training) -> None:
     load.prepare([conv_backward_sm90.IDENTITY[torch.float32]], "cuda")  # registers the op, too
     *front, _, _, _ = conv_args("s", torch.float32, training)
-    vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
-    dy = torch.randn(2, 4, 4, 6)
-    args = (*front, [], dy, vectors, [0, 1, 2, 5, 6])  # z · s0: dz is dy · s0
+    statistics = [torch.rand(4) + 0.5 for _ in range(2)] if training else []
+    dy, wanted = torch.randn(2, 4, 4, 6), ["x", "weight", "bias", "gamma", "beta"]
+    args = (*front, [], dy, statistics, wanted)  # z · s0: dz is dy · s0
     found = []
     with float32_settings("fp32", cudnn_tf32=False):
         for to in (Tensor.cpu, Tensor.cuda):
             moved = tree_map_only(Tensor, to, tree_map_only(Tensor, Tensor.detach, args))
-            found.append(torch.ops.fx_fuser.conv2d_batchnorm_backward.default(*moved))
+            found.append(run.MANY(*run.arguments("conv2d_batchnorm_backward", moved)))
     for ours, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), ours, rtol=1e-4, atol=1e-4)

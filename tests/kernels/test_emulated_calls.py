@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.sm90 import relative
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.graph.epilogue import Epilogue, parse
-from fx_fuser.ops import apply, evaluate
+from fx_fuser.ops import apply, run
 from fx_fuser.ops.library import FusedCall
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
@@ -39,7 +39,7 @@ def _made(sizes: Sizes, dtype: torch.dtype, last: bool) -> Tensor:
 
 
 class Called:
-    """A call of a kernel op, ready for the emulated GPU."""
+    """A call of an anchor's function, ready for the emulated GPU."""
 
     def __init__(
         self,
@@ -64,25 +64,25 @@ class Called:
         if self.call.has_statistics:
             gpu.prepare_batch_stats(torch.device("cuda"))
 
-    def arguments(self, save: bool) -> tuple[Any, list[Any]]:
-        op, *arguments = self.call._kernel_call(*self.given, save)
-        arguments[-3] = [emulated(spec).name for spec in self.specs]
-        return op, arguments
+    def arguments(self, save: bool) -> run.Arguments:
+        names = [emulated(spec).name for spec in self.specs]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FusedCall, "_kernels", lambda *_: names)
+            return self.call.arguments(*self.given, save)
 
     def run(self, save: bool = False) -> tuple[list[Tensor], int]:
         """All results, and how many kernels were launched."""
-        op, arguments = self.arguments(save)
+        arguments = self.arguments(save)
         before = emulator.ops.launches.default()
         with emulator.memory():
-            found = [one.clone() for one in op._op_dk(EMULATED, *arguments)]
+            found = [one.clone() for one in run.MANY._op_dk(EMULATED, *arguments)]
         return found, emulator.ops.launches.default() - before
 
     def evaluated(self) -> Tensor:
         """y alone, by the op of inference."""
-        brief = evaluate.arguments(*self.arguments(save=False))
-        assert brief is not None
+        arguments = self.arguments(save=False)
         with emulator.memory():
-            y: Tensor = evaluate.OP._op_dk(EMULATED, *brief).clone()
+            y: Tensor = run.ONE._op_dk(EMULATED, *arguments).clone()
         return y
 
     def exact(self) -> list[Tensor]:
@@ -153,11 +153,11 @@ KERNELS = {depthwise: 1, stem: 2, implicit: 1, direct: 1}
 @pytest.mark.parametrize("save", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_convolution_is_made_by_its_kernel(gpu: EmulatedGpu, kernel: Any, save: bool) -> None:
     called = kernel(gpu)
-    (y, c), launches = called.run(save)
+    (y, *saved), launches = called.run(save)
     (exact,) = called.exact()
     assert launches == KERNELS[kernel]
     assert relative(y, exact) <= NEAR[y.dtype]
-    assert (c.numel() > 0) is save
+    assert [c.shape for c in saved] == [y.shape] * save
     assert torch.equal(called.evaluated(), y)
 
 
@@ -169,7 +169,7 @@ def test_what_a_kernel_does_not_take_is_the_librarys(gpu: EmulatedGpu, kernel: A
     if kernel is implicit:  # which takes it; but not an image in planes
         called.given[0][0] = called.operands["x"].contiguous()
         called.given[0][1] = called.operands["weight"].contiguous()
-    (y, _), launches = called.run()
+    (y,), launches = called.run()
     assert launches == 1
     assert relative(y, called.exact()[0]) <= NEAR[y.dtype]
 
@@ -191,7 +191,7 @@ def test_the_librarys_statistics(gpu: EmulatedGpu) -> None:
     operands = {"x": torch.randn(2, 9, 6, 6), "weight": torch.randn(4, 9, 3, 3), **_normed(4)}
     config = {**CONV, **PLAN, **NORM, "training": True}
     called = Called(gpu, "conv2d_batchnorm", operands, config, [torch.randn(4, 1, 1)])
-    (y, _, mean, variance), launches = called.run()
+    (y, mean, variance), launches = called.run()
     exact, *statistics = called.exact()
     assert launches == 3  # statistics are two
     for found, right in zip((y, mean, variance), (exact, *statistics), strict=True):
@@ -212,17 +212,32 @@ def test_a_small_linear_is_the_librarys(gpu: EmulatedGpu, product: str) -> None:
 def test_without_a_kernel_the_librarys_gemm_is_the_result(gpu: EmulatedGpu) -> None:
     operands = {"x": torch.randn(3, 4, 16), "weight": torch.randn(3, 16, 8)}
     called = Called(gpu, "bmm", operands, PLAN, epilogue=Epilogue())
-    (y, _), launches = called.run()
+    (y,), launches = called.run()
     assert called.specs == [] and launches == 0
     assert torch.equal(y, operands["x"] @ operands["weight"])
 
 
+def test_what_the_shim_does_not_take_is_made_in_torch(gpu: EmulatedGpu) -> None:
+    """Here an image in planes, and one that is padded by a size of the call."""
+    x, weight = torch.randn(2, 3, 9, 8), torch.randn(4, 3, 3, 3)
+    given = run.arguments("conv2d_folded", (x, weight, None, None, [1, 1], [1, 0], [1, 1], 1, True))
+    by_size = given[0], [1], given[2].replace("#2 i1 i0", "#2 n i0")
+    assert by_size[2] != given[2]
+    for arguments in (given, by_size):
+        with emulator.memory():
+            y = run.ONE._op_dk(EMULATED, *arguments)
+        assert torch.equal(y, torch.nn.functional.conv2d(x, weight, padding=(1, 0)).relu())
+    with emulator.memory(), pytest.raises(RuntimeError, match="2 tensors and 0 sizes, not 2 and 1"):
+        run.ONE._op_dk(EMULATED, by_size[0], [], by_size[2])
+
+
 def test_a_kernel_that_is_not_loaded_is_named(gpu: EmulatedGpu) -> None:
     called = depthwise(gpu)
-    op, arguments = called.arguments(save=False)
-    arguments[-3] = [arguments[-3][0], "no such kernel"]
+    t, sizes, program = called.arguments(save=False)
+    name = called.specs[1].name
+    program = program.replace(f"s{len(name)}:{name}", "s14:no such kernel")
     with (
         emulator.memory(),
         pytest.raises(RuntimeError, match="kernel no such kernel is not loaded on cuda:-1"),
     ):
-        op._op_dk(EMULATED, *arguments)
+        run.ONE._op_dk(EMULATED, t, sizes, program)

@@ -13,7 +13,7 @@ from emulator.device import EmulatedGpu, in_place_of_cuda
 
 from benchmarks import conv_sm90, implicit, sm90
 from benchmarks.conv_layers import Layer
-from fx_fuser.ops import evaluate
+from fx_fuser.ops import run
 
 EMULATED = torch._C.DispatchKey.PrivateUse1  # the shim's host code of the emulated device
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
@@ -74,31 +74,29 @@ def test_the_op_that_graphs_call(gpu: EmulatedGpu, save: bool) -> None:
     call = timed.call("implicit")
     arguments = (*timed.operands().values(), *call.config.values())
     tail = (call.epilogue.text, timed.t, [], [spec.name for spec in specs], torch.bfloat16, save)
-    op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
+    given = run.arguments("conv2d_batchnorm", (*arguments, *tail))
     launches = emulator.ops.launches.default()
     with emulator.memory():
-        y, c, *_ = op._op_dk(EMULATED, *arguments, *tail)
-        y, c = y.clone(), c.clone()
+        y, *saved = (v.clone() for v in run.MANY._op_dk(EMULATED, *given))
     assert emulator.ops.launches.default() == launches + 1
-    brief = evaluate.arguments(op, (*arguments, *tail))
-    assert brief is not None
     for _ in range(2):  # the text is read, then known
         with emulator.memory():
-            assert torch.equal(evaluate.OP._op_dk(EMULATED, *brief), y)
+            assert torch.equal(run.ONE._op_dk(EMULATED, *given), y)
     assert emulator.ops.launches.default() == launches + 3
     assert y.stride() == timed.out.stride()
     assert sm90.relative(y, timed.exact()) <= conv_sm90.ROUNDED[torch.bfloat16]
-    if save:
+    assert len(saved) == save
+    for c in saved:
         exact = timed.window.convolve(timed.x.double(), timed.weight.double())
         assert c.stride() == timed.out.stride()
         assert sm90.relative(c, exact) <= conv_sm90.ROUNDED[torch.bfloat16]
 
 
-BATCHED = "bmm_kernel t t s7:library s0: b0 s0: #0 #0 #0 dfloat b0"
+BATCHED = "bmm t t s7:library s0: b0 s0: #0 #0 #0 dfloat b0"
 
 
 @pytest.mark.parametrize(
-    "call, tensors",
+    "program, tensors",
     [
         ("", 2),
         ("softmax t t", 2),
@@ -106,17 +104,18 @@ BATCHED = "bmm_kernel t t s7:library s0: b0 s0: #0 #0 #0 dfloat b0"
         (f"{BATCHED} b0", 2),
         (BATCHED.replace("s7:", "s700:"), 2),
         (BATCHED.replace("s7:library", "i7"), 2),
+        (BATCHED.replace("s7:library", "n"), 2),
         (BATCHED.replace("#0 dfloat", "#x dfloat"), 2),
         (BATCHED.replace("dfloat", "dfloaty"), 2),
         (BATCHED, 1),
         (BATCHED, 3),
     ],
 )
-def test_texts_that_evaluate_refuses(gpu: EmulatedGpu, call: str, tensors: int) -> None:
+def test_programs_that_run_refuses(gpu: EmulatedGpu, program: str, tensors: int) -> None:
     """Before anything is launched, by a message of ours."""
-    given = [torch.randn(1, 2, 2)] * tensors
+    t = [torch.randn(1, 2, 2)] * tensors
     with emulator.memory():
         launches = emulator.ops.launches.default()
         with pytest.raises(RuntimeError, match="fx_fuser: "):
-            evaluate.OP._op_dk(EMULATED, given, call)
+            run.ONE._op_dk(EMULATED, t, [], program)
         assert emulator.ops.launches.default() == launches

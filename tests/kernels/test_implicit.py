@@ -31,6 +31,7 @@ from fx_fuser.kernels import families
 from fx_fuser.kernels.implicit import implicit as family
 from fx_fuser.kernels.implicit import implicit_columns, implicit_cut
 from fx_fuser.native import limits
+from fx_fuser.ops import run
 from fx_fuser.options import Options
 from fx_fuser.passes import folding
 from fx_fuser.planning import layout
@@ -321,16 +322,17 @@ def test_a_converted_graph_gives_images_in_channels_last(product, kernel, is_con
     geometry = ([1, 1], [0] * 4, [1, 1], 1)
     choices = (False, product, "library", False)
     tail = ("", [], [], [], torch.float32, False)
-    op = torch.ops.fx_fuser.conv2d_kernel.default
-    node = graph.call_function(op, (*args, None, *geometry, *choices, *tail))
-    node.meta["val"] = (result, result.new_empty(0))
+    images = [node.meta["val"] for node in args]
+    _, _, program = run.arguments("conv2d", (*images, None, *geometry, *choices, *tail))
+    node = graph.call_function(run.MANY, (args, [], program))
+    node.meta["val"] = [result]
     graph.output(node)
     folding.Folding(None, lambda: is_converted)(graph)
-    (node,) = graph.find_nodes(op="call_function", target=op)
+    (node,) = graph.find_nodes(op="call_function", target=run.MANY)
     if not is_converted:
         assert "eager_input_vals" not in node.meta
         return
-    x, weight = node.meta["eager_input_vals"][0][:2]
+    x, weight = node.meta["eager_input_vals"][0][0]
     assert x.is_contiguous(memory_format=LAST)
     asks = kernel > 1 and product == "implicit"
     assert weight.is_contiguous(memory_format=LAST) == (asks or kernel == 1)

@@ -14,6 +14,7 @@ from torch.library import opcheck
 
 import fx_fuser
 from fx_fuser import registry
+from fx_fuser.ops import run
 from fx_fuser.planning import bench_ops
 from fx_fuser.planning.plan import Plan
 
@@ -91,7 +92,11 @@ def test_of_one_operand_only_the_other_is_kept(learns: tuple[bool, bool]) -> Non
     op = torch.ops.fx_fuser.bmm.default
     dtypes = (torch.float32, torch.float32)
     (y,) = op(x, w, "library", "library", False, "v0 = mul(z, s0)", [], [2.0], *dtypes, True)
-    saved = {t.data_ptr() for t in y.grad_fn.saved_tensors if t.untyped_storage().nbytes() > 4}
+    saved = {
+        t.data_ptr()
+        for t in y.grad_fn.saved_tensors
+        if t is not None and t.untyped_storage().nbytes() > 4
+    }
     assert saved == {(w if learns[0] else x).data_ptr()}
 
 
@@ -120,8 +125,8 @@ def _detached(values: Any) -> Any:
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
 def test_opcheck_kernel_and_again(layout: str, lead: tuple[int, ...], save: bool) -> None:
     *front, _, out, _ = _detached(_args(torch.float32, layout, lead))
-    opcheck(torch.ops.fx_fuser.bmm_kernel.default, (*front, [], out, save))
-    opcheck(torch.ops.fx_fuser.bmm_again.default, (*front[:5], torch.randn(1)))
+    opcheck(run.MANY, run.arguments("bmm", (*front, [], out, save)))
+    opcheck(run.IN_TORCH, run.arguments("bmm_again", (*front[:5], torch.randn(1))))
     x, w, *_ = front
     opcheck(torch.ops.fx_fuser.split_product.default, (x, w.mT, "a kernel"))
 
@@ -133,15 +138,19 @@ def test_fakes_have_the_strides_of_the_results(layout: str, lead: tuple[int, ...
     *front, _, out, _ = _detached(_args(torch.float32, layout, lead))
     x, w, *_ = front
     ops = torch.ops.fx_fuser
-    runs: list[Callable[[Any], Any]] = [
-        lambda v: ops.bmm_kernel(*v(front), [], out, True)[0],
-        lambda v: ops.bmm_kernel(*v(front), [], out, True)[1],
-        lambda v: ops.bmm_again(*v(front[:5]), v(torch.randn(1))),
+
+    def of(function: str, *args: Any) -> Any:
+        return run.MANY(*run.arguments(function, args))
+
+    calls: list[Callable[[Any], Any]] = [
+        lambda v: of("bmm", *v(front), [], out, True)[0],
+        lambda v: of("bmm", *v(front), [], out, True)[1],
+        lambda v: of("bmm_again", *v(front[:5]), v(torch.randn(1)))[0],
         lambda v: ops.split_product(v(x), v(w).mT, "a kernel"),
         lambda v: ops.split_product(v(x).mT, v(torch.randn(*lead, 5, 4)), "a kernel"),
     ]
-    for run in runs:
-        real = run(lambda value: value)
+    for call in calls:
+        real = call(lambda value: value)
         with torch._subclasses.FakeTensorMode() as mode:
 
             def faked(value: Any, mode: Any = mode) -> Any:
@@ -149,7 +158,7 @@ def test_fakes_have_the_strides_of_the_results(layout: str, lead: tuple[int, ...
                     return [faked(v) for v in value]
                 return mode.from_tensor(value) if isinstance(value, Tensor) else value
 
-            fake = run(faked)
+            fake = call(faked)
         assert real.is_contiguous() and real.stride() == fake.stride()
         assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
 

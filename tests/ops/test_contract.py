@@ -1,4 +1,4 @@
-"""What the compiled shim assumes of Python's op schemas is compared when it is loaded."""
+"""What the compiled shim assumes of Python is compared when it is loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 LINES = [
     "limit tensors 16",
     "limit numbers 8",
-    "schema fx_fuser::split_product(Tensor a, Tensor b, str kernel) -> Tensor",
     "leaves bias mean var gamma beta eps",
-    "places x 0 weight 1 bias 2 gamma 5 beta 6",
 ]
 
 
@@ -41,10 +39,7 @@ def test_the_order_of_lines_has_no_meaning(says):
 
 @pytest.mark.parametrize("line", range(len(LINES)))
 def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line):
-    changed = (
-        LINES[line].replace("16", "12").replace("8", "4").replace("str kernel", "str[] kernel")
-    )
-    changed = changed.replace("mean var", "var mean").replace("gamma 5", "gamma 3")
+    changed = LINES[line].replace("16", "12").replace("8", "4").replace("mean var", "var mean")
     assert changed != LINES[line]
     says([*LINES[:line], changed, *LINES[line + 1 :]])
     with pytest.raises(BuildError) as caught:
@@ -56,7 +51,7 @@ def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line)
 
 
 def test_a_line_that_one_side_lacks_is_named(says):
-    more = "schema fx_fuser::one_more(Tensor x) -> Tensor"
+    more = "one more"
     says([*LINES[1:], more])
     with pytest.raises(BuildError) as caught:
         load.load_shim()
@@ -65,27 +60,8 @@ def test_a_line_that_one_side_lacks_is_named(says):
 
 
 @needs_compilers
-def test_the_real_shim_says_what_the_documented_schemas_are():
-    """As torch prints them, were they parsed: names, types and their order."""
+def test_the_real_shim_says_what_python_says():
     load.load_shim()
     lines = torch.ops.fx_fuser_native.contract.default()
     assert f"limit tensors {MAX_TENSORS}" in lines and f"limit numbers {MAX_NUMBERS}" in lines
-    assert set(LINES) <= set(lines)
-    schemas = [line.removeprefix("schema ") for line in lines if line.startswith("schema ")]
-    assert [str(torch._C.parse_schema(schema)) for schema in schemas] == schemas
-    named = {schema.split("(")[0].removeprefix("fx_fuser::"): schema for schema in schemas}
-    assert list(named) == [
-        *("linear_kernel", "matmul_kernel", "bmm_kernel", "conv2d_kernel", "conv2d_backward"),
-        *("conv2d_batchnorm_kernel", "conv2d_batchnorm_backward", "conv2d_folded"),
-        *("evaluate", "fold", "split_product", "exact_product"),
-    ]
-    assert named["bmm_kernel"] == (
-        "fx_fuser::bmm_kernel(Tensor x, Tensor weight, str product, str backward, bool again, "
-        "str epilogue, Tensor[] t, float[] s, str[] kernels, ScalarType out, bool save) "
-        "-> (Tensor y, Tensor c)"
-    )
-    assert named["matmul_kernel"] == (
-        "fx_fuser::matmul_kernel(Tensor x, Tensor weight, Tensor? bias, str product, "
-        "str backward, bool again, str epilogue, Tensor[] t, float[] s, str[] kernels, "
-        "ScalarType out, bool save) -> (Tensor y, Tensor c)"
-    )
+    assert lines == LINES

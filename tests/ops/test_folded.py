@@ -24,7 +24,7 @@ import fx_fuser
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.graph.match.pattern import Refusal
 from fx_fuser.kernels.folded import addend_of_relu
-from fx_fuser.ops import evaluate, folded
+from fx_fuser.ops import folded, run
 from fx_fuser.options import Options
 from fx_fuser.passes import folding, memory
 from fx_fuser.planning import bench_ops, layout, timing
@@ -38,11 +38,11 @@ _ops = torch.ops.fx_fuser
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter[str]]]:
     """What is called in each of Inductor's graphs after the pass."""
     seen: list[Counter[str]] = []
-    run = folding.Folding.__call__
+    inner = folding.Folding.__call__
 
     def watched(self: folding.Folding, graph: Graph) -> None:
-        run(self, graph)
-        called = (evaluate.called(n)[0] for n in graph.nodes if n.op == "call_function")
+        inner(self, graph)
+        called = (run.called(n)[0] for n in graph.nodes if n.op == "call_function")
         seen.append(Counter(str(op) for op in called))
 
     monkeypatch.setattr(folding.Folding, "__call__", watched)
@@ -116,7 +116,8 @@ def test_ops_keep_their_contracts() -> None:
         for arguments in ((vector, addend, True), (vector, None, True), (None, None, False)):
             *others, relu = arguments
             called = (x, weight, *others, [2, 2], [1, 1], [1, 1], 1, relu)
-            torch.library.opcheck(_ops.conv2d_folded.default, called, test_utils=tests)
+            given = run.arguments("conv2d_folded", called)
+            torch.library.opcheck(run.ONE, given, test_utils=tests)
 
 
 # ---- through the backend, on a CPU ---------------------------------------------------------------
@@ -133,7 +134,7 @@ def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
     check(model, torch.randn(3, 3, 29, 34).contiguous(memory_format=form))
     (graph,) = graphs
     assert graph["fx_fuser.fold.default"] <= 2
-    assert graph["fx_fuser.conv2d_folded.default"] == 8
+    assert graph["conv2d_folded"] == 8
     assert graph["aten.convolution.default"] == graph["aten.relu.default"] == 0
     assert graph["aten.add.Tensor"] == 1  # of the two shifts, which are vectors
     assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 8
@@ -145,7 +146,7 @@ def test_only_the_weights_are_in_channels_last(inner: str, graphs: list[Counter[
     model = net().to(memory_format=torch.channels_last)
     check(model, torch.randn(3, 3, 29, 34), inner=inner)
     if inner == "inductor":
-        assert graphs[0]["fx_fuser.conv2d_folded.default"] == 7
+        assert graphs[0]["conv2d_folded"] == 7
 
 
 @pytest.mark.slow
@@ -154,10 +155,10 @@ def test_a_fold_by_itself_pins_no_layout(
 ) -> None:
     """It names the layer's input to keep its place, and reads nothing of it."""
     monkeypatch.setattr(memory.Memory, "has_room_for", lambda *_: False)
-    run = folding.Folding.__call__
+    inner = folding.Folding.__call__
 
     def watched(self: folding.Folding, graph: Graph) -> None:
-        run(self, graph)
+        inner(self, graph)
         folds = graph.find_nodes(op="call_function", target=_ops.fold.default)
         assert len(folds) == 8 and not any("eager_input_vals" in n.meta for n in folds)
 
@@ -178,7 +179,7 @@ def test_vectors_that_are_views(graphs: list[Counter[str]]) -> None:
             return F.batch_norm(self.conv(x), mean, var, self.one.expand(4)).relu()
 
     check(Model().eval(), torch.randn(2, 3, 8, 8))
-    assert graphs[0]["fx_fuser.conv2d_folded.default"] == 1
+    assert graphs[0]["conv2d_folded"] == 1
 
 
 def test_an_inner_compiler_without_the_pass(graphs: list[Counter[str]]) -> None:
@@ -194,7 +195,7 @@ def test_no_batch_norm(graphs: list[Counter[str]]) -> None:
         nn.Conv2d(3, 8, 3, padding="same"), nn.ReLU(), nn.Conv2d(8, 4, 2), nn.ReLU()
     )
     check(model.eval(), torch.randn(2, 3, 9, 9))
-    assert graphs[0]["fx_fuser.conv2d_folded.default"] == 2
+    assert graphs[0]["conv2d_folded"] == 2
     assert graphs[0]["fx_fuser.fold.default"] == 0
 
 
@@ -214,7 +215,7 @@ def test_live_parameters(graphs: list[Counter[str]]) -> None:
                 p -= 0.1 * p.grad
                 p.grad = None
         model.eval()
-    assert graphs[0]["fx_fuser.conv2d_folded.default"] == 8
+    assert graphs[0]["conv2d_folded"] == 8
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_16_bits_are_left_on_a_cpu(graphs: list[Counter[str]]) -> None:
             found, eager = compiled(x), model(x)
     assert relative(found, exact) <= 2 * relative(eager, exact)
     assert found.dtype == eager.dtype == torch.bfloat16
-    assert all(graph["fx_fuser.conv2d_folded.default"] == 0 for graph in graphs)
+    assert all(graph["conv2d_folded"] == 0 for graph in graphs)
 
 
 def _tail(f: Callable[..., Tensor]) -> nn.Module:
@@ -263,13 +264,13 @@ def _tail(f: Callable[..., Tensor]) -> nn.Module:
 )
 def test_other_tails_are_others(tail: Callable[..., Tensor], graphs: list[Counter[str]]) -> None:
     check(_tail(tail), torch.randn(2, 3, 8, 8))
-    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+    assert sum(graph["conv2d_folded"] for graph in graphs) == 0
 
 
 def test_the_end_of_a_longer_tail_is_left(graphs: list[Counter[str]]) -> None:
     """On CUDA the match ends with relu (`plan.no_gain`); here any tail is taken, by the library."""
     check(_tail(lambda z: torch.relu(z) * 0.5), torch.randn(2, 3, 8, 8))
-    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+    assert sum(graph["conv2d_folded"] for graph in graphs) == 0
     assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 1
 
 
@@ -277,7 +278,7 @@ def test_the_end_of_a_longer_tail_is_left(graphs: list[Counter[str]]) -> None:
 def test_dtypes_that_are_refused(dtype: torch.dtype, graphs: list[Counter[str]]) -> None:
     """A weight times BatchNorm's scale may be beyond the range of fp16."""
     check(_tail(torch.relu).to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype))
-    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+    assert sum(graph["conv2d_folded"] for graph in graphs) == 0
 
 
 @pytest.mark.slow
@@ -293,13 +294,13 @@ def test_gradients_and_batch_statistics_are_refused(graphs: list[Counter[str]]) 
     model.train()
     with torch.no_grad():
         compiled(x)
-    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+    assert sum(graph["conv2d_folded"] for graph in graphs) == 0
 
 
 def test_exactness_that_is_asked_for_is_kept(graphs: list[Counter[str]]) -> None:
     """The call follows torch's setting, by which convolutions may take TF32."""
     check(_tail(torch.relu), torch.randn(2, 3, 8, 8), fp32="split")
-    assert sum(graph["fx_fuser.conv2d_folded.default"] for graph in graphs) == 0
+    assert sum(graph["conv2d_folded"] for graph in graphs) == 0
 
 
 class Narrowing(nn.Sequential):
@@ -330,13 +331,13 @@ def test_what_is_folded_at_a_time_leaves_the_peak(
     """What one call folds lives until its last layer has run."""
     peaks: list[int] = []
     sizes: list[int] = []
-    run = folding.Folding.__call__
+    inner = folding.Folding.__call__
 
     def watched(self: folding.Folding, graph: Graph) -> None:
         monkeypatch.setattr(memory.Memory, "has_room_for", lambda *_: False)
         peaks.append(max(memory.Memory(graph)._alive))
         monkeypatch.undo()
-        run(self, graph)
+        inner(self, graph)
         peaks.append(max(memory.Memory(graph)._alive))
         nodes = graph.find_nodes(op="call_function", target=_ops.fold.default)
         sizes.extend(len(node.args[0]) for node in nodes)
@@ -392,7 +393,7 @@ def test_the_end_of_the_longer_way_takes_the_addition(
     monkeypatch.setattr(folding.Folding, "__call__", kept)
     check(Shortcut().eval(), torch.randn(2, 8, 9, 10))
     (graph,) = seen
-    sites = [n for n in graph.nodes if "conv2d_folded" in str(evaluate.called(n)[0])]
+    sites = [n for n in graph.nodes if "conv2d_folded" in str(run.called(n)[0])]
     assert len(sites) == 4
     (image,) = [
         n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].shape[1:] == (8, 9, 10)
@@ -408,7 +409,7 @@ def test_installed(graphs: list[Counter[str]]) -> None:
     with torch.no_grad(), fx_fuser.installed(FORCED):
         found = torch.compile(model)(x)
         assert relative(found, model(x).double()) < 1e-5
-    assert graphs[-1]["fx_fuser.conv2d_folded.default"] == 8
+    assert graphs[-1]["conv2d_folded"] == 8
 
 
 def test_exported_programs_have_no_such_op() -> None:

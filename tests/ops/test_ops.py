@@ -14,7 +14,7 @@ from torch.library import opcheck
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.native import load
-from fx_fuser.ops import library
+from fx_fuser.ops import library, run
 
 F64, F32 = torch.float64, torch.float32
 NORM = "conv2d_batchnorm"
@@ -189,8 +189,7 @@ def _detached(value: Any) -> Any:
 @pytest.mark.parametrize("kind", ["linear", "matmul"])
 def test_opcheck_linear_kernel(kind: str, tail: str, kinds: str, save: bool) -> None:
     *front, _, out, _ = _detached(list(linear_args(kinds, F32, tail=tail, kind=kind)))
-    op = getattr(torch.ops.fx_fuser, f"{kind}_kernel").default
-    opcheck(op, (*front, [], out, save))
+    opcheck(run.MANY, run.arguments(kind, (*front, [], out, save)))
 
 
 @needs_compilers
@@ -203,20 +202,25 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     batched = [turned[0][None], turned[1][None], *turned[3:]]
     conv = _detached(list(conv_args("f", F32, True)))
     norm, ct = conv[:18], conv[18:21]
-    back = (*ct, ["a kernel"], conv[0], [conv[5], conv[5]], [0, 1, 2])
-    calls = {
-        "linear_kernel": (*front, ["a kernel"], out, False),
-        "matmul_kernel": (*turned, ["a kernel"], out, False),
-        "bmm_kernel": (*batched, ["a kernel"], out, False),
-        "split_product": (*front[:2], "a kernel"),
-        "conv2d_kernel": (*norm[:3], *norm[7:15], *ct, ["a kernel"], out, False),
-        "conv2d_batchnorm_kernel": (*norm, *ct, ["a kernel"], out, False),
+    back = (*ct, ["a kernel"], conv[0], [conv[5], conv[5]], ["x", "weight", "bias"])
+    functions = {
+        "linear": (*front, ["a kernel"], out, False),
+        "matmul": (*turned, ["a kernel"], out, False),
+        "bmm": (*batched, ["a kernel"], out, False),
+        "conv2d": (*norm[:3], *norm[7:15], *ct, ["a kernel"], out, False),
+        "conv2d_batchnorm": (*norm, *ct, ["a kernel"], out, False),
+        "conv2d_folded": (*norm[:3], None, *norm[7:11], True),
         "conv2d_backward": (*norm[:3], *norm[7:15], *back),
         "conv2d_batchnorm_backward": (*norm, *back),
     }
-    for name, args in calls.items():
-        op = getattr(torch.ops.fx_fuser, name).default
-        with pytest.raises(RuntimeError, match="is not a CUDA tensor"):
+    given = [run.arguments(*call) for call in functions.items()]
+    calls: list[tuple[Any, Any]] = [(op, call) for op in (run.ONE, run.MANY) for call in given]
+    of_fold = ([norm[1]], norm[3:5], [0], [1e-5], "a kernel", out, norm[0])
+    ops = torch.ops.fx_fuser
+    calls += [(ops.split_product.default, (*front[:2], "a kernel"))]
+    calls += [(ops.exact_product.default, (*front[:2], "a kernel")), (ops.fold.default, of_fold)]
+    for op, args in calls:
+        with pytest.raises(RuntimeError, match=r"is not a CUDA tensor|is not loaded"):
             op.redispatch(cuda, *args)
 
 
@@ -234,16 +238,6 @@ def test_the_shim_is_told_the_leaves_in_their_order(training: bool) -> None:
     assert {n for n, v in leaves.items() if not isinstance(v, Tensor)} == {"eps"}
 
 
-def test_the_shim_is_told_the_places_of_the_operands() -> None:
-    (line,) = (line for line in library.contract() if line.startswith("places "))
-    told = line.split()[1:]
-    names = ANCHORS["conv2d_batchnorm"].operands
-    assert dict(zip(told[::2], map(int, told[1::2]))) == {
-        n: names.index(n) for n in ("x", "weight", "bias", "gamma", "beta")
-    }
-    assert names[:3] == ANCHORS["conv2d"].operands
-
-
 @pytest.mark.each_pair
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -253,8 +247,7 @@ def test_opcheck_conv_kernel(last: bool, training: bool, save: bool) -> None:
     if last:
         args[0] = args[0].to(memory_format=torch.channels_last)
     *front, _, out, _ = args
-    op = torch.ops.fx_fuser.conv2d_batchnorm_kernel.default
-    opcheck(op, (*front, [], out, save))
+    opcheck(run.MANY, run.arguments(NORM, (*front, [], out, save)))
 
 
 @pytest.mark.each_pair
@@ -295,11 +288,11 @@ def test_opcheck_own_backward(training: bool, dtype: torch.dtype) -> None:
     *front, _, _, _ = args
     front[front.index("library") + 1] = "direct"
     y, *_ = torch.ops.fx_fuser.conv2d_batchnorm.default(*args)
-    vectors = [torch.rand(4) + 0.5 if training else torch.empty(0) for _ in range(2)]
-    wanted = [0, 1, 2, 5, 6]
-    op = torch.ops.fx_fuser.conv2d_batchnorm_backward.default
+    statistics = [torch.rand(4) + 0.5 for _ in range(2)] if training else []
+    wanted = ["x", "weight", "bias", "gamma", "beta"]
     front[-3:] = ["v0 = mul(z, s0)", [], [0.75]]
-    opcheck(op, (*front, [], torch.randn_like(y), vectors, wanted))
+    arguments = (*front, [], torch.randn_like(y), statistics, wanted)
+    opcheck(run.MANY, run.arguments(f"{NORM}_backward", arguments))
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
@@ -312,8 +305,7 @@ def test_opcheck_again(training: bool, last: bool) -> None:
         _detached(list(linear_args("ss", F32, kind=k)))[:6] for k in ("linear", "matmul")
     )
     for kind, args in ((NORM, conv[:18]), ("linear", linear), ("matmul", matmul)):
-        op = getattr(torch.ops.fx_fuser, f"{kind}_again").default
-        opcheck(op, (*args, torch.randn(1)))
+        opcheck(run.IN_TORCH, run.arguments(f"{kind}_again", (*args, torch.randn(1))))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from fx_fuser.ops import evaluate
+from fx_fuser.ops import run
 from fx_fuser.passes import folding, shortcuts
 
 _aten = torch.ops.aten
@@ -31,11 +31,11 @@ _aten = torch.ops.aten
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
     """The folded convolutions of Inductor's graph, as they come."""
     seen: list[Node] = []
-    run = folding.Folding.__call__
+    inner = folding.Folding.__call__
 
     def watched(self: folding.Folding, graph: Graph) -> None:
-        run(self, graph)
-        seen.extend(n for n in graph.nodes if "conv2d_folded" in str(evaluate.called(n)[0]))
+        inner(self, graph)
+        seen.extend(n for n in graph.nodes if "conv2d_folded" in str(run.called(n)[0]))
 
     monkeypatch.setattr(folding.Folding, "__call__", watched)
     torch._dynamo.reset()

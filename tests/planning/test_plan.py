@@ -304,8 +304,8 @@ def test_the_bench_is_the_op_that_runs(match_of: Any) -> None:
     forms = bench_ops.tensors_of(match)
     assert forms is not None
     ways = bench_ops.benches(match, [LIBRARY, SPLIT], forms)
-    for y, saved in (way() for way in ways):  # type: ignore[misc]
-        assert y.shape == (4, 8) and saved.numel() == 0
+    for (y,) in (way() for way in ways):  # type: ignore[misc]
+        assert y.shape == (4, 8)
 
 
 def test_the_bench_of_training(match_of: Any) -> None:

@@ -1,0 +1,198 @@
+"""The ops that graphs call for what fx_fuser runs: one family for all, forward and backward.
+
+    fx_fuser::run(Tensor[] t, SymInt[] sizes, str program) -> Tensor       y alone
+    fx_fuser::run.many                                     -> Tensor[]     all results
+    fx_fuser::run.in_torch                                 -> Tensor[]     by torch's operations
+
+`program` is the name of a function and its arguments, `t` those that are tensors, `sizes` those
+that are known at the call only. What an op takes the host is mostly its arguments, which torch
+converts one by one at each call: an op with 24 of them and four results took 14 us, one with four
+and one 2.6 (kernels_cu/conv/NOTES.md). The text is read once a text, here and in
+kernels_cu/host/run.h. It goes through Inductor's caches, as a number of ours would not.
+
+Words stand between single spaces. An argument's first letter says what it is:
+
+    t          the next tensor
+    n          the next size
+    -          None
+    #3         a list of three, which follow
+    i-1        an int
+    b1         a bool
+    f3ff0…     a float: the 16 digits of its bits
+    s5:split   a str of 5 bytes
+    dfloat     a dtype, by its name in CUDA
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fx_fuser.native.kernel_spec import CUDA_TYPES
+
+_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
+_CALL = "(Tensor[] t, SymInt[] sizes, str program)"
+_LIBRARY.define(f"run{_CALL} -> Tensor")
+_LIBRARY.define(f"run.many{_CALL} -> Tensor[]")
+_LIBRARY.define(f"run.in_torch{_CALL} -> Tensor[]")
+ONE = torch.ops.fx_fuser.run.default
+MANY = torch.ops.fx_fuser.run.many
+IN_TORCH = torch.ops.fx_fuser.run.in_torch
+_DTYPES = {name: dtype for dtype, name in CUDA_TYPES.items()}
+Arguments = tuple[list[Tensor], list[Any], str]  # of an op; a size is an int or a torch.SymInt
+
+
+# ---- functions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Function:
+    in_torch: Callable[..., Sequence[Tensor]]
+    like: Callable[..., Sequence[Tensor]]
+
+
+_functions: dict[str, _Function] = {}
+
+
+def define(
+    name: str, in_torch: Callable[..., Sequence[Tensor]], like: Callable[..., Sequence[Tensor]]
+) -> None:
+    """A function that programs may name, whose first result is y. like: of fake tensors.
+
+    On CUDA kernels_cu/host/run.h names what runs; what that does not take comes back to `in_torch`.
+    """
+    _functions[name] = _Function(in_torch, like)
+
+
+def _many(fake: bool, t: Sequence[Tensor], sizes: Sequence[int], program: str) -> list[Tensor]:
+    name, filled = read(program)
+    if name not in _functions:
+        raise RuntimeError(f"fx_fuser: run knows no function {name}")
+    function = _functions[name]
+    with _named(name):
+        return [*(function.like if fake else function.in_torch)(*filled(t, sizes))]
+
+
+def _named(name: str) -> Any:
+    """What a profiler sees."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"fx_fuser::run {name}")
+    return contextlib.nullcontext()
+
+
+def _one(fake: bool, *given: Any) -> Tensor:
+    return _many(fake, *given)[0]
+
+
+for _name, _made, _key in (
+    ("run", _one, "CPU"),  # on CUDA: kernels_cu/host/run.h
+    ("run.many", _many, "CPU"),
+    ("run.in_torch", _many, "CompositeExplicitAutograd"),
+):
+    _LIBRARY.impl(_name, functools.partial(_made, False), _key)
+    torch.library.register_fake(f"fx_fuser::{_name}", functools.partial(_made, True), lib=_LIBRARY)
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def arguments(function: str, args: Sequence[Any]) -> Arguments:
+    """The arguments of an op for a call of this function."""
+    tensors: list[Tensor] = []
+    sizes: list[Any] = []
+    return tensors, sizes, " ".join((function, *_words(args, tensors, sizes)))
+
+
+def called(node: Node) -> tuple[Any, Sequence[Any]]:
+    """What a node calls and its arguments; of such an op, the function's name and its arguments."""
+    if node.target not in (ONE, MANY, IN_TORCH):
+        return node.target, node.args
+    t, sizes, program = node.args
+    name, filled = read(program)  # type: ignore[arg-type]
+    return name, filled(t, sizes)  # type: ignore[arg-type]
+
+
+def _words(args: Sequence[Any], tensors: list[Tensor], sizes: list[Any]) -> Iterator[str]:
+    for value in args:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            yield "t"
+        elif isinstance(value, torch.SymInt):
+            sizes.append(value)
+            yield "n"
+        elif value is None:
+            yield "-"
+        elif isinstance(value, (list, tuple)):
+            yield f"#{len(value)}"
+            yield from _words(value, tensors, sizes)
+        elif isinstance(value, str):
+            yield f"s{len(value.encode())}:{value}"
+        elif isinstance(value, torch.dtype):
+            yield f"d{CUDA_TYPES[value]}"
+        elif isinstance(value, bool):
+            yield f"b{int(value)}"
+        elif isinstance(value, int):
+            yield f"i{value}"
+        else:
+            yield f"f{struct.pack('>d', value).hex()}"
+
+
+@functools.lru_cache(maxsize=4096)
+def read(program: str) -> tuple[str, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+    """The function that a program names, and its arguments from its tensors and sizes."""
+    name, _, rest = program.partition(" ")
+    # Bytes, as in C++: that is what the length of a str counts.
+    words = _Words(rest.encode())
+    values: list[Any] = []
+    while words.left:
+        values.append(words.argument())
+    return name, functools.partial(_filled, values)
+
+
+@dataclass(frozen=True)
+class _Place:
+    of: str  # "t" or "n"
+    at: int
+
+
+def _filled(value: Any, t: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    if isinstance(value, list):
+        return [_filled(one, t, sizes) for one in value]
+    if isinstance(value, _Place):
+        return (t if value.of == "t" else sizes)[value.at]
+    return value
+
+
+class _Words:
+    def __init__(self, text: bytes) -> None:
+        self.left = text
+        self._counts = {"t": 0, "n": 0}
+
+    def argument(self) -> Any:
+        kind, self.left = self.left[:1].decode(), self.left[1:]
+        if kind == "s":
+            length, _, self.left = self.left.partition(b":")
+            text, self.left = self.left[: int(length)], self.left[int(length) + 1 :]
+            return text.decode()
+        word, _, self.left = self.left.partition(b" ")
+        said = word.decode()
+        if kind == "#":
+            return [self.argument() for _ in range(int(said))]
+        if kind in self._counts:
+            self._counts[kind] += 1
+            return _Place(kind, self._counts[kind] - 1)
+        return {
+            "-": lambda: None,
+            "i": lambda: int(said),
+            "b": lambda: said == "1",
+            "f": lambda: struct.unpack(">d", bytes.fromhex(said))[0],
+            "d": lambda: _DTYPES[said],
+        }[kind]()
