@@ -48,7 +48,7 @@ class Attention:
     query: Any  # [*, L, D]
     key: Any  # [*, S, D]
     value: Any  # [*, S, E]
-    mask: Any = None  # of bool or the query's dtype; [L, S], or what spreads to [*, L, S]; None
+    mask: Any = None  # of bool, or numbers that the query's dtype has; [L, S], or what spreads to [*, L, S]; None
     dropout: Any = 0.0
     causal: Any = False
     scale: Any = None
