@@ -48,7 +48,8 @@ class Attention:
     query: Any  # [*, L, D]
     key: Any  # [*, S, D]
     value: Any  # [*, S, E]
-    mask: Any = None  # of bool, or numbers that the query's dtype has; [L, S], or what spreads to [*, L, S]; None
+    # Of bool, or numbers that the query's dtype has; [L, S], or what spreads to [*, L, S].
+    mask: Any = None
     dropout: Any = 0.0
     causal: Any = False
     scale: Any = None
