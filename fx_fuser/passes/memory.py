@@ -28,7 +28,7 @@ def storages_of(node: Node) -> Iterator[tuple[int, int]]:
 
 
 class Memory:
-    """Bytes alive at each node. Nothing else may change the graph meanwhile.
+    """Bytes alive at each node, and `peak`, the most. Nothing else may change the graph meanwhile.
 
     What only operations that Inductor fuses make and read is left out: most of it never exists.
     """
@@ -53,12 +53,13 @@ class Memory:
             changes[last + 1] -= sizes[storage]
         self._sizes = sizes
         self._alive = list(itertools.accumulate(changes))
-        self._most = max(self._alive, default=0) * (1 + _SLACK)
+        self.peak = max(self._alive, default=0)
 
     def has_room_for(self, nodes: Sequence[Node]) -> bool:
         """Does the peak stay as it is if the first of these nodes makes what all of them make, and
         all of it lives until the last of it is read?"""
-        return all(alive <= self._most for _, alive in self._joined(nodes))
+        most = self.peak * (1 + _SLACK)
+        return all(alive <= most for _, alive in self._joined(nodes))
 
     def join(self, nodes: Sequence[Node]) -> None:
         """From now on it does."""

@@ -3,10 +3,52 @@
 from __future__ import annotations
 
 CONTEST = "tests/planning/test_contest.py"
+MEMORY = "tests/passes/test_memory.py"
 RATES = "tests/planning/test_architectures.py"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    (
+        "rest: what is folded at a time leaves the peak",
+        "passes/memory.py",
+        "yield i, self._alive[i] - apart + whole",
+        "yield i, self._alive[i] - apart",
+        (
+            f"{MEMORY}::test_what_is_folded_at_a_time_leaves_the_peak[96-folds0]",
+            f"{MEMORY}::test_bytes_alive_from_the_maker_to_the_last_reader",
+        ),
+    ),
+    (
+        "rest: room that is taken is gone",
+        "passes/memory.py",
+        "            self._alive[i] = alive\n",
+        "            pass\n",
+        (f"{MEMORY}::test_room_that_a_group_has_taken_is_gone",),
+    ),
+    (
+        "rest: what Inductor fuses takes no memory",
+        "passes/memory.py",
+        "if any(map(_is_no_loop, (node, *node.users))):",
+        "if True:",
+        (f"{MEMORY}::test_what_inductor_fuses_takes_no_memory",),
+    ),
+    (
+        "rest: joined folds keep their places",
+        "passes/folding.py",
+        "*part.args[1:3], at + begin)",
+        "*part.args[1:3], at)",
+        ("tests/ops/test_folded.py::test_a_net[form1]",),
+    ),
+    (
+        "rest: a fold moves along with its convolution",
+        "passes/shortcuts.py",
+        "node.target == self._prepares or ",
+        "",
+        (
+            "tests/passes/test_shortcuts.py::"
+            "test_a_shortcut_smaller_than_its_image_comes_first[False]",
+        ),
+    ),
     (
         "rest: BatchNorm's mean and variance in one memory",
         "ops/checks.py",

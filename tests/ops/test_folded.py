@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -301,52 +300,6 @@ def test_exactness_that_is_asked_for_is_kept(graphs: list[Counter[str]]) -> None
     """The call follows torch's setting, by which convolutions may take TF32."""
     check(_tail(torch.relu), torch.randn(2, 3, 8, 8), fp32="split")
     assert sum(graph["conv2d_folded"] for graph in graphs) == 0
-
-
-class Narrowing(nn.Sequential):
-    """Its first layers have the largest images, its last ones most weights."""
-
-    def __init__(self) -> None:
-        widths = (3, 8, 8, 8, 16, 32, 64)
-        layers = [
-            nn.Sequential(
-                nn.Conv2d(c, o, 3, 2 if i > 2 else 1, 1, bias=False), random_norm(o), nn.ReLU()
-            )
-            for i, (c, o) in enumerate(itertools.pairwise(widths))
-        ]
-        super().__init__(*layers)
-        self.eval()
-
-
-@pytest.mark.parametrize(
-    "side, folds",
-    [
-        (96, [3, 3]),  # the fourth layer's weights would be one too many where two images are alive
-        (8, [5, 1]),  # the last layer's weights are the peak
-    ],
-)
-def test_what_is_folded_at_a_time_leaves_the_peak(
-    side: int, folds: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What one call folds lives until its last layer has run."""
-    peaks: list[int] = []
-    sizes: list[int] = []
-    inner = folding.Folding.__call__
-
-    def watched(self: folding.Folding, graph: Graph) -> None:
-        monkeypatch.setattr(memory.Memory, "has_room_for", lambda *_: False)
-        peaks.append(max(memory.Memory(graph)._alive))
-        monkeypatch.undo()
-        inner(self, graph)
-        peaks.append(max(memory.Memory(graph)._alive))
-        nodes = graph.find_nodes(op="call_function", target=_ops.fold.default)
-        sizes.extend(len(node.args[0]) for node in nodes)
-
-    with monkeypatch.context() as patch, fresh_cache():
-        patch.setattr(folding.Folding, "__call__", watched)
-        check(Narrowing(), torch.randn(2, 3, side, side))
-    before, after = peaks
-    assert sizes == folds and after <= before * (1 + 1 / 256)
 
 
 @pytest.mark.slow

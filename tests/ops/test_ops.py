@@ -215,7 +215,7 @@ def test_the_cuda_ops_take_what_their_schemas_say() -> None:
     }
     given = [run.arguments(*call) for call in functions.items()]
     calls: list[tuple[Any, Any]] = [(op, call) for op in (run.ONE, run.MANY) for call in given]
-    of_fold = ([norm[1]], norm[3:5], [0], [1e-5], "a kernel", out, norm[0])
+    of_fold = ([norm[1]], norm[3:5], [0], [1e-5], [0, 64, 96], "a kernel", out, norm[0])
     ops = torch.ops.fx_fuser
     calls += [(ops.split_product.default, (*front[:2], "a kernel"))]
     calls += [(ops.exact_product.default, (*front[:2], "a kernel")), (ops.fold.default, of_fold)]
