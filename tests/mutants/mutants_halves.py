@@ -77,7 +77,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "passes/attention.py",
         "if not _is_taken_as_it_is(",
         "if False and not _is_taken_as_it_is(",
-        (f"{BIAS}::test_an_fp32_mask_that_a_kernel_would_round_stays_with_the_formula",),
+        (f"{BIAS}::test_an_fp32_mask_that_a_kernel_would_round_stays_with_the_formula[<lambda>0]",),
     ),
     (
         "bounds: what is written to is not known",
