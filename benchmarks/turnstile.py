@@ -3,7 +3,8 @@
     flock: https://man7.org/linux/man-pages/man2/flock.2.html
 
 A lock belongs to an open file description, which a child gets from its parent: so a child holds the
-lock from its start, before it has imported anything.
+lock from its start, before it has imported anything. A second lock, the gate, is held by who waits
+to measure, so that no newcomer overtakes it: flock lets one share a lock for which others wait.
 """
 
 from __future__ import annotations
@@ -24,18 +25,31 @@ class Turnstile:
     @classmethod
     def busy(cls, path: Path) -> Turnstile:
         """Of a process that works, and does not measure; waits until none measures."""
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_SH)
-        return cls(handle)
+        place = cls(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        with place._gate():
+            fcntl.flock(place.handle, fcntl.LOCK_SH)
+        return place
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """All other processes wait meanwhile."""
-        fcntl.flock(self.handle, fcntl.LOCK_EX)
+        fcntl.flock(self.handle, fcntl.LOCK_UN)  # others may be waiting at the gate for it
+        with self._gate():
+            fcntl.flock(self.handle, fcntl.LOCK_EX)
         try:
             yield
         finally:
             fcntl.flock(self.handle, fcntl.LOCK_SH)
+
+    @contextmanager
+    def _gate(self) -> Iterator[None]:
+        path = os.readlink(f"/proc/self/fd/{self.handle}")
+        gate = os.open(f"{path}.gate", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(gate)
 
     def leave(self) -> None:
         """This process's copy is closed; a child that has one keeps the place."""

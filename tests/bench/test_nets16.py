@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -375,7 +376,7 @@ place = Turnstile(int(sys.argv[1]))
 print("works", flush=True)
 with place.alone():
     print("measures", flush=True)
-    time.sleep(0.3)
+    time.sleep(1.0)
 print("works again", flush=True)
 """
 
@@ -392,13 +393,15 @@ def test_who_measures_is_alone(tmp_path: Path) -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "works\n"
     assert select.select([child.stdout], [], [], 0.5)[0] == []  # one is busy
-    busy.leave()
-    assert child.stdout.readline() == "measures\n"
-    began = time.monotonic()
-    late = Turnstile.busy(lock)
-    assert time.monotonic() - began > 0.1 and child.stdout.readline() == "works again\n"
-    late.leave()
-    assert child.wait(20) == 0
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(Turnstile.busy, lock)
+        time.sleep(0.2)
+        assert not late.done()  # none overtakes who waits
+        busy.leave()
+        assert child.stdout.readline() == "measures\n"
+        assert not late.done()
+        late.result(20).leave()
+    assert child.stdout.readline() == "works again\n" and child.wait(20) == 0
 
 
 @pytest.mark.slow
