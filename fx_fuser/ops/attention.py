@@ -6,7 +6,7 @@ without tensor cores and a softmax between them. In ViT-B (6 layers, 64 images, 
 mask whose last dimension is expanded, or comes last but one in memory, three or five dimensions,
 heads of a size that is no multiple of 8.
 
-A mask's row with largest number m, of which the formula makes what no kernel is asked to make:
+Rows of a mask that no kernel is given as they are, by their largest number m:
 
 - m = -inf, or no key of a mask of bool is shown. The formula's result is 0. torch promises that of
   no kernel: the keys are shown, and the result is set to 0.
@@ -16,10 +16,10 @@ A mask's row with largest number m, of which the formula makes what no kernel is
 - m finite and |m| >= 2^43. Scores are lost beside m, in fp32 and in float64: the keys that have m
   share the row evenly. `finfo.min` that hides all keys is such a case; a kernel may make NaN of it
   (https://github.com/pytorch/pytorch/issues/110213), and the backward of torch's for a CPU takes
-  each probability for 1. m is subtracted, and in such a row q is 0. Then q and k still are to have
+  each probability for 1. m is subtracted, and in such a row q is 0. In training q and k still need
   gradients, which a kernel does not give for a q of 0. So heads are twice as large,
-  [q - q, q] · [k, k - k], where the differences count for autograd as q and k alone.
-- m is NaN or +inf: the result is NaN, which is written as well.
+  [q - q, q] · [k, k - k], where autograd takes each difference for q or k alone.
+- m is NaN or +inf: the result is NaN, whatever the kernel made.
 
 What kernels take is written in torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch
 2.11 to 2.15). `why_formula` says when neither flash's nor the memory-efficient kernel does; what

@@ -6,8 +6,8 @@ and relu, with BatchNorm (evaluation) folded into the weight.
 
 with scale = gamma / √(var + eps). The graph calls `fold` on the live parameters at each call, so no
 update is missed. `fx_fuser.passes.folding` joins the calls of several layers into one. All that a
-call makes is in one tensor, of which the graph takes views: two tensors more for each layer would
-take the host twice as long as all the rest.
+call makes is in one tensor, of which the graph takes views: two tensors a layer were most of what a
+call cost the host (kernels_cu/NOTES.md).
 
 cuDNN reads the bias in the dtype of x. Its call is `aten::cudnn_convolution_relu` or
 `_add_relu`, which follow torch's cuDNN settings (TF32, benchmark), as eager's convolution does.

@@ -5,10 +5,10 @@
     fx_fuser::run.in_torch                                 -> Tensor[]     by torch's operations
 
 `program` is the name of a function and its arguments, `t` those that are tensors, `sizes` those
-that are known at the call only. What an op takes the host is mostly its arguments, which torch
+that are known at the call only. Most of what an op costs the host is its arguments, which torch
 converts one by one at each call: an op with 24 of them and four results took 14 us, one with four
-and one 2.6 (kernels_cu/conv/NOTES.md). The text is read once a text, here and in
-kernels_cu/host/run.h. It goes through Inductor's caches, as a number of ours would not.
+and one 2.6 (kernels_cu/conv/NOTES.md). Each text is parsed once, here and in kernels_cu/host/run.h.
+It goes through Inductor's caches, as a handle would not.
 
 Words stand between single spaces. An argument's first letter says what it is:
 

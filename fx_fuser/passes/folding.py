@@ -124,6 +124,7 @@ def _groups(graph: Graph) -> Iterator[list[Node]]:
             continue
         if group and not (
             node.args[5:7] == group[0].args[5:7]
+            and node.meta["val"].device == group[0].meta["val"].device
             and all(order[n] < order[group[0]] for n in _read_by(node))
             and memory.has_room_for([*group, node])
         ):

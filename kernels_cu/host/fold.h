@@ -52,7 +52,7 @@ FoldVector fold_vector_of(const Tensor& vector, const Tensor& weight) {
   }
 }
 
-// What a site is told of its weight.
+// The fields of a site that follow from its weight.
 void describe(FoldSite& site, const Tensor& weight, double eps) {
   site.weight = weight.data_ptr();
   site.eps = static_cast<float>(eps);

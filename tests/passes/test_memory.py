@@ -105,3 +105,22 @@ def test_room_that_a_group_has_taken_is_gone() -> None:
     assert memory.has_room_for(nodes[2:4]) and memory.has_room_for(nodes[4:6])
     memory.join(nodes[2:4])
     assert not memory.has_room_for(nodes[4:6])
+
+
+def test_weights_on_two_gpus_are_folded_apart() -> None:
+    """A launch runs on one of them."""
+    graph, devices = Graph(), ("cuda:0", "cuda:0", "cuda:1")
+    weights, made = [graph.placeholder(f"w{i}") for i in range(3)], []
+    with FakeTensorMode():
+        for weight, device in zip(weights, devices):
+            args = ([weight], [weight, weight], [0], [1e-5], [0, 32, 64], "", torch.float32, weight)
+            fold = graph.call_function(torch.ops.fx_fuser.fold.default, args)
+            weight.meta["val"] = torch.empty(4, 4, 1, 1, device=device)
+            fold.meta["val"] = torch.empty(64, device=device)
+            with graph.inserting_after(fold):
+                view = graph.call_function(_aten.as_strided.default, (fold, [4], [1], 32))
+            view.meta["val"] = fold.meta["val"].as_strided([4], [1], 32)
+            made.append((fold, view))
+    graph.output(tuple(view for _, view in made))
+    first, second, third = (fold for fold, _ in made)
+    assert list(folding._groups(graph)) == [[first, second], [third]]
