@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -237,6 +238,8 @@ def _timed(mutant: Mutant, idle: Queue[ForkingServer]) -> tuple[Mutant, bool, fl
 
 
 def main() -> None:
+    # Whether a mutant survives is a fact of the commit: not of which programs a run draws.
+    os.environ.pop("FX_FUSER_FUZZ_SEED", None)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("wanted", nargs="?", default="", help="a part of their names")
     parser.add_argument("--share", default="1/1", metavar="K/N", help="the K-th of N parts")
