@@ -381,6 +381,7 @@ print("works again", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_who_measures_is_alone(tmp_path: Path) -> None:
     """A child holds its place from the start, by what its parent hands it."""
     lock = tmp_path / "lock"

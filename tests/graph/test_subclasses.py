@@ -171,8 +171,8 @@ def test_first_call_is_as_aot_eagers(name: str, train: bool) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "x, 3-D",
         "factor, 3-D",
+        pytest.param("x, 3-D", marks=pytest.mark.slow),
         pytest.param("image", marks=pytest.mark.slow),
         pytest.param("factor of an image", marks=pytest.mark.slow),
     ],

@@ -58,6 +58,7 @@ def test_columns_waste_little() -> None:
     assert {outputs: implicit_columns(outputs) for outputs in wanted} == wanted
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize("shared_bytes", SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("leaves", [0, 5, 15])

@@ -122,10 +122,8 @@ def test_ops_keep_their_contracts() -> None:
 # ---- through the backend, on a CPU ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(torch.contiguous_format, marks=pytest.mark.slow), torch.channels_last],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
     """Where images are large, few folds for all layers; the shortcut's shift is in the bias of the
     layer that adds it."""
@@ -332,6 +330,7 @@ class Shortcut(nn.Module):
         return F.relu(self.proj(x) + self.f(x))
 
 
+@pytest.mark.slow
 def test_the_end_of_the_longer_way_takes_the_addition(
     graphs: list[Counter[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

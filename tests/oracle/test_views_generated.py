@@ -118,6 +118,7 @@ def agrees(source: str, inputs: list[Tensor]) -> int:
     return sum(counters["fx_fuser"].values())
 
 
+@pytest.mark.slow
 def test_generated_programs() -> None:
     assert sum(_agrees(seed) for seed in range(40)) == 40
 

@@ -116,6 +116,7 @@ def test_a_wrong_result_is_not_to_be_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert 1e-4 < (found.columns["fx_fuser"].output_error or 0) < 1e-2
 
 
+@pytest.mark.slow
 def test_neighbours_leave_buffers_alone_and_a_failing_one_leaves_the_faults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,6 +138,7 @@ def test_neighbours_leave_buffers_alone_and_a_failing_one_leaves_the_faults(
     assert found.judged.word == "DO NOT USE" and any("fewer runs" in n for n in found.notes)
 
 
+@pytest.mark.slow
 def test_dropout_is_set_aside_for_values() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     found = compared(model, torch.randn(16, 8), train=True)
@@ -144,6 +146,7 @@ def test_dropout_is_set_aside_for_values() -> None:
     assert found.columns["fx_fuser"].faults == [] and model[1].p == 0.5
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_otherwise_has_no_errors() -> None:
     def noisy(x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
@@ -161,6 +164,7 @@ def test_a_model_that_cannot_be_copied_has_no_errors() -> None:
     assert "cannot pickle" in found.notes[-1]
 
 
+@pytest.mark.slow
 def test_float64_also_where_a_model_names_a_dtype() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -179,6 +183,7 @@ def test_float64_also_where_a_model_names_a_dtype() -> None:
     assert found.columns["eager"].output_error == pytest.approx(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [None, torch.sum])
 def test_float64_also_where_a_checkpoint_recomputes(loss: Any) -> None:
     class Checkpointed(nn.Module):
@@ -286,6 +291,7 @@ def test_compare_stays_a_function_and_as_a_command_says_so(
     assert "fx_fuser.compare is a function, not a command" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [True, False])
 def test_odd_models(train: bool) -> None:
     """Sparse gradients, masks of -inf, complex numbers, 0-d and empty results, one tensor twice."""
@@ -307,6 +313,7 @@ def test_odd_models(train: bool) -> None:
     assert (mine.grad_error is not None) is train
 
 
+@pytest.mark.slow
 def test_under_inference_mode_and_autocast() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1)), torch.randn(8, 64)
     with torch.inference_mode():

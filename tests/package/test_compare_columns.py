@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compared import ALL, MODULE, break_column, compared
+from helpers import slow_but
 from torch import Tensor, nn
 
 from fx_fuser import Comparison
@@ -41,7 +42,7 @@ def test_inductors_column_has_the_users_options(monkeypatch: pytest.MonkeyPatch)
     assert "fp32" not in tuned["options"] and own["options"] == given
 
 
-@pytest.mark.parametrize("after", [None, 0, 1, 4])
+@pytest.mark.parametrize("after", slow_but([1], [None, 0, 1, 4]))
 def test_a_mode_that_raises_costs_its_column_alone(
     monkeypatch: pytest.MonkeyPatch, after: int | None
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_mode_that_raises_costs_its_column_alone(
     )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("column", ["inductor", "fx_fuser"])
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("ran out of memory")]
@@ -74,6 +76,7 @@ def re_has(found: Comparison, text: str) -> bool:
     return text in str(found) and text in found.to_html() and text in found.to_json()
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_eager_mode_costs_its_column_alone() -> None:
     class Hungry(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +90,7 @@ def test_out_of_memory_in_eager_mode_costs_its_column_alone() -> None:
     assert any("eager mode, which bounds them, did not run" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_progress_is_on_stderr_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     compared(nn.Linear(4, 4), torch.ones(2, 4), progress=True)
     said = capsys.readouterr()
@@ -123,6 +127,7 @@ def test_on_a_gpu_all_columns_are_measured(clocks: dict[str, float]) -> None:
     assert found.verdict.startswith("USE IT: 2.00 times as fast as inner=eager by the clock")
 
 
+@pytest.mark.slow
 def test_no_tf32_column_for_16_bits_or_where_tf32_is_on_already(clocks: dict[str, float]) -> None:
     def columns(model: nn.Module, x: Tensor) -> list[str]:
         given = {"columns": None, "cold": False, "reference": False}
@@ -133,6 +138,7 @@ def test_no_tf32_column_for_16_bits_or_where_tf32_is_on_already(clocks: dict[str
         assert columns(nn.Linear(4, 4), torch.ones(2, 4)) == list(ALL)
 
 
+@pytest.mark.slow
 def test_a_launch_bound_net_is_told_so(clocks: dict[str, float]) -> None:
     clocks |= {"fx_fuser": 1.95, "inductor_reduce_overhead": 1.6, "fx_fuser_reduce_overhead": 0.9}
     found = compared(nn.Linear(4, 4), torch.ones(2, 4), cold=False)
@@ -144,6 +150,7 @@ def test_a_launch_bound_net_is_told_so(clocks: dict[str, float]) -> None:
     assert "1.78 times as fast as Inductor, reduce-overhead" in found.verdict and found.use
 
 
+@pytest.mark.slow
 def test_a_profiler_that_fails_costs_gpu_time_alone(
     clocks: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +163,7 @@ def test_a_profiler_that_fails_costs_gpu_time_alone(
     assert found.use and "GPU time is not known: RuntimeError: CUPTI is missing" in found.notes
 
 
+@pytest.mark.slow
 def test_a_profiler_that_sees_nothing_is_said_so(
     clocks: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +173,7 @@ def test_a_profiler_that_sees_nothing_is_said_so(
     assert "GPU time is not known: the profiler saw no kernel." in found.notes
 
 
+@pytest.mark.slow
 def test_caches_are_cold_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = []
     cold = race_module.cold_caches

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from compared import Result, break_column, compared, replace_column, settings
+from helpers import slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
@@ -100,7 +101,7 @@ def net() -> Net:
     return model
 
 
-@pytest.mark.parametrize("train", [None, True, False])
+@pytest.mark.parametrize("train", slow_but([True], [None, True, False]))
 def test_model_gradients_random_states_and_settings_are_untouched(
     net: Net, train: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_model_gradients_random_states_and_settings_are_untouched(
     assert found.step == ("forward" if train is False else "training step")
 
 
+@pytest.mark.slow
 def test_a_graph_that_waits_for_its_backward_still_has_it() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.ones(3, 4)
     waiting = model.eval()(x).sum()
@@ -136,6 +138,7 @@ def test_untouched_where_the_model_raises(net: Net, error: BaseException) -> Non
     before.check()
 
 
+@pytest.mark.slow
 def test_untouched_where_a_column_is_interrupted(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     before = State(net)
     break_column(monkeypatch, "fx_fuser", KeyboardInterrupt(), after=3)
@@ -156,6 +159,7 @@ def test_a_write_that_no_version_tells_of_is_undone_in_the_end() -> None:
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.slow
 def test_leaves_that_only_a_function_holds_keep_their_gradients() -> None:
     weight, linear = torch.ones(4, 4, requires_grad=True), nn.Linear(4, 4)
     weight.grad = given = torch.full((4, 4), 3.0)
@@ -182,6 +186,7 @@ def test_inputs_are_copied_and_their_gradients_compared() -> None:
     assert found.inputs == ["[3, 4] float32", "y [3, 4] float32"]
 
 
+@pytest.mark.slow
 def test_what_is_installed_stays_and_does_not_reach_inductors_column(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,6 +215,7 @@ class Gate(nn.Module):
         return torch.sigmoid(x) * x
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_measured_uncompiled_and_stays_compiled() -> None:
     model, x, seen = Gate(), torch.ones(2, 4), list[int]()
 

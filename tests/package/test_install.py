@@ -182,6 +182,7 @@ def test_the_backend_fuses_once_while_installed() -> None:
     assert len(seen) == 1 and fused() == {MUL: 1}
 
 
+@pytest.mark.slow
 def test_a_backward_after_the_block_has_its_settings() -> None:
     """Inductor compiles it when it first runs."""
     model, x = gated(), torch.randn(4, 8)
@@ -192,6 +193,7 @@ def test_a_backward_after_the_block_has_its_settings() -> None:
     assert counters["fx_fuser_products"]["mm"] == before + 1
 
 
+@pytest.mark.slow
 def test_other_threads() -> None:
     model, x, found = gated(), torch.randn(4, 8), []
     fx_fuser.install(OPTIONS)

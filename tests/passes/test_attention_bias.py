@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attending import BF16, Attend, B, D, H, S, by_formula, check, compiled, sdpa, tensors
+from helpers import slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -85,14 +86,14 @@ LEARNED: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", slow_but([*LEARNED][::3], LEARNED))
 def test_a_learned_bias(name: str) -> None:
     attend, shapes = LEARNED[name]
     check(by_formula(attend), tensors(*shapes), compiled(attend))
     assert counters["fx_fuser_masks"] == {"form": 1}
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", slow_but([*LEARNED][1::3], LEARNED))
 def test_without_gradients(name: str) -> None:
     attend, shapes = LEARNED[name]
     run = compiled(attend)
@@ -116,6 +117,7 @@ class Bias(nn.Module):
         return sdpa(q, k, v, bias, scale=1.0).transpose(1, 2).reshape(*x.shape[:2], -1)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("amp", [True, False])
 def test_t5s_bias(amp: bool, trains: bool) -> None:
@@ -170,6 +172,7 @@ FILLS = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("trains", ["all", "but the mask", "nothing"])
 @pytest.mark.parametrize("fill", FILLS)
 def test_rows_that_a_kernel_is_not_asked_for(fill: float, trains: str) -> None:
@@ -204,6 +207,7 @@ def test_what_kernels_add_is_near_0_and_exact(fill: float) -> None:
     assert (form.double() - moved).abs().le(moved.abs() / 256).all()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("fill", [-inf, -65504.0, -1e4, -700.0, 3e4])
 @pytest.mark.parametrize("trains", [True, False])
 def test_rows_in_fp16(fill: float, trains: bool) -> None:
@@ -216,6 +220,7 @@ def test_rows_in_fp16(fill: float, trains: bool) -> None:
     assert query.shape == (B, H, S, D)
 
 
+@pytest.mark.slow
 def test_hidden_keys_and_queries_that_are_no_numbers() -> None:
     """A score that is NaN stays so where the mask hides all keys by the least number."""
     q, k, v = tensors(*QKV)
@@ -231,6 +236,7 @@ def test_hidden_keys_and_queries_that_are_no_numbers() -> None:
         assert theirs.isnan().any() and torch.equal(mine.isnan(), theirs.isnan())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("name", LEARNED)
 def test_the_form_is_one_that_kernels_take(
@@ -269,7 +275,7 @@ UNROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNROUNDED)
+@pytest.mark.parametrize("name", slow_but([*UNROUNDED][:1], UNROUNDED))
 def test_an_fp32_mask_whose_numbers_bf16_has(name: str) -> None:
     make = UNROUNDED[name]
 
@@ -321,6 +327,7 @@ def test_autocast_rounds_before() -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_size_that_changes_stays_with_the_formula() -> None:
     torch._dynamo.reset()
     counters.clear()

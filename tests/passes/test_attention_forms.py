@@ -163,6 +163,7 @@ def test_rows_whose_keys_are_all_hidden(name: str, monkeypatch: pytest.MonkeyPat
         assert m.any(-1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_number_that_changes_and_a_size_that_changes_cost_no_compilation(dynamic: bool) -> None:
     """To look at one here would fix it."""

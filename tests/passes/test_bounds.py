@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attending import BF16, B, D, H, S, sdpa, tensors
+from helpers import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,12 +128,12 @@ NOT: dict[str, Make] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODERATE)
+@pytest.mark.parametrize("name", slow_but([*MODERATE][::3], MODERATE))
 def test_moderate(name: str) -> None:
     assert not absorbs(MODERATE[name])
 
 
-@pytest.mark.parametrize("name", NOT)
+@pytest.mark.parametrize("name", slow_but([*NOT][::3], NOT))
 def test_not_known_to_be_moderate(name: str) -> None:
     assert absorbs(NOT[name])
 

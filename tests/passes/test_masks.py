@@ -280,6 +280,7 @@ def test_what_is_random_is_still_drawn() -> None:
     assert mask.reason.endswith("which nothing else reads")
 
 
+@pytest.mark.slow
 def test_a_probability_of_dropout_that_is_no_constant() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, compared(), p)

@@ -33,6 +33,7 @@ class Narrowing(nn.Sequential):
         self.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "side, folds",
     [

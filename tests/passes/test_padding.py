@@ -179,6 +179,7 @@ def test_under_autocast() -> None:
     assert net[2].weight.grad is not None and net[2].weight.grad.is_contiguous()
 
 
+@pytest.mark.slow
 def test_one_twin_serves_all_readers_and_no_copy_is_made() -> None:
     """The gradient of the logits is written once, at the padded size."""
     passes: list[Graph] = []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -79,7 +80,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.each_once
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("train", slow_but([True], [False, True]), ids=["eval", "train"])
 @pytest.mark.parametrize(
     "model, x",
     [
@@ -99,6 +100,7 @@ def test_values_and_gradients(model: nn.Module, x: tuple[int, ...], train: bool)
     assert_close(ours, eager, exact)
 
 
+@pytest.mark.slow
 def test_backward_products_are_found() -> None:
     """Of a product whose forward has two, backward has twice as many."""
 
@@ -118,11 +120,10 @@ def test_backward_products_are_found() -> None:
     assert sum(found().values()) == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"auto": False}, {"patterns": []}, {"fp32": "ieee"}, {"inner": "aot_eager"}],
-    ids=str,
-)
+OPTIONS = [{"auto": False}, {"patterns": []}, {"fp32": "ieee"}, {"inner": "aot_eager"}]
+
+
+@pytest.mark.parametrize("options", slow_but(OPTIONS[2:3], OPTIONS), ids=str)
 def test_options_that_leave_products_alone(options: dict[str, Any]) -> None:
     counters.clear()
     with torch.no_grad():
@@ -196,6 +197,7 @@ def test_several_passes_of_the_users() -> None:
     assert seen == [graph, graph]
 
 
+@pytest.mark.slow
 def test_what_fails_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("our own fault")

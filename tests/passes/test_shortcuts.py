@@ -115,6 +115,7 @@ def test_a_users_pass_need_not_say_what_its_nodes_make(order: list[Node]) -> Non
     assert order
 
 
+@pytest.mark.slow
 def test_a_failure_costs_the_order_alone(
     order: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

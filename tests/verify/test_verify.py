@@ -213,6 +213,7 @@ def test_all_is_as_without_verify(when: dict[str, str], train: bool) -> None:
         _same(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_no_tensor_no_graph_and_no_input_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     born: list[weakref.ref[Any]] = []
 

@@ -160,6 +160,7 @@ def test_ten_wrong_elements_of_many(spoil: str, dtype: torch.dtype) -> None:
     assert _faults(found, eager, exact)
 
 
+@pytest.mark.slow
 @each_dtype
 def test_ten_wrong_elements_of_a_million(dtype: torch.dtype) -> None:
     """In bfloat16 the norm alone does not show them."""
@@ -250,6 +251,7 @@ def _cases(seeds: range, sizes: tuple[int, ...]) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_right_results_raise_no_alarm() -> None:
     assert _cases(range(80), (1, 3, 10, 30, 100, 1000)) == 240
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from compare import ALL_THREE, CONV, MUL_ADD, MUL_MUL, ThreePatterns, fused_compile, images, sites
-from helpers import linear_program
+from helpers import linear_program, slow_but
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
@@ -47,7 +47,7 @@ def test_dynamic_sizes_are_verified_and_compiled_once(verified: list[str]) -> No
     assert sites() == ALL_THREE and counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "nested_compile_region"])
+@pytest.mark.parametrize("kind", slow_but(["checkpoint"], ["checkpoint", "nested_compile_region"]))
 def test_bodies_are_verified(
     kind: str, monkeypatch: pytest.MonkeyPatch, verified: list[str]
 ) -> None:
@@ -77,7 +77,7 @@ def test_bodies_are_verified(
     assert sorted(verified) == [MUL_ADD, MUL_MUL]
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("where", slow_but(["inside"], ["around", "inside"]))
 def test_under_autocast(where: str, monkeypatch: pytest.MonkeyPatch, verified: list[str]) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=where == "inside"):
@@ -126,6 +126,7 @@ def test_with_other_things_around(around: str, verified: list[str]) -> None:
     assert sites() == ALL_THREE and set(verified) == set(ALL_THREE)
 
 
+@pytest.mark.slow
 def test_wrong_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     anchor = library.ANCHORS["conv2d_batchnorm"]
     right = anchor.results
@@ -141,6 +142,7 @@ def test_wrong_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(told) == 1 and "on these inputs: state of running_var: error" in told[0]
 
 
+@pytest.mark.slow
 def test_each_graph_is_verified_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         y = F.silu(m.lin(x)) * 2.0
@@ -330,6 +332,7 @@ def test_under_ddp_with_several_buckets(tmp_path: Path) -> None:
     assert (warned, wrong, set(fused)) == (1, {MUL_ADD: 1}, {MUL_ADD, CONV})
 
 
+@pytest.mark.slow
 def test_always_notices_what_breaks_later(
     monkeypatch: pytest.MonkeyPatch, verified: list[str]
 ) -> None:
@@ -348,6 +351,7 @@ def test_always_notices_what_breaks_later(
     assert counters["fx_fuser_wrong"] == {CONV: 1}
 
 
+@pytest.mark.slow
 def test_an_error_while_verifying_a_call_leaves_it_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = ThreePatterns().eval(), images()
     run = torch.compile(model, backend=_with_fake_inputs(**FIRST))
