@@ -36,7 +36,7 @@ from fx_fuser.graph.read.nodes import writes_of
 from fx_fuser.graph.read.view import EXPORTED
 from fx_fuser.native import eviction
 from fx_fuser.ops import exported
-from fx_fuser.ops.attention import ATTENTION
+from fx_fuser.ops.attention import OPS as ATTENTION_OPS
 from fx_fuser.options import Options
 from fx_fuser.outcome import Outcome
 from fx_fuser.registry import registered_patterns
@@ -229,7 +229,7 @@ def _put_op(graph: Graph, node: Node, kind: str) -> None:
 
 def _is_of_torch(node: Node) -> bool:
     """A method, a function of torch's that is no overload, or what calls one alone."""
-    if node.op == "call_method" or node.target is ATTENTION:
+    if node.op == "call_method" or node.target in ATTENTION_OPS:
         return True
     known = isinstance(node.target, (OpOverload, HigherOrderOperator))
     return node.op == "call_function" and not known and node.target is not operator.getitem

@@ -28,6 +28,7 @@ cuDNN takes, one of these takes as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,7 @@ class Attention:
     scale: Any = None
     gqa: Any = False
     absorbs: bool = True  # may a row of the mask have a largest number that is not `moderate`?
+    rows: Any = None  # of the mask, as `attention_rows` has them, if `attention_mask` has made it
 
     def run(self) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -65,7 +67,8 @@ class Attention:
     def arguments(self) -> tuple[Any, ...]:
         """Of the op."""
         parts = self.query, self.key, self.value, self.mask
-        return *parts, self.dropout, self.causal, self.scale, self.gqa, self.absorbs
+        flags = self.dropout, self.causal, self.scale, self.gqa, self.absorbs
+        return *parts, *flags, self.rows
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def fitted(call: Attention) -> tuple[Attention, Rows | None]:
     Its heads may be larger, with zeros behind; so is its result.
     """
     q, k, v = call.query, call.key, call.value
-    lead = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v))) if q.ndim != 4 else None
+    lead = lead_of(call)
     if lead is not None:
         q, k, v = (_of_four(t.expand(*lead, *t.shape[-2:])) for t in (q, k, v))
     batch = max(t.shape[0] for t in (q, k, v))
@@ -140,17 +143,13 @@ def fitted(call: Attention) -> tuple[Attention, Rows | None]:
     mask, rows = call.mask, None
     head, scale = q.shape[-1], call.scale
     if mask is not None:
-        mask = _mask_of_four(mask, lead)
+        mask, largest = (mask, call.rows) if call.rows is not None else form(call)
+        rows = _rows(largest)
         if mask.dtype is torch.bool:
-            mask, rows = _fitting_mask(mask)
-        else:
-            few = _once(mask).to(_dtype_within(call.query))
-            largest = _largest(few)
-            if call.absorbs and not moderate(torch.finfo(few.dtype).max):
-                absorbed = (largest.abs() >= _ABSORBING) & largest.isfinite()
-                q, k = _without_scores(q, k, absorbed)
-            few, rows = _fitting_bias(few, largest, k.shape[-2])
-            mask = few.expand(*mask.shape[:-1], -1)
+            mask = None if mask.shape[-1] == 1 else mask
+        elif call.absorbs and not moderate(torch.finfo(mask.dtype).max):
+            absorbed = (largest.abs() >= _ABSORBING) & largest.isfinite()
+            q, k = _without_scores(q, k, absorbed)
     call = replace(call, query=q, key=k, value=v, mask=mask)
     if not _is_for_flash(call) and (head % _LANES or v.shape[-1] % _LANES):
         q, k, v = (F.pad(t, (0, -t.shape[-1] % _LANES)) for t in (q, k, v))
@@ -159,6 +158,23 @@ def fitted(call: Attention) -> tuple[Attention, Rows | None]:
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     q, k, v = (t.clone() if _is_askew(t, call) else t for t in (q, k, v))
     return replace(call, query=q, key=k, value=v, scale=scale), rows
+
+
+def form(call: Attention) -> tuple[Tensor, Tensor]:
+    """The mask as a kernel takes it, and its rows."""
+    largest = rows_of(*arguments_of_rows(call))
+    return mask_of(*arguments_of_rows(call), largest, call.key.shape[-2]), largest
+
+
+def arguments_of_rows(call: Attention) -> tuple[Any, Any, Any]:
+    """Of `rows_of`, and the first of `mask_of`."""
+    return call.mask, lead_of(call), _dtype_within(call.query)
+
+
+def lead_of(call: Attention) -> list[int] | None:
+    """The sizes before the last two, of an attention that has not four dimensions."""
+    parts = call.query, call.key, call.value
+    return None if parts[0].ndim == 4 else [*torch.broadcast_shapes(*(t.shape[:-2] for t in parts))]
 
 
 def _dtype_within(query: Tensor) -> torch.dtype:
@@ -174,8 +190,7 @@ def _of_four(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-3)[(None,) * (3 - tensor.ndim)]
 
 
-def _mask_of_four(mask: Tensor, lead: torch.Size | None) -> Tensor:
-    """lead: the sizes before the last two of an attention that has not four dimensions."""
+def _mask_of_four(mask: Tensor, lead: Sequence[int] | None) -> Tensor:
     if lead is not None and mask.ndim > 2:
         mask = mask[(None,) * (len(lead) + 2 - mask.ndim)]
         if any(size != 1 for size in mask.shape[:-2]):
@@ -191,32 +206,52 @@ def _once(mask: Tensor) -> Tensor:
     return mask
 
 
-def _fitting_mask(mask: Tensor) -> tuple[Tensor | None, Rows]:
-    """The mask of bool, the last dimension adjacent in memory, without rows that hide all. What is
-    expanded stays expanded."""
-    few = _once(mask)
-    if few.stride(-1) == 0 or few.shape[-1] == 1:  # a row shows all or nothing
-        return None, Rows(few[..., :1])
-    seen = few.any(-1, keepdim=True)
-    return (few | ~seen).contiguous().expand(mask.shape), Rows(seen)
+def _shows_all_or_nothing(few: Tensor) -> bool:
+    """In each of its rows."""
+    return few.stride(-1) == 0 or few.shape[-1] == 1
 
 
-def _largest(mask: Tensor) -> Tensor:
-    """Of each row. In fp32: the C++ that Inductor writes for several of 16 bits does not compile
-    (torch 2.15)."""
-    return mask.detach().float().amax(-1, keepdim=True)
+def rows_of(mask: Tensor, lead: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    """[*, L, 1]: of bool, whether a row shows any key; of numbers, a row's largest, in fp32."""
+    few = _once(_mask_of_four(mask, lead))
+    if few.dtype is torch.bool:
+        return few[..., :1] if _shows_all_or_nothing(few) else few.any(-1, keepdim=True)
+    # In fp32: the C++ that Inductor writes for several of 16 bits does not compile (torch 2.15).
+    return few.to(dtype).detach().float().amax(-1, keepdim=True)
 
 
-def _fitting_bias(few: Tensor, largest: Tensor, keys: int) -> tuple[Tensor, Rows]:
-    """The mask that adds numbers: the last dimension adjacent in memory, rows apart by a multiple
-    of 16 bytes, the largest of a row near 0."""
-    shown, broken = largest != -torch.inf, ~(largest < torch.inf)
+def mask_of(
+    mask: Tensor, lead: Sequence[int] | None, dtype: torch.dtype, rows: Tensor, keys: int
+) -> Tensor:
+    """[*, L, S], the last dimension adjacent in memory: of bool, without rows that hide all;
+    [*, L, 1] if each row shows all or nothing. Of numbers, rows apart by a multiple of 16 bytes,
+    the largest of a row near 0. What is expanded stays expanded.
+    """
+    whole = _mask_of_four(mask, lead)
+    few = _once(whole)
+    if few.dtype is not torch.bool:
+        few = _fitting_bias(few.to(dtype), rows, keys)
+    elif _shows_all_or_nothing(few):
+        few = rows
+    else:
+        few = (few | ~rows).contiguous()
+    return few.expand(*whole.shape[:-1], -1)
+
+
+def _fitting_bias(few: Tensor, largest: Tensor, keys: int) -> Tensor:
     far = largest.masked_fill(largest.abs() <= _FAR, 0.0).to(few.dtype)
     few = few - far  # NaN where that is no number
-    few = few.masked_fill(~shown, 0.0).expand(*few.shape[:-1], keys).contiguous()
+    few = few.masked_fill(largest == -torch.inf, 0.0)
+    few = few.expand(*few.shape[:-1], keys).contiguous()
     if keys % _LANES:  # as torch would do, but here Inductor writes it once
         few = F.pad(few, (0, -keys % _LANES))[..., :keys]
-    return few, Rows(shown, broken)
+    return few
+
+
+def _rows(largest: Tensor) -> Rows:
+    if largest.dtype is torch.bool:
+        return Rows(largest)
+    return Rows(largest != -torch.inf, ~(largest < torch.inf))
 
 
 def _without_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,22 +265,37 @@ def _without_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
 
 def _attention(*arguments: Any) -> Tensor:
     call = Attention(*arguments)
-    q, k, v = call.query, call.key, call.value
-    form, rows = fitted(call)
-    made = form.run()[..., : v.shape[-1]]
+    fit, rows = fitted(call)
+    made = fit.run()[..., : call.value.shape[-1]]
     if rows is not None:
         made = rows.settled(made)
-    if q.ndim == 4:
-        return made
-    lead = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
-    return made.reshape(*lead, *made.shape[-2:])
+    lead = lead_of(call)
+    return made if lead is None else made.reshape(*lead, *made.shape[-2:])
 
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-# `scaled_dot_product_attention`, in a form that a fused kernel takes. absorbs: as of `Attention`.
-_LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, "
-    "float? scale, bool gqa, bool absorbs=True) -> Tensor"
+
+
+def _define(name: str, schema: str, function: Any) -> Any:
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.fx_fuser, name).default
+
+
+# `scaled_dot_product_attention`, in a form that a fused kernel takes. The last two as of
+# `Attention`.
+ATTENTION = _define(
+    "attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, "
+    "float? scale, bool gqa, bool absorbs=True, Tensor? rows=None) -> Tensor",
+    _attention,
 )
-_LIBRARY.impl("attention", _attention, "CompositeImplicitAutograd")
-ATTENTION = torch.ops.fx_fuser.attention.default
+# What is made of a mask. Layers that have one in common share it: Inductor would make it anew in
+# each of them where there is no backward.
+ROWS = _define("attention_rows", "(Tensor mask, int[]? lead, ScalarType dtype) -> Tensor", rows_of)
+MASK = _define(
+    "attention_mask",
+    "(Tensor mask, int[]? lead, ScalarType dtype, Tensor rows, int keys) -> Tensor",
+    mask_of,
+)
+OPS = {ATTENTION, ROWS, MASK}

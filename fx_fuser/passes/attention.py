@@ -15,10 +15,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from fx_fuser.graph.read.nodes import argument_of, meta_tensor
+from fx_fuser.graph.read.nodes import argument_of, meta_tensor, storages
 from fx_fuser.graph.read.view import Region
 from fx_fuser.kernels.base import SIXTEEN_BITS
-from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
+from fx_fuser.ops.attention import (
+    ATTENTION,
+    MASK,
+    ROWS,
+    Attention,
+    arguments_of_rows,
+    fitted,
+    form,
+    why_formula,
+)
 from fx_fuser.passes import strides
 from fx_fuser.passes.bounds import Held, Known, held
 
@@ -30,10 +39,16 @@ _ARGUMENTS: tuple[tuple[str, Any], ...] = (
 )  # fmt: skip
 
 
+# What a mask's form depends on → the nodes of `MASK` and of `ROWS`.
+Forms = dict[Any, tuple[Node, Node]]
+
+
 def fit(
-    node: Node, region: Region, on_cpu: bool, known: Callable[[], Known]
+    node: Node, region: Region, on_cpu: bool, known: Callable[[], Known], forms: Forms
 ) -> tuple[str, str] | None:
     """Call `fx_fuser::attention` where torch would take the formula, and need not.
+
+    forms: what was made of masks before, in this graph.
 
     Returns (what was in the way, ""), or ("", why it stays the formula); None if a kernel takes it.
     """
@@ -61,11 +76,25 @@ def fit(
         fakes = replace(fakes, absorbs=call.absorbs)
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
-            left, now = why_formula(fitted(fakes)[0]), ATTENTION(*fakes.arguments())
+            now_fakes, given = fakes, tuple[Any, ...]()
+            if fakes.mask is not None:
+                formed, rows = form(fakes)
+                now_fakes, given = replace(fakes, mask=formed, rows=rows), arguments_of_rows(fakes)
+            left, now = why_formula(fitted(now_fakes)[0]), ATTENTION(*now_fakes.arguments())
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         return "", f"{why}; another form fails: {type(error).__name__}: {error}"
-    reason = left or _replace(node, call, was, now)
-    return ("", f"{why}; {reason}") if reason else (why, "")
+    reason = left or _keeps_strides(node, was, now)
+    if reason:
+        return "", f"{why}; {reason}"
+    if call.mask is not None:
+        key = (call.mask, region, str(given[1:]), fakes.key.shape[-2])
+        is_written = not storages([call.mask]).isdisjoint({None, *known().written})
+        if is_written or key not in forms:
+            forms[key] = _with_form(node, (call.mask, *given[1:]), now_fakes)
+        mask_node, rows_node = forms[key]
+        call = replace(call, mask=mask_node, rows=rows_node)
+    node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
+    return why, ""
 
 
 def _sizes(tensor: Tensor) -> tuple[Any, ...]:
@@ -96,8 +125,8 @@ def _call_of(node: Node) -> Attention:
     return Attention(*(d if g is None else g for g, (_, d) in zip(given, _ARGUMENTS)))
 
 
-def _replace(node: Node, call: Attention, was: Tensor, now: Tensor) -> str:
-    """Why it cannot be replaced; empty if it is."""
+def _keeps_strides(node: Node, was: Tensor, now: Tensor) -> str:
+    """Why its result cannot be replaced; empty if it can, with eager's strides for who sees it."""
     if (now.dtype, now.shape) != (was.dtype, was.shape):
         return f"another form's result is {now.dtype} {tuple(now.shape)}"
     if now.stride() != was.stride():
@@ -105,5 +134,16 @@ def _replace(node: Node, call: Attention, was: Tensor, now: Tensor) -> str:
             strides.keep(node, now)
         except strides.StridesError as error:
             return str(error)
-    node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
     return ""
+
+
+def _with_form(node: Node, given: tuple[Any, ...], fakes: Attention) -> tuple[Node, Node]:
+    """Nodes before this one that make its mask, and the mask's rows. given: the arguments of
+    `ROWS`."""
+    graph = node.graph
+    with graph.inserting_before(node):
+        rows = graph.call_function(ROWS, given)
+        mask = graph.call_function(MASK, (*given, rows, fakes.key.shape[-2]))
+    mask.meta = {**node.meta, "example_value": fakes.mask}
+    rows.meta = {**node.meta, "example_value": fakes.rows}
+    return mask, rows

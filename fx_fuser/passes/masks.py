@@ -139,6 +139,7 @@ class Reader:
         scope = _Scope.of(graph, *(calls[0] if len(calls) == 1 else (None, None)))
         known: dict[tuple[Any, ...], tuple[str, str]] = {}
         found: list[Mask] = []
+        forms: attention.Forms = {}
         region = Region()
         for at, node in enumerate(scope.nodes):
             region = region.after(node)
@@ -151,7 +152,7 @@ class Reader:
             if (mask := _mask_of(node)) is not None:
                 found.append(_without_mask(node, mask, scope.before(at), region, known))
             tells = functools.partial(_known, scope.before(at))
-            fitted = attention.fit(node, region, on_cpu, tells)
+            fitted = attention.fit(node, region, on_cpu, tells, forms)
             if fitted is not None:
                 why, stays = fitted
                 found.append(Mask(node, FORM if why else FORMULA, why or stays))

@@ -13,9 +13,11 @@ from attending import BF16, Attend, B, D, H, S, by_formula, check, compiled, sdp
 from helpers import slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.fx import Graph, GraphModule, Node
 
 import fx_fuser
-from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
+from fx_fuser.ops.attention import ATTENTION, MASK, Attention, fitted, why_formula
+from fx_fuser.passes.masks import Reader
 
 inf = math.inf
 QKV = [(B, H, S, D)] * 3
@@ -340,16 +342,79 @@ def test_a_size_that_changes_stays_with_the_formula() -> None:
     assert not counters["fx_fuser_masks"]
 
 
+def shared(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    mask = m.permute(2, 0, 1)[None]
+    return sdpa(sdpa(q, k, v, mask), k, v, mask)
+
+
+def other_keys(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    mask = m[..., :1].permute(2, 0, 1)[..., :1].detach()  # its gradient is 0 but for rounding
+    return sdpa(sdpa(q, k, v, mask), k[..., 1:, :], v[..., 1:, :], mask)
+
+
+def written_between(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    mask = (m * 1).permute(2, 0, 1)[None]
+    y = sdpa(q, k, v, mask)
+    mask.mul_(-2)
+    return sdpa(y, k, v, mask)
+
+
+def under_another_autocast(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    mask = m.permute(2, 0, 1)[None]
+    y = sdpa(q, k, v, mask)
+    with torch.autocast("cpu", torch.float16):
+        return y + sdpa(q, k, v, mask)
+
+
+def without_gradients_and_with(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    mask = m.permute(2, 0, 1)[None]
+    with torch.no_grad():
+        y = sdpa(q, k, v, mask)
+    return y + sdpa(q, k, v, mask)
+
+
+def shared_by_three_of_bool(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    mask = (m.permute(2, 0, 1)[None] > 0).expand(B, H, S, S)
+    return sdpa(sdpa(sdpa(q, k, v, mask), k, v, mask), q, v, mask)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    "attend, formed",
+    [
+        (shared, 1),
+        (shared_by_three_of_bool, 1),
+        (other_keys, 2),
+        (written_between, 2),
+        (under_another_autocast, 2),
+        (without_gradients_and_with, 2),
+    ],
+)
+def test_what_layers_have_in_common_is_formed_once(
+    attend: Attend, formed: int, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where it is not the same for all, for each."""
+    found, simplify = list[Node](), Reader.simplify
+
+    def seen(self: Reader, module: GraphModule, graph: Graph, on_cpu: bool = False) -> Any:
+        masks = simplify(self, module, graph, on_cpu)
+        found.extend(n for n in graph.nodes if n.target is MASK)
+        return masks
+
+    monkeypatch.setattr(Reader, "simplify", seen)
+    with torch.set_grad_enabled(trains):
+        check(by_formula(attend), tensors(*QKV, (S, S, H)), compiled(attend), factor=4)
+    if attend is without_gradients_and_with and not trains:
+        formed = 1
+    assert len(found) == formed
+
+
 @pytest.mark.slow
 def test_by_inductor() -> None:
     """Two attentions read one mask, so their masks are made in one loop."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        mask = m.permute(2, 0, 1)[None]
-        return sdpa(sdpa(q, k, v, mask), k, v, mask)
-
-    run = compiled(attend, inner="inductor")
-    check(by_formula(attend), tensors(*QKV, (S, S, H)), run, factor=4)
+    run = compiled(shared, inner="inductor")
+    check(by_formula(shared), tensors(*QKV, (S, S, H)), run, factor=4)
     with torch.no_grad():
-        check(by_formula(attend), tensors(*QKV, (S, S, H)), run, factor=4)
+        check(by_formula(shared), tensors(*QKV, (S, S, H)), run, factor=4)
     assert F.scaled_dot_product_attention is sdpa
