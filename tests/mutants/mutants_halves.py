@@ -30,9 +30,36 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: no kernel sees a row whose keys are all hidden",
         "ops/attention.py",
-        "return (few | ~seen).contiguous()",
-        "return few.contiguous()",
+        "few = (few | ~rows).contiguous()",
+        "few = few.contiguous()",
         (f"{FORMS}::test_rows_whose_keys_are_all_hidden[bool]",),
+    ),
+    (
+        "forms: shared until the mask is written to",
+        "passes/attention.py",
+        "if is_written or key not in forms:",
+        "if key not in forms:",
+        (
+            f"{BIAS}::test_what_layers_have_in_common_is_formed_once[written_between-2-True]",
+            f"{BIAS}::test_what_layers_have_in_common_is_formed_once[written_between-2-False]",
+        ),
+    ),
+    (
+        "forms: shared within a region",
+        "passes/attention.py",
+        "key = (call.mask, region, str(given[1:]),",
+        "key = (call.mask, str(given[1:]),",
+        (
+            f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
+            "[without_gradients_and_with-2-True]",
+        ),
+    ),
+    (
+        "forms: shared",
+        "passes/attention.py",
+        "if is_written or key not in forms:",
+        "if True:",
+        (f"{BIAS}::test_what_layers_have_in_common_is_formed_once[shared-1-False]",),
     ),
     (
         "forms: a row whose keys are all hidden is 0",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-BIAS = "tests/passes/test_attention_bias.py"
 FILE = "tests/passes/test_masks.py"
 STAYS = f"{FILE}::test_a_mask_that_is_not_surely_so_stays"
 
@@ -114,32 +113,5 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "for _ in range(depth):",
         "for _ in range(0):",
         (f"{FILE}::test_what_fails_within_a_vmap_leaves_none_open",),
-    ),
-    (
-        "masks: a form is shared until the mask is written to",
-        "passes/attention.py",
-        "if is_written or key not in forms:",
-        "if key not in forms:",
-        (
-            f"{BIAS}::test_what_layers_have_in_common_is_formed_once[written_between-2-True]",
-            f"{BIAS}::test_what_layers_have_in_common_is_formed_once[written_between-2-False]",
-        ),
-    ),
-    (
-        "masks: a form is shared within a region",
-        "passes/attention.py",
-        "key = (call.mask, region, str(given[1:]),",
-        "key = (call.mask, str(given[1:]),",
-        (
-            f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
-            "[without_gradients_and_with-2-True]",
-        ),
-    ),
-    (
-        "masks: a form is shared",
-        "passes/attention.py",
-        "if is_written or key not in forms:",
-        "if True:",
-        (f"{BIAS}::test_what_layers_have_in_common_is_formed_once[shared-1-False]",),
     ),
 )
