@@ -29,7 +29,7 @@ from fx_fuser.ops.attention import (
     why_formula,
 )
 from fx_fuser.passes import strides
-from fx_fuser.passes.bounds import Held, Known, held
+from fx_fuser.passes.bounds import Held, Known, held, is_torchs
 
 ATTENTIONS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 # The op's arguments, where they stand and what they are by default.
@@ -87,7 +87,8 @@ def fit(
     if reason:
         return "", f"{why}; {reason}"
     if call.mask is not None:
-        key = (call.mask, region, str(given[1:]), fakes.key.shape[-2])
+        trained = fakes.mask.requires_grad  # one view may be taken under no_grad, the other not
+        key = (_said(call.mask), trained, region, str(given[1:]), fakes.key.shape[-2])
         is_written = not storages([call.mask]).isdisjoint({None, *known().written})
         if is_written or key not in forms:
             forms[key] = _with_form(node, (call.mask, *given[1:]), now_fakes)
@@ -135,6 +136,15 @@ def _keeps_strides(node: Node, was: Tensor, now: Tensor) -> str:
         except strides.StridesError as error:
             return str(error)
     return ""
+
+
+def _said(mask: Node) -> str:
+    """The same of two views of one value: a model may slice its mask anew in each layer."""
+    of = mask.args[0] if mask.args else None
+    is_known = mask.op == "call_method" or is_torchs(mask)
+    if not is_known or not isinstance(of, Node) or storages([mask]) != storages([of]):
+        return mask.name
+    return f"{_said(of)} {mask.target} {mask.args[1:]} {mask.kwargs}"
 
 
 def _with_form(node: Node, given: tuple[Any, ...], fakes: Attention) -> tuple[Node, Node]:

@@ -150,7 +150,7 @@ def _is_parameter(node: Node, tensor: Tensor) -> Held | None:
 
 def _by_call(node: Node, known: Known) -> Held | None:
     name = name_of_call(node)
-    if not (node.op == "call_method" or _is_torchs(node)) or not node.args:
+    if not (node.op == "call_method" or is_torchs(node)) or not node.args:
         return None
     first = node.args[0]
     if name in _SELECTS:
@@ -175,7 +175,7 @@ def _by_call(node: Node, known: Known) -> Held | None:
     return None
 
 
-def _is_torchs(node: Node) -> bool:
+def is_torchs(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace == "aten"
     module = getattr(node.target, "__module__", None) or "builtins"

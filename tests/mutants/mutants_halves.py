@@ -47,11 +47,21 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: shared within a region",
         "passes/attention.py",
-        "key = (call.mask, region, str(given[1:]),",
-        "key = (call.mask, str(given[1:]),",
+        "trained, region, str(given[1:]),",
+        "trained, str(given[1:]),",
         (
             f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
             "[without_gradients_and_with-2-True]",
+        ),
+    ),
+    (
+        "forms: shared by views that have a gradient, or by others",
+        "passes/attention.py",
+        "trained, region, str(given[1:]),",
+        "region, str(given[1:]),",
+        (
+            f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
+            "[sliced_without_gradients_and_with-2-True]",
         ),
     ),
     (
