@@ -87,8 +87,9 @@ def fit(
     if reason:
         return "", f"{why}; {reason}"
     if call.mask is not None:
-        trained = fakes.mask.requires_grad  # one view may be taken under no_grad, the other not
-        key = (_said(call.mask), trained, region, str(given[1:]), fakes.key.shape[-2])
+        # A view that is taken under no_grad has no gradient.
+        said = call.mask.name if region.settings else _said(call.mask)
+        key = (said, region, str(given[1:]), fakes.key.shape[-2])
         is_written = not storages([call.mask]).isdisjoint({None, *known().written})
         if is_written or key not in forms:
             forms[key] = _with_form(node, (call.mask, *given[1:]), now_fakes)

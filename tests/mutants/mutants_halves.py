@@ -47,18 +47,18 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: shared within a region",
         "passes/attention.py",
-        "trained, region, str(given[1:]),",
-        "trained, str(given[1:]),",
+        "(said, region, str(given[1:]),",
+        "(said, str(given[1:]),",
         (
             f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
             "[without_gradients_and_with-2-True]",
         ),
     ),
     (
-        "forms: shared by views that have a gradient, or by others",
+        "forms: shared by views of one grad mode",
         "passes/attention.py",
-        "trained, region, str(given[1:]),",
-        "region, str(given[1:]),",
+        "said = call.mask.name if region.settings else _said(call.mask)",
+        "said = _said(call.mask)",
         (
             f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
             "[sliced_without_gradients_and_with-2-True]",
