@@ -130,10 +130,10 @@ def _prepared(
             stacklevel=2,
         )
         return None
-    _, _, program = call.arguments(operands, t, save=False)
+    _, program = call.arguments(operands, t, save=False)
 
     def kernel(operands: Sequence[Tensor | None], t: Sequence[Tensor]) -> Tensor:
-        result: Tensor = run.ONE([v for v in (*operands, *t) if v is not None], [], program)
+        result: Tensor = run.ONE([v for v in (*operands, *t) if v is not None], program)
         return result
 
     return kernel

@@ -198,8 +198,7 @@ def bound(
     geometry = (config["stride"], padding, config["dilation"], config["groups"])
 
     def convolution(*args: Any) -> Callable[[], Tensor]:
-        called = run.arguments("conv2d_folded", (x, weight, *args))
-        return functools.partial(run.ONE, *called)
+        return run.one(*run.arguments("conv2d_folded", (x, weight, *args)))
 
     if epilogue.steps:
         found = addend_of_relu(epilogue)

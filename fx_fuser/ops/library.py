@@ -162,7 +162,7 @@ class FusedCall:
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor]
     ) -> Callable[[], Tensor]:
         """y alone, as a compiled graph calls it in inference."""
-        return functools.partial(run.ONE, *self.arguments(operands, t, save=False))
+        return run.one(*self.arguments(operands, t, save=False))
 
     def arguments(
         self, operands: Sequence[Tensor | None], t: Sequence[Tensor], save: bool

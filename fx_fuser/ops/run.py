@@ -1,14 +1,15 @@
 """The ops that graphs call for what fx_fuser runs: one family for all, forward and backward.
 
-    fx_fuser::run(Tensor[] t, SymInt[] sizes, str program) -> Tensor       y alone
-    fx_fuser::run.many                                     -> Tensor[]     all results
-    fx_fuser::run.in_torch                                 -> Tensor[]     by torch's operations
+    fx_fuser::run(Tensor[] t, str program) -> Tensor                                y alone
+    fx_fuser::run.many(Tensor[] t, str program, SymInt[]? sizes=None) -> Tensor[]   all results
+    fx_fuser::run.in_torch, likewise                                by torch's operations
 
 `program` is the name of a function and its arguments, `t` those that are tensors, `sizes` those
-that are known at the call only. Most of what an op costs the host is its arguments, which torch
-converts one by one at each call: an op with 24 of them and four results took 14 us, one with four
-and one 2.6 (kernels_cu/conv/NOTES.md). Each text is parsed once, here and in kernels_cu/host/run.h.
-It goes through Inductor's caches, as a handle would not.
+that are known at the call only: in inference hardly ever, so there is no argument for them. Most of
+what an op costs the host is its arguments, which torch converts one by one at each call, an absent
+one too: an op with 24 of them and four results took 14 us, one with four and one 2.6
+(kernels_cu/conv/NOTES.md). Each text is parsed once, here and in kernels_cu/host/run.h. It goes
+through Inductor's caches, as a handle would not.
 
 Words stand between single spaces. An argument's first letter says what it is:
 
@@ -39,15 +40,15 @@ from torch.fx import Node
 from fx_fuser.native.kernel_spec import CUDA_TYPES
 
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-_CALL = "(Tensor[] t, SymInt[] sizes, str program)"
-_LIBRARY.define(f"run{_CALL} -> Tensor")
+_CALL = "(Tensor[] t, str program, SymInt[]? sizes=None)"
+_LIBRARY.define("run(Tensor[] t, str program) -> Tensor")
 _LIBRARY.define(f"run.many{_CALL} -> Tensor[]")
 _LIBRARY.define(f"run.in_torch{_CALL} -> Tensor[]")
 ONE = torch.ops.fx_fuser.run.default
 MANY = torch.ops.fx_fuser.run.many
 IN_TORCH = torch.ops.fx_fuser.run.in_torch
 _DTYPES = {name: dtype for dtype, name in CUDA_TYPES.items()}
-Arguments = tuple[list[Tensor], list[Any], str]  # of an op; a size is an int or a torch.SymInt
+Arguments = tuple[Any, ...]  # of an op, without `sizes` where there are none
 
 
 # ---- functions -----------------------------------------------------------------------------------
@@ -72,7 +73,9 @@ def define(
     _functions[name] = _Function(in_torch, like)
 
 
-def _many(fake: bool, t: Sequence[Tensor], sizes: Sequence[int], program: str) -> list[Tensor]:
+def _many(
+    fake: bool, t: Sequence[Tensor], program: str, sizes: Sequence[int] | None = None
+) -> list[Tensor]:
     name, filled = read(program)
     if name not in _functions:
         raise RuntimeError(f"fx_fuser: run knows no function {name}")
@@ -108,16 +111,22 @@ def arguments(function: str, args: Sequence[Any]) -> Arguments:
     """The arguments of an op for a call of this function."""
     tensors: list[Tensor] = []
     sizes: list[Any] = []
-    return tensors, sizes, " ".join((function, *_words(args, tensors, sizes)))
+    program = " ".join((function, *_words(args, tensors, sizes)))
+    return tensors, program, *([sizes] if sizes else [])
+
+
+def one(t: list[Tensor], program: str, *sizes: list[Any]) -> Callable[[], Tensor]:
+    """The call that makes y alone."""
+    return (lambda: MANY(t, program, *sizes)[0]) if sizes else functools.partial(ONE, t, program)
 
 
 def called(node: Node) -> tuple[Any, Sequence[Any]]:
     """What a node calls and its arguments; of such an op, the function's name and its arguments."""
     if node.target not in (ONE, MANY, IN_TORCH):
         return node.target, node.args
-    t, sizes, program = node.args
+    t, program, *sizes = node.args
     name, filled = read(program)  # type: ignore[arg-type]
-    return name, filled(t, sizes)  # type: ignore[arg-type]
+    return name, filled(t, *sizes)  # type: ignore[arg-type]
 
 
 def _words(args: Sequence[Any], tensors: list[Tensor], sizes: list[Any]) -> Iterator[str]:
@@ -146,7 +155,7 @@ def _words(args: Sequence[Any], tensors: list[Tensor], sizes: list[Any]) -> Iter
 
 
 @functools.lru_cache(maxsize=4096)
-def read(program: str) -> tuple[str, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+def read(program: str) -> tuple[str, Callable[..., list[Any]]]:
     """The function that a program names, and its arguments from its tensors and sizes."""
     name, _, rest = program.partition(" ")
     # Bytes, as in C++: that is what the length of a str counts.
@@ -163,7 +172,7 @@ class _Place:
     at: int
 
 
-def _filled(value: Any, t: Sequence[Any], sizes: Sequence[Any]) -> Any:
+def _filled(value: Any, t: Sequence[Any], sizes: Any = None) -> Any:
     if isinstance(value, list):
         return [_filled(one, t, sizes) for one in value]
     if isinstance(value, _Place):

@@ -221,23 +221,23 @@ def test_what_the_shim_does_not_take_is_made_in_torch(gpu: EmulatedGpu) -> None:
     """Here an image in planes, and one that is padded by a size of the call."""
     x, weight = torch.randn(2, 3, 9, 8), torch.randn(4, 3, 3, 3)
     given = run.arguments("conv2d_folded", (x, weight, None, None, [1, 1], [1, 0], [1, 1], 1, True))
-    by_size = given[0], [1], given[2].replace("#2 i1 i0", "#2 n i0")
-    assert by_size[2] != given[2]
+    by_size = given[0], given[1].replace("#2 i1 i0", "#2 n i0"), [1]
+    assert by_size[1] != given[1]
     for arguments in (given, by_size):
         with emulator.memory():
-            y = run.ONE._op_dk(EMULATED, *arguments)
+            (y,) = run.MANY._op_dk(EMULATED, *arguments)
         assert torch.equal(y, torch.nn.functional.conv2d(x, weight, padding=(1, 0)).relu())
     with emulator.memory(), pytest.raises(RuntimeError, match="2 tensors and 0 sizes, not 2 and 1"):
-        run.ONE._op_dk(EMULATED, by_size[0], [], by_size[2])
+        run.ONE._op_dk(EMULATED, *by_size[:2])
 
 
 def test_a_kernel_that_is_not_loaded_is_named(gpu: EmulatedGpu) -> None:
     called = depthwise(gpu)
-    t, sizes, program = called.arguments(save=False)
+    t, program = called.arguments(save=False)
     name = called.specs[1].name
     program = program.replace(f"s{len(name)}:{name}", "s14:no such kernel")
     with (
         emulator.memory(),
         pytest.raises(RuntimeError, match="kernel no such kernel is not loaded on cuda:-1"),
     ):
-        run.ONE._op_dk(EMULATED, t, sizes, program)
+        run.ONE._op_dk(EMULATED, t, program)

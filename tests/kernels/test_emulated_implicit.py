@@ -117,5 +117,5 @@ def test_programs_that_run_refuses(gpu: EmulatedGpu, program: str, tensors: int)
     with emulator.memory():
         launches = emulator.ops.launches.default()
         with pytest.raises(RuntimeError, match="fx_fuser: "):
-            run.ONE._op_dk(EMULATED, t, [], program)
+            run.ONE._op_dk(EMULATED, t, program)
         assert emulator.ops.launches.default() == launches

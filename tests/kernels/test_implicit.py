@@ -324,8 +324,8 @@ def test_a_converted_graph_gives_images_in_channels_last(product, kernel, is_con
     choices = (False, product, "library", False)
     tail = ("", [], [], [], torch.float32, False)
     images = [node.meta["val"] for node in args]
-    _, _, program = run.arguments("conv2d", (*images, None, *geometry, *choices, *tail))
-    node = graph.call_function(run.MANY, (args, [], program))
+    _, program = run.arguments("conv2d", (*images, None, *geometry, *choices, *tail))
+    node = graph.call_function(run.MANY, (args, program))
     node.meta["val"] = [result]
     graph.output(node)
     folding.Folding(None, lambda: is_converted)(graph)

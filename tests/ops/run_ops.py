@@ -1,8 +1,8 @@
 """Toy ops of the schemas that one family of ops for all calls would have.
 
-    run(Tensor[] t, SymInt[] sizes, str program) -> Tensor
-    run.many(Tensor[] t, SymInt[] sizes, str program) -> Tensor[]
-    run.out(Tensor[] t, SymInt[] sizes, str program, *, Tensor(a!)[] out) -> ()
+    run(Tensor[] t, str program, SymInt[]? sizes=None) -> Tensor
+    run.many(Tensor[] t, str program, SymInt[]? sizes=None) -> Tensor[]
+    run.out(Tensor[] t, str program, SymInt[]? sizes=None, *, Tensor(a!)[] out) -> ()
 
 A program is Python here: statements with `;` between them, the last of which is the result, over
 tensors t0… and sizes n0…. `undeclared` is `run.out` that does not say what it writes to. `linear`
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Sizes = Sequence[int] | None
 LIBRARY = torch.library.Library("fx_fuser_probe", "DEF")
-_CALL = "Tensor[] t, SymInt[] sizes, str program"
+_CALL = "Tensor[] t, str program, SymInt[]? sizes=None"
 LIBRARY.define(f"run({_CALL}) -> Tensor")
 LIBRARY.define(f"run.many({_CALL}) -> Tensor[]")
 LIBRARY.define(f"run.out({_CALL}, *, Tensor(a!)[] out) -> ()")
@@ -35,11 +36,11 @@ UNDECLARED = torch.ops.fx_fuser_probe.undeclared.default
 LINEAR = torch.ops.fx_fuser_probe.linear.default
 
 
-def evaluated(t: Sequence[Tensor], sizes: Sequence[int], program: str) -> list[Tensor]:
+def evaluated(t: Sequence[Tensor], program: str, sizes: Sizes = None) -> list[Tensor]:
     """The program's results, in memory of their own."""
     names: dict[str, Any] = {"torch": torch, "inf": math.inf}
     names |= {f"t{i}": tensor for i, tensor in enumerate(t)}
-    names |= {f"n{i}": size for i, size in enumerate(sizes)}
+    names |= {f"n{i}": size for i, size in enumerate(sizes or ())}
     *steps, result = program.split(";")
     for step in steps:
         name, _, value = step.partition("=")
@@ -48,18 +49,18 @@ def evaluated(t: Sequence[Tensor], sizes: Sequence[int], program: str) -> list[T
     return [v.clone() for v in (found if isinstance(found, tuple) else (found,))]
 
 
-def _run(t: Sequence[Tensor], sizes: Sequence[int], program: str) -> Tensor:
-    return evaluated(t, sizes, program)[0]
+def _run(t: Sequence[Tensor], program: str, sizes: Sizes = None) -> Tensor:
+    return evaluated(t, program, sizes)[0]
 
 
-def _out(t: Sequence[Tensor], sizes: Sequence[int], program: str, **buffers: Any) -> None:
+def _out(t: Sequence[Tensor], program: str, sizes: Sizes = None, **buffers: Any) -> None:
     (into,) = buffers.values()
-    for buffer, result in zip(into, evaluated(t, sizes, program)):
+    for buffer, result in zip(into, evaluated(t, program, sizes)):
         buffer.copy_(result)
 
 
-def _many(t: Sequence[Tensor], sizes: Sequence[int], program: str) -> list[Tensor]:
-    return evaluated(t, sizes, program)
+def _many(t: Sequence[Tensor], program: str, sizes: Sizes = None) -> list[Tensor]:
+    return evaluated(t, program, sizes)
 
 
 for _name, _in_torch in (("run", _run), ("run.many", _many)):
@@ -91,7 +92,7 @@ BACKWARD = (
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        y, z = MANY(list(tensors), [], SAVING)
+        y, z = MANY(list(tensors), SAVING)
         ctx.save_for_backward(*tensors, z)
         return y
 
@@ -99,13 +100,13 @@ class _Fused(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         *tensors, z = ctx.saved_tensors
-        return tuple(MANY([*tensors, dy, z], [], BACKWARD))
+        return tuple(MANY([*tensors, dy, z], BACKWARD))
 
 
 def _linear(*tensors: Tensor) -> Tensor:
     if torch.is_grad_enabled() and any(v.requires_grad for v in tensors):
         return _Fused.apply(*tensors)
-    return RUN(list(tensors), [], FORWARD)
+    return RUN(list(tensors), FORWARD)
 
 
 LIBRARY.impl("linear", _linear, "CompositeImplicitAutograd")
