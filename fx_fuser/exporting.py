@@ -3,8 +3,8 @@
 The backend gets a graph from Dynamo, and what it rewrites goes on to Inductor at once. An exported
 program is kept: `torch.export.save` writes its graph to a file, and AOTInductor calls an op of
 another library by its name and arguments, in a process that has compiled nothing. So the graph is
-rewritten as for the backend, and then every call in it is made one that a file can hold: an op of
-`ops.exported` at each site, and operations of ATen for all else that was put in.
+rewritten as for the backend, and then every call in it is made one that a file can hold: of
+`run.EXPORTED` at each site, and operations of ATen for all else that was put in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fx_fuser.graph.prepare.bodies import bodies, twin
 from fx_fuser.graph.read.nodes import writes_of
 from fx_fuser.graph.read.view import EXPORTED
 from fx_fuser.native import eviction
-from fx_fuser.ops import exported
+from fx_fuser.ops import exported, run
 from fx_fuser.ops.attention import OPS as ATTENTION_OPS
 from fx_fuser.options import Options
 from fx_fuser.outcome import Outcome
@@ -195,7 +195,7 @@ def _computed(gm: GraphModule) -> Iterator[tuple[Node, Any]]:
 
 
 def _make_storable(module: GraphModule, meanings: _Meanings, dialect: str) -> None:
-    """Only operations of ATen and of `ops.exported`, each with its `val`, and no notes of ours."""
+    """Only operations of ATen and `run.EXPORTED`, each with its `val`, and no notes of ours."""
     graph = module.graph
     composites = {getattr(torch.ops.fx_fuser, kind).default: kind for kind in ANCHORS}
     for node in list(graph.nodes):
@@ -220,7 +220,7 @@ def _make_storable(module: GraphModule, meanings: _Meanings, dialect: str) -> No
 def _put_op(graph: Graph, node: Node, kind: str) -> None:
     (item,) = node.users
     with graph.inserting_before(node):
-        made = graph.call_function(exported.op_of(kind), exported.arguments(node.args, kind))
+        made = graph.call_function(run.EXPORTED, exported.arguments(node.args, kind))
     made.meta = item.meta
     item.replace_all_uses_with(made)
     graph.erase_node(item)

@@ -1,22 +1,17 @@
-"""The ops that stand in exported programs: one an anchor, for inference.
+"""What exported programs call: a function an anchor, `linear_exported` say, for inference.
 
-`fx_fuser::<anchor>_exported` runs in a process in which nothing was compiled: on CUDA it builds and
-loads its kernels at its first call, from its own arguments. These are of kinds that AOTInductor's
-runtime passes on as they are. It changes some others: torch 2.11 a dtype, and all torches from 2.11
-to 2.15 an empty list of tensors, which arrives as None, and a number that is infinite, which does
-not arrive at all. So here
+Its arguments are the composite op's, but for `native`. It runs in a process in which nothing was
+compiled: on CUDA it builds and loads its kernels at its first call, from its own arguments. They
+are the text of `fx_fuser.ops.run`, since AOTInductor's runtime changes some kinds of arguments:
+torch 2.11 a dtype, and all torches from 2.11 to 2.15 an empty list of tensors, which arrives as
+None, and a number that is infinite, which does not arrive at all.
 
-    t             is None if it is empty
-    s             is the text of the numbers, as `repr` writes them, with commas between
-    compute, out  are names of dtypes
-
-and all else is as in `ops.library`. The overload's name is for those who did not import fx_fuser:
-torch tells them that it could not find `fx_fuser::linear_exported.import_fx_fuser`.
+The overload's name is for those who did not import fx_fuser: torch tells them that it could not
+find `fx_fuser::run.import_fx_fuser`.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,56 +25,32 @@ from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.errors import BuildError, FxFuserError
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.native import load
-from fx_fuser.ops import run
-from fx_fuser.ops.library import FusedCall, argument_names, forward_in_torch, split_arguments
+from fx_fuser.ops import library, run
+from fx_fuser.ops.library import FusedCall
 
-_LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
-_SCHEMA = "str epilogue, Tensor[]? t, str s, str compute, str out"
-_OVERLOAD = "import_fx_fuser"
 Kernel = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Tensor]  # of operands and t
 
 _kernels: dict[tuple[Any, ...], Kernel | None] = {}  # what a call depends on → the call
 
 
-def op_of(kind: str) -> torch._ops.OpOverload:
-    """The op of this anchor."""
-    found: torch._ops.OpOverload = getattr(
-        getattr(torch.ops.fx_fuser, f"{kind}_exported"), _OVERLOAD
-    )
-    return found
+def arguments(composite: Sequence[Any], kind: str) -> run.Arguments:
+    """The arguments of `run.EXPORTED`, from those of the composite op."""
+    *front, s, compute, out, _ = composite
+    return run.arguments(f"{kind}_exported", (*front, [*map(float, s)], compute, out))
 
 
-def arguments(composite: Sequence[Any], kind: str) -> tuple[Any, ...]:
-    """The arguments of the op, from those of the composite op."""
-    anchored = composite[: len(argument_names(kind))]
-    text, t, s, compute, out, _ = composite[len(anchored) :]
-    numbers = ",".join(repr(float(number)) for number in s)
-    return (*anchored, text, list(t) or None, numbers, _name_of(compute), _name_of(out))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@functools.cache
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(","))) if text else ()
-
-
-def _run(anchor: Anchor, fake: bool, *args: Any) -> Tensor:
-    operands, config, (text, t, s, compute, out) = split_arguments(anchor, args)
-    t, numbers, dtype = list(t or ()), list(_numbers(s)), getattr(torch, out)
+def _run(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
+    operands, config, (text, t, s, compute, out) = library.split_arguments(anchor, args)
+    # Of an autocast around the program, too, as where it was exported.
     with torch.autocast(operands["x"].device.type, enabled=False):
-        for name in anchor.cast:  # an autocast around the program, as where it was exported
-            if operands[name] is not None:
-                operands[name] = operands[name].to(getattr(torch, compute))
+        library.cast(anchor, operands, compute)
         tensors = anchor.kernel_operands(operands, config)
         if not fake and operands["x"].device.type == "cuda":
-            kernel = _kernel(anchor, operands, config, text, t, numbers, dtype)
+            kernel = _kernel(anchor, operands, config, text, t, s, out)
             if kernel is not None:
-                return kernel(tensors, t)
-        rest: tuple[Any, ...] = (text, t, numbers, [], dtype, False)
-        return forward_in_torch(anchor, fake, *tensors, *config.values(), *rest)[0]
+                return [kernel(tensors, t)]
+        rest: tuple[Any, ...] = (*config.values(), text, t, s, [], out, False)
+        return library.forward_in_torch(anchor, fake, *tensors, *rest)
 
 
 # ---- on CUDA -----------------------------------------------------------------------------------
@@ -142,23 +113,14 @@ def _prepared(
 # ---- definitions -------------------------------------------------------------------------------
 
 
-def _no_gradient(anchor: Anchor, *_: Any) -> None:
+def _no_gradient(*_: Any) -> None:
     raise FxFuserError(
-        f"fx_fuser::{anchor.kind}_exported has no gradient: `fuse_exported` is for inference; run "
-        "the program under torch.no_grad(), or train it with "
+        "fx_fuser::run.import_fx_fuser has no gradient: `fuse_exported` is for inference; run the "
+        "program under torch.no_grad(), or train it with "
         'torch.compile(program.module(), backend="fx_fuser")'
     )
 
 
-def _define(anchor: Anchor) -> None:
-    name = f"{anchor.kind}_exported.{_OVERLOAD}"
-    _LIBRARY.define(f"{name}({anchor.schema}, {_SCHEMA}) -> Tensor")
-    _LIBRARY.impl(name, functools.partial(_run, anchor, False), "CompositeExplicitAutograd")
-    fake = functools.partial(_run, anchor, True)
-    torch.library.register_fake(f"fx_fuser::{name}", fake, lib=_LIBRARY)
-    backward = functools.partial(_no_gradient, anchor)
-    torch.library.register_autograd(f"fx_fuser::{name}", backward, lib=_LIBRARY)
-
-
 for _anchor in ANCHORS.values():
-    _define(_anchor)
+    library.define(f"{_anchor.kind}_exported", _run, _anchor)
+torch.library.register_autograd("fx_fuser::run.import_fx_fuser", _no_gradient, lib=run._LIBRARY)

@@ -66,6 +66,13 @@ def split_arguments(
     return operands, config, list(args[len(names) :])
 
 
+def cast(anchor: Anchor, operands: dict[str, Any], compute: torch.dtype) -> None:
+    """As autocast does."""
+    for name in anchor.cast:
+        if operands[name] is not None:
+            operands[name] = operands[name].to(compute)
+
+
 def forward_in_torch(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
     """The results of an anchor's function, or fake ones.
 
@@ -116,15 +123,15 @@ def _again(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
     return [anchor.recompute(operands, config, KERNELS[config["product"]].multiply)]
 
 
-def _define(name: str, function: Callable[..., list[Tensor]], anchor: Anchor) -> None:
+def define(name: str, function: Callable[..., list[Tensor]], anchor: Anchor) -> None:
     run.define(name, *(functools.partial(function, anchor, fake) for fake in (False, True)))
 
 
 for _anchor in ANCHORS.values():
-    _define(_anchor.kind, forward_in_torch, _anchor)
-    _define(f"{_anchor.kind}_again", _again, _anchor)
+    define(_anchor.kind, forward_in_torch, _anchor)
+    define(f"{_anchor.kind}_again", _again, _anchor)
     if isinstance(_anchor, Conv2d):
-        _define(f"{_anchor.kind}_backward", _backward_from_dy, _anchor)
+        define(f"{_anchor.kind}_backward", _backward_from_dy, _anchor)
 
 
 # ---- autograd -------------------------------------------------------------------------------
@@ -409,9 +416,7 @@ def _composite(anchor: Anchor, *args: Any) -> list[Tensor]:
     with torch.autocast(operands["x"].device.type, enabled=False):
         if config.get("product") == FOLDED:  # plan has seen that nothing needs a gradient
             return [folded.call(operands, config, epilogue, t, compute)]
-        for name in anchor.cast:
-            if operands[name] is not None:
-                operands[name] = operands[name].to(compute)
+        cast(anchor, operands, compute)
         call = FusedCall(anchor, config, epilogue, list(s), out)
         tensors = [*anchor.kernel_operands(operands, config), *t]
         if not native:

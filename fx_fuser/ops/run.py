@@ -3,6 +3,7 @@
     fx_fuser::run(Tensor[] t, str program) -> Tensor                                y alone
     fx_fuser::run.many(Tensor[] t, str program, SymInt[]? sizes=None) -> Tensor[]   all results
     fx_fuser::run.in_torch, likewise                                by torch's operations
+    fx_fuser::run.import_fx_fuser, likewise, but -> Tensor          of an exported program
 
 `program` is the name of a function and its arguments, `t` those that are tensors, `sizes` those
 that are known at the call only: in inference hardly ever, so there is no argument for them. Most of
@@ -43,10 +44,14 @@ _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _CALL = "(Tensor[] t, str program, SymInt[]? sizes=None)"
 _LIBRARY.define("run(Tensor[] t, str program) -> Tensor")
 _LIBRARY.define(f"run.many{_CALL} -> Tensor[]")
-_LIBRARY.define(f"run.in_torch{_CALL} -> Tensor[]")
+# Other types than those of `run.many`: torch 2.11 and 2.15 take two overloads of the same types for
+# one another when they free them, which aborts a process at its end.
+_LIBRARY.define("run.in_torch(Tensor[] t, str program, SymInt[] sizes=[]) -> Tensor[]")
+_LIBRARY.define(f"run.import_fx_fuser{_CALL} -> Tensor")
 ONE = torch.ops.fx_fuser.run.default
 MANY = torch.ops.fx_fuser.run.many
 IN_TORCH = torch.ops.fx_fuser.run.in_torch
+EXPORTED = torch.ops.fx_fuser.run.import_fx_fuser  # fx_fuser.ops.exported
 _DTYPES = {name: dtype for dtype, name in CUDA_TYPES.items()}
 Arguments = tuple[Any, ...]  # of an op, without `sizes` where there are none
 
@@ -78,7 +83,10 @@ def _many(
 ) -> list[Tensor]:
     name, filled = read(program)
     if name not in _functions:
-        raise RuntimeError(f"fx_fuser: run knows no function {name}")
+        raise RuntimeError(
+            f"fx_fuser: run knows no function {name}; if an exported program of another version of "
+            "fx_fuser calls it, fuse the program again"
+        )
     function = _functions[name]
     with _named(name):
         return [*(function.like if fake else function.in_torch)(*filled(t, sizes))]
@@ -99,6 +107,7 @@ for _name, _made, _key in (
     ("run", _one, "CPU"),  # on CUDA: kernels_cu/host/run.h
     ("run.many", _many, "CPU"),
     ("run.in_torch", _many, "CompositeExplicitAutograd"),
+    ("run.import_fx_fuser", _one, "CompositeExplicitAutograd"),
 ):
     _LIBRARY.impl(_name, functools.partial(_made, False), _key)
     torch.library.register_fake(f"fx_fuser::{_name}", functools.partial(_made, True), lib=_LIBRARY)
@@ -108,7 +117,7 @@ for _name, _made, _key in (
 
 
 def arguments(function: str, args: Sequence[Any]) -> Arguments:
-    """The arguments of an op for a call of this function."""
+    """The arguments of an op for a call of this function. A node stands for its value."""
     tensors: list[Tensor] = []
     sizes: list[Any] = []
     program = " ".join((function, *_words(args, tensors, sizes)))
@@ -122,20 +131,21 @@ def one(t: list[Tensor], program: str, *sizes: list[Any]) -> Callable[[], Tensor
 
 def called(node: Node) -> tuple[Any, Sequence[Any]]:
     """What a node calls and its arguments; of such an op, the function's name and its arguments."""
-    if node.target not in (ONE, MANY, IN_TORCH):
+    if node.target not in (ONE, MANY, IN_TORCH, EXPORTED):
         return node.target, node.args
     t, program, *sizes = node.args
     name, filled = read(program)  # type: ignore[arg-type]
-    return name, filled(t, *sizes)  # type: ignore[arg-type]
+    return name, filled(t, *sizes)
 
 
 def _words(args: Sequence[Any], tensors: list[Tensor], sizes: list[Any]) -> Iterator[str]:
-    for value in args:
+    for given in args:
+        value = given.meta["val"] if isinstance(given, Node) else given
         if isinstance(value, Tensor):
-            tensors.append(value)
+            tensors.append(given)
             yield "t"
         elif isinstance(value, torch.SymInt):
-            sizes.append(value)
+            sizes.append(given)
             yield "n"
         elif value is None:
             yield "-"

@@ -284,33 +284,30 @@ const Program& known_program(const std::string& program) {
                               : known.emplace(program, program_of(program)).first->second;
 }
 
-using Sizes = std::optional<std::vector<int64_t>>;
-
-Made made_in_torch(const std::vector<Tensor>& t, const std::string& program, const Sizes& sizes) {
+Made made_in_torch(const Given& given, const std::string& program) {
   using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(t), from(program), from(sizes)};
+  std::array<StableIValue, 3> stack{from(given.t), from(program), from(given.sizes)};
   TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("fx_fuser::run", "in_torch", stack.data(), TORCH_ABI_VERSION));
   return Made(torch::stable::detail::to<std::vector<Tensor>>(stack[0]));
 }
 
-Made made_by(const std::vector<Tensor>& t, const std::string& program, const Sizes& sizes) {
+Made made_by(const Given& given, const std::string& program) {
   const Program& known = known_program(program);
-  const Given given{t, sizes ? *sizes : std::vector<int64_t>()};
-  STD_TORCH_CHECK(t.size() == known.tensors && given.sizes.size() == known.sizes,
-                  "fx_fuser: run has ", t.size(), " tensors and ", given.sizes.size(),
+  STD_TORCH_CHECK(given.t.size() == known.tensors && given.sizes.size() == known.sizes,
+                  "fx_fuser: run has ", given.t.size(), " tensors and ", given.sizes.size(),
                   " sizes, not ", known.tensors, " and ", known.sizes);
   std::optional<Made> made = known.run(given);
-  return made ? *std::move(made) : made_in_torch(t, program, sizes);
+  return made ? *std::move(made) : made_in_torch(given, program);
 }
 
 Tensor run(const std::vector<Tensor>& t, const std::string& program) {
-  return made_by(t, program, std::nullopt).y;
+  return made_by({t, {}}, program).y;
 }
 
 std::vector<Tensor> run_many(const std::vector<Tensor>& t, const std::string& program,
-                             const Sizes& sizes) {
-  return made_by(t, program, sizes).all();
+                             const std::optional<std::vector<int64_t>>& sizes) {
+  return made_by({t, sizes.value_or(std::vector<int64_t>())}, program).all();
 }
 
 }  // namespace

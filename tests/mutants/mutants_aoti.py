@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 FILE, OPS = "tests/package/test_aoti.py", "tests/ops/test_aoti_ops.py"
+RUN = "tests/ops/test_run.py"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -49,9 +50,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{FILE}::test_a_site_on_a_cpu_is_left",),
     ),
     (
-        "aoti: an empty list is None", "ops/exported.py",
-        "list(t) or None", "list(t)",
-        (f"{OPS}::test_arguments_are_of_kinds_that_aotinductor_passes_on",),
+        "aoti: numbers are floats", "ops/exported.py",
+        "[*map(float, s)]", "[*s]",
+        (f"{OPS}::test_a_number_of_the_program_is_a_float",),
     ),
     (
         "aoti: kernels of another GPU", "ops/exported.py",
@@ -66,13 +67,13 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "aoti: operands are cast under autocast", "ops/exported.py",
-        "                operands[name] = operands[name].to(getattr(torch, compute))",
-        "                pass",
+        "        library.cast(anchor, operands, compute)\n", "",
         (f"{FILE}::test_an_autocast_around_the_program",),
     ),
     (
         "aoti: a gradient raises", "ops/exported.py",
-        '    torch.library.register_autograd(f"fx_fuser::{name}", backward, lib=_LIBRARY)\n', "",
+        'torch.library.register_autograd("fx_fuser::run.import_fx_fuser", _no_gradient, '
+        "lib=run._LIBRARY)\n", "",
         (f"{FILE}::test_a_gradient_raises",
          f"{OPS}::test_a_gradient_of_a_tensor_of_the_epilogue_raises"),
     ),
@@ -85,5 +86,22 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "aoti: rank 0 is in the key of a kernel", "ops/exported.py",
         "(v.dtype, v.device, v.ndim == 0)", "(v.dtype, v.device)",
         (f"{OPS}::test_a_tensor_without_dimensions_has_a_kernel_of_its_own",),
+    ),
+    (
+        "run: nodes stand for their values", "ops/run.py",
+        'given.meta["val"] if isinstance(given, Node) else given', "given",
+        (f"{RUN}::test_nodes_stand_for_tensors",),
+    ),
+    (
+        "run: y alone of a call with a size", "ops/run.py",
+        "if sizes else functools.partial(ONE, t, program)",
+        "if False else functools.partial(ONE, t, program)",
+        (f"{RUN}::test_y_alone_of_a_call_with_a_size",),
+    ),
+    (
+        "run: two overloads of the same types", "ops/run.py",
+        '_LIBRARY.define("run.in_torch(Tensor[] t, str program, SymInt[] sizes=[]) -> Tensor[]")',
+        '_LIBRARY.define(f"run.in_torch{_CALL} -> Tensor[]")',
+        (f"{RUN}::test_no_two_overloads_have_the_same_types",),
     ),
 )  # fmt: skip

@@ -1,7 +1,8 @@
-"""The ops of exported programs: their arguments, and the kernels that they load by themselves."""
+"""What exported programs call: its arguments, and the kernels that it loads by itself."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from fx_fuser.errors import BuildError, FxFuserError
 from fx_fuser.native import load
 from fx_fuser.ops import exported as ops
+from fx_fuser.ops import run
 
 TEXT = "v0 = sigmoid(z); v1 = mul(v0, s0)"
 LIBRARY = ("library", "library", False)
@@ -19,28 +21,49 @@ LIBRARY = ("library", "library", False)
 
 def arguments(t: list[Tensor] | None = None) -> tuple[Any, ...]:
     x, weight = torch.randn(4, 8), torch.randn(6, 8)
-    text = TEXT if t is None else "v0 = mul(z, t0); v1 = add(v0, s0)"
-    return (x, weight, None, *LIBRARY, text, t, "-inf", "float32", "float32")
+    text = "v0 = mul(z, t0); v1 = add(v0, s0)" if t else TEXT
+    tail = (text, t or [], [-math.inf], torch.float32, torch.float32, True)
+    return ops.arguments((x, weight, None, *LIBRARY, *tail), "linear")
 
 
 @pytest.mark.parametrize("t", [None, [torch.randn(6)]], ids=["no tensors", "a tensor"])
 def test_opcheck(t: list[Tensor] | None) -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(ops.op_of("linear"), arguments(t), test_utils=tests)
+    torch.library.opcheck(run.EXPORTED, arguments(t), test_utils=tests)
 
 
 def test_arguments_are_of_kinds_that_aotinductor_passes_on() -> None:
     """torch 2.11 changes a dtype, and all torches an empty list and an infinite number."""
-    composite = (*range(6), TEXT, [], [2.0, float("-inf"), 1e-45], torch.half, torch.float, True)
-    made = (*range(6), TEXT, None, "2.0,-inf,1e-45", "float16", "float32")
-    assert ops.arguments(composite, "linear") == made
-    assert ops._numbers("2.0,-inf,1e-45") == (2.0, float("-inf"), 1e-45)
-    for kind in ops.ANCHORS:
-        types = {str(argument.type) for argument in ops.op_of(kind)._schema.arguments}
-        assert types <= {
-            *("Tensor", "Optional[Tensor]", "Optional[List[Tensor]]"),
-            *("str", "bool", "int", "float", "List[int]"),
-        }
+    types = [str(argument.type) for argument in run.EXPORTED._schema.arguments]
+    assert types == ["List[Tensor]", "str", "Optional[List[int]]"]
+    t, program = arguments()
+    assert len(t) == 2 and isinstance(program, str)
+    name, filled = run.read(program)
+    assert name == "linear_exported"
+    dtypes = [torch.float32, torch.float32]
+    assert filled(t)[2:] == [None, *LIBRARY, TEXT, [], [-math.inf], *dtypes]
+
+
+def test_a_number_of_the_program_is_a_float() -> None:
+    """A graph may have an int, which the composite op's schema converts."""
+    tail = ("v0 = mul(z, s0)", [], [2], torch.half, torch.half, True)
+    t, program = ops.arguments(
+        (torch.ones(2, 3), torch.ones(4, 3), None, *LIBRARY, *tail), "linear"
+    )
+    *_, (number,), _, _ = run.read(program)[1](t)
+    assert type(number) is float and number == 2
+
+
+def test_a_function_of_another_version_is_named() -> None:
+    t, program = arguments()
+    with pytest.raises(RuntimeError, match=r"no function lstm; if .* fuse the program again"):
+        run.EXPORTED(t, program.replace("linear_exported", "lstm"))
+
+
+def test_a_profiler_sees_the_function() -> None:
+    with torch.profiler.profile() as profile:
+        run.EXPORTED(*arguments())
+    assert "fx_fuser::run linear_exported" in {event.name for event in profile.events()}
 
 
 @pytest.fixture
@@ -115,6 +138,6 @@ def test_a_kernel_that_does_not_build(
 
 
 def test_a_gradient_of_a_tensor_of_the_epilogue_raises() -> None:
-    y = ops.op_of("linear")(*arguments([torch.randn(6, requires_grad=True)]))
+    y = run.EXPORTED(*arguments([torch.randn(6, requires_grad=True)]))
     with pytest.raises(FxFuserError, match="is for inference"):
         y.sum().backward()

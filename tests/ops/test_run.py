@@ -97,6 +97,9 @@ def test_nodes_stand_for_tensors() -> None:
     node = graph.call_function(run.MANY, ([x, weight], "f t - #2 i1 n t", [size]))
     name, found = run.called(node)
     assert name == "f" and list(found) == [x, None, [1, size], weight]
+    for operand, value in ((x, X), (weight, WEIGHT), (size, 7)):
+        operand.meta["val"] = value
+    assert run.arguments("f", (x, [size, weight], x)) == ([x, weight, x], "f t #2 i7 t t")
     other: Node = graph.call_function(torch.relu, (x,))
     assert run.called(other) == (torch.relu, (x,))
 
@@ -118,6 +121,15 @@ def test_y_alone_of_a_call_with_a_size() -> None:
     t, program = run.arguments("conv2d_folded", (*FOLDED[:5], [1, 0], *FOLDED[6:]))
     y = run.one(t, program.replace("#2 i1 i0", "#2 n i0"), [1])()
     assert torch.equal(y, run.one(t, program)()) and y.shape[2:] == (5, 3)
+
+
+def test_no_two_overloads_have_the_same_types() -> None:
+    """torch takes these for one another when it frees them, which aborts a process at its end."""
+    schemas = [
+        getattr(torch.ops.fx_fuser.run, o)._schema for o in torch.ops.fx_fuser.run.overloads()
+    ]
+    types = [str([v.type for v in (*s.arguments, *s.returns)]) for s in schemas]
+    assert len(types) == len(set(types)) == 4
 
 
 class Gated(nn.Module):
