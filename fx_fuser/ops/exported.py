@@ -12,6 +12,7 @@ find `fx_fuser::run.import_fx_fuser`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,11 +42,12 @@ def arguments(composite: Sequence[Any], kind: str) -> run.Arguments:
 
 def _run(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
     operands, config, (text, t, s, compute, out) = library.split_arguments(anchor, args)
-    # Of an autocast around the program, too, as where it was exported.
-    with torch.autocast(operands["x"].device.type, enabled=False):
+    device = operands["x"].device.type
+    is_cast = torch.is_autocast_enabled(device)  # around the program, as where it was exported
+    with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         library.cast(anchor, operands, compute)
         tensors = anchor.kernel_operands(operands, config)
-        if not fake and operands["x"].device.type == "cuda":
+        if not fake and device == "cuda":
             kernel = _kernel(anchor, operands, config, text, t, s, out)
             if kernel is not None:
                 return [kernel(tensors, t)]

@@ -182,12 +182,13 @@ class _Place:
     at: int
 
 
-def _filled(value: Any, t: Sequence[Any], sizes: Any = None) -> Any:
-    if isinstance(value, list):
-        return [_filled(one, t, sizes) for one in value]
-    if isinstance(value, _Place):
-        return (t if value.of == "t" else sizes)[value.at]
-    return value
+def _filled(values: list[Any], t: Sequence[Any], sizes: Any = None) -> list[Any]:
+    return [
+        (t if value.of == "t" else sizes)[value.at]
+        if type(value) is _Place
+        else (_filled(value, t, sizes) if type(value) is list else value)
+        for value in values
+    ]
 
 
 class _Words:

@@ -71,6 +71,11 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{FILE}::test_an_autocast_around_the_program",),
     ),
     (
+        "aoti: no cast at the site", "ops/exported.py",
+        "is_cast = torch.is_autocast_enabled(device)", "is_cast = False",
+        (f"{FILE}::test_an_autocast_around_the_program",),
+    ),
+    (
         "aoti: a gradient raises", "ops/exported.py",
         'torch.library.register_autograd("fx_fuser::run.import_fx_fuser", _no_gradient, '
         "lib=run._LIBRARY)\n", "",
