@@ -158,10 +158,10 @@ def load_shim() -> None:
                 raise BuildError(text) from error
         _check_contract()
         if torch.cuda.is_available():
-            _load("use_driver", _get_proc_address())
+            _load("use_driver", driver_address())
 
 
-def _get_proc_address() -> int:
+def driver_address() -> int:
     """Address of the CUDA driver's function that finds the others; torch has loaded the driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     return ctypes.cast(driver.cuGetProcAddress_v2, ctypes.c_void_p).value or 0

@@ -2,11 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -210,22 +208,6 @@ std::optional<Made> ConvDirectKernels::run(const Conv& conv, const Norm& given,
     return {};
   }
   return result_of(y, c, norm);
-}
-
-bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
-                 const std::vector<int64_t>& padding, const Tensor& out,
-                 const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                 const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
-  return run_conv_direct(kernels, x, weight, padding, out, c, operands, scalars);
-}
-
-bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
-                            const Tensor& weight, const std::vector<int64_t>& padding,
-                            const Tensor& mean, const Tensor& variance) {
-  return run_conv_direct_statistics(*reinterpret_cast<const ConvDirectKernels*>(handle),
-                                    *reinterpret_cast<const StatsLibrary*>(batch_stats_handle), x,
-                                    weight, padding, mean, variance);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The backward of the direct convolution.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -254,19 +253,6 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
                 reinterpret_cast<uintptr_t>(dy.data_ptr()) % (2 * dy.element_size()) == 0;
   launch_backward(kernels, norm.training, x, places, *args);
   return true;
-}
-
-bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, const Tensor& weight,
-                          const std::vector<int64_t>& padding, const std::optional<Tensor>& mean,
-                          const std::optional<Tensor>& variance, const std::optional<Tensor>& gamma,
-                          const std::optional<Tensor>& bias, double eps, bool training,
-                          const std::optional<Tensor>& dx, const std::optional<Tensor>& dweight,
-                          const Tensor& dgamma, const Tensor& dbeta,
-                          const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
-  const Norm norm{bias, mean, variance, gamma, {}, eps, training};
-  const ConvGradients to{dx, dweight, {}, dgamma, dbeta};
-  return run_conv_direct_backward(*reinterpret_cast<const ConvBackwardKernels*>(handle), dy, x,
-                                  weight, padding, norm, to, operands, scalars);
 }
 
 }  // namespace

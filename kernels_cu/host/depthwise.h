@@ -290,13 +290,5 @@ std::optional<Made> DepthwiseKernels::run(const Conv& conv, const Norm& norm,
   return result_of(y, c, norm);
 }
 
-bool depthwise(int64_t handle, const Tensor& x, const Tensor& weight,
-               const std::vector<int64_t>& padding, const Tensor& out,
-               const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-               const std::vector<double>& scalars) {
-  return run_depthwise(*reinterpret_cast<const DepthwiseKernels*>(handle), x, weight, padding, out,
-                       c, operands, scalars);
-}
-
 }  // namespace
 }  // namespace fx_fuser

@@ -6,7 +6,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -375,17 +374,6 @@ std::optional<Made> ImplicitKernels::run(const Conv& conv, const Norm& norm,
     return {};
   }
   return result_of(y, c, norm);
-}
-
-bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
-              const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-              const std::vector<int64_t>& dilation, const Tensor& out,
-              const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-              const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const ImplicitKernels*>(handle);
-  check_conv(kernels.x, x, weight, padding);
-  const ImplicitWindow window = implicit_window(x, weight, stride, padding, dilation);
-  return run_implicit(kernels, x, weight, window, out, c, operands, scalars);
 }
 
 }  // namespace

@@ -79,7 +79,7 @@ struct AddLoader {
   AddLoader(const char* family, Loader loader) { loaders().emplace(family, loader); }
 };
 
-// Registers the kernels by their name, for graphs; returns a handle, for tests and benchmarks.
+// Registers the kernels by their name, for graphs; returns a handle, for calls from Python.
 // Never freed.
 template <class... Bases, class Kernels>
 int64_t keep(const Sources& from, std::unique_ptr<Kernels> kernels) {

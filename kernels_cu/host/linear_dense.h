@@ -183,13 +183,5 @@ bool LinearDenseKernels::run(const Tensor& x, const Tensor& weight,
   return run_linear_dense(*this, x, weight, bias, y, c, args.tensors, args.scalars);
 }
 
-bool linear_dense(int64_t handle, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Tensor& out,
-                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars) {
-  return run_linear_dense(*reinterpret_cast<const LinearDenseKernels*>(handle), x, weight, bias,
-                          out, z, operands, scalars);
-}
-
 }  // namespace
 }  // namespace fx_fuser

@@ -8,7 +8,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -397,41 +396,10 @@ bool LinearSplitKernels::run(const Tensor& x, const Tensor& weight,
   return run_linear_split(*this, x, weight, bias, y, c, args.tensors, args.scalars);
 }
 
-// sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
-// where the weight is split first, else 0; then the nanoseconds that are modelled for it, and for
-// the library. gpu: capability, multiprocessors, kHz, and the memory's kHz and bits. Needs no GPU.
-std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
-                                         const std::vector<int64_t>& gpu) {
-  STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
-  for (const int64_t size : sizes) {
-    STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
-  }
-  STD_TORCH_CHECK(gpu.size() == 5, "fx_fuser: ", to_string(gpu), " are not a GPU's figures");
-  const SplitRates rates = SplitRates::of(GpuFigures::of(gpu[0], gpu[1], gpu[2], gpu[3], gpu[4]));
-  const SplitSizes product{sizes[0], sizes[1], sizes[2], sizes[3]};
-  const SplitChoice choice = split_choice(product, {}, rates);
-  const auto nanoseconds = [](double seconds) { return static_cast<int64_t>(1e9 * seconds); };
-  return {choice.plan.chunks, choice.weight_first, nanoseconds(choice.seconds),
-          nanoseconds(library_seconds(product, rates))};
-}
-
 void reset_linear_split(int64_t handle) {
   const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
   kernels.precision->reset();
   kernels.guesses->reset();
-}
-
-// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way. exact: no
-// scales are guessed.
-bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Tensor& out,
-                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars, int64_t chunks, const std::string& first,
-                  bool exact) {
-  SplitWish wish{chunks, std::nullopt, exact};
-  if (!first.empty()) wish.weight_first = first == "weight";
-  return run_linear_split(*reinterpret_cast<const LinearSplitKernels*>(handle), x, weight, bias,
-                          out, z, operands, scalars, wish);
 }
 
 }  // namespace

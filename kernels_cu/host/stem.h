@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -204,17 +203,6 @@ std::optional<Made> StemKernels::run(const Conv& conv, const Norm& norm,
   const Tensor y = call->new_result(conv.x, conv.out_type);
   run_stem(*this, *call, y, c, read, leaves.scalars);
   return result_of(y, c, norm);
-}
-
-// False, and nothing is launched, where the kernels do not take the call.
-bool stem(int64_t handle, const Tensor& x, const Tensor& weight, const std::vector<int64_t>& stride,
-          const std::vector<int64_t>& padding, const std::optional<Tensor>& out,
-          const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-          const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const StemKernels*>(handle);
-  const auto call = stem_call(kernels, x, weight, stride, padding);
-  if (call) run_stem(kernels, *call, out, c, operands, scalars);
-  return call.has_value();
 }
 
 }  // namespace

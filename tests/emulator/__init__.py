@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import kernels
 from fx_fuser.errors import BuildError
 from fx_fuser.native import binaries, compilers, store
 from fx_fuser.native.jobs import Job
@@ -107,7 +108,7 @@ def _library(text: str, *command: str) -> Job:
     return Job(key, text, ".cpp", ".so", whole)
 
 
-def _text_of(*names: str) -> str:
+def _text_of(*names: str | Path) -> str:
     return "".join((HERE / name).read_text() for name in names)
 
 
@@ -127,10 +128,11 @@ def _machine() -> Job:
 
 def _shim() -> Job:
     host = compilers.of_shim()
-    command = binaries.shim_command(host, [f"-I{HERE}"])
+    benchmarks = Path(kernels.__file__).parent
+    command = binaries.shim_command(host, [f"-I{HERE}", f"-I{benchmarks}"])
     command = tuple("-O0" if part.startswith("-O") else part for part in command)
     parts = (*command, host.version, torch.__version__, binaries.shim_sources())
-    headers = _text_of("driver.h", "memory.h", "machine.h")
+    headers = _text_of("driver.h", "memory.h", "machine.h", benchmarks / "kernels.h")
     text = _text_of("shim.cpp")
     key = hashlib.sha256("\0".join((text, headers, *parts)).encode()).hexdigest()[:32]
     return Job(key, text, ".cpp", ".so", command)
