@@ -4,7 +4,7 @@ The graph calls `torch.ops.fx_fuser.<anchor>`, say `linear`. It is CompositeImpl
 AOTAutograd looks through it and sees, on CUDA, `fx_fuser::run` (`fx_fuser.ops.run`), which has no
 autograd key, of the function `linear`; when gradients are needed, inside an autograd.Function whose
 backward is plain torch ops or, for convolutions of few channels, a function of its own
-(`conv2d_backward`), which recomputes the convolution instead of reading it. `<anchor>_again`
+(`conv2d_backward`), which recomputes the convolution instead of reading it. `<anchor>_recompute`
 recomputes c where option "save" is "memory". On CPU AOTAutograd sees plain torch ops, for the inner
 compiler to fuse.
 
@@ -106,7 +106,7 @@ def _filled_up(anchor: Anchor, outputs: Sequence[Any]) -> list[Any]:
     return [*outputs, *[None] * (len(anchor.outputs) - len(outputs))]
 
 
-def _again(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
+def _recompute(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
     """c, recomputed. The last argument is not read. It keeps the call in backward: AOTAutograd
     moves an op to forward, and saves its result, if all inputs exist there.
     """
@@ -122,7 +122,7 @@ def _define(name: str, function: Callable[..., list[Tensor]], anchor: Anchor) ->
 
 for _anchor in ANCHORS.values():
     _define(_anchor.kind, forward_in_torch, _anchor)
-    _define(f"{_anchor.kind}_again", _again, _anchor)
+    _define(f"{_anchor.kind}_recompute", _recompute, _anchor)
     if isinstance(_anchor, Conv2d):
         _define(f"{_anchor.kind}_backward", _backward_from_dy, _anchor)
 
@@ -281,7 +281,7 @@ def gradients(
         elif call.config["again"]:
             after = dy[(slice(0, 1),) * dy.ndim]  # for all of dy, Inductor would write dy to memory
             arguments = (*operands.values(), *call.config.values(), after)
-            (c,) = run.IN_TORCH(*run.arguments(f"{anchor.kind}_again", arguments))
+            (c,) = run.IN_TORCH(*run.arguments(f"{anchor.kind}_recompute", arguments))
             outputs = (c, *outputs[1:])
         acc = apply.accumulator_of(call.epilogue, (*outputs, *t), call.out)
         z = apply.z_in_torch(anchor, operands, outputs, call.config, acc)
