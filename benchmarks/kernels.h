@@ -38,15 +38,14 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
 
 // sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
 // where the weight is split first, else 0; then the nanoseconds that are modelled for it, and for
-// the library. gpu: capability, multiprocessors, kHz, and the memory's kHz and bits. Needs no GPU.
+// the library. Needs no GPU.
 std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
-                                         const std::vector<int64_t>& gpu) {
+                                         const std::vector<double>& given) {
   STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
   for (const int64_t size : sizes) {
     STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
   }
-  STD_TORCH_CHECK(gpu.size() == 5, "fx_fuser: ", to_string(gpu), " are not a GPU's figures");
-  const SplitRates rates = SplitRates::of(GpuFigures::of(gpu[0], gpu[1], gpu[2], gpu[3], gpu[4]));
+  const SplitRates rates = SplitRates::of(given);
   const SplitSizes product{sizes[0], sizes[1], sizes[2], sizes[3]};
   const SplitChoice choice = split_choice(product, {}, rates);
   const auto nanoseconds = [](double seconds) { return static_cast<int64_t>(1e9 * seconds); };
@@ -127,7 +126,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
       "bool");
-  m.def("linear_split_choice(int[] sizes, int[] gpu) -> int[]");
+  m.def("linear_split_choice(int[] sizes, float[] rates) -> int[]");
   m.def(
       "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");

@@ -121,7 +121,9 @@ def linear_split_choice(
         BuildError: the shim does not compile or load.
     """
     op = _ops().linear_split_choice.default
-    chunks, weight_first, ours, library = op([batches, m, n, k], gpu)
+    capability, *figures = gpu
+    rates = limits.split_rates(divmod(capability, 10), figures)
+    chunks, weight_first, ours, library = op([batches, m, n, k], rates)
     return SplitChoice(chunks, bool(weight_first), ours, library)
 
 

@@ -79,7 +79,7 @@ int64_t load_split(const Sources& from, bool mma) {
                       product(own, "fx_fuser_linear_split_n_major")};
   kernels->chunk = {product(shared, "fx_fuser_linear_split_chunk"),
                     product(shared, "fx_fuser_linear_split_chunk_n_major")};
-  kernels->rates = SplitRates::of(figures_of(from.device));
+  kernels->rates = SplitRates::of(from.rates);
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
   return keep<GemmKernel, LinearSplitKernels>(from, std::move(kernels));

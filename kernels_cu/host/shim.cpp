@@ -26,7 +26,10 @@ namespace fx_fuser {
 STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("contract() -> str[]");
   m.def("use_driver(int get_proc_address) -> ()");
-  m.def("load(str family, str name, str[] cubins, str[] signature, int device) -> int");
+  m.def("gpu_figures(int device) -> int[]");
+  m.def(
+      "load(str family, str name, str[] cubins, str[] signature, int device, float[] rates) -> "
+      "int");
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
   m.def("reset_linear_split(int kernels) -> ()");
@@ -49,6 +52,7 @@ STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("contract", TORCH_BOX(&contract));
   m.impl("use_driver", TORCH_BOX(&use_driver));
+  m.impl("gpu_figures", TORCH_BOX(&gpu_figures));
   m.impl("load", TORCH_BOX(&load));
   m.impl("pointwise", TORCH_BOX(&pointwise));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));

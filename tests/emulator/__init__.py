@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import kernels
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, compilers, store
+from fx_fuser.native import binaries, compilers, limits, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec
 
@@ -196,16 +196,22 @@ def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
     """The kernel on such a GPU, as a handle that `ops` take."""
     (paths,) = build([(spec, capability)])
     _use_device(capability, multiprocessors)
-    loading = spec.family.loader, spec.name, [*map(str, paths)], spec.signature, ON_CPU
-    handle: int = ops.load.default(*loading)
-    return handle
+    return _loaded(capability, spec.family.loader, spec.name, paths, spec.signature)
 
 
 def load_batch_stats(capability: int, multiprocessors: int = 2) -> int:
     """The kernels of statistics, likewise."""
     (path,) = store.ensure([_kernel_job(binaries.batch_stats_source(), GPUS[capability])])
     _use_device(capability, multiprocessors)
-    handle: int = ops.load.default("batch_stats", "batch_stats", [str(path)], [], ON_CPU)
+    return _loaded(capability, "batch_stats", "batch_stats", [path], [])
+
+
+def _loaded(
+    capability: int, family: str, name: str, paths: Sequence[Path], signature: Sequence[str]
+) -> int:
+    rates = limits.split_rates(divmod(capability, 10), ops.gpu_figures.default(ON_CPU))
+    loading = family, name, [*map(str, paths)], signature, ON_CPU, rates
+    handle: int = ops.load.default(*loading)
     return handle
 
 

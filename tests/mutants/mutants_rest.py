@@ -78,9 +78,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "rest: the split gemm's rates follow the GPU",
-        "kernels_cu/host/split_plan.h",
-        "if (gpu.capability / 10 == 9) return rates;",
-        "return rates;",
+        "native/limits.py",
+        "if capability[0] != 9:",
+        "if False:",
         (
             f"{RATES}::test_split_rates_follow_the_gpus_figures[A100]",
             f"{RATES}::test_split_rates_follow_the_gpus_figures[B200]",
@@ -88,9 +88,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "rest: the split gemm's rates on Hopper are as measured",
-        "kernels_cu/host/split_plan.h",
-        "if (gpu.capability / 10 == 9) return rates;",
-        "",
+        "native/limits.py",
+        "if capability[0] != 9:",
+        "if True:",
         (f"{RATES}::test_split_choices_of_hopper_are_those_that_were_measured",),
     ),
     (
