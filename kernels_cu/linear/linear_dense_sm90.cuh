@@ -294,7 +294,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 #pragma unroll
     for (int v = 0; v < kGroup; ++v) {
       if (m + v * kRowsAtOnce < args.m && n < args.n) {
-        (load_one<static_cast<int>(kOperand)>(packed_of<static_cast<int>(kOperand)>(raw[v]),
+        (load_one<static_cast<int>(kOperand)>(vector_of<static_cast<int>(kOperand)>(raw[v]),
                                               m + v * kRowsAtOnce, n, n + kWidth <= args.n),
          ...);
       }
@@ -327,7 +327,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float in[1 + kOperands] = {sum.element[e] + convert<float>(biases.element[e]),
-                                       convert<float>(packed_of<kOperand>(operands)[e])...};
+                                       convert<float>(vector_of<kOperand>(operands)[e])...};
       z.element[e] = convert<In>(in[0]);
       result.element[e] = convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
     }

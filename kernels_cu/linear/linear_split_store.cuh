@@ -304,7 +304,7 @@ struct Store {
     Vectors ahead[kAhead];
     const auto load = [&](int u) {
       if (!is_inside(u)) return;
-      (load_vector(packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead]),
+      (load_vector(vector_of<static_cast<int>(kOperand)>(ahead[u % kAhead]),
                    place_of_tile.address(
                        exchange.place[LinearResult::kFirstOperand + static_cast<int>(kOperand)], u,
                        to.operand[kOperand].m, to.operand[kOperand].n, sizeof(In)),
@@ -331,7 +331,7 @@ struct Store {
           Values in;
           in.value[0] = one[e];
           ((in.value[1 + kOperand] =
-                convert<float>(packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead])[e])),
+                convert<float>(vector_of<static_cast<int>(kOperand)>(ahead[u % kAhead])[e])),
            ...);
           return result_of<Epilogue, kScalars, Out>(to, in);
         });
