@@ -99,19 +99,9 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   auto args = conv_args(kernels, x, weight, padding, static_cast<int>(out.element_size()));
   if (!args || !is_contiguous(out) || (c && !is_contiguous(*c))) return false;
 
-  const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
-    STD_TORCH_CHECK(
-        result.is_cuda() && result.get_device_index() == device && result.scalar_type() == type,
-        "fx_fuser: ", name, " must be of ", toString(type), " on cuda:", device);
-    STD_TORCH_CHECK(result.dim() == 4 && result.size(0) == args->samples &&
-                        result.size(1) == args->outputs && result.size(2) == args->out_h &&
-                        result.size(3) == args->out_w,
-                    "fx_fuser: ", name, " of shape ", to_string(result.sizes()),
-                    " does not hold the convolution of x ", to_string(x.sizes()), " and weight ",
-                    to_string(weight.sizes()));
-  };
-  check_result(out, "out", kernels.out);
-  if (c) check_result(*c, "c", kernels.x);
+  const ImageSize size{args->samples, args->outputs, args->out_h, args->out_w};
+  check_result(out, "out", kernels.out, size, x, weight);
+  if (c) check_result(*c, "c", kernels.x, size, x, weight);
   check_epilogue(kernels, out, operands, scalars);
   for (size_t i = 0; i < operands.size(); ++i) {
     const ConvOperand operand = args->operand[i] = conv_operand_of(operands[i]);
@@ -198,10 +188,9 @@ std::optional<Made> ConvDirectKernels::run(const Conv& conv, const Norm& given,
     }
   }
   const ConvShape sizes = conv_shape_of(image, weight, conv.padding);
-  const std::vector<int64_t> shape{sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()};
-  const Tensor y = new_dense(image, shape, conv.out_type);
-  std::optional<Tensor> c;
-  if (conv.save) c = new_dense(image, shape, image.scalar_type());
+  const auto [y, c] =
+      new_results(conv, {sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()},
+                  /*channels_last=*/false);
   const EpilogueArgs leaves = leaves_of(norm, args);
   if (!run_conv_direct(*this, image, weight, conv.padding, y, c, leaves.tensors, leaves.scalars,
                        norm.training)) {

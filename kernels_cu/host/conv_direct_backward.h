@@ -125,13 +125,8 @@ void check_backward(const ConvDirectArgs& conv, const Tensor& dy, const Tensor& 
 bool set_epilogue(ConvDirectArgs& conv, const std::vector<Tensor>& operands,
                   const std::vector<double>& scalars) {
   for (size_t i = 0; i < operands.size(); ++i) {
-    const Tensor& tensor = operands[i];
-    conv.operand[i].data = tensor.data_ptr();
-    for (int64_t d = 0; d < tensor.dim(); ++d) {
-      if (tensor.size(d) == 1) continue;
-      if (tensor.dim() - d != 3) return false;
-      conv.operand[i].stride[1] = tensor.stride(d);
-    }
+    if (!is_per_channel(operands[i])) return false;
+    conv.operand[i] = conv_operand_of(operands[i]);
   }
   std::copy(scalars.begin(), scalars.end(), conv.scalar);
   return true;

@@ -224,17 +224,9 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   const auto out_size = depthwise_out(shape, kernels.stride);
   if (!cut || !out_size) return false;
   const int device = x.get_device_index();
-  const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
-    STD_TORCH_CHECK(
-        result.get_device_index() == device && result.scalar_type() == type && result.dim() == 4 &&
-            result.size(0) == shape.samples && result.size(1) == shape.channels &&
-            result.size(2) == out_size->h && result.size(3) == out_size->w,
-        "fx_fuser: ", name, " of shape ", to_string(result.sizes()), " and ",
-        toString(result.scalar_type()), " does not hold the ", toString(type), " convolution of x ",
-        to_string(x.sizes()), " and weight ", to_string(weight.sizes()));
-  };
-  check_result(out, "out", kernels.out);
-  if (c) check_result(*c, "c", kernels.x);
+  const ImageSize size{shape.samples, shape.channels, out_size->h, out_size->w};
+  check_result(out, "out", kernels.out, size, x, weight);
+  if (c) check_result(*c, "c", kernels.x, size, x, weight);
 
   args.x = x.data_ptr();
   args.weight = weight.data_ptr();
@@ -274,15 +266,7 @@ std::optional<Made> DepthwiseKernels::run(const Conv& conv, const Norm& norm,
   const bool channels_last = suggests_channels_last(x) || suggests_channels_last(weight);
   const auto out = depthwise_out(conv_shape_of(x, weight, conv.padding), stride);
   if (!out) return {};
-  const std::vector<int64_t> shape{x.size(0), x.size(1), out->h, out->w};
-  const auto made = [&](ScalarType type) {
-    return channels_last
-               ? new_strided(x, shape.data(), channels_last_strides(shape).data(), 4, type)
-               : new_dense(x, shape, type);
-  };
-  const Tensor y = made(conv.out_type);
-  std::optional<Tensor> c;
-  if (conv.save) c = made(x.scalar_type());
+  const auto [y, c] = new_results(conv, {x.size(0), x.size(1), out->h, out->w}, channels_last);
   const EpilogueArgs leaves = leaves_of(norm, args);
   if (!run_depthwise(*this, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
     return {};

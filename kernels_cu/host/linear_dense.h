@@ -134,7 +134,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
     const auto stride = row_stride(operand, out);
     if (!stride) return false;
     const bool along_n = operand.dim() > 0 && operand.size(-1) != 1 && operand.stride(-1) != 0;
-    args.operand[i] = {operand.data_ptr(), *stride, along_n ? operand.stride(-1) : 0};
+    args.operand[i] = {operand.data_ptr(), {*stride, along_n ? operand.stride(-1) : 0}};
     args.mode[i] = !along_n                             ? Mode::kSplat
                    : takes_vectors(operand, m, *stride) ? Mode::kVector
                                                         : Mode::kStrided;

@@ -69,13 +69,8 @@ std::vector<int64_t> stem_cut(const std::vector<int64_t>& sizes, int64_t x_bytes
 // A call that the kernels take.
 struct StemCall {
   StemArgs args;
-  std::vector<int64_t> size;  // of the result
-  bool channels_last;         // as torch's own convolution lays the result out
-
-  Tensor new_result(const Tensor& like, ScalarType type) const {
-    if (!channels_last) return new_dense(like, size, type);
-    return new_strided(like, size.data(), channels_last_strides(size).data(), size.size(), type);
-  }
+  ImageSize size;      // of the result
+  bool channels_last;  // as torch's own convolution lays the result out
 };
 
 // Can the rows of x be copied as they lie, vector by vector?
@@ -169,8 +164,7 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
       const Tensor& operand = operands[i];
       STD_TORCH_CHECK(is_per_channel(operand), "fx_fuser: operand ", i, " of shape ",
                       to_string(operand.sizes()), " is not one number a channel");
-      const bool is_vector = operand.dim() >= 3 && operand.size(-3) != 1;
-      args.operand[i] = {operand.data_ptr(), is_vector ? operand.stride(-3) : 0};
+      args.operand[i] = {operand.data_ptr(), {conv_operand_of(operand).stride[1]}};
     }
     std::copy(scalars.begin(), scalars.end(), args.scalar);
   }
@@ -195,12 +189,12 @@ std::optional<Made> StemKernels::run(const Conv& conv, const Norm& norm,
   const auto& read = leaves.tensors;
   const bool applies = std::all_of(read.begin(), read.end(), is_per_channel);
   std::optional<Tensor> c;
-  if (conv.save || !applies) c = call->new_result(conv.x, conv.x.scalar_type());
+  if (conv.save || !applies) c = new_image(conv.x, call->size, x, call->channels_last);
   if (!applies) {
     run_stem(*this, *call, std::nullopt, c, {}, {});
     return with_epilogue(conv, norm, leaves, *c);
   }
-  const Tensor y = call->new_result(conv.x, conv.out_type);
+  const Tensor y = new_image(conv.x, call->size, conv.out_type, call->channels_last);
   run_stem(*this, *call, y, c, read, leaves.scalars);
   return result_of(y, c, norm);
 }
