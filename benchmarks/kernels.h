@@ -32,8 +32,8 @@ bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
                   bool exact) {
   SplitWish wish{chunks, std::nullopt, exact};
   if (!first.empty()) wish.weight_first = first == "weight";
-  return run_linear_split(kernels_of<LinearSplitKernels>(handle), x, weight, bias, out, z, operands,
-                          scalars, wish);
+  return run_linear_split(kernels_of<LinearSplitKernels>(handle), x, weight, bias, out, z,
+                          {operands, scalars}, wish);
 }
 
 // sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
@@ -57,8 +57,8 @@ bool linear_dense(int64_t handle, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& out,
                   const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
                   const std::vector<double>& scalars) {
-  return run_linear_dense(kernels_of<LinearDenseKernels>(handle), x, weight, bias, out, z, operands,
-                          scalars);
+  return run_linear_dense(kernels_of<LinearDenseKernels>(handle), x, weight, bias, out, z,
+                          {operands, scalars});
 }
 
 bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
@@ -66,7 +66,7 @@ bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
                  const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
                  const std::vector<double>& scalars) {
   return run_conv_direct(kernels_of<ConvDirectKernels>(handle), x, weight, padding, out, c,
-                         operands, scalars);
+                         {operands, scalars});
 }
 
 bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
@@ -87,15 +87,15 @@ bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, con
   const Norm norm{bias, mean, variance, gamma, {}, eps, training};
   const ConvGradients to{dx, dweight, {}, dgamma, dbeta};
   return run_conv_direct_backward(kernels_of<ConvBackwardKernels>(handle), dy, x, weight, padding,
-                                  norm, to, operands, scalars);
+                                  norm, to, {operands, scalars});
 }
 
 bool depthwise(int64_t handle, const Tensor& x, const Tensor& weight,
                const std::vector<int64_t>& padding, const Tensor& out,
                const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
                const std::vector<double>& scalars) {
-  return run_depthwise(kernels_of<DepthwiseKernels>(handle), x, weight, padding, out, c, operands,
-                       scalars);
+  return run_depthwise(kernels_of<DepthwiseKernels>(handle), x, weight, padding, out, c,
+                       {operands, scalars});
 }
 
 bool stem(int64_t handle, const Tensor& x, const Tensor& weight, const std::vector<int64_t>& stride,
@@ -104,7 +104,7 @@ bool stem(int64_t handle, const Tensor& x, const Tensor& weight, const std::vect
           const std::vector<double>& scalars) {
   const auto& kernels = kernels_of<StemKernels>(handle);
   const auto call = stem_call(kernels, x, weight, stride, padding);
-  if (call) run_stem(kernels, *call, out, c, operands, scalars);
+  if (call) run_stem(kernels, *call, out, c, {operands, scalars});
   return call.has_value();
 }
 
@@ -116,7 +116,7 @@ bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
   const auto& kernels = kernels_of<ImplicitKernels>(handle);
   check_conv(kernels.x, x, weight, padding);
   const ImplicitWindow window = implicit_window(x, weight, stride, padding, dilation);
-  return run_implicit(kernels, x, weight, window, out, c, operands, scalars);
+  return run_implicit(kernels, x, weight, window, out, c, {operands, scalars});
 }
 
 }  // namespace

@@ -88,12 +88,12 @@ std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const 
   return args;
 }
 
-// out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
+// out = epilogue(conv2d(x, weight)), and the convolution itself if asked for.
 // False, and nothing is launched, where the kernel does not take these shapes or strides.
 bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
                      const std::vector<int64_t>& padding, const Tensor& out,
-                     const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                     const std::vector<double>& scalars, bool after_statistics = false) {
+                     const std::optional<Tensor>& c, const EpilogueArgs& epilogue,
+                     bool after_statistics = false) {
   check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   auto args = conv_args(kernels, x, weight, padding, static_cast<int>(out.element_size()));
@@ -102,9 +102,9 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   const ImageSize size{args->samples, args->outputs, args->out_h, args->out_w};
   check_result(out, "out", kernels.out, size, x, weight);
   if (c) check_result(*c, "c", kernels.x, size, x, weight);
-  check_epilogue(kernels, out, operands, scalars);
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const ConvOperand operand = args->operand[i] = conv_operand_of(operands[i]);
+  check_epilogue(kernels, out, epilogue);
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    const ConvOperand operand = args->operand[i] = conv_operand_of(epilogue.tensors[i]);
     args->any_per_pixel |= operand.per_pixel;
     args->any_per_sample |= operand.stride[0] != 0;
   }
@@ -118,7 +118,7 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   const bool even_rows = args->strip.size % 2 == 0 && args->kernel_w % 2 == 1;
   args->pairs = even_rows && args->phase % 2 == 0 && args->strips.size == 1;
   args->c_is_like_out = c && (elements_into_sector(*c) - args->phase) % kConvStoreWidth == 0;
-  std::copy(scalars.begin(), scalars.end(), args->scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args->scalar);
 
   const OnDevice on_device(device);
   const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
@@ -192,8 +192,7 @@ std::optional<Made> ConvDirectKernels::run(const Conv& conv, const Norm& given,
       new_results(conv, {sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()},
                   /*channels_last=*/false);
   const EpilogueArgs leaves = leaves_of(norm, args);
-  if (!run_conv_direct(*this, image, weight, conv.padding, y, c, leaves.tensors, leaves.scalars,
-                       norm.training)) {
+  if (!run_conv_direct(*this, image, weight, conv.padding, y, c, leaves, norm.training)) {
     return {};
   }
   return result_of(y, c, norm);

@@ -122,13 +122,12 @@ void check_backward(const ConvDirectArgs& conv, const Tensor& dy, const Tensor& 
 }
 
 // What the epilogue reads. False where an operand is not a number a channel.
-bool set_epilogue(ConvDirectArgs& conv, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars) {
-  for (size_t i = 0; i < operands.size(); ++i) {
-    if (!is_per_channel(operands[i])) return false;
-    conv.operand[i] = conv_operand_of(operands[i]);
+bool set_epilogue(ConvDirectArgs& conv, const EpilogueArgs& epilogue) {
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    if (!is_per_channel(epilogue.tensors[i])) return false;
+    conv.operand[i] = conv_operand_of(epilogue.tensors[i]);
   }
-  std::copy(scalars.begin(), scalars.end(), conv.scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), conv.scalar);
   return true;
 }
 
@@ -217,8 +216,7 @@ void launch_backward(const ConvBackwardKernels& kernels, bool training, const Te
 bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& dy, const Tensor& x,
                               const Tensor& weight, const std::vector<int64_t>& padding,
                               const Norm& norm, const ConvGradients& to,
-                              const std::vector<Tensor>& operands,
-                              const std::vector<double>& scalars) {
+                              const EpilogueArgs& epilogue) {
   check_conv(kernels.x, x, weight, padding);
   if (!check_gradient(dy, x.get_device_index(), "dy", kernels.x)) return false;
   if (!is_contiguous(x) || !is_contiguous(weight)) return false;
@@ -228,8 +226,8 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
   if (!args) return false;
   ConvDirectArgs& conv = args->conv;
   check_backward(conv, dy, x, weight, norm, to);
-  check_epilogue(kernels, dy, operands, scalars);
-  if (!set_epilogue(conv, operands, scalars)) return false;
+  check_epilogue(kernels, dy, epilogue);
+  if (!set_epilogue(conv, epilogue)) return false;
   conv.x = x.data_ptr();
   conv.weight = weight.data_ptr();
   args->dy = dy.data_ptr();

@@ -200,22 +200,20 @@ bool are_aligned(const Tensor& x, const Tensor& out, const std::optional<Tensor>
   return is_aligned(x) && is_aligned(out) && (!c || is_aligned(*c));
 }
 
-// out = epilogue(conv2d(x, weight, groups=channels), operands, scalars), and the convolution itself
-// if asked for. False, and nothing is launched, where the kernel does not take these shapes or
-// strides.
+// out = epilogue(conv2d(x, weight, groups=channels)), and the convolution itself if asked for.
+// False, and nothing is launched, where the kernel does not take these shapes or strides.
 bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,
                    const std::vector<int64_t>& padding, const Tensor& out,
-                   const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                   const std::vector<double>& scalars) {
+                   const std::optional<Tensor>& c, const EpilogueArgs& epilogue) {
   check_depthwise(kernels, x, weight, padding);
   const bool planes = !are_alike(x, out, c, /*planes=*/false);
   if (planes && !are_alike(x, out, c, /*planes=*/true)) return false;
   if (!is_contiguous(weight) || (!planes && !are_aligned(x, out, c))) return false;
-  check_epilogue(kernels, out, operands, scalars);
+  check_epilogue(kernels, out, epilogue);
   DepthwiseArgs args{};
   bool pixels = false;
-  for (size_t i = 0; i < operands.size(); ++i) {
-    args.operand[i] = conv_operand_of(operands[i]);
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    args.operand[i] = conv_operand_of(epilogue.tensors[i]);
     pixels |= args.operand[i].per_pixel;
   }
   const ConvShape shape = conv_shape_of(x, weight, padding);
@@ -232,7 +230,7 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   args.weight = weight.data_ptr();
   args.out = out.data_ptr();
   args.c = c ? c->data_ptr() : nullptr;
-  std::copy(scalars.begin(), scalars.end(), args.scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
   args.channels = static_cast<int32_t>(shape.channels);
   args.h = static_cast<int32_t>(shape.h);
   args.w = static_cast<int32_t>(shape.w);
@@ -268,7 +266,7 @@ std::optional<Made> DepthwiseKernels::run(const Conv& conv, const Norm& norm,
   if (!out) return {};
   const auto [y, c] = new_results(conv, {x.size(0), x.size(1), out->h, out->w}, channels_last);
   const EpilogueArgs leaves = leaves_of(norm, args);
-  if (!run_depthwise(*this, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
+  if (!run_depthwise(*this, x, weight, conv.padding, y, c, leaves)) {
     return {};
   }
   return result_of(y, c, norm);

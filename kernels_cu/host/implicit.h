@@ -304,11 +304,11 @@ std::optional<ImplicitArgs> implicit_args(const ImplicitKernels& kernels, const 
   return args;
 }
 
-// out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
+// out = epilogue(conv2d(x, weight)), and the convolution itself if asked for.
 // False, and nothing is launched, where the kernel does not take these shapes or strides.
 bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor& weight,
                   const ImplicitWindow& window, const Tensor& out, const std::optional<Tensor>& c,
-                  const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
+                  const EpilogueArgs& epilogue) {
   auto args = implicit_args(kernels, x, weight, window);
   if (!args) return false;
   const int device = x.get_device_index();
@@ -317,15 +317,15 @@ bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor&
     return is_dense_channels_last(result);
   };
   if (!is_taken(out, "out", kernels.out) || (c && !is_taken(*c, "c", kernels.x))) return false;
-  check_epilogue(kernels, out, operands, scalars);
+  check_epilogue(kernels, out, epilogue);
   args->out = out.data_ptr();
   args->out_takes_vectors = takes_vectors(out, /*channels_last=*/true);
   args->c = c ? c->data_ptr() : nullptr;
   args->c_takes_vectors = c && takes_vectors(*c, /*channels_last=*/true);
-  std::copy(scalars.begin(), scalars.end(), args->scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args->scalar);
 
   ImplicitOperands found(kernels, out, *args);
-  for (size_t i = 0; i < operands.size(); ++i) found.add(i, operands[i]);
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) found.add(i, epilogue.tensors[i]);
   found.list_pieces();
   const ImplicitGeometry& cut = found.cut;
   if (cut.resident == 0) return false;
@@ -357,7 +357,7 @@ std::optional<Made> ImplicitKernels::run(const Conv& conv, const Norm& norm,
   if (!implicit_takes(window)) return {};
   const auto [y, c] = new_results(conv, window.out_size(), channels_last);
   const EpilogueArgs leaves = leaves_of(norm, args);
-  if (!run_implicit(*this, image, conv.weight, window, y, c, leaves.tensors, leaves.scalars)) {
+  if (!run_implicit(*this, image, conv.weight, window, y, c, leaves)) {
     return {};
   }
   return result_of(y, c, norm);

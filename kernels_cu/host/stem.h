@@ -131,11 +131,10 @@ std::optional<StemCall> stem_call(const StemKernels& kernels, const Tensor& x, c
   return call;
 }
 
-// c = conv2d(x, weight), and out = epilogue(c, operands, scalars) of operands that are one number a
-// channel, or one. Either may be absent.
+// c = conv2d(x, weight), and out = epilogue(c) of operands that are one number a channel, or one.
+// Either may be absent.
 void run_stem(const StemKernels& kernels, const StemCall& call, const std::optional<Tensor>& out,
-              const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-              const std::vector<double>& scalars) {
+              const std::optional<Tensor>& c, const EpilogueArgs& epilogue) {
   StemArgs args = call.args;
   int device = 0;
   const auto place_of = [&](const Tensor& result, const char* name, ScalarType type) {
@@ -159,14 +158,14 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
   if (out) {
     args.out = place_of(*out, "out", kernels.out);
     args.out_takes_vectors = takes_vectors(*out, call.channels_last);
-    check_epilogue(kernels, *out, operands, scalars);
-    for (size_t i = 0; i < operands.size(); ++i) {
-      const Tensor& operand = operands[i];
+    check_epilogue(kernels, *out, epilogue);
+    for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+      const Tensor& operand = epilogue.tensors[i];
       STD_TORCH_CHECK(is_per_channel(operand), "fx_fuser: operand ", i, " of shape ",
                       to_string(operand.sizes()), " is not one number a channel");
       args.operand[i] = {operand.data_ptr(), {conv_operand_of(operand).stride[1]}};
     }
-    std::copy(scalars.begin(), scalars.end(), args.scalar);
+    std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
   }
   const int parts = kernels.geometry.parts;
   const int64_t at_once = int64_t{kernels.resident[call.channels_last]} * kernels.multiprocessors;
@@ -191,11 +190,11 @@ std::optional<Made> StemKernels::run(const Conv& conv, const Norm& norm,
   std::optional<Tensor> c;
   if (conv.save || !applies) c = new_image(conv.x, call->size, x, call->channels_last);
   if (!applies) {
-    run_stem(*this, *call, std::nullopt, c, {}, {});
+    run_stem(*this, *call, std::nullopt, c, {});
     return with_epilogue(conv, norm, leaves, *c);
   }
   const Tensor y = new_image(conv.x, call->size, conv.out_type, call->channels_last);
-  run_stem(*this, *call, y, c, read, leaves.scalars);
+  run_stem(*this, *call, y, c, leaves);
   return result_of(y, c, norm);
 }
 
