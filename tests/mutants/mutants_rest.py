@@ -94,6 +94,20 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{RATES}::test_split_choices_of_hopper_are_those_that_were_measured",),
     ),
     (
+        "rest: a GPU's rates go with its kernels",
+        "native/load.py",
+        "*arguments, index, rates)",
+        "*arguments, index, [])",
+        ("tests/native/test_build.py::test_a_kernel_that_does_not_load_is_no_kernel",),
+    ),
+    (
+        "rest: the least shared memory of a block is the shim's, too",
+        "native/limits.py",
+        "99 << 10",
+        "100 << 10",
+        ("tests/ops/test_contract.py::test_the_real_shim_says_what_python_says",),
+    ),
+    (
         "contest: what a candidate costs where it stands",
         "planning/contest.py",
         "[took.ms + more for took,",
