@@ -1,22 +1,43 @@
 """Gemms and convolutions as Python functions that launch one kernel: for benchmarks and tests.
 
 The package launches them in its ops (`fx_fuser.ops.library`), which also copy where strides need
-it, and use the library where a kernel does not take a call.
+it, and use the library where a kernel does not take a call. The ops here are those of `kernels.h`,
+in a library of their own, which is compiled at the first call.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fx_fuser.native import limits, load
+from fx_fuser.native import binaries, compilers, limits, load, store
+from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec
 
-_ops = torch.ops.fx_fuser_native
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def _ops() -> Any:
+    """Beside the shim, whose sources it includes and whose handles it takes."""
+    load.load_shim()
+    host = compilers.of_shim()
+    command = binaries.shim_command(host, [f"-I{HERE}", "-Wno-unused-function"])
+    text, header = ((HERE / f"kernels.{suffix}").read_text() for suffix in ("cpp", "h"))
+    parts = (header, text, *command, host.version, torch.__version__, binaries.shim_sources())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    torch.ops.load_library(store.ensure([Job(key, text, ".cpp", ".so", command)])[0])
+    ops = torch.ops.fx_fuser_bench
+    if torch.cuda.is_available():
+        ops.use_driver.default(load.driver_address())
+    return ops
 
 
 def linear_split(
@@ -69,7 +90,7 @@ def linear_split(
     handle = load.handle_of(spec, out)
     if handle == load.NO_KERNEL:
         return False
-    return _ops.linear_split.default(
+    return _ops().linear_split.default(
         handle, x, weight, bias, out, z, operands, scalars, chunks, first, exact
     )
 
@@ -99,9 +120,10 @@ def linear_split_choice(
     Raises:
         BuildError: the shim does not compile or load.
     """
-    load.load_shim()
-    op = _ops.linear_split_choice.default
-    chunks, weight_first, ours, library = op([batches, m, n, k], gpu)
+    op = _ops().linear_split_choice.default
+    capability, *figures = gpu
+    rates = limits.split_rates(divmod(capability, 10), figures)
+    chunks, weight_first, ours, library = op([batches, m, n, k], rates)
     return SplitChoice(chunks, bool(weight_first), ours, library)
 
 
@@ -130,7 +152,7 @@ def linear_dense(
     handle = load.handle_of(spec, out)
     if handle == load.NO_KERNEL:
         return False
-    return _ops.linear_dense.default(handle, x, weight, bias, out, z, operands, scalars)
+    return _ops().linear_dense.default(handle, x, weight, bias, out, z, operands, scalars)
 
 
 def conv_direct(
@@ -169,7 +191,7 @@ def conv_direct(
     handle = load.handle_of(spec, out)
     if handle == load.NO_KERNEL:
         return False
-    return _ops.conv_direct.default(handle, x, weight, padding, out, c, operands, scalars)
+    return _ops().conv_direct.default(handle, x, weight, padding, out, c, operands, scalars)
 
 
 def conv_direct_statistics(
@@ -190,7 +212,7 @@ def conv_direct_statistics(
     if handle == load.NO_KERNEL:
         return False
     batch_stats = load.prepare_batch_stats(x.device)
-    return _ops.conv_direct_statistics.default(
+    return _ops().conv_direct_statistics.default(
         handle, batch_stats, x, weight, padding, mean, variance
     )
 
@@ -216,7 +238,7 @@ def depthwise(
     Returns, raises: as `conv_direct`.
     """
     handle = load.handle_of(spec, out)
-    return _ops.depthwise.default(handle, x, weight, padding, out, c, operands, scalars)
+    return _ops().depthwise.default(handle, x, weight, padding, out, c, operands, scalars)
 
 
 def stem(
@@ -244,7 +266,7 @@ def stem(
     Returns, raises: as `conv_direct`.
     """
     handle = load.handle_of(spec, x)
-    return _ops.stem.default(handle, x, weight, stride, padding, out, c, operands, scalars)
+    return _ops().stem.default(handle, x, weight, stride, padding, out, c, operands, scalars)
 
 
 def implicit(
@@ -275,7 +297,7 @@ def implicit(
     Returns, raises: as `conv_direct`.
     """
     handle = load.handle_of(spec, out)
-    return _ops.implicit.default(
+    return _ops().implicit.default(
         handle, x, weight, stride, padding, dilation, out, c, operands, scalars
     )
 
@@ -335,6 +357,6 @@ def conv_direct_backward(
         else (None, None, None, None, 0.0, False)
     )
     results = (dx, dweight, dgamma, dbeta)
-    return _ops.conv_direct_backward.default(
+    return _ops().conv_direct_backward.default(
         handle, dy, x, weight, padding, *of_norm, *results, operands, scalars
     )

@@ -31,7 +31,7 @@ from fx_fuser.compare.race import Race, free_memory, is_out_of_memory
 from fx_fuser.compare.step import Step
 from fx_fuser.compare.untouched import kept, modules_of
 from fx_fuser.compare.values import judge_values, names_of
-from fx_fuser.compare.ways import NAMES, ways_of
+from fx_fuser.compare.variants import NAMES, variants_of
 from fx_fuser.errors import OptionError
 from fx_fuser.explain import parsed_options
 from fx_fuser.installation import suspended
@@ -115,7 +115,7 @@ def compare(
         wanted = grad and (train is True or not modules or modules[0].training)
         args, of_model = tree_map(Copier(), (tuple(inputs), dict(given)))
         step = Step(args, of_model, grad, wanted, loss)
-        race = Race(model, step, held, device, ways_of(names, chosen, options), say)
+        race = Race(model, step, held, device, variants_of(names, chosen, options), say)
         with torch.set_grad_enabled(grad):
             header = replace(header_of(tensors, mode_of(model), chosen), note="")
         _first_step(race, wanted)

@@ -21,7 +21,7 @@ from fx_fuser.compare.counting import Sites, counted
 from fx_fuser.compare.kernels import by_kind, cliffs
 from fx_fuser.compare.step import Step
 from fx_fuser.compare.untouched import Kept, cold_caches
-from fx_fuser.compare.ways import Call, Way
+from fx_fuser.compare.variants import Call, Variant
 from fx_fuser.native import load
 
 T = TypeVar("T")
@@ -57,19 +57,19 @@ class Race:
         step: Step,
         held: Kept,
         device: torch.device,
-        ways: Mapping[str, Way],
+        variants: Mapping[str, Variant],
         say: Callable[[str], None],
     ) -> None:
         self.model, self.step, self.held, self.device = model, step, held, device
-        self.ways, self.say = ways, say
-        self.columns = {name: Column(way.title, way.mode) for name, way in ways.items()}
+        self.variants, self.say = variants, say
+        self.columns = {name: Column(v.title, v.mode) for name, v in variants.items()}
         self.calls: dict[str, Call] = {}
         self.notes: list[str] = []
 
     def attempt(self, name: str, run: Callable[[], T]) -> T | None:
         """What it returns; None where it raises, which ends the column."""
         try:
-            with self.ways[name].settings():
+            with self.variants[name].settings():
                 return run()
         except Exception as error:
             self.fail(name, error)
@@ -98,7 +98,7 @@ class Race:
         self.notes.append(f"First calls are with caches on disk {caches_are}.")
         if self.device.type == "cuda":
             self._warm_up()
-        for name, way in self.ways.items():
+        for name, variant in self.variants.items():
             if self.columns[name].failed:
                 continue
             self.held.rewind()
@@ -106,10 +106,10 @@ class Race:
             if name == "eager":
                 self.calls[name] = self.model
                 continue
-            self.say(f"{way.title}: compile and first step")
+            self.say(f"{variant.title}: compile and first step")
             if cold:
                 caches.enter_context(cold_caches())
-            self.attempt(name, partial(self._first, name, way))
+            self.attempt(name, partial(self._first, name, variant))
 
     def _warm_up(self) -> None:
         """What only the first compilation of a process takes, and in a checkout the shim, which a
@@ -118,12 +118,12 @@ class Race:
             torch.compile(lambda x: x + 1)(torch.ones(8, device=self.device))
             load.load_shim()
 
-    def _first(self, name: str, way: Way) -> None:
+    def _first(self, name: str, variant: Variant) -> None:
         sites: Sites = {}
         start = time.perf_counter()
         try:
             with counted(sites) if name == "fx_fuser" else contextlib.nullcontext():
-                call = way.compile(self.model)
+                call = variant.compile(self.model)
                 self.step.fresh(call)
                 self._synchronize()
         finally:
@@ -188,7 +188,7 @@ class Race:
 
     def _kernels(self, name: str) -> list[tuple[str, float]]:
         self.step.drop_grads()
-        with self.ways[name].settings():
+        with self.variants[name].settings():
             return turns.kernels_of(partial(self.step.run, self.calls[name]), self.device)
 
     def _profile(self, narrow: bool) -> None:

@@ -66,12 +66,12 @@ def _judge(race: Race) -> None:
         race.notes.append("Values were compared without dropout.")
         race.say("values: compiled anew without dropout")
         torch._dynamo.reset()  # what is compiled drops
-        calls = {name: race.ways[name].compile(race.model) for name in race.calls}
+        calls = {name: race.variants[name].compile(race.model) for name in race.calls}
     exact = exact_of(race.model, race.step, race.held)
     for name, call in calls.items():
         column = race.columns[name]
         try:
-            with race.ways[name].settings():
+            with race.variants[name].settings():
                 found = _seen(race, call, exact)
         except Exception as error:
             race.notes.append(f"Values of {column.title} were not compared: {summary(error)}")

@@ -32,7 +32,6 @@ IMPLICIT = "implicit"
 # convolution and a pass behind it were faster at nearly all layers of three nets, on an H200
 # (conv/NOTES.md). Where a GPU multiplies more while it reads a byte, more layers are memory-bound.
 MOST_PER_BYTE = 90
-_LEAST_SHARED = 99 << 10  # bytes that a block may have on each GPU from sm_80 on
 _COLUMNS = (32, 64, 96, 128)  # that a tile of implicit.cuh may have
 
 
@@ -139,7 +138,7 @@ class Implicit(Kernel):
             leaves=spec.family.sizes[-1],
             operands=len(spec.inputs) - 1,
             multiprocessors=limits.of(case.device).multiprocessors,
-            shared_bytes=_LEAST_SHARED,
+            shared_bytes=limits.LEAST_SHARED,
         )
         return bool(cut)
 

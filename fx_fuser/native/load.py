@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, compilers, store
+from fx_fuser.native import binaries, compilers, limits, store
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 
 _lock = threading.RLock()
@@ -85,8 +86,8 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> No
         paths = dict(zip(texts, map(str, binaries.cubins(texts, arch)), strict=True))
         for spec in missing:
             cubins = [paths[text] for text in spec.texts]
-            arguments = spec.family.loader, spec.name, cubins, spec.signature, index
-            _kernels[spec.name, index] = _load("load", *arguments)
+            arguments = spec.family.loader, spec.name, cubins, spec.signature
+            _kernels[spec.name, index] = _loaded_on(index, *arguments)
 
 
 def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:
@@ -136,7 +137,7 @@ def prepare_batch_stats(device: torch.device) -> int:
             load_shim()
             path = binaries.cubin(binaries.batch_stats_source(), binaries.arch_of(device))
             name = "batch_stats"  # of their family, and their only one
-            _batch_stats[index] = _load("load", name, name, [str(path)], [], index)
+            _batch_stats[index] = _loaded_on(index, name, name, [str(path)], [])
         return _batch_stats[index]
 
 
@@ -158,10 +159,10 @@ def load_shim() -> None:
                 raise BuildError(text) from error
         _check_contract()
         if torch.cuda.is_available():
-            _load("use_driver", _get_proc_address())
+            _call("use_driver", driver_address())
 
 
-def _get_proc_address() -> int:
+def driver_address() -> int:
     """Address of the CUDA driver's function that finds the others; torch has loaded the driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     return ctypes.cast(driver.cuGetProcAddress_v2, ctypes.c_void_p).value or 0
@@ -194,9 +195,15 @@ def _subject(line: str) -> str:
     return f"{kind} {rest.split()[0]}" if kind == "limit" else kind
 
 
-def _load(op: str, *arguments: object) -> int:
+def _loaded_on(index: int, *arguments: object) -> int:
+    figures = _call("gpu_figures", index)
+    rates = limits.split_rates(torch.cuda.get_device_capability(index), figures)
+    handle: int = _call("load", *arguments, index, rates)
+    return handle
+
+
+def _call(op: str, *arguments: object) -> Any:
     try:
-        handle: int = getattr(torch.ops.fx_fuser_native, op).default(*arguments)
-        return handle
+        return getattr(torch.ops.fx_fuser_native, op).default(*arguments)
     except RuntimeError as error:
         raise BuildError(str(error)) from error

@@ -4,7 +4,7 @@ The graph calls `torch.ops.fx_fuser.<anchor>`, say `linear`. It is CompositeImpl
 AOTAutograd looks through it and sees, on CUDA, `fx_fuser::run` (`fx_fuser.ops.run`), which has no
 autograd key, of the function `linear`; when gradients are needed, inside an autograd.Function whose
 backward is plain torch ops or, for convolutions of few channels, a function of its own
-(`conv2d_backward`), which recomputes the convolution instead of reading it. `<anchor>_again`
+(`conv2d_backward`), which recomputes the convolution instead of reading it. `<anchor>_recompute`
 recomputes c where option "save" is "memory". On CPU AOTAutograd sees plain torch ops, for the inner
 compiler to fuse.
 
@@ -38,7 +38,7 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative, wanted_leaves
 from fx_fuser.kernels import KERNELS
 from fx_fuser.kernels.folded import FOLDED
-from fx_fuser.native import load
+from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 from fx_fuser.ops import apply, folded, plain, run  # noqa: F401  (plain defines ops)
 from fx_fuser.ops.run import Arguments
@@ -113,7 +113,7 @@ def _filled_up(anchor: Anchor, outputs: Sequence[Any]) -> list[Any]:
     return [*outputs, *[None] * (len(anchor.outputs) - len(outputs))]
 
 
-def _again(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
+def _recompute(anchor: Anchor, fake: bool, *args: Any) -> list[Tensor]:
     """c, recomputed. The last argument is not read. It keeps the call in backward: AOTAutograd
     moves an op to forward, and saves its result, if all inputs exist there.
     """
@@ -129,7 +129,7 @@ def define(name: str, function: Callable[..., list[Tensor]], anchor: Anchor) -> 
 
 for _anchor in ANCHORS.values():
     define(_anchor.kind, forward_in_torch, _anchor)
-    define(f"{_anchor.kind}_again", _again, _anchor)
+    define(f"{_anchor.kind}_recompute", _recompute, _anchor)
     if isinstance(_anchor, Conv2d):
         define(f"{_anchor.kind}_backward", _backward_from_dy, _anchor)
 
@@ -288,7 +288,7 @@ def gradients(
         elif call.config["again"]:
             after = dy[(slice(0, 1),) * dy.ndim]  # for all of dy, Inductor would write dy to memory
             arguments = (*operands.values(), *call.config.values(), after)
-            (c,) = run.IN_TORCH(*run.arguments(f"{anchor.kind}_again", arguments))
+            (c,) = run.IN_TORCH(*run.arguments(f"{anchor.kind}_recompute", arguments))
             outputs = (c, *outputs[1:])
         acc = apply.accumulator_of(call.epilogue, (*outputs, *t), call.out)
         z = apply.z_in_torch(anchor, operands, outputs, call.config, acc)
@@ -459,6 +459,7 @@ def contract() -> list[str]:
     return [
         f"limit tensors {MAX_TENSORS}",
         f"limit numbers {MAX_NUMBERS}",
+        f"limit shared {limits.LEAST_SHARED}",
         f"leaves {' '.join(leaves)}",
     ]
 

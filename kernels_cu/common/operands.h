@@ -13,6 +13,13 @@ constexpr int vector_width(int out_size, int anchor_size) {
   return 16 / (out_size > anchor_size ? out_size : anchor_size);
 }
 
+// Where a tensor lies that an epilogue reads; strides in elements, 0 where it is broadcast.
+template <int kRank>
+struct Strided {
+  const void* data;
+  int64_t stride[kRank];
+};
+
 // How an operand meets one vector, that is V consecutive elements of out's memory.
 enum class Mode : uint8_t {
   kVector,   // V consecutive, aligned elements

@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "common/convert.cuh"
+
 namespace fx_fuser {
 
 template <int kBytes>
@@ -57,22 +59,41 @@ struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Packed {
   }
 };
 
-// A tuple of them, one an operand.
-template <int kOperand, class T, int kWidth>
-struct PackedSlot {
+// Rounded, and packed two at once.
+template <class T, int kWidth>
+__device__ __forceinline__ Packed<T, kWidth> pack(const float (&value)[kWidth]) {
   Packed<T, kWidth> packed;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      const Vec<T, 2> pair = convert_pair<T>(value[2 * i], value[2 * i + 1]);
+      packed.word[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  } else {
+    packed.assign([&](int e) { return convert<T>(value[e]); });
+  }
+  return packed;
+}
+
+// A tuple of vectors, one an operand.
+template <int kOperand, class Vector>
+struct VectorSlot {
+  Vector vector;
 };
 
+template <template <class, int> class Vector, class Operands, int kWidth, class... T>
+struct VectorTuple;
+
+template <template <class, int> class Vector, size_t... kOperand, int kWidth, class... T>
+struct VectorTuple<Vector, std::index_sequence<kOperand...>, kWidth, T...>
+    : VectorSlot<static_cast<int>(kOperand), Vector<T, kWidth>>... {};
+
 template <class Operands, int kWidth, class... T>
-struct PackedVectors;
+using PackedVectors = VectorTuple<Packed, Operands, kWidth, T...>;
 
-template <size_t... kOperand, int kWidth, class... T>
-struct PackedVectors<std::index_sequence<kOperand...>, kWidth, T...>
-    : PackedSlot<static_cast<int>(kOperand), T, kWidth>... {};
-
-template <int kOperand, class T, int kWidth>
-__device__ __forceinline__ Packed<T, kWidth>& packed_of(PackedSlot<kOperand, T, kWidth>& slot) {
-  return slot.packed;
+template <int kOperand, class Vector>
+__device__ __forceinline__ Vector& vector_of(VectorSlot<kOperand, Vector>& slot) {
+  return slot.vector;
 }
 
 }  // namespace fx_fuser

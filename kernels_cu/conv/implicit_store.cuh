@@ -49,15 +49,7 @@ struct Results {
   Packed<T, kQuad> of[kLanePixels][L::kQuads];
 
   __device__ __forceinline__ void put(int pixel, int quad, const float (&value)[kQuad]) {
-    if constexpr (sizeof(T) == 2) {
-#pragma unroll
-      for (int i = 0; i < kQuad / 2; ++i) {
-        const Vec<T, 2> pair = convert_pair<T>(value[2 * i], value[2 * i + 1]);
-        of[pixel][quad].word[i] = reinterpret_cast<const uint32_t&>(pair);
-      }
-    } else {
-      of[pixel][quad].assign([&](int e) { return convert<T>(value[e]); });
-    }
+    of[pixel][quad] = pack<T>(value);
   }
 
   __device__ __forceinline__ void store(const ImplicitArgs& args, int tile, void* to,
@@ -182,7 +174,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
         const uint32_t from = sizeof(T) == 4 ? at ^ quad * 16 : at + quad * kQuad * sizeof(T);
 #pragma unroll
         for (int p = 0; p < kAtOnce; ++p) {
-          load_shared(packed_of<kIndex>(vectors[p]), from + (first + p) * 8 * kImplicitRow);
+          load_shared(vector_of<kIndex>(vectors[p]), from + (first + p) * 8 * kImplicitRow);
         }
         return;
       }
@@ -195,7 +187,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
         const int64_t (&stride)[4] = operand.of.stride;
         const T* from = static_cast<const T*>(operand.of.data) + place.sample * stride[0] +
                         place.row * stride[2] + place.column * stride[3];
-        auto& packed = packed_of<kIndex>(vectors[p]);
+        auto& packed = vector_of<kIndex>(vectors[p]);
         if (operand.mode == ImplicitMode::kVectors) {
           from += min(channel, args.outputs - kQuad);
           packed = *reinterpret_cast<const Packed<T, kQuad>*>(from);
@@ -257,7 +249,7 @@ struct Tail<S, Epilogue, kScalars, std::index_sequence<kOperand...>, In...> {
           for (int e = 0; e < kQuad; ++e) {
             const float z = sum[p / 2][4 * kGroup + 2 * q + e / 2][p % 2 * 2 + e % 2];
             const float in[1 + kOperands] = {
-                z, value_of(packed_of<kOperand>(vectors[i]), kOperand, e)...};
+                z, value_of(vector_of<kOperand>(vectors[i]), kOperand, e)...};
             value[e] = static_cast<float>(Epilogue{}(in, scalar));
           }
           results.put(p, q, value);

@@ -140,11 +140,11 @@ __device__ __forceinline__ void multiply_step(const typename S::X* from, const u
 template <class S, int kOperand, class T>
 __device__ __forceinline__ void stage_operand(const StemArgs& args, int first_output,
                                               float* staged) {
-  const StemOperand& operand = args.operand[kOperand];
+  const Strided<1>& operand = args.operand[kOperand];
   for (int i = threadIdx.x; i < S::kBlockChannels; i += kStemThreads) {
     const int output = min(first_output + i, S::kOutputs - 1);
     staged[kOperand * S::kBlockChannels + i] =
-        convert<float>(static_cast<const T*>(operand.data)[output * operand.stride]);
+        convert<float>(static_cast<const T*>(operand.data)[output * operand.stride[0]]);
   }
 }
 

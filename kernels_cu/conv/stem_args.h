@@ -115,11 +115,6 @@ constexpr StemGeometry stem_geometry(const StemShape& shape, int x_bytes, int op
   return stem_divided(shape, x_bytes, operands, tiles, warp_rows);
 }
 
-struct StemOperand {
-  const void* data;
-  int64_t stride;  // between channels; 0: one number
-};
-
 struct StemArgs {
   const void* x;       // [n, c, h, w], any strides
   const void* weight;  // [o, c, kernel_h, kernel_w], any strides
@@ -127,7 +122,7 @@ struct StemArgs {
   void* c;             // the convolution by itself, likewise, of x's type; or null
   int64_t x_stride[4];
   int64_t weight_stride[4];
-  StemOperand operand[kStemMaxOperands];
+  Strided<1> operand[kStemMaxOperands];  // of channels
   float scalar[kMaxScalars];
   int32_t h;
   int32_t w;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/epilogue_math.cuh"
+#include "common/packed.cuh"
 #include "conv/stem_load.cuh"
 
 namespace fx_fuser::stem {
@@ -35,36 +36,22 @@ struct Tail {
   }
 };
 
-template <class T>
-__device__ __forceinline__ uint32_t packed(float first, float second) {
-  static_assert(sizeof(T) == 2);
-  const Vec<T, 2> pair = convert_pair<T>(first, second);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
 // kRun neighbours: at once where `whole`, else as many as are `present`.
 template <class T, int kRun>
 __device__ __forceinline__ void store_run(T* to, const float (&value)[kRun], bool whole,
                                           int present) {
-  static_assert(kRun == 4 || kRun == 8);
   if (!whole) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       if (i < present) to[i] = convert<T>(value[i]);
     }
-  } else if constexpr (sizeof(T) == 4) {
-#pragma unroll
-    for (int i = 0; i < kRun; i += 4) {
-      *reinterpret_cast<float4*>(to + i) =
-          make_float4(value[i], value[i + 1], value[i + 2], value[i + 3]);
-    }
-  } else if constexpr (kRun == 8) {
-    *reinterpret_cast<uint4*>(to) =
-        make_uint4(packed<T>(value[0], value[1]), packed<T>(value[2], value[3]),
-                   packed<T>(value[4], value[5]), packed<T>(value[6], value[7]));
   } else {
-    *reinterpret_cast<uint2*>(to) =
-        make_uint2(packed<T>(value[0], value[1]), packed<T>(value[2], value[3]));
+    const Packed<T, kRun> run = pack<T>(value);
+    using Whole = std::conditional_t<sizeof(run) % 16 == 0, uint4, uint2>;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(run) / sizeof(Whole)); ++i) {
+      reinterpret_cast<Whole*>(to)[i] = reinterpret_cast<const Whole*>(run.word)[i];
+    }
   }
 }
 
@@ -156,8 +143,7 @@ __device__ __forceinline__ void store_columns(T* to, const float (&value)[2][2],
   } else {
     // An even lane takes the first segment's columns of itself and the next, an odd one the
     // second's.
-    const uint32_t word[2] = {packed<T>(value[0][0], value[0][1]),
-                              packed<T>(value[1][0], value[1][1])};
+    const uint32_t word[2] = {pack<T>(value[0]).word[0], pack<T>(value[1]).word[0]};
     const bool is_odd = t % 2;
     const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, is_odd ? word[0] : word[1], 1);
     const int column = (is_odd ? 8 : 0) + t / 2 * 4;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
 
@@ -15,7 +16,8 @@ std::vector<std::string> contract() {
   std::string leaves = "leaves";
   for (const NormLeaf& leaf : kNormLeaves) leaves += std::string(" ") + leaf.name;
   return {"limit tensors " + std::to_string(kMaxInputs),
-          "limit numbers " + std::to_string(kMaxScalars), leaves + " " + kNormNumber};
+          "limit numbers " + std::to_string(kMaxScalars),
+          "limit shared " + std::to_string(kStemShared), leaves + " " + kNormNumber};
 }
 
 }  // namespace

@@ -57,7 +57,7 @@ std::optional<Made> backward_by_kernels(const ConvBackward& call, Norm norm,
   }
   const auto& kernels = registry<ConvBackwardKernels>().at(call.kernels[0], x.get_device_index());
   if (!run_conv_direct_backward(kernels, dense(call.dy), x, weight, call.padding, norm, to,
-                                factors.tensors, factors.scalars)) {
+                                factors)) {
     return {};
   }
   const auto gradient_of = [&](const std::string& name) {

@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv/conv_direct_geometry.h"
 #include "conv/conv_operand.h"
 #include "host/epilogue_args.h"
+#include "host/image.h"
 #include "host/made.h"
 #include "host/pointwise.h"
 
@@ -153,6 +155,27 @@ void check_conv(ScalarType type, const Tensor& x, const Tensor& weight,
 }
 
 // ---- results ------------------------------------------------------------------------------------
+
+// y and, if it is to be saved, c.
+std::pair<Tensor, std::optional<Tensor>> new_results(const Conv& conv, const ImageSize& size,
+                                                     bool channels_last) {
+  std::optional<Tensor> c;
+  if (conv.save) c = new_image(conv.x, size, conv.x.scalar_type(), channels_last);
+  return {new_image(conv.x, size, conv.out_type, channels_last), c};
+}
+
+// Raises unless it holds the convolution, which is of this size.
+void check_result(const Tensor& result, const char* name, ScalarType type, const ImageSize& size,
+                  const Tensor& x, const Tensor& weight) {
+  const auto sizes = result.sizes();
+  STD_TORCH_CHECK(result.is_cuda() && result.get_device_index() == x.get_device_index() &&
+                      result.scalar_type() == type &&
+                      std::equal(size.begin(), size.end(), sizes.begin(), sizes.end()),
+                  "fx_fuser: ", name, " of shape ", to_string(sizes), " and ",
+                  toString(result.scalar_type()), " does not hold the ", toString(type),
+                  " convolution of x ", to_string(x.sizes()), " and weight ",
+                  to_string(weight.sizes()), " on cuda:", x.get_device_index());
+}
 
 Made result_of(const Tensor& y, const std::optional<Tensor>& c, const Norm& norm) {
   Made made(y, c);

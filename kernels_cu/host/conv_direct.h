@@ -2,11 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -90,33 +88,23 @@ std::optional<ConvDirectArgs> conv_args(const ConvDirectKernels& kernels, const 
   return args;
 }
 
-// out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
+// out = epilogue(conv2d(x, weight)), and the convolution itself if asked for.
 // False, and nothing is launched, where the kernel does not take these shapes or strides.
 bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Tensor& weight,
                      const std::vector<int64_t>& padding, const Tensor& out,
-                     const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                     const std::vector<double>& scalars, bool after_statistics = false) {
+                     const std::optional<Tensor>& c, const EpilogueArgs& epilogue,
+                     bool after_statistics = false) {
   check_conv(kernels.x, x, weight, padding);
   const int device = x.get_device_index();
   auto args = conv_args(kernels, x, weight, padding, static_cast<int>(out.element_size()));
   if (!args || !is_contiguous(out) || (c && !is_contiguous(*c))) return false;
 
-  const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
-    STD_TORCH_CHECK(
-        result.is_cuda() && result.get_device_index() == device && result.scalar_type() == type,
-        "fx_fuser: ", name, " must be of ", toString(type), " on cuda:", device);
-    STD_TORCH_CHECK(result.dim() == 4 && result.size(0) == args->samples &&
-                        result.size(1) == args->outputs && result.size(2) == args->out_h &&
-                        result.size(3) == args->out_w,
-                    "fx_fuser: ", name, " of shape ", to_string(result.sizes()),
-                    " does not hold the convolution of x ", to_string(x.sizes()), " and weight ",
-                    to_string(weight.sizes()));
-  };
-  check_result(out, "out", kernels.out);
-  if (c) check_result(*c, "c", kernels.x);
-  check_epilogue(kernels, out, operands, scalars);
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const ConvOperand operand = args->operand[i] = conv_operand_of(operands[i]);
+  const ImageSize size{args->samples, args->outputs, args->out_h, args->out_w};
+  check_result(out, "out", kernels.out, size, x, weight);
+  if (c) check_result(*c, "c", kernels.x, size, x, weight);
+  check_epilogue(kernels, out, epilogue);
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    const ConvOperand operand = args->operand[i] = conv_operand_of(epilogue.tensors[i]);
     args->any_per_pixel |= operand.per_pixel;
     args->any_per_sample |= operand.stride[0] != 0;
   }
@@ -130,7 +118,7 @@ bool run_conv_direct(const ConvDirectKernels& kernels, const Tensor& x, const Te
   const bool even_rows = args->strip.size % 2 == 0 && args->kernel_w % 2 == 1;
   args->pairs = even_rows && args->phase % 2 == 0 && args->strips.size == 1;
   args->c_is_like_out = c && (elements_into_sector(*c) - args->phase) % kConvStoreWidth == 0;
-  std::copy(scalars.begin(), scalars.end(), args->scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args->scalar);
 
   const OnDevice on_device(device);
   const bool applies = kernels.x != ScalarType::Float && out.element_size() == 2 && !c &&
@@ -200,32 +188,14 @@ std::optional<Made> ConvDirectKernels::run(const Conv& conv, const Norm& given,
     }
   }
   const ConvShape sizes = conv_shape_of(image, weight, conv.padding);
-  const std::vector<int64_t> shape{sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()};
-  const Tensor y = new_dense(image, shape, conv.out_type);
-  std::optional<Tensor> c;
-  if (conv.save) c = new_dense(image, shape, image.scalar_type());
+  const auto [y, c] =
+      new_results(conv, {sizes.samples, sizes.outputs, sizes.out_h(), sizes.out_w()},
+                  /*channels_last=*/false);
   const EpilogueArgs leaves = leaves_of(norm, args);
-  if (!run_conv_direct(*this, image, weight, conv.padding, y, c, leaves.tensors, leaves.scalars,
-                       norm.training)) {
+  if (!run_conv_direct(*this, image, weight, conv.padding, y, c, leaves, norm.training)) {
     return {};
   }
   return result_of(y, c, norm);
-}
-
-bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
-                 const std::vector<int64_t>& padding, const Tensor& out,
-                 const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                 const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const ConvDirectKernels*>(handle);
-  return run_conv_direct(kernels, x, weight, padding, out, c, operands, scalars);
-}
-
-bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
-                            const Tensor& weight, const std::vector<int64_t>& padding,
-                            const Tensor& mean, const Tensor& variance) {
-  return run_conv_direct_statistics(*reinterpret_cast<const ConvDirectKernels*>(handle),
-                                    *reinterpret_cast<const StatsLibrary*>(batch_stats_handle), x,
-                                    weight, padding, mean, variance);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The backward of the direct convolution.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -123,18 +122,12 @@ void check_backward(const ConvDirectArgs& conv, const Tensor& dy, const Tensor& 
 }
 
 // What the epilogue reads. False where an operand is not a number a channel.
-bool set_epilogue(ConvDirectArgs& conv, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars) {
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const Tensor& tensor = operands[i];
-    conv.operand[i].data = tensor.data_ptr();
-    for (int64_t d = 0; d < tensor.dim(); ++d) {
-      if (tensor.size(d) == 1) continue;
-      if (tensor.dim() - d != 3) return false;
-      conv.operand[i].stride[1] = tensor.stride(d);
-    }
+bool set_epilogue(ConvDirectArgs& conv, const EpilogueArgs& epilogue) {
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    if (!is_per_channel(epilogue.tensors[i])) return false;
+    conv.operand[i] = conv_operand_of(epilogue.tensors[i]);
   }
-  std::copy(scalars.begin(), scalars.end(), conv.scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), conv.scalar);
   return true;
 }
 
@@ -223,8 +216,7 @@ void launch_backward(const ConvBackwardKernels& kernels, bool training, const Te
 bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& dy, const Tensor& x,
                               const Tensor& weight, const std::vector<int64_t>& padding,
                               const Norm& norm, const ConvGradients& to,
-                              const std::vector<Tensor>& operands,
-                              const std::vector<double>& scalars) {
+                              const EpilogueArgs& epilogue) {
   check_conv(kernels.x, x, weight, padding);
   if (!check_gradient(dy, x.get_device_index(), "dy", kernels.x)) return false;
   if (!is_contiguous(x) || !is_contiguous(weight)) return false;
@@ -234,8 +226,8 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
   if (!args) return false;
   ConvDirectArgs& conv = args->conv;
   check_backward(conv, dy, x, weight, norm, to);
-  check_epilogue(kernels, dy, operands, scalars);
-  if (!set_epilogue(conv, operands, scalars)) return false;
+  check_epilogue(kernels, dy, epilogue);
+  if (!set_epilogue(conv, epilogue)) return false;
   conv.x = x.data_ptr();
   conv.weight = weight.data_ptr();
   args->dy = dy.data_ptr();
@@ -254,19 +246,6 @@ bool run_conv_direct_backward(const ConvBackwardKernels& kernels, const Tensor& 
                 reinterpret_cast<uintptr_t>(dy.data_ptr()) % (2 * dy.element_size()) == 0;
   launch_backward(kernels, norm.training, x, places, *args);
   return true;
-}
-
-bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, const Tensor& weight,
-                          const std::vector<int64_t>& padding, const std::optional<Tensor>& mean,
-                          const std::optional<Tensor>& variance, const std::optional<Tensor>& gamma,
-                          const std::optional<Tensor>& bias, double eps, bool training,
-                          const std::optional<Tensor>& dx, const std::optional<Tensor>& dweight,
-                          const Tensor& dgamma, const Tensor& dbeta,
-                          const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
-  const Norm norm{bias, mean, variance, gamma, {}, eps, training};
-  const ConvGradients to{dx, dweight, {}, dgamma, dbeta};
-  return run_conv_direct_backward(*reinterpret_cast<const ConvBackwardKernels*>(handle), dy, x,
-                                  weight, padding, norm, to, operands, scalars);
 }
 
 }  // namespace

@@ -200,22 +200,20 @@ bool are_aligned(const Tensor& x, const Tensor& out, const std::optional<Tensor>
   return is_aligned(x) && is_aligned(out) && (!c || is_aligned(*c));
 }
 
-// out = epilogue(conv2d(x, weight, groups=channels), operands, scalars), and the convolution itself
-// if asked for. False, and nothing is launched, where the kernel does not take these shapes or
-// strides.
+// out = epilogue(conv2d(x, weight, groups=channels)), and the convolution itself if asked for.
+// False, and nothing is launched, where the kernel does not take these shapes or strides.
 bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tensor& weight,
                    const std::vector<int64_t>& padding, const Tensor& out,
-                   const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-                   const std::vector<double>& scalars) {
+                   const std::optional<Tensor>& c, const EpilogueArgs& epilogue) {
   check_depthwise(kernels, x, weight, padding);
   const bool planes = !are_alike(x, out, c, /*planes=*/false);
   if (planes && !are_alike(x, out, c, /*planes=*/true)) return false;
   if (!is_contiguous(weight) || (!planes && !are_aligned(x, out, c))) return false;
-  check_epilogue(kernels, out, operands, scalars);
+  check_epilogue(kernels, out, epilogue);
   DepthwiseArgs args{};
   bool pixels = false;
-  for (size_t i = 0; i < operands.size(); ++i) {
-    args.operand[i] = conv_operand_of(operands[i]);
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    args.operand[i] = conv_operand_of(epilogue.tensors[i]);
     pixels |= args.operand[i].per_pixel;
   }
   const ConvShape shape = conv_shape_of(x, weight, padding);
@@ -224,23 +222,15 @@ bool run_depthwise(const DepthwiseKernels& kernels, const Tensor& x, const Tenso
   const auto out_size = depthwise_out(shape, kernels.stride);
   if (!cut || !out_size) return false;
   const int device = x.get_device_index();
-  const auto check_result = [&](const Tensor& result, const char* name, ScalarType type) {
-    STD_TORCH_CHECK(
-        result.get_device_index() == device && result.scalar_type() == type && result.dim() == 4 &&
-            result.size(0) == shape.samples && result.size(1) == shape.channels &&
-            result.size(2) == out_size->h && result.size(3) == out_size->w,
-        "fx_fuser: ", name, " of shape ", to_string(result.sizes()), " and ",
-        toString(result.scalar_type()), " does not hold the ", toString(type), " convolution of x ",
-        to_string(x.sizes()), " and weight ", to_string(weight.sizes()));
-  };
-  check_result(out, "out", kernels.out);
-  if (c) check_result(*c, "c", kernels.x);
+  const ImageSize size{shape.samples, shape.channels, out_size->h, out_size->w};
+  check_result(out, "out", kernels.out, size, x, weight);
+  if (c) check_result(*c, "c", kernels.x, size, x, weight);
 
   args.x = x.data_ptr();
   args.weight = weight.data_ptr();
   args.out = out.data_ptr();
   args.c = c ? c->data_ptr() : nullptr;
-  std::copy(scalars.begin(), scalars.end(), args.scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
   args.channels = static_cast<int32_t>(shape.channels);
   args.h = static_cast<int32_t>(shape.h);
   args.w = static_cast<int32_t>(shape.w);
@@ -274,28 +264,12 @@ std::optional<Made> DepthwiseKernels::run(const Conv& conv, const Norm& norm,
   const bool channels_last = suggests_channels_last(x) || suggests_channels_last(weight);
   const auto out = depthwise_out(conv_shape_of(x, weight, conv.padding), stride);
   if (!out) return {};
-  const std::vector<int64_t> shape{x.size(0), x.size(1), out->h, out->w};
-  const auto made = [&](ScalarType type) {
-    return channels_last
-               ? new_strided(x, shape.data(), channels_last_strides(shape).data(), 4, type)
-               : new_dense(x, shape, type);
-  };
-  const Tensor y = made(conv.out_type);
-  std::optional<Tensor> c;
-  if (conv.save) c = made(x.scalar_type());
+  const auto [y, c] = new_results(conv, {x.size(0), x.size(1), out->h, out->w}, channels_last);
   const EpilogueArgs leaves = leaves_of(norm, args);
-  if (!run_depthwise(*this, x, weight, conv.padding, y, c, leaves.tensors, leaves.scalars)) {
+  if (!run_depthwise(*this, x, weight, conv.padding, y, c, leaves)) {
     return {};
   }
   return result_of(y, c, norm);
-}
-
-bool depthwise(int64_t handle, const Tensor& x, const Tensor& weight,
-               const std::vector<int64_t>& padding, const Tensor& out,
-               const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-               const std::vector<double>& scalars) {
-  return run_depthwise(*reinterpret_cast<const DepthwiseKernels*>(handle), x, weight, padding, out,
-                       c, operands, scalars);
 }
 
 }  // namespace

@@ -76,26 +76,14 @@ int attribute_of(int device, int attribute) {
 
 int multiprocessors_of(int device) { return attribute_of(device, kDeviceMultiprocessors); }
 
-// What a GPU says of itself. Rates are 0 where the driver does not know them.
-struct GpuFigures {
-  int64_t capability;  // 90 of 9.0
-  int64_t multiprocessors;
-  double clock;      // Hz
-  double bandwidth;  // byte/s of its memory, as data sheets give it
-
-  // kHz and bits, as the driver gives them. Memory moves two bits a pin and cycle.
-  static GpuFigures of(int64_t capability, int64_t multiprocessors, int64_t clock,
-                       int64_t memory_clock, int64_t memory_bits) {
-    return {capability, multiprocessors, 1e3 * static_cast<double>(clock),
-            2e3 / 8 * static_cast<double>(memory_clock) * static_cast<double>(memory_bits)};
+// What the driver says of a GPU, 0 where it does not: fx_fuser/native/limits.py.
+std::vector<int64_t> gpu_figures(int64_t device) {
+  std::vector<int64_t> found;
+  for (const int attribute :
+       {kDeviceMultiprocessors, kDeviceClock, kDeviceMemoryClock, kDeviceMemoryBits}) {
+    found.push_back(attribute_of(static_cast<int>(device), attribute));
   }
-};
-
-GpuFigures figures_of(int device) {
-  return GpuFigures::of(
-      10 * attribute_of(device, kDeviceMajor) + attribute_of(device, kDeviceMinor),
-      multiprocessors_of(device), attribute_of(device, kDeviceClock),
-      attribute_of(device, kDeviceMemoryClock), attribute_of(device, kDeviceMemoryBits));
+  return found;
 }
 
 // Has the GPU clusters of blocks, and launches ahead of the end of the kernel before?

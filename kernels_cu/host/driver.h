@@ -28,7 +28,6 @@ constexpr int kDeviceClock = 13;            // CU_DEVICE_ATTRIBUTE_CLOCK_RATE
 constexpr int kDeviceMemoryClock = 36;      // CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE
 constexpr int kDeviceMemoryBits = 37;       // CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH
 constexpr int kDeviceMajor = 75;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-constexpr int kDeviceMinor = 76;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 constexpr int kDeviceMaxShared = 97;        // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kKernelMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr unsigned kHostMemoryPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE

@@ -68,8 +68,8 @@ bool broadcasts_to(const Tensor& tensor, const Tensor& out) {
 // Raises unless these are the operands and scalars of the kernels' epilogue, for a result like
 // `out`.
 template <class Kernels>
-void check_epilogue(const Kernels& kernels, const Tensor& out, const std::vector<Tensor>& operands,
-                    const std::vector<double>& scalars) {
+void check_epilogue(const Kernels& kernels, const Tensor& out, const EpilogueArgs& args) {
+  const auto& [operands, scalars] = args;
   STD_TORCH_CHECK(operands.size() == kernels.operands.size(), "fx_fuser: the kernel takes ",
                   kernels.operands.size(), " operands, not ", operands.size());
   STD_TORCH_CHECK(static_cast<int>(scalars.size()) == kernels.scalars,

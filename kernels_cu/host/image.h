@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <vector>
 
 #include "host/device.h"
 
@@ -23,7 +22,9 @@ bool suggests_channels_last(const Tensor& image) {
   return true;
 }
 
-std::array<int64_t, 4> channels_last_strides(const std::vector<int64_t>& size) {
+using ImageSize = std::array<int64_t, 4>;
+
+ImageSize channels_last_strides(const ImageSize& size) {
   return {size[1] * size[2] * size[3], 1, size[3] * size[1], size[1]};
 }
 
@@ -34,6 +35,12 @@ bool is_dense_channels_last(const Tensor& image) {
     if (image.size(d) != 1 && image.stride(d) != strides[d]) return false;
   }
   return true;
+}
+
+// On `like`'s device.
+Tensor new_image(const Tensor& like, const ImageSize& size, ScalarType type, bool channels_last) {
+  if (!channels_last) return new_dense(like, {size.begin(), size.end()}, type);
+  return new_strided(like, size.data(), channels_last_strides(size).data(), size.size(), type);
 }
 
 // One number a channel, or one?

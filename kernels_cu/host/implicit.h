@@ -6,7 +6,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -64,6 +63,7 @@ struct ImplicitWindow {
   int64_t out_w() const {
     return out_of(shape.w, shape.left, shape.right, shape.kernel_w, stride[1], dilation[1]);
   }
+  ImageSize out_size() const { return {shape.samples, shape.outputs, out_h(), out_w()}; }
   int64_t vectors() const {
     return shape.kernel_h * shape.kernel_w * shape.channels / kImplicitVector;
   }
@@ -304,35 +304,28 @@ std::optional<ImplicitArgs> implicit_args(const ImplicitKernels& kernels, const 
   return args;
 }
 
-// out = epilogue(conv2d(x, weight), operands, scalars), and the convolution itself if asked for.
+// out = epilogue(conv2d(x, weight)), and the convolution itself if asked for.
 // False, and nothing is launched, where the kernel does not take these shapes or strides.
 bool run_implicit(const ImplicitKernels& kernels, const Tensor& x, const Tensor& weight,
                   const ImplicitWindow& window, const Tensor& out, const std::optional<Tensor>& c,
-                  const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
-  const ConvShape& shape = window.shape;
+                  const EpilogueArgs& epilogue) {
   auto args = implicit_args(kernels, x, weight, window);
   if (!args) return false;
   const int device = x.get_device_index();
   const auto is_taken = [&](const Tensor& result, const char* name, ScalarType type) {
-    STD_TORCH_CHECK(
-        result.get_device_index() == device && result.scalar_type() == type && result.dim() == 4 &&
-            result.size(0) == shape.samples && result.size(1) == shape.outputs &&
-            result.size(2) == window.out_h() && result.size(3) == window.out_w(),
-        "fx_fuser: ", name, " of shape ", to_string(result.sizes()), " and ",
-        toString(result.scalar_type()), " does not hold the ", toString(type), " convolution of x ",
-        to_string(x.sizes()), " and weight ", to_string(weight.sizes()));
+    check_result(result, name, type, window.out_size(), x, weight);
     return is_dense_channels_last(result);
   };
   if (!is_taken(out, "out", kernels.out) || (c && !is_taken(*c, "c", kernels.x))) return false;
-  check_epilogue(kernels, out, operands, scalars);
+  check_epilogue(kernels, out, epilogue);
   args->out = out.data_ptr();
   args->out_takes_vectors = takes_vectors(out, /*channels_last=*/true);
   args->c = c ? c->data_ptr() : nullptr;
   args->c_takes_vectors = c && takes_vectors(*c, /*channels_last=*/true);
-  std::copy(scalars.begin(), scalars.end(), args->scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args->scalar);
 
   ImplicitOperands found(kernels, out, *args);
-  for (size_t i = 0; i < operands.size(); ++i) found.add(i, operands[i]);
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) found.add(i, epilogue.tensors[i]);
   found.list_pieces();
   const ImplicitGeometry& cut = found.cut;
   if (cut.resident == 0) return false;
@@ -362,30 +355,12 @@ std::optional<Made> ImplicitKernels::run(const Conv& conv, const Norm& norm,
   const ImplicitWindow window =
       implicit_window(image, conv.weight, conv.stride, conv.padding, conv.dilation);
   if (!implicit_takes(window)) return {};
-  const std::vector<int64_t> size{image.size(0), conv.weight.size(0), window.out_h(),
-                                  window.out_w()};
-  const auto made = [&](ScalarType type) {
-    return new_strided(image, size.data(), channels_last_strides(size).data(), size.size(), type);
-  };
-  const Tensor y = made(conv.out_type);
-  std::optional<Tensor> c;
-  if (conv.save) c = made(image.scalar_type());
+  const auto [y, c] = new_results(conv, window.out_size(), channels_last);
   const EpilogueArgs leaves = leaves_of(norm, args);
-  if (!run_implicit(*this, image, conv.weight, window, y, c, leaves.tensors, leaves.scalars)) {
+  if (!run_implicit(*this, image, conv.weight, window, y, c, leaves)) {
     return {};
   }
   return result_of(y, c, norm);
-}
-
-bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
-              const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-              const std::vector<int64_t>& dilation, const Tensor& out,
-              const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-              const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const ImplicitKernels*>(handle);
-  check_conv(kernels.x, x, weight, padding);
-  const ImplicitWindow window = implicit_window(x, weight, stride, padding, dilation);
-  return run_implicit(kernels, x, weight, window, out, c, operands, scalars);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ struct Sources {
   const std::vector<std::string>& cubins;     // of the epilogue's text; of what all epilogues share
   const std::vector<std::string>& signature;  // what is between the parentheses of the macro
   int device;
+  const std::vector<double>& rates;  // of the device
 };
 
 ScalarType scalar_type_of(const std::string& cuda_name) {
@@ -79,7 +80,7 @@ struct AddLoader {
   AddLoader(const char* family, Loader loader) { loaders().emplace(family, loader); }
 };
 
-// Registers the kernels by their name, for graphs; returns a handle, for tests and benchmarks.
+// Registers the kernels by their name, for graphs; returns a handle, for calls from Python.
 // Never freed.
 template <class... Bases, class Kernels>
 int64_t keep(const Sources& from, std::unique_ptr<Kernels> kernels) {
@@ -90,11 +91,11 @@ int64_t keep(const Sources& from, std::unique_ptr<Kernels> kernels) {
 // Loads a family's kernels and returns their handle.
 int64_t load(const std::string& family, const std::string& name,
              const std::vector<std::string>& cubins, const std::vector<std::string>& signature,
-             int64_t device) {
+             int64_t device, const std::vector<double>& rates) {
   const auto found = loaders().find(family);
   STD_TORCH_CHECK(found != loaders().end(), "fx_fuser: there is no family of kernels ", family);
   const OnDevice on_device(static_cast<int>(device));
-  return found->second({name, cubins, signature, static_cast<int>(device)});
+  return found->second({name, cubins, signature, static_cast<int>(device), rates});
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ Tensor split_product(const Tensor& a, const Tensor& b, const std::string& kernel
   shape.back() = b.size(-2);
   const Tensor product = new_dense(a, shape, ScalarType::Float);
   const auto multiply = [&](const Tensor& rows, const Tensor& out, const SplitWish& wish) {
-    return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, {}, wish);
+    return run_linear_split(kernels, rows, b, std::nullopt, out, std::nullopt, {}, wish);
   };
   const auto forced = forced_weight_first(kernels, b);
   const auto call = SplitCall::of(a, {&b, &a}, kernels.rates, {0, forced});
@@ -120,7 +120,7 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
   if (b.size(1) <= kLinearChunkK) {
     const Tensor product = new_dense(a, shape, ScalarType::Float);
     const std::optional<Tensor> none;
-    if (run_linear_dense(kernels, a, b, none, product, none, {}, {})) return product;
+    if (run_linear_dense(kernels, a, b, none, product, none, {})) return product;
   }
   return library_product(widened(a), widened(b), std::nullopt);
 }

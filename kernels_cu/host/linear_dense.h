@@ -97,15 +97,13 @@ bool takes_vectors(const Tensor& tensor, int64_t rows, int64_t stride) {
   return tensor.dim() > 0 && has_aligned_rows(tensor, rows, stride);
 }
 
-// out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
+// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if asked for.
 // False, and nothing is launched, where TMA or the kernels' indices do not take these
 // shapes, strides or addresses.
 bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
-                      const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                      const std::vector<double>& scalars) {
-  check_linear(kernels, kernels.x, {kernels.x, kernels.x}, x, weight, bias, out, z, operands,
-               scalars);
+                      const std::optional<Tensor>& z, const EpilogueArgs& epilogue) {
+  check_linear(kernels, kernels.x, {kernels.x, kernels.x}, x, weight, bias, out, z, epilogue);
   const int64_t n = weight.size(0);
   const int64_t k = weight.size(1);
   if (k == 0 || weight.dim() != 2) return false;
@@ -129,12 +127,12 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   if (!dense_rows(out) || (z && !dense_rows(*z)) || (bias && !dense_rows(*bias))) return false;
 
   LinearDenseArgs args{};
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const Tensor& operand = operands[i];
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    const Tensor& operand = epilogue.tensors[i];
     const auto stride = row_stride(operand, out);
     if (!stride) return false;
     const bool along_n = operand.dim() > 0 && operand.size(-1) != 1 && operand.stride(-1) != 0;
-    args.operand[i] = {operand.data_ptr(), *stride, along_n ? operand.stride(-1) : 0};
+    args.operand[i] = {operand.data_ptr(), {*stride, along_n ? operand.stride(-1) : 0}};
     args.mode[i] = !along_n                             ? Mode::kSplat
                    : takes_vectors(operand, m, *stride) ? Mode::kVector
                                                         : Mode::kStrided;
@@ -163,7 +161,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
   args.z_stride = *z_stride;
   args.out_is_aligned = takes_vectors(out, m, *out_stride);
   args.z_is_aligned = z && takes_vectors(*z, m, *z_stride);
-  std::copy(scalars.begin(), scalars.end(), args.scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
   args.m = static_cast<int32_t>(m);
   args.n = static_cast<int32_t>(n);
   args.k = static_cast<int32_t>(k);
@@ -180,15 +178,7 @@ bool run_linear_dense(const LinearDenseKernels& kernels, const Tensor& x, const 
 bool LinearDenseKernels::run(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& bias, const Tensor& y,
                              const std::optional<Tensor>& c, const EpilogueArgs& args) const {
-  return run_linear_dense(*this, x, weight, bias, y, c, args.tensors, args.scalars);
-}
-
-bool linear_dense(int64_t handle, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Tensor& out,
-                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars) {
-  return run_linear_dense(*reinterpret_cast<const LinearDenseKernels*>(handle), x, weight, bias,
-                          out, z, operands, scalars);
+  return run_linear_dense(*this, x, weight, bias, y, c, args);
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -80,7 +79,7 @@ int64_t load_split(const Sources& from, bool mma) {
                       product(own, "fx_fuser_linear_split_n_major")};
   kernels->chunk = {product(shared, "fx_fuser_linear_split_chunk"),
                     product(shared, "fx_fuser_linear_split_chunk_n_major")};
-  kernels->rates = SplitRates::of(figures_of(from.device));
+  kernels->rates = SplitRates::of(from.rates);
   kernels->precision = std::make_unique<Fallback>();
   kernels->guesses = std::make_unique<Fallback>();
   return keep<GemmKernel, LinearSplitKernels>(from, std::move(kernels));
@@ -131,8 +130,7 @@ struct LinearTypes {
 template <class Kernels>
 void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& types, const Tensor& x,
                   const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& out,
-                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars) {
+                  const std::optional<Tensor>& z, const EpilogueArgs& epilogue) {
   const int device = out.get_device_index();
   const auto check_one = [&](const Tensor& tensor, const char* name, ScalarType type) {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device, "fx_fuser: ", name,
@@ -169,7 +167,7 @@ void check_linear(const Kernels& kernels, ScalarType in, const LinearTypes& type
                     "fx_fuser: bias of shape ", to_string(bias->sizes()), " does not fit weight ",
                     to_string(weight.sizes()));
   }
-  check_epilogue(kernels, out, operands, scalars);
+  check_epilogue(kernels, out, epilogue);
 }
 
 // ---- the launch ---------------------------------------------------------------------------------
@@ -317,22 +315,22 @@ struct SplitLaunch {
   }
 };
 
-// out = epilogue(z, operands, scalars) with z = x weightᵀ + bias, which is stored too if asked for.
+// out = epilogue(z) with z = x weightᵀ + bias, which is stored too if asked for.
 // x is [*, K], weight [N, K]; or x [*, M, K] and weight [*, N, K] with equal leading sizes. Both
 // are fp32, or one is of the kernels' 16-bit type. False, and nothing is launched, where the
 // kernels' indices do not take these shapes or strides.
 bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const Tensor& weight,
                       const std::optional<Tensor>& bias, const Tensor& out,
-                      const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                      const std::vector<double>& scalars, SplitWish wish = {}) {
+                      const std::optional<Tensor>& z, const EpilogueArgs& epilogue,
+                      SplitWish wish = {}) {
   check_linear(kernels, ScalarType::Float, split_types(kernels, weight), x, weight, bias, out, z,
-               operands, scalars);
+               epilogue);
   if (weight.size(-1) == 0) return false;
   if (out.numel() == 0) return true;
 
   std::vector<const Tensor*> tensors{&weight, &x, &out};
   if (z) tensors.push_back(&*z);
-  for (const Tensor& operand : operands) tensors.push_back(&operand);
+  for (const Tensor& operand : epilogue.tensors) tensors.push_back(&operand);
   const auto forced = forced_weight_first(kernels, weight);
   if (forced) wish.weight_first = forced;
   const auto call = SplitCall::of(out, tensors, kernels.rates, wish);
@@ -343,7 +341,7 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   const SplitChoice& choice = call->choice;
   // A matrix has batches where strides alone make them, and they cost tiles.
   if (weight.dim() == 2 && sizes.batches > 1 && !call->is_profitable()) return false;
-  const auto result = linear_result(call->rows, out, z, bias, operands, scalars);
+  const auto result = linear_result(call->rows, out, z, bias, epilogue);
   if (!result || !is_in_reach(choice.weight_first ? sizes.transposed() : sizes, choice.plan)) {
     return false;
   }
@@ -372,8 +370,9 @@ bool run_linear_split(const LinearSplitKernels& kernels, const Tensor& x, const 
   PlaceSizes bytes{};
   bytes[LinearResult::kOut] = static_cast<int64_t>(out.element_size());
   bytes[LinearResult::kZ] = sizeof(float);
-  for (size_t i = 0; i < operands.size(); ++i) {
-    bytes[LinearResult::kFirstOperand + i] = static_cast<int64_t>(operands[i].element_size());
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    bytes[LinearResult::kFirstOperand + i] =
+        static_cast<int64_t>(epilogue.tensors[i].element_size());
   }
   const int64_t size = kernels.x == ScalarType::Float ? 4 : 2;
   for (int64_t row = 0; row < all.first.rows; row += at_once) {
@@ -394,44 +393,13 @@ bool LinearSplitKernels::is_profitable(const Tensor& x, const Tensor& weight) co
 bool LinearSplitKernels::run(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& bias, const Tensor& y,
                              const std::optional<Tensor>& c, const EpilogueArgs& args) const {
-  return run_linear_split(*this, x, weight, bias, y, c, args.tensors, args.scalars);
-}
-
-// sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
-// where the weight is split first, else 0; then the nanoseconds that are modelled for it, and for
-// the library. gpu: capability, multiprocessors, kHz, and the memory's kHz and bits. Needs no GPU.
-std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
-                                         const std::vector<int64_t>& gpu) {
-  STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
-  for (const int64_t size : sizes) {
-    STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
-  }
-  STD_TORCH_CHECK(gpu.size() == 5, "fx_fuser: ", to_string(gpu), " are not a GPU's figures");
-  const SplitRates rates = SplitRates::of(GpuFigures::of(gpu[0], gpu[1], gpu[2], gpu[3], gpu[4]));
-  const SplitSizes product{sizes[0], sizes[1], sizes[2], sizes[3]};
-  const SplitChoice choice = split_choice(product, {}, rates);
-  const auto nanoseconds = [](double seconds) { return static_cast<int64_t>(1e9 * seconds); };
-  return {choice.plan.chunks, choice.weight_first, nanoseconds(choice.seconds),
-          nanoseconds(library_seconds(product, rates))};
+  return run_linear_split(*this, x, weight, bias, y, c, args);
 }
 
 void reset_linear_split(int64_t handle) {
   const auto& kernels = *reinterpret_cast<const LinearSplitKernels*>(handle);
   kernels.precision->reset();
   kernels.guesses->reset();
-}
-
-// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way. exact: no
-// scales are guessed.
-bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
-                  const std::optional<Tensor>& bias, const Tensor& out,
-                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
-                  const std::vector<double>& scalars, int64_t chunks, const std::string& first,
-                  bool exact) {
-  SplitWish wish{chunks, std::nullopt, exact};
-  if (!first.empty()) wish.weight_first = first == "weight";
-  return run_linear_split(*reinterpret_cast<const LinearSplitKernels*>(handle), x, weight, bias,
-                          out, z, operands, scalars, wish);
 }
 
 }  // namespace

@@ -26,75 +26,42 @@ namespace fx_fuser {
 STABLE_TORCH_LIBRARY(fx_fuser_native, m) {
   m.def("contract() -> str[]");
   m.def("use_driver(int get_proc_address) -> ()");
-  m.def("load(str family, str name, str[] cubins, str[] signature, int device) -> int");
+  m.def("gpu_figures(int device) -> int[]");
+  m.def(
+      "load(str family, str name, str[] cubins, str[] signature, int device, float[] rates) -> "
+      "int");
   m.def("pointwise(int kernels, Tensor(a!) out, Tensor[] inputs, float[] scalars) -> ()");
   m.def("batch_stats(int kernels, Tensor x) -> (Tensor, Tensor)");
-  m.def(
-      "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
-      "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
-      "bool");
-  m.def("linear_split_choice(int[] sizes, int[] gpu) -> int[]");
   m.def("reset_linear_split(int kernels) -> ()");
-  m.def(
-      "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
-      "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
   m.def(
       "conv_direct_cut(int[] sizes, int x_bytes, int out_bytes, int operands, int "
       "multiprocessors) -> int[]");
   m.def(
-      "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
-      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
-  m.def(
-      "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
-      "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
-  m.def(
       "depthwise_cut(int[] sizes, int stride, int x_bytes, bool channels_last, int operands, int "
       "multiprocessors) -> int[]");
-  m.def(
-      "depthwise(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
-      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def("stem_cut(int[] sizes, int x_bytes, int operands) -> int[]");
-  m.def(
-      "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
-      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def(
       "implicit_cut(int[] sizes, int[] stride, int[] dilation, int columns, int leaves, "
       "int operands, int held, int multiprocessors, int shared_bytes) -> int[]");
   m.def(
-      "implicit(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, "
-      "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
-  m.def(
       "conv_direct_backward_cut(int[] sizes, int x_bytes, bool with_input, int multiprocessors) -> "
       "int[]");
-  m.def(
-      "conv_direct_backward(int kernels, Tensor dy, Tensor x, Tensor weight, int[] padding, "
-      "Tensor? mean, Tensor? variance, Tensor? gamma, Tensor? bias, float eps, bool training, "
-      "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!) dgamma, Tensor(d!) dbeta, "
-      "Tensor[] operands, float[] scalars) -> bool");
 }
 
 // For every device, so that a CPU tensor meets our error and not the dispatcher's.
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_native, CompositeExplicitAutograd, m) {
   m.impl("contract", TORCH_BOX(&contract));
   m.impl("use_driver", TORCH_BOX(&use_driver));
+  m.impl("gpu_figures", TORCH_BOX(&gpu_figures));
   m.impl("load", TORCH_BOX(&load));
   m.impl("pointwise", TORCH_BOX(&pointwise));
   m.impl("batch_stats", TORCH_BOX(&batch_stats));
-  m.impl("linear_split", TORCH_BOX(&linear_split));
-  m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
   m.impl("reset_linear_split", TORCH_BOX(&reset_linear_split));
-  m.impl("linear_dense", TORCH_BOX(&linear_dense));
   m.impl("conv_direct_cut", TORCH_BOX(&conv_direct_cut));
-  m.impl("conv_direct", TORCH_BOX(&conv_direct));
-  m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
   m.impl("depthwise_cut", TORCH_BOX(&depthwise_cut));
-  m.impl("depthwise", TORCH_BOX(&depthwise));
   m.impl("stem_cut", TORCH_BOX(&stem_cut));
-  m.impl("stem", TORCH_BOX(&stem));
   m.impl("implicit_cut", TORCH_BOX(&implicit_cut));
-  m.impl("implicit", TORCH_BOX(&implicit));
   m.impl("conv_direct_backward_cut", TORCH_BOX(&conv_direct_backward_cut));
-  m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {

@@ -53,42 +53,20 @@ struct SplitPlan {
 constexpr double kSplitStart = 5e-6;  // the pre-pass's launch, filling the ring
 constexpr double kSumStart = 2e-6;    // the launch of the kernel that adds chunks up
 
-// How fast a GPU is, in seconds, byte/s and flop/s.
+// How fast a GPU is, in seconds, byte/s and flop/s, as fx_fuser/native/limits.py lists it.
 struct SplitRates {
-  int64_t multiprocessors = 132;
-  double stage = 1.2e-6;            // a tile's 64 of k
-  double tile_overhead = 3e-6;      // its scales, its epilogue
-  double work_bandwidth = 3e12;     // of what is written to be read again
-  double library_rate = 48e12;      // of cuBLAS's fp32 product, where it is large
-  double library_bandwidth = 4e12;  // of its operands and its result
+  int64_t multiprocessors;
+  double stage;              // a tile's 64 of k
+  double tile_overhead;      // its scales, its epilogue
+  double work_bandwidth;     // of what is written to be read again
+  double library_rate;       // of cuBLAS's fp32 product, where it is large
+  double library_bandwidth;  // of its operands and its result
 
-  static SplitRates of(const GpuFigures& gpu);
+  static SplitRates of(const std::vector<double>& given) {
+    STD_TORCH_CHECK(given.size() == 6, "fx_fuser: a GPU has 6 rates, not ", given.size());
+    return {static_cast<int64_t>(given[0]), given[1], given[2], given[3], given[4], given[5]};
+  }
 };
-
-// The defaults are an H200's, measured (kernels_cu/linear/NOTES.md), with its data sheet's figures:
-constexpr double kH200Clock = 1.83e9;
-constexpr double kH200Bandwidth = 4.8e12;
-constexpr double kH200Lanes = 128;  // of fp32, a multiprocessor's
-
-// On another GPU they are in the proportion of its figures to these, but for a stage, which there
-// is one of mma.sync: cycles as docs/gpus.md predicts them, for half as much of k. GeForce's tensor
-// cores are half as fast as those of other GPUs of their capability, which no figure here tells.
-SplitRates SplitRates::of(const GpuFigures& gpu) {
-  SplitRates rates;
-  rates.multiprocessors = gpu.multiprocessors;
-  if (gpu.capability / 10 == 9) return rates;
-  const bool is_large = gpu.capability == 80 || gpu.capability / 10 == 10;  // A100, B200
-  const double lanes = gpu.capability == 80 ? 64 : 128;
-  const double clock = gpu.clock > 0 ? gpu.clock : kH200Clock;
-  const double bandwidth = gpu.bandwidth > 0 ? gpu.bandwidth / kH200Bandwidth : 1;
-  rates.stage = 2 * (is_large ? 1900 : 3600) / clock;
-  rates.tile_overhead *= kH200Clock / clock;
-  rates.work_bandwidth *= bandwidth;
-  rates.library_bandwidth *= bandwidth;
-  rates.library_rate *= lanes / kH200Lanes * clock / kH200Clock *
-                        static_cast<double>(gpu.multiprocessors) / SplitRates{}.multiprocessors;
-  return rates;
-}
 
 constexpr int64_t kLeastChunkTiles = 4;         // of k: below, a tile's overhead is most of it
 constexpr int64_t kMostChunks = 128;            // as many partial sums make one element

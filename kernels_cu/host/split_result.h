@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "host/device.h"
+#include "host/epilogue_args.h"
 #include "host/split_operands.h"
 #include "host/split_plan.h"
 #include "linear/linear_split_args.h"
@@ -18,8 +19,7 @@ namespace {
 std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& out,
                                           const std::optional<Tensor>& z,
                                           const std::optional<Tensor>& bias,
-                                          const std::vector<Tensor>& operands,
-                                          const std::vector<double>& scalars) {
+                                          const EpilogueArgs& epilogue) {
   LinearResult result{};
   int next = 2;
   const bool whole = out.size(-1) % kLinearVector == 0;
@@ -42,15 +42,15 @@ std::optional<LinearResult> linear_result(const MergedRows& rows, const Tensor& 
   } else {
     result.vectors |= 1u << LinearResult::kZ;
   }
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const Tensor& operand = operands[i];
+  for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+    const Tensor& operand = epilogue.tensors[i];
     const bool has_columns = operand.dim() > 0 && operand.size(-1) != 1;
     result.operand[i].n = has_columns ? operand.stride(-1) : 0;
     result.operand[i].m =
         place(operand, LinearResult::kFirstOperand + static_cast<int>(i), result.operand[i].n);
   }
   result.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
-  std::copy(scalars.begin(), scalars.end(), result.scalar);
+  std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), result.scalar);
   return result;
 }
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -70,13 +69,8 @@ std::vector<int64_t> stem_cut(const std::vector<int64_t>& sizes, int64_t x_bytes
 // A call that the kernels take.
 struct StemCall {
   StemArgs args;
-  std::vector<int64_t> size;  // of the result
-  bool channels_last;         // as torch's own convolution lays the result out
-
-  Tensor new_result(const Tensor& like, ScalarType type) const {
-    if (!channels_last) return new_dense(like, size, type);
-    return new_strided(like, size.data(), channels_last_strides(size).data(), size.size(), type);
-  }
+  ImageSize size;      // of the result
+  bool channels_last;  // as torch's own convolution lays the result out
 };
 
 // Can the rows of x be copied as they lie, vector by vector?
@@ -137,11 +131,10 @@ std::optional<StemCall> stem_call(const StemKernels& kernels, const Tensor& x, c
   return call;
 }
 
-// c = conv2d(x, weight), and out = epilogue(c, operands, scalars) of operands that are one number a
-// channel, or one. Either may be absent.
+// c = conv2d(x, weight), and out = epilogue(c) of operands that are one number a channel, or one.
+// Either may be absent.
 void run_stem(const StemKernels& kernels, const StemCall& call, const std::optional<Tensor>& out,
-              const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-              const std::vector<double>& scalars) {
+              const std::optional<Tensor>& c, const EpilogueArgs& epilogue) {
   StemArgs args = call.args;
   int device = 0;
   const auto place_of = [&](const Tensor& result, const char* name, ScalarType type) {
@@ -165,15 +158,14 @@ void run_stem(const StemKernels& kernels, const StemCall& call, const std::optio
   if (out) {
     args.out = place_of(*out, "out", kernels.out);
     args.out_takes_vectors = takes_vectors(*out, call.channels_last);
-    check_epilogue(kernels, *out, operands, scalars);
-    for (size_t i = 0; i < operands.size(); ++i) {
-      const Tensor& operand = operands[i];
+    check_epilogue(kernels, *out, epilogue);
+    for (size_t i = 0; i < epilogue.tensors.size(); ++i) {
+      const Tensor& operand = epilogue.tensors[i];
       STD_TORCH_CHECK(is_per_channel(operand), "fx_fuser: operand ", i, " of shape ",
                       to_string(operand.sizes()), " is not one number a channel");
-      const bool is_vector = operand.dim() >= 3 && operand.size(-3) != 1;
-      args.operand[i] = {operand.data_ptr(), is_vector ? operand.stride(-3) : 0};
+      args.operand[i] = {operand.data_ptr(), {conv_operand_of(operand).stride[1]}};
     }
-    std::copy(scalars.begin(), scalars.end(), args.scalar);
+    std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
   }
   const int parts = kernels.geometry.parts;
   const int64_t at_once = int64_t{kernels.resident[call.channels_last]} * kernels.multiprocessors;
@@ -196,25 +188,14 @@ std::optional<Made> StemKernels::run(const Conv& conv, const Norm& norm,
   const auto& read = leaves.tensors;
   const bool applies = std::all_of(read.begin(), read.end(), is_per_channel);
   std::optional<Tensor> c;
-  if (conv.save || !applies) c = call->new_result(conv.x, conv.x.scalar_type());
+  if (conv.save || !applies) c = new_image(conv.x, call->size, x, call->channels_last);
   if (!applies) {
-    run_stem(*this, *call, std::nullopt, c, {}, {});
+    run_stem(*this, *call, std::nullopt, c, {});
     return with_epilogue(conv, norm, leaves, *c);
   }
-  const Tensor y = call->new_result(conv.x, conv.out_type);
-  run_stem(*this, *call, y, c, read, leaves.scalars);
+  const Tensor y = new_image(conv.x, call->size, conv.out_type, call->channels_last);
+  run_stem(*this, *call, y, c, leaves);
   return result_of(y, c, norm);
-}
-
-// False, and nothing is launched, where the kernels do not take the call.
-bool stem(int64_t handle, const Tensor& x, const Tensor& weight, const std::vector<int64_t>& stride,
-          const std::vector<int64_t>& padding, const std::optional<Tensor>& out,
-          const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
-          const std::vector<double>& scalars) {
-  const auto& kernels = *reinterpret_cast<const StemKernels*>(handle);
-  const auto call = stem_call(kernels, x, weight, stride, padding);
-  if (call) run_stem(kernels, *call, out, c, operands, scalars);
-  return call.has_value();
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ struct LinearDenseArgs {
   void* z;               // [m, n], row stride z_stride, or null: x weightᵀ + bias
   int64_t out_stride;
   int64_t z_stride;
-  LinearOperand operand[kMaxInputs];
+  Strided<2> operand[kMaxInputs];  // of [m, n]
   float scalar[kMaxScalars];
   int32_t m;
   int32_t n;

@@ -260,12 +260,12 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
   // A row of the block's tile of each operand, for the producer: from DRAM it would come too late.
   static __device__ __forceinline__ void bring_near(const LinearDenseArgs& args, int m, int n) {
     const auto one = [&](int operand, int element_bytes) {
-      const LinearOperand& from = args.operand[operand];
-      if (args.mode[operand] != Mode::kVector || from.stride_m == 0) return;
+      const Strided<2>& from = args.operand[operand];
+      if (args.mode[operand] != Mode::kVector || from.stride[0] == 0) return;
       const int bytes = min(Layout::kTileN, args.n - n) * element_bytes / 16 * 16;
       if (bytes <= 0) return;
       ptx::prefetch(
-          static_cast<const uint8_t*>(from.data) + (m * from.stride_m + n) * element_bytes, bytes);
+          static_cast<const uint8_t*>(from.data) + (m * from.stride[0] + n) * element_bytes, bytes);
     };
     (one(kOperand, sizeof(Operand)), ...);
   }
@@ -273,16 +273,16 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
   template <int kOne, class T>
   __device__ __forceinline__ void load_one(Packed<T, kWidth>& vector, int m, int n,
                                            bool whole) const {
-    const LinearOperand& operand = args.operand[kOne];
+    const Strided<2>& operand = args.operand[kOne];
     const T* from =
-        static_cast<const T*>(operand.data) + m * operand.stride_m + n * operand.stride_n;
+        static_cast<const T*>(operand.data) + m * operand.stride[0] + n * operand.stride[1];
     if (whole && args.mode[kOne] == Mode::kVector) {
       vector = *reinterpret_cast<const Packed<T, kWidth>*>(from);
     } else if (args.mode[kOne] == Mode::kSplat) {
       const T value = *from;
       vector.assign([&](int) { return value; });
     } else {
-      vector.assign([&](int e) { return n + e < args.n ? from[e * operand.stride_n] : T{}; });
+      vector.assign([&](int e) { return n + e < args.n ? from[e * operand.stride[1]] : T{}; });
     }
   }
 
@@ -294,7 +294,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 #pragma unroll
     for (int v = 0; v < kGroup; ++v) {
       if (m + v * kRowsAtOnce < args.m && n < args.n) {
-        (load_one<static_cast<int>(kOperand)>(packed_of<static_cast<int>(kOperand)>(raw[v]),
+        (load_one<static_cast<int>(kOperand)>(vector_of<static_cast<int>(kOperand)>(raw[v]),
                                               m + v * kRowsAtOnce, n, n + kWidth <= args.n),
          ...);
       }
@@ -327,7 +327,7 @@ struct TileEpilogue<Layout, Epilogue, kScalars, Out, In, std::index_sequence<kOp
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float in[1 + kOperands] = {sum.element[e] + convert<float>(biases.element[e]),
-                                       convert<float>(packed_of<kOperand>(operands)[e])...};
+                                       convert<float>(vector_of<kOperand>(operands)[e])...};
       z.element[e] = convert<In>(in[0]);
       result.element[e] = convert<Out>(static_cast<float>(Epilogue{}(in, scalar)));
     }

@@ -157,13 +157,6 @@ constexpr int mma_stages(int shared_bytes) {
 }
 constexpr int mma_shared_bytes(int stages) { return kMmaBesideStages + stages * kMmaStageBytes; }
 
-// Element [m, n] is data[m * stride_m + n * stride_n].
-struct LinearOperand {
-  const void* data;
-  int64_t stride_m;
-  int64_t stride_n;
-};
-
 // Where planes of a result or an operand lie; strides in bytes.
 struct LinearPlace {
   void* data;

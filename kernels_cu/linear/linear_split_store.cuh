@@ -93,11 +93,11 @@ struct Store {
     if constexpr (kDirect) {
       const bool keeps_z = args.result.place[LinearResult::kZ].data != nullptr;
       if (!kIsPartial && (keeps_z || (args.transposed && !args.pairs))) {
-        return store_as_it_lies<Way::kAny>(me, tile, sum);
+        return store_as_it_lies<Stores::kAny>(me, tile, sum);
       } else if (args.transposed) {
-        return store_as_it_lies<Way::kPairs>(me, tile, sum);
+        return store_as_it_lies<Stores::kPairs>(me, tile, sum);
       } else {
-        return store_as_it_lies<Way::kRows>(me, tile, sum);
+        return store_as_it_lies<Stores::kRows>(me, tile, sum);
       }
     } else if (kWords <= kMostWords && args.result.is_in_vectors()) {
       return store_vectors(me, tile, sum, Operands{});
@@ -130,7 +130,7 @@ struct Store {
     return rows;
   }
 
-  enum class Way { kRows, kPairs, kAny };
+  enum class Stores { kRows, kPairs, kAny };
   struct alignas(2 * sizeof(Out)) Pair {
     Out value[2];
   };
@@ -138,14 +138,15 @@ struct Store {
   // Without branches an element, each of which would wait for the one before: all is computed, what
   // lies inside is stored. kRows: n are adjacent; kPairs: m are, and two can be stored at once;
   // kAny is for all else, with z.
-  template <Way kWay>
+  template <Stores kStores>
   __device__ __forceinline__ float store_as_it_lies(const Self& me, const Tile& tile,
                                                     const float (&sum)[64]) const {
     const int m0 = me.m_of(0);
     const int rows = args.m - (tile.m + m0);
     const int n = tile.n + me.n_of(0);
     const bool has_n[2] = {n < args.n, n + 8 < args.n};
-    const bool transposed = kWay == Way::kPairs || (kWay == Way::kAny && args.transposed);
+    const bool transposed =
+        kStores == Stores::kPairs || (kStores == Stores::kAny && args.transposed);
     const bool has_bias = args.result.bias != nullptr;
     const LinearResult& to = args.result;
     const auto begin = [&](int place, int64_t m_step, int64_t n_step) {
@@ -159,7 +160,7 @@ struct Store {
     const int64_t z_m_step = transposed ? 1 : to.z_stride;
     const int64_t z_n_step = transposed ? to.z_stride : 1;
     float* z = nullptr;
-    const bool keeps_z = kWay == Way::kAny && to.place[LinearResult::kZ].data != nullptr;
+    const bool keeps_z = kStores == Stores::kAny && to.place[LinearResult::kZ].data != nullptr;
     if (keeps_z) z = reinterpret_cast<float*>(begin(LinearResult::kZ, z_m_step, z_n_step));
     const float bias_of_n[2] = {transposed ? 0 : bias_of(me, 0), transposed ? 0 : bias_of(me, 2)};
     float probe = 0;
@@ -174,7 +175,7 @@ struct Store {
         const float4 both = *reinterpret_cast<const float4*>(&me.exchange.x_factors[m]);
         unscale[i] = make_float2(both.x, both.z);
         bias_of_m[i] = make_float2(0, 0);
-        if (kWay != Way::kRows && transposed && has_bias) {
+        if (kStores != Stores::kRows && transposed && has_bias) {
           bias_of_m[i] = *reinterpret_cast<const float2*>(&me.exchange.bias[m]);
         }
       }
@@ -186,17 +187,18 @@ struct Store {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
             const int element = 4 * (i0 + i) + 2 * r + t;
-            const float of_m = kWay == Way::kRows ? 0 : t ? bias_of_m[i].y : bias_of_m[i].x;
+            const float of_m = kStores == Stores::kRows ? 0 : t ? bias_of_m[i].y : bias_of_m[i].x;
             Values in;
             in.value[0] = fmaf(sum[element], t ? unscale[i].y : unscale[i].x,
                                transposed ? of_m : bias_of_n[r]);
             const bool inside = 8 * (i0 + i) + t < rows && has_n[r];
             pair.value[t] = result_of<Epilogue, kScalars, Out>(to, in);
-            if (kWay != Way::kPairs && inside) out[t * m_step + 8 * r * n_step] = pair.value[t];
+            if (kStores != Stores::kPairs && inside)
+              out[t * m_step + 8 * r * n_step] = pair.value[t];
             if (keeps_z && inside) z[t * z_m_step + 8 * r * z_n_step] = in.value[0];
             probe = fmaf(in.value[0], 0.0f, probe);
           }
-          if (kWay == Way::kPairs && 8 * (i0 + i) < rows && has_n[r]) {
+          if (kStores == Stores::kPairs && 8 * (i0 + i) < rows && has_n[r]) {
             *reinterpret_cast<Pair*>(out + 8 * r * n_step) = pair;
           }
         }
@@ -302,7 +304,7 @@ struct Store {
     Vectors ahead[kAhead];
     const auto load = [&](int u) {
       if (!is_inside(u)) return;
-      (load_vector(packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead]),
+      (load_vector(vector_of<static_cast<int>(kOperand)>(ahead[u % kAhead]),
                    place_of_tile.address(
                        exchange.place[LinearResult::kFirstOperand + static_cast<int>(kOperand)], u,
                        to.operand[kOperand].m, to.operand[kOperand].n, sizeof(In)),
@@ -329,7 +331,7 @@ struct Store {
           Values in;
           in.value[0] = one[e];
           ((in.value[1 + kOperand] =
-                convert<float>(packed_of<static_cast<int>(kOperand)>(ahead[u % kAhead])[e])),
+                convert<float>(vector_of<static_cast<int>(kOperand)>(ahead[u % kAhead])[e])),
            ...);
           return result_of<Epilogue, kScalars, Out>(to, in);
         });

@@ -23,27 +23,10 @@
 
 #include "common/convert.cuh"
 #include "common/epilogue_math.cuh"
+#include "common/packed.cuh"
 #include "pointwise/pointwise_args.h"
 
 namespace fx_fuser {
-
-// A tuple of raw vectors, one per operand, that stays in registers.
-template <int kOperand, class T, int kWidth>
-struct Slot {
-  Vec<T, kWidth> raw;
-};
-
-template <class Operands, int kWidth, class... In>
-struct RawVectors;
-
-template <size_t... kOperand, int kWidth, class... In>
-struct RawVectors<std::index_sequence<kOperand...>, kWidth, In...>
-    : Slot<static_cast<int>(kOperand), In, kWidth>... {};
-
-template <int kOperand, class T, int kWidth>
-__device__ __forceinline__ Vec<T, kWidth>& raw_of(Slot<kOperand, T, kWidth>& slot) {
-  return slot.raw;
-}
 
 template <class Index, int kInputs>
 struct Place {
@@ -110,7 +93,7 @@ struct PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out,
   static constexpr int kThreads = kIsSmall ? kSmallThreads : kPointwiseThreads;
   static_assert(kInputs <= kMaxInputs && kScalars <= kMaxScalars);
 
-  using Raw = RawVectors<std::index_sequence<kOperand...>, kWidth, In...>;
+  using Raw = VectorTuple<Vec, std::index_sequence<kOperand...>, kWidth, In...>;
   using Args = PointwiseArgs<Index>;
 
   template <int kOne>
@@ -120,7 +103,7 @@ struct PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out,
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (whole[v]) {
-        load_vector(raw_of<kOne>(raw[v]), args.in[kOne], args.mode[kOne], place[v].offset[kOne],
+        load_vector(vector_of<kOne>(raw[v]), args.in[kOne], args.mode[kOne], place[v].offset[kOne],
                     args.stride[kOne][0]);
       }
     }
@@ -131,7 +114,7 @@ struct PointwiseKernel<Index, kIsSmall, Epilogue, kScalars, Acc, Out,
     Vec<Out, kWidth> result;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
-      const Acc in[kInputs] = {convert<Acc>(raw_of<kOperand>(raw).element[e])...};
+      const Acc in[kInputs] = {convert<Acc>(vector_of<kOperand>(raw).element[e])...};
       result.element[e] = convert<Out>(static_cast<Acc>(Epilogue{}(in, scalar)));
     }
     return result;

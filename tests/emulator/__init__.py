@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import kernels
 from fx_fuser.errors import BuildError
-from fx_fuser.native import binaries, compilers, store
+from fx_fuser.native import binaries, compilers, limits, store
 from fx_fuser.native.jobs import Job
 from fx_fuser.native.kernel_spec import KernelSpec
 
@@ -107,7 +108,7 @@ def _library(text: str, *command: str) -> Job:
     return Job(key, text, ".cpp", ".so", whole)
 
 
-def _text_of(*names: str) -> str:
+def _text_of(*names: str | Path) -> str:
     return "".join((HERE / name).read_text() for name in names)
 
 
@@ -127,10 +128,11 @@ def _machine() -> Job:
 
 def _shim() -> Job:
     host = compilers.of_shim()
-    command = binaries.shim_command(host, [f"-I{HERE}"])
+    benchmarks = Path(kernels.__file__).parent
+    command = binaries.shim_command(host, [f"-I{HERE}", f"-I{benchmarks}"])
     command = tuple("-O0" if part.startswith("-O") else part for part in command)
     parts = (*command, host.version, torch.__version__, binaries.shim_sources())
-    headers = _text_of("driver.h", "memory.h", "machine.h")
+    headers = _text_of("driver.h", "memory.h", "machine.h", benchmarks / "kernels.h")
     text = _text_of("shim.cpp")
     key = hashlib.sha256("\0".join((text, headers, *parts)).encode()).hexdigest()[:32]
     return Job(key, text, ".cpp", ".so", command)
@@ -194,16 +196,22 @@ def load(spec: KernelSpec, capability: int, multiprocessors: int = 2) -> int:
     """The kernel on such a GPU, as a handle that `ops` take."""
     (paths,) = build([(spec, capability)])
     _use_device(capability, multiprocessors)
-    loading = spec.family.loader, spec.name, [*map(str, paths)], spec.signature, ON_CPU
-    handle: int = ops.load.default(*loading)
-    return handle
+    return _loaded(capability, spec.family.loader, spec.name, paths, spec.signature)
 
 
 def load_batch_stats(capability: int, multiprocessors: int = 2) -> int:
     """The kernels of statistics, likewise."""
     (path,) = store.ensure([_kernel_job(binaries.batch_stats_source(), GPUS[capability])])
     _use_device(capability, multiprocessors)
-    handle: int = ops.load.default("batch_stats", "batch_stats", [str(path)], [], ON_CPU)
+    return _loaded(capability, "batch_stats", "batch_stats", [path], [])
+
+
+def _loaded(
+    capability: int, family: str, name: str, paths: Sequence[Path], signature: Sequence[str]
+) -> int:
+    rates = limits.split_rates(divmod(capability, 10), ops.gpu_figures.default(ON_CPU))
+    loading = family, name, [*map(str, paths)], signature, ON_CPU, rates
+    handle: int = ops.load.default(*loading)
     return handle
 
 

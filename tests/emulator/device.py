@@ -149,7 +149,8 @@ def in_place_of_cuda(
     """From here on these modules' kernels run on the emulated GPU."""
     for name in ("handle_of", "prepare", "prepare_batch_stats"):
         patch.setattr(load, name, getattr(gpu, name))
-    for module in (kernels, launch, split):
+    patch.setattr(kernels, "_ops", lambda: gpu)
+    for module in (launch, split):
         patch.setattr(module, "_ops", gpu)
     for module in modules:
         for name in ("CUDA", "DEVICE"):

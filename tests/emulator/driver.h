@@ -42,7 +42,6 @@ inline int attribute(int* value, int attribute, int /*device*/) {
     case fx_fuser::kDeviceMajor:
       *value = device.major;
       return 0;
-    case fx_fuser::kDeviceMinor:
     case fx_fuser::kDeviceClock:  // 0: unknown
     case fx_fuser::kDeviceMemoryClock:
     case fx_fuser::kDeviceMemoryBits:

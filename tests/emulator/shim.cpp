@@ -56,6 +56,9 @@ AOTITorchError guarded_empty(int64_t rank, const int64_t* sizes, const int64_t* 
 #define fx_fuser_native fx_fuser_emulated
 #define CUDA PrivateUse1  // of the ops that graphs call, which nobody calls here
 #include "host/shim.cpp"
+#define fx_fuser_bench fx_fuser_emulated
+#include "kernels.h"
+#undef fx_fuser_bench
 #undef fx_fuser_native
 #undef CUDA
 

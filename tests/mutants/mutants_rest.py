@@ -78,9 +78,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "rest: the split gemm's rates follow the GPU",
-        "kernels_cu/host/split_plan.h",
-        "if (gpu.capability / 10 == 9) return rates;",
-        "return rates;",
+        "native/limits.py",
+        "if capability[0] != 9:",
+        "if False:",
         (
             f"{RATES}::test_split_rates_follow_the_gpus_figures[A100]",
             f"{RATES}::test_split_rates_follow_the_gpus_figures[B200]",
@@ -88,10 +88,24 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "rest: the split gemm's rates on Hopper are as measured",
-        "kernels_cu/host/split_plan.h",
-        "if (gpu.capability / 10 == 9) return rates;",
-        "",
+        "native/limits.py",
+        "if capability[0] != 9:",
+        "if True:",
         (f"{RATES}::test_split_choices_of_hopper_are_those_that_were_measured",),
+    ),
+    (
+        "rest: a GPU's rates go with its kernels",
+        "native/load.py",
+        "*arguments, index, rates)",
+        "*arguments, index, [])",
+        ("tests/native/test_build.py::test_a_kernel_that_does_not_load_is_no_kernel",),
+    ),
+    (
+        "rest: the least shared memory of a block is the shim's, too",
+        "native/limits.py",
+        "99 << 10",
+        "100 << 10",
+        ("tests/ops/test_contract.py::test_the_real_shim_says_what_python_says",),
     ),
     (
         "contest: what a candidate costs where it stands",

@@ -21,7 +21,7 @@ from fx_fuser.errors import BuildError
 from fx_fuser.kernels import base, split
 from fx_fuser.kernels.dense import LINEAR_DENSE
 from fx_fuser.kernels.split import LINEAR_SPLIT, LINEAR_SPLIT_AUTO, LINEAR_SPLIT_MMA
-from fx_fuser.native import binaries, compilers, launch, load, store
+from fx_fuser.native import binaries, compilers, launch, limits, load, store
 from fx_fuser.native.jobs import SOURCE, TARGET, Job
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, POINTWISE, texts_of
 
@@ -244,7 +244,8 @@ def loader(fake, monkeypatch):
         return answer
 
     op = SimpleNamespace(default=loading)
-    ops = SimpleNamespace(load=op)
+    figures = SimpleNamespace(default=lambda index: [132, 0, 0, 0])
+    ops = SimpleNamespace(load=op, gpu_figures=figures)
     monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
     monkeypatch.setattr(load, "load_shim", lambda: None)
     monkeypatch.setattr(load, "_kernels", {})
@@ -260,8 +261,9 @@ def test_a_kernel_that_does_not_load_is_no_kernel(loader):
     assert load._kernels == {}
     load.prepare([SPEC], "cuda:0")
     assert load._kernels == {(SPEC.name, 0): 7}
-    family, name, (cubin,), signature, index = loader.calls[-1]
+    family, name, (cubin,), signature, index, rates = loader.calls[-1]
     assert (family, name, signature, index) == ("pointwise", SPEC.name, SPEC.signature, 0)
+    assert rates == limits.split_rates((9, 0), [132, 0, 0, 0])
     assert Path(cubin).read_text() == SPEC.text
 
 
@@ -270,7 +272,7 @@ def test_what_tails_share_is_compiled_once_and_loaded_with_each(loader, fake):
     specs = [_split("Swish", 1), _split("Sigmoid", 0)]
     load.prepare(specs, "cuda:0")
     assert fake.calls == 3 and load._kernels == {(specs[0].name, 0): 7, (specs[1].name, 0): 8}
-    for spec, (_, name, cubins, signature, index) in zip(specs, loader.calls, strict=True):
+    for spec, (_, name, cubins, signature, index, _) in zip(specs, loader.calls, strict=True):
         assert (name, signature, index) == (spec.name, spec.signature, 0)
         assert tuple(Path(cubin).read_text() for cubin in cubins) == spec.texts
     later, cuda = _split("Identity", 0), torch.device("cuda:0")

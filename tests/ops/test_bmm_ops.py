@@ -68,16 +68,16 @@ def test_gradcheck(lead: tuple[int, ...], layout: str, native: bool) -> None:
 @pytest.mark.each_once
 @leads
 @layouts
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompute"])
 def test_the_split_product_has_the_librarys_gradients(
-    lead: tuple[int, ...], layout: str, again: bool
+    lead: tuple[int, ...], layout: str, recompute: bool
 ) -> None:
     tensors = _tensors(lead, torch.float32, layout)
     found = []
     for maker in ("library", "split"):
         op = torch.ops.fx_fuser.bmm.default
         dtypes = (torch.float32, torch.float32)
-        (y,) = op(*tensors[:2], maker, maker, again, TEXT, [tensors[2]], [0.75], *dtypes, True)
+        (y,) = op(*tensors[:2], maker, maker, recompute, TEXT, [tensors[2]], [0.75], *dtypes, True)
         found.append((y, *torch.autograd.grad(y, tensors, torch.ones_like(y))))
     for own, library, operand in zip(found[1][1:], found[0][1:], tensors):
         assert own.shape == operand.shape and own.is_contiguous()
@@ -123,10 +123,10 @@ def _detached(values: Any) -> Any:
 @leads
 @layouts
 @pytest.mark.parametrize("save", [False, True], ids=["inference", "saving"])
-def test_opcheck_kernel_and_again(layout: str, lead: tuple[int, ...], save: bool) -> None:
+def test_opcheck_kernel_and_recompute(layout: str, lead: tuple[int, ...], save: bool) -> None:
     *front, _, out, _ = _detached(_args(torch.float32, layout, lead))
     opcheck(run.MANY, run.arguments("bmm", (*front, [], out, save)))
-    opcheck(run.IN_TORCH, run.arguments("bmm_again", (*front[:5], torch.randn(1))))
+    opcheck(run.IN_TORCH, run.arguments("bmm_recompute", (*front[:5], torch.randn(1))))
     x, w, *_ = front
     opcheck(torch.ops.fx_fuser.split_product.default, (x, w.mT, "a kernel"))
 
@@ -145,7 +145,7 @@ def test_fakes_have_the_strides_of_the_results(layout: str, lead: tuple[int, ...
     calls: list[Callable[[Any], Any]] = [
         lambda v: of("bmm", *v(front), [], out, True)[0],
         lambda v: of("bmm", *v(front), [], out, True)[1],
-        lambda v: of("bmm_again", *v(front[:5]), v(torch.randn(1)))[0],
+        lambda v: of("bmm_recompute", *v(front[:5]), v(torch.randn(1)))[0],
         lambda v: ops.split_product(v(x), v(w).mT, "a kernel"),
         lambda v: ops.split_product(v(x).mT, v(torch.randn(*lead, 5, 4)), "a kernel"),
     ]

@@ -15,6 +15,7 @@ from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS
 LINES = [
     "limit tensors 16",
     "limit numbers 8",
+    "limit shared 101376",
     "leaves bias mean var gamma beta eps",
 ]
 
@@ -39,7 +40,13 @@ def test_the_order_of_lines_has_no_meaning(says):
 
 @pytest.mark.parametrize("line", range(len(LINES)))
 def test_a_line_that_differs_is_named_with_both_sides_and_the_remedy(says, line):
-    changed = LINES[line].replace("16", "12").replace("8", "4").replace("mean var", "var mean")
+    changed = (
+        LINES[line]
+        .replace("16", "12")
+        .replace("8", "4")
+        .replace("101", "100")
+        .replace("mean var", "var mean")
+    )
     assert changed != LINES[line]
     says([*LINES[:line], changed, *LINES[line + 1 :]])
     with pytest.raises(BuildError) as caught:

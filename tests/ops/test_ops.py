@@ -297,7 +297,7 @@ def test_opcheck_own_backward(training: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_opcheck_again(training: bool, last: bool) -> None:
+def test_opcheck_recompute(training: bool, last: bool) -> None:
     conv = _detached(list(conv_args("s", F32, training)))
     if last:
         conv[0] = conv[0].to(memory_format=torch.channels_last)
@@ -305,7 +305,7 @@ def test_opcheck_again(training: bool, last: bool) -> None:
         _detached(list(linear_args("ss", F32, kind=k)))[:6] for k in ("linear", "matmul")
     )
     for kind, args in ((NORM, conv[:18]), ("linear", linear), ("matmul", matmul)):
-        opcheck(run.IN_TORCH, run.arguments(f"{kind}_again", (*args, torch.randn(1))))
+        opcheck(run.IN_TORCH, run.arguments(f"{kind}_recompute", (*args, torch.randn(1))))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

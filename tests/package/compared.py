@@ -67,12 +67,12 @@ def break_column(
 def replace_column(
     monkeypatch: pytest.MonkeyPatch, name: str, compile_with: Callable[[Any], Any]
 ) -> None:
-    ways_of = MODULE.ways_of
+    variants_of = MODULE.variants_of
 
-    def other_ways(*args: Any) -> Any:
-        ways = ways_of(*args)
-        if name in ways:
-            ways[name] = dataclasses.replace(ways[name], compile=compile_with)
-        return ways
+    def other_variants(*args: Any) -> Any:
+        variants = variants_of(*args)
+        if name in variants:
+            variants[name] = dataclasses.replace(variants[name], compile=compile_with)
+        return variants
 
-    monkeypatch.setattr(MODULE, "ways_of", other_ways)
+    monkeypatch.setattr(MODULE, "variants_of", other_variants)

@@ -16,7 +16,7 @@ from fx_fuser.compare import race as race_module
 from fx_fuser.compare import turns
 from fx_fuser.compare.race import Race
 from fx_fuser.compare.untouched import tf32_allowed
-from fx_fuser.compare.ways import ways_of
+from fx_fuser.compare.variants import variants_of
 from fx_fuser.options import Options
 
 
@@ -33,9 +33,9 @@ def test_inductors_column_has_the_users_options(monkeypatch: pytest.MonkeyPatch)
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda model, **given: seen.append(given))
     for given in ({}, {"mode": "max-autotune-no-cudagraphs", "fp32": "ieee", "max_fusion_size": 3}):
-        ways = ways_of(ALL, Options.parse(None, given, []), given)
-        ways["inductor"].compile(None)
-        ways["fx_fuser"].compile(None)
+        variants = variants_of(ALL, Options.parse(None, given, []), given)
+        variants["inductor"].compile(None)
+        variants["fx_fuser"].compile(None)
     plain, _, tuned, own = seen
     assert plain == {}
     assert tuned["options"]["max_autotune"] is True and tuned["options"]["max_fusion_size"] == 3
@@ -145,7 +145,9 @@ def test_a_launch_bound_net_is_told_so(clocks: dict[str, float]) -> None:
     assert found.launch_bound and not found.use and "LAUNCH-BOUND" in found.verdict
     given = {"options": None, "reference": False, "reduce_overhead": True, "cold": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Race, "_first", lambda race, name, way: race.calls.update({name: race.model}))
+        patch.setattr(
+            Race, "_first", lambda race, name, variant: race.calls.update({name: race.model})
+        )
         found = compared(nn.Linear(4, 4), torch.ones(2, 4), **given)
     assert "1.78 times as fast as Inductor, reduce-overhead" in found.verdict and found.use
 

@@ -317,6 +317,26 @@ def test_a_back_include_is_noticed(tmp_path: Path, source: str, target: str) -> 
     assert back_includes(tmp_path) == [f"{source} includes {target}"]
 
 
+def ops_without_a_caller(shim: str) -> list[str]:
+    """Ops of fx_fuser_native that nothing in fx_fuser calls: those belong to benchmarks/kernels.h.
+
+    shim: its text.
+    """
+    native = shim[: shim.index("STABLE_TORCH_LIBRARY_IMPL")]
+    python = "".join(path.read_text() for path in ROOT.rglob("*.py"))
+    names = re.findall(r'm\.def\(\s*"(\w+)\(', native)
+    return [n for n in names if not re.search(rf'\.{n}\.default\b|_call\("{n}"', python)]
+
+
+def test_the_shim_has_no_op_that_only_benchmarks_call() -> None:
+    shim = (ROOT / "kernels_cu/host/shim.cpp").read_text()
+    assert ops_without_a_caller(shim) == []
+    first = 'm.def("use_driver('
+    assert ops_without_a_caller(shim.replace(first, 'm.def("linear_split(' + first)) == [
+        "linear_split"
+    ]
+
+
 def test_no_file_is_longer_than_500_lines() -> None:
     found = files(".py", ".cu", ".cuh", ".h", ".cpp", ".md")
     assert not [str(path) for path in found if len(path.read_text().splitlines()) > 500]

@@ -27,7 +27,7 @@ _GRAPHS = "reduce-overhead"
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """settings: torch's, while it is compiled and while it runs. mode: as of `Column`."""
 
     title: str
@@ -36,9 +36,9 @@ class Way:
     settings: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def ways_of(
+def variants_of(
     names: Sequence[str], options: Options, given: Mapping[str, Any] | None
-) -> dict[str, Way]:
+) -> dict[str, Variant]:
     """Those of NAMES. options: as parsed; given: as the user gave them."""
     mode = options.mode or ""
     suffix = f", {mode}" if mode else ""
@@ -46,16 +46,16 @@ def ways_of(
     inductor = partial(_compile_inner, options)
     own = dict(given or {})
     every = {
-        "eager": Way("eager", lambda model: model),
-        "inductor": Way(inner + suffix, inductor, mode),
-        "fx_fuser": Way("fx_fuser" + suffix, partial(_compile_fused, own), mode),
-        "inductor_tf32": Way(f"{inner}{suffix}, TF32", inductor, mode, tf32_allowed),
-        "inductor_reduce_overhead": Way(
+        "eager": Variant("eager", lambda model: model),
+        "inductor": Variant(inner + suffix, inductor, mode),
+        "fx_fuser": Variant("fx_fuser" + suffix, partial(_compile_fused, own), mode),
+        "inductor_tf32": Variant(f"{inner}{suffix}, TF32", inductor, mode, tf32_allowed),
+        "inductor_reduce_overhead": Variant(
             f"{inner}, reduce-overhead",
             partial(_compile_inner, replace(options, mode=_GRAPHS)),
             _GRAPHS,
         ),
-        "fx_fuser_reduce_overhead": Way(
+        "fx_fuser_reduce_overhead": Variant(
             "fx_fuser, reduce-overhead", partial(_compile_fused, own | {"mode": _GRAPHS}), _GRAPHS
         ),
     }

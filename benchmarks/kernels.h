@@ -1,0 +1,167 @@
+// Ops that launch one kernel on tensors that exist, for benchmarks and tests: kernels.py says what
+// they do. They take the handles that the shim's `load` returns. Graphs call fx_fuser::run.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "host/conv_direct.h"
+#include "host/conv_direct_backward.h"
+#include "host/depthwise.h"
+#include "host/implicit.h"
+#include "host/linear_dense.h"
+#include "host/linear_split.h"
+#include "host/stem.h"
+
+namespace fx_fuser {
+namespace {
+
+template <class Kernels>
+const Kernels& kernels_of(int64_t handle) {
+  return *reinterpret_cast<const Kernels*>(handle);
+}
+
+// chunks: 0: as many as pay. first: "x", "weight" or "", whichever is the faster way. exact: no
+// scales are guessed.
+bool linear_split(int64_t handle, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars, int64_t chunks, const std::string& first,
+                  bool exact) {
+  SplitWish wish{chunks, std::nullopt, exact};
+  if (!first.empty()) wish.weight_first = first == "weight";
+  return run_linear_split(kernels_of<LinearSplitKernels>(handle), x, weight, bias, out, z,
+                          {operands, scalars}, wish);
+}
+
+// sizes: batches, m, n, k of operands that need no copy. Into how many chunks k is divided, and 1
+// where the weight is split first, else 0; then the nanoseconds that are modelled for it, and for
+// the library. Needs no GPU.
+std::vector<int64_t> linear_split_choice(const std::vector<int64_t>& sizes,
+                                         const std::vector<double>& given) {
+  STD_TORCH_CHECK(sizes.size() == 4, "fx_fuser: ", to_string(sizes), " are not batches, m, n, k");
+  for (const int64_t size : sizes) {
+    STD_TORCH_CHECK(size > 0, "fx_fuser: no product has the sizes ", to_string(sizes));
+  }
+  const SplitRates rates = SplitRates::of(given);
+  const SplitSizes product{sizes[0], sizes[1], sizes[2], sizes[3]};
+  const SplitChoice choice = split_choice(product, {}, rates);
+  const auto nanoseconds = [](double seconds) { return static_cast<int64_t>(1e9 * seconds); };
+  return {choice.plan.chunks, choice.weight_first, nanoseconds(choice.seconds),
+          nanoseconds(library_seconds(product, rates))};
+}
+
+bool linear_dense(int64_t handle, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  return run_linear_dense(kernels_of<LinearDenseKernels>(handle), x, weight, bias, out, z,
+                          {operands, scalars});
+}
+
+bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
+                 const std::vector<int64_t>& padding, const Tensor& out,
+                 const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+                 const std::vector<double>& scalars) {
+  return run_conv_direct(kernels_of<ConvDirectKernels>(handle), x, weight, padding, out, c,
+                         {operands, scalars});
+}
+
+bool conv_direct_statistics(int64_t handle, int64_t batch_stats_handle, const Tensor& x,
+                            const Tensor& weight, const std::vector<int64_t>& padding,
+                            const Tensor& mean, const Tensor& variance) {
+  return run_conv_direct_statistics(kernels_of<ConvDirectKernels>(handle),
+                                    kernels_of<StatsLibrary>(batch_stats_handle), x, weight,
+                                    padding, mean, variance);
+}
+
+bool conv_direct_backward(int64_t handle, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                          const std::vector<int64_t>& padding, const std::optional<Tensor>& mean,
+                          const std::optional<Tensor>& variance, const std::optional<Tensor>& gamma,
+                          const std::optional<Tensor>& bias, double eps, bool training,
+                          const std::optional<Tensor>& dx, const std::optional<Tensor>& dweight,
+                          const Tensor& dgamma, const Tensor& dbeta,
+                          const std::vector<Tensor>& operands, const std::vector<double>& scalars) {
+  const Norm norm{bias, mean, variance, gamma, {}, eps, training};
+  const ConvGradients to{dx, dweight, {}, dgamma, dbeta};
+  return run_conv_direct_backward(kernels_of<ConvBackwardKernels>(handle), dy, x, weight, padding,
+                                  norm, to, {operands, scalars});
+}
+
+bool depthwise(int64_t handle, const Tensor& x, const Tensor& weight,
+               const std::vector<int64_t>& padding, const Tensor& out,
+               const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+               const std::vector<double>& scalars) {
+  return run_depthwise(kernels_of<DepthwiseKernels>(handle), x, weight, padding, out, c,
+                       {operands, scalars});
+}
+
+bool stem(int64_t handle, const Tensor& x, const Tensor& weight, const std::vector<int64_t>& stride,
+          const std::vector<int64_t>& padding, const std::optional<Tensor>& out,
+          const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+          const std::vector<double>& scalars) {
+  const auto& kernels = kernels_of<StemKernels>(handle);
+  const auto call = stem_call(kernels, x, weight, stride, padding);
+  if (call) run_stem(kernels, *call, out, c, {operands, scalars});
+  return call.has_value();
+}
+
+bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
+              const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+              const std::vector<int64_t>& dilation, const Tensor& out,
+              const std::optional<Tensor>& c, const std::vector<Tensor>& operands,
+              const std::vector<double>& scalars) {
+  const auto& kernels = kernels_of<ImplicitKernels>(handle);
+  check_conv(kernels.x, x, weight, padding);
+  const ImplicitWindow window = implicit_window(x, weight, stride, padding, dilation);
+  return run_implicit(kernels, x, weight, window, out, c, {operands, scalars});
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
+  m.def(
+      "linear_split(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars, int chunks, str first, bool exact) -> "
+      "bool");
+  m.def("linear_split_choice(int[] sizes, float[] rates) -> int[]");
+  m.def(
+      "linear_dense(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "conv_direct_statistics(int kernels, int batch_stats, Tensor x, Tensor weight, "
+      "int[] padding, Tensor(a!) mean, Tensor(b!) variance) -> bool");
+  m.def(
+      "conv_direct_backward(int kernels, Tensor dy, Tensor x, Tensor weight, int[] padding, "
+      "Tensor? mean, Tensor? variance, Tensor? gamma, Tensor? bias, float eps, bool training, "
+      "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!) dgamma, Tensor(d!) dbeta, "
+      "Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "depthwise(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "stem(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, Tensor(a!)? out, "
+      "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "implicit(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, "
+      "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
+  m.impl("linear_split", TORCH_BOX(&linear_split));
+  m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
+  m.impl("linear_dense", TORCH_BOX(&linear_dense));
+  m.impl("conv_direct", TORCH_BOX(&conv_direct));
+  m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
+  m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));
+  m.impl("depthwise", TORCH_BOX(&depthwise));
+  m.impl("stem", TORCH_BOX(&stem));
+  m.impl("implicit", TORCH_BOX(&implicit));
+}
+
+}  // namespace fx_fuser
