@@ -1,9 +1,17 @@
-"""The binaries: the shim and the kernels' cubins, compiled and kept in `native.store`."""
+"""The binaries: the shim and the kernels' cubins, of the wheel or compiled and kept in
+`native.store`.
+
+A wheel brings the shim, and cubins of kernels that nearly every model asks for. Each is used only
+while it is what would be compiled here: of the same text and the same sources, those of the host's
+half included, so that a kernel's arguments are the shim's. A compiler's version and flags, which
+are in the cache's keys, a wheel cannot know.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +22,12 @@ from fx_fuser.native import compilers, store
 from fx_fuser.native.compilers import Compiler, Host
 from fx_fuser.native.jobs import SOURCE, TARGET, Job
 
+log = logging.getLogger("fx_fuser.native.binaries")
+
 PACKAGE = Path(__file__).parent.parent
 KERNELS = PACKAGE / "kernels_cu"
 PREBUILT = PACKAGE / "prebuilt"  # of wheels
+_refused: set[str] = set()  # architectures whose prebuilt cubins do not load in this process
 
 LOWEST_CAPABILITY = (8, 0)
 
@@ -124,14 +135,54 @@ def cubin(source: str, arch: str) -> Path:
 
 def cubins(sources: Sequence[str], arch: str) -> list[Path]:
     """As `cubin`, for several sources at once, compiled in parallel."""
-    compiler = compilers.of_kernels()
-    return store.ensure([_cubin_job(source, arch, compiler) for source in sources])
+    found, jobs = _prebuilt_and_jobs(sources, arch)
+    if jobs:  # the cache folder need not be there, nor be written to
+        found |= zip(jobs, store.ensure(list(jobs.values())))
+    return [found[source] for source in sources]
 
 
 def are_built(sources: Sequence[str], arch: str) -> list[bool]:
-    """Of each source: is its cubin in the cache?"""
-    compiler = compilers.of_kernels()
-    return [store.holds(_cubin_job(source, arch, compiler)) for source in sources]
+    """Of each source: is its cubin the wheel's, or in the cache?"""
+    found, jobs = _prebuilt_and_jobs(sources, arch)
+    return [source in found or store.holds(jobs[source]) for source in sources]
+
+
+def _prebuilt_and_jobs(sources: Sequence[str], arch: str) -> tuple[dict[str, Path], dict[str, Job]]:
+    """By source: the wheel's cubins, and for all others what would compile them."""
+    found = {source: path for source in sources if (path := prebuilt_cubin(source, arch))}
+    missing = [source for source in dict.fromkeys(sources) if source not in found]
+    compiler = compilers.of_kernels() if missing else None
+    return found, {source: _cubin_job(source, arch, compiler) for source in missing}
+
+
+# ---- what wheels bring ---------------------------------------------------------------------------
+
+
+def prebuilt_name(source: str, arch: str) -> str:
+    """The path below PREBUILT of a source's cubin."""
+    headers = _hash_files(compilers.nvrtc_headers(KERNELS))
+    return f"{arch}/{_key(source, arch, headers)}.cubin"
+
+
+def prebuilt_cubin(source: str, arch: str) -> Path | None:
+    """The wheel's; None in a checkout, if its sources have changed since, or if the driver refused
+    one of this architecture. Who names a compiler gets that one's kernels."""
+    if arch in _refused or os.environ.get("FX_FUSER_COMPILER") or not (PREBUILT / arch).is_dir():
+        return None
+    path = PREBUILT / prebuilt_name(source, arch)
+    return path if path.exists() else None
+
+
+def refuse_prebuilt(cubins: Sequence[Path], arch: str, reason: Exception) -> bool:
+    """From now on this process compiles this architecture's kernels, since one of these cubins does
+    not load: a driver that is older than the wheel's compiler may take none. False if none of these
+    is the wheel's."""
+    if not any(PREBUILT in path.parents for path in cubins):
+        return False
+    if arch not in _refused:
+        log.info("the wheel's kernels for %s are not used but compiled here: %s", arch, reason)
+    _refused.add(arch)
+    return True
 
 
 def shim_sources() -> str:
