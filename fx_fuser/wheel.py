@@ -92,31 +92,28 @@ def usual_cubins(target: Path, archs: Sequence[str] = usual.ARCHS) -> list[str]:
     Raises:
         BuildError: there is no NVRTC, or for an architecture nothing compiles.
     """
-    wanted = {
-        _cubin_job(text, arch): (text, arch)
-        for arch in archs
-        for text in texts_of(usual.specs(arch))
-    }
+    wanted: dict[Job, str] = {}
+    for arch in archs:
+        names = binaries.prebuilt_names(texts_of(usual.specs(arch)), arch)
+        wanted |= {_cubin_job(text, name, arch): name for text, name in names.items()}
     with tempfile.TemporaryDirectory() as work:
         failed = jobs.run(Path(work), list(wanted))
         for job in wanted.keys() - failed.keys():
-            made = target / binaries.prebuilt_name(*wanted[job])
+            made = target / wanted[job]
             made.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(job.binary(Path(work)), made)
     if empty := [arch for arch in archs if not (target / arch).is_dir()]:
         raise BuildError(f"no kernel compiles for {empty[0]}: {next(iter(failed.values()))}")
-    names = {job: f"{arch}, {_title(text)}" for job, (text, arch) in wanted.items()}
-    return [f"{names[job]}: {reason}" for job, reason in failed.items()]
+    return [f"{wanted[job]}, {_title(job.text)}: {reason}" for job, reason in failed.items()]
 
 
-def _cubin_job(text: str, arch: str) -> Job:
+def _cubin_job(text: str, name: str, arch: str) -> Job:
     """By NVRTC, without lines of files that only this machine has, four fifths of the bytes; and
     on one thread, since cores have kernels enough, and its registers are the same in each run."""
     left_out = ("-lineinfo", jobs.IN_PARALLEL)
     command = compilers.nvrtc().command(arch, binaries.KERNELS.resolve())
-    key = Path(binaries.prebuilt_name(text, arch)).stem
     kept = tuple(part for part in command if part not in left_out)
-    return Job(key, text, ".cu", ".cubin", kept)
+    return Job(Path(name).stem, text, ".cu", ".cubin", kept)
 
 
 def _title(text: str) -> str:

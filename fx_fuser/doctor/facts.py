@@ -181,11 +181,8 @@ def _compiler() -> str:
 
 def _brought() -> dict[str, int]:
     texts = {arch: texts_of(usual.specs(arch)) for arch in usual.ARCHS}
-    found = {
-        arch: sum(binaries.prebuilt_cubin(text, arch) is not None for text in texts[arch])
-        for arch in usual.ARCHS
-    }
-    return {arch: count for arch, count in found.items() if count}
+    counts = {arch: len(binaries.prebuilt_cubins(texts[arch], arch)) for arch in usual.ARCHS}
+    return {arch: count for arch, count in counts.items() if count}
 
 
 def _launcher() -> str:

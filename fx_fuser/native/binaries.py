@@ -13,7 +13,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -92,8 +92,11 @@ def fingerprint() -> str:
 
 
 def _key(*parts: str) -> str:
-    text = "\0".join((*parts, _hash_files(_kernel_sources())))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _hash_texts(*parts, _hash_files(_kernel_sources()))
+
+
+def _hash_texts(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
 
 def _cubin_job(source: str, arch: str, compiler: Compiler) -> Job:
@@ -148,29 +151,34 @@ def are_built(sources: Sequence[str], arch: str) -> list[bool]:
 
 
 def _prebuilt_and_jobs(sources: Sequence[str], arch: str) -> tuple[dict[str, Path], dict[str, Job]]:
-    """By source: the wheel's cubins, and for all others what would compile them."""
-    found = {source: path for source in sources if (path := prebuilt_cubin(source, arch))}
+    """By source: the wheel's cubins, and what compiles all others."""
+    found = prebuilt_cubins(sources, arch)
     missing = [source for source in dict.fromkeys(sources) if source not in found]
-    compiler = compilers.of_kernels() if missing else None
+    if not missing:
+        return found, {}
+    compiler = compilers.of_kernels()
     return found, {source: _cubin_job(source, arch, compiler) for source in missing}
 
 
 # ---- what wheels bring ---------------------------------------------------------------------------
 
 
-def prebuilt_name(source: str, arch: str) -> str:
-    """The path below PREBUILT of a source's cubin."""
-    headers = _hash_files(compilers.nvrtc_headers(KERNELS))
-    return f"{arch}/{_key(source, arch, headers)}.cubin"
+def prebuilt_names(sources: Iterable[str], arch: str) -> dict[str, str]:
+    """Source → the path of its cubin below PREBUILT."""
+    files = _hash_files([*_kernel_sources(), *compilers.nvrtc_headers(KERNELS)])
+    return {source: f"{arch}/{_hash_texts(source, arch, files)}.cubin" for source in sources}
 
 
-def prebuilt_cubin(source: str, arch: str) -> Path | None:
-    """The wheel's; None in a checkout, if its sources have changed since, or if the driver refused
-    one of this architecture. Who names a compiler gets that one's kernels."""
+def prebuilt_cubins(sources: Iterable[str], arch: str) -> dict[str, Path]:
+    """Source → the wheel's cubin, where there is one.
+
+    In a checkout is none, and none fits sources that were edited. After one that the driver refused
+    none of its architecture is taken. And who names a compiler gets that one's kernels.
+    """
     if arch in _refused or os.environ.get("FX_FUSER_COMPILER") or not (PREBUILT / arch).is_dir():
-        return None
-    path = PREBUILT / prebuilt_name(source, arch)
-    return path if path.exists() else None
+        return {}
+    paths = {source: PREBUILT / name for source, name in prebuilt_names(sources, arch).items()}
+    return {source: path for source, path in paths.items() if path.exists()}
 
 
 def refuse_prebuilt(cubins: Sequence[Path], arch: str, reason: Exception) -> bool:
@@ -179,8 +187,7 @@ def refuse_prebuilt(cubins: Sequence[Path], arch: str, reason: Exception) -> boo
     is the wheel's."""
     if not any(PREBUILT in path.parents for path in cubins):
         return False
-    if arch not in _refused:
-        log.info("the wheel's kernels for %s are not used but compiled here: %s", arch, reason)
+    log.info("the wheel's kernels for %s are not used but compiled here: %s", arch, reason)
     _refused.add(arch)
     return True
 

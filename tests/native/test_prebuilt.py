@@ -4,6 +4,7 @@ so is the driver."""
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ def put(fake_nvrtc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pu
     monkeypatch.setattr(binaries, "_refused", set())
 
     def put_one(text: str, arch: str = ARCH) -> Path:
-        path = tmp_path / "prebuilt" / binaries.prebuilt_name(text, arch)
+        path = tmp_path / "prebuilt" / binaries.prebuilt_names([text], arch)[text]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("the wheel's")
         return path
@@ -187,12 +188,11 @@ def test_the_wheels_kernels_are_found(put: Put, monkeypatch: pytest.MonkeyPatch)
     broken = KernelSpec(POINTWISE, "F", "// v0 = spills(z)\n// SPILLS ALWAYS", 0, F32, F32, (F32,))
     monkeypatch.setattr(usual, "specs", lambda arch: [GEMM, broken][: 1 + (arch == "sm_80")])
     (said,) = wheel.usual_cubins(binaries.PREBUILT, (ARCH, "sm_80"))
-    assert said.startswith("sm_80, v0 = spills(z): ") and "spills registers" in said
+    assert re.match(r"sm_80/\w{32}\.cubin, v0 = spills\(z\): ", said) and "spills registers" in said
     for arch in (ARCH, "sm_80"):
         for text in GEMM.texts:
-            path = binaries.prebuilt_cubin(text, arch)
-            assert path is not None and path.read_text() == text
-    assert binaries.prebuilt_cubin(broken.text, "sm_80") is None
+            assert binaries.prebuilt_cubins([text], arch)[text].read_text() == text
+    assert binaries.prebuilt_cubins([broken.text], "sm_80") == {}
     assert len(list(binaries.PREBUILT.rglob("*.*"))) == 4 and not store.cache_dir().exists()
 
 
@@ -204,6 +204,6 @@ def test_a_wheel_without_kernels_is_none(put: Put, monkeypatch: pytest.MonkeyPat
 
 
 def test_they_hold_nothing_of_the_machine_that_made_them(put: Put) -> None:
-    command = wheel._cubin_job("// a", ARCH).command
+    command = wheel._cubin_job("// a", "a.cubin", ARCH).command
     assert not {"-lineinfo", jobs.IN_PARALLEL} & {*command}
     assert f"--gpu-architecture={ARCH}" in command
