@@ -39,10 +39,10 @@ AFTER_SPLIT = (
     _NEW_GELU,  # GPT-2, Phi
     _GATED_SILU,  # Llama, Mistral, Qwen 2
     "v0 = relu(z)",  # T5, OPT, DistilBERT, nn.TransformerEncoder
-    "v0 = tanh(z)",  # BERT's pooler
 )
-# Compiling takes longer than a wheel should: these are for Hopper alone.
+# For all architectures the wheel would take twice as long to build.
 AFTER_SPLIT_ON_HOPPER = (
+    "v0 = tanh(z)",  # BERT's pooler
     "v0 = gelu(z, approximate=tanh)",
     "v0 = gelu(z, approximate=tanh); v1 = mul(v0, t0)",  # Gemma 2
     "v0 = mul(z, s0)",  # OPT
@@ -52,8 +52,8 @@ AFTER_SPLIT_ON_HOPPER = (
 # Named patterns alone are fused in 16 bits and in TF32.
 AFTER_DENSE = (_GATED_SILU,)
 DENSE = (_BF16, _F16, _F32)
-# ResNet's Conv2d + BatchNorm in inference: the library's with what follows, and with a relu or an
-# addition and a relu the kernels of the first layer and of memory-bound ones (weights' sizes).
+# ResNet's Conv2d + BatchNorm in inference: what follows, and the kernels of the first layer and of
+# memory-bound ones, on Hopper alone (tail and sizes of the weight).
 AFTER_NORM = ("", "v0 = relu(z)", "v0 = add(z, t0); v1 = relu(v0)")
 RESNET = (_F32, _BF16)
 _FIRST = (64, 3, 7, 7)
@@ -81,9 +81,11 @@ def _all(arch: str) -> Iterator[KernelSpec]:
         yield fold_spec(dtype, dtype)
         for tail in AFTER_NORM:
             yield from _convolution(LIBRARY, tail, dtype, _FIRST)
-        yield from _convolution("stem", "v0 = relu(z)", dtype, _FIRST, stride=2)
-    for tail, weight in IMPLICIT:
-        yield from _convolution("implicit", tail, _BF16, weight)
+    if arch == HOPPER:
+        for dtype in RESNET:
+            yield from _convolution("stem", "v0 = relu(z)", dtype, _FIRST, stride=2)
+        for tail, weight in IMPLICIT:
+            yield from _convolution("implicit", tail, _BF16, weight)
 
 
 def _linear(product: str, tail: str, dtype: torch.dtype) -> list[KernelSpec]:
