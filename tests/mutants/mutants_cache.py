@@ -114,17 +114,17 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "prebuilt: of these sources", "native/binaries.py",
         "_hash_texts(source, arch, files)", "_hash_texts(source, arch)",
-        (f"{PREBUILT}::test_an_edited_source_is_compiled[pointwise/pointwise.cuh]",
-         f"{PREBUILT}::test_an_edited_source_is_compiled[linear/linear_split_args.h]",
-         f"{PREBUILT}::test_an_edited_source_is_compiled[host/run.h]",
-         f"{PREBUILT}::test_an_edited_source_is_compiled[nvrtc/prelude.h]",
+        (f"{PREBUILT}::test_an_edited_source_is_compiled[kernel]",
+         f"{PREBUILT}::test_an_edited_source_is_compiled[arguments]",
+         f"{PREBUILT}::test_an_edited_source_is_compiled[launcher]",
+         f"{PREBUILT}::test_an_edited_source_is_compiled[NVRTC]",
          f"{PREBUILT}::test_the_doctor_counts_those_that_are_used"),
     ),
     (
         "prebuilt: of these headers for NVRTC", "native/binaries.py",
         "[*_kernel_sources(), *compilers.nvrtc_headers(KERNELS)])\n    return {source",
         "_kernel_sources())\n    return {source",
-        (f"{PREBUILT}::test_an_edited_source_is_compiled[nvrtc/prelude.h]",),
+        (f"{PREBUILT}::test_an_edited_source_is_compiled[NVRTC]",),
     ),
     (
         "prebuilt: not where a compiler is named", "native/binaries.py",

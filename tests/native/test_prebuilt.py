@@ -71,12 +71,8 @@ def test_beside_it_the_rest_is_compiled(put: Put) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "pointwise/pointwise.cuh",
-        "linear/linear_split_args.h",
-        "host/gemm_call.h",
-        "nvrtc/prelude.h",
-    ],
+    ["pointwise/pointwise.cuh", "linear/linear_split_args.h", "host/run.h", "nvrtc/prelude.h"],
+    ids=["kernel", "arguments", "launcher", "NVRTC"],
 )
 def test_an_edited_source_is_compiled(put: Put, name: str) -> None:
     """Also one of the host's half, which fills the kernels' arguments, and one for NVRTC alone."""
