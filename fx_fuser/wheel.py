@@ -1,9 +1,11 @@
-"""The wheel, with the shim in it, and the source distribution:  python -m fx_fuser.wheel OUT
+"""The wheel, with the shim and usual kernels in it, and the source distribution:
+python -m fx_fuser.wheel OUT
 
-Needs a checkout, g++ and the packages of the extra "wheel". One wheel serves every Python and every
-torch from 2.11 on, with CUDA 12 and 13: the shim uses LibTorch's stable ABI and links no CUDA
-library. Its tag is manylinux_2_28, like torch's. The shim needs older symbols of glibc and
-libstdc++ only (glibc 2.17, GLIBCXX_3.4.21 as of gcc 12); `check` makes sure.
+Needs a checkout, g++, NVRTC and the packages of the extra "wheel", and no GPU. One wheel serves
+every Python and every torch from 2.11 on, with CUDA 12 and 13: the shim uses LibTorch's stable ABI
+and links no CUDA library. Its tag is manylinux_2_28, like torch's. The shim needs older symbols of
+glibc and libstdc++ only (glibc 2.17, GLIBCXX_3.4.21 as of gcc 12); `check` makes sure. Where a
+driver is older than the NVRTC that compiled the kernels, they are compiled where they are needed.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fx_fuser.errors import BuildError
 from fx_fuser.native import binaries, compilers, jobs
+from fx_fuser.native.jobs import Job
+from fx_fuser.native.kernel_spec import texts_of
+from fx_fuser.ops import usual
 
 ROOT = binaries.PACKAGE.parent
 # Of manylinux_2_28: https://github.com/pypa/auditwheel, manylinux-policy.json
@@ -77,6 +83,45 @@ def newer_symbols(listed: Iterable[str]) -> list[str]:
     return found
 
 
+def usual_cubins(target: Path, archs: Sequence[str] = usual.ARCHS) -> list[str]:
+    """Compile the usual kernels into the folder `target`, as `binaries.prebuilt_cubin` finds them.
+
+    Returns a line of what does not compile, for which architecture, and why. A user's compiler will
+    try it again.
+
+    Raises:
+        BuildError: there is no NVRTC, or for an architecture nothing compiles.
+    """
+    wanted: dict[Job, str] = {}
+    for arch in archs:
+        names = binaries.prebuilt_names(texts_of(usual.specs(arch)), arch)
+        wanted |= {_cubin_job(text, name, arch): name for text, name in names.items()}
+    with tempfile.TemporaryDirectory() as work:
+        failed = jobs.run(Path(work), list(wanted))
+        for job in wanted.keys() - failed.keys():
+            made = target / wanted[job]
+            made.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(job.binary(Path(work)), made)
+    if empty := [arch for arch in archs if not (target / arch).is_dir()]:
+        raise BuildError(f"no kernel compiles for {empty[0]}: {next(iter(failed.values()))}")
+    return [f"{wanted[job]}, {_title(job.text)}: {reason}" for job, reason in failed.items()]
+
+
+def _cubin_job(text: str, name: str, arch: str) -> Job:
+    """By NVRTC, without lines of files that only this machine has, four fifths of the bytes; and
+    on one thread, since cores have kernels enough, and its registers are the same in each run."""
+    left_out = ("-lineinfo", jobs.IN_PARALLEL)
+    command = compilers.nvrtc().command(arch, binaries.KERNELS.resolve())
+    kept = tuple(part for part in command if part not in left_out)
+    return Job(Path(name).stem, text, ".cu", ".cubin", kept)
+
+
+def _title(text: str) -> str:
+    """Of a translation unit: its epilogue, which its first comment says."""
+    lines = text.splitlines()
+    return next((line[3:] for line in lines if line.startswith("// ")), lines[-1])
+
+
 def build_all(out: Path) -> list[Path]:
     """The source distribution and the wheel of this checkout, in `out`."""
     if not (ROOT / "pyproject.toml").exists():
@@ -95,6 +140,12 @@ def build_all(out: Path) -> list[Path]:
         prebuilt.mkdir(exist_ok=True)
         portable_shim(prebuilt / "shim.so")
         (prebuilt / "shim.sources").write_text(binaries.shim_sources())
+        started = time.perf_counter()
+        for line in usual_cubins(prebuilt):
+            print(f"left out: {line}")
+        cubins = [path.stat().st_size for path in prebuilt.rglob("*.cubin")]
+        took = time.perf_counter() - started
+        print(f"{len(cubins)} kernels, {sum(cubins) / 1e6:.1f} MB, compiled in {took:.0f} s")
         (copy / "setup.py").write_text(_SETUP.format(machine=platform.machine()))
         _run("--wheel", copy, out)
     return sorted(set(out.iterdir()) - before)

@@ -36,6 +36,7 @@ def machine(**changes: Any) -> Facts:
         gpus=(H100,),
         compiler="NVRTC, /venv/libnvrtc.so.13 (13.2)",
         compiler_fault="",
+        brought={"sm_90a": 45, "sm_80": 32},
         launcher="prebuilt, of the wheel",
         launcher_fault="",
         split_loop="",

@@ -10,12 +10,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fx_fuser.errors import BuildError
-from fx_fuser.native import compilers
+from fx_fuser.native import compilers, load
 
 ARCH = "sm_90a"
 
@@ -146,6 +147,27 @@ def put_nvrtc(library: Path, libraries: Path, include: Path, major: int = 13) ->
 def fake_nvrtc(fake_libnvrtc: Path, bare: Path) -> Path:
     """NVRTC compiles, and is that; there is no other compiler. Returns the library's path."""
     return put_nvrtc(fake_libnvrtc, bare / "cu13/lib", bare / "cu13/include")
+
+
+def faked_loader(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """native on a machine with a GPU: the answers of its loading op, one for each call."""
+    answers: list[int | Exception] = []
+    calls: list[tuple[object, ...]] = []
+
+    def loading(*arguments: object) -> int:
+        calls.append(arguments)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    figures = SimpleNamespace(default=lambda index: [132, 0, 0, 0])
+    ops = SimpleNamespace(load=SimpleNamespace(default=loading), gpu_figures=figures)
+    monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
+    monkeypatch.setattr(load, "load_shim", lambda: None)
+    monkeypatch.setattr(load, "_kernels", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return SimpleNamespace(answers=answers, calls=calls)
 
 
 # ---- the real ones -------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from fx_fuser import versions
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.kernels.split import check_split_loop, split_loop
 from fx_fuser.native import binaries, compilers, jobs, load, store
+from fx_fuser.native.kernel_spec import texts_of
+from fx_fuser.ops import usual
 from fx_fuser.options import SWITCH, Options, is_off
 from fx_fuser.report.header import header_of
 
@@ -58,8 +60,8 @@ class Cache:
 class Facts:
     """What a fault names is a text, empty where there is none. is_checkout: no wheel. hip: of a
     torch for ROCm. driver: NVIDIA's, as far as the system says; cuda_of_driver: what it is for.
-    compiler: of the kernels. launcher: the library that launches them. switch, split_loop: what
-    these variables hold."""
+    compiler: of the kernels. brought: how many kernels of the wheel are used, by architecture.
+    launcher: the library that launches kernels. switch, split_loop: what these variables hold."""
 
     fx_fuser: str
     folder: str
@@ -78,6 +80,7 @@ class Facts:
     gpus: tuple[Gpu, ...]
     compiler: str
     compiler_fault: str
+    brought: dict[str, int]
     launcher: str
     launcher_fault: str
     split_loop: str
@@ -107,6 +110,7 @@ def gather() -> Facts:
         gpus=tuple(_gpus()),
         compiler=compiler,
         compiler_fault=compiler_fault,
+        brought=_brought(),
         launcher=launcher,
         launcher_fault=launcher_fault,
         split_loop=os.environ.get("FX_FUSER_SPLIT_LOOP", ""),
@@ -173,6 +177,12 @@ def _compiler() -> str:
     version = re.search(r"builtins\.so\.([\d.]+\d)|release ([\d.]+\d)", found.version)
     number = f" ({version[1] or version[2]})" if version else ""
     return f"{found.title}{number}"
+
+
+def _brought() -> dict[str, int]:
+    texts = {arch: texts_of(usual.specs(arch)) for arch in usual.ARCHS}
+    counts = {arch: len(binaries.prebuilt_cubins(texts[arch], arch)) for arch in usual.ARCHS}
+    return {arch: count for arch, count in counts.items() if count}
 
 
 def _launcher() -> str:

@@ -128,6 +128,11 @@ def _compilers(facts: Facts) -> Iterator[Finding]:
         yield Finding(_needed(facts), f"no compiler of kernels: {facts.compiler_fault}")
     else:
         yield Finding(OK, f"compiler of kernels: {facts.compiler}")
+    if facts.brought:
+        counts = ", ".join(f"{count} for {arch}" for arch, count in facts.brought.items())
+        yield Finding(OK, f"kernels that came with the package: {counts}")
+    elif not facts.is_checkout:
+        yield Finding(NOTE, "no kernel of the package's is used: a model's first call compiles all")
     if facts.launcher_fault:
         text = f"the launcher of kernels cannot be built: {facts.launcher_fault}"
         yield Finding(_needed(facts), f"{text}; or install the wheel, which has it")

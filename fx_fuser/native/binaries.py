@@ -1,11 +1,19 @@
-"""The binaries: the shim and the kernels' cubins, compiled and kept in `native.store`."""
+"""The binaries: the shim and the kernels' cubins, of the wheel or compiled and kept in
+`native.store`.
+
+A wheel brings the shim, and cubins of kernels that nearly every model asks for. Each is used only
+while it is what would be compiled here: of the same text and the same sources, those of the host's
+half included, so that a kernel's arguments are the shim's. A compiler's version and flags, which
+are in the cache's keys, a wheel cannot know.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +22,12 @@ from fx_fuser.native import compilers, store
 from fx_fuser.native.compilers import Compiler, Host
 from fx_fuser.native.jobs import SOURCE, TARGET, Job
 
+log = logging.getLogger("fx_fuser.native.binaries")
+
 PACKAGE = Path(__file__).parent.parent
 KERNELS = PACKAGE / "kernels_cu"
 PREBUILT = PACKAGE / "prebuilt"  # of wheels
+_refused: set[str] = set()  # architectures whose prebuilt cubins do not load in this process
 
 LOWEST_CAPABILITY = (8, 0)
 
@@ -81,8 +92,11 @@ def fingerprint() -> str:
 
 
 def _key(*parts: str) -> str:
-    text = "\0".join((*parts, _hash_files(_kernel_sources())))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _hash_texts(*parts, _hash_files(_kernel_sources()))
+
+
+def _hash_texts(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
 
 def _cubin_job(source: str, arch: str, compiler: Compiler) -> Job:
@@ -124,14 +138,58 @@ def cubin(source: str, arch: str) -> Path:
 
 def cubins(sources: Sequence[str], arch: str) -> list[Path]:
     """As `cubin`, for several sources at once, compiled in parallel."""
-    compiler = compilers.of_kernels()
-    return store.ensure([_cubin_job(source, arch, compiler) for source in sources])
+    found, jobs = _prebuilt_and_jobs(sources, arch)
+    if jobs:  # the cache folder need not be there, nor be written to
+        found |= zip(jobs, store.ensure(list(jobs.values())))
+    return [found[source] for source in sources]
 
 
 def are_built(sources: Sequence[str], arch: str) -> list[bool]:
-    """Of each source: is its cubin in the cache?"""
+    """Of each source: is its cubin the wheel's, or in the cache?"""
+    found, jobs = _prebuilt_and_jobs(sources, arch)
+    return [source in found or store.holds(jobs[source]) for source in sources]
+
+
+def _prebuilt_and_jobs(sources: Sequence[str], arch: str) -> tuple[dict[str, Path], dict[str, Job]]:
+    """By source: the wheel's cubins, and what compiles all others."""
+    found = prebuilt_cubins(sources, arch)
+    missing = [source for source in dict.fromkeys(sources) if source not in found]
+    if not missing:
+        return found, {}
     compiler = compilers.of_kernels()
-    return [store.holds(_cubin_job(source, arch, compiler)) for source in sources]
+    return found, {source: _cubin_job(source, arch, compiler) for source in missing}
+
+
+# ---- what wheels bring ---------------------------------------------------------------------------
+
+
+def prebuilt_names(sources: Iterable[str], arch: str) -> dict[str, str]:
+    """Source → the path of its cubin below PREBUILT."""
+    files = _hash_files([*_kernel_sources(), *compilers.nvrtc_headers(KERNELS)])
+    return {source: f"{arch}/{_hash_texts(source, arch, files)}.cubin" for source in sources}
+
+
+def prebuilt_cubins(sources: Iterable[str], arch: str) -> dict[str, Path]:
+    """Source → the wheel's cubin, where there is one.
+
+    In a checkout is none, and none fits sources that were edited. After one that the driver refused
+    none of its architecture is taken. And who names a compiler gets that one's kernels.
+    """
+    if arch in _refused or os.environ.get("FX_FUSER_COMPILER") or not (PREBUILT / arch).is_dir():
+        return {}
+    paths = {source: PREBUILT / name for source, name in prebuilt_names(sources, arch).items()}
+    return {source: path for source, path in paths.items() if path.exists()}
+
+
+def refuse_prebuilt(cubins: Sequence[Path], arch: str, reason: Exception) -> bool:
+    """From now on this process compiles this architecture's kernels, since one of these cubins does
+    not load: a driver that is older than the wheel's compiler may take none. False if none of these
+    is the wheel's."""
+    if not any(PREBUILT in path.parents for path in cubins):
+        return False
+    log.info("the wheel's kernels for %s are not used but compiled here: %s", arch, reason)
+    _refused.add(arch)
+    return True
 
 
 def shim_sources() -> str:

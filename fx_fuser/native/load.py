@@ -82,12 +82,22 @@ def prepare(specs: Sequence[KernelSpec], device: torch.device | str | int) -> No
         for spec in [s for s in missing if not runs_on(s, device)]:
             _kernels[spec.name, index] = NO_KERNEL
             missing.remove(spec)
-        texts = texts_of(missing)
-        paths = dict(zip(texts, map(str, binaries.cubins(texts, arch)), strict=True))
-        for spec in missing:
-            cubins = [paths[text] for text in spec.texts]
-            arguments = spec.family.loader, spec.name, cubins, spec.signature
+        _load_all(missing, arch, index)
+
+
+def _load_all(specs: Sequence[KernelSpec], arch: str, index: int) -> None:
+    texts = texts_of(specs)
+    built = dict(zip(texts, binaries.cubins(texts, arch), strict=True))
+    for i, spec in enumerate(specs):
+        cubins = [built[text] for text in spec.texts]
+        arguments = spec.family.loader, spec.name, [*map(str, cubins)], spec.signature
+        try:
             _kernels[spec.name, index] = _loaded_on(index, *arguments)
+        except BuildError as error:
+            if not binaries.refuse_prebuilt(cubins, arch, error):
+                raise
+            _load_all(specs[i:], arch, index)
+            return
 
 
 def not_loaded(specs: Sequence[KernelSpec], device: torch.device) -> list[KernelSpec]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 BUILD, COMPILERS = "tests/native/test_build.py", "tests/native/test_compilers.py"
 EVICTION, FOLDER = "tests/native/test_eviction.py", "tests/native/test_cache_folder.py"
 TIMING = "tests/planning/test_timing.py"
+PREBUILT, USUAL = "tests/native/test_prebuilt.py", "tests/package/test_usual.py"
 DAMAGED = f"{TIMING}::test_a_damaged_answer_is_measured_again"
 PLANTED = f"{TIMING}::test_timings_that_others_may_have_written_are_measured_again"
 
@@ -109,6 +110,48 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "shim: of this torch", "native/binaries.py",
         "host.version, torch.__version__)", "host.version)",
         (f"{BUILD}::test_the_shims_key_holds_torchs_version",),
+    ),
+    (
+        "prebuilt: of these sources", "native/binaries.py",
+        "_hash_texts(source, arch, files)", "_hash_texts(source, arch)",
+        (f"{PREBUILT}::test_an_edited_source_is_compiled[kernel]",
+         f"{PREBUILT}::test_an_edited_source_is_compiled[arguments]",
+         f"{PREBUILT}::test_an_edited_source_is_compiled[launcher]",
+         f"{PREBUILT}::test_an_edited_source_is_compiled[NVRTC]",
+         f"{PREBUILT}::test_the_doctor_counts_those_that_are_used"),
+    ),
+    (
+        "prebuilt: of these headers for NVRTC", "native/binaries.py",
+        "[*_kernel_sources(), *compilers.nvrtc_headers(KERNELS)])\n    return {source",
+        "_kernel_sources())\n    return {source",
+        (f"{PREBUILT}::test_an_edited_source_is_compiled[NVRTC]",),
+    ),
+    (
+        "prebuilt: not where a compiler is named", "native/binaries.py",
+        ' or os.environ.get("FX_FUSER_COMPILER") or', " or",
+        (f"{PREBUILT}::test_who_names_a_compiler_gets_its_kernels",),
+    ),
+    (
+        "prebuilt: what is refused is compiled", "native/load.py",
+        "if not binaries.refuse_prebuilt(cubins, arch, error):", "if True:",
+        (f"{PREBUILT}::test_what_the_driver_refuses_is_compiled",
+         f"{PREBUILT}::test_an_error_of_both_is_raised"),
+    ),
+    (
+        "prebuilt: once refused, none is tried", "native/binaries.py",
+        "if arch in _refused or", "if",
+        (f"{PREBUILT}::test_what_the_driver_refuses_is_compiled",
+         f"{PREBUILT}::test_an_error_of_both_is_raised"),
+    ),
+    (
+        "prebuilt: one that was compiled refuses none", "native/binaries.py",
+        "if not any(PREBUILT in path.parents for path in cubins):", "if False:",
+        (f"{PREBUILT}::test_one_that_was_compiled_and_does_not_load_refuses_no_other",),
+    ),
+    (
+        "prebuilt: GPT-2's tail", "ops/usual.py",
+        "    _NEW_GELU,  # GPT-2, Phi\n", "",
+        (f"{USUAL}::test_a_language_model_in_fp32_asks_for_usual_kernels[gpt2-training]",),
     ),
     (
         "commands: a path is no format", "native/jobs.py",

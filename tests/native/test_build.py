@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from toolchains import ARCH, SPILLING, needs_compilers
+from toolchains import ARCH, SPILLING, faked_loader, needs_compilers
 
 from fx_fuser import build, kernels
 from fx_fuser.errors import BuildError
@@ -233,24 +233,7 @@ SPEC = base.example(POINTWISE, "Swish", 1, torch.float32, torch.float32, torch.f
 
 @pytest.fixture
 def loader(fake, monkeypatch):
-    """native on a machine with a GPU: the answers of its loading op, one for each call."""
-    answers, calls = [], []
-
-    def loading(*arguments):
-        calls.append(arguments)
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    op = SimpleNamespace(default=loading)
-    figures = SimpleNamespace(default=lambda index: [132, 0, 0, 0])
-    ops = SimpleNamespace(load=op, gpu_figures=figures)
-    monkeypatch.setattr(torch.ops, "fx_fuser_native", ops, raising=False)
-    monkeypatch.setattr(load, "load_shim", lambda: None)
-    monkeypatch.setattr(load, "_kernels", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return SimpleNamespace(answers=answers, calls=calls)
+    return faked_loader(monkeypatch)
 
 
 def test_a_kernel_that_does_not_load_is_no_kernel(loader):

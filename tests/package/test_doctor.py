@@ -121,6 +121,15 @@ def test_without_a_gpu_nothing_that_kernels_need_is_missed() -> None:
     assert "no kernel of fx_fuser's runs" in "\n".join(map(str, findings.judged(found)))
 
 
+def test_kernels_that_came_with_the_package_are_counted() -> None:
+    def said(**changes: Any) -> str:
+        return "\n".join(map(str, findings.judged(machine(**changes))))
+
+    assert "ok    kernels that came with the package: 45 for sm_90a, 32 for sm_80" in said()
+    assert "note  no kernel of the package's is used" in said(brought={})
+    assert "of the package's" not in said(brought={}, is_checkout=True)
+
+
 # ---- facts ---------------------------------------------------------------------------------------
 
 
