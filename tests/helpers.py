@@ -367,8 +367,10 @@ def cases(table: Mapping[str, tuple[Body, str]]) -> Any:
 
 
 def slow_but(fast: Collection[Any], every: Iterable[Any]) -> list[Any]:
-    """These values of a parameter: slow, but for the fast ones, which stand for all of them."""
-    return [pytest.param(v, marks=[] if v in fast else [pytest.mark.slow]) for v in every]
+    """These values of a parameter: slow combinations, but for the fast ones, which stand for all of
+    them."""
+    left_out = [pytest.mark.slow, pytest.mark.combination]
+    return [pytest.param(v, marks=[] if v in fast else left_out) for v in every]
 
 
 def gate(m: Any, x: Tensor) -> Tensor:
