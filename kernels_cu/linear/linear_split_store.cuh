@@ -39,7 +39,9 @@ struct Store {
   static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
   static constexpr int kAhead =
       kWords > kMostWords || kWords > kWordsAhead ? 1 : kWordsAhead / (kWords < 4 ? 4 : kWords);
-  static constexpr int kElementsAhead = kOperands < 2 ? 4 : kOperands < 8 ? 2 : 1;
+  // ptxas has no register left for four beside an operand, for sm_100a (NVRTC 13.2).
+  static constexpr int kMostOfFour = kWordsAhead < 8 ? 0 : 1;
+  static constexpr int kElementsAhead = kOperands <= kMostOfFour ? 4 : kOperands < 8 ? 2 : 1;
   static_assert(kUnits * kLinearVector == kElements && kBatches * kElements == 64);
   static_assert(kElements % kElementsAhead == 0);
 
