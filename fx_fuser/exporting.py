@@ -244,7 +244,9 @@ def _put_aten(graph: Graph, node: Node, pre_dispatch: bool) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        # An op of ours would be traced as it is.
+        target: Any = ATTENTION_OPS.get(node.target, node.target)
+        return target(*args, **kwargs)
 
     traced = make_fx(call, pre_dispatch=pre_dispatch)(*(n.meta["val"] for n in inputs))
     values = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs))

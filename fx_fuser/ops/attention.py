@@ -298,4 +298,4 @@ MASK = _define(
     "(Tensor mask, int[]? lead, ScalarType dtype, Tensor rows, int keys) -> Tensor",
     mask_of,
 )
-OPS = {ATTENTION, ROWS, MASK}
+OPS = {ATTENTION: _attention, ROWS: rows_of, MASK: mask_of}  # and what they run

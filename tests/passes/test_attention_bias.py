@@ -437,6 +437,24 @@ def test_what_layers_have_in_common_is_formed_once(
     assert len(found) == formed
 
 
+@pytest.mark.parametrize("attend", [shared, shared_by_three_of_bool])
+def test_an_exported_program_holds_operations_of_aten(attend: Attend) -> None:
+    class Model(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+            return attend(q, k, v, m)
+
+    inputs = [v.detach() for v in tensors(*QKV, (S, S, H))]
+    program = torch.export.export(Model(), tuple(inputs))
+    fused = fx_fuser.fuse_exported(program, options={"strict": True, "cpu_ops": True})
+    assert fused is not program
+    calls = [n.target for n in fused.graph.nodes if n.op == "call_function"]
+    assert {call.namespace for call in calls} == {"aten"}
+    assert calls.count(torch.ops.aten.scaled_dot_product_attention.default) > 1
+    torch.testing.assert_close(
+        fused.module()(*inputs), by_formula(attend)(*inputs), rtol=2e-2, atol=2e-2
+    )
+
+
 @pytest.mark.slow
 def test_by_inductor() -> None:
     """Two attentions read one mask, so their masks are made in one loop."""
