@@ -76,10 +76,10 @@ def fit(
         fakes = replace(fakes, absorbs=call.absorbs)
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
-            now_fakes, given = fakes, tuple[Any, ...]()
+            now_fakes, given = fakes, arguments_of_rows(fakes)
             if fakes.mask is not None:
                 formed, rows = form(fakes)
-                now_fakes, given = replace(fakes, mask=formed, rows=rows), arguments_of_rows(fakes)
+                now_fakes = replace(fakes, mask=formed, rows=rows)
             left, now = why_formula(fitted(now_fakes)[0]), ATTENTION(*now_fakes.arguments())
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         return "", f"{why}; another form fails: {type(error).__name__}: {error}"
@@ -88,8 +88,8 @@ def fit(
         return "", f"{why}; {reason}"
     if call.mask is not None:
         # A view that is taken under no_grad has no gradient.
-        said = call.mask.name if region.settings else _said(call.mask)
-        key = (said, region, str(given[1:]), fakes.key.shape[-2])
+        mask_key = call.mask.name if region.settings else _view_key(call.mask)
+        key = (mask_key, region, str(given[1:]), fakes.key.shape[-2])
         is_written = not storages([call.mask]).isdisjoint({None, *known().written})
         if is_written or key not in forms:
             forms[key] = _with_form(node, (call.mask, *given[1:]), now_fakes)
@@ -139,13 +139,13 @@ def _keeps_strides(node: Node, was: Tensor, now: Tensor) -> str:
     return ""
 
 
-def _said(mask: Node) -> str:
+def _view_key(mask: Node) -> str:
     """The same of two views of one value: a model may slice its mask anew in each layer."""
     of = mask.args[0] if mask.args else None
     is_known = mask.op == "call_method" or is_torchs(mask)
     if not is_known or not isinstance(of, Node) or storages([mask]) != storages([of]):
         return mask.name
-    return f"{_said(of)} {mask.target} {mask.args[1:]} {mask.kwargs}"
+    return f"{_view_key(of)} {mask.target} {mask.args[1:]} {mask.kwargs}"
 
 
 def _with_form(node: Node, given: tuple[Any, ...], fakes: Attention) -> tuple[Node, Node]:

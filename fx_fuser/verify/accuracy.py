@@ -241,7 +241,6 @@ def _fault(
     whole, element = map(max, zip(*rivals))
     noise = is_grad and rivals[0].whole > _NOISE * size
     factor = _NOISE_FACTOR if noise else bound.factor[real]
-    spread = factor if v.numel() > 1 else 2 * factor  # a norm of one element is an element
     least = torch.finfo(real).smallest_normal * torch.finfo(real).eps  # no value is nearer
     most = max(2 * factor * element, bound.peak[real] * largest + least)
     # Where eager overflowed: as far off as elsewhere, relative to the largest value.
@@ -249,7 +248,7 @@ def _fault(
     checks = (
         (
             "norm 2", _norm(distance[guided]), size, whole,
-            max(spread * whole, bound.floor[real] * size + least * v.numel() ** 0.5),
+            max(factor * whole, bound.floor[real] * size + least * v.numel() ** 0.5),
         ),
         (
             "its worst element", _excess(distance[~overflowed], e[~overflowed], dtype), largest,

@@ -39,9 +39,10 @@ struct Store {
   static constexpr int kWords = (0 + ... + static_cast<int>(sizeof(In)));
   static constexpr int kAhead =
       kWords > kMostWords || kWords > kWordsAhead ? 1 : kWordsAhead / (kWords < 4 ? 4 : kWords);
-  // ptxas has no register left for four beside an operand, for sm_100a (NVRTC 13.2).
-  static constexpr int kMostOfFour = kWordsAhead < 8 ? 0 : 1;
-  static constexpr int kElementsAhead = kOperands <= kMostOfFour ? 4 : kOperands < 8 ? 2 : 1;
+  // Four at once, but beside an operand not by mma.sync with few registers: ptxas has none left for
+  // sm_100a (NVRTC 13.2).
+  static constexpr bool kHasFour = kOperands == 0 || (kOperands == 1 && kWordsAhead >= 8);
+  static constexpr int kElementsAhead = kHasFour ? 4 : kOperands < 8 ? 2 : 1;
   static_assert(kUnits * kLinearVector == kElements && kBatches * kElements == 64);
   static_assert(kElements % kElementsAhead == 0);
 

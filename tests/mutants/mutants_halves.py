@@ -47,8 +47,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: shared within a region",
         "passes/attention.py",
-        "(said, region, str(given[1:]),",
-        "(said, str(given[1:]),",
+        "(mask_key, region, str(given[1:]),",
+        "(mask_key, str(given[1:]),",
         (
             f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
             "[without_gradients_and_with-2-True]",
@@ -57,8 +57,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: shared by views of one grad mode",
         "passes/attention.py",
-        "said = call.mask.name if region.settings else _said(call.mask)",
-        "said = _said(call.mask)",
+        "mask_key = call.mask.name if region.settings else _view_key(call.mask)",
+        "mask_key = _view_key(call.mask)",
         (
             f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
             "[sliced_without_gradients_and_with-2-True]",

@@ -35,7 +35,8 @@ from torch.utils.checkpoint import checkpoint
 
 @pytest.fixture(autouse=True)
 def own_cache_entries() -> Iterator[None]:
-    """AOTAutograd's cache knows the composite op by its name: not what it called last week."""
+    """AOTAutograd's cache knows the composite op by its name alone: an older probe's entry would
+    call its ops as they were then."""
     with torch.compiler.config.patch(cache_key_tag=Path(run_ops.__file__).read_text()):
         yield
 
