@@ -37,6 +37,7 @@ def cast(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> tuple[Tenso
 
 
 def by_op(way: str, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
+    load.load_shim()
     ops = torch.ops.fx_fuser
     if way == "exact":
         made: Tensor = ops.exact_product.default(x, weight, EXACT_GEMMS[dtype].name)

@@ -184,15 +184,15 @@ __device__ __forceinline__ Acc relu(Acc x) {
   return x <= Acc(0) ? Acc(0) : x;
 }
 
-// fmin and fmax return the operand that is a number; torch's minimum and maximum return the NaN.
-template <class Acc>
-__device__ __forceinline__ Acc minimum(Acc a, Acc b) {
-  return (a < b || a != a) ? a : b;
+// As torch's on CUDA: NaN if either is, and -0 is less than +0, which `a < b ? a : b` would not see.
+__device__ __forceinline__ float minimum(float a, float b) { return ptx::min_nan(a, b); }
+__device__ __forceinline__ double minimum(double a, double b) {
+  return a != a ? a : b != b ? b : ::fmin(a, b);
 }
 
-template <class Acc>
-__device__ __forceinline__ Acc maximum(Acc a, Acc b) {
-  return (a > b || a != a) ? a : b;
+__device__ __forceinline__ float maximum(float a, float b) { return ptx::max_nan(a, b); }
+__device__ __forceinline__ double maximum(double a, double b) {
+  return a != a ? a : b != b ? b : ::fmax(a, b);
 }
 
 // lower > upper gives upper, as torch.clamp does.

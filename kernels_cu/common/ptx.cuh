@@ -382,6 +382,19 @@ __device__ __forceinline__ uint32_t to_tf32(float value) {
   return bits;
 }
 
+// NaN if either is; -0 is less than +0.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // 1 / value to one ulp. Subnormal results are zeros, and of subnormal values infinities.
 __device__ __forceinline__ float reciprocal(float value) {
   float result;

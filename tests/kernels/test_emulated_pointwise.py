@@ -32,6 +32,11 @@ def test_values(name: str) -> None:
     on_gpu.test_values(name, torch.float32)
 
 
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_of_two_zeros(name: str) -> None:
+    on_gpu.test_of_two_zeros(name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", native_cases.FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [[5], [7, 33], [2, 8, 4, 8]], ids=str)

@@ -304,6 +304,18 @@ def test_nan_and_infinity():
         torch.testing.assert_close(out, function(z, y), equal_nan=True, msg=lambda m, b=body: b + m)
 
 
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_of_two_zeros(name):
+    """-0 is the smaller, on either side, as of torch's on CUDA; on a CPU torch has either."""
+    z, y = (torch.tensor(row, device=DEVICE) for row in ([0.0, -0.0, 0.0], [-0.0, 0.0, 0.0]))
+    out = torch.full_like(z, torch.nan)
+    launch.pointwise(of_two(f"math::{name}(in[0], in[1])"), out, [z, y], [])
+    assert (out == 0).all()
+    assert out.signbit().tolist() == ([True, True, False] if name == "minimum" else [False] * 3)
+    if z.is_cuda:
+        assert torch.equal(out.signbit(), getattr(torch, name)(z, y).signbit())
+
+
 # ---- pointwise: refusals -------------------------------------------------------------------------
 
 

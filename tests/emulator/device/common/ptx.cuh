@@ -170,6 +170,13 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
 
 // ---- arithmetic ---------------------------------------------------------------------------------
 
+inline float min_nan(float a, float b) {
+  if (a != a || b != b) return NAN;
+  return a < b || (a == b && std::signbit(a)) ? a : b;
+}
+
+inline float max_nan(float a, float b) { return -min_nan(-a, -b); }
+
 // Nearest, ties away from zero.
 inline uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
