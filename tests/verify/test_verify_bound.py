@@ -221,6 +221,13 @@ def test_strides_of_gradients_are_compared_where_they_are_promised() -> None:
     assert compare(*runs) == ["gradient of w: strides (1, 4), in eager (5, 1)"]
 
 
+def test_strides_of_one_element_are_no_fault_of_a_gradient() -> None:
+    right = torch.randn(4, 1)
+    runs = [right.as_strided((4, 1), (1, 4)), right, right.double()]
+    assert not compare(*(Observed(grads={"w": t}) for t in runs))
+    assert "strides" in compare(*(Observed(outputs={"y": t}) for t in runs))[0]
+
+
 @pytest.mark.parametrize("part", ["outputs", "state"])
 def test_strides_of_outputs_and_buffers_are_compared(part: str) -> None:
     right = torch.randn(4, 5)
