@@ -433,6 +433,33 @@ def test_what_a_convolution_loses_beside_a_large_gradient(
     assert shares.share("conv2d", "gradients of the anchor's operands") < 0.01
 
 
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_a_gradient_beyond_the_range_times_a_weight_of_zero(
+    on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 on CUDA it is a number, and 0 may be the product, as in exact arithmetic; where it is
+    rounded first, NaN alone is right."""
+    values = []
+
+    def planted(*args: Any) -> str:
+        *head, eager, fused, exact, _shares = args
+        grad = fused.grads["x"]
+        for place, value in (((1, 0, 3, 4), -1399.5), ((0, 0, 0, 0), nan)):
+            changed = grad.clone()
+            changed[place] = value
+            values.append(faults_of(*head, eager, _with(fused, "x", changed), exact))
+        assert grad[1, 0, 3, 4].isnan() and grad[0, 0, 0, 0].abs() < 1e5
+        return faults_of(*args)
+
+    monkeypatch.setattr(value_check, "faults_of", planted)
+    monkeypatch.setattr(value_totals, "has_lost", lambda p, inputs: on_cuda)
+    run = Run(train=True, auto=True, device="cuda", structures=50, first=6_002_000)
+    with registered() as patterns:
+        program = run.program(6_002_048, patterns)
+        assert not value_check.check(program, "cpu", 6_002_048, bounded=True)
+    assert [not fault for fault in values] == [on_cuda, False]
+
+
 def test_other_strides_are_found() -> None:
     y = torch.randn(2, 3, 4)
     turned = y.mT.contiguous().mT

@@ -78,6 +78,7 @@ def convolution_totals(
         largest = float(narrow.reach.max()) if narrow.lo.numel() else 0.0
         narrow = narrow.widened(2**-21 * narrow.reach)
         narrow = narrow.widened(lost * largest if largest < 1e36 else largest)
+        narrow = _beyond_the_range(dz, narrow)
     flushed = 8 * torch.finfo(torch.float32).tiny  # by oneDNN's convolutions: subnormal terms
     none = 0.0  # below this, factors are zero, too
     dtype = inputs["x"].dtype
@@ -103,6 +104,16 @@ def convolution_totals(
     count = narrow.lo.numel() // out
     totals["weight"] = of_weights.total(to_weights, sums, _roundings(count, x), flushed * count)
     return totals
+
+
+def _beyond_the_range(dz: Possible, narrow: Possible) -> Possible:
+    """What is infinite in x's dtype may be a number: a kernel multiplies dz by powers of two, and
+    then by the weight, which may be 0. What shares its scale, of its pixel or its channel, may then
+    be lost."""
+    beyond = dz.number & ~narrow.number
+    shares = beyond.any(1, keepdim=True) | beyond.any(0, True).any(2, True).any(3, True)
+    room = torch.where(shares, narrow.reach, 0.0)
+    return narrow.widened(room).joined(dz, beyond)
 
 
 @functools.cache
