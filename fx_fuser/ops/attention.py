@@ -80,7 +80,9 @@ class Rows:
     broken: Tensor | None = None
 
     def settled(self, made: Tensor) -> Tensor:
-        made = made.masked_fill(~self.shown, 0.0)
+        made = torch.where(
+            self.shown, made, 0.0
+        )  # gradients keep their strides, unlike masked_fill's
         if self.broken is None:
             return made
         # A sum: the gradient of such a row still meets the NaN of the mask.
@@ -263,10 +265,33 @@ def _without_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
     return q, torch.cat([k, k - k.detach()], -1)
 
 
+class _GradientLikeResult(torch.autograd.Function):
+    """The same tensor; its gradient gets its strides.
+
+    torch caches cuDNN's backward by the strides of q, k and v alone (`MHAParams` in
+    aten/src/ATen/native/cudnn/MHA.cpp, torch 2.11): a gradient with other strides than the first
+    one had is read as if it had those, silently.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor) -> Tensor:
+        ctx.strides = made.stride()
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if gradient.stride() == ctx.strides:
+            return gradient
+        return gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
+
+
 def _attention(*arguments: Any) -> Tensor:
     call = Attention(*arguments)
     fit, rows = fitted(call)
-    made = fit.run()[..., : call.value.shape[-1]]
+    made = fit.run()
+    if made.requires_grad:
+        made = _GradientLikeResult.apply(made)
+    made = made[..., : call.value.shape[-1]]
     if rows is not None:
         made = rows.settled(made)
     lead = lead_of(call)

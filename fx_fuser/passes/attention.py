@@ -44,11 +44,13 @@ Forms = dict[Any, tuple[Node, Node]]
 
 
 def fit(
-    node: Node, region: Region, on_cpu: bool, known: Callable[[], Known], forms: Forms
-) -> tuple[str, str] | None:
+    node: Node, region: Region, on_cpu: bool, known: Callable[[], Known], forms: Forms,
+    is_new: bool = False,
+) -> tuple[str, str] | None:  # fmt: skip
     """Call `fx_fuser::attention` where torch would take the formula, and need not.
 
-    forms: what was made of masks before, in this graph.
+    forms: what was made of masks before, in this graph. is_new: its mask was removed, so a kernel
+    may compute it that would not have; in training that op calls it, too, for the gradient's sake.
 
     Returns (what was in the way, ""), or ("", why it stays the formula); None if a kernel takes it.
     """
@@ -67,6 +69,8 @@ def fit(
     fakes = _fakes_of(call)
     why = why_formula(fakes)
     if not why:
+        if is_new and was.requires_grad:
+            node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
         return None
     if fakes.mask is not None and fakes.mask.dtype is not torch.bool:
         numbers = held(call.mask, known())

@@ -149,10 +149,12 @@ class Reader:
                 self._calls.setdefault(body, []).append((scope.before(at), node))
             if node.op != "call_function" or node.target not in ATTENTIONS:
                 continue
+            is_new = False
             if (mask := _mask_of(node)) is not None:
                 found.append(_without_mask(node, mask, scope.before(at), region, known))
+                is_new = found[-1].is_edit
             tells = functools.partial(_known, scope.before(at))
-            fitted = attention.fit(node, region, on_cpu, tells, forms)
+            fitted = attention.fit(node, region, on_cpu, tells, forms, is_new)
             if fitted is not None:
                 why, stays = fitted
                 found.append(Mask(node, FORM if why else FORMULA, why or stays))

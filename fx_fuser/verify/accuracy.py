@@ -204,7 +204,7 @@ def _other_names(found: Observed, eager: Observed) -> list[str]:
 
 
 def _other_strides(value: Tensor, eager: Tensor, bound: Bound, is_grad: bool) -> str:
-    """Of gradients' dimensions of one element, whose strides reach nothing, Inductor has its own."""
+    """Inductor has its own where a gradient's dimension has one element: they reach nothing."""
     if is_grad and not bound.grad_strides:
         return ""
     reaching = [i for i, size in enumerate(value.shape) if size != 1 or not is_grad]

@@ -10,6 +10,7 @@ BOUNDS = "tests/passes/test_bounds.py"
 PADDING = "tests/passes/test_padding.py"
 KEPT = f"{STRIDES}::test_results_keep_eagers_strides_and_values"
 VALUES = f"{FORMS}::test_values_gradients_and_strides"
+APART = f"{FORMS}::test_gradients_reach_the_kernel_with_the_strides_of_its_result"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
@@ -143,6 +144,23 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "if q.shape[-1] != head and scale is None:",
         "if False:",
         (f"{VALUES}[heads of 12 and a mask]",),
+    ),
+    (
+        "forms: a gradient has the strides of the result",
+        "ops/attention.py",
+        "if made.requires_grad:",
+        "if False:",
+        (f"{APART}[form-with other strides-aot_eager]",),
+    ),
+    (
+        "forms: where a mask was removed, too",
+        "passes/attention.py",
+        "if is_new and was.requires_grad:",
+        "if False:",
+        (
+            f"{APART}[causal-with other strides-inductor]",
+            f"{APART}[causal-with other strides-aot_eager]",
+        ),
     ),
     (
         "forms: of 16 bits alone",

@@ -14,6 +14,7 @@ from helpers import slow_but
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fx_fuser
 from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
@@ -224,3 +225,36 @@ def test_explain_names_what_was_in_the_way() -> None:
     assert "is rewritten for a fused kernel: its query has 3 dimensions" in " ".join(
         str(report).split()
     )
+
+
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("apart", [False, True], ids=["as the result", "with other strides"])
+@pytest.mark.parametrize("done", ["form", "causal"])
+def test_gradients_reach_the_kernel_with_the_strides_of_its_result(
+    inner: str, apart: bool, done: str
+) -> None:
+    """torch 2.11 keeps cuDNN's backward for the strides of the first gradient, whatever those of
+    the next are. Where a mask was formed, and where it was removed."""
+
+    def attend(x: Tensor, m: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (t.view(B, S, H, D).transpose(1, 2) for t in x.chunk(3, -1))
+        causal = torch.ones(S, S, dtype=torch.bool).tril()
+        all_or_none = (m > 0).expand(B, 1, S, S)  # of the keys, in a row
+        out = sdpa(q, k, v, causal if done == "causal" else all_or_none)
+        if apart:
+            return out.contiguous().view(B, H, S * D) * weight.view(B, H, S * D)
+        return out.transpose(1, 2).reshape(B, S, H * D) * weight.view(B, S, H * D)
+
+    class Strides(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if "scaled_dot_product" in str(func) and "backward" in str(func):
+                seen.append((args[0].stride(), args[4].stride()))  # of the gradient, the result
+            return func(*args, **(kwargs or {}))
+
+    x, m, weight = tensors((B, S, 3 * H * D), (B, 1, S, 1), (B, S, H * D))
+    seen: list[tuple[Any, Any]] = []
+    y = compiled(attend, inner=inner)(x, m, weight)
+    assert counters["fx_fuser_masks"] == {done: 1}
+    with Strides():
+        y.float().square().sum().backward()
+    assert len(seen) == 1 and seen[0][0] == seen[0][1] and seen[0][1][1] == D, seen
