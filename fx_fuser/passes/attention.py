@@ -29,7 +29,7 @@ from fx_fuser.ops.attention import (
     why_formula,
 )
 from fx_fuser.passes import strides
-from fx_fuser.passes.bounds import Held, Known, held, is_torchs
+from fx_fuser.passes.bounds import Held, Known, always_taken, held, is_torchs
 
 ATTENTIONS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 # The op's arguments, where they stand and what they are by default.
@@ -72,14 +72,17 @@ def fit(
         if is_new and was.requires_grad:
             node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
         return None
+    mask = None if call.mask is None else always_taken(call.mask, known())
     if fakes.mask is not None and fakes.mask.dtype is not torch.bool:
-        numbers = held(call.mask, known())
+        numbers = held(mask, known())
         if not _is_taken_as_it_is(fakes.mask, numbers, was, region):
             return "", f"{why}; its mask is of {fakes.mask.dtype}, and a kernel would round it"
         call = replace(call, absorbs=_may_absorb(numbers, was.dtype))
         fakes = replace(fakes, absorbs=call.absorbs)
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
+            if mask is not None and mask is not call.mask:
+                fakes = replace(fakes, mask=mask.meta["example_value"].expand(fakes.mask.shape))
             now_fakes, given = fakes, arguments_of_rows(fakes)
             if fakes.mask is not None:
                 formed, rows = form(fakes)
@@ -91,6 +94,8 @@ def fit(
     if reason:
         return "", f"{why}; {reason}"
     if call.mask is not None:
+        if mask is not None and mask is not call.mask:
+            call = replace(call, mask=_spread(node, mask, fakes.mask))
         # A view that is taken under no_grad has no gradient.
         mask_key = call.mask.name if region.settings else _view_key(call.mask)
         key = (mask_key, region, str(given[1:]), fakes.key.shape[-2])
@@ -150,6 +155,14 @@ def _view_key(mask: Node) -> str:
     if not is_known or not isinstance(of, Node) or storages([mask]) != storages([of]):
         return mask.name
     return f"{_view_key(of)} {mask.target} {mask.args[1:]} {mask.kwargs}"
+
+
+def _spread(node: Node, mask: Node, fake: Tensor) -> Node:
+    """The mask, expanded to the shape of `fake`, before the node."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_method("expand", (mask, *fake.shape))
+    made.meta = {**node.meta, "example_value": fake}
+    return made
 
 
 def _with_form(node: Node, given: tuple[Any, ...], fakes: Attention) -> tuple[Node, Node]:

@@ -167,12 +167,42 @@ def _by_call(node: Node, known: Known) -> Held | None:
         return _sum(held(first, known), other)
     if name in ("mul", "rmul", "truediv", "div", "neg") and not node.kwargs:
         return _product(node, name, known)
+    if (parts := _parts_of_choice(node, name)) is not None:
+        return _choice(*parts, known)
+    return None
+
+
+def _parts_of_choice(node: Node, name: str) -> tuple[Any, Any, Any] | None:
+    """(yes, no, choice) of a `where` or a `masked_fill`."""
     if name == "where" and len(node.args) == 3:
         choice, yes = node.args[:2] if node.op == "call_function" else node.args[1::-1]
-        return _choice(yes, node.args[2], choice, known)
+        return yes, node.args[2], choice
     if name == "masked_fill" and len(node.args) == 3:
-        return _choice(node.args[2], first, node.args[1], known)
+        return node.args[2], node.args[0], node.args[1]
     return None
+
+
+def always_taken(value: Node, known: Known) -> Node:
+    """What a choice takes that the graph makes ahead of any input, and everywhere in the same way;
+    the node itself if it is none.
+
+    transformers' T5 adds `where(shown, bias, lowest)`: where a mask shows all keys, that is a bias
+    for each sample that is the same for all.
+    """
+    name = name_of_call(value)
+    parts = _parts_of_choice(value, name) if value.op == "call_method" or is_torchs(value) else None
+    made = known.value(parts[2]) if parts is not None and isinstance(parts[2], Node) else None
+    if parts is None or made is None or made.dtype is not torch.bool:
+        return value
+    taken = parts[0] if bool(made.all()) else None if bool(made.any()) else parts[1]
+    if not isinstance(taken, Node):
+        return value
+    was, now = meta_tensor(value), meta_tensor(taken)
+    if was is None or now is None or now.dtype != was.dtype:
+        return value
+    if not storages([value, taken]).isdisjoint({None, *known.written}):
+        return value
+    return always_taken(taken, known)
 
 
 def is_torchs(node: Node) -> bool:

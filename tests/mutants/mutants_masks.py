@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+CHOICES = "tests/passes/test_attention_choices.py::test_a_mask_of_one_choice"
 FILE = "tests/passes/test_masks.py"
 STAYS = f"{FILE}::test_a_mask_that_is_not_surely_so_stays"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    (
+        "masks: a choice is the same everywhere",
+        "passes/bounds.py",
+        "taken = parts[0] if bool(made.all())",
+        "taken = parts[0] if bool(made.any())",
+        (f"{CHOICES}[one_key_is_hidden-2-True]", f"{CHOICES}[one_key_is_hidden-2-False]"),
+    ),
+    (
+        "masks: what is taken is not written to",
+        "passes/bounds.py",
+        "if not storages([value, taken]).isdisjoint({None, *known.written}):",
+        "if False:",
+        (f"{CHOICES}[written_afterwards-2-True]",),
+    ),
     (
         "masks: what depends on the model is not run",
         "passes/masks.py",

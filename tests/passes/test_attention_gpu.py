@@ -132,3 +132,27 @@ def test_t5s_bias_by_inductor(trains: bool) -> None:
         for a, b in zip(*of, strict=True):
             assert (a - b).norm() <= 2e-2 * b.norm()
     assert calls(lambda: run(fused)) & FUSED
+
+
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("removed", [True, False])
+def test_after_a_backward_whose_gradient_had_other_strides(removed: bool, inner: str) -> None:
+    """torch 2.11 keeps cuDNN's backward for the sizes and strides of q, k and v, with the strides
+    of the first gradient. Here eager mode has the first; H100, wav2vec2: wrong gradients."""
+
+    def attend(x: Tensor, m: Tensor) -> Tensor:
+        q, k, v = (t.view(B, L, H, D).transpose(1, 2) for t in x.chunk(3, -1))
+        shown = torch.ones(L, L, dtype=torch.bool, device=x.device)
+        return sdpa(q, k, v, shown if removed else (m > -100).expand(B, 1, L, L))
+
+    def first(x: Tensor) -> Tensor:
+        q, k, v = (t.view(B, L, H, D).transpose(1, 2) for t in x.chunk(3, -1))
+        return sdpa(q, k, v).transpose(1, 2).reshape(B, L, H * D)
+
+    x, m = tensors((B, L, 3 * H * D), (B, 1, L, 1), device="cuda")
+    m.requires_grad_(False)
+    y = first(x)
+    torch.autograd.grad(y, x, torch.randn_like(y))
+    run = compiled(attend, **ON_GPU, inner=inner)
+    check(by_formula(attend), [x, m], lambda *given: run(*given).contiguous(), factor=4)
+    assert counters["fx_fuser_masks"] == {"open" if removed else "form": 1}
