@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from benchmarks import conv_nets, coverage, gpu_kinds, harness, measure
+from benchmarks import conv_nets, coverage, gpu_kinds, harness, lowered, measure
 from benchmarks.nets16_models import Net16, without_dropout
 from benchmarks.run import SYSTEMS, System
 from benchmarks.turnstile import Turnstile
@@ -36,7 +36,8 @@ class Row(TypedDict):
     CPU of wall times. error, eager_error: relative Frobenius errors against float64, fx_fuser's
     and eager's, of all outputs as one vector or of all gradients, whichever is the larger; error is
     a text where something raised, or a value is not within the contract. sites: what became of
-    them, by counter.
+    them, by counter. same_graphs: did Inductor lower the same graphs for both? Then how they differ
+    is Inductor's own scatter from compilation to compilation.
     """
 
     net: str
@@ -55,6 +56,7 @@ class Row(TypedDict):
     error: float | str | None
     eager_error: float | None
     sites: dict[str, Any]
+    same_graphs: bool | None
     gpu: str
     torch: str
     date: str
@@ -235,7 +237,7 @@ def measured(
         inductor_wall_ms=None, fx_fuser_wall_ms=None,
         inductor_compile_s=None, fx_fuser_compile_s=None,
         inductor_peak_mib=None, fx_fuser_peak_mib=None,
-        error=None, eager_error=None, sites={},
+        error=None, eager_error=None, sites={}, same_graphs=None,
         gpu=here["gpu"], torch=here["torch"], date="", commit="",
     )  # fmt: skip
     measure.free_memory()
@@ -257,13 +259,16 @@ def _measure(
     case.step(case.model)  # the libraries load their kernels, which nobody is to be charged for
     calls: dict[str, Callable[..., Any]] = {}
     sites: measure.Sites = {}
+    graphs: dict[str, list[str]] = {system.name: [] for system in rivals}
     for system in rivals:
         caches.enter_context(cold_caches())
-        with measure.counted(sites if system.is_ours else {}):
+        watched = measure.counted(sites if system.is_ours else {})
+        with watched, lowered.seen(graphs[system.name]):
             calls[system.name], taken = first_call(case, system)
         if place is None:
             _fill(row, "compile_s", {system.name: taken})
     row["sites"] = {name: found for name, found in sites.items() if found}
+    row["same_graphs"] = graphs.get("inductor") == graphs.get("fx_fuser") != []
     steps = {name: partial(case.step, call) for name, call in calls.items()}
     with place.alone() if place else nullcontext():
         time_steps(row, steps, case.leaves(), device, seconds)

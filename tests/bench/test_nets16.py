@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
-from benchmarks import harness, net16, nets16, nets16_tables, report, results
+from benchmarks import harness, lowered, net16, nets16, nets16_tables, report, results
 from benchmarks.net16 import Row, as_inductors, case_of, exact_of, measured, spread
 from benchmarks.nets16_models import NETS, STEPS, Net16, without_dropout
 from benchmarks.run import System
@@ -53,6 +54,7 @@ KEYS = [
     "error",
     "eager_error",
     "sites",
+    "same_graphs",
     "gpu",
     "torch",
     "date",
@@ -230,6 +232,29 @@ def made_up(name: str = "gpt2", step: str = "train", **other: Any) -> Row:
 def test_the_spread_is_half_the_range_of_the_ratio() -> None:
     assert spread([10.0, 10.2, 9.8], [10.0, 10.0, 10.0]) == 0.02
     assert spread([10.0, 12.0], [5.0, 6.0]) == 0.0
+
+
+def test_of_the_same_graphs_gpu_time_is_inductors_own() -> None:
+    slow = {"inductor_ms": 7.8, "same_graphs": True}  # 0.975×
+    for wall, is_slower in ((10.0, False), (9.8, False), (9.7, True)):
+        row = made_up(**slow, inductor_wall_ms=wall, fx_fuser_wall_ms=10.0)
+        assert bool(nets16_tables.slower(row)) is is_slower
+    assert nets16_tables.slower(made_up(**slow | {"same_graphs": False}))
+    assert "± 0.5 %, same graphs" in nets16_tables.section([made_up(**slow)])
+
+
+@pytest.mark.parametrize("other", [{}, {"factor": 3.0}, {"rows": 5}, {"strided": True}])
+def test_the_graphs_that_inductor_lowers_are_told_apart(other: dict[str, Any]) -> None:
+    def graphs(factor: float = 2.0, rows: int = 4, strided: bool = False) -> list[str]:
+        found: list[str] = []
+        x = torch.randn(rows, 6).t().contiguous().t() if strided else torch.randn(rows, 6)
+        torch._dynamo.reset()
+        with fresh_cache(), lowered.seen(found):
+            torch.compile(lambda x: (x * factor).sin())(x)
+        return found
+
+    assert len(graphs()) == 1
+    assert (graphs() == graphs(**other)) is (not other)
 
 
 @pytest.mark.parametrize(
