@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from fx_fuser.graph.read.nodes import argument_of, meta_tensor, storages
@@ -189,18 +190,28 @@ def always_taken(value: Node, known: Known) -> Node:
     transformers' T5 adds `where(shown, bias, lowest)`: where a mask shows all keys, that is a bias
     for each sample that is the same for all.
     """
-    name = name_of_call(value)
-    parts = _parts_of_choice(value, name) if value.op == "call_method" or is_torchs(value) else None
-    made = known.value(parts[2]) if parts is not None and isinstance(parts[2], Node) else None
-    if parts is None or made is None or made.dtype is not torch.bool:
+    is_call = value.op == "call_method" or is_torchs(value)
+    parts = _parts_of_choice(value, name_of_call(value)) if is_call else None
+    if parts is None or not isinstance(choice := parts[2], Node):
         return value
-    taken = parts[0] if bool(made.all()) else None if bool(made.any()) else parts[1]
-    if not isinstance(taken, Node):
+    made = known.value(choice)
+    if made is None or made.dtype is not torch.bool:
         return value
-    was, now = meta_tensor(value), meta_tensor(taken)
-    if was is None or now is None or now.dtype != was.dtype:
+    if bool(made.all()):
+        taken, other = parts[:2]
+    elif not bool(made.any()):
+        other, taken = parts[:2]
+    else:
         return value
-    if not storages([value, taken]).isdisjoint({None, *known.written}):
+    # A value that is made ahead is that after all writes; one that is not taken has gradients of 0.
+    was, now, left = (
+        meta_tensor(v) if isinstance(v, Node) else None for v in (value, taken, other)
+    )
+    if was is None or type(now) is not FakeTensor or (left is not None and left.requires_grad):
+        return value
+    if (now.dtype, now.device) != (was.dtype, was.device):
+        return value
+    if not storages([value, taken, choice]).isdisjoint({None, *known.written}):
         return value
     return always_taken(taken, known)
 

@@ -11,16 +11,16 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "masks: a choice is the same everywhere",
         "passes/bounds.py",
-        "taken = parts[0] if bool(made.all())",
-        "taken = parts[0] if bool(made.any())",
+        "if bool(made.all()):",
+        "if bool(made.any()):",
         (f"{CHOICES}[one_key_is_hidden-2-True]", f"{CHOICES}[one_key_is_hidden-2-False]"),
     ),
     (
         "masks: what is taken is not written to",
         "passes/bounds.py",
-        "if not storages([value, taken]).isdisjoint({None, *known.written}):",
+        "if not storages([value, taken, choice]).isdisjoint({None, *known.written}):",
         "if False:",
-        (f"{CHOICES}[written_afterwards-2-True]",),
+        (f"{CHOICES}[written_afterwards-2-True]", f"{CHOICES}[chosen_anew-2-True]"),
     ),
     (
         "masks: what depends on the model is not run",

@@ -33,7 +33,7 @@ def always_the_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
 
 
 def never_the_other(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    return sdpa(q, k, v, torch.where(~shown(), bias(m).exp(), bias(m)))
+    return sdpa(q, k, v, torch.where(~shown(), bias(m.detach()).exp(), bias(m)))
 
 
 def nothing_is_filled(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
@@ -64,6 +64,24 @@ def written_afterwards(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return sdpa(q, k, v, chosen)
 
 
+def chosen_anew(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    choice = torch.ones(B, 1, S, S, dtype=torch.bool)
+    chosen = torch.where(choice, bias(m.detach()), bias(m.detach().exp()))
+    choice.zero_()
+    return sdpa(q, k, v, chosen)
+
+
+def the_other_is_trained(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    return sdpa(q, k, v, torch.where(shown(), bias(m.detach()), bias(m)))
+
+
+def into_what_is_given(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    of = bias(m).detach()
+    given = torch.empty(S, S, B, H, dtype=m.dtype).permute(2, 3, 0, 1)
+    torch.where(shown(), of, of.exp(), out=given)
+    return sdpa(q, k, v, given)
+
+
 def wider_than_the_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return sdpa(q, k, v, torch.where(shown(), bias(m), torch.full((1,), -1e30)).to(q.dtype))
 
@@ -79,6 +97,9 @@ def wider_than_the_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         (one_key_is_hidden, B),
         (by_an_input, B),
         (written_afterwards, B),
+        (chosen_anew, B),
+        (the_other_is_trained, B),
+        (into_what_is_given, B),
         (wider_than_the_bias, B),
     ],
 )
