@@ -268,7 +268,7 @@ def _measure(
         if place is None:
             _fill(row, "compile_s", {system.name: taken})
     row["sites"] = {name: found for name, found in sites.items() if found}
-    row["same_graphs"] = graphs.get("inductor") == graphs.get("fx_fuser") != []
+    row["same_graphs"] = graphs.get("inductor", []) == graphs.get("fx_fuser") != []
     steps = {name: partial(case.step, call) for name, call in calls.items()}
     with place.alone() if place else nullcontext():
         time_steps(row, steps, case.leaves(), device, seconds)

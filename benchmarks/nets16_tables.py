@@ -12,6 +12,7 @@ from benchmarks.nets16_models import NETS
 
 PATH = Path("nets16", "gpu.json")  # in the folder of results
 LEAST = 0.99  # of Inductor's speed
+SCATTER = 0.95  # of two compilations of the same graphs: 0.96 was seen (kernels_cu/NOTES.md)
 GAIN = 1.01  # below is none
 MEMORY = 1.01  # of Inductor's peak, at most
 CASES = {(net.name, step) for net in NETS.values() for step in net.phases}
@@ -27,14 +28,14 @@ def ratio(row: Row, what: str) -> float | None:
 def slower(row: Row) -> list[str]:
     """By which clock fx_fuser is slower: a ratio below 0.99, or below 1 less the row's spread.
 
-    Where Inductor lowered the same graphs, GPU time is Inductor's beside its own: the clock may
-    show that difference, and no more.
+    Where Inductor lowered the same graphs, GPU time is Inductor's beside its own, within
+    `SCATTER`: the clock may show that difference, and no more.
     """
     least = max(LEAST, 1 - (row["spread"] or 0.0))
     gpu, wall = ratio(row, "ms"), ratio(row, "wall_ms")
     asked = {"GPU": (gpu, least), "wall": (wall, least)}
     if row.get("same_graphs"):
-        asked = {"wall": (wall, min(least, gpu or least))}
+        asked = {"GPU": (gpu, SCATTER), "wall": (wall, max(SCATTER, min(least, gpu or least)))}
     return [
         f"{clock} {value:.3f}×, not {bound:.3f}"
         for clock, (value, bound) in asked.items()

@@ -123,7 +123,7 @@ def fuse_and_compile(
     if outcome.matches or passes:
         chosen = options.with_passes(passes, fused=bool(outcome.matches))
         return compile_tagged(compile_inner, chosen), outcome
-    return compile_inner(options) if outcome.masks else None, outcome
+    return compile_tagged(compile_inner, options) if outcome.masks else None, outcome
 
 
 def compile_tagged(compile_inner: CompileInner, options: Options) -> Compiled:

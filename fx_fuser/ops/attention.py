@@ -80,9 +80,8 @@ class Rows:
     broken: Tensor | None = None
 
     def settled(self, made: Tensor) -> Tensor:
-        made = torch.where(
-            self.shown, made, 0.0
-        )  # gradients keep their strides, unlike masked_fill's
+        # As masked_fill, whose gradient is contiguous whatever strides it is given.
+        made = torch.where(self.shown, made, 0.0)
         if self.broken is None:
             return made
         # A sum: the gradient of such a row still meets the NaN of the mask.
@@ -265,24 +264,22 @@ def _without_scores(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
     return q, torch.cat([k, k - k.detach()], -1)
 
 
-class _GradientLikeResult(torch.autograd.Function):
-    """The same tensor; its gradient gets its strides.
+def _match_grad_strides(made: Tensor) -> None:
+    """Its gradient gets its strides before a kernel's backward reads it.
 
-    torch caches cuDNN's backward by the strides of q, k and v alone (`MHAParams` in
-    aten/src/ATen/native/cudnn/MHA.cpp, torch 2.11): a gradient with other strides than the first
-    one had is read as if it had those, silently.
+    torch 2.11 caches cuDNN's backward by the strides of q, k and v alone (`MHAParams` in
+    aten/src/ATen/native/cudnn/MHA.cpp): a gradient with other strides than the first one had is
+    read as if it had those, silently. A hook, not an op: a view of the result would hide from
+    autograd that it is written to.
     """
+    strides = made.stride()
 
-    @staticmethod
-    def forward(ctx: Any, made: Tensor) -> Tensor:
-        ctx.strides = made.stride()
-        return made.view_as(made)
+    def matched(gradient: Tensor) -> Tensor | None:
+        if gradient.stride() == strides:
+            return None
+        return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if gradient.stride() == ctx.strides:
-            return gradient
-        return gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
+    made.register_hook(matched)
 
 
 def _attention(*arguments: Any) -> Tensor:
@@ -290,8 +287,9 @@ def _attention(*arguments: Any) -> Tensor:
     fit, rows = fitted(call)
     made = fit.run()
     if made.requires_grad:
-        made = _GradientLikeResult.apply(made)
-    made = made[..., : call.value.shape[-1]]
+        _match_grad_strides(made)
+    if made.shape[-1] != call.value.shape[-1]:
+        made = made[..., : call.value.shape[-1]]
     if rows is not None:
         made = rows.settled(made)
     lead = lead_of(call)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -45,12 +45,12 @@ Forms = dict[Any, tuple[Node, Node]]
 
 def fit(
     node: Node, region: Region, on_cpu: bool, known: Callable[[], Known], forms: Forms,
-    is_new: bool = False,
+    mask_removed: bool = False,
 ) -> tuple[str, str] | None:  # fmt: skip
     """Call `fx_fuser::attention` where torch would take the formula, and need not.
 
-    forms: what was made of masks before, in this graph. is_new: its mask was removed, so a kernel
-    may compute it that would not have; in training that op calls it, too, for the gradient's sake.
+    forms: what was made of masks before, in this graph. mask_removed: a kernel may compute it that
+    would not have, so in training that op calls it, too, which looks after the gradient's strides.
 
     Returns (what was in the way, ""), or ("", why it stays the formula); None if a kernel takes it.
     """
@@ -69,9 +69,11 @@ def fit(
     fakes = _fakes_of(call)
     why = why_formula(fakes)
     if not why:
-        if is_new and was.requires_grad:
+        if mask_removed and was.requires_grad:
             node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
         return None
+    if was.requires_grad and is_written(node, known().written):
+        return "", f"{why}; its result is written to in place, and a kernel's backward reads it"
     mask = None if call.mask is None else always_taken(call.mask, known())
     if fakes.mask is not None and fakes.mask.dtype is not torch.bool:
         numbers = held(mask, known())
@@ -82,7 +84,8 @@ def fit(
     try:
         with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
             if mask is not None and mask is not call.mask:
-                fakes = replace(fakes, mask=mask.meta["example_value"].expand(fakes.mask.shape))
+                spread = mask.meta["example_value"].expand(fakes.mask.shape)
+                fakes = replace(fakes, mask=spread if fakes.mask.requires_grad else spread.detach())
             now_fakes, given = fakes, arguments_of_rows(fakes)
             if fakes.mask is not None:
                 formed, rows = form(fakes)
@@ -93,19 +96,23 @@ def fit(
     reason = left or _keeps_strides(node, was, now)
     if reason:
         return "", f"{why}; {reason}"
-    if call.mask is not None:
-        if mask is not None and mask is not call.mask:
-            call = replace(call, mask=_spread(node, mask, fakes.mask))
+    if mask is not None and call.mask is not None:
         # A view that is taken under no_grad has no gradient.
-        mask_key = call.mask.name if region.settings else _view_key(call.mask)
-        key = (mask_key, region, str(given[1:]), fakes.key.shape[-2])
-        is_written = not storages([call.mask]).isdisjoint({None, *known().written})
-        if is_written or key not in forms:
-            forms[key] = _with_form(node, (call.mask, *given[1:]), now_fakes)
+        mask_key = mask.name if region.settings else _view_key(mask)
+        form_key = (fakes.mask.shape, fakes.mask.requires_grad, given[1:], fakes.key.shape[-2])
+        key = (mask_key, region, str(form_key))
+        if is_written(mask, known().written) or key not in forms:
+            whole = mask if mask is call.mask else _expanded(node, mask, fakes.mask)
+            forms[key] = _with_form(node, (whole, *given[1:]), now_fakes)
         mask_node, rows_node = forms[key]
         call = replace(call, mask=mask_node, rows=rows_node)
     node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
     return why, ""
+
+
+def is_written(node: Node, written: Set[Any]) -> bool:
+    """Does something write to its memory? `written`: the memory that something writes to."""
+    return not storages([node]).isdisjoint({None, *written})
 
 
 def _sizes(tensor: Tensor) -> tuple[Any, ...]:
@@ -157,10 +164,13 @@ def _view_key(mask: Node) -> str:
     return f"{_view_key(of)} {mask.target} {mask.args[1:]} {mask.kwargs}"
 
 
-def _spread(node: Node, mask: Node, fake: Tensor) -> Node:
-    """The mask, expanded to the shape of `fake`, before the node."""
+def _expanded(node: Node, mask: Node, fake: Tensor) -> Node:
+    """The mask in the shape of `fake`, before the node."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_method("expand", (mask, *fake.shape))
+        of = mask if fake.requires_grad else node.graph.call_method("detach", (mask,))
+        if of is not mask:
+            of.meta = {**mask.meta, "example_value": mask.meta["example_value"].detach()}
+        made = node.graph.call_method("expand", (of, *fake.shape))
     made.meta = {**node.meta, "example_value": fake}
     return made
 

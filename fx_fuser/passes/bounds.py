@@ -185,7 +185,7 @@ def _parts_of_choice(node: Node, name: str) -> tuple[Any, Any, Any] | None:
 
 def always_taken(value: Node, known: Known) -> Node:
     """What a choice takes that the graph makes ahead of any input, and everywhere in the same way;
-    the node itself if it is none.
+    the node itself if it is none. Where the choice has no gradient, what it takes may have one.
 
     transformers' T5 adds `where(shown, bias, lowest)`: where a mask shows all keys, that is a bias
     for each sample that is the same for all.
@@ -203,14 +203,17 @@ def always_taken(value: Node, known: Known) -> Node:
         other, taken = parts[:2]
     else:
         return value
-    # A value that is made ahead is that after all writes; one that is not taken has gradients of 0.
     was, now, left = (
         meta_tensor(v) if isinstance(v, Node) else None for v in (value, taken, other)
     )
-    if was is None or type(now) is not FakeTensor or (left is not None and left.requires_grad):
+    if was is None or type(now) is not FakeTensor:
         return value
     if (now.dtype, now.device) != (was.dtype, was.device):
         return value
+    # What is not taken has a gradient of 0, which is not none.
+    if (left is not None and left.requires_grad) or (was.requires_grad and not now.requires_grad):
+        return value
+    # What is made ahead has the value after all writes.
     if not storages([value, taken, choice]).isdisjoint({None, *known.written}):
         return value
     return always_taken(taken, known)

@@ -149,12 +149,12 @@ class Reader:
                 self._calls.setdefault(body, []).append((scope.before(at), node))
             if node.op != "call_function" or node.target not in ATTENTIONS:
                 continue
-            is_new = False
+            mask_removed = False
             if (mask := _mask_of(node)) is not None:
                 found.append(_without_mask(node, mask, scope.before(at), region, known))
-                is_new = found[-1].is_edit
+                mask_removed = found[-1].is_edit
             tells = functools.partial(_known, scope.before(at))
-            fitted = attention.fit(node, region, on_cpu, tells, forms, is_new)
+            fitted = attention.fit(node, region, on_cpu, tells, forms, mask_removed)
             if fitted is not None:
                 why, stays = fitted
                 found.append(Mask(node, FORM if why else FORMULA, why or stays))
@@ -182,6 +182,9 @@ def _without_mask(
     known: dict[tuple[Any, ...], tuple[str, str]],
 ) -> Mask:
     try:
+        was = meta_tensor(node)
+        if was is not None and was.requires_grad and attention.is_written(node, scope.written()):
+            raise _Stays("its result is written to in place, and a kernel's backward reads it")
         kind, makers = _proven(node, mask, scope, known)
         _take_away(node, kind, region)
     except _Stays as stays:

@@ -29,7 +29,7 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import BuildError
 from fx_fuser.graph.match.grow import Grown
 from fx_fuser.graph.match.pattern import Match, Refusal
-from fx_fuser.graph.read.sites import ATTENTIONS, CONVOLUTIONS, GEMMS
+from fx_fuser.graph.read.sites import ATTENTION_NAMES, CONVOLUTIONS, GEMMS
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.native import limits
 from fx_fuser.ops import calls
@@ -171,7 +171,7 @@ def _measured(match: Grown, alone: Plan, options: Options) -> str:
 
 
 # The inner compiler fuses these with nothing. Views are looked through.
-_OPAQUE = GEMMS | CONVOLUTIONS | ATTENTIONS | {"output"}
+_OPAQUE = GEMMS | CONVOLUTIONS | ATTENTION_NAMES | {"output"}
 _OPAQUE |= {"redistribute", "prim_redistribute"}  # a collective; prim_: in torch 2.11
 
 

@@ -240,6 +240,7 @@ def test_of_the_same_graphs_gpu_time_is_inductors_own() -> None:
         row = made_up(**slow, inductor_wall_ms=wall, fx_fuser_wall_ms=10.0)
         assert bool(nets16_tables.slower(row)) is is_slower
     assert nets16_tables.slower(made_up(**slow | {"same_graphs": False}))
+    assert len(nets16_tables.slower(made_up(**slow | {"inductor_ms": 7.5}))) == 1  # 0.94×
     assert "± 0.5 %, same graphs" in nets16_tables.section([made_up(**slow)])
 
 

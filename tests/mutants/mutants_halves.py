@@ -155,7 +155,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: where a mask was removed, too",
         "passes/attention.py",
-        "if is_new and was.requires_grad:",
+        "if mask_removed and was.requires_grad:",
         "if False:",
         (
             f"{APART}[causal-with other strides-inductor]",

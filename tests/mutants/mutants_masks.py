@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 CHOICES = "tests/passes/test_attention_choices.py::test_a_mask_of_one_choice"
+WRITTEN = f"{CHOICES.split('::')[0]}::test_a_result_that_is_written_to_keeps_its_attention"
 FILE = "tests/passes/test_masks.py"
 STAYS = f"{FILE}::test_a_mask_that_is_not_surely_so_stays"
 
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    (
+        "masks: a result that is written to keeps its mask",
+        "passes/masks.py",
+        "if was is not None and was.requires_grad and",
+        "if False and",
+        (f"{WRITTEN}[removed-aot_eager]", f"{WRITTEN}[removed-inductor]"),
+    ),
+    (
+        "masks: a result that is written to keeps its form",
+        "passes/attention.py",
+        "if was.requires_grad and is_written(",
+        "if False and is_written(",
+        (f"{WRITTEN}[formed-aot_eager]", f"{WRITTEN}[formed-inductor]"),
+    ),
+    (
+        "masks: what is taken has no more gradient than the choice",
+        "passes/attention.py",
+        "mask=spread if fakes.mask.requires_grad else spread.detach()",
+        "mask=spread",
+        (f"{CHOICES}[without_gradients-None-True]",),
+    ),
     (
         "masks: a choice is the same everywhere",
         "passes/bounds.py",

@@ -78,7 +78,6 @@ def convolution_totals(
         largest = float(narrow.reach.max()) if narrow.lo.numel() else 0.0
         narrow = narrow.widened(2**-21 * narrow.reach)
         narrow = narrow.widened(lost * largest if largest < 1e36 else largest)
-        narrow = _beyond_the_range(dz, narrow)
     flushed = 8 * torch.finfo(torch.float32).tiny  # by oneDNN's convolutions: subnormal terms
     none = 0.0  # below this, factors are zero, too
     dtype = inputs["x"].dtype
@@ -88,7 +87,9 @@ def convolution_totals(
         small = narrow.number & (narrow.lo < none) & (narrow.hi > -none)
         narrow = narrow.joined(Possible.exactly(torch.zeros_like(narrow.lo)), small)
 
-    def multiplied(factor: Tensor) -> Possible:
+    def multiplied(factor: Tensor, *shared: int) -> Possible:
+        whole = _beyond_the_range(dz, narrow, shared) if has_lost(p, inputs) else narrow
+        flat = whole.map(lambda t: t.reshape(len(x), out, 1, -1))
         kept = torch.where(factor.abs() < none, 0.0, factor)
         return flat.times(factor).joined(flat.times(kept), kept != factor)
 
@@ -96,24 +97,28 @@ def convolution_totals(
     if "bias" in inputs:
         count = of_bias.lo.numel() // out
         totals["bias"] = _of_bias(of_bias, dz, sums, _roundings(count, x))
-    flat = narrow.map(lambda t: t.reshape(len(x), out, 1, -1))
-    of_pixels = multiplied(weight.view(1, out, window, 1))
+    of_pixels = multiplied(weight.view(1, out, window, 1), 1)
     count = out * kernel[0] * kernel[1]
     totals["x"] = of_pixels.total(to_pixels, sums, _roundings(count, x), flushed * count)
-    of_weights = multiplied(windows.unsqueeze(1))
+    of_weights = multiplied(windows.unsqueeze(1), 0, 2, 3)
     count = narrow.lo.numel() // out
     totals["weight"] = of_weights.total(to_weights, sums, _roundings(count, x), flushed * count)
     return totals
 
 
-def _beyond_the_range(dz: Possible, narrow: Possible) -> Possible:
-    """What is infinite in x's dtype may be a number: a kernel multiplies dz by powers of two, and
-    then by the weight, which may be 0. What shares its scale, of its pixel or its channel, may then
-    be lost."""
+def _beyond_the_range(dz: Possible, narrow: Possible, shared: tuple[int, ...]) -> Possible:
+    """What is infinite in x's dtype may be a number: our kernel multiplies dz by powers of two, and
+    then by a factor, which may be 0. What shares its scale may then be lost.
+
+    shared: the dimensions that share one, of dx's factors those of a pixel, of dweight's those of a
+    channel (64 positions of it at a time: kernels_cu/conv/NOTES.md).
+    """
     beyond = dz.number & ~narrow.number
-    shares = beyond.any(1, keepdim=True) | beyond.any(0, True).any(2, True).any(3, True)
-    room = torch.where(shares, narrow.reach, 0.0)
-    return narrow.widened(room).joined(dz, beyond)
+    shares = beyond
+    for dim in shared:
+        shares = shares.any(dim, keepdim=True)
+    lost = Possible.exactly(torch.zeros_like(narrow.lo))
+    return narrow.joined(lost, shares & narrow.number).joined(dz, beyond)
 
 
 @functools.cache

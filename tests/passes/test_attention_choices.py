@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from attending import BF16, Attend, B, D, H, S, by_formula, check, compiled, tensors
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fx_fuser.ops.attention import MASK
 from fx_fuser.passes.masks import Reader
@@ -75,6 +77,21 @@ def the_other_is_trained(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return sdpa(q, k, v, torch.where(shown(), bias(m.detach()), bias(m)))
 
 
+def without_gradients(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    of = bias(m * 1.0)
+    with torch.no_grad():
+        chosen = torch.where(shown(), of, torch.tensor(LOWEST, dtype=BF16))
+    return sdpa(q, k, v, chosen)
+
+
+def layers_without_gradients(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    with torch.no_grad():
+        mask = torch.where(shown(), bias(m), torch.tensor(LOWEST, dtype=BF16))
+        q = sdpa(q, k, v, mask)
+        q = sdpa(q, k, v, mask)
+    return q * v
+
+
 def into_what_is_given(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     of = bias(m).detach()
     given = torch.empty(S, S, B, H, dtype=m.dtype).permute(2, 3, 0, 1)
@@ -84,6 +101,19 @@ def into_what_is_given(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
 
 def wider_than_the_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return sdpa(q, k, v, torch.where(shown(), bias(m), torch.full((1,), -1e30)).to(q.dtype))
+
+
+def formed_masks(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """Those that are formed from now on."""
+    found, simplify = list[Node](), Reader.simplify
+
+    def seen(self: Reader, module: GraphModule, graph: Graph, on_cpu: bool = False) -> Any:
+        masks = simplify(self, module, graph, on_cpu)
+        found.extend(n for n in graph.nodes if n.target is MASK)
+        return masks
+
+    monkeypatch.setattr(Reader, "simplify", seen)
+    return found
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -99,25 +129,66 @@ def wider_than_the_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         (written_afterwards, B),
         (chosen_anew, B),
         (the_other_is_trained, B),
+        (without_gradients, None),
+        (layers_without_gradients, None),
         (into_what_is_given, B),
         (wider_than_the_bias, B),
     ],
 )
 def test_a_mask_of_one_choice(
-    attend: Attend, samples: int, trains: bool, monkeypatch: pytest.MonkeyPatch
+    attend: Attend, samples: int | None, trains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, simplify = list[Node](), Reader.simplify
-
-    def seen(self: Reader, module: GraphModule, graph: Graph, on_cpu: bool = False) -> Any:
-        masks = simplify(self, module, graph, on_cpu)
-        found.extend(n for n in graph.nodes if n.target is MASK)
-        return masks
-
-    monkeypatch.setattr(Reader, "simplify", seen)
+    found = formed_masks(monkeypatch)
     with torch.set_grad_enabled(trains):
+        inputs = tensors(*[(B, H, S, D)] * 3, (S, S, H))
+        ours, eager = compiled(attend)(*inputs), attend(*inputs)
+        assert ours.requires_grad == eager.requires_grad
+        if trains:
+            graded = (
+                torch.autograd.grad(y.sum(), inputs, allow_unused=True) for y in (ours, eager)
+            )
+            assert [g is None for g in next(graded)] == [g is None for g in next(graded)]
+        found.clear()
         check(
             by_formula(attend), tensors(*[(B, H, S, D)] * 3, (S, S, H)), compiled(attend), factor=4
         )
     assert len(found) == 1
     formed = found[0].meta["example_value"]
-    assert (1 if formed.stride(0) == 0 else B) == samples
+    if samples is not None:
+        assert (1 if formed.stride(0) == 0 else B) == samples
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("mask", ["removed", "formed"])
+def test_a_result_that_is_written_to_keeps_its_attention(inner: str, mask: str) -> None:
+    """torch's formula allows that in training, and a kernel, whose backward reads its result, does
+    not."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        y = sdpa(q, k, v, torch.ones(S, S, dtype=torch.bool) if mask == "removed" else bias(m))
+        return y.mul_(2.0) * 1.0
+
+    inputs = tensors(*[(B, H, S, D)] * 3, (S, S, H))
+    with sdpa_kernel(SDPBackend.MATH):
+        run = compiled(attend, inner=inner)
+        check(by_formula(attend), inputs, run, factor=4)
+    assert not counters["fx_fuser_masks"] or set(counters["fx_fuser_masks"]) == {"formula"}
+
+
+def test_what_is_written_outside_is_told() -> None:
+    """As autograd tells it of torch's own kernel."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, torch.ones(S, S, dtype=torch.bool))
+
+    y = compiled(attend)(*tensors(*[(B, H, S, D)] * 3))
+    assert counters["fx_fuser_masks"] == {"open": 1}
+    y.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.float().square().sum().backward()
+
+
+def test_layers_without_gradients_share_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = formed_masks(monkeypatch)
+    compiled(layers_without_gradients)(*tensors(*[(B, H, S, D)] * 3, (S, S, H)))
+    assert len(found) == 1 and found[0].meta["example_value"].stride(0) == 0

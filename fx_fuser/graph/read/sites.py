@@ -31,12 +31,14 @@ from fx_fuser.graph.read.view import View
 # Names of functions that multiply and sum.
 GEMMS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
-ATTENTIONS = frozenset({"scaled_dot_product_attention", "attention"})  # the second: fx_fuser's op
+ATTENTION_NAMES = frozenset(
+    {"scaled_dot_product_attention", "attention"}
+)  # the second: fx_fuser's op
 _TRANSPOSED = {f"conv_transpose{d}d" for d in (1, 2, 3)}
 _OTHERS = "mv dot vdot inner addmv addbmm tensordot bilinear multi_dot lstm gru"
 _BY_GROUP = {"grouped_mm", "_grouped_mm", "_scaled_mm"}
 # Where `site_at` finds no anchor in one of these, only Inductor has a kernel for it.
-_PRODUCTS = GEMMS | CONVOLUTIONS | ATTENTIONS | _TRANSPOSED | {*_OTHERS.split()} | _BY_GROUP
+_PRODUCTS = GEMMS | CONVOLUTIONS | ATTENTION_NAMES | _TRANSPOSED | {*_OTHERS.split()} | _BY_GROUP
 
 # Names of anchors' operands, leaves and results. Values are looked up by name, so a pattern's
 # wildcards must not have these (`graph.match.trace` renames those that do).
