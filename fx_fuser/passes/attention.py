@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -72,8 +72,6 @@ def fit(
         if mask_removed and was.requires_grad:
             node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
         return None
-    if was.requires_grad and is_written(node, known().written):
-        return "", f"{why}; its result is written to in place, and a kernel's backward reads it"
     mask = None if call.mask is None else always_taken(call.mask, known())
     if fakes.mask is not None and fakes.mask.dtype is not torch.bool:
         numbers = held(mask, known())
@@ -101,18 +99,14 @@ def fit(
         mask_key = mask.name if region.settings else _view_key(mask)
         form_key = (fakes.mask.shape, fakes.mask.requires_grad, given[1:], fakes.key.shape[-2])
         key = (mask_key, region, str(form_key))
-        if is_written(mask, known().written) or key not in forms:
+        is_written = not storages([mask]).isdisjoint({None, *known().written})
+        if is_written or key not in forms:
             whole = mask if mask is call.mask else _expanded(node, mask, fakes.mask)
             forms[key] = _with_form(node, (whole, *given[1:]), now_fakes)
         mask_node, rows_node = forms[key]
         call = replace(call, mask=mask_node, rows=rows_node)
     node.target, node.args, node.kwargs = ATTENTION, call.arguments(), {}
     return why, ""
-
-
-def is_written(node: Node, written: Set[Any]) -> bool:
-    """Does something write to its memory? `written`: the memory that something writes to."""
-    return not storages([node]).isdisjoint({None, *written})
 
 
 def _sizes(tensor: Tensor) -> tuple[Any, ...]:

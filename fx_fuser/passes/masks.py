@@ -36,7 +36,7 @@ from fx_fuser.graph.read.nodes import (
 from fx_fuser.graph.read.view import Region
 from fx_fuser.passes import attention, strides
 from fx_fuser.passes.attention import ATTENTIONS
-from fx_fuser.passes.bounds import Known, name_of_call
+from fx_fuser.passes.bounds import Known, is_torchs, name_of_call
 
 # The operations that masks are made of: none is random, waits for another process, or returns
 # memory with undefined values. In place too (`masked_fill_`), and as operators (`__and__`).
@@ -149,8 +149,13 @@ class Reader:
                 self._calls.setdefault(body, []).append((scope.before(at), node))
             if node.op != "call_function" or node.target not in ATTENTIONS:
                 continue
-            mask_removed = False
-            if (mask := _mask_of(node)) is not None:
+            mask, mask_removed = _mask_of(node), False
+            if _needs_formula(node, scope):
+                if mask is not None:
+                    reason = "its result is written to, and a kernel's backward reads that"
+                    found.append(Mask(node, reason=reason))
+                continue
+            if mask is not None:
                 found.append(_without_mask(node, mask, scope.before(at), region, known))
                 mask_removed = found[-1].is_edit
             tells = functools.partial(_known, scope.before(at))
@@ -159,6 +164,15 @@ class Reader:
                 why, stays = fitted
                 found.append(Mask(node, FORM if why else FORMULA, why or stays))
         return found
+
+
+def _needs_formula(node: Node, scope: _Scope) -> bool:
+    """In training a kernel's backward reads the result. torch's formula lets a user write to it."""
+    was = meta_tensor(node)
+    if was is None or not was.requires_grad:
+        return False
+    sure = (ns for n, ns in scope.writes.items() if n.op == "call_method" or is_torchs(n))
+    return not storages([node]).isdisjoint(storages(n for ns in sure for n in ns))
 
 
 def _known(scope: _Scope) -> Known:
@@ -182,9 +196,6 @@ def _without_mask(
     known: dict[tuple[Any, ...], tuple[str, str]],
 ) -> Mask:
     try:
-        was = meta_tensor(node)
-        if was is not None and was.requires_grad and attention.is_written(node, scope.written()):
-            raise _Stays("its result is written to in place, and a kernel's backward reads it")
         kind, makers = _proven(node, mask, scope, known)
         _take_away(node, kind, region)
     except _Stays as stays:

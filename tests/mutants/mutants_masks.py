@@ -10,18 +10,11 @@ STAYS = f"{FILE}::test_a_mask_that_is_not_surely_so_stays"
 # name, file of fx_fuser, old, new, tests: as in `mutate.Mutant`
 MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
-        "masks: a result that is written to keeps its mask",
+        "masks: a result that is written to keeps its attention",
         "passes/masks.py",
-        "if was is not None and was.requires_grad and",
-        "if False and",
-        (f"{WRITTEN}[removed-aot_eager]", f"{WRITTEN}[removed-inductor]"),
-    ),
-    (
-        "masks: a result that is written to keeps its form",
-        "passes/attention.py",
-        "if was.requires_grad and is_written(",
-        "if False and is_written(",
-        (f"{WRITTEN}[formed-aot_eager]", f"{WRITTEN}[formed-inductor]"),
+        "if _needs_formula(node, scope):",
+        "if False:",
+        (f"{WRITTEN}[removed-aot_eager]", f"{WRITTEN}[formed-aot_eager]"),
     ),
     (
         "masks: what is taken has no more gradient than the choice",
