@@ -116,6 +116,7 @@ def formed_masks(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     return found
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
     "attend, samples",
@@ -158,6 +159,7 @@ def test_a_mask_of_one_choice(
         assert (1 if formed.stride(0) == 0 else B) == samples
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("mask", ["removed", "formed"])
 def test_a_result_that_is_written_to_keeps_its_attention(inner: str, mask: str) -> None:

@@ -227,6 +227,7 @@ def test_explain_names_what_was_in_the_way() -> None:
     )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("apart", [False, True], ids=["as the result", "with other strides"])
 @pytest.mark.parametrize("done", ["form", "causal"])
