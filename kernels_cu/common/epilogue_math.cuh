@@ -184,7 +184,7 @@ __device__ __forceinline__ Acc relu(Acc x) {
   return x <= Acc(0) ? Acc(0) : x;
 }
 
-// As torch's on CUDA: NaN if either is, and -0 is less than +0, which `a < b ? a : b` would not see.
+// As torch's on CUDA: NaN if either is, and -0 is less than +0, which `a < b ? a : b` does not see.
 __device__ __forceinline__ float minimum(float a, float b) { return ptx::min_nan(a, b); }
 __device__ __forceinline__ double minimum(double a, double b) {
   return a != a ? a : b != b ? b : ::fmin(a, b);
