@@ -240,6 +240,32 @@ def test_strides_of_outputs_and_buffers_are_compared(part: str) -> None:
 # ---- what is right ------------------------------------------------------------------------------
 
 
+def _is_by_order(fault: str, found: Observed, exact: Observed) -> bool:
+    """Is it of one number, a sum of thousands that is off by the roundings of its partial sums?
+
+    Eager's neighbours add in eager's order, and are too near to it to round otherwise, so they do
+    not show how far another order may be off: 2 alarms of 4,500 (seeds 1263 and 1683), and `verify`
+    would leave such a site unfused.
+    """
+    name = fault.partition(":")[0].removeprefix("gradient of ")
+    if name not in exact.grads or exact.grads[name].numel() > 1:
+        return False
+    terms, value = exact.outputs["y"].numel(), float(exact.grads[name])
+    roundings = terms**0.5 * torch.finfo(torch.float32).eps / 2 * abs(value)
+    return terms > 1000 and abs(float(found.grads[name]) - value) <= roundings
+
+
+def test_a_single_number_is_excused_by_its_sums_roundings_alone() -> None:
+    def seen(value: float, size: int = 4096) -> Observed:
+        return Observed({"y": torch.zeros(size)}, {"scalar": torch.tensor(value).double()})
+
+    fault, off = "gradient of scalar: error", 1 + 64 * 2**-24
+    assert _is_by_order(fault, seen(100 * off), seen(100.0))
+    assert not _is_by_order(fault, seen(100 * (2 * off - 1)), seen(100.0))
+    assert not _is_by_order(fault, seen(100 * off, 64), seen(100.0, 64))
+    assert not _is_by_order("output 0: error", seen(100.0), seen(100.0))
+
+
 def _cases(seeds: range, sizes: tuple[int, ...]) -> int:
     """Compares right results, and returns how many."""
     count = 0
@@ -253,6 +279,7 @@ def _cases(seeds: range, sizes: tuple[int, ...]) -> int:
         for order in (1, 2, 3):
             found = case.fused(7 * seed + order)
             faults = remaining_faults(found, eager, exact, PROMISED, (), case.peers())
+            faults = [fault for fault in faults if not _is_by_order(fault, found, exact)]
             assert not faults, (seed, order, case.tail, case.dtype, shape)
             count += 1
     return count
