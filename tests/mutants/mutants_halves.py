@@ -48,8 +48,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: shared within a region",
         "passes/attention.py",
-        "(mask_key, region, str(given[1:]),",
-        "(mask_key, str(given[1:]),",
+        "key = (mask_key, region, str(form_key))",
+        "key = (mask_key, str(form_key))",
         (
             f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
             "[without_gradients_and_with-2-True]",
@@ -58,8 +58,8 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "forms: shared by views of one grad mode",
         "passes/attention.py",
-        "mask_key = call.mask.name if region.settings else _view_key(call.mask)",
-        "mask_key = _view_key(call.mask)",
+        "mask_key = mask.name if region.settings else _view_key(mask)",
+        "mask_key = _view_key(mask)",
         (
             f"{BIAS}::test_what_layers_have_in_common_is_formed_once"
             "[sliced_without_gradients_and_with-2-True]",
