@@ -37,7 +37,7 @@ MOST_S = 240.0  # of one process
 
 
 def here(name: str, system: str) -> dict[str, Any]:
-    """In this process. kernels: of ours, that were loaded as they came and that were compiled."""
+    """One first call, in this process. compiled: the kernels of ours that no wheel brought."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     conv_nets.warm_up(device)
     net = replace(NETS[name], precisions={"eval": "fp32"})

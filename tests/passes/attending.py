@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fx_fuser.ops.attention import MASK
+from fx_fuser.passes.masks import Reader
 
 BF16 = torch.bfloat16
 B, H, S, D = 2, 3, 6, 8
@@ -29,6 +34,19 @@ def compiled(attend: Attend, **options: Any) -> Attend:
     torch._dynamo.reset()
     counters.clear()
     return torch.compile(attend, backend="fx_fuser", options={**OPTIONS, **options})
+
+
+def formed_masks(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """Those that are formed from now on."""
+    found, simplify = list[Node](), Reader.simplify
+
+    def seen(self: Reader, module: GraphModule, graph: Graph, on_cpu: bool = False) -> Any:
+        masks = simplify(self, module, graph, on_cpu)
+        found.extend(n for n in graph.nodes if n.target is MASK)
+        return masks
+
+    monkeypatch.setattr(Reader, "simplify", seen)
+    return found
 
 
 def by_formula(attend: Attend) -> Attend:

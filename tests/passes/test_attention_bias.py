@@ -9,15 +9,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attending import BF16, Attend, B, D, H, S, by_formula, check, compiled, sdpa, tensors
+from attending import (
+    BF16,
+    Attend,
+    B,
+    D,
+    H,
+    S,
+    by_formula,
+    check,
+    compiled,
+    formed_masks,
+    sdpa,
+    tensors,
+)
 from helpers import slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule, Node
 
 import fx_fuser
-from fx_fuser.ops.attention import ATTENTION, MASK, Attention, fitted, why_formula
-from fx_fuser.passes.masks import Reader
+from fx_fuser.ops.attention import ATTENTION, Attention, fitted, why_formula
 
 inf = math.inf
 QKV = [(B, H, S, D)] * 3
@@ -422,14 +433,7 @@ def test_what_layers_have_in_common_is_formed_once(
     attend: Attend, formed: int, trains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And where it is not the same for all, for each."""
-    found, simplify = list[Node](), Reader.simplify
-
-    def seen(self: Reader, module: GraphModule, graph: Graph, on_cpu: bool = False) -> Any:
-        masks = simplify(self, module, graph, on_cpu)
-        found.extend(n for n in graph.nodes if n.target is MASK)
-        return masks
-
-    monkeypatch.setattr(Reader, "simplify", seen)
+    found = formed_masks(monkeypatch)
     with torch.set_grad_enabled(trains):
         check(by_formula(attend), tensors(*QKV, (S, S, H)), compiled(attend), factor=4)
     if "without_gradients" in attend.__name__ and not trains:

@@ -3,19 +3,14 @@ samples where the choice is always the same."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from attending import BF16, Attend, B, D, H, S, by_formula, check, compiled, tensors
+from attending import BF16, Attend, B, D, H, S, by_formula, check, compiled, formed_masks, tensors
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from fx_fuser.ops.attention import MASK
-from fx_fuser.passes.masks import Reader
 
 sdpa = F.scaled_dot_product_attention
 LOWEST = torch.finfo(BF16).min
@@ -103,19 +98,6 @@ def wider_than_the_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return sdpa(q, k, v, torch.where(shown(), bias(m), torch.full((1,), -1e30)).to(q.dtype))
 
 
-def formed_masks(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
-    """Those that are formed from now on."""
-    found, simplify = list[Node](), Reader.simplify
-
-    def seen(self: Reader, module: GraphModule, graph: Graph, on_cpu: bool = False) -> Any:
-        masks = simplify(self, module, graph, on_cpu)
-        found.extend(n for n in graph.nodes if n.target is MASK)
-        return masks
-
-    monkeypatch.setattr(Reader, "simplify", seen)
-    return found
-
-
 @pytest.mark.each_once
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
@@ -194,3 +176,15 @@ def test_layers_without_gradients_share_a_form(monkeypatch: pytest.MonkeyPatch) 
     found = formed_masks(monkeypatch)
     compiled(layers_without_gradients)(*tensors(*[(B, H, S, D)] * 3, (S, S, H)))
     assert len(found) == 1 and found[0].meta["example_value"].stride(0) == 0
+
+
+def test_inductors_caches_know_our_sources_where_masks_alone_were_edited() -> None:
+    tags: list[str] = []
+
+    def note(graph: Graph) -> None:
+        tags.append(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
+
+    run = compiled(always_the_bias, inner="inductor", pre_grad_custom_pass=note)
+    run(*tensors(*[(B, H, S, D)] * 3, (S, S, H)))
+    assert counters["fx_fuser_masks"] == {"form": 1}
+    assert tags and all("fx_fuser:" in tag for tag in tags)

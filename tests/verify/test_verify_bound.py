@@ -244,8 +244,8 @@ def _is_by_order(fault: str, found: Observed, exact: Observed) -> bool:
     """Is it of one number, a sum of thousands that is off by the roundings of its partial sums?
 
     Eager's neighbours add in eager's order, and are too near to it to round otherwise, so they do
-    not show how far another order may be off: 2 alarms of 4,500 (seeds 1263 and 1683), and `verify`
-    would leave such a site unfused.
+    not show how far another order may be off (seeds 1263 and 1683): `verify` would leave such
+    a site unfused.
     """
     name = fault.partition(":")[0].removeprefix("gradient of ")
     if name not in exact.grads or exact.grads[name].numel() > 1:
