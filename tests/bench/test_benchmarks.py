@@ -49,6 +49,7 @@ def row(system: str, ms: float | None = 1.0, **fields: object) -> Row:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(PROBLEMS["73"].modes[-1:], PROBLEMS["73"].modes))
 def test_a_group_measures_and_verifies_each_system(mode: str) -> None:
     rows = run.measure_group(
@@ -180,6 +181,7 @@ def test_a_group_replaces_all_of_its_rows_and_keeps_the_rest(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.slow
 def test_a_run_writes_rows_that_say_what_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +254,7 @@ def test_the_table_shows_times_speed_ups_and_errors() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_check_fails_when_results_change(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     json_file = tmp_path / "nvidia-test.json"

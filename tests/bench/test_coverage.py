@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from benchmarks import coverage, coverage_gpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdaLN (as Boltz's)", "triangle multiplication (as Boltz's)"])
 def test_every_anchor_is_fused(name: str) -> None:
     row = coverage.examined(name)
@@ -27,6 +28,7 @@ def test_every_anchor_of_a_real_model_is_fused(name: str) -> None:
     assert row.left == {} and row.named + row.grown == row.anchors
 
 
+@pytest.mark.slow
 def test_what_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Alias(nn.Module):
         def __init__(self) -> None:

@@ -134,6 +134,7 @@ def test_a_wrong_result_and_one_that_raises_are_recorded_and_the_run_goes_on(
     assert "not within 1e-4" in tables.faults(row)[0]
 
 
+@pytest.mark.slow
 def test_a_problem_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     write(tmp_path, "level2/1_Linear", **LINEAR)
 

@@ -17,6 +17,7 @@ from benchmarks.training import Curves
 NETS = small_nets(scale=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.name)
 def test_their_sites_are_found(net: Net) -> None:
     x, _ = net.batch(torch.Generator().manual_seed(0))

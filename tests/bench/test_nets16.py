@@ -31,12 +31,9 @@ from fx_fuser.verify.accuracy import Observed, compare
 CPU = torch.device("cpu")
 INDUCTOR = System("inductor", lambda model: torch.compile(model, backend="aot_eager"))
 EAGER = System("inductor", lambda model: model)
+HERE = {"inner": "aot_eager", "cpu_ops": True}
 OURS = System(
-    "fx_fuser",
-    lambda model: torch.compile(
-        model, backend="fx_fuser", options={"inner": "aot_eager", "cpu_ops": True}
-    ),
-    is_ours=True,
+    "fx_fuser", lambda m: torch.compile(m, backend="fx_fuser", options=HERE), is_ours=True
 )
 KEYS = [
     "net",
@@ -172,6 +169,7 @@ def test_what_raises_is_named() -> None:
     assert nets16_tables.faults(row) == ["OutOfMemoryError: CUDA out of memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "swin_t", "wav2vec2", "efficientnet_b0"])
 def test_values_are_compared_without_dropout(name: str) -> None:
     case = case_of(net(name), "train", CPU, small=True)
@@ -245,6 +243,7 @@ def test_of_the_same_graphs_gpu_time_is_inductors_own() -> None:
     assert "± 0.5 %, same graphs" in nets16_tables.section([made_up(**slow)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{}, {"factor": 3.0}, {"rows": 5}, {"strided": True}])
 def test_the_graphs_that_inductor_lowers_are_told_apart(
     other: dict[str, Any], monkeypatch: pytest.MonkeyPatch

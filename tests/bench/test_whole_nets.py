@@ -34,6 +34,8 @@ def net(name: str) -> Any:
     return NETS[name]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", NETS)
 def test_a_step_leaves_gradients_that_are_not_zero(name: str) -> None:
     case, same = (Case.make(net(name), "train", CPU, small=True, dropout=False) for _ in range(2))
@@ -60,6 +62,7 @@ def test_the_reference_is_float64_throughout() -> None:
     assert 0 < float(change.norm() / exact.outputs["logits"].norm()) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "phase"), [("llama", "eval"), pytest.param("bert", "train", marks=pytest.mark.slow)]
 )

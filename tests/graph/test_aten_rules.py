@@ -222,6 +222,8 @@ HAZARDS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", HAZARDS)
 def test_refused(name: str) -> None:
     model = linear_program(HAZARDS[name])
@@ -235,6 +237,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_name_from_before_an_operation_in_place(name: str) -> None:
     """Which torch.export never writes, but a user may."""
@@ -247,6 +250,7 @@ def test_a_name_from_before_an_operation_in_place(name: str) -> None:
     check(linear_program(body), leaf(4, 8), leaf(4, 6), fuses={MUL: 1})
 
 
+@pytest.mark.slow
 def test_statistics_read_before_the_end_are_refused() -> None:
     def body(m: Any, x: Tensor) -> Any:
         c = F.batch_norm(m.conv(x), m.mean, m.var, m.gamma, m.beta, True)
@@ -266,6 +270,8 @@ BATCHED = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", BATCHED)
 def test_batched_gemms(name: str) -> None:
     with exporting():
@@ -274,6 +280,7 @@ def test_batched_gemms(name: str) -> None:
         check(Program(BATCHED[name]), x, y, fuses={"auto_bmm": count}, **GROWTH)
 
 
+@pytest.mark.slow
 def test_a_check_that_is_proven_is_no_reader() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return torch.tanh(m.lin(x)).to(torch.float64) * 2.0
@@ -304,6 +311,7 @@ def test_a_check_that_may_fail_stays(said: dict[str, Any], stays: bool) -> None:
     assert any(n.op == "call_function" for n in graph.nodes) == stays
 
 
+@pytest.mark.slow
 def test_explain_takes_an_exported_program() -> None:
     model, x = linear_program(gate), torch.randn(4, 8)
     program = torch.export.export(model.eval(), (x,))
@@ -315,6 +323,7 @@ def test_explain_takes_an_exported_program() -> None:
         assert "helpers.py" in str(report)
 
 
+@pytest.mark.slow
 def test_explain_names_lines_and_operations_of_the_source() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -79,6 +79,7 @@ class Attention(nn.Module):
         return torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, s, width)
 
 
+@pytest.mark.slow
 @pytest.mark.each_pair
 @paths
 @train_eval
@@ -110,6 +111,8 @@ LEFT: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_not_fused_stays_as_it_was_written(case: str) -> None:
     equation, *shapes = LEFT[case]
@@ -126,6 +129,7 @@ def test_what_is_not_fused_stays_as_it_was_written(case: str) -> None:
     assert not calls(graphs).keys() & {"permute", "matmul"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equation", ["bqhd,bkhd->bhqk", "bhqd,bkhd->bqhk"])
 def test_beside_a_site_an_einsum_reads_its_result(equation: str) -> None:
     """Where no pattern takes it: its operands are the fused result, in the user's own form."""

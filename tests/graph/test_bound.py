@@ -60,6 +60,7 @@ ROWS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_number_in_float64_is_made_in_float64() -> None:
     """Inside, it would be computed in float32, where exp(100) is infinite."""
 
@@ -157,6 +158,8 @@ def _reasons(model: nn.Module, *inputs: Tensor) -> list[str]:
     return [site.reason for site in fx_fuser.explain(model, *inputs).refused]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
 @pytest.mark.parametrize("count", [MAX_TENSORS - 1, MAX_TENSORS, MAX_TENSORS + 1])
 def test_tensors_that_a_kernel_takes(count: int, bias: bool) -> None:
@@ -174,6 +177,7 @@ def test_tensors_that_a_kernel_takes(count: int, bias: bool) -> None:
     assert fits or reason in _reasons(model, torch.randn(4, 8), *operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels_norm", [False, True], ids=["conv", "norm"])
 def test_what_z_is_made_of_takes_places_too(channels_norm: bool) -> None:
     """A convolution's bias, and a BatchNorm's vectors and eps, are read by the same kernel."""
@@ -200,6 +204,7 @@ def test_what_z_is_made_of_takes_places_too(channels_norm: bool) -> None:
         assert fused() == ({f"of_{count}": 1} if count + own == MAX_TENSORS else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [MAX_NUMBERS, MAX_NUMBERS + 1])
 def test_numbers_that_a_kernel_takes(count: int) -> None:
     names = [f"a{i}" for i in range(count)]
@@ -215,6 +220,7 @@ def test_numbers_that_a_kernel_takes(count: int) -> None:
     assert fits or reason in _reasons(model, torch.randn(4, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [1, 2])
 def test_operations_that_a_kernel_takes(numbers: int) -> None:
     """Of what is computed beside z, too. Two numbers that stand for one are an operation more,
@@ -232,6 +238,7 @@ def test_operations_that_a_kernel_takes(numbers: int) -> None:
     assert calls(graphs)["mul"] == numbers - 1
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_takes_a_place() -> None:
     """It is given as a 0-d CPU tensor, which travels as a number: with eight others it is one too
     many, and then the numbers of later calls are right all the same."""
@@ -258,6 +265,7 @@ def test_a_number_that_changes_takes_a_place() -> None:
 # ---- work is bounded -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_graph_that_compares_in_many_ways_is_refused_soon() -> None:
     """Sums of sums, of which a pattern with many terms fits none."""
     names = [f"a{i}" for i in range(7)]
@@ -289,6 +297,7 @@ APART: dict[str, tuple[Tensor, Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_a_product_that_float32_cannot_make_is_not_opened(name: str) -> None:
     """100 · 100 is 16 in int8, and 1e200 · 1e-200 is 1."""
@@ -333,6 +342,7 @@ def test_a_quotient_in_the_epilogue_is_one() -> None:
     assert "v0 = tanh(z); v1 = div(v0, s0)" in node.args and [3.0] in node.args
 
 
+@pytest.mark.slow
 def test_an_integer_that_is_no_float_is_refused() -> None:
     """2^53 + 1 would be 2^53."""
     for number, fuses in ((2**53, {MUL: 1}), (2**53 + 1, {}), (-(2**60), {})):

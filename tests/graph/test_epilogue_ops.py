@@ -214,6 +214,7 @@ def test_no_function_stands_for_two_ops() -> None:
 # ---- what is dropped in training stays random ----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropout_in_training_is_left() -> None:
     def dropped(x, weight, bias):  # type: ignore[no-untyped-def]
         return F.relu(F.dropout(F.linear(x, weight, bias), 0.5, False))
@@ -230,6 +231,7 @@ def test_dropout_in_training_is_left() -> None:
     check(model.eval(), leaf(4, 8), fuses={"dropped": 1}, train=False)
 
 
+@pytest.mark.slow
 def test_a_weight_of_lerp_without_dimensions_is_refused() -> None:
     """In float64 torch takes 1 - weight in float64 for the gradient; fused it was in float32."""
 

@@ -262,6 +262,7 @@ def test_several_anchors(name: str, train: bool) -> None:
     _grows(model, leaf(4, 8), takes=texts, train=train)
 
 
+@pytest.mark.slow
 @train_eval
 def test_named_patterns_go_first(train: bool) -> None:
     def body(m: Any, x: Tensor, y: Tensor) -> Any:
@@ -350,6 +351,7 @@ def _no_grad_all(m: Any, x: Tensor) -> Any:
     return z + m.bare(x)
 
 
+@pytest.mark.slow
 def test_grad_mode_ends_the_growth() -> None:
     x = leaf(4, 8)
     _grows(linear_program(_no_grad_around_the_end), x, takes=["v0 = tanh(z)"])
@@ -377,6 +379,7 @@ def test_autocast_around(train: bool) -> None:
     _grows(model, leaf(4, 8), takes=[text], train=train, wrap=_in_autocast)
 
 
+@pytest.mark.slow
 def test_autocast_that_ends_ends_the_growth() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -399,6 +402,7 @@ def test_dtypes(dtype: torch.dtype, train: bool) -> None:
     _grows(model, *inputs, takes=[f"{GELU}; v1 = mul(v0, t0)"], train=train)
 
 
+@pytest.mark.slow
 @train_eval
 def test_a_checkpointed_body_is_grown(train: bool) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
@@ -409,6 +413,7 @@ def test_a_checkpointed_body_is_grown(train: bool) -> None:
     _grows(linear_program(body), leaf(4, 8), takes=texts, train=train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dynamic", "by itself"])
 def test_one_compile_for_all_batch_sizes(how: str) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
@@ -426,6 +431,7 @@ def test_one_compile_for_all_batch_sizes(how: str) -> None:
     assert fused() == {"auto_linear": 2 * compiles}
 
 
+@pytest.mark.slow
 def test_a_changing_number_does_not_recompile() -> None:
     model = linear_program(lambda m, x: torch.tanh(m.lin(x)) * m.scale)
     model.scale = 0.5
@@ -436,6 +442,7 @@ def test_a_changing_number_does_not_recompile() -> None:
     assert counters["stats"]["unique_graphs"] == 2 and fused() == {"auto_linear": 2}
 
 
+@pytest.mark.slow
 def test_a_nested_tensor_beside_it_costs_nothing() -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
     lin = torch.nn.Linear(8, 8)

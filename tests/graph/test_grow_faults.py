@@ -160,6 +160,8 @@ def test_a_bad_option_is_no_fault_of_a_site(monkeypatch: pytest.MonkeyPatch) -> 
 WHOLE = ["v0 = gelu(z, approximate=none); v1 = mul(v0, s0)", "v0 = tanh(z); v1 = add(v0, s0)"]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "measured, most, takes",
     [("it gains", 64, WHOLE), ("", 64, ["", ""]), ("it gains", 1, [WHOLE[0], ""]),
@@ -177,6 +179,7 @@ def test_what_is_measured_decides(
     assert epilogues(graphs) == takes and fused() == {"auto_linear": 2}
 
 
+@pytest.mark.slow
 def test_a_structure_that_is_compiled_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tail three times is one."""
 
@@ -235,6 +238,7 @@ def test_work_grows_with_the_graph(
     assert all(name.startswith("auto_") for name in (*few, *more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "graph", slow_but([residual_layers], [running_sum, products_then_sum, residual_layers])
 )

@@ -130,6 +130,7 @@ def test_explain_lists_grown_sites_beside_named_ones() -> None:
     assert all(not s.pattern.startswith("auto_") for s in plain.refused)
 
 
+@pytest.mark.slow
 def test_a_site_that_cannot_even_be_alone_is_refused_with_its_reason() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return torch.func.vmap(lambda v: torch.tanh(m.lin(v)))(x)
@@ -169,6 +170,8 @@ def test_what_is_right_stays(inner: str, train: bool) -> None:
     assert not counters["fx_fuser_wrong"]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("verify", ["first_call", "always"])
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_wrong_one_goes_back(what: str, verify: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,7 @@ def test_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [torch.device("meta")]
 
 
+@pytest.mark.slow
 def test_more_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU op computes it all the same; the CUDA kernels have no room for it."""
 
@@ -345,6 +346,7 @@ def test_more_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(specs_of(hazard_test_many, dtypes)[0].inputs) > kernel_spec.MAX_TENSORS
 
 
+@pytest.mark.slow
 def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def hazard_test_rounds(x, weight, bias):  # type: ignore[no-untyped-def]
         return torch.tanh(torch.tanh(F.linear(x, weight, bias)))
@@ -365,6 +367,7 @@ def test_pattern_check(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- B: see test_refusals.test_changing_scale_does_not_recompile ----------------------------
 
 
+@pytest.mark.slow
 def test_without_the_product_a_changing_scale_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of hazard B is `Bound.items`: a 0-d tensor alone made the number a constant."""
 

@@ -37,6 +37,8 @@ def test_gradient_modes(pattern: str, mode: Any) -> None:
     check(model, x, fuses={pattern: 1}, train=False, wrap=wrap)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
 def test_no_recompile_for_another_batch(pattern: str, train: bool) -> None:
@@ -70,12 +72,14 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.slow
 @train_eval
 def test_layers_share_their_code(train: bool) -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     check(model, leaf(4, 8), fuses={MUL: 4}, train=train, leaves=("linear",))
 
 
+@pytest.mark.slow
 @train_eval
 def test_one_module_applied_twice(train: bool) -> None:
     block = Block()
@@ -117,6 +121,7 @@ def test_one_linear_feeds_another(train: bool) -> None:
     check(model, leaf(4, 8), fuses={ADD: 2, MUL: 1}, train=train)
 
 
+@pytest.mark.slow
 @train_eval
 def test_two_sites_interleaved(train: bool) -> None:
     def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,6 +145,7 @@ def test_one_site_is_the_others_operand(train: bool) -> None:
     check(model, leaf(4, 8), fuses={MUL: 1, ADD: 1}, train=train)
 
 
+@pytest.mark.slow
 @train_eval
 def test_all_three_in_one_model(train: bool) -> None:
     def body(m: Any, x: Tensor) -> Tensor:

@@ -152,6 +152,8 @@ def work(
     return counted, [m.pattern.name for m in matches]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda f: f.__name__)
 def test_work_grows_with_the_graph(
     graph: Callable[[int], GraphModule], monkeypatch: pytest.MonkeyPatch
@@ -209,6 +211,8 @@ def seconds_in_the_backend(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("step", [squared, doubled], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("n", [20, 200])
 def test_repeated_operands_take_no_time(
@@ -250,6 +254,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n", [100, *(pytest.param(n, marks=pytest.mark.slow) for n in (400, 2000))]
 )

@@ -67,6 +67,7 @@ def test_every_projection_of_gpt2_fuses(gpt2: Any, train: bool, path: str) -> No
     assert_equivalent(model, inputs, train=train, options=options)
 
 
+@pytest.mark.slow
 def test_they_are_calls_of_the_op(gpt2: Any) -> None:
     model, (_, kwargs) = gpt2
     with recorded() as graphs, torch.no_grad():
@@ -127,6 +128,8 @@ def _check_form(form: str, train: bool, path: str) -> None:
     assert not calls(graphs).keys() & {"matmul", "mm", "addmm", "sigmoid", "add"}
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes_and_sizes(dtype: torch.dtype, dynamic: bool) -> None:
@@ -151,6 +154,7 @@ def test_autocast(train: bool) -> None:
     check(model, leaf(4, 8), fuses={"gated_product": 1}, train=train, wrap=wrap)
 
 
+@pytest.mark.slow
 def test_an_untransposed_weight_is_no_linear() -> None:
     """A Linear's pattern does not take it, though a square weight has the shape."""
     square = _program(lambda m, x: F.silu(x @ m.square) * 2.0)
@@ -160,6 +164,8 @@ def test_an_untransposed_weight_is_no_linear() -> None:
     check(turned, leaf(4, 8), fuses={MUL: 1}, patterns=[MUL])
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("kind", ["x @ w + b", "x @ w.t() + b", "batch_norm"])
 def test_the_outer_anchor_comes_first(kind: str) -> None:
     """A pattern that is an anchor alone took what the larger anchor is made of."""
@@ -199,6 +205,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_products_are_none(case: str) -> None:
     body, shapes = REFUSED[case]
@@ -208,6 +215,7 @@ def test_other_products_are_none(case: str) -> None:
     assert not report.refused  # it is no site at all
 
 
+@pytest.mark.slow
 def test_an_addend_that_is_no_vector_is_none_of_the_bias() -> None:
     """A matrix, a column, or a vector of one is a summand of the epilogue."""
 

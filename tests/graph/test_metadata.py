@@ -83,6 +83,7 @@ def test_what_reads_more_ends_the_tail(case: str) -> None:
     assert epilogues(graphs) == [""]
 
 
+@pytest.mark.slow
 def test_dynamic_sizes() -> None:
     """Of symbolic size, `ones_like` stays; `new_ones` of a constant size does not."""
     for case, text in (("new_ones", MASKED), ("ones_like", "")):

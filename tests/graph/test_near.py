@@ -276,6 +276,7 @@ def _print_between(m: Any, x: Tensor) -> Any:
     return s * 2.0 * 3.0 + 1.0
 
 
+@pytest.mark.slow
 def test_a_print_that_breaks_the_graph(capsys: Any) -> None:
     lines, start = inspect.getsourcelines(_print_between)
     line = start + next(i for i, text in enumerate(lines) if "# the print" in text)

@@ -256,6 +256,8 @@ def test_layout_of_x(case: Callable[[], Tensor], pattern: str, train: bool) -> N
     check(Program(_body(pattern), lin=nn.Linear(8, 6)), case(), fuses={pattern: 1}, train=train)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("weights", [False, True], ids=["x only", "weights too"])
 def test_channels_last(weights: bool, train: bool) -> None:
@@ -270,6 +272,8 @@ def test_channels_last(weights: bool, train: bool) -> None:
     assert got[0].stride() == expected[0].stride()
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
 def test_strides_of_the_result(pattern: str) -> None:
     if pattern == CONV:
@@ -299,6 +303,7 @@ def test_dtype_of_linear(dtype: torch.dtype, pattern: str, train: bool) -> None:
     check(model, leaf(4, 8, dtype=dtype), fuses={pattern: 1}, train=train)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @train_eval
 @dtypes

@@ -57,6 +57,7 @@ def test_an_operation_with_an_entry_alone_fuses(
     )
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_its_text_compiles() -> None:
     epilogue = epilogue_of(lambda x, weight, t: torch.atan(F.linear(x, weight)) + t)

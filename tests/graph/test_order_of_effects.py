@@ -101,6 +101,7 @@ def test_gradients_add_up_in_eagers_order() -> None:
     assert fused() in ({MUL: 1}, {ADD: 1})
 
 
+@pytest.mark.slow
 def test_a_batch_norms_backward_stays_in_range() -> None:
     x = torch.zeros(1, 1, 8, 8)
     x[0, 0, 0, 0] = 8
@@ -130,6 +131,7 @@ def test_a_number_over_a_tensor_is_torchs() -> None:
     assert parse("v0 = rdiv(z, s0)").text == "v0 = rdiv(z, s0)"
 
 
+@pytest.mark.slow
 def test_a_changing_number_over_a_tensor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_patterns", list(registry._patterns))
 

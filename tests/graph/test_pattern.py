@@ -173,6 +173,7 @@ NEW = [tanh_mul, gelu_add, norm_clamp]
 new_patterns = pytest.mark.parametrize("pattern", NEW, ids=lambda f: f.__name__)
 
 
+@pytest.mark.slow
 @pytest.mark.each_pair
 @train_eval
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -272,6 +273,7 @@ def test_name_taken_by_another_pattern() -> None:
         fx_fuser.register_pattern(gelu_add, name=MUL)
 
 
+@pytest.mark.slow
 def test_registering_again_replaces_the_check() -> None:
     model, inputs = program(tanh_mul)
     fx_fuser.register_pattern(tanh_mul, check=lambda match: "no")

@@ -70,6 +70,8 @@ def test_inner_value_of_linear(parts: Body, inner: int, used: bool, train: bool)
     refused(linear_program(body), leaf(4, 8), reason=reason, train=train)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("used", [False, True], ids=["returned", "used"])
 @pytest.mark.parametrize("inner", [0, 1])
@@ -370,6 +372,8 @@ def test_conv_near_miss_has_a_reason() -> None:
 # ---- hazard B: numbers that change ----------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("pattern", [MUL, ADD, CONV])
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_changing_scale_does_not_recompile(pattern: str, train: bool) -> None:
@@ -398,6 +402,7 @@ def test_changing_scale_does_not_recompile(pattern: str, train: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_scale_that_is_a_size() -> None:
     """A SymInt is no operand; with static shapes it is a number like any other."""
     model = linear_program(lambda m, x: (lambda z: z * torch.sigmoid(z) * x.shape[0])(m.lin(x)))

@@ -198,6 +198,7 @@ def test_regions(body: Body, reason: str) -> None:
     refused(linear_program(body), leaf(4, 8), reason=reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["no_grad", "autocast"])
 def test_region_between_conv_and_mul(context: str) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
@@ -223,6 +224,8 @@ FUNCTORCH: dict[str, Body] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "body",
     [

@@ -125,6 +125,7 @@ def _inner_viewed_after(m: Any, x: Tensor, y: Tensor) -> Any:
     return s * y * 2.0, z.view(-1)
 
 
+@pytest.mark.slow
 def test_in_place_inner_value_viewed_after() -> None:
     model = linear_program(_inner_viewed_after)
     refused(model, leaf(4, 8), leaf(4, 6), reason="the inner value")
@@ -137,6 +138,7 @@ def test_in_place(body: Body, reason: str) -> None:
     refused(model, torch.randn(4, 8), torch.randn(4, 6), reason=reason, train=False)
 
 
+@pytest.mark.slow
 def test_in_place_on_an_operand_in_training() -> None:
     refused(
         linear_program(_operand_lives_on), leaf(4, 8), leaf(4, 6), reason="works in place on memory"
@@ -325,6 +327,7 @@ def test_operand_written_by_unknown_function() -> None:
     refused(linear_program(body), torch.randn(4, 8), reason="before the fused op", train=False)
 
 
+@pytest.mark.slow
 def test_operand_given_to_higher_order_op() -> None:
     """A body of its own might write; what it does is not looked at."""
 
@@ -415,6 +418,8 @@ STATISTICS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("look", STATISTICS.values(), ids=STATISTICS.keys())
 def test_statistics_in_between(look: Callable[..., Tensor]) -> None:
     def body(m: Any, x: Tensor) -> Any:

@@ -92,6 +92,7 @@ def test_over_a_linears_weight() -> None:
     check(model, leaf(4, 6), leaf(4, 8), leaf(6, 8), fuses={"auto_linear": 1}, **GROWTH)
 
 
+@pytest.mark.slow
 def test_an_addmm_of_a_vector_has_a_bias() -> None:
     """Without factors: then the gemm adds it. With one it is an addend."""
     vector, (_, x, w) = leaf(6), operands("addmm")
@@ -135,6 +136,7 @@ def test_in_float64(name: str) -> None:
     fuse(name, body, *operands(name, torch.float64))
 
 
+@pytest.mark.slow
 @both
 def test_sizes_that_change(name: str) -> None:
     call = getattr(torch, name)

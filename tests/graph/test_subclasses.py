@@ -136,6 +136,7 @@ def _same(ours: tuple[type, list[Tensor]], theirs: tuple[type, list[Tensor]]) ->
         assert torch.equal(mine, its)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @modes
 @kind
@@ -150,6 +151,7 @@ def test_input(name: str, kind: Any, train: bool) -> None:
     assert fused() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @modes
 @case
@@ -168,6 +170,7 @@ def test_first_call_is_as_aot_eagers(name: str, train: bool) -> None:
     assert messages[0] == messages[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -200,6 +203,7 @@ def test_eager(name: str, kind: Any) -> None:
     assert fused() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @modes
 @pytest.mark.parametrize("path", ["lin.weight", "conv.weight", "bn.weight", "bn.running_mean"])
@@ -228,6 +232,7 @@ def test_class_of_parameters_that_is_only_a_name() -> None:
     assert fused() == {MUL: 1}
 
 
+@pytest.mark.slow
 def test_other_sites_of_the_graph() -> None:
     """What no such tensor goes into is fused."""
 
@@ -243,6 +248,7 @@ def test_other_sites_of_the_graph() -> None:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_body_of_a_checkpoint() -> None:
     model = linear_program(
         lambda m, x: checkpoint(lambda v: gate(m, v), torch.tanh(x), use_reentrant=False)
@@ -283,6 +289,7 @@ def test_explain(body: Callable[..., Any], reason: str, kind: Any) -> None:
     assert type(y) is kind
 
 
+@pytest.mark.slow
 def test_plain_again() -> None:
     """The edit that the reason names."""
     model, (x, y) = linear_program(_scaled), _rows(4)

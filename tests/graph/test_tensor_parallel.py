@@ -151,6 +151,7 @@ def compare(model: nn.Module, x: Tensor, gathers: bool = False, **options: Any) 
             torch.testing.assert_close(local(ours), local(theirs))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "name",
     [
@@ -165,6 +166,7 @@ def test_graph(mesh: DeviceMesh, name: str) -> None:
     assert dict(counters["fx_fuser"]) == CASES[name].fuses
 
 
+@pytest.mark.slow
 def test_a_mesh_of_two_dimensions(mesh: DeviceMesh) -> None:
     columns = {name: (Replicate(), Shard(0)) for name in ("weight", "bias", "scale")}
     both = init_device_mesh("cpu", (1, 2))
@@ -182,6 +184,7 @@ def test_sizes_are_those_of_the_shards(mesh: DeviceMesh) -> None:
     assert report.fused[0].operands["weight"] == "self.w1.weight"
 
 
+@pytest.mark.slow
 def test_what_is_not_fused_is_as_written(mesh: DeviceMesh) -> None:
     """One site is fused, and a factor of it comes from another Linear, which is not."""
     model, x = sharded("gated", mesh)
@@ -280,6 +283,8 @@ def rows_of(name: str) -> Tensor:
     return torch.randn(2, 4, WIDTH // 2 if name.startswith(NARROW) else WIDTH)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(mesh: DeviceMesh, name: str) -> None:
     make, reason = REFUSED[name]
@@ -294,6 +299,7 @@ def test_refused(mesh: DeviceMesh, name: str) -> None:
     assert re.search(reason, miss.reason), miss.reason
 
 
+@pytest.mark.slow
 def test_to_local_without_gradients(mesh: DeviceMesh) -> None:
     """z's gradient does not come through it."""
     model = filled(of(no_grad, None, **COLUMNS)(mesh))
@@ -301,6 +307,7 @@ def test_to_local_without_gradients(mesh: DeviceMesh) -> None:
     assert dict(counters["fx_fuser"]) == {AUTO: 1}
 
 
+@pytest.mark.slow
 def test_a_dtensor_that_is_returned(mesh: DeviceMesh) -> None:
     plan = ColwiseParallel(use_local_output=False)
     model = filled(parallelize_module(nn.Linear(WIDTH, HIDDEN), mesh, plan))
@@ -328,6 +335,8 @@ ALONE: dict[str, Callable[[DeviceMesh], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", ALONE)
 def test_alone(mesh: DeviceMesh, name: str) -> None:
     model, x = filled(ALONE[name](mesh)), rows_of(name)

@@ -107,6 +107,7 @@ def test_selective_checkpoint_policy() -> None:
         check(linear_program(body), leaf(4, 8), fuses={})
 
 
+@pytest.mark.slow
 def test_fused_site_beside_a_refused_one() -> None:
     def body(m: Any, x: Tensor) -> Any:
         z = m.lin(x)

@@ -164,6 +164,7 @@ def test_views_move_below_the_tail(case: str, train: bool) -> None:
     grows(body, t, takes=[text], train=train)
 
 
+@pytest.mark.slow
 def test_named_patterns_match_through_views() -> None:
     def body(m: Any, x: Tensor, t: Tensor) -> Tensor:
         h = m.lin(x).view(2, 5, 3, 2).transpose(1, 2)
@@ -177,6 +178,7 @@ def test_a_named_pattern_behind_a_transpose() -> None:
     check(model, leaf(4, 8), leaf(4, 6), fuses={MUL: 1}, leaves=("t", "permute"))
 
 
+@pytest.mark.slow
 def test_two_anchors_in_one_view() -> None:
     """The gate of heads: both are read before their views."""
 
@@ -187,6 +189,7 @@ def test_two_anchors_in_one_view() -> None:
     grows(body, takes=[SIGMOID, "v0 = mul(z, t0)"])
 
 
+@pytest.mark.slow
 def test_a_convolution_seen_as_rows() -> None:
     model = conv_program(
         lambda m, x: torch.relu(m.bn(m.conv(x)).flatten(2).transpose(1, 2)) * m.gamma,
@@ -197,6 +200,8 @@ def test_a_convolution_seen_as_rows() -> None:
     assert epilogues(graphs) == ["v0 = relu(z); v1 = mul(v0, t0)"]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("body", [
     lambda m, x, t: torch.sigmoid(m.lin(x).unflatten(-1, (3, 2)).transpose(1, 2)) * t,
     lambda m, x, t: torch.sigmoid(m.lin(x).view(x.shape[0], x.shape[1], 3, 2)) * t,
@@ -328,6 +333,8 @@ def code_of(graphs: list[torch.fx.GraphModule]) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("tail", ["none", "a part", "beside"])
 def test_what_is_not_fused_is_put_back(tail: str) -> None:
     """Beside a site that is fused, operations behind views of one that is not."""

@@ -149,6 +149,8 @@ def direct(gpu: EmulatedGpu) -> Called:
 KERNELS = {depthwise: 1, stem: 2, implicit: 1, direct: 1}
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("save", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_convolution_is_made_by_its_kernel(gpu: EmulatedGpu, kernel: Any, save: bool) -> None:
@@ -174,6 +176,7 @@ def test_what_a_kernel_does_not_take_is_the_librarys(gpu: EmulatedGpu, kernel: A
     assert relative(y, called.exact()[0]) <= NEAR[y.dtype]
 
 
+@pytest.mark.slow
 def test_a_batchs_statistics_are_made_ahead(gpu: EmulatedGpu) -> None:
     """By the direct kernel without the convolution, which then applies them."""
     x, weight = torch.randn(2, 3, 8, 8), torch.randn(8, 3, 3, 3)
@@ -198,6 +201,7 @@ def test_the_librarys_statistics(gpu: EmulatedGpu) -> None:
         assert relative(found, right) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", ["library", "split"])
 def test_a_small_linear_is_the_librarys(gpu: EmulatedGpu, product: str) -> None:
     """Too few tiles for the split kernel; one pass applies the tail."""

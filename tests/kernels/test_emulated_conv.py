@@ -52,6 +52,7 @@ def test_depthwise(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     check_depthwise(24, 0)
 
 
+@pytest.mark.slow
 def test_stem(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stem_checks, "EXAMPLES", FEW_STEMS)
     gpu.prepare([stem.spec_of(*one) for one in FEW_STEMS])
@@ -72,6 +73,7 @@ def test_every_stem(gpu: EmulatedGpu, seed: int) -> None:
     check_stems(60, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [

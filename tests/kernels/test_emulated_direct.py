@@ -65,6 +65,7 @@ def check_backward(cases: int, seed: int, dtypes: Sequence[torch.dtype]) -> None
         passes(conv_backward_checks.sweep, cases, seed, small_case, dtypes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [*FORWARD, pytest.param(IDENTITY, marks=pytest.mark.slow)],
@@ -74,6 +75,7 @@ def test_forward_and_statistics(gpu: EmulatedGpu, example: Example) -> None:
     check_forward(4, 0, (example,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)],
@@ -104,6 +106,7 @@ def long_case(_: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Pad
     return torch.randn(sizes[0]).to(dtype), torch.randn(sizes[1]).to(dtype), sizes[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", [1], indirect=True)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str

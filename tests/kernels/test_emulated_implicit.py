@@ -54,6 +54,7 @@ def test_every_kernel(gpu: EmulatedGpu) -> None:
 HALVES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_special_values(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     passes(implicit_checks.special_values, dtype)
@@ -63,6 +64,7 @@ def test_refusals(gpu: EmulatedGpu) -> None:
     passes(implicit_checks.refusals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [False, True])
 def test_the_op_that_graphs_call(gpu: EmulatedGpu, save: bool) -> None:
     """Its leaves and operands are in the kernel's order, its results in the layout of x."""

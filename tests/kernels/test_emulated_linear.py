@@ -62,6 +62,7 @@ def small(choose: random.Random) -> tuple[int, int, int]:
     return m, n, choose.choice((choose.randint(1, 40), 97, 172))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", [80], indirect=True)
 def test_batches_and_chunks(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_planes_checks, "EXAMPLES", (IDENTITY,))

@@ -19,6 +19,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     return made
 
 
+@pytest.mark.slow
 def test_layouts() -> None:
     native_cases.check_layouts([2, 3, 5, 7], torch.bfloat16, torch.float32)
 
@@ -27,11 +28,14 @@ def test_in_place() -> None:
     native_cases.check_in_place([3, 4, 5, 7], torch.bfloat16, offset=1)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", on_gpu.examples())
 def test_values(name: str) -> None:
     on_gpu.test_values(name, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["minimum", "maximum"])
 def test_of_two_zeros(name: str) -> None:
     on_gpu.test_of_two_zeros(name)

@@ -195,6 +195,7 @@ def _all_at_once(dtype: torch.dtype) -> KernelSpec:
     return KernelSpec(made.family, made.functor, definition, 2, dtype, dtype, (dtype,))
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.each_once
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])

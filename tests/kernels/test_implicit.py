@@ -87,6 +87,8 @@ def test_every_size_fits_into_a_multiprocessor(shared_bytes, leaves, held) -> No
         assert shared > (steps * columns if keeps else 0) * 128 + stages * 128 * 128
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @needs_compilers
 @pytest.mark.parametrize(
     ("x", "weight", "gpu", "cut"),

@@ -18,6 +18,7 @@ from fx_fuser.kernels.dense import LINEAR_DENSE
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @needs_compilers
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from fx_fuser.passes import products
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize(
     "specs",

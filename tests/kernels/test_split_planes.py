@@ -35,6 +35,8 @@ def stages(batches: int, m: int, n: int, k: int, chunks: int) -> int:
     return ceil(tiles / SMS) * ceil(ceil(k / STAGE) / chunks)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @needs_compilers
 @pytest.mark.parametrize(
     "sizes",

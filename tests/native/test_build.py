@@ -322,6 +322,7 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_a_pointwise_source_compiles(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
@@ -332,6 +333,7 @@ def test_a_pointwise_source_compiles(tmp_path, monkeypatch):
     assert b"fx_fuser_pointwise_u64" in code
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_ptxas_spills_fail_the_build(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))

@@ -38,6 +38,7 @@ def test_cold_then_warm(fake):
     assert not leftovers(cold.parent)
 
 
+@pytest.mark.slow
 def test_what_takes_long_says_how_far_it_is(fake, monkeypatch, caplog):
     monkeypatch.setattr(jobs, "_PROGRESS_S", 0.1)
     target, slow = Path("done"), ["sleep", "0.5"]
@@ -135,6 +136,7 @@ def _build_at_once(barrier, results) -> None:
     results.put([path.read_text() for path in paths])
 
 
+@pytest.mark.slow
 def test_eight_processes_build_once(fake):
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(8), context.Queue()

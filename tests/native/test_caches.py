@@ -32,6 +32,7 @@ def _source_with(tail: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, weight, bias, a: tail(torch.tanh(F.linear(x, weight, bias)), a)
 
 
+@pytest.mark.slow
 def test_what_is_computed_is_in_the_graph_and_not_in_the_tag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -241,6 +241,7 @@ def _compile_in(place: str, name: str, tmp_path: Path, monkeypatch) -> None:
     assert made.parent == store.cache_dir() and made.read_bytes()[:4] == b"\x7fELF"
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("place", PLACES)
 def test_nvrtc_compiles_in_folders_of_odd_names(tmp_path, monkeypatch, place):
@@ -251,6 +252,7 @@ def test_nvrtc_compiles_in_folders_of_odd_names(tmp_path, monkeypatch, place):
     )
 
 
+@pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize("place", PLACES)
 def test_nvcc_compiles_in_folders_of_odd_names(tmp_path, monkeypatch, place):
@@ -267,6 +269,7 @@ def real_nvrtc(tmp_path, monkeypatch):
     monkeypatch.setenv("FX_FUSER_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("arch", slow_but(["sm_80"], build.ARCHS))  # `fx_fuser.build` has all
 def test_nvrtc_compiles_for_every_architecture(real_nvrtc, arch):
@@ -277,6 +280,7 @@ def test_nvrtc_compiles_for_every_architecture(real_nvrtc, arch):
     assert b"fx_fuser_pointwise_u32" in code and b"fx_fuser_pointwise_u64" in code
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_nvrtcs_log_tells_of_spills(real_nvrtc):
     with pytest.raises(BuildError, match=r"crowded spills registers .*; compile fewer"):

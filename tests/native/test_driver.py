@@ -73,6 +73,7 @@ def test_every_function_is_looked_up() -> None:
     assert len(names) == 15
 
 
+@pytest.mark.slow
 def test_it_is_as_in_cuda_h(tmp_path: Path) -> None:
     folders = [files.include for files in compilers.cuda_files()]
     include = next((f for f in folders if (f / "cuda.h").exists()), None)

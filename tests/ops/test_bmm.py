@@ -99,6 +99,7 @@ def test_forms(form: str, train: bool, path: str) -> None:
     assert not calls(graphs).keys() & {"matmul", "bmm", "sigmoid"}
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -108,6 +109,7 @@ def test_dtypes_and_sizes(dtype: torch.dtype, dynamic: bool) -> None:
     check(model, *inputs, fuses={"gated_batch": 1}, dynamic=dynamic)
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_sizes() -> None:
     call = compiled(_program(lambda x, w: x @ w.mT), dynamic=True)
     with recorded() as graphs:
@@ -147,6 +149,7 @@ def test_a_vector_after_it_is_no_bias() -> None:
 # ---- patterns ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pattern_of_a_matmul_reaches_no_batch() -> None:
     """Its trace has no shapes."""
 
@@ -164,6 +167,7 @@ def test_nor_one_of_a_batch_a_matrix() -> None:
     check(_program(torch.matmul), leaf(*A), leaf(8, 6), fuses={})
 
 
+@pytest.mark.slow
 def test_a_pattern_may_say_baddbmm() -> None:
     def added(a, x, weight, b):  # type: ignore[no-untyped-def]
         return torch.relu(torch.baddbmm(a, x, weight)) * b
@@ -298,6 +302,7 @@ def test_integers() -> None:
     refused(model, *inputs, reason="dtype torch.int64", train=False)
 
 
+@pytest.mark.slow
 def test_a_result_larger_than_the_product() -> None:
     """Nor is a product of one column spread as a Linear's is."""
     model = Program(lambda m, x, w, y: torch.sigmoid(x @ w) * y)
@@ -408,6 +413,7 @@ class Attention(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.each_pair
 @paths
 @train_eval

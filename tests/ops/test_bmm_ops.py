@@ -105,6 +105,7 @@ def _args(dtype: torch.dtype, layout: str = "heads", lead: tuple[int, ...] = (2,
     return (x, w, "library", "library", False, TEXT, [r], [0.75], dtype, dtype, True)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @layouts
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
@@ -119,6 +120,7 @@ def _detached(values: Any) -> Any:
     return values.detach() if isinstance(values, Tensor) else values
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @leads
 @layouts

@@ -137,6 +137,7 @@ def test_a_net(form: torch.memory_format, graphs: list[Counter[str]]) -> None:
     assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", slow_but(["aot_eager"], ["inductor", "aot_eager"]))
 def test_only_the_weights_are_in_channels_last(inner: str, graphs: list[Counter[str]]) -> None:
     """Then eager's results are, from the first layer on, which is left."""
@@ -179,6 +180,7 @@ def test_vectors_that_are_views(graphs: list[Counter[str]]) -> None:
     assert graphs[0]["conv2d_folded"] == 1
 
 
+@pytest.mark.slow
 def test_an_inner_compiler_without_the_pass(graphs: list[Counter[str]]) -> None:
     check(net(), torch.randn(2, 3, 17, 16), inner="aot_eager")
     assert graphs == []
@@ -242,6 +244,7 @@ def _tail(f: Callable[..., Tensor]) -> nn.Module:
     return Model().eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tail",
     [
@@ -264,6 +267,7 @@ def test_other_tails_are_others(tail: Callable[..., Tensor], graphs: list[Counte
     assert sum(graph["conv2d_folded"] for graph in graphs) == 0
 
 
+@pytest.mark.slow
 def test_the_end_of_a_longer_tail_is_left(graphs: list[Counter[str]]) -> None:
     """On CUDA the match ends with relu (`plan.no_gain`); here any tail is taken, by the library."""
     check(_tail(lambda z: torch.relu(z) * 0.5), torch.randn(2, 3, 8, 8))
@@ -271,6 +275,7 @@ def test_the_end_of_a_longer_tail_is_left(graphs: list[Counter[str]]) -> None:
     assert counters["fx_fuser"]["auto_conv2d_batchnorm"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_dtypes_that_are_refused(dtype: torch.dtype, graphs: list[Counter[str]]) -> None:
     """A weight times BatchNorm's scale may be beyond the range of fp16."""
@@ -364,6 +369,7 @@ def test_installed(graphs: list[Counter[str]]) -> None:
     assert graphs[-1]["conv2d_folded"] == 8
 
 
+@pytest.mark.slow
 def test_exported_programs_have_no_such_op() -> None:
     """Their files hold ops that load their own kernels."""
     program = torch.export.export(net(), (torch.randn(2, 3, 16, 16),))

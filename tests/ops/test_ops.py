@@ -158,6 +158,7 @@ def test_gradcheck_plain_ops(kind: str, args: tuple) -> None:
     _gradcheck(kind, args)
 
 
+@pytest.mark.slow
 @pytest.mark.each_pair
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 @pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16], ids=["f64", "f32", "bf16"])
@@ -295,6 +296,8 @@ def test_opcheck_own_backward(training: bool, dtype: torch.dtype) -> None:
     opcheck(run.MANY, run.arguments(f"{NORM}_backward", arguments))
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_opcheck_recompute(training: bool, last: bool) -> None:

@@ -144,6 +144,7 @@ class Gated(nn.Module):
         return z * torch.sigmoid(z) * 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_graphs_call(trains: bool) -> None:
     """In inference all are for y alone; where gradients or statistics are wanted, none is."""

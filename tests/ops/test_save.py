@@ -55,6 +55,7 @@ def saved_elements(model: nn.Module, x: Tensor, options: dict[str, Any]) -> int:
     return max(t.numel() for t in y.grad_fn.saved_tensors if t is not None)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @cases
 @pytest.mark.parametrize("inner", slow_but(["aot_eager"], ["aot_eager", "inductor"]))

@@ -122,6 +122,7 @@ def test_a_state_that_the_module_keeps() -> None:
     check(Cell(), leaf(4, 8), fuses={"auto_linear": 1}, leaves=LEAVES, **GROWTH)
 
 
+@pytest.mark.slow
 def test_a_convolution() -> None:
     def body(m: Any, x: Tensor, r: Tensor) -> Tensor:
         r = r * 2

@@ -61,6 +61,7 @@ def _train(model: nn.Module, run: Any, make: Callable[..., Any], steps: int) -> 
     return {"losses": torch.stack(losses), **copy.deepcopy(model.state_dict())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.AdamW, lr=1e-2)],
@@ -83,6 +84,7 @@ def test_optimiser_steps_equal_eager(make: Callable[..., Any]) -> None:
     assert torch.equal(fused["bn.num_batches_tracked"], torch.tensor(6))
 
 
+@pytest.mark.slow
 def test_gradients_accumulate_over_two_backwards() -> None:
     model = ThreePatterns(conv_bias=False).eval()
     reference, exact = copy.deepcopy(model), double(model)
@@ -96,6 +98,7 @@ def test_gradients_accumulate_over_two_backwards() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_graph_retained_gives_the_same_gradients_twice() -> None:
     model = ThreePatterns(conv_bias=False)
     loss = fused_compile(model)(images()).square().sum()
@@ -203,6 +206,7 @@ def test_changed_weights_are_used(change: Callable[[Swish, Swish], None], grad: 
 _PARAMETERS = [n for n, _ in ThreePatterns().named_parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "trainable",
@@ -242,6 +246,7 @@ def test_nothing_requires_grad() -> None:
     assert not value.requires_grad and value.grad_fn is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Callable[[], Any]) -> None:
     model, x = ThreePatterns(), images()
@@ -272,6 +277,7 @@ class ScaledNorm(nn.Module):
         return self.bn(self.conv(x)) * 2.0
 
 
+@pytest.mark.slow
 def test_train_eval_train() -> None:
     model = ScaledNorm()
     reference = copy.deepcopy(model)
@@ -330,6 +336,7 @@ def test_a_cumulative_average_is_right() -> None:
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_momentum_may_change() -> None:
     model = ScaledNorm()
     reference, x = copy.deepcopy(model), torch.randn(4, 3, 6, 6)

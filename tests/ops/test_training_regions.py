@@ -141,6 +141,7 @@ class AutocastInside(nn.Module):
             return self.body(x)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -162,6 +163,7 @@ def test_autocast(inside: bool, training: bool) -> None:
     assert_close_to_exact(seen, expected, true, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_grad_scaler() -> None:
     """A scaled step, a step skipped because its gradient overflowed, another scaled step."""
     model = ThreePatterns(conv_bias=False)
@@ -201,6 +203,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, **self.how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_a_checkpoint_inside_the_model(reentrant: bool) -> None:
     # In eval: a checkpoint in training updates the running statistics twice, fused or not.
@@ -209,6 +212,7 @@ def test_a_checkpoint_inside_the_model(reentrant: bool) -> None:
     assert_same_as_eager(model, (x,), ALL_THREE)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_inside_a_training_model() -> None:
     model = Checkpointed(use_reentrant=False)
     stock = copy.deepcopy(model)
@@ -222,6 +226,7 @@ def test_a_checkpoint_inside_a_training_model() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_a_checkpoint_around_the_compiled_model(reentrant: bool) -> None:
     model = ThreePatterns(conv_bias=False).eval()
@@ -245,6 +250,7 @@ def _keep_products() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
+@pytest.mark.slow
 def test_a_selective_checkpoint_is_left_alone() -> None:
     """The policy names aten ops: fused ones would all be recomputed."""
     model = Checkpointed(use_reentrant=False, context_fn=_keep_products).eval()
@@ -263,6 +269,7 @@ class Nested(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_nested_compile_region() -> None:
     model, x = Nested(), torch.randn(3, 6, requires_grad=True)
     exact = double(x), [layer.double() for layer in copy.deepcopy(model.layers)]

@@ -213,6 +213,7 @@ def wrong(found: Tensor, guide: Tensor, exact: Tensor, bound: Tensor | float = 0
     return is_guide & ~((off <= 1e-2 * exact.abs()) | (off <= bound))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     ("anchor", "tail", "place"),
     [
@@ -261,6 +262,7 @@ def test_a_running_variance_near_the_largest_number() -> None:
         torch.testing.assert_close(fused[name].double(), exact[name], rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_the_sites_are_fused() -> None:
     for anchor in ANCHORS:
         counters.clear()

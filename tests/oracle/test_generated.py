@@ -22,6 +22,7 @@ from fx_fuser.ops import checks
 SECONDS = 3  # a test; there are four
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("first", [0, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -37,6 +38,7 @@ def test_a_seed_is_a_program() -> None:
     assert made[0] == made[1]
 
 
+@pytest.mark.slow
 def test_every_kind_of_site_is_written() -> None:
     labels = set()
     for train in (False, True):

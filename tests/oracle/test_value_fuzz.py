@@ -81,6 +81,7 @@ def test_within_the_bound_of_a_gpu() -> None:
     _checked(Run(train=True, seconds=SECONDS, bounded=True))
 
 
+@pytest.mark.slow
 def test_few_structures_with_many_values() -> None:
     """As on a GPU, where each takes a kernel; only numbers, values and layouts are new."""
     with registered() as patterns:
@@ -254,6 +255,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
 ONLY_TO_THE_BIT = {"silu as a product", "silu differentiated as a product"}
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "bounded, auto",
@@ -292,6 +294,7 @@ def test_infinite_terms_excuse_no_other_infinity() -> None:
     assert not _in_another_order(inf * 0, inf, inf.double())
 
 
+@pytest.mark.slow
 def test_a_missed_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from fx_fuser.ops import checks
 

@@ -197,6 +197,7 @@ by_both_rules = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @by_both_rules
 def test_what_is_planted_is_found(bounded: bool) -> None:
     """In each result of each program one element. Where the set of what it may be is open, or eager
@@ -219,6 +220,7 @@ def test_what_is_planted_is_found(bounded: bool) -> None:
         assert len(missed[plant]) <= (0.1 if bounded else 0.04) * count, (plant, count, missed)
 
 
+@pytest.mark.slow
 @by_both_rules
 def test_a_lost_sign_of_zero_is_found(bounded: bool) -> None:
     planted = missed = 0
@@ -236,6 +238,7 @@ def test_a_lost_sign_of_zero_is_found(bounded: bool) -> None:
 FOLDED = (8, 10, 26, 30, 34, 37, 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("magnitudes", ["ordinary", "extreme"])
 def test_a_folded_convolution_is_held_to_its_own_roundings(magnitudes: str) -> None:
     run, count = Run(only=("value_relu_bn",), magnitudes=magnitudes), 0
@@ -247,6 +250,7 @@ def test_a_folded_convolution_is_held_to_its_own_roundings(magnitudes: str) -> N
     assert count >= 5
 
 
+@pytest.mark.slow
 def test_a_folded_convolution_with_a_wrong_shift_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fold = folded.fold_in_torch
 
@@ -259,6 +263,7 @@ def test_a_folded_convolution_with_a_wrong_shift_is_found(monkeypatch: pytest.Mo
         assert all(attempt(run, seed, patterns)[1] for seed in FOLDED[:3])
 
 
+@pytest.mark.slow
 def test_nothing_is_fused_where_the_patterns_are_too_many_to_compare() -> None:
     """Its site is refused, with that reason: what runs is the user's own."""
     with registered() as patterns:
@@ -296,6 +301,7 @@ def forward(x, weight, t0):
 
 
 # The fuzzer's 5005708 and 3005043: what the tail makes of an operand alone is the gemm's bias.
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", ["t0", "torch.neg(t0)", "(-2.0) * torch.multiply(t0, 0.3)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_tail_that_begins_with_the_bias_of_its_gemm(dtype: torch.dtype, shift: str) -> None:
@@ -341,6 +347,7 @@ def test_a_last_bit_that_another_layout_changes(seed: int, name: str) -> None:
     assert share > 0.2 * program.inputs[name].numel()  # but for what is zero, or not finite
 
 
+@pytest.mark.slow
 def test_factors_of_which_one_order_alone_leaves_the_range() -> None:
     """Of the fuzzer's 4001983, in float64: eager and what is fused are numbers."""
     dz, rstd, gamma = (torch.tensor([v], dtype=torch.float64) for v in (1e-7, 130.0, -1.79e308))
@@ -354,6 +361,7 @@ def test_factors_of_which_one_order_alone_leaves_the_range() -> None:
     assert program.fused and not fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flushes, value, right", [
     (True, -1.9375, True),  # of the fuzzer's 5004678, on a CPU with AMX
     (False, -1.9375, False),
@@ -377,6 +385,7 @@ def test_subnormal_factors_that_a_library_takes_for_zero(
     assert program.fused and (fault == "") == right, fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value, right", [
     (7.572106768716692e36, True),  # of the fuzzer's 1000067, on an H100, as in torch's operations
     (7.572122614349194e36, True),  # as fused
@@ -401,6 +410,7 @@ def test_a_room_whose_terms_overflow_is_a_room(
     assert program.fused and (fault == "") == right, fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_eager, found", [(False, True), (True, False)])
 def test_what_a_convolution_loses_beside_a_large_gradient(
     of_eager: bool, found: bool, monkeypatch: pytest.MonkeyPatch
@@ -433,6 +443,7 @@ def test_what_a_convolution_loses_beside_a_large_gradient(
     assert shares.share("conv2d", "gradients of the anchor's operands") < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_cuda", [True, False])
 def test_a_gradient_beyond_the_range_times_a_weight_of_zero(
     on_cuda: bool, monkeypatch: pytest.MonkeyPatch

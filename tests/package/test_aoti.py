@@ -197,6 +197,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert run_op.called(site)[1][-2:] == [dtype, dtype]
 
 
+@pytest.mark.slow
 def test_after_run_decompositions() -> None:
     model = linear_program(lambda m, x: m.lin(x).view(-1, 2, 3).transpose(1, 2) * m.w[:3, :2])
     x = torch.randn(4, 8)
@@ -205,6 +206,7 @@ def test_after_run_decompositions() -> None:
     torch.testing.assert_close(results(made.run_decompositions(), x), results(program, x))
 
 
+@pytest.mark.slow
 def test_a_convolution_with_norm() -> None:
     model = conv_program(lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
     x = torch.randn(2, 4, 8, 9).to(memory_format=torch.channels_last)
@@ -213,6 +215,7 @@ def test_a_convolution_with_norm() -> None:
     assert sites(made)[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_tied_weights_and_buffers_that_are_written() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         m.s.add_(1)
@@ -228,6 +231,7 @@ def test_tied_weights_and_buffers_that_are_written() -> None:
     assert results(made, x)[1]["s"] == 1.75
 
 
+@pytest.mark.slow
 def test_a_region_that_is_compiled_once() -> None:
     region = torch.compiler.nested_compile_region(gate)
     model = linear_program(lambda m, x: region(m, F.pad(region(m, x), (0, 2)))).eval()

@@ -89,6 +89,7 @@ def test_linears(spelled: Callable[..., Tensor], train: bool, dynamic: bool) -> 
     check(linear_program(body), leaf(4, 8), fuses={MUL: 1}, train=train, dynamic=dynamic)
 
 
+@pytest.mark.slow
 @static_dynamic
 @cases(ONLY_INFERENCE)
 def test_products_only_inference(spelled: Callable[..., Tensor], dynamic: bool) -> None:
@@ -101,6 +102,7 @@ def _conv(settings: dict[str, Any], norm: nn.Module) -> Program:
     return conv_program(lambda m, x: m.bn(m.conv(x)) * 2.0, conv, norm)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @modes
 @pytest.mark.parametrize(
@@ -246,6 +248,7 @@ def test_decomposed_convolutions(settings: dict[str, Any], dynamic: bool) -> Non
     check(model, leaf(3, 4, 8, 9), fuses={CONV: 1}, train=False, dynamic=dynamic, leaves=leaves)
 
 
+@pytest.mark.slow
 def test_decomposed_norm_without_a_convolution_stays() -> None:
     def body(m: Any, x: Tensor, y: Tensor) -> Any:
         z = m.lin(x)
@@ -259,10 +262,12 @@ def test_decomposed_norm_without_a_convolution_stays() -> None:
     assert torch.ops.aten.batch_norm.default not in targets
 
 
+@pytest.mark.slow
 def test_decomposed_norm_in_training_is_refused() -> None:
     check(_conv({}, nn.BatchNorm2d(6)), leaf(3, 4, 8, 9), fuses={}, train=True, grad=False)
 
 
+@pytest.mark.slow
 def test_decomposed_norm_whose_statistics_are_read_is_refused() -> None:
     def body(m: Any, x: Tensor) -> Any:
         y, mean, _ = torch.ops.aten._native_batch_norm_legit_no_training(

@@ -31,6 +31,7 @@ class Integers(nn.Module):
             return {"tokens": self.linear(x).argmax(-1), "count": 3, "none": None}
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_integers_has_no_backward() -> None:
     found = compared(Integers(), torch.randn(5, 4), train=True)
     assert found.step == "forward"
@@ -39,11 +40,13 @@ def test_a_model_that_returns_integers_has_no_backward() -> None:
     assert found.columns["fx_fuser"].error is None
 
 
+@pytest.mark.slow
 def test_a_model_without_parameters() -> None:
     found = compared(nn.ReLU(), torch.randn(4, 4))
     assert found.step == "forward" and all(column.ran for column in found.columns.values())
 
 
+@pytest.mark.slow
 def test_keyword_inputs_also_those_that_are_called_as_arguments_here() -> None:
     class Configured(nn.Module):
         def forward(self, x: Tensor, seconds: Tensor, loss: float = 1.0) -> Tensor:
@@ -76,6 +79,7 @@ def test_modules_of_functions() -> None:
     assert modules_of(len) == []
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_result_is_taken() -> None:
     model = nn.Linear(4, 1)
     seen = []
@@ -88,6 +92,7 @@ def test_a_loss_of_the_result_is_taken() -> None:
     assert seen and found.columns["fx_fuser"].grad_error is not None
 
 
+@pytest.mark.slow
 def test_default_loss_gives_every_output_a_gradient() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -105,6 +110,7 @@ def test_default_loss_gives_every_output_a_gradient() -> None:
 # ---- values -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_not_to_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_column(monkeypatch, "fx_fuser", lambda model: lambda x: model(x) * 1.001)
     found = compared(nn.Linear(64, 64), torch.randn(8, 64), train=True)
@@ -156,6 +162,7 @@ def test_a_model_that_draws_otherwise_has_no_errors() -> None:
     assert any("draws random numbers" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_copied_has_no_errors() -> None:
     model = nn.Linear(4, 4)
     model.lock = threading.Lock()
@@ -219,6 +226,7 @@ def test_integers_that_some_run_has_are_right() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_no_reference_no_errors() -> None:
     found = compared(nn.Linear(4, 4), torch.ones(2, 4), reference=False)
     assert all(c.error is None and c.faults is None for c in found.columns.values())

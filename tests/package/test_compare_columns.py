@@ -20,6 +20,7 @@ from fx_fuser.compare.variants import variants_of
 from fx_fuser.options import Options
 
 
+@pytest.mark.slow
 def test_on_a_cpu_eager_and_inductor_are_shown_and_nothing_is_claimed() -> None:
     found = compared(nn.Linear(4, 4), torch.ones(2, 4), columns=None)
     assert list(found.columns) == ["eager", "inductor"]
@@ -42,6 +43,7 @@ def test_inductors_column_has_the_users_options(monkeypatch: pytest.MonkeyPatch)
     assert "fp32" not in tuned["options"] and own["options"] == given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", slow_but([1], [None, 0, 1, 4]))
 def test_a_mode_that_raises_costs_its_column_alone(
     monkeypatch: pytest.MonkeyPatch, after: int | None
@@ -56,6 +58,7 @@ def test_a_mode_that_raises_costs_its_column_alone(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("column", ["inductor", "fx_fuser"])
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return ms
 
 
+@pytest.mark.slow
 def test_on_a_gpu_all_columns_are_measured(clocks: dict[str, float]) -> None:
     found = compared(nn.Linear(4, 4), torch.ones(2, 4), columns=None, cold=False)
     assert list(found.columns) == ["eager", "inductor", "fx_fuser", "inductor_tf32"]

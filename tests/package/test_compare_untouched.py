@@ -101,6 +101,7 @@ def net() -> Net:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", slow_but([True], [None, True, False]))
 def test_model_gradients_random_states_and_settings_are_untouched(
     net: Net, train: bool | None, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +148,7 @@ def test_untouched_where_a_column_is_interrupted(net: Net, monkeypatch: pytest.M
     before.check()
 
 
+@pytest.mark.slow
 def test_a_write_that_no_version_tells_of_is_undone_in_the_end() -> None:
     class Hidden(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -173,6 +175,7 @@ def test_leaves_that_only_a_function_holds_keep_their_gradients() -> None:
     assert (found.model, found.step) == ("function", "training step")
 
 
+@pytest.mark.slow
 def test_inputs_are_copied_and_their_gradients_compared() -> None:
     x = torch.ones(3, 4, requires_grad=True)
 

@@ -55,6 +55,7 @@ NAMED = {name: value for name, value in CPU_OPS.items() if name != "inner"}
 # ---- ways to call torch.compile -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_compile_once() -> None:
     model = ThreePatterns().eval()
     compiled = fused_compile(model, dynamic=True)
@@ -64,6 +65,7 @@ def test_dynamic_shapes_compile_once() -> None:
     assert sites() == ALL_THREE
 
 
+@pytest.mark.slow
 def test_batch_sizes_turn_dynamic_by_themselves() -> None:
     model = ThreePatterns()
     compiled = fused_compile(model)
@@ -101,10 +103,12 @@ class Broken(nn.Module):
         return z * torch.sigmoid(z) * 2.0
 
 
+@pytest.mark.slow
 def test_graph_breaks() -> None:
     assert_same_as_eager(Broken(), (torch.randn(3, 6, requires_grad=True),), {MUL_MUL: 2})
 
 
+@pytest.mark.slow
 def test_fullgraph() -> None:
     model, x = ThreePatterns(), images()
     expected = copy.deepcopy(model)(x)
@@ -115,6 +119,7 @@ def test_fullgraph() -> None:
         torch.compile(Broken(), backend="fx_fuser", fullgraph=True, options=CPU_OPS)(torch.ones(6))
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @needs_inductor
 @pytest.mark.parametrize(
@@ -142,6 +147,7 @@ def test_inductor_takes_it(how: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_threads_compile_at_once() -> None:
     models = [ThreePatterns().eval() for _ in range(2)]
     x = images()
@@ -189,6 +195,7 @@ def _through_a_file(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "duplicate",
     [copy.deepcopy, _through_pickle, pytest.param(_through_a_file, marks=pytest.mark.slow)],
@@ -202,6 +209,7 @@ def test_the_model_can_be_copied(duplicate: Callable[[nn.Module], nn.Module]) ->
     assert torch.equal(copy.deepcopy(fused_compile(model))(x), value)
 
 
+@pytest.mark.slow
 def test_export_is_unaffected() -> None:
     model, x = ThreePatterns().eval(), images()
     value = fused_compile(model)(x)
@@ -328,6 +336,7 @@ def test_the_entry_point_in_pyproject_is_the_one_tested() -> None:
     assert section.startswith('fx_fuser = "fx_fuser.backend:fx_fuser"\n')
 
 
+@pytest.mark.slow
 @needs_inductor
 def test_the_default_path_never_warns() -> None:
     """torch.compile(model, backend="fx_fuser") as a user first types it."""

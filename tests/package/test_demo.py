@@ -43,6 +43,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "median_ms", lambda step, leaves, device, warmup, rep: 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("train", [pytest.param([], marks=pytest.mark.slow), ["--train"]])
@@ -73,11 +74,13 @@ def test_training_checks_running_statistics() -> None:
     assert names <= set(outcome.errors["fx_fuser"])
 
 
+@pytest.mark.slow
 def test_fails_where_nothing_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "compilers", lambda device: systems(backend="aot_eager"))
     assert demo.main(["--problem", "70"]) == 1
 
 
+@pytest.mark.slow
 def test_fails_where_an_error_is_above_the_bound(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +89,7 @@ def test_fails_where_an_error_is_above_the_bound(
     assert "output: error" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fails_on_an_exception_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,6 +256,7 @@ def test_of_equal_gpus_one_is_tested() -> None:
 # ---- the self-test -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_case_is_right_on_a_cpu() -> None:
     found = selftest.run(SPLIT, CPU)
     assert found.level == findings.OK and set(found.errors) == {"output", "gradient"}
@@ -277,6 +278,7 @@ def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "beyond the bound" in found.detail and "allowed" in found.detail
 
 
+@pytest.mark.slow
 def test_a_site_that_is_not_fused_fails_with_the_reason() -> None:
     case = dataclasses.replace(SPLIT, options={"patterns": [], "auto": False})
     found = selftest.run(case, CPU)
@@ -301,6 +303,7 @@ def test_another_kernel_than_the_cases_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert level == findings.NOTE and said["detail"] == "split does not take it here"
 
 
+@pytest.mark.slow
 def test_the_switch_in_the_environment_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FX_FUSER", "off")
     assert selftest.run(SPLIT, CPU).level == findings.OK
@@ -448,6 +451,7 @@ def test_commands_are_its_subcommands(
     assert left.value.code == 0 and "nothing is there" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module_and_an_import_installs() -> None:
     """In a process of its own, where fx_fuser is not imported yet."""
     root = Path(fx_fuser.__file__).parents[1]
@@ -457,6 +461,7 @@ def test_it_runs_as_a_module_and_an_import_installs() -> None:
     assert "note  FX_FUSER is 'install': torch.compile(model) fuses" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_its_models_are_right_in_float64() -> None:
     """Nothing in them casts down what `observe` has cast up."""
     for case in CASES:

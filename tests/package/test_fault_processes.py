@@ -34,6 +34,7 @@ from fx_fuser.planning import gate, plan
 GROWN = {**ALL_THREE, "auto_linear": 1}  # the Linear that the gate is multiplied by
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "owner, name, auto",
@@ -117,6 +118,7 @@ def test_a_fork_after_initialisation(options: str, tmp_path: Path) -> None:
     assert status == 0 and said.endswith("both live\n"), said
 
 
+@pytest.mark.slow
 def test_two_threads_compile_and_one_fails(
     monkeypatch: pytest.MonkeyPatch,
     recorder: Recorder,  # noqa: F811

@@ -136,6 +136,7 @@ def _compile(model: nn.Module, strict: bool = False, auto: bool = False) -> Any:
 
 
 # The causes are test_strict_raises_the_cause's, too.
+@pytest.mark.slow
 @pytest.mark.each_once
 @grown
 @pytest.mark.parametrize(
@@ -170,6 +171,7 @@ def test_strict_raises_the_cause(auto: bool, fault: str, recorder: Recorder) -> 
         _compile(ThreePatterns().eval(), strict=True, auto=auto)(images())
 
 
+@pytest.mark.slow
 def test_the_log_has_the_traceback(
     monkeypatch: pytest.MonkeyPatch, recorder: Recorder, caplog: Any
 ) -> None:
@@ -180,6 +182,7 @@ def test_the_log_has_the_traceback(
     assert record.exc_info is not None and record.exc_info[0] is Boom
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_checkpointed_body_restores_that_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,6 +213,7 @@ def _is_rewritten(gm: GraphModule) -> bool:
     return any("fx_fuser" in str(n.target) for n in gm.graph.nodes)
 
 
+@pytest.mark.slow
 def test_an_inner_compiler_that_fails_on_the_rewritten_graph(recorder: Recorder) -> None:
     recorder.fails = _is_rewritten
     model, x = ThreePatterns(), images()
@@ -253,6 +257,7 @@ def test_a_bad_option_raises_and_is_no_fault(recorder: Recorder) -> None:
 # ---- no kernels on this device ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_device_without_kernels_is_a_refusal_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, recorder: Recorder
 ) -> None:
@@ -304,6 +309,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "unavailable", of_a_gpu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [None, 12], ids=["none", "one of another version"])
 def test_without_a_compiler_the_model_runs_and_says_what_to_install(
     other: int | None, gpu: None, bare: Path, fake_libnvrtc: Path, recorder: Recorder
@@ -321,6 +327,7 @@ def test_without_a_compiler_the_model_runs_and_says_what_to_install(
     assert ("libnvrtc.so.12" in messages[0]) == (other is not None)
 
 
+@pytest.mark.slow
 def test_a_source_that_nvrtc_refuses_costs_one_warning(
     fake_nvrtc: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +367,7 @@ def builds(fake: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
     return fake
 
 
+@pytest.mark.slow
 def test_garbage_in_the_cache_is_replaced(builds: FakeNvcc, recorder: Recorder) -> None:
     model, x = ThreePatterns().eval(), images()
     _compile(model, strict=True)(x)
@@ -372,6 +380,8 @@ def test_garbage_in_the_cache_is_replaced(builds: FakeNvcc, recorder: Recorder) 
     assert builds.calls == 2 and sites() == dict.fromkeys(ALL_THREE, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_cache_that_cannot_be_written_to(
@@ -404,6 +414,8 @@ def test_a_cache_that_cannot_be_written_to(
 # ---- memory -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "inner, op",
     [
@@ -437,6 +449,7 @@ def test_out_of_memory_inside_an_op_is_the_users_to_catch(
         torch.testing.assert_close(mine.grad, its.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_out_of_memory_while_compiling(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")

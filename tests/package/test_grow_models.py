@@ -59,6 +59,7 @@ def test_gates(module: Any, named: dict[str, int], inputs: Any) -> None:
     assert_same_as_eager(model, tensors, _with_grown(model, named), **GROWN)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_through_inductor() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training", [pytest.param(True, marks=pytest.mark.slow), False], ids=["train", "eval"]
 )

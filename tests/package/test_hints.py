@@ -43,6 +43,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]
         yield said
 
 
+@pytest.mark.slow
 def test_a_compilation_says_how_much_is_fused(lines: Callable[[], list[str]]) -> None:
     model = linear_program(two_linears)
     x = torch.randn(4, 8)
@@ -53,6 +54,7 @@ def test_a_compilation_says_how_much_is_fused(lines: Callable[[], list[str]]) ->
     assert lines() == ["fused 0 of 2 sites; explain says why not the rest"]
 
 
+@pytest.mark.slow
 def test_each_graph_has_a_line(lines: Callable[[], list[str]]) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         z = torch.relu(m.lin(x))
@@ -63,6 +65,7 @@ def test_each_graph_has_a_line(lines: Callable[[], list[str]]) -> None:
     assert lines() == ["fused 1 of 1 site", "no site"]
 
 
+@pytest.mark.slow
 def test_a_gemm_under_an_addition_is_one_site(lines: Callable[[], list[str]]) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return x @ m.w.t() + m.b

@@ -27,6 +27,7 @@ def _program(pattern: str) -> tuple[Program, tuple[Any, ...]]:
     return conv_program(body, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)), (leaf(3, 4, 8, 9),)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "train, cpu_ops",
@@ -40,6 +41,7 @@ def test_inductor(pattern: str, train: bool, cpu_ops: bool) -> None:
     check(model, *inputs, fuses={pattern: 1}, leaves=leaves, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_what_is_grown(train: bool) -> None:
     model = conv_program(lambda m, x: torch.relu(m.conv(x)), nn.Conv2d(4, 6, 3), nn.Identity())

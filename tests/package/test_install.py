@@ -74,6 +74,7 @@ def step(model: nn.Module, run: Callable[..., Any], x: Tensor) -> list[Tensor]:
     return [value.detach(), x.grad, *grads]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "named",
     [{}, {"backend": "inductor"}, pytest.param({"mode": "default"}, marks=pytest.mark.slow)],
@@ -111,6 +112,7 @@ def _unfused_after(end: Callable[[], Any]) -> None:
     assert fused() == {}
 
 
+@pytest.mark.slow
 def test_uninstall() -> None:
     fx_fuser.install(OPTIONS)
     fx_fuser.install(OPTIONS)
@@ -134,6 +136,7 @@ def test_blocks_nest_and_end_in_any_order() -> None:
     assert compile_fx.compile_fx is INDUCTOR
 
 
+@pytest.mark.slow
 def test_another_library_around_inductor_stays() -> None:
     fx_fuser.install(OPTIONS)
     ours = compile_fx.compile_fx
@@ -163,12 +166,14 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     assert compile_fx.compile_fx is INDUCTOR
 
 
+@pytest.mark.slow
 def test_options_count() -> None:
     fx_fuser.install({**OPTIONS, "patterns": [f"-{MUL}"]})
     torch.compile(gated())(torch.randn(4, 8))
     assert fused() == {}
 
 
+@pytest.mark.slow
 def test_the_backend_fuses_once_while_installed() -> None:
     """Its inner compiler is Inductor: that must not be given the fused graph once more."""
     seen = []
@@ -234,6 +239,7 @@ def test_exported_programs_are_left() -> None:
 # ---- regions -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint(policy: bool) -> None:
     """Inductor calls its pass for each region, too. One with a policy is not touched."""
@@ -251,6 +257,7 @@ def test_a_checkpoint(policy: bool) -> None:
 # ---- the user's own pass -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_users_own_pass_runs() -> None:
     seen: list[Any] = []
     model, x = gated(), torch.randn(4, 8)
@@ -280,6 +287,7 @@ def _boom(*args: Any, **kwargs: Any) -> Any:
     raise Boom("our own fault")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -301,6 +309,7 @@ def test_a_failure_of_ours(monkeypatch: pytest.MonkeyPatch, module: Any, name: s
         torch.compile(model)(x)
 
 
+@pytest.mark.slow
 def test_a_failure_at_one_site_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next start may do better."""
     model, x, make = gated(), torch.randn(4, 8), calls.graph_call
@@ -366,6 +375,7 @@ def test_a_check_without_a_file_has_no_version() -> None:
     assert not installation._can_be_late(installation._parsed(OPTIONS))
 
 
+@pytest.mark.slow
 def test_other_sources_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = gated(), torch.randn(4, 8)
 

@@ -78,6 +78,7 @@ def test_llama_with_gradient_checkpointing() -> None:
     _assert_llama_step(model)
 
 
+@pytest.mark.slow
 def test_llama_inference() -> None:
     model, tokens = _llama().eval(), torch.randint(0, 64, (2, 12))
     exact = copy.deepcopy(model).double()

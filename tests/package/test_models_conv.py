@@ -111,6 +111,7 @@ CONVS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
@@ -182,6 +183,7 @@ def _assert_untouched(model: nn.Module, x: Tensor) -> None:
         assert torch.equal(mine, its)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training", [pytest.param(True, marks=pytest.mark.slow), False], ids=["train", "eval"]
 )
@@ -195,6 +197,7 @@ def test_torchvision_resnet18_is_unchanged() -> None:
     _assert_untouched(torchvision.models.resnet18(), torch.randn(2, 3, 32, 32))
 
 
+@pytest.mark.slow
 def test_timm_resnet_is_unchanged() -> None:
     timm = pytest.importorskip("timm")
     _assert_untouched(timm.create_model("resnet10t", pretrained=False), torch.randn(2, 3, 32, 32))

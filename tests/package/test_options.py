@@ -144,6 +144,7 @@ def test_grows(given: dict[str, Any], grows: bool) -> None:
     assert Options.parse(None, given, KNOWN).grows is grows
 
 
+@pytest.mark.slow
 def test_no_patterns() -> None:
     """`[]` is not `None`: nothing is fused, and nothing is explained as if it could be."""
     model, x = linear_program(_gate), leaf(4, 8)

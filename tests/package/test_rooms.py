@@ -222,6 +222,7 @@ def kernels_named(root: Path) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_kernels_name_stands_in_its_file_and_the_list() -> None:
     assert kernels_named(ROOT) == NAMED
 
@@ -239,10 +240,12 @@ def test_every_module_has_a_floor() -> None:
     assert {room_of(name) for name, _ in modules(ROOT)} == set(FLOOR_OF)
 
 
+@pytest.mark.slow
 def test_imports_go_down() -> None:
     assert not back_edges(ROOT)
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circle(module_edges(ROOT))
 

@@ -36,12 +36,15 @@ def _statistics_read(m: Any, x: Tensor) -> Any:
     return z * 2.0, seen
 
 
+@pytest.mark.slow
 @train_eval
 def test_fused(train: bool) -> None:
     assert_fused(linear_program(_gate), (leaf(4, 8),), {MUL: 1}, train, OPTIONS)
     assert_fused(linear_program(_gate), (leaf(4, 8),), {MUL: 1, CONV: 0}, train, OPTIONS)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: ((), {"x": x})])
 def test_forms_of_inputs(inputs: Callable[[Tensor], Any]) -> None:
     class Swish(nn.Module):
@@ -67,6 +70,7 @@ def test_more_than_expected() -> None:
         assert_fused(linear_program(_gate), (leaf(4, 8),), {}, options=OPTIONS)
 
 
+@pytest.mark.slow
 def test_explained_in_the_mode_that_was_run() -> None:
     """In eval the same model fuses; the table must be the one of training."""
     model = conv_program(_statistics_read, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
@@ -92,6 +96,7 @@ def test_a_failure_of_ours_is_no_missing_fusion(monkeypatch: pytest.MonkeyPatch)
         assert_fused(linear_program(_gate), (leaf(4, 8),), {MUL: 1}, options={"inner": "eager"})
 
 
+@pytest.mark.slow
 def test_everything_is_left_as_it_was() -> None:
     model = conv_program(lambda m, x: m.bn(m.conv(x)) * 2.0, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6))
     x, mean, state = leaf(3, 4, 8, 9), model.bn.running_mean.clone(), torch.get_rng_state()
@@ -148,6 +153,7 @@ def test_a_function_without_parameters() -> None:
     assert_equivalent(swish, (leaf(4, 8), leaf(6, 8)), train=True, options=OPTIONS)
 
 
+@pytest.mark.slow
 def test_grown_tails_count_where_they_are_named() -> None:
     grows = {**OPTIONS, "auto": True}
     program = linear_program(lambda m, x: _gate(m, torch.relu(m.bare(x))[:, :1] + x))

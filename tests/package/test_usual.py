@@ -83,6 +83,7 @@ def llama(transformers: Any) -> nn.Module:
 TAILS = {bert: "v0 = gelu(c, approximate=none)", gpt2: "v5 = tanh(v4)", llama: "v0 = silu(c)"}
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("make", TAILS, ids=lambda make: make.__name__)

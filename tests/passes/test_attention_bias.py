@@ -99,6 +99,8 @@ LEARNED: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", slow_but([*LEARNED][::3], LEARNED))
 def test_a_learned_bias(name: str) -> None:
     attend, shapes = LEARNED[name]
@@ -130,6 +132,7 @@ class Bias(nn.Module):
         return sdpa(q, k, v, bias, scale=1.0).transpose(1, 2).reshape(*x.shape[:2], -1)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("amp", [True, False])
@@ -185,6 +188,7 @@ FILLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("trains", ["all", "but the mask", "nothing"])
 @pytest.mark.parametrize("fill", FILLS)
@@ -288,6 +292,7 @@ UNROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([*UNROUNDED][:1], UNROUNDED))
 def test_an_fp32_mask_whose_numbers_bf16_has(name: str) -> None:
     make = UNROUNDED[name]
@@ -301,6 +306,8 @@ def test_an_fp32_mask_whose_numbers_bf16_has(name: str) -> None:
     assert counters["fx_fuser_masks"] == {"form": 1}
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "make",
     [
@@ -327,6 +334,7 @@ def test_an_fp32_mask_that_a_kernel_would_round_stays_with_the_formula(
     )
 
 
+@pytest.mark.slow
 def test_autocast_rounds_before() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):
@@ -413,6 +421,8 @@ def shared_by_three_of_bool(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tenso
     return sdpa(sdpa(sdpa(q, k, v, mask), k, v, mask), q, v, mask)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
     "attend, formed",

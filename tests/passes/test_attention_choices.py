@@ -98,6 +98,7 @@ def wider_than_the_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return sdpa(q, k, v, torch.where(shown(), bias(m), torch.full((1,), -1e30)).to(q.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
@@ -141,6 +142,7 @@ def test_a_mask_of_one_choice(
         assert (1 if formed.stride(0) == 0 else B) == samples
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("mask", ["removed", "formed"])
@@ -172,12 +174,14 @@ def test_what_is_written_outside_is_told() -> None:
         y.float().square().sum().backward()
 
 
+@pytest.mark.slow
 def test_layers_without_gradients_share_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     found = formed_masks(monkeypatch)
     compiled(layers_without_gradients)(*tensors(*[(B, H, S, D)] * 3, (S, S, H)))
     assert len(found) == 1 and found[0].meta["example_value"].stride(0) == 0
 
 
+@pytest.mark.slow
 def test_inductors_caches_know_our_sources_where_masks_alone_were_edited() -> None:
     tags: list[str] = []
 

@@ -75,6 +75,8 @@ FORMS: dict[str, tuple[Attend, list[tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", slow_but([*FORMS][::3], FORMS))
 def test_values_gradients_and_strides(name: str) -> None:
     """A kernel rounds probabilities to 16 bits, which the formula does not: with few keys that is
@@ -190,6 +192,7 @@ def test_a_number_that_changes_and_a_size_that_changes_cost_no_compilation(dynam
     assert compilations() == compilations(masks=False)
 
 
+@pytest.mark.slow
 def test_under_autocast() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):
@@ -227,6 +230,7 @@ def test_explain_names_what_was_in_the_way() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("apart", [False, True], ids=["as the result", "with other strides"])

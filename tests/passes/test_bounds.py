@@ -142,6 +142,7 @@ def test_fp16_has_no_such_numbers() -> None:
     assert not absorbs(lambda g: filled(g, -65504.0), torch.float16)
 
 
+@pytest.mark.slow
 def test_what_autocast_rounds_to_infinity() -> None:
     assert not absorbs(lambda g: filled(g, LEAST32), torch.float32, autocast=True)
     assert absorbs(lambda g: filled(g, LEAST), torch.float32, autocast=True)

@@ -101,6 +101,7 @@ def merged(x: Tensor, w: Tensor) -> Tensor:
     return y.reshape(-1) + (y * 2).mT.reshape(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "f, sizes, expected",
     [
@@ -127,6 +128,7 @@ def test_values_gradients_and_strides(
     assert sum(counters[padding.COUNTERS].values()) == expected
 
 
+@pytest.mark.slow
 def test_a_result_that_is_returned_is_left() -> None:
     """A slice has not eager's strides. Inductor pads such a gemm itself, if it is worth it."""
 
@@ -139,6 +141,7 @@ def test_a_result_that_is_returned_is_left() -> None:
     assert made[0].is_contiguous() and not counters[padding.COUNTERS]
 
 
+@pytest.mark.slow
 def test_without_gradients() -> None:
     torch.manual_seed(0)
     with torch.no_grad():
@@ -148,6 +151,7 @@ def test_without_gradients() -> None:
     assert counters[padding.COUNTERS] == {"mm": 1}
 
 
+@pytest.mark.slow
 def test_zeros_meet_no_infinity() -> None:
     """Zeros behind K are in both operands."""
 
@@ -199,6 +203,8 @@ def test_one_twin_serves_all_readers_and_no_copy_is_made() -> None:
     assert len(pads) == 2, "one of the weight, one of the logits' gradient"
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "options",
     [{"auto": False}, {"shape_padding": False}, {"inner": "aot_eager"}, {"cpu_ops": False}],
@@ -210,6 +216,8 @@ def test_options_that_leave_gemms_alone(options: dict[str, Any]) -> None:
     assert not counters[padding.COUNTERS]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype, columns", [(torch.float32, 41), (BF16, 40), (BF16, 1)])
 def test_what_is_no_odd_gemm_of_16_bits_stays(dtype: torch.dtype, columns: int) -> None:
     with torch.no_grad():

@@ -79,6 +79,7 @@ class Recurrent(nn.Module):
         return h
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("train", slow_but([True], [False, True]), ids=["eval", "train"])
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ def test_backward_products_are_found() -> None:
 LEAVING = [{"auto": False}, {"patterns": []}, {"fp32": "ieee"}, {"inner": "aot_eager"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", slow_but(LEAVING[2:3], LEAVING), ids=str)
 def test_options_that_leave_products_alone(options: dict[str, Any]) -> None:
     counters.clear()
@@ -140,6 +142,7 @@ def test_other_dtypes_are_left() -> None:
     assert found() == {}
 
 
+@pytest.mark.slow
 def test_on_a_cpu_without_its_ops_the_graph_is_stock() -> None:
     counters.clear()
     with torch.no_grad():
@@ -295,6 +298,7 @@ def test_no_pass_where_no_device_has_the_kernel(monkeypatch: pytest.MonkeyPatch)
     assert products.pass_for(Options(), [x]) is None
 
 
+@pytest.mark.slow
 def test_a_pass_of_the_users_that_raises_costs_the_fusions_alone() -> None:
     """Inductor wraps it in an exception that stands among Dynamo's."""
 

@@ -149,6 +149,8 @@ def test_two_products_where_the_dtypes_differ() -> None:
     assert op == "split_product" and dtypes == (BF16, F32)
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool], ids=str)
 def test_only_the_operand_that_was_cast_from_16_bits(dtype: torch.dtype) -> None:
     x, w = pair()
@@ -169,12 +171,15 @@ LEFT: dict[str, Body] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("body", LEFT.values(), ids=LEFT.keys())
 def test_what_is_no_cast_is_left(body: Body) -> None:
     check(body, *pair())
     assert not any(" of " in name for name in found())
 
 
+@pytest.mark.slow
 def test_a_cast_that_others_read_stays_for_them() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         wide = x.float()
@@ -233,6 +238,7 @@ def check_gradients(
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("needs", ["both", "x", "weight"])
 @pytest.mark.parametrize(
@@ -286,6 +292,7 @@ def test_the_operands_may_be_written_to_before_backward() -> None:
     assert sum(found().values()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [pytest.param(False, marks=pytest.mark.slow), True],  # "a parameter" below is written to after
@@ -350,6 +357,7 @@ def halve_data(tensor: Tensor) -> None:
     tensor.data.mul_(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_parameter, writes, between",
     [
@@ -414,6 +422,7 @@ def gram(v: Tensor) -> Tensor:
     return v.t() @ v
 
 
+@pytest.mark.slow
 def test_a_result_that_is_written_to_before_backward() -> None:
     """What the cast read is the graph's result, too."""
 
@@ -433,6 +442,7 @@ def test_a_result_that_is_written_to_before_backward() -> None:
     assert sum(found().values()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "whole",
     [False, pytest.param(True, marks=pytest.mark.slow)],

@@ -58,6 +58,7 @@ def test_explain_says_why_a_site_is_left() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_convolution_of_what_was_cast_is_no_product() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         return F.gelu(F.conv2d(x.float(), w.float()))
@@ -67,6 +68,7 @@ def test_a_convolution_of_what_was_cast_is_no_product() -> None:
     assert counters["fx_fuser"] == {"auto_conv2d": 1}
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_are_compiled_once() -> None:
     torch._dynamo.reset()
     counters.clear()

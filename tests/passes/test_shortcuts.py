@@ -65,6 +65,7 @@ class Block(nn.Module):
         return (self.c(self.b(self.a(x).relu()).relu()) + self.proj(x)).relu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_shortcut_smaller_than_its_image_comes_first(order: list[Node], dynamic: bool) -> None:
     """The peak is the same: x and proj and a, or x and a and b. After that x is gone."""

@@ -398,6 +398,7 @@ def test_nor_is_a_librarys_convolution_in_tf32(
 # ---- through the backend -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_left_sites_are_counted(on_gpu: Any) -> None:
     on_gpu(1.0, 1.0)
     counters.clear()
@@ -408,6 +409,7 @@ def test_left_sites_are_counted(on_gpu: Any) -> None:
     assert not counters["fx_fuser"] and counters["fx_fuser_left"] == {"linear_sigmoid_mul_mul": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )

@@ -31,6 +31,7 @@ from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
 
+@pytest.mark.slow
 def test_the_librarys_convolution_is_left(match_of: Any, on_gpu: Any, cudnn_precision: Any) -> None:
     """The inner compiler calls it, too, in the same precision."""
     exact = match_of(scaled_norm, torch.randn(2, 9, 8, 8), torch.randn(4, 9, 3, 3))
@@ -405,6 +406,7 @@ def _said(model: nn.Module, x: Tensor, **train: Any) -> str:
     return " ".join(r.reason for r in (*report.refused, *report.left))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 2.0], ids=["grown", "named pattern"])
 def test_a_kernel_for_inference_is_not_said_to_be_missing(on_gpu: Any, scale: float) -> None:
     class First(nn.Module):

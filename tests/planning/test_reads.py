@@ -53,6 +53,7 @@ def test_one_less_where_a_bias_is_fused_and_its_sum_is_not() -> None:
     assert threshold_of(Layer(bias=True)) == BY_DEFAULT - 1
 
 
+@pytest.mark.slow
 def test_a_choice_for_all_calls_stays() -> None:
     with config.patch(THRESHOLD, 0):  # one less would keep constants, too
         assert threshold_of(Layer(bias=True)) == 0
@@ -61,6 +62,7 @@ def test_a_choice_for_all_calls_stays() -> None:
 _SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "why",
     [

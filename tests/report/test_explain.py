@@ -165,6 +165,7 @@ def test_inputs_that_the_model_writes_are_copies() -> None:
     assert torch.equal(cache, torch.zeros(3, 6))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_stays_compiled() -> None:
     model = ThreePatterns().eval()
     x = images()
@@ -200,6 +201,7 @@ def test_an_error_of_the_model_is_the_users_and_buffers_come_back() -> None:
 # ---- counters, log, trace -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_counters_count_each_site_of_each_graph() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -229,6 +231,7 @@ def test_the_log(caplog: Any) -> None:
     assert lines[1].startswith(f"refused {MUL_ADD} at {where}: ") and "used by" in lines[1]
 
 
+@pytest.mark.slow
 def test_the_log_is_silent_by_default(capfd: Any) -> None:
     fused_compile(Gated())(*_inputs())
     assert "fx_fuser" not in "".join(capfd.readouterr())

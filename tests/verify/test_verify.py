@@ -43,6 +43,7 @@ from fx_fuser.verify import accuracy, rivals, verification
 # ---- what is wrong goes, what is right stays ----------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize(
@@ -66,6 +67,8 @@ def test_what_is_right_stays(options: dict[str, Any], train: bool, verified: lis
     assert told == [] and not counters["fx_fuser_wrong"]
 
 
+@pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "inner", slow_but(["eager", "aot_eager"], ["eager", "aot_eager", "inductor"])
 )
@@ -90,6 +93,7 @@ def test_what_is_wrong_goes_back(
     assert len(verified) == count  # the first call only
 
 
+@pytest.mark.slow
 def test_without_verify_it_would_have_been_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     _break_values(monkeypatch, MUL_ADD)
     model, x = ThreePatterns().eval(), images()
@@ -106,6 +110,7 @@ def test_strict_raises(verify_when: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(inner, VerifyError)
 
 
+@pytest.mark.slow
 def test_an_op_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right, known = apply.finish, _pattern_names(monkeypatch)
 
@@ -124,6 +129,7 @@ def test_an_op_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "on these inputs: OutOfMemoryError: no memory left" in message
 
 
+@pytest.mark.slow
 def test_the_report_and_the_log_say_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     _break_values(monkeypatch, MUL_ADD)
     model, x = ThreePatterns(), images()
@@ -140,6 +146,7 @@ def test_the_report_and_the_log_say_so(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert any(f"refused {MUL_ADD}" in m and "is wrong" in m for m in caplog.messages)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -198,6 +205,7 @@ class Noisy(nn.Module):
         return h + torch.rand_like(h)
 
 
+@pytest.mark.slow
 @pytest.mark.each_once
 @train_eval
 @pytest.mark.parametrize("when", [FIRST, ALWAYS], ids=["first_call", "always"])
@@ -304,6 +312,7 @@ def test_a_broken_kernel_is_not_used(train: bool, monkeypatch: pytest.MonkeyPatc
     assert len(told) == 1
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_the_kernel_broken_on_purpose_compiles(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any

@@ -171,6 +171,7 @@ def test_ten_wrong_elements_of_a_million(dtype: torch.dtype) -> None:
     assert "worst element" in fault or dtype != torch.bfloat16
 
 
+@pytest.mark.slow
 def test_wrong_elements_beside_much_larger_ones() -> None:
     found, eager, exact = _three(torch.bfloat16, 10**5)
     for tensor in (found, eager, exact):

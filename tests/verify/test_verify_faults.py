@@ -111,6 +111,7 @@ def test_a_wrong_value_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert _is_found(model, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", slow_but([0.0], [-1.0, 1000.0, 0.0]))
 def test_a_wrong_small_gradient_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scale's gradient is 10^12 times smaller than that of x."""
@@ -135,6 +136,7 @@ def test_other_strides_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _is_found(model, x)
 
 
+@pytest.mark.slow
 def test_a_folded_convolution_is_held_to_the_users_own_in_its_layout() -> None:
     """oneDNN's convolution of channels_last is four times as far from float64 as that of contiguous
     tensors, in fx_fuser's op, in Inductor's graph and in eager mode."""

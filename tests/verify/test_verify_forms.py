@@ -47,6 +47,7 @@ def test_dynamic_sizes_are_verified_and_compiled_once(verified: list[str]) -> No
     assert sites() == ALL_THREE and counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["checkpoint"], ["checkpoint", "nested_compile_region"]))
 def test_bodies_are_verified(
     kind: str, monkeypatch: pytest.MonkeyPatch, verified: list[str]
@@ -77,6 +78,7 @@ def test_bodies_are_verified(
     assert sorted(verified) == [MUL_ADD, MUL_MUL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", slow_but(["inside"], ["around", "inside"]))
 def test_under_autocast(where: str, monkeypatch: pytest.MonkeyPatch, verified: list[str]) -> None:
     def body(m: Any, x: Tensor) -> Tensor:
@@ -105,6 +107,7 @@ def test_under_autocast(where: str, monkeypatch: pytest.MonkeyPatch, verified: l
         assert len(told) == broken and len(verified) == broken + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "around", ["checkpoint", pytest.param("compiled autograd", marks=pytest.mark.slow)]
 )
@@ -167,6 +170,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert sites() == {MUL_MUL: 1}
 
 
+@pytest.mark.slow
 def test_transposed_weights_and_views_of_operands_get_their_gradients(
     verified: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +281,7 @@ def _with_fake_inputs(**options: Any) -> Callable[..., Any]:
     return compile_graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_fake_inputs_are_verified_at_the_first_call(
     broken: bool, monkeypatch: pytest.MonkeyPatch, verified: list[str]
