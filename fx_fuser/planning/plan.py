@@ -45,15 +45,9 @@ from fx_fuser.ops import calls
 from fx_fuser.options import Options
 from fx_fuser.planning import bench_ops, contest, convolutions, surroundings
 from fx_fuser.planning.case import MatchCase, device_of, timing_key
-from fx_fuser.planning.timing import Timing
+from fx_fuser.planning.timing import STEP_CALLS, Timing
 
 log = logging.getLogger("fx_fuser.planning.plan")
-
-# The host's time for a Linear's training step (autograd, AOTAutograd's wrappers, launches), in
-# calls of the fused op: beside an H200 0.66 ms for the three of a Llama MLP, one call 24 us
-# (2026-11-22, kernels_cu/NOTES.md). If the GPU takes less, the host's time decides, and a fused op
-# adds to it.
-_STEP_CALLS = 10
 
 
 @dataclass(frozen=True)
@@ -335,7 +329,8 @@ def _compare(
     ]
     library = ahead[0].gpu + of_library
     if back and not options.replays_cuda_graphs:
-        needed = [_STEP_CALLS * took.host for took in ahead[1:]]
+        # If the GPU takes less, the host's time decides, and a fused op adds to it.
+        needed = [STEP_CALLS * took.host for took in ahead[1:]]
         if max(needed) > library:
             note += f"; the host needs about {max(needed):.2g} ms for a training step"
         steps = [Timing(step.gpu, ms) if ms > library else step for step, ms in zip(steps, needed)]

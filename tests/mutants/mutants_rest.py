@@ -58,13 +58,20 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "rest: a training step that the host limits",
-        "planning/plan.py",
-        "_STEP_CALLS = 10",
-        "_STEP_CALLS = 0",
+        "planning/timing.py",
+        "STEP_CALLS = 10",
+        "STEP_CALLS = 0",
         (
             "tests/planning/test_plan_conv.py::test_a_training_step_that_the_host_limits_is_left"
             "[0.15-None-False]",
         ),
+    ),
+    (
+        "rest: the host is timed where its time decides",
+        "planning/timing.py",
+        "if STEP_CALLS * queued < gpu:",
+        "if queued < gpu:",
+        ("tests/planning/test_timing.py::test_what_takes_long_is_run_a_few_times[short]",),
     ),
     (
         "rest: the implicit gemm's bound follows the GPU",

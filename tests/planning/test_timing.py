@@ -143,6 +143,23 @@ def test_a_host_that_is_always_late(machine: Machine) -> None:
     assert 256 <= max(flushes) < 512
 
 
+@pytest.mark.parametrize("gpu, runs, calls", [(6.0, 9, 0), (0.3, 30, 30)], ids=["long", "short"])
+def test_what_takes_long_is_run_a_few_times(
+    machine: Machine, gpu: float, runs: int, calls: int
+) -> None:
+    """The host's time decides nothing where a step's ten calls take less than the GPU."""
+    counts = {"run": 0, "call": 0}
+
+    def launch(what: str, host: float) -> None:
+        counts[what] += 1
+        machine.launch(host, gpu)
+
+    way = timing.Candidate(lambda: launch("run", 0.05), lambda: launch("call", 0.04))
+    (took,) = timing.times_of([way], GPU)
+    assert took == pytest.approx((gpu, 0.04 if calls else 0.05))
+    assert counts == {"run": runs, "call": calls}
+
+
 # ---- what is remembered --------------------------------------------------------------------------
 
 
