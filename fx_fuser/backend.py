@@ -28,7 +28,7 @@ from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
 from fx_fuser.options import Options, is_off
 from fx_fuser.outcome import Outcome, Planned, replaced_gemms
-from fx_fuser.passes import folding, masks, padding, provenance
+from fx_fuser.passes import contractions, folding, masks, padding, provenance
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.planning.layout import FORCED
@@ -123,7 +123,7 @@ def fuse_and_compile(
     if outcome.matches or passes:
         chosen = options.with_passes(passes, fused=bool(outcome.matches))
         return compile_tagged(compile_inner, chosen), outcome
-    return compile_tagged(compile_inner, options) if outcome.masks else None, outcome
+    return compile_tagged(compile_inner, options) if outcome.is_edited else None, outcome
 
 
 def compile_tagged(compile_inner: CompileInner, options: Options) -> Compiled:
@@ -189,7 +189,7 @@ class _Searched:
     def rewrite(self, sites: Sequence[Planned | Refusal]) -> None:
         """The copy becomes the module's graph, with the calls of its sites, if there is an edit."""
         calls = [(site.match, site.call) for site in sites if isinstance(site, Planned)]
-        if calls or any(mask.is_edit for mask in self.read.masks):
+        if calls or self.read.is_edited:
             self.prepared.restore(rewrite.replace_all(self.prepared.graph, calls))
             self.prepared.graph.lint()
             self.module.graph = self.prepared.graph
@@ -206,9 +206,10 @@ def _search(
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
+        sums = contractions.contract(graph, options.cpu_ops) if options.contracts else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
-        read.masks = attended
+        read.masks, read.contractions = attended, sums
         if active and is_told:
             add_what_is_left(read, active, options)
         searched.append(_Searched(module, prepared, read))

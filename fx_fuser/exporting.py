@@ -79,7 +79,7 @@ def fuse_exported(
             module.meta[EXPORTED] = chosen.cpu_ops
         outcome = backend.fuse(gm, chosen, inputs=_lifted(program))
         outcome.tell(chosen.strict)
-        if not outcome.matches and not outcome.masks:
+        if not outcome.matches and not outcome.is_edited:
             return program, outcome
         for module in modules:
             del module.meta[EXPORTED]

@@ -47,8 +47,9 @@ class Options:
     mode: a mode of Inductor ("reduce-overhead", "max-autotune", …), as `torch.compile(mode=)`.
     patterns: names of the patterns to use, or with a leading "-" not to use; None: all; []: none.
     auto: at an anchor where no named pattern fits, fuse whatever pointwise tail follows, or the
-        anchor alone, if that gains. None: yes, unless `patterns` says what to use, or "inner" is
-        "eager", where a user may differentiate twice.
+        anchor alone, if that gains, and make a gemm of a broadcast product that is summed. None:
+        yes, unless `patterns` says what to use, or "inner" is "eager", where a user may
+        differentiate twice.
     masks: run attention without a mask that the graph itself makes and that is causal, or hides
         nothing; it is evaluated once. Not if "inner" is "eager".
     max_structures: how many different grown tails a process compiles kernels for, if it measures
@@ -184,6 +185,11 @@ class Options:
         names = self.patterns
         all_patterns = names is None or (names and all(n.startswith("-") for n in names))
         return bool(all_patterns) and self.inner != "eager"
+
+    @property
+    def contracts(self) -> bool:
+        """Are sums of products rewritten as gemms?  No program is exported with an einsum."""
+        return self.grows and not self.exported
 
     @property
     def takes_masks(self) -> bool:

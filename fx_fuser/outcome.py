@@ -19,7 +19,8 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.graph.read.naming import at
 from fx_fuser.kernels import KERNELS
 from fx_fuser.options import Options
-from fx_fuser.passes import padding, products
+from fx_fuser.passes import contractions, padding, products
+from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import layout, plan
 from fx_fuser.planning.contest import host_note
@@ -48,10 +49,11 @@ class Planned:
 class Outcome:
     """What `backend.fuse` did. matches: those rewritten. left: those that gain nothing. wrong:
     those that are wrong on these inputs. failed: those at which fx_fuser failed. masks: those
-    removed. sites: how many there are, with those that a pattern or fx_fuser cannot take, as far
-    as the report lists these. is_known: False where Inductor's cache had the graph, so that nothing
-    was looked for. folds: is there a site that `passes.folding` is for? is_converted: of its
-    graphs, would Inductor have converted one to channels_last?"""
+    removed. contractions: sums of products that are gemms now. sites: how many there are, with
+    those that a pattern or fx_fuser cannot take, as far as the report lists these. is_known: False
+    where Inductor's cache had the graph, so that nothing was looked for. folds: is there a site
+    that `passes.folding` is for? is_converted: of its graphs, would Inductor have converted one to
+    channels_last?"""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
@@ -59,6 +61,7 @@ class Outcome:
     wrong: list[Refusal] = field(default_factory=list)
     failed: list[Refusal] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
+    contractions: list[Contraction] = field(default_factory=list)
     sites: int = 0
     is_known: bool = True
     folds: bool = False
@@ -79,6 +82,9 @@ class Outcome:
         for mask in read.masks:
             report.add_mask(mask)
         self.masks += [mask for mask in read.masks if mask.is_edit]
+        for contraction in read.contractions:
+            report.add_contraction(contraction)
+        self.contractions += read.contractions
         self.sites += _count_of_sites(read)
         for site in sites:
             if isinstance(site, Refusal):
@@ -87,6 +93,11 @@ class Outcome:
                 kind.append(site)
             else:
                 self._add_fused(site, index, options)
+
+    @property
+    def is_edited(self) -> bool:
+        """Does Inductor get another graph even where nothing is fused?"""
+        return bool(self.masks or self.contractions)
 
     def _add_fused(self, site: Planned, index: int, options: Options) -> None:
         match, how = site.match, site.how
@@ -103,6 +114,8 @@ class Outcome:
             counters["fx_fuser"][match.pattern.name] += 1
         for mask in self.masks:
             counters["fx_fuser_masks"][mask.done] += 1
+        for contraction in self.contractions:
+            counters[contractions.COUNTER][contraction.equation] += 1
 
     def tell(self, strict: bool) -> None:
         """Log, count and warn; raises VerifyError instead of a warning if strict."""
@@ -142,7 +155,11 @@ class Outcome:
         if not self.is_known:
             return "Inductor's cache had a graph, as it was compiled before"
         said = f"fused {fused} of {_counted(self.sites, 'site')}" if self.sites else "no site"
-        counts = ((gemms, "gemm"), (len(self.masks), "mask"))
+        counts = (
+            (gemms, "gemm"),
+            (len(self.contractions), "contraction"),
+            (len(self.masks), "mask"),
+        )
         return ", ".join([said, *(_counted(n, what) for n, what in counts if n)])
 
 

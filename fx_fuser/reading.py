@@ -24,6 +24,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.ops import checks
 from fx_fuser.options import Options
 from fx_fuser.passes import provenance
+from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.masks import Mask
 from fx_fuser.planning import plan
 
@@ -34,7 +35,8 @@ log = logging.getLogger("fx_fuser.reading")
 class Reading:
     """What was found in one graph. No node belongs to two matches. others: anchors that no part of
     a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. products:
-    what is no anchor though it multiplies. masks: of attention."""
+    what is no anchor though it multiplies. masks: of attention. contractions: sums of products that
+    are gemms now."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
@@ -43,6 +45,12 @@ class Reading:
     gainless: dict[Node, str] = field(default_factory=dict)
     products: list[Node] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
+    contractions: list[Contraction] = field(default_factory=list)
+
+    @property
+    def is_edited(self) -> bool:
+        """Is the graph another one even where nothing is fused?"""
+        return bool(self.contractions) or any(mask.is_edit for mask in self.masks)
 
 
 def _fault_of(match: Match, taken: set[Node]) -> Fault | None:

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import products
+from fx_fuser.passes import contractions, products
 
 
 class Sites(TypedDict, total=False):
@@ -20,21 +20,28 @@ class Sites(TypedDict, total=False):
     left: dict[str, int]  # to the inner compiler
     masks: dict[str, int]  # taken away
     products: dict[str, int]  # gemms replaced in Inductor's graphs
+    contractions: dict[str, int]  # sums of products that are gemms now
     warnings: list[str]  # that name fx_fuser
 
 
 @contextmanager
 def counted(sites: Sites) -> Iterator[None]:
     """Fills them in with what is counted, and warned of, meanwhile."""
-    names = ("fx_fuser", "fx_fuser_left", "fx_fuser_masks", products.COUNTERS)
-    before = {name: Counter(counters[name]) for name in names}
+    names = {
+        "fused": "fx_fuser",
+        "left": "fx_fuser_left",
+        "masks": "fx_fuser_masks",
+        "products": products.COUNTERS,
+        "contractions": contractions.COUNTER,
+    }
+    before = {name: Counter(counters[counter]) for name, counter in names.items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             yield
         finally:
-            found = [dict(Counter(counters[name]) - was) for name, was in before.items()]
-            sites["fused"], sites["left"], sites["masks"], sites["products"] = found
+            for name, counter in names.items():
+                sites[name] = dict(Counter(counters[counter]) - before[name])  # type: ignore[literal-required]
             said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
             if said:
                 sites["warnings"] = said

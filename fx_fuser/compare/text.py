@@ -20,6 +20,7 @@ _SITES = {  # of `counting.Sites`
     "left": "left to Inductor, as nothing is gained",
     "products": "gemms of Inductor's graphs replaced",
     "masks": "attention masks taken away",
+    "contractions": "sums of products computed as gemms",
 }
 
 

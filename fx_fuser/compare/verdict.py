@@ -171,7 +171,7 @@ def _no_gain(mine: Column, rival: Column, speed: float, sure: bool) -> str:
     else:
         begin = f"{speed:.2f} times as fast as {rival.title} by the clock"
     keep = "keep torch.compile(model)" if rival.title != "eager" else "keep eager mode"
-    if not any(mine.sites.get(key) for key in ("fused", "masks", "products")):
+    if not any(mine.sites.get(key) for key in ("fused", "masks", "products", "contractions")):
         return f"{begin}, and nothing was fused: {keep}."
     if mine.kinds and mine.gpu_ms:
         largest = max(mine.kinds, key=lambda kind: mine.kinds[kind])

@@ -76,6 +76,15 @@ class MaskReport:
 
 
 @dataclass(frozen=True)
+class ContractionReport:
+    """A sum of products that is computed as a gemm. equation: of the einsum that it is now."""
+
+    where: str
+    code: str
+    equation: str
+
+
+@dataclass(frozen=True)
 class LeftReport:
     """An anchor at which no pattern begins, or a product that is no anchor. kind: "Linear" or
     "conv1d", say. follows: what reads its value. reason: why no fused kernel may gain there; empty
@@ -118,7 +127,7 @@ class Contents:
     fused: in the order of the graphs; on a CPU the named patterns that are found there, at which
     nothing of fx_fuser's runs (`SiteReport.native`). refused: the near misses, the nearest first.
     others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
-    of attention. graphs and header: filled by `explain` only.
+    of attention. contractions: sums of products. graphs and header: filled by `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -126,6 +135,7 @@ class Contents:
     others: dict[str, int] = field(default_factory=dict)
     graphs: list[GraphReport] = field(default_factory=list)
     masks: list[MaskReport] = field(default_factory=list)
+    contractions: list[ContractionReport] = field(default_factory=list)
     left: list[LeftReport] = field(default_factory=list)
     header: Header | None = None
 
@@ -166,6 +176,15 @@ class Contents:
         return "\n".join(
             said[mask.done].format(f"{mask.where}{f' ×{n}' if n > 1 else ''}", mask.reason)
             for mask, n in count.items()
+        )
+
+    @property
+    def contracted(self) -> str:
+        """A line for each sum of products that is a gemm now; equal ones share a line."""
+        return "\n".join(
+            f"sum of products at {one.where}{f' ×{n}' if n > 1 else ''} is computed as a gemm: "
+            f"einsum {one.equation}"
+            for one, n in Counter(self.contractions).items()
         )
 
     @property

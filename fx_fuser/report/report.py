@@ -21,9 +21,11 @@ from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.sites import Site
 from fx_fuser.graph.read.source import called_name, op_of, source_of
 from fx_fuser.graph.read.view import View
+from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.masks import Mask
 from fx_fuser.report.contents import (
     Contents,
+    ContractionReport,
     GraphReport,
     LeftReport,
     MaskReport,
@@ -111,6 +113,11 @@ class Report(Contents):
         code = "" if source is None else source.code
         self.masks.append(MaskReport(place_of(mask.node), code, mask.done, mask.reason))
 
+    def add_contraction(self, contraction: Contraction) -> None:
+        _, code = source_line(contraction.node)
+        report = ContractionReport(place_of(contraction.node), code, contraction.equation)
+        self.contractions.append(report)
+
     def add_graph(self, view: View) -> None:
         ends = f"{view.end.place}: {view.end.why}" if view.end and view.end.breaks else ""
         self.graphs.append(GraphReport([_node(n) for n in view.nodes], ends))
@@ -139,9 +146,10 @@ class Report(Contents):
         ]
         fused, refused = ([SiteReport(**s) for s in data[k]] for k in ("fused", "refused"))
         masks = [MaskReport(**m) for m in data["masks"]]
+        contractions = [ContractionReport(**c) for c in data["contractions"]]
         left = [LeftReport(**site) for site in data["left"]]
         header = Header(**data["header"]) if data["header"] else None
-        return cls(fused, refused, data["others"], graphs, masks, left, header)
+        return cls(fused, refused, data["others"], graphs, masks, contractions, left, header)
 
     def to_html(self) -> str:
         """One page that needs no other file: the table, and the graphs with the sites coloured."""
@@ -162,7 +170,7 @@ class Report(Contents):
             log.info("%s %s at %s%s%s", site.verdict, site.pattern, site.where, kernel, stop)
         for site in self.refused:
             log.info("refused %s at %s: %s", site.pattern, site.where, said_of(site))
-        for said in (self.summary, self.leftovers, self.attention):
+        for said in (self.summary, self.leftovers, self.attention, self.contracted):
             if said:
                 log.info("%s", said)
         torch._logging.trace_structured(

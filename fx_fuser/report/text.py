@@ -21,7 +21,8 @@ def report_text(report: Contents) -> str:
         lines = [report.saving, report.keeping, report.summary]
     else:
         found, lines = [], [f"fx_fuser: {report.summary or 'no site of any pattern found'}"]
-    lines += [*report.leftovers.splitlines(), *report.attention.splitlines()]
+    for said in (report.leftovers, report.attention, report.contracted):
+        lines += said.splitlines()
     head = [*map(_filled, report.header.lines), ""] if report.header else []
     return "\n".join([*head, *found, *(_filled(line) for line in lines if line)])
 

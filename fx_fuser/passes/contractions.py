@@ -1,0 +1,207 @@
+"""A broadcast product that is summed at once → the gemm that it is.
+
+    (a[..., :, None] * b[..., None, :]).sum(d)        torch.einsum("…k,…k->…", a, b)
+
+Inductor makes one kernel of it that does a gemm's work on CUDA cores and reads its operands once
+for each product; backward writes the products. transformers' Mamba-2 (5.17) spends 8.2 of 8.6 ms in
+three of them (an H100, bf16, evaluation, 2026-11-26). The einsum has the same products and sums
+them in another order, in fp32 where a 16-bit sum has its terms in fp32; in 16 bits each product is
+rounded no more. What takes a gemm of fp32 takes it (`fx_fuser.graph.prepare.decompose`).
+
+Left as it is: what has another reader, or few products for each element (`_LEAST`); what autocast
+would cast for a gemm; what the user lets gemms, but not
+sums, compute less exactly: fp32 in TF32, fp16 summed in fp16.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+from fx_fuser.graph.read.nodes import argument_of, input_of, meta_tensor, storages, writes_of
+from fx_fuser.graph.read.view import Region
+from fx_fuser.kernels.precision import matmul_tf32_requested
+from fx_fuser.passes import strides
+
+_aten = torch.ops.aten
+_SUMS = {"sum", torch.sum, _aten.sum.dim_IntList}
+_PRODUCTS = {
+    *("mul", "multiply", "__mul__"),
+    *(operator.mul, torch.mul, torch.multiply, _aten.mul.Tensor),
+}
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+# Rows, columns and terms of a sum, at least: how often each element of an operand or result is
+# used. With fewer, memory limits either form, and Inductor fuses a sum with what surrounds it.
+_LEAST = 16
+COUNTER = "fx_fuser_contractions"
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A sum of products that was rewritten. node: what it is now. equation: of the einsum."""
+
+    node: Node
+    equation: str
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """product.sum(dim) of x · y. factors: first the one whose own dimensions come first in the
+    result, as a gemm's rows do."""
+
+    product: Node
+    factors: tuple[Node, Node]
+    dim: int
+    keeps: bool  # keepdim
+
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(_value(self.product).shape)
+
+    def whole(self, factor: Node) -> set[int]:
+        """The dimensions of the product in which the factor is not broadcast."""
+        own, sizes = tuple(_value(factor).shape), self.sizes()
+        return {len(sizes) - i for i, n in enumerate(reversed(own), 1) if n == sizes[-i]}
+
+    def is_gemm(self) -> bool:
+        x, y = map(self.whole, self.factors)
+        parts: Iterable[Iterable[int]] = (x - y, y - x, {self.dim})
+        sizes = self.sizes()
+        return self.dim in x & y and all(math.prod(sizes[i] for i in p) >= _LEAST for p in parts)
+
+    def equation(self) -> str:
+        letters, x, y = string.ascii_letters, *map(self.whole, self.factors)
+        of_x, of_y = ("".join(letters[i] for i in sorted(part)) for part in (x, y))
+        of_result = "".join(letters[i] for i in sorted((x | y) - {self.dim}))
+        return f"{of_x},{of_y}->{of_result}"
+
+    def broadcast(self, factor: Node) -> tuple[int, ...]:
+        """The dimensions of the factor that are not its own."""
+        ndim = _value(factor).ndim
+        skipped, whole = len(self.sizes()) - ndim, self.whole(factor)
+        return tuple(i for i in range(ndim) if i + skipped not in whole)
+
+
+def _value(node: Node) -> Any:
+    """The fake tensor of a node that `_read` has seen to have one."""
+    return meta_tensor(node)
+
+
+def contract(graph: Graph, on_cpu: bool) -> list[Contraction]:
+    """Rewrite them all. on_cpu: on a CPU, and not on a GPU: for tests."""
+    nodes, regions, region = list(graph.nodes), dict[Node, Region](), Region()
+    for node in nodes:
+        regions[node] = region
+        region = region.after(node)
+    found = list[Contraction]()
+    for node in nodes:
+        called = _read(node)
+        if called is None or not _may_move(called, node, regions):
+            continue
+        if _value(node).device.type != ("cpu" if on_cpu else "cuda"):
+            continue
+        equation = called.equation()
+        if _rewrite(node, called, equation, regions[node]):
+            found.append(Contraction(node, equation))
+    return found
+
+
+def _read(node: Node) -> _Sum | None:
+    """The sum of products that a node is, if a gemm can compute it."""
+    if node.op not in ("call_function", "call_method") or node.target not in _SUMS:
+        return None
+    known = {"input", "self", "dim", "axis", "keepdim", "dtype"}  # not: out
+    named = {name for name, value in node.kwargs.items() if value is not None}
+    product, dim = input_of(node), argument_of(node, 1, "dim")
+    dim = node.kwargs.get("axis") if dim is None else dim
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    if not named <= known or len(node.args) > 3 or type(dim) is not int:
+        return None
+    if not isinstance(product, Node) or product.target not in _PRODUCTS or len(product.users) > 1:
+        return None
+    if len(product.args) != 2 or product.kwargs:
+        return None
+    x, y = product.args
+    if not isinstance(x, Node) or not isinstance(y, Node):
+        return None
+    tensors: list[Any] = [meta_tensor(n) for n in (x, y, product, node)]
+    if not all(type(t) is FakeTensor and all(isinstance(n, int) for n in t.shape) for t in tensors):
+        return None
+    ndim, (kind, *others) = tensors[2].ndim, {(t.dtype, t.device) for t in tensors}
+    if others or kind[0] not in _DTYPES or not 0 < ndim <= len(string.ascii_letters):
+        return None
+    keeps = argument_of(node, 2, "keepdim") is True
+    found = _Sum(product, (x, y), dim % ndim, keeps)
+    if not found.is_gemm():
+        return None
+    rows, columns = (min(found.whole(a) - found.whole(b)) for a, b in ((x, y), (y, x)))
+    return found if rows < columns else _Sum(product, (y, x), dim % ndim, keeps)
+
+
+def _may_move(called: _Sum, node: Node, regions: dict[Node, Region]) -> bool:
+    """Would a gemm in place of the sum read the same values, and compute as exactly?"""
+    region, value = regions[node], _value(node)
+    if regions[called.product] != region or region.functional_level() is not None:
+        return False
+    if value.dtype is torch.float32 and matmul_tf32_requested():
+        return False
+    if value.dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+        return False
+    between = itertools.takewhile(lambda n: n is not node, _after(called.product))
+    written = storages(n for between_one in between for n in writes_of(between_one))
+    return written.isdisjoint({None, *storages(called.factors)})
+
+
+def _after(node: Node) -> Iterable[Node]:
+    while (node := node.next).op != "root":
+        yield node
+
+
+def _rewrite(node: Node, called: _Sum, equation: str, region: Region) -> bool:
+    """Make the sum the einsum; False, and nothing is changed, where a user could tell."""
+    was = _value(node)
+    fakes: list[Tensor] = []
+    with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
+        for factor in called.factors:
+            fakes.append(_value(factor).squeeze(called.broadcast(factor)))
+        gemm = torch.einsum(equation, *fakes)
+        now = gemm.unsqueeze(called.dim) if called.keeps else gemm
+    if now.dtype != was.dtype:  # under autocast
+        return False
+    if now.stride() != was.stride():
+        try:
+            strides.keep(node, now)
+        except strides.StridesError:
+            return False
+    operands = [_squeezed(node, f, called, fake) for f, fake in zip(called.factors, fakes)]
+    node.op, node.target, node.kwargs = "call_function", torch.einsum, {}
+    node.args = (equation, *operands)
+    node.meta["example_value"] = now
+    if called.keeps:
+        with node.graph.inserting_before(node):
+            inner = node.graph.call_function(torch.einsum, node.args)
+        inner.meta = {**node.meta, "example_value": gemm}
+        node.target, node.args = torch.unsqueeze, (inner, called.dim)
+    if not called.product.users:
+        node.graph.erase_node(called.product)
+    return True
+
+
+def _squeezed(node: Node, factor: Node, called: _Sum, fake: Tensor) -> Node:
+    """The factor without the dimensions that it has for broadcasting alone."""
+    dims = called.broadcast(factor)
+    if not dims:
+        return factor
+    with node.graph.inserting_before(node):
+        made = node.graph.call_method("squeeze", (factor, dims))
+    made.meta = {**node.meta, "example_value": fake}
+    return made
