@@ -9,8 +9,8 @@ them in another order, in fp32 where a 16-bit sum has its terms in fp32; in 16 b
 rounded no more. What takes a gemm of fp32 takes it (`fx_fuser.graph.prepare.decompose`).
 
 Left as it is: what has another reader, or few products for each element (`_LEAST`); what autocast
-would cast for a gemm; what the user lets gemms, but not
-sums, compute less exactly: fp32 in TF32, fp16 summed in fp16.
+would cast for a gemm; what the user lets gemms, but not sums, compute less exactly, fp32 in TF32
+and fp16 summed in fp16.
 """
 
 from __future__ import annotations

@@ -210,11 +210,14 @@ def test_a_sum_stays_exact_where_gemms_may_be_of_tf32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_sum_stays_exact_where_gemms_may_sum_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
-    f16 = torch.float16
-    check(rows_times_columns, leaf(B, M, K, dtype=f16), leaf(B, K, N, dtype=f16))
-    assert found() == {}
+def test_a_sum_stays_exact_where_gemms_may_sum_in_fp16() -> None:
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        f16 = torch.float16
+        check(rows_times_columns, leaf(B, M, K, dtype=f16), leaf(B, K, N, dtype=f16))
+        assert found() == {}
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
 
 def test_dynamic_sizes_stay() -> None:
