@@ -19,6 +19,7 @@ def test_every_anchor_is_fused(name: str) -> None:
     assert row.named + row.grown == row.anchors > 1
 
 
+@pytest.mark.each_once
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, m in coverage.MODELS.items() if m.package != "torch"])
 def test_every_anchor_of_a_real_model_is_fused(name: str) -> None:

@@ -100,6 +100,7 @@ def test_generated_programs() -> None:
     assert sum(map(_agrees, range(40))) >= 80
 
 
+@pytest.mark.each_once
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 2000, 250))
 def test_more_generated_programs(first: int) -> None:

@@ -84,6 +84,7 @@ def test_refused(x, weight, with_input) -> None:
 
 
 # linear_dense's is compiled by default; CI also compiles every kernel by itself.
+@pytest.mark.each_once
 @pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize("value", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -242,6 +242,7 @@ def test_refused_for_its_operands() -> None:
 
 
 # linear_dense's is compiled by default; CI also compiles every kernel by itself.
+@pytest.mark.each_once
 @pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize("value", [torch.float32, torch.bfloat16], ids=str)
@@ -253,6 +254,7 @@ def test_compiles_without_spills_or_serialised_products(
     check_compiles(CONV_DIRECT, operands, value)
 
 
+@pytest.mark.each_once
 @needs_compilers
 @pytest.mark.slow
 @pytest.mark.parametrize("operands", [1, 5, 6, 7])

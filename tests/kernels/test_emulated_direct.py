@@ -144,6 +144,7 @@ def test_special_gradients(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     passes(conv_backward_checks.special_values, dtype, size=(12, 23))
 
 
+@pytest.mark.each_once
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_extreme_factors(gpu: EmulatedGpu, dtype: torch.dtype) -> None:

@@ -123,6 +123,7 @@ def test_generated_programs() -> None:
     assert sum(_agrees(seed) for seed in range(40)) == 40
 
 
+@pytest.mark.each_once
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 3000, 250))
 def test_more_generated_programs(first: int) -> None:

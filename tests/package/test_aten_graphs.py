@@ -213,6 +213,7 @@ def test_decomposed_products(spelled: Callable[..., Tensor], dynamic: bool) -> N
 BY_ONE = {"torch.addcmul", "torch.addcmul keywords", "addcmul_"}
 
 
+@pytest.mark.each_once
 @pytest.mark.slow
 @cases(SUMS)
 def test_decomposed_sums(spelled: Callable[..., Tensor], request: pytest.FixtureRequest) -> None:

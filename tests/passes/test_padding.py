@@ -101,6 +101,7 @@ def merged(x: Tensor, w: Tensor) -> Tensor:
     return y.reshape(-1) + (y * 2).mT.reshape(-1)
 
 
+@pytest.mark.each_once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "f, sizes, expected",
