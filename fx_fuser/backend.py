@@ -22,7 +22,7 @@ from fx_fuser.graph.match.pattern import Fault, Match, Refusal
 from fx_fuser.graph.prepare.bodies import bodies, copy_of, twin
 from fx_fuser.graph.prepare.prepare import Prepared
 from fx_fuser.graph.read import subclasses
-from fx_fuser.graph.read.source import end_of
+from fx_fuser.graph.read.source import end_of, op_of
 from fx_fuser.graph.read.view import View
 from fx_fuser.native import binaries, eviction
 from fx_fuser.ops import calls
@@ -203,10 +203,12 @@ def _search(
     subclasses.mark(gm, inputs)
     reader = masks.Reader()
     searched: list[_Searched] = []
+    is_cast = any("_enter_autocast" in op_of(n) for m in bodies(gm) for n in m.graph.nodes)
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
-        sums = contractions.contract(graph, options.cpu_ops) if options.contracts else []
+        hidden = is_cast and module is not gm
+        sums = contractions.contract(graph, options, hidden) if options.contracts else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
         read.masks, read.contractions = attended, sums

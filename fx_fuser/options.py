@@ -188,7 +188,8 @@ class Options:
 
     @property
     def contracts(self) -> bool:
-        """Are sums of products rewritten as gemms?  No program is exported with an einsum."""
+        """Are sums of products rewritten as gemms?  An exported program has core ATen's ops, and
+        an einsum is none."""
         return self.grows and not self.exported
 
     @property

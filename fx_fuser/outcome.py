@@ -49,11 +49,11 @@ class Planned:
 class Outcome:
     """What `backend.fuse` did. matches: those rewritten. left: those that gain nothing. wrong:
     those that are wrong on these inputs. failed: those at which fx_fuser failed. masks: those
-    removed. contractions: sums of products that are gemms now. sites: how many there are, with
-    those that a pattern or fx_fuser cannot take, as far as the report lists these. is_known: False
-    where Inductor's cache had the graph, so that nothing was looked for. folds: is there a site
-    that `passes.folding` is for? is_converted: of its graphs, would Inductor have converted one to
-    channels_last?"""
+    removed. contractions: sums of products that are gemms now. is_edited: does Inductor get another
+    graph even where nothing is fused? sites: how many there are, with those that a pattern or
+    fx_fuser cannot take, as far as the report lists these. is_known: False where Inductor's cache
+    had the graph, so that nothing was looked for. folds: is there a site that `passes.folding` is
+    for? is_converted: of its graphs, would Inductor have converted one to channels_last?"""
 
     report: Report = field(default_factory=Report)
     matches: list[Match] = field(default_factory=list)
@@ -62,6 +62,7 @@ class Outcome:
     failed: list[Refusal] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
+    is_edited: bool = False
     sites: int = 0
     is_known: bool = True
     folds: bool = False
@@ -85,6 +86,7 @@ class Outcome:
         for contraction in read.contractions:
             report.add_contraction(contraction)
         self.contractions += read.contractions
+        self.is_edited |= read.is_edited
         self.sites += _count_of_sites(read)
         for site in sites:
             if isinstance(site, Refusal):
@@ -93,11 +95,6 @@ class Outcome:
                 kind.append(site)
             else:
                 self._add_fused(site, index, options)
-
-    @property
-    def is_edited(self) -> bool:
-        """Does Inductor get another graph even where nothing is fused?"""
-        return bool(self.masks or self.contractions)
 
     def _add_fused(self, site: Planned, index: int, options: Options) -> None:
         match, how = site.match, site.how

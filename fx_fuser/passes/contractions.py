@@ -4,18 +4,17 @@
 
 Inductor makes one kernel of it that does a gemm's work on CUDA cores and reads its operands once
 for each product; backward writes the products. transformers' Mamba-2 (5.17) spends 8.2 of 8.6 ms in
-three of them (an H100, bf16, evaluation, 2026-11-26). The einsum has the same products and sums
-them in another order, in fp32 where a 16-bit sum has its terms in fp32; in 16 bits each product is
-rounded no more. What takes a gemm of fp32 takes it (`fx_fuser.graph.prepare.decompose`).
+three of them (an H100, bf16, evaluation, 2026-11-26). The einsum sums in another order, and in 16
+bits it does not round each product. It is a site as if the model had written it
+(`fx_fuser.graph.prepare.decompose`).
 
-Left as it is: what has another reader, or few products for each element (`_LEAST`); what autocast
-would cast for a gemm; what the user lets gemms, but not sums, compute less exactly, fp32 in TF32
-and fp16 summed in fp16.
+A sum stays where something else reads the product, where each element is used in few products
+(`_LEAST`), and where autocast or a setting of torch's would make a gemm less exact than a sum.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
 import operator
 import string
@@ -28,11 +27,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from fx_fuser.graph.read.nodes import argument_of, input_of, meta_tensor, storages, writes_of
-from fx_fuser.graph.read.view import Region
-from fx_fuser.kernels.precision import matmul_tf32_requested
+from fx_fuser.graph.read.nodes import argument_of, input_of, meta_tensor, storages
+from fx_fuser.graph.read.view import Region, View
+from fx_fuser.kernels.precision import asked_precision, matmul_tf32_requested
+from fx_fuser.options import Options
 from fx_fuser.passes import strides
 
+log = logging.getLogger("fx_fuser.passes.contractions")
 _aten = torch.ops.aten
 _SUMS = {"sum", torch.sum, _aten.sum.dim_IntList}
 _PRODUCTS = {
@@ -62,15 +63,15 @@ class _Sum:
     product: Node
     factors: tuple[Node, Node]
     dim: int
-    keeps: bool  # keepdim
 
     def sizes(self) -> tuple[int, ...]:
         return tuple(_value(self.product).shape)
 
     def whole(self, factor: Node) -> set[int]:
-        """The dimensions of the product in which the factor is not broadcast."""
+        """The dimensions of the product, but for those of size 1, in which the factor is not
+        broadcast."""
         own, sizes = tuple(_value(factor).shape), self.sizes()
-        return {len(sizes) - i for i, n in enumerate(reversed(own), 1) if n == sizes[-i]}
+        return {len(sizes) - i for i, n in enumerate(reversed(own), 1) if n == sizes[-i] != 1}
 
     def is_gemm(self) -> bool:
         x, y = map(self.whole, self.factors)
@@ -96,28 +97,34 @@ def _value(node: Node) -> Any:
     return meta_tensor(node)
 
 
-def contract(graph: Graph, on_cpu: bool) -> list[Contraction]:
-    """Rewrite them all. on_cpu: on a CPU, and not on a GPU: for tests."""
-    nodes, regions, region = list(graph.nodes), dict[Node, Region](), Region()
-    for node in nodes:
-        regions[node] = region
-        region = region.after(node)
-    found = list[Contraction]()
-    for node in nodes:
-        called = _read(node)
-        if called is None or not _may_move(called, node, regions):
-            continue
-        if _value(node).device.type != ("cpu" if on_cpu else "cuda"):
-            continue
-        equation = called.equation()
-        if _rewrite(node, called, equation, regions[node]):
-            found.append(Contraction(node, equation))
+def contract(graph: Graph, options: Options, is_body: bool) -> list[Contraction]:
+    """Rewrite the sums of products of a graph, those on CUDA, or with "cpu_ops" those on a CPU.
+
+    is_body: the graph is a region's, which may be called under an autocast that it does not show.
+    """
+    found: list[Contraction] = []
+    view: View | None = None
+    for node in [] if is_body else list(graph.nodes):
+        try:
+            called = _read(node)
+            if called is None:
+                continue
+            view = view or View(graph)
+            equation = called.equation()
+            if _may_move(called, node, view, options) and _rewrite(
+                node, called, equation, view.region[node]
+            ):
+                found.append(Contraction(node, equation))
+        except Exception as error:
+            if options.strict:
+                raise
+            log.info("a sum of products is left as it is", exc_info=error)
     return found
 
 
 def _read(node: Node) -> _Sum | None:
     """The sum of products that a node is, if a gemm can compute it."""
-    if node.op not in ("call_function", "call_method") or node.target not in _SUMS:
+    if node.target not in _SUMS or node.op not in ("call_function", "call_method"):
         return None
     known = {"input", "self", "dim", "axis", "keepdim", "dtype"}  # not: out
     named = {name for name, value in node.kwargs.items() if value is not None}
@@ -139,43 +146,45 @@ def _read(node: Node) -> _Sum | None:
     ndim, (kind, *others) = tensors[2].ndim, {(t.dtype, t.device) for t in tensors}
     if others or kind[0] not in _DTYPES or not 0 < ndim <= len(string.ascii_letters):
         return None
-    keeps = argument_of(node, 2, "keepdim") is True
-    found = _Sum(product, (x, y), dim % ndim, keeps)
+    found = _Sum(product, (x, y), dim % ndim)
     if not found.is_gemm():
         return None
     rows, columns = (min(found.whole(a) - found.whole(b)) for a, b in ((x, y), (y, x)))
-    return found if rows < columns else _Sum(product, (y, x), dim % ndim, keeps)
+    return found if rows < columns else _Sum(product, (y, x), dim % ndim)
 
 
-def _may_move(called: _Sum, node: Node, regions: dict[Node, Region]) -> bool:
+def _may_move(called: _Sum, node: Node, view: View, options: Options) -> bool:
     """Would a gemm in place of the sum read the same values, and compute as exactly?"""
-    region, value = regions[node], _value(node)
-    if regions[called.product] != region or region.functional_level() is not None:
+    value, region = _value(node), view.region[node]
+    if value.device.type != ("cpu" if options.cpu_ops else "cuda"):
         return False
-    if value.dtype is torch.float32 and matmul_tf32_requested():
+    if view.region[called.product] != region or region.functional_level() is not None:
+        return False
+    is_tf32 = matmul_tf32_requested() or asked_precision(options) == "tf32"
+    if value.dtype is torch.float32 and is_tf32:
         return False
     if value.dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         return False
-    between = itertools.takewhile(lambda n: n is not node, _after(called.product))
-    written = storages(n for between_one in between for n in writes_of(between_one))
+    # What is reshaped in place has another shape now than where it is read.
+    if not view.reshaped.keys().isdisjoint(storages((*called.factors, called.product, node))):
+        return False
+    between = view.nodes[view.order[called.product] + 1 : view.order[node]]
+    written = storages(n for one in between for n in view.writers.get(one, ()))
     return written.isdisjoint({None, *storages(called.factors)})
 
 
-def _after(node: Node) -> Iterable[Node]:
-    while (node := node.next).op != "root":
-        yield node
-
-
 def _rewrite(node: Node, called: _Sum, equation: str, region: Region) -> bool:
-    """Make the sum the einsum; False, and nothing is changed, where a user could tell."""
-    was = _value(node)
-    fakes: list[Tensor] = []
-    with was.fake_mode, torch.set_grad_enabled(was.requires_grad), region.autocast():
+    """Make the sum the einsum. False if its dtype or strides would differ; then it stays."""
+    was, fakes = _value(node), list[Tensor]()
+    with was.fake_mode, torch.set_grad_enabled(was.requires_grad):
         for factor in called.factors:
             fakes.append(_value(factor).squeeze(called.broadcast(factor)))
-        gemm = torch.einsum(equation, *fakes)
-        now = gemm.unsqueeze(called.dim) if called.keeps else gemm
-    if now.dtype != was.dtype:  # under autocast
+        # Backward runs under the autocast that is around the graph.
+        around = torch.einsum(equation, *fakes).dtype
+        with region.autocast():
+            gemm = torch.einsum(equation, *fakes)
+        now = gemm if gemm.shape == was.shape else gemm.reshape(was.shape)
+    if {now.dtype, around} != {was.dtype}:
         return False
     if now.stride() != was.stride():
         try:
@@ -186,13 +195,12 @@ def _rewrite(node: Node, called: _Sum, equation: str, region: Region) -> bool:
     node.op, node.target, node.kwargs = "call_function", torch.einsum, {}
     node.args = (equation, *operands)
     node.meta["example_value"] = now
-    if called.keeps:
+    if now is not gemm:
         with node.graph.inserting_before(node):
             inner = node.graph.call_function(torch.einsum, node.args)
         inner.meta = {**node.meta, "example_value": gemm}
-        node.target, node.args = torch.unsqueeze, (inner, called.dim)
-    if not called.product.users:
-        node.graph.erase_node(called.product)
+        node.target, node.args = torch.reshape, (inner, tuple(was.shape))
+    node.graph.erase_node(called.product)
     return True
 
 

@@ -73,6 +73,7 @@ def html_of(report: Contents) -> str:
     counts = _counts(report)
     head = report.header.lines if report.header else []
     lines = [*head, counts, report.saving, report.keeping, report.summary]
+    lines += [*report.attention.splitlines(), *report.contracted.splitlines()]
     drawn = [
         _graph(graph, index, len(report.graphs), [s for s in sites if s.site.graph == index])
         for index, graph in enumerate(report.graphs)

@@ -69,9 +69,30 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "contractions: not under autocast",
         "passes/contractions.py",
-        "if now.dtype != was.dtype:",
+        "if {now.dtype, around} != {was.dtype}:",
         "if False:",
         ("tests/passes/test_contractions.py::test_no_gemm[under_autocast]",),
+    ),
+    (
+        "contractions: not where backward would be cast",
+        "passes/contractions.py",
+        "{now.dtype, around}",
+        "{now.dtype}",
+        ("tests/passes/test_contractions.py::test_autocast_around_the_graph",),
+    ),
+    (
+        "contractions: not what is reshaped in place",
+        "passes/contractions.py",
+        "if not view.reshaped.keys().isdisjoint(",
+        "if not set().isdisjoint(",
+        ("tests/passes/test_contractions.py::test_no_gemm[reshaped_afterwards]",),
+    ),
+    (
+        "contractions: not in a body under autocast",
+        "backend.py",
+        "hidden = is_cast and module is not gm",
+        "hidden = False",
+        ("tests/passes/test_contractions.py::test_in_a_checkpoint",),
     ),
     (
         "contractions: not across a write",
@@ -90,7 +111,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "contractions: fp32 stays fp32",
         "passes/contractions.py",
-        "value.dtype is torch.float32 and matmul_tf32_requested()",
+        "value.dtype is torch.float32 and is_tf32",
         "False",
         ("tests/passes/test_contractions.py::test_a_sum_stays_exact_where_gemms_may_be_of_tf32",),
     ),

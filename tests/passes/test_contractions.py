@@ -9,6 +9,7 @@ import torch
 from helpers import Program, assert_close, compiled, leaf, recorded, run
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import fx_fuser
 from fx_fuser.passes import contractions
@@ -59,6 +60,11 @@ def transposed_afterwards(a: Tensor, b: Tensor) -> Tensor:
     return (a[..., None] * b[:, None]).sum(2).transpose(1, 2)
 
 
+def by_aten(a: Tensor, b: Tensor) -> Tensor:
+    product = torch.ops.aten.mul.Tensor(a[..., None], b[:, None])
+    return torch.ops.aten.sum.dim_IntList(product, [2])
+
+
 def other_way_round(a: Tensor, b: Tensor) -> Tensor:
     return (b[:, None] * a[..., None]).sum(2).tanh()
 
@@ -70,6 +76,7 @@ FORMS = {
     kept: "abc,acd->abd",
     of_another_rank: "abc,cd->abd",
     transposed_afterwards: "abc,acd->abd",
+    by_aten: "abc,acd->abd",
     other_way_round: "abc,acd->abd",
 }
 
@@ -92,6 +99,45 @@ def test_mambas_states() -> None:
     b, c, x = leaf(2, 3, 16, 4, 18), leaf(2, 3, 16, 4, 18), leaf(2, 3, 16, 4, 20)
     check(states, b, x, c)
     assert found() == {"abcde,abcdf->abdef": 1, "abcdf,abdef->abcde": 1}
+
+
+@pytest.mark.parametrize("batch", [(1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 1, 1)], ids=str)
+def test_a_batch_of_one(batch: tuple[int, int, int]) -> None:
+    def states(b: Tensor, x: Tensor) -> Tensor:
+        return (b[..., None, :] * x[..., None]).sum(dim=2)
+
+    samples, chunks, heads = batch
+    check(states, leaf(samples, chunks, 16, heads, 18), leaf(samples, chunks, 16, heads, 20))
+    assert sum(found().values()) == 1
+
+
+def test_in_a_checkpoint() -> None:
+    """Its body does not show the autocast that it is called under."""
+
+    def body(a: Tensor, b: Tensor) -> Tensor:
+        return checkpoint(rows_times_columns, a, b, use_reentrant=False)
+
+    def cast(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return body(a, b)
+
+    check(cast, leaf(B, M, K), leaf(B, K, N))
+    assert found() == {}
+    check(body, leaf(B, M, K), leaf(B, K, N))
+    assert found() == {"abc,acd->abd": 1}
+
+
+def test_autocast_around_the_graph() -> None:
+    """Backward runs under it, also that of a region without."""
+
+    def body(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return rows_times_columns(a, b)
+
+    a, b = leaf(B, M, K), leaf(B, K, N)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(body, auto=True)(a, b).sum().backward()
+    assert found() == {}
 
 
 def test_strides_that_a_gemm_has_not() -> None:
@@ -169,13 +215,26 @@ def written_in_between(a: Tensor, b: Tensor) -> Tensor:
         return product.sum(2)
 
 
+def reshaped_afterwards(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        c = b[0] * 1.0
+        result = (a[0, :, :, None] * c).sum(1)
+        c.unsqueeze_(0)
+    return result * a[0, :, :1]
+
+
+def reshaped_itself(a: Tensor, b: Tensor) -> Tensor:
+    return (a[0, :, :, None] * b[0]).sum(1).t_().tanh()
+
+
 def of_two_dtypes(a: Tensor, b: Tensor) -> Tensor:
     return (a.double()[..., None] * b[:, None]).sum(2)
 
 
 LEFT = [
     another_reader, a_wider_sum, into_a_tensor, two_dimensions, over_the_rows, of_few_columns,
-    of_few_terms, under_autocast, written_in_between, of_two_dtypes,
+    of_few_terms, under_autocast, written_in_between, reshaped_afterwards, reshaped_itself,
+    of_two_dtypes,
 ]  # fmt: skip
 
 
@@ -185,7 +244,9 @@ def test_no_gemm(body: Body) -> None:
     assert found() == {}
 
 
-@pytest.mark.parametrize("options", [{"auto": False}, {"patterns": [], "auto": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"auto": False}, {"patterns": [], "auto": None}, {"fp32": "tf32"}], ids=str
+)
 def test_options_that_leave_sums(options: dict[str, object]) -> None:
     check(rows_times_columns, leaf(B, M, K), leaf(B, K, N), **options)
     assert found() == {}
