@@ -43,7 +43,7 @@ _PRODUCTS = {
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # Rows, columns and terms of a sum, at least: how often each element of an operand or result is
 # used. With fewer, memory limits either form, and Inductor fuses a sum with what surrounds it.
-_LEAST = 16
+_LEAST = 32
 # Terms of an fp32 gemm, forward and backward, at most. torch adds a sum's terms in pairs, a gemm
 # adds them in turn: cuBLAS's error is 1.9e-7 at 1024 terms and 4.9e-7 at 8192, of 4e-7 that
 # docs/accuracy.md allows.

@@ -17,7 +17,7 @@ import fx_fuser
 from fx_fuser.passes import contractions
 from fx_fuser.verify.accuracy import Observed, compare
 
-B, M, N, K = 2, 17, 19, 23
+B, M, N, K = 2, 33, 35, 39
 Body = Callable[..., Tensor]
 
 
@@ -100,7 +100,7 @@ def test_mambas_states() -> None:
         held = (b[..., None, :] * x[..., None]).sum(dim=2)  # [b, c, h, p, n]
         return (c[..., None, :] * held[:, :, None, ...]).sum(-1)
 
-    b, c, x = leaf(2, 3, 16, 4, 18), leaf(2, 3, 16, 4, 18), leaf(2, 3, 16, 4, 20)
+    b, c, x = leaf(2, 3, 32, 4, 34), leaf(2, 3, 32, 4, 34), leaf(2, 3, 32, 4, 36)
     check(states, b, x, c)
     assert found() == {"abcde,abcdf->abdef": 1, "abcdf,abdef->abcde": 1}
 
@@ -111,7 +111,7 @@ def test_a_batch_of_one(batch: tuple[int, int, int]) -> None:
         return (b[..., None, :] * x[..., None]).sum(dim=2)
 
     samples, chunks, heads = batch
-    check(states, leaf(samples, chunks, 16, heads, 18), leaf(samples, chunks, 16, heads, 20))
+    check(states, leaf(samples, chunks, 32, heads, 34), leaf(samples, chunks, 32, heads, 36))
     assert sum(found().values()) == 1
 
 
@@ -199,11 +199,11 @@ def over_the_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def of_few_columns(a: Tensor, b: Tensor) -> Tensor:
-    return (a[..., None] * b[:, None, :, :15]).sum(2)
+    return (a[..., None] * b[:, None, :, :31]).sum(2)
 
 
 def of_few_terms(a: Tensor, b: Tensor) -> Tensor:
-    return (a[..., :15, None] * b[:, None, :15]).sum(2)
+    return (a[..., :31, None] * b[:, None, :31]).sum(2)
 
 
 def under_autocast(a: Tensor, b: Tensor) -> Tensor:
@@ -316,10 +316,11 @@ def test_an_infinite_factor_is_not_lost() -> None:
 def random_sum(draw: random.Random) -> tuple[Body, list[Tensor], bool]:
     """A sum over a dimension of both factors, and whether it is a gemm. Each other dimension is one
     factor's or both's; a factor lies in any order, and may lack its first dimensions."""
-    owners = [draw.choice(["x", "y", "xy"]) for _ in range(draw.randint(2, 4))]
+    owners = ["x", "y", *draw.choices(["x", "y", "xy"], k=draw.randint(0, 1))]
+    draw.shuffle(owners)
     dim = draw.randint(0, len(owners))
     owners.insert(dim, "xy")
-    sizes = [draw.choice([1, 4, 16, 16, 17, 18, 19]) for _ in owners]
+    sizes = [draw.choice([1, 4, 32, 33, 34, 35]) for _ in owners]
     dtype = draw.choice([torch.float32, torch.bfloat16])
     tensors = []
     for factor in "xy":
@@ -344,14 +345,14 @@ def random_sum(draw: random.Random) -> tuple[Body, list[Tensor], bool]:
     whole = max(t.ndim for t in tensors) == len(owners)  # else `dim` is another
     counts = [of["x"], of["y"], sizes[dim]]
     few = dtype is torch.float32 and max(counts) > 1024
-    return body, tensors, whole and min(counts) >= 16 and not few
+    return body, tensors, whole and min(counts) >= 32 and not few
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sum_of_products(seed: int) -> None:
     draw, gemms = random.Random(seed), 0
-    for _ in range(30):
+    for _ in range(20):
         body, tensors, is_gemm = random_sum(draw)
         try:
             body(*tensors)
