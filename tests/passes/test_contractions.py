@@ -349,6 +349,7 @@ def random_sum(draw: random.Random) -> tuple[Body, list[Tensor], bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sum_of_products(seed: int) -> None:
     draw, gemms = random.Random(seed), 0
