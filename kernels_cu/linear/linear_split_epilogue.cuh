@@ -54,7 +54,6 @@ struct TileEpilogue : Store<Loop, Epilogue, kScalars, Out, In...> {
   // Ahead of the tile's products, which hide the wait: what the epilogue needs is copied to shared
   // memory, and operands to the L2 cache.
   __device__ __forceinline__ void begin(int index) const {
-    __syncwarp();  // every lane has read what the tile before left in shared memory
     const Tile tile = tile_at(args, index);
     const Self me = self();
     this->find_places(me, tile.at);
