@@ -73,7 +73,6 @@ __device__ __forceinline__ void ExactLoop::consume(const LinearDenseArgs& args,
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sum[0][i] += accumulator[i];
     };
-    __syncwarp();  // every lane has read what the tile before left in shared memory
     tile_epilogue.begin(index);
     issue(even);
     int k_tile = 1;
