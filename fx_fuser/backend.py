@@ -207,8 +207,8 @@ def _search(
     for module in bodies(gm):
         graph = copy_of(module.graph)
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
-        hidden = is_cast and module is not gm
-        sums = contractions.contract(graph, options, hidden) if options.contracts else []
+        hidden = is_cast and module is not gm  # the autocast that a body is called under
+        sums = contractions.contract(graph, options) if options.contracts and not hidden else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
         read.masks, read.contractions = attended, sums

@@ -104,14 +104,11 @@ def _value(node: Node) -> Any:
     return meta_tensor(node)
 
 
-def contract(graph: Graph, options: Options, is_body: bool) -> list[Contraction]:
-    """Rewrite the sums of products of a graph, those on CUDA, or with "cpu_ops" those on a CPU.
-
-    is_body: the graph is a region's, which may be called under an autocast that it does not show.
-    """
+def contract(graph: Graph, options: Options) -> list[Contraction]:
+    """Rewrite the sums of products of a graph, those on CUDA, or with "cpu_ops" those on a CPU."""
     found: list[Contraction] = []
     view: View | None = None
-    for node in [] if is_body else list(graph.nodes):
+    for node in list(graph.nodes):
         try:
             called = _read(node)
             if called is None:
@@ -170,7 +167,10 @@ def _may_move(called: _Sum, node: Node, view: View, options: Options) -> bool:
     is_tf32 = matmul_tf32_requested() or asked_precision(options) == "tf32"
     if value.dtype is torch.float32 and is_tf32:
         return False
-    if value.dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+    # By default torch's gemms may add the parts of a long sum in fp16, which overflows.
+    gemms = torch.backends.cuda.matmul
+    adds_in_fp16 = gemms.allow_fp16_accumulation or gemms.allow_fp16_reduced_precision_reduction
+    if value.dtype is torch.float16 and adds_in_fp16:
         return False
     # What is reshaped in place has another shape now than where it is read.
     if not view.reshaped.keys().isdisjoint(storages((*called.factors, called.product, node))):

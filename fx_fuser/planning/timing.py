@@ -27,11 +27,11 @@ from fx_fuser.planning import ranks
 
 _BUDGET_MS = 40.0  # for the rounds of one candidate
 _ROUNDS = (5, 25)  # at least, at most
-_LONG_MS = 4.0  # of a candidate that is not run more often than it must be
+_LONG_MS = 4.0  # from here on a candidate is run as few times as possible
 _CALLS = 10  # that the host is timed over
 # The host's time for a Linear's training step (autograd, AOTAutograd's wrappers, launches), in
 # calls of the fused op: beside an H200 0.66 ms for the three of a Llama MLP, one call 24 us
-# (2026-11-22, kernels_cu/NOTES.md). More than a call's time this often nobody asks for.
+# (2026-11-22, kernels_cu/NOTES.md).
 STEP_CALLS = 10
 # From here on flushes are not doubled: the launch queue holds some 1000 entries, the candidate's
 # included. A host that finds it full waits, and gets no further ahead.
@@ -169,8 +169,8 @@ def _times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Tim
 
 
 def _timing(candidate: Candidate, gpu: float, queued: float) -> Timing:
-    """queued: the host's time for a candidate by itself, in ms. Where that is short beside the
-    GPU's time it will do: for a language model's head 30 calls more would take 0.2 s.
+    """queued: the host's time for one call of the candidate, in ms. It is kept where no decision
+    depends on the host: 30 more calls of a gemm of 6 ms would take 0.2 s.
     """
     if candidate.call is None:
         return Timing(gpu)

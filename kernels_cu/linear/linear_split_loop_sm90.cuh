@@ -196,7 +196,6 @@ __device__ __forceinline__ void consume(const LinearSplitArgs& args, HopperShare
   ping_pong.begin();
   TileScheduler scheduler{args, shared.tiles};
   while (scheduler.next(OfWarp{})) {
-    __syncwarp();  // every lane has read what the tile before left in shared memory
     tile_epilogue.begin(scheduler.index);
     // A guess looks at the first stage, which is needed in registers anyway; the truth takes a pass
     // of its own, here or, for all tiles, in a kernel ahead of this one.

@@ -95,6 +95,16 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         ("tests/passes/test_contractions.py::test_in_a_checkpoint",),
     ),
     (
+        "contractions: fp16 is not added in fp16",
+        "passes/contractions.py",
+        "value.dtype is torch.float16 and adds_in_fp16",
+        "False",
+        (
+            "tests/passes/test_contractions.py::"
+            "test_a_sum_stays_exact_where_gemms_may_sum_in_fp16[True-False]",
+        ),
+    ),
+    (
         "contractions: not across a write",
         "passes/contractions.py",
         "return written.isdisjoint({None, *storages(called.factors)})",

@@ -86,7 +86,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("body", FORMS, ids=lambda body: body.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.each_once
 def test_a_gemm(body: Body, dtype: torch.dtype) -> None:
     check(body, leaf(B, M, K, dtype=dtype), leaf(B, K, N, dtype=dtype))
@@ -167,8 +167,9 @@ def test_its_site_is_fused() -> None:
 
 def test_explain_names_it() -> None:
     a, b = torch.randn(B, M, K), torch.randn(B, K, N)
-    text = str(fx_fuser.explain(rows_times_columns, a, b, options={"cpu_ops": True}))
-    assert "is computed as a gemm: einsum abc,acd->abd" in " ".join(text.split())
+    report = fx_fuser.explain(rows_times_columns, a, b, options={"cpu_ops": True})
+    said = "is computed as a gemm: einsum abc,acd-"
+    assert said in " ".join(str(report).split()) and said in report.to_html()
 
 
 # ---- what is left --------------------------------------------------------------------------------
@@ -275,14 +276,19 @@ def test_a_sum_stays_exact_where_gemms_may_be_of_tf32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_sum_stays_exact_where_gemms_may_sum_in_fp16() -> None:
-    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("reduces", [False, True])
+def test_a_sum_stays_exact_where_gemms_may_sum_in_fp16(accumulates: bool, reduces: bool) -> None:
+    gemms = torch.backends.cuda.matmul
+    before = gemms.allow_fp16_accumulation, gemms.allow_fp16_reduced_precision_reduction
     try:
+        gemms.allow_fp16_accumulation = accumulates
+        gemms.allow_fp16_reduced_precision_reduction = reduces
         f16 = torch.float16
         check(rows_times_columns, leaf(B, M, K, dtype=f16), leaf(B, K, N, dtype=f16))
-        assert found() == {}
+        assert bool(found()) is not (accumulates or reduces)
     finally:
-        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+        gemms.allow_fp16_accumulation, gemms.allow_fp16_reduced_precision_reduction = before
 
 
 @pytest.mark.parametrize("rows, is_gemm", [(1024, True), (1025, False)])
