@@ -155,6 +155,34 @@ def linear_dense(
     return _ops().linear_dense.default(handle, x, weight, bias, out, z, operands, scalars)
 
 
+def linear_unaligned(
+    spec: KernelSpec,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+) -> bool:
+    """As `linear_dense`, in bfloat16 or float16, of tensors that lie as they may.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.unaligned.unaligned`, see
+            kernels_cu/linear/linear_unaligned.cuh. Its family says whether k or rows are adjacent.
+        x: [*, K] or, with batches, [*, M, K]; its rows or its k are adjacent in memory.
+        weight: [N, K] or, with batches, [*, N, K]; likewise.
+        out, z: columns adjacent.
+        bias, operands, scalars: as `linear_split`'s.
+
+    Returns, raises: as `linear_split`.
+    """
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
+        return False
+    return _ops().linear_unaligned.default(handle, x, weight, bias, out, z, operands, scalars)
+
+
 def conv_direct(
     spec: KernelSpec,
     x: Tensor,

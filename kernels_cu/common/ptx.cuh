@@ -287,6 +287,12 @@ __device__ __forceinline__ void load_shared_if(bool reads, float& value, uint32_
       : "r"(address), "r"(static_cast<int>(reads)));
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements, whose rows of 16 bytes begin where lanes 8i...8i + 7 say
 // for matrix i: of each, a lane gets row lane / 4, columns 2 (lane % 4) and the next. (9.7.14.5.15)
 __device__ __forceinline__ void load_matrices(uint32_t (&word)[4], uint32_t row) {

@@ -11,6 +11,7 @@
 #include "host/gemm_call.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
+#include "host/linear_unaligned.h"
 #include "host/made.h"
 #include "host/pointwise.h"
 

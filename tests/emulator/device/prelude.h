@@ -120,6 +120,11 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned chosen) {
   return result;
 }
 
+// The low word of both, shifted to the right.
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return static_cast<unsigned>((uint64_t{high} << 32 | low) >> (bits & 31));
+}
+
 template <class T>
 T __ldg(const T* from) {
   return *from;

@@ -127,6 +127,10 @@ inline void load_shared_if(bool reads, float& value, uint32_t address,
   if (reads) value = load_shared_word(address, where);
 }
 
+inline void store_shared(uint32_t address, const uint4& value, Where where = Where::here()) {
+  *static_cast<uint4*>(emulator::at_address(address, sizeof(uint4), where)) = value;
+}
+
 inline void load_matrices(uint32_t (&word)[4], uint32_t row, Where where = Where::here()) {
   emulator::load_matrices(/*reads=*/true, /*transposed=*/false, word, row, where);
 }

@@ -1,0 +1,162 @@
+"""Times of 16-bit gemms whose rows are no multiple of 16 bytes, and of many small ones:
+
+    python -m benchmarks.unaligned [--only WORD] [--out FILE]
+
+GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data; each
+result is compared with float64's. `ours`: linear_unaligned.cuh. `library`: torch's gemm of the same
+operands. `aligned`: of the nearest larger sizes that are multiples of 8. `padded`: that behind
+copies of the operands that need one. `bytes`: reading and writing everything once.
+`python -m pytest tests/kernels/test_unaligned.py` checks the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from benchmarks import kernels, measure
+from benchmarks.sm90 import CUDA, relative
+from fx_fuser.kernels import unaligned
+from fx_fuser.native import limits, load
+from fx_fuser.native.kernel_spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """left [batches, m, k] @ right [batches, k, n]; 1 batch: matrices. transposed: are the factor's
+    rows adjacent in memory, not its columns?"""
+
+    name: str
+    batches: int
+    m: int
+    k: int
+    n: int
+    left_transposed: bool = False
+    right_transposed: bool = False
+
+    def factor(self, rows: int, columns: int, transposed: bool, unit: int) -> Tensor:
+        rows, columns = (-(-size // unit) * unit for size in (rows, columns))
+        sizes = (columns, rows) if transposed else (rows, columns)
+        values = torch.randn(*([self.batches] if self.batches > 1 else []), *sizes, device=CUDA)
+        made = values.mul_(self.k**-0.5).bfloat16()
+        return made.mT if transposed else made
+
+    def factors(self, unit: int = 1) -> tuple[Tensor, Tensor]:
+        """unit: of which all sizes are multiples."""
+        left = self.factor(self.m, self.k, self.left_transposed, unit)
+        return left, self.factor(self.k, self.n, self.right_transposed, unit)
+
+    def spec(self) -> KernelSpec:
+        with FakeTensorMode():
+            left, right = self.factors()
+        family = unaligned.family_of(left, right.mT)
+        assert family is not None
+        return unaligned.gemm_of(family, torch.bfloat16)
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.batches * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+GEMMS = (
+    Gemm("head, forward", 1, 8192, 768, 50257, right_transposed=True),
+    Gemm("head, dgrad", 1, 8192, 50257, 768),
+    Gemm("head, wgrad", 1, 50257, 8192, 768, left_transposed=True),
+    Gemm("wide head, forward", 1, 8192, 4096, 50257, right_transposed=True),
+    Gemm("wide head, dgrad", 1, 8192, 50257, 4096),
+    Gemm("wide head, wgrad", 1, 50257, 8192, 4096, left_transposed=True),
+    Gemm("interaction", 32768, 27, 64, 27, right_transposed=True),
+    Gemm("interaction, dgrad", 32768, 27, 27, 64),
+    Gemm("window scores", 12288, 49, 32, 49, right_transposed=True),
+    Gemm("window values", 12288, 49, 49, 32),
+    Gemm("window, dv", 12288, 49, 49, 32, left_transposed=True),
+    Gemm("197 scores", 768, 197, 64, 197, right_transposed=True),
+    Gemm("197 values", 768, 197, 197, 64),
+    Gemm("197, dv", 768, 197, 197, 64, left_transposed=True),
+    Gemm("415 columns", 1, 32768, 415, 512, right_transposed=True),
+    Gemm("415 columns, dgrad", 1, 32768, 512, 415),
+    Gemm("415 columns, wgrad", 1, 512, 32768, 415, left_transposed=True),
+    Gemm("aligned, 64 × 64", 4096, 64, 64, 64, right_transposed=True),
+)
+
+
+def ours(spec: KernelSpec, left: Tensor, right: Tensor, out: Tensor) -> None:
+    assert kernels.linear_unaligned(spec, left, right.mT, None, out, None, [], [])
+
+
+def padded(left: Tensor, right: Tensor) -> Tensor:
+    def whole(value: Tensor) -> Tensor:
+        short = [-size % 8 for size in value.shape[-2:]]
+        if not any(short):
+            return value
+        if value.stride(-1) != 1:
+            return F.pad(value.mT, (0, short[0], 0, short[1])).mT
+        return F.pad(value, (0, short[1], 0, short[0]))
+
+    made: Tensor = whole(left) @ whole(right)
+    return made[..., : left.shape[-2], : right.shape[-1]]
+
+
+def _median(call: Callable[[], object]) -> float:
+    return measure.median_ms(call, [], CUDA, 3, 20)
+
+
+def timed(gemm: Gemm) -> dict[str, Any]:
+    left, right = gemm.factors()
+    out = torch.full_like(left @ right, float("nan"))
+    spec = gemm.spec()
+    ours(spec, left, right, out)
+    few = slice(0, 256)
+    part = (left[few], right[few]) if gemm.batches > 1 else (left[few], right)
+    exact = part[0].double() @ part[1].double()
+    errors = relative(out[few], exact), relative((left @ right)[few], exact)
+    assert errors[0] <= max(2 * errors[1], 4e-3), (gemm, errors)
+    whole = gemm.factors(8)
+    calls: dict[str, Callable[[], object]] = {
+        "ours": lambda: ours(spec, left, right, out),
+        "library": lambda: left @ right,
+        "aligned": lambda: whole[0] @ whole[1],
+        "padded": lambda: padded(left, right),
+    }
+    timers = {name: functools.partial(_median, call) for name, call in calls.items()}
+    ms = measure.interleaved(timers, 3)
+    limit = 1e3 * gemm.bytes / limits.of(CUDA).bandwidth
+    return {"gemm": gemm.name, "sizes": [gemm.batches, gemm.m, gemm.k, gemm.n], **ms,
+            "bytes": limit, "error": errors[0], "library_error": errors[1]}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    gemms = [gemm for gemm in GEMMS if options.only in gemm.name]
+    load.prepare([gemm.spec() for gemm in gemms], CUDA)
+    rows = [timed(gemm) for gemm in gemms]
+    shown = [
+        [row["gemm"], *(f"{row[n]:.4f}" for n in ("ours", "library", "aligned", "padded", "bytes")),
+         f"{row['library'] / row['ours']:.2f}×", f"{row['ours'] / row['aligned']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    head = ["", "ours", "library", "aligned", "padded", "bytes", "library/ours", "ours/aligned"]
+    print(tabulate(shown, head))
+    if options.out:
+        said = {**measure.machine(CUDA), "rows": rows}
+        options.out.write_text(json.dumps(said, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

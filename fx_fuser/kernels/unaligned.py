@@ -1,0 +1,144 @@
+"""A 16-bit gemm of operands that lie as they may: any pitch, any transposition, any address.
+
+The library has fast kernels for rows of a multiple of 16 bytes only, and none that is fast for many
+small matrices. kernels_cu/linear/linear_unaligned.cuh, launched by
+kernels_cu/host/linear_unaligned.h.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fx_fuser.anchors.base import Config, Operands
+from fx_fuser.graph.epilogue import Epilogue, kernel_spec
+from fx_fuser.kernels.base import (
+    FLOATS,
+    GEMM_KINDS,
+    SIXTEEN_BITS,
+    Case,
+    Kernel,
+    example,
+    is_float64,
+    known_sizes,
+)
+from fx_fuser.native.kernel_spec import Family, KernelSpec
+
+UNALIGNED = "unaligned"
+# A block's tile of the result, rows by columns: kUnalignedShapes of linear_unaligned_args.h.
+TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128))
+_LARGE = TILES.index((128, 128))
+_SMALL = 128  # rows or columns that small tiles cover better
+_BATCHES = 64  # from which on a batch of small matrices is many
+_VECTOR = 8  # elements of 16 bytes
+# Bits of an operand's form: its k are adjacent in memory, not its rows; all lines of what is
+# adjacent begin at multiples of 16 bytes.
+ALONG_K, ALIGNED = 1, 2
+FORMS = tuple(range(4))
+
+
+@functools.cache
+def unaligned(shape: int, step_k: int, form_a: int, form_b: int) -> Family:
+    """The main loop. shape: of TILES. step_k: k of a stage, 32 or 64."""
+    return Family(
+        "linear/linear_unaligned.cuh",
+        "FX_FUSER_LINEAR_UNALIGNED",
+        "linear_unaligned",
+        sizes=(shape, step_k, form_a, form_b),
+    )
+
+
+def shape_for(m: int, n: int) -> int:
+    """The tile for a result of m rows and n columns, by its place in TILES."""
+    if m > _SMALL and n > _SMALL:
+        return _LARGE
+    return TILES.index((64 if m > 32 else 32, 64 if n > 32 else 32))
+
+
+def form_of(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> int | None:
+    """[*, rows, K]. offset: in elements, of the first from a multiple of 16 bytes. None: the kernel
+    does not take it."""
+    rows = size[-2] if len(size) > 1 else 1
+    if size[-1] == 1 or stride[-1] == 1:
+        form, lines = ALONG_K, [*range(len(size) - 1)]
+    elif rows == 1 or stride[-2] == 1:
+        form, lines = 0, [*range(len(size) - 2), len(size) - 1]
+    else:
+        return None
+    steps = (stride[d] for d in lines if size[d] != 1)
+    return form | (ALIGNED if not any(step % _VECTOR for step in (*steps, offset)) else 0)
+
+
+def family_of(x: Tensor, weight: Tensor) -> Family | None:
+    """The main loop of x weightᵀ, weight [*, N, K]; None where the kernel does not take them."""
+    sizes = known_sizes(x, weight)
+    if sizes is None:
+        return None
+    forms = [form_of(s, t.stride(), int(t.storage_offset())) for s, t in zip(sizes, (x, weight))]
+    if None in forms:
+        return None
+    m = sizes[0][-2] if weight.ndim > 2 else math.prod(sizes[0][:-1])
+    return family_for(m, sizes[1][-2], sizes[1][-1], forms[0], forms[1])  # type: ignore[arg-type]
+
+
+def family_for(m: int, n: int, k: int, form_a: int, form_b: int) -> Family:
+    return unaligned(shape_for(m, n), 32 if k <= 32 else 64, form_a, form_b)
+
+
+@functools.cache
+def gemm_of(family: Family, dtype: torch.dtype) -> KernelSpec:
+    """Without an epilogue."""
+    return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, family)
+
+
+def has_slow_library(m: int, n: int, k: int, batches: int) -> bool:
+    """May the library be slow at a gemm of these sizes, or of batches of it?"""
+    is_odd = any(size > 1 and size % 8 for size in (m, n, k))
+    return is_odd or (batches >= _BATCHES and m <= 256 and n <= 256)
+
+
+class Unaligned(Kernel):
+    name = UNALIGNED
+    sites = "16-bit Linear, matmul, bmm whose rows are no multiple of 16 bytes, or many and small"
+    kinds = GEMM_KINDS
+    grows = True
+    dtypes = SIXTEEN_BITS
+
+    def takes(self, case: Case) -> bool:
+        c = case.tensors[0]
+        if c.dtype not in self.dtypes or not c.is_contiguous() or is_float64(case):
+            return False
+        x, weight = case.operand("x"), self._rows(case)
+        if case.out not in FLOATS or family_of(x, weight) is None:
+            return False
+        of_x, of_weight = known_sizes(x, weight) or ([], [])
+        batches = math.prod(of_weight[:-2])
+        m = math.prod(of_x[:-1]) // max(batches, 1)
+        return has_slow_library(m, of_weight[-2], of_weight[-1], batches)
+
+    @staticmethod
+    def _rows(case: Case) -> Tensor:
+        weight = case.operand("weight")
+        return weight if case.site.kind == "linear" else weight.mT
+
+    def family(self, operands: Operands, config: Config) -> Family | None:
+        weight = operands["weight"]
+        return family_of(operands["x"], weight if "bias" in operands else weight.mT)
+
+    def examples(self, arch: str) -> Sequence[KernelSpec]:
+        f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+        operands = (f16, bf16, f32, bf16, torch.bool)
+        specs = [
+            gemm_of(unaligned(_LARGE, 64, ALONG_K, ALONG_K), bf16),
+            example(unaligned(_LARGE, 64, ALONG_K, ALIGNED), "ThreeOperands", 1, f32, *operands),
+            example(unaligned(0, 64, 0, 0), "Swish", 1, f32, f32, bf16),
+        ]
+        for shape in range(len(TILES)):
+            for form in FORMS:
+                specs.append(gemm_of(unaligned(shape, 64, form, FORMS[~form]), f16))
+                specs.append(gemm_of(unaligned(shape, 32, form, form), bf16))
+        return specs

@@ -1,0 +1,197 @@
+// out[m, n] = epilogue(z, operands...), z = sum over k of a[m, k] b[n, k] + bias[n], of bf16 or
+// fp16 matrices, or batches of them, that lie as they may: any pitch, pointers aligned to an
+// element, k or rows adjacent. By mma.sync, for sm_80 and later.
+//
+// TMA, cp.async and ldmatrix want multiples of 16 bytes, and cuBLAS has no fast kernel for anything
+// else. Here threads read the aligned vectors that a line lies in, shift them by funnel shifts and
+// store them as aligned chunks, one step of k ahead of the tensor cores; an operand whose lines are
+// aligned comes by cp.async. Results are staged in shared memory as far from a multiple of 16 bytes
+// as they are in memory (linear_unaligned_store.cuh).
+//
+// A block has one tile of one matrix; small matrices have blocks of one to four warps, many of
+// which a multiprocessor has at once.
+//
+//   FX_FUSER_LINEAR_UNALIGNED(/*shape*/ 4, /*step of k*/ 64, /*forms of a and b*/ 1, 3, Epilogue,
+//                             /*scalars*/ 1, /*Acc*/ float, /*Out*/ __half,
+//                             /*a, b, bias, c*/ __half, /*operands*/ float...)
+#pragma once
+
+#include "linear/linear_unaligned_load.cuh"
+#include "linear/linear_unaligned_store.cuh"
+
+namespace fx_fuser::unaligned {
+
+// Of an operand: bit 0, are its k adjacent in memory, not its rows? Bit 1, do all lines begin at
+// multiples of 16 bytes?
+constexpr bool is_along_k(int form) { return form & 1; }
+constexpr bool is_aligned(int form) { return form & 2; }
+
+template <class X_, int kShape, int kStepK_, int kFormA, int kFormB>
+struct Shape {
+  using X = X_;
+  static constexpr UnalignedShape kIs = kUnalignedShapes[kShape];
+  static constexpr int kStepK = kStepK_;
+  static constexpr int kTileM = kIs.tile_m();
+  static constexpr int kTileN = kIs.tile_n();
+  static constexpr int kThreads = kIs.threads();
+  static constexpr int kWarpsN = kIs.warps_n;
+  static constexpr int kWarpM = kIs.warp_m;
+  static constexpr int kWarpN = kIs.warp_n;
+  static constexpr int kInstructionsM = kWarpM / 16;
+  static constexpr int kInstructionsN = kWarpN / 8;
+  using PartA = Part<kTileM, kStepK, is_along_k(kFormA), kThreads>;
+  using PartB = Part<kTileN, kStepK, is_along_k(kFormB), kThreads>;
+  using LoaderA = Loader<PartA, is_aligned(kFormA)>;
+  using LoaderB = Loader<PartB, is_aligned(kFormB)>;
+  static constexpr int kStageBytes = PartA::kBytes + PartB::kBytes;
+  static_assert(sizeof(X) == 2 && kIs16BitFloat<X>);
+  static_assert(kStageBytes == kIs.stage_bytes(kStepK));
+};
+
+__device__ __forceinline__ Tile tile_at(const UnalignedArgs& args, int tile_m, int tile_n) {
+  const uint32_t batch = divide(blockIdx.x, args.tiles);
+  const uint32_t index = blockIdx.x - batch * args.tiles.size;
+  const uint32_t outer = divide(batch, args.inner);
+  // Columns of kUnalignedGroupM tiles of rows.
+  const auto m_tiles = static_cast<uint32_t>(args.m_tiles);
+  const uint32_t n_tiles = args.tiles.size / m_tiles;
+  const uint32_t group = index / (kUnalignedGroupM * n_tiles);
+  const uint32_t inside = index - group * kUnalignedGroupM * n_tiles;
+  const uint32_t width = min(kUnalignedGroupM, m_tiles - group * kUnalignedGroupM);
+  return {static_cast<int>(outer), static_cast<int>(batch - outer * args.inner.size),
+          static_cast<int>(group * kUnalignedGroupM + inside % width) * tile_m,
+          static_cast<int>(inside / width) * tile_n};
+}
+
+// Where a lane's row of four 8 x 8 matrices begins in a part: of a, rows r and then r + 8 of k, the
+// same of k + 8; of b both halves of k of rows r, then of r + 8.
+template <class P, bool kIsA>
+struct Fragments {
+  uint32_t lane_at;
+
+  // first_row: the warp's; a multiple of 32.
+  __device__ __forceinline__ explicit Fragments(int first_row) {
+    const int lane = static_cast<int>(ptx::thread_index()) % 32;
+    const int row = first_row + (kIsA ? lane / 8 % 2 : lane / 16) * 8;
+    const int k = (kIsA ? lane / 16 : lane / 8 % 2) * 8;
+    lane_at = P::kAlongK ? P::place(row + lane % 8, k / kUnalignedChunk)
+                         : P::place(k + lane % 8, row / kUnalignedChunk);
+  }
+
+  // rows, k: further ones, multiples of 16. Parts are aligned so that what is added to the chunk
+  // carries nowhere.
+  __device__ __forceinline__ void load(uint32_t (&word)[4], uint32_t part, int rows, int k) const {
+    if constexpr (P::kAlongK) {
+      ptx::load_matrices(word, ((part + lane_at) ^ 2 * k) + rows * P::kLineBytes);
+    } else {
+      ptx::load_transposed(word, ((part + lane_at) ^ 2 * rows) + k * P::kLineBytes);
+    }
+  }
+};
+
+template <class S, bool kIsWhole>
+__device__ __forceinline__ void multiply_stage(Sums<S>& sum, uint32_t stage,
+                                               const Fragments<typename S::PartA, true>& of_a,
+                                               const Fragments<typename S::PartB, false>& of_b,
+                                               int k) {
+  using X = typename S::X;
+#pragma unroll
+  for (int at = 0; at < S::kStepK; at += 16) {
+    if (!kIsWhole && at >= k) return;
+    uint32_t a[S::kInstructionsM][4];
+#pragma unroll
+    for (int i = 0; i < S::kInstructionsM; ++i) of_a.load(a[i], stage, 16 * i, at);
+#pragma unroll
+    for (int pair = 0; pair < S::kInstructionsN / 2; ++pair) {
+      uint32_t b[4];
+      of_b.load(b, stage + S::PartA::kBytes, 16 * pair, at);
+#pragma unroll
+      for (int i = 0; i < S::kInstructionsM; ++i) {
+        ptx::mma_m16n8k16<X>(sum[i][2 * pair], a[i], b[0], b[1]);
+        ptx::mma_m16n8k16<X>(sum[i][2 * pair + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void multiply(const UnalignedArgs& args, const Tile& tile,
+                                         uint32_t shared, Sums<S>& sum) {
+  const auto offset = [&](const UnalignedOperand& operand) {
+    return tile.outer * operand.batch_stride[0] + tile.inner * operand.batch_stride[1];
+  };
+  typename S::LoaderA a(args.a, offset(args.a), tile.m, args.m, args.k);
+  typename S::LoaderB b(args.b, offset(args.b), tile.n, args.n, args.k);
+  const int warp = static_cast<int>(ptx::thread_index()) / 32;
+  const Fragments<typename S::PartA, true> of_a(warp / S::kWarpsN * S::kWarpM);
+  const Fragments<typename S::PartB, false> of_b(warp % S::kWarpsN * S::kWarpN);
+  const int steps = (args.k + S::kStepK - 1) / S::kStepK;
+  const auto stage_of = [&](int slot) { return shared + slot * S::kStageBytes; };
+  const auto copy = [&](int step, int slot) {
+    if (step < steps) {
+      a.copy(step, stage_of(slot));
+      b.copy(step, stage_of(slot) + S::PartA::kBytes);
+    }
+    ptx::copy_async_commit();  // an empty group too: groups are counted
+  };
+  const auto fetch = [&](int step) {
+    if (step >= steps) return;
+    a.fetch(step);
+    b.fetch(step);
+  };
+  const auto put = [&](int step, int slot) {
+    if (step >= steps) return;
+    a.put(step, stage_of(slot));
+    b.put(step, stage_of(slot) + S::PartA::kBytes);
+  };
+
+  copy(0, 0);
+  copy(1, 1);
+  fetch(0);
+  put(0, 0);
+  int slot = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const int next = slot == kUnalignedStages - 1 ? 0 : slot + 1;
+    const int last = slot == 0 ? kUnalignedStages - 1 : slot - 1;
+    ptx::copy_async_wait_for_groups<1>();
+    __syncthreads();  // the step is there, and no warp reads the step before it
+    copy(step + 2, last);
+    fetch(step + 1);
+    const int left = args.k - step * S::kStepK;
+    if (left >= S::kStepK) {
+      multiply_stage<S, true>(sum, stage_of(slot), of_a, of_b, left);
+    } else {
+      multiply_stage<S, false>(sum, stage_of(slot), of_a, of_b, left);
+    }
+    put(step + 1, next);
+    slot = next;
+  }
+  ptx::copy_async_wait();  // for empty groups
+  __syncthreads();
+}
+
+template <int kShape, int kStepK, int kFormA, int kFormB, class Epilogue, int kScalars, class Acc,
+          class Out, class X, class... In>
+__device__ __forceinline__ void run(const UnalignedArgs& args) {
+  static_assert(std::is_same_v<Acc, float>);
+  static_assert(sizeof(Out) == 2 || sizeof(Out) == 4);
+  using S = Shape<X, kShape, kStepK, kFormA, kFormB>;
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const Tile tile = tile_at(args, S::kTileM, S::kTileN);
+  Sums<S> sum = {};
+  multiply<S>(args, tile, ptx::shared_address(storage), sum);
+  const Tail<S, Epilogue, kScalars, Out, std::index_sequence_for<In...>, In...> tail{args, tile,
+                                                                                     storage};
+  tail.finish(sum);
+}
+
+constexpr int threads_of(int shape) { return kUnalignedShapes[shape].threads(); }
+
+}  // namespace fx_fuser::unaligned
+
+#define FX_FUSER_LINEAR_UNALIGNED(shape, ...)                                          \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::unaligned::threads_of(shape)) \
+      fx_fuser_unaligned(const __grid_constant__ fx_fuser::UnalignedArgs args) {       \
+    fx_fuser::unaligned::run<shape, __VA_ARGS__>(args);                                \
+  }

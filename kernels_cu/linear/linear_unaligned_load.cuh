@@ -1,0 +1,234 @@
+// Of the gemm of operands that lie as they may (linear_unaligned.cuh): from memory to shared
+// memory, where all chunks are aligned.
+//
+// Where rows end, garbage is read: what it makes is stored nowhere. Where k ends, there are zeros.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "linear/linear_unaligned_args.h"
+
+namespace fx_fuser::unaligned {
+
+// What a thread reads at once: two chunks of a line, and the aligned vectors that they lie in.
+constexpr int kRunChunks = 2;
+constexpr int kRun = kRunChunks * kUnalignedChunk;  // elements
+constexpr int kRunVectors = kRunChunks + 1;
+constexpr int kRunWords = 4 * kRunVectors;
+
+// An operand's part of a stage: lines of chunks. kAlongK: lines are rows, and a line's elements are
+// adjacent k; else lines are k, and their elements adjacent rows.
+template <int kRows_, int kStepK_, bool kAlongK_, int kThreads>
+struct Part {
+  static constexpr int kRows = kRows_;
+  static constexpr int kStepK = kStepK_;
+  static constexpr bool kAlongK = kAlongK_;
+  static constexpr int kLines = kAlongK ? kRows : kStepK;
+  static constexpr int kChunks = (kAlongK ? kStepK : kRows) / kUnalignedChunk;
+  static constexpr int kLineBytes = kChunks * 16;
+  static constexpr int kBytes = kLines * kLineBytes;
+  static constexpr int kRunsOfLine = kChunks / kRunChunks;
+  static constexpr int kLinesAtOnce = kThreads / kRunsOfLine;
+  static constexpr int kRuns = kLines / kLinesAtOnce;  // of a thread
+  static_assert(kLines % kLinesAtOnce == 0 && kLinesAtOnce % 8 == 0);
+  static_assert(kChunks == 4 || kChunks % 8 == 0);
+
+  // Eight lines' chunks of one column, as ldmatrix reads them, have all banks; it is the same every
+  // eight lines.
+  static __device__ __forceinline__ int turned(int line, int chunk) {
+    return kChunks == 4 ? chunk ^ line / 2 % 4 : chunk ^ line % 8;
+  }
+  static __device__ __forceinline__ uint32_t place(int line, int chunk) {
+    return line * kLineBytes + turned(line, chunk) * 16;
+  }
+};
+
+// The run whose first element is element `shift` of the words.
+__device__ __forceinline__ void shift_down(uint32_t (&word)[kRunWords], int shift) {
+#pragma unroll
+  for (int i = 0; i < kRunWords - 2; ++i) word[i] = shift & 4 ? word[i + 2] : word[i];
+#pragma unroll
+  for (int i = 0; i < kRunWords - 3; ++i) word[i] = shift & 2 ? word[i + 1] : word[i];
+#pragma unroll
+  for (int i = 0; i < kRunWords - 4; ++i) {
+    word[i] = __funnelshift_r(word[i], word[i + 1], (shift & 1) * 16);
+  }
+}
+
+// Zeros from element `count` on.
+__device__ __forceinline__ void cut_off(uint32_t (&word)[kRunWords], int count) {
+#pragma unroll
+  for (int i = 0; i < kRun / 2; ++i) {
+    if (2 * i + 1 == count) word[i] &= 0xFFFF;
+    if (2 * i >= count) word[i] = 0;
+  }
+}
+
+__device__ __forceinline__ void load_vector(uint32_t* to, const uint8_t* from) {
+  const uint4 vector = *reinterpret_cast<const uint4*>(from);
+  to[0] = vector.x;
+  to[1] = vector.y;
+  to[2] = vector.z;
+  to[3] = vector.w;
+}
+
+// An aligned vector, some element of which is ahead of `end`. Behind that nobody may read.
+__device__ __forceinline__ void load_vector_until(uint32_t* to, const uint8_t* from,
+                                                  const uint8_t* end) {
+  if (from + 16 <= end) return load_vector(to, from);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    to[i] = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t* element = from + 4 * i + 2 * half;
+      if (element < end) {
+        to[i] |= static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(element)) << 16 * half;
+      }
+    }
+  }
+}
+
+// Reads an operand's part of each stage. kIsAligned: all lines begin at multiples of 16 bytes, and
+// come by cp.async. Others wait in registers, from `fetch` to `put`. A line is as far from such a
+// multiple in all steps.
+template <class P, bool kIsAligned>
+struct Loader {
+  const uint8_t* from;  // of the first run at k = 0
+  const uint8_t* end;
+  int64_t next_line;  // bytes from a run to the thread's next
+  int64_t next_step;
+  int64_t furthest;  // bytes of the matrix up to which the tile reads at k = 0
+  int64_t bytes;     // of the matrix and what follows, up to `end`
+  int k;
+  int line;      // of the first run
+  int chunk;     // of all runs
+  int last_run;  // that exists, where lines are rows
+  int width;     // elements that exist of a run, where they are rows
+  uint32_t word[kIsAligned ? 1 : P::kRuns][kRunWords];
+
+  __device__ __forceinline__ Loader(const UnalignedOperand& operand, int64_t batch_offset,
+                                    int first_row, int rows, int all_k)
+      : k(all_k) {
+    const int thread = static_cast<int>(ptx::thread_index());
+    line = thread / P::kRunsOfLine;
+    chunk = thread % P::kRunsOfLine * kRunChunks;
+    const uint8_t* matrix = static_cast<const uint8_t*>(operand.data) + 2 * batch_offset;
+    end = static_cast<const uint8_t*>(operand.end);
+    bytes = end - matrix;
+    const int64_t line_bytes = 2 * operand.line_stride;
+    next_line = P::kLinesAtOnce * line_bytes;
+    constexpr int kSlack = kIsAligned ? 0 : 14;  // to a multiple of 16 bytes
+    if constexpr (P::kAlongK) {
+      const int row = min(first_row + line, rows - 1);
+      last_run = (rows - 1 - row) / P::kLinesAtOnce;
+      width = kRun;
+      from = matrix + row * line_bytes + 16 * chunk;
+      next_step = 2 * P::kStepK;
+      furthest = min(first_row + P::kRows, rows) * line_bytes - line_bytes + next_step + kSlack;
+    } else {
+      // Runs that do not exist read what the first one does.
+      const int row = first_row + chunk * kUnalignedChunk;
+      last_run = P::kRuns - 1;
+      width = min(rows - row, kRun);
+      from = matrix + line * line_bytes + 2 * (width > 0 ? row : first_row);
+      if (width <= 0) width = min(rows - first_row, kRun);
+      next_step = P::kStepK * line_bytes;
+      furthest = next_step - line_bytes + 2 * (first_row + P::kRows) + kSlack;
+    }
+  }
+
+  // k that exist of a step.
+  __device__ __forceinline__ int left(int step) const {
+    return min(k - step * P::kStepK, P::kStepK);
+  }
+  // Is all that is read of a step in the operand?
+  __device__ __forceinline__ bool is_inside(int step) const {
+    return furthest + step * next_step <= bytes;
+  }
+  __device__ __forceinline__ const uint8_t* run_at(int step, int index) const {
+    return from + step * next_step + min(index, last_run) * next_line;
+  }
+  // Elements of a run with k that exist. left: k of the step.
+  __device__ __forceinline__ int count(int index, int of_left) const {
+    if constexpr (P::kAlongK) {
+      return min(max(of_left - chunk * kUnalignedChunk, 0), kRun);
+    } else {
+      return line + index * P::kLinesAtOnce < of_left ? kRun : 0;
+    }
+  }
+  __device__ __forceinline__ uint32_t place(int index) const {
+    return P::place(line, chunk) + index * (P::kLinesAtOnce * P::kLineBytes);
+  }
+  // Of the run's second chunk.
+  __device__ __forceinline__ uint32_t beside(uint32_t place) const { return place ^ 16; }
+
+  __device__ __forceinline__ void copy(int step, uint32_t stage) const {
+    if constexpr (kIsAligned) {
+      const int of_left = left(step);
+      if (of_left == P::kStepK && is_inside(step)) {
+#pragma unroll
+        for (int i = 0; i < P::kRuns; ++i) {
+          const uint8_t* run = run_at(step, i);
+          ptx::copy_async_16(stage + place(i), run);
+          ptx::copy_async_16(beside(stage + place(i)), run + 16);
+        }
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i < P::kRuns; ++i) {
+        const int elements = min(count(i, of_left), width);
+        const uint8_t* run = elements > 0 ? run_at(step, i) : from;
+        const int second = max(elements - kUnalignedChunk, 0);
+        ptx::copy_async_16(stage + place(i), run, 2 * min(elements, kUnalignedChunk));
+        ptx::copy_async_16(beside(stage + place(i)), second > 0 ? run + 16 : run, 2 * second);
+      }
+    }
+  }
+
+  template <bool kIsInside>
+  __device__ __forceinline__ void fetch_runs(int step, int of_left) {
+#pragma unroll
+    for (int i = 0; i < P::kRuns; ++i) {
+      const uint8_t* run = run_at(step, i);
+      const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(run) & 15);
+      const int elements = kIsInside ? count(i, of_left) : min(count(i, of_left), width);
+      if (elements == 0) continue;
+#pragma unroll
+      for (int v = 0; v < kRunVectors; ++v) {
+        if (16 * v >= ahead + 2 * elements) continue;
+        if constexpr (kIsInside) {
+          load_vector(&word[i][4 * v], run - ahead + 16 * v);
+        } else {
+          load_vector_until(&word[i][4 * v], run - ahead + 16 * v, end);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void fetch(int step) {
+    if constexpr (!kIsAligned) {
+      if (is_inside(step)) {
+        fetch_runs<true>(step, left(step));
+      } else {
+        fetch_runs<false>(step, left(step));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put(int step, uint32_t stage) {
+    if constexpr (!kIsAligned) {
+      const int of_left = left(step);
+#pragma unroll
+      for (int i = 0; i < P::kRuns; ++i) {
+        shift_down(word[i], static_cast<int>(reinterpret_cast<uintptr_t>(run_at(0, i)) & 15) / 2);
+        if (of_left < P::kStepK) cut_off(word[i], count(i, of_left));
+        ptx::store_shared(stage + place(i),
+                          make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]));
+        ptx::store_shared(beside(stage + place(i)),
+                          make_uint4(word[i][4], word[i][5], word[i][6], word[i][7]));
+      }
+    }
+  }
+};
+
+}  // namespace fx_fuser::unaligned
