@@ -29,6 +29,7 @@ from fx_fuser.kernels.pointwise import Library
 from fx_fuser.kernels.precision import conv_tf32_requested, may_be_tf32
 from fx_fuser.kernels.split import Split, check_split_loop, reset_fallback
 from fx_fuser.kernels.stem import Stem
+from fx_fuser.kernels.unaligned import Unaligned
 from fx_fuser.native import binaries, load
 from fx_fuser.native.kernel_spec import POINTWISE, Family, KernelSpec
 
@@ -37,6 +38,7 @@ _ALL = (
     Split(),
     Dense(),
     Exact(),
+    Unaligned(),
     Folded(),
     Stem(),
     Depthwise(),

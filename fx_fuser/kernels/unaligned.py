@@ -1,8 +1,8 @@
 """A 16-bit gemm of operands that lie as they may: any pitch, any transposition, any address.
 
 The library has fast kernels for rows of a multiple of 16 bytes only, and none that is fast for many
-small matrices. kernels_cu/linear/linear_unaligned.cuh, launched by
-kernels_cu/host/linear_unaligned.h.
+small matrices. No site is found for it: `fx_fuser.passes.padding` puts it into Inductor's graphs.
+kernels_cu/linear/linear_unaligned.cuh, launched by kernels_cu/host/linear_unaligned.h.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fx_fuser.anchors.base import Config, Operands
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
 from fx_fuser.kernels.base import (
-    FLOATS,
-    GEMM_KINDS,
     SIXTEEN_BITS,
     Case,
     Kernel,
     example,
-    is_float64,
     known_sizes,
 )
 from fx_fuser.native.kernel_spec import Family, KernelSpec
@@ -33,7 +30,7 @@ UNALIGNED = "unaligned"
 TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128))
 _LARGE = TILES.index((128, 128))
 _SMALL = 128  # rows or columns that small tiles cover better
-_BATCHES = 64  # from which on a batch of small matrices is many
+_BATCHES, _SIDE = 64, 256  # from how many on, and up to which sizes, matrices are many and small
 _VECTOR = 8  # elements of 16 bytes
 # Bits of an operand's form: its k are adjacent in memory, not its rows; all lines of what is
 # adjacent begin at multiples of 16 bytes.
@@ -97,37 +94,25 @@ def gemm_of(family: Family, dtype: torch.dtype) -> KernelSpec:
 
 def has_slow_library(m: int, n: int, k: int, batches: int) -> bool:
     """May the library be slow at a gemm of these sizes, or of batches of it?"""
-    is_odd = any(size > 1 and size % 8 for size in (m, n, k))
-    return is_odd or (batches >= _BATCHES and m <= 256 and n <= 256)
+    is_odd = any(size > 1 and size % _VECTOR for size in (m, n, k))
+    return is_odd or has_many_small((batches, m, n))
+
+
+def has_many_small(sizes: Sequence[Any]) -> bool:
+    """Are these the sizes of a batch of many small matrices?"""
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    *batches, m, n = sizes
+    return math.prod(batches) >= _BATCHES and m <= _SIDE and n <= _SIDE
 
 
 class Unaligned(Kernel):
     name = UNALIGNED
-    sites = "16-bit Linear, matmul, bmm whose rows are no multiple of 16 bytes, or many and small"
-    kinds = GEMM_KINDS
-    grows = True
+    sites = "16-bit gemms whose rows are no multiple of 16 bytes, or of many small matrices"
     dtypes = SIXTEEN_BITS
 
     def takes(self, case: Case) -> bool:
-        c = case.tensors[0]
-        if c.dtype not in self.dtypes or not c.is_contiguous() or is_float64(case):
-            return False
-        x, weight = case.operand("x"), self._rows(case)
-        if case.out not in FLOATS or family_of(x, weight) is None:
-            return False
-        of_x, of_weight = known_sizes(x, weight) or ([], [])
-        batches = math.prod(of_weight[:-2])
-        m = math.prod(of_x[:-1]) // max(batches, 1)
-        return has_slow_library(m, of_weight[-2], of_weight[-1], batches)
-
-    @staticmethod
-    def _rows(case: Case) -> Tensor:
-        weight = case.operand("weight")
-        return weight if case.site.kind == "linear" else weight.mT
-
-    def family(self, operands: Operands, config: Config) -> Family | None:
-        weight = operands["weight"]
-        return family_of(operands["x"], weight if "bias" in operands else weight.mT)
+        return False
 
     def examples(self, arch: str) -> Sequence[KernelSpec]:
         f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16

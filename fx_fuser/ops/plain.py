@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,25 @@ def _exact_product(a: Tensor, b: Tensor, kernel: str) -> Tensor:
 _LIBRARY.define("exact_product(Tensor a, Tensor b, str kernel) -> Tensor")
 _LIBRARY.impl("exact_product", _exact_product, "CPU")
 torch.library.register_fake("fx_fuser::exact_product", _exact_product, lib=_LIBRARY)
+
+
+def _unaligned_product(
+    a: Tensor, b: Tensor, bias: Tensor | None, kernel: str, sizes: Sequence[int]
+) -> Tensor:
+    return F.linear(a, b, bias) if b.ndim == 2 else a @ b.mT
+
+
+# a bᵀ + bias in a's dtype, of 16 bits; b is a matrix, or has a's leading sizes, and there is no
+# bias. kernel: the name of `kernels.unaligned.gemm_of` a family of these sizes.
+_LIBRARY.define(
+    "unaligned_product(Tensor a, Tensor b, Tensor? bias, str kernel, int[] sizes) -> Tensor"
+)
+_LIBRARY.impl("unaligned_product", _unaligned_product, "CPU")
+torch.library.register_fake(
+    "fx_fuser::unaligned_product",
+    lambda a, b, bias, kernel, sizes: a.new_empty((*a.shape[:-1], b.shape[-2])),
+    lib=_LIBRARY,
+)
 
 
 # A copy that a partitioner does not recompute in backward, as it may a `clone`: by then the operand

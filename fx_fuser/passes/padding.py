@@ -38,8 +38,11 @@ from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.split import is_small
+from fx_fuser.kernels.unaligned import has_many_small
 from fx_fuser.native import limits
+from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import EARLY_PASS, Options
+from fx_fuser.passes import unaligned
 from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
 from fx_fuser.planning import bench_ops, contest
 from fx_fuser.planning.bench_ops import TensorForm
@@ -48,6 +51,8 @@ from fx_fuser.planning.timing import Candidate
 log = logging.getLogger("fx_fuser.passes.padding")
 
 COUNTERS = "fx_fuser_padded"  # in `torch._dynamo.utils.counters`: operation → how many padded
+# How a gemm may be computed, besides by the library's call.
+PADDED, UNALIGNED = "padded", "unaligned"
 _BYTES = 16  # of which rows are to be a multiple
 # Of the library's time, at most. What is timed is the gemm alone: a padded operand takes more
 # memory, and Inductor fuses less across it. DLRM's step was no faster (H100, 2026-11-26) and took
@@ -77,16 +82,24 @@ class Padding(GemmPass):
 
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
         found = [gemm for node in graph.nodes if (gemm := _Gemm.of(node, self.on_cpu))]
+        if not self.on_cpu:
+            _load_kernels(found)
         return functools.partial(self._replace, _Twins(graph), {gemm.node: gemm for gemm in found})
 
     def _replace(self, twins: _Twins, gemms: dict[Node, _Gemm], node: Node) -> str | None:
         gemm = gemms.get(node)
         if gemm is None:
             return None
-        if not self.on_cpu and not _is_faster(gemm, [_is_free(f, gemms) for f in gemm.factors]):
-            return None
-        gemm.replace(twins)
-        return ""
+        free = [_is_free(f, gemms) for f in gemm.factors]
+        chosen = gemm.ways[0] if self.on_cpu else _fastest(gemm, free)
+        if chosen == PADDED:
+            gemm.replace(twins)
+            return ""
+        if chosen == UNALIGNED:
+            assert gemm.spec is not None
+            unaligned.put(node.graph, node, gemm.spec)
+            return unaligned.SUFFIX
+        return None
 
 
 def settings(gm: GraphModule, options: Options) -> dict[str, Any]:
@@ -115,6 +128,8 @@ def _may_be_odd(values: Sequence[Tensor], device: str) -> bool:
     if not values or values[0].dtype not in SIXTEEN_BITS or values[0].device.type != device:
         return False
     dtype = values[0].dtype  # its operands' too, under autocast
+    if any(has_many_small(v.shape) for v in values if v.ndim > 2):
+        return True
     sizes = (n for v in values for n in v.shape[-2:] if isinstance(n, int))
     return any(n > 1 and _zeros(n, dtype) for n in sizes)
 
@@ -134,15 +149,18 @@ def _is_transposed(form: TensorForm) -> bool:
 
 @dataclass(frozen=True)
 class _Gemm:
-    """left [*, M, K] @ right [*, K, N]. zeros: how many go behind M, K and N."""
+    """left [*, M, K] @ right [*, K, N]. zeros: how many go behind M, K and N, if it may be padded.
+    spec: of the kernel that takes it as it lies, if one does."""
 
     node: Node
     forms: tuple[TensorForm, TensorForm]
     zeros: tuple[int, int, int]
+    spec: KernelSpec | None
 
     @classmethod
     def of(cls, node: Node, on_cpu: bool) -> _Gemm | None:
-        """The gemm that the node is, if it has 16 bits and an odd size; else None."""
+        """The gemm that the node is, if it has 16 bits and something else than the library's call
+        may be faster; else None."""
         if node.op != "call_function" or node.target not in GEMMS:
             return None
         factors = tuple(node.args[i] for i in GEMMS[node.target])
@@ -160,9 +178,15 @@ class _Gemm:
         assert left is not None and right is not None
         zeros = _zeros_of(left, right)
         leaves_gaps = zeros[2] or (zeros[0] and len(left.size) > 2)
-        if not any(zeros) or (leaves_gaps and _is_returned(node)):
-            return None
-        return cls(node, (left, right), zeros)
+        if leaves_gaps and _is_returned(node):
+            zeros = 0, 0, 0
+        spec = unaligned.spec_for(node, left, right)
+        return cls(node, (left, right), zeros, spec) if any(zeros) or spec else None
+
+    @property
+    def ways(self) -> list[str]:
+        """To compute it, besides the library's."""
+        return [PADDED] * any(self.zeros) + [UNALIGNED] * (self.spec is not None)
 
     @property
     def factors(self) -> tuple[Node, Node]:
@@ -302,27 +326,48 @@ def _is_free(value: Node, gemms: Collection[Node]) -> bool:
     return True
 
 
-def _is_faster(gemm: _Gemm, free: Sequence[bool]) -> bool:
-    """Is the padded gemm faster, with a copy of each operand that is not free?"""
+def _is_small(gemm: _Gemm) -> bool:
     left, right = gemm.forms
-    if is_small(left.size, (*left.size[:-1], right.size[-1]), left.device):
-        return False
-    key = ("padding", str(left), str(right), gemm.zeros, *free)
-    make_candidates = functools.partial(_candidates, gemm.forms, gemm.zeros, free)
-    times = contest.times(key, make_candidates, left.device)
+    return is_small(left.size, (*left.size[:-1], right.size[-1]), left.device)
+
+
+def _load_kernels(gemms: Sequence[_Gemm]) -> None:
+    """Those that are timed, all at once."""
+    specs: dict[torch.device, dict[KernelSpec, None]] = {}
+    for gemm in gemms:
+        if gemm.spec is not None and not _is_small(gemm):
+            specs.setdefault(gemm.forms[0].device, {})[gemm.spec] = None
+    for device, of_device in specs.items():
+        unaligned.prepare(tuple(of_device), device)
+
+
+def _fastest(gemm: _Gemm, free: Sequence[bool]) -> str | None:
+    """The way to compute it; None: the library's. A padded gemm has a copy of each operand that is
+    not free."""
+    if _is_small(gemm):
+        return None
+    left, right = gemm.forms
+    key = ("16 bits", str(left), str(right), gemm.zeros, gemm.spec and gemm.spec.name, *free)
+    times = contest.times(key, functools.partial(_candidates, gemm, free), left.device)
     if isinstance(times, str):
-        return False
-    library, padded = (took.gpu for took in times)
+        return None
+    library, *others = (took.gpu for took in times)
+    took = dict(zip(gemm.ways, others, strict=True))
+    log.info("%s @ %s: library %.4g ms, %s", left.size, right.size, library, took)
+    if UNALIGNED in took and contest.gains(took[UNALIGNED], min([library, *others[:-1]])):
+        return UNALIGNED
+    if PADDED not in took:
+        return None
+    padded = took[PADDED]
     # Where a reduction comes before the operand, the kernel that pads reads its input once more.
     read = sum(math.prod(form.size) for form, is_free in zip(gemm.forms, free) if is_free)
     padded += 1e3 * read * left.dtype.itemsize / limits.of(left.device).bandwidth
-    log.info("%s @ %s: library %.4g ms, padded %.4g", left.size, right.size, library, padded)
-    return padded <= _MOST * library
+    return PADDED if padded <= _MOST * library else None
 
 
-def _candidates(
-    forms: Sequence[TensorForm], zeros: Sequence[int], free: Sequence[bool]
-) -> list[Candidate]:
+def _candidates(gemm: _Gemm, free: Sequence[bool]) -> list[Candidate]:
+    """The library's, then the gemm's `ways`."""
+    forms, zeros = gemm.forms, gemm.zeros
     generator = torch.Generator(forms[0].device).manual_seed(0)
     deviations = (1.0, forms[1].size[-2] ** -0.5)
     values = [form.random(generator, d) for form, d in zip(forms, deviations)]
@@ -339,8 +384,14 @@ def _candidates(
     def padded() -> Sequence[Tensor]:
         return ((operands[0]() @ operands[1]())[..., :m, :n],)
 
-    bench_ops.compare([library, padded], "padded", forms[0].dtype)
-    return [Candidate(library), Candidate(padded)]
+    made = [library]
+    if any(zeros):
+        made.append(padded)
+    if gemm.spec is not None:
+        made.append(unaligned.candidate(gemm.spec, *values))
+    for way, call_of in zip(gemm.ways, made[1:], strict=True):
+        bench_ops.compare([library, call_of], way, forms[0].dtype)
+    return [*map(Candidate, made)]
 
 
 def _given(value: Tensor) -> Tensor:

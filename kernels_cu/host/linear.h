@@ -126,6 +126,28 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
   return library_product(widened(a), widened(b), std::nullopt);
 }
 
+// fx_fuser::unaligned_product on CUDA: a bᵀ + bias of one 16-bit type, of tensors that lie as they
+// may. sizes: of the kernel's family, by which it is loaded if it was not.
+Tensor unaligned_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                         const std::string& kernel, const std::vector<int64_t>& sizes) {
+  require_cuda(a, "a");
+  const auto find = [&] { return registry<GemmKernel>().find(kernel, a.get_device_index()); };
+  const GemmKernel* found = find();
+  if (found == nullptr) {
+    std::array<StableIValue, 2> stack{torch::stable::detail::from(a),
+                                      torch::stable::detail::from(sizes)};
+    TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("fx_fuser::load_unaligned", "", stack.data(), TORCH_ABI_VERSION));
+    found = find();
+  }
+  if (found == nullptr) return library_product(a, b, bias);
+  const auto a_sizes = a.sizes();
+  std::vector<int64_t> shape(a_sizes.begin(), a_sizes.end());
+  shape.back() = b.size(-2);
+  const Tensor product = new_dense(a, shape, a.scalar_type());
+  return found->run(a, b, bias, product, std::nullopt, {}) ? product : library_product(a, b, bias);
+}
+
 // What linear and matmul do with a weight [N, K]; or [*, N, K] with x's leading
 // sizes.
 Made fused_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

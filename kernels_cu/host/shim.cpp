@@ -71,6 +71,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser, CUDA, m) {
   m.impl("fold", TORCH_BOX(&fold));
   m.impl("split_product", TORCH_BOX(&split_product));
   m.impl("exact_product", TORCH_BOX(&exact_product));
+  m.impl("unaligned_product", TORCH_BOX(&unaligned_product));
 }
 
 }  // namespace fx_fuser

@@ -42,7 +42,8 @@ struct UnalignedShape {
 
 constexpr UnalignedShape kUnalignedShapes[] = {
     {1, 1, 32, 32}, {1, 2, 32, 32}, {2, 1, 32, 32}, {2, 2, 32, 32}, {2, 4, 64, 32},
-};
+    {2, 1, 16, 32}, {2, 2, 16, 32}, {4, 1, 16, 32}, {4, 2, 16, 32}, {2, 4, 32, 32},
+    {2, 2, 64, 32}, {4, 2, 32, 64}, {2, 2, 64, 64}};
 constexpr int kUnalignedShapeCount = sizeof(kUnalignedShapes) / sizeof(kUnalignedShapes[0]);
 
 // One matrix of a batch is [lines][line_size]; strides in elements.

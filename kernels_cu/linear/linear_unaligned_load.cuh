@@ -27,8 +27,10 @@ struct Part {
   static constexpr int kLineBytes = kChunks * 16;
   static constexpr int kBytes = kLines * kLineBytes;
   static constexpr int kRunsOfLine = kChunks / kRunChunks;
-  static constexpr int kLinesAtOnce = kThreads / kRunsOfLine;
-  static constexpr int kRuns = kLines / kLinesAtOnce;  // of a thread
+  // A thread's runs are so many lines apart. Of many threads some have none.
+  static constexpr bool kHasIdle = kThreads > kLines* kRunsOfLine;
+  static constexpr int kLinesAtOnce = kHasIdle ? kLines : kThreads / kRunsOfLine;
+  static constexpr int kRuns = kLines / kLinesAtOnce;
   static_assert(kLines % kLinesAtOnce == 0 && kLinesAtOnce % 8 == 0);
   static_assert(kChunks == 4 || kChunks % 8 == 0);
 
@@ -137,6 +139,7 @@ struct Loader {
     }
   }
 
+  __device__ __forceinline__ bool is_idle() const { return P::kHasIdle && line >= P::kLines; }
   // k that exist of a step.
   __device__ __forceinline__ int left(int step) const {
     return min(k - step * P::kStepK, P::kStepK);
@@ -164,6 +167,7 @@ struct Loader {
 
   __device__ __forceinline__ void copy(int step, uint32_t stage) const {
     if constexpr (kIsAligned) {
+      if (is_idle()) return;
       const int of_left = left(step);
       if (of_left == P::kStepK && is_inside(step)) {
 #pragma unroll
@@ -207,6 +211,7 @@ struct Loader {
 
   __device__ __forceinline__ void fetch(int step) {
     if constexpr (!kIsAligned) {
+      if (is_idle()) return;
       if (is_inside(step)) {
         fetch_runs<true>(step, left(step));
       } else {
@@ -217,6 +222,7 @@ struct Loader {
 
   __device__ __forceinline__ void put(int step, uint32_t stage) {
     if constexpr (!kIsAligned) {
+      if (is_idle()) return;
       const int of_left = left(step);
 #pragma unroll
       for (int i = 0; i < P::kRuns; ++i) {
