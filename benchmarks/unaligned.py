@@ -3,10 +3,10 @@
     python -m benchmarks.unaligned [--only WORD] [--out FILE]
 
 GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data; each
-result is compared with float64's. `ours`: linear_unaligned.cuh. `library`: torch's gemm of the same
-operands. `aligned`: of the nearest larger sizes that are multiples of 8. `padded`: that behind
-copies of the operands that need one. `bytes`: reading and writing everything once.
-`python -m pytest tests/kernels/test_unaligned.py` checks the kernel.
+result is compared with float64's. `ours`: linear_unaligned.cuh, with the tile that is taken, and
+by tile. `library`: torch's gemm of the same operands. `aligned`: of the nearest larger sizes that
+are multiples of 8. `padded`: that behind copies of the operands that need one. `bytes`: reading and
+writing everything once. `python -m pytest tests/kernels/test_unaligned.py` checks the kernel.
 """
 
 from __future__ import annotations
@@ -58,12 +58,18 @@ class Gemm:
         left = self.factor(self.m, self.k, self.left_transposed, unit)
         return left, self.factor(self.k, self.n, self.right_transposed, unit)
 
-    def spec(self) -> KernelSpec:
+    def specs(self) -> dict[int, KernelSpec]:
+        """By tile, the one that is taken first."""
         with FakeTensorMode():
             left, right = self.factors()
         family = unaligned.family_of(left, right.mT)
         assert family is not None
-        return unaligned.gemm_of(family, torch.bfloat16)
+        taken, *others = family.sizes
+        rivals = [t for t, tile in enumerate(unaligned.TILES) if tile == unaligned.TILES[taken]]
+        if max(self.m, self.n) > 64:
+            rivals += [t for t, tile in enumerate(unaligned.TILES) if min(tile) >= 64]
+        families = {t: unaligned.unaligned(t, *others) for t in dict.fromkeys([taken, *rivals])}
+        return {t: unaligned.gemm_of(f, torch.bfloat16) for t, f in families.items()}
 
     @property
     def bytes(self) -> int:
@@ -116,25 +122,29 @@ def _median(call: Callable[[], object]) -> float:
 def timed(gemm: Gemm) -> dict[str, Any]:
     left, right = gemm.factors()
     out = torch.full_like(left @ right, float("nan"))
-    spec = gemm.spec()
-    ours(spec, left, right, out)
     few = slice(0, 256)
     part = (left[few], right[few]) if gemm.batches > 1 else (left[few], right)
     exact = part[0].double() @ part[1].double()
-    errors = relative(out[few], exact), relative((left @ right)[few], exact)
-    assert errors[0] <= max(2 * errors[1], 4e-3), (gemm, errors)
+    theirs = relative((left @ right)[few], exact)
+    specs = gemm.specs()
+    for spec in [*specs.values()][::-1]:  # the one that is taken last
+        ours(spec, left, right, out.fill_(float("nan")))
+        error = relative(out[few], exact)
+        assert error <= max(2 * theirs, 4e-3), (gemm, spec, error, theirs)
     whole = gemm.factors(8)
     calls: dict[str, Callable[[], object]] = {
-        "ours": lambda: ours(spec, left, right, out),
         "library": lambda: left @ right,
         "aligned": lambda: whole[0] @ whole[1],
         "padded": lambda: padded(left, right),
     }
+    for tile, spec in specs.items():
+        calls[f"tile {tile}"] = functools.partial(ours, spec, left, right, out)
     timers = {name: functools.partial(_median, call) for name, call in calls.items()}
     ms = measure.interleaved(timers, 3)
+    ms["ours"] = ms[f"tile {next(iter(specs))}"]
     limit = 1e3 * gemm.bytes / limits.of(CUDA).bandwidth
     return {"gemm": gemm.name, "sizes": [gemm.batches, gemm.m, gemm.k, gemm.n], **ms,
-            "bytes": limit, "error": errors[0], "library_error": errors[1]}  # fmt: skip
+            "bytes": limit, "error": error, "library_error": theirs}  # fmt: skip
 
 
 def main() -> int:
@@ -143,14 +153,25 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     gemms = [gemm for gemm in GEMMS if options.only in gemm.name]
-    load.prepare([gemm.spec() for gemm in gemms], CUDA)
+    load.prepare([spec for gemm in gemms for spec in gemm.specs().values()], CUDA)
     rows = [timed(gemm) for gemm in gemms]
     shown = [
         [row["gemm"], *(f"{row[n]:.4f}" for n in ("ours", "library", "aligned", "padded", "bytes")),
-         f"{row['library'] / row['ours']:.2f}×", f"{row['ours'] / row['aligned']:.2f}"]
+         f"{row['library'] / row['ours']:.2f}×", f"{row['ours'] / row['aligned']:.2f}",
+         " ".join(f"{n[5:]}: {row[n]:.4f}" for n in row if n.startswith("tile"))]
         for row in rows
     ]  # fmt: skip
-    head = ["", "ours", "library", "aligned", "padded", "bytes", "library/ours", "ours/aligned"]
+    head = [
+        "",
+        "ours",
+        "library",
+        "aligned",
+        "padded",
+        "bytes",
+        "library/ours",
+        "ours/aligned",
+        "by tile",
+    ]
     print(tabulate(shown, head))
     if options.out:
         said = {**measure.machine(CUDA), "rows": rows}

@@ -27,7 +27,7 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 UNALIGNED = "unaligned"
 # A block's tile of the result, rows by columns: kUnalignedShapes of linear_unaligned_args.h.
-TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128))
+TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128), (64, 64))
 _LARGE = TILES.index((128, 128))
 _SMALL = 128  # rows or columns that small tiles cover better
 _BATCHES, _SIDE = 64, 256  # from how many on, and up to which sizes, matrices are many and small

@@ -39,10 +39,10 @@ struct Shape {
   static constexpr int kWarpN = kIs.warp_n;
   static constexpr int kInstructionsM = kWarpM / 16;
   static constexpr int kInstructionsN = kWarpN / 8;
-  using PartA = Part<kTileM, kStepK, is_along_k(kFormA), kThreads>;
-  using PartB = Part<kTileN, kStepK, is_along_k(kFormB), kThreads>;
-  using LoaderA = Loader<PartA, is_aligned(kFormA)>;
-  using LoaderB = Loader<PartB, is_aligned(kFormB)>;
+  using PartA = Part<kTileM, kStepK, is_along_k(kFormA), is_aligned(kFormA), kThreads>;
+  using PartB = Part<kTileN, kStepK, is_along_k(kFormB), is_aligned(kFormB), kThreads>;
+  using LoaderA = Loader<PartA>;
+  using LoaderB = Loader<PartB>;
   static constexpr int kStageBytes = PartA::kBytes + PartB::kBytes;
   static_assert(sizeof(X) == 2 && kIs16BitFloat<X>);
   static_assert(kStageBytes == kIs.stage_bytes(kStepK));
@@ -186,12 +186,28 @@ __device__ __forceinline__ void run(const UnalignedArgs& args) {
   tail.finish(sum);
 }
 
+// For epilogues with which the kernel spills otherwise: fx_fuser/native/jobs.py.
+#ifdef FX_FUSER_FEW_REGISTERS
+constexpr bool kFewRegisters = true;
+#else
+constexpr bool kFewRegisters = false;
+#endif
+
 constexpr int threads_of(int shape) { return kUnalignedShapes[shape].threads(); }
+
+// What waits in registers of two operands leaves room for fewer blocks.
+constexpr int blocks_of(int shape, int form_a, int form_b) {
+  const int resident = kUnalignedShapes[shape].resident;
+  const bool both_wait = !is_aligned(form_a) && !is_aligned(form_b);
+  return kFewRegisters || both_wait ? resident / 2 : resident;
+}
 
 }  // namespace fx_fuser::unaligned
 
-#define FX_FUSER_LINEAR_UNALIGNED(shape, ...)                                          \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::unaligned::threads_of(shape)) \
-      fx_fuser_unaligned(const __grid_constant__ fx_fuser::UnalignedArgs args) {       \
-    fx_fuser::unaligned::run<shape, __VA_ARGS__>(args);                                \
+#define FX_FUSER_LINEAR_UNALIGNED(shape, step_k, form_a, form_b, ...)            \
+  extern "C" __global__ void __launch_bounds__(                                  \
+      fx_fuser::unaligned::threads_of(shape),                                    \
+      fx_fuser::unaligned::blocks_of(shape, form_a, form_b))                     \
+      fx_fuser_unaligned(const __grid_constant__ fx_fuser::UnalignedArgs args) { \
+    fx_fuser::unaligned::run<shape, step_k, form_a, form_b, __VA_ARGS__>(args);  \
   }

@@ -21,8 +21,9 @@ constexpr int kUnalignedGroupM = 8;  // tiles of rows side by side: they and b's
 struct UnalignedShape {
   int warps_m;
   int warps_n;
-  int warp_m;  // rows
-  int warp_n;  // columns
+  int warp_m;    // rows
+  int warp_n;    // columns
+  int resident;  // blocks a multiprocessor, which bounds a thread's registers
 
   constexpr int tile_m() const { return warps_m * warp_m; }
   constexpr int tile_n() const { return warps_n * warp_n; }
@@ -41,9 +42,9 @@ struct UnalignedShape {
 };
 
 constexpr UnalignedShape kUnalignedShapes[] = {
-    {1, 1, 32, 32}, {1, 2, 32, 32}, {2, 1, 32, 32}, {2, 2, 32, 32}, {2, 4, 64, 32},
-    {2, 1, 16, 32}, {2, 2, 16, 32}, {4, 1, 16, 32}, {4, 2, 16, 32}, {2, 4, 32, 32},
-    {2, 2, 64, 32}, {4, 2, 32, 64}, {2, 2, 64, 64}};
+    {2, 1, 16, 32, 12}, {2, 2, 16, 32, 6}, {4, 1, 16, 32, 6},
+    {2, 2, 32, 32, 4},  {2, 4, 64, 32, 2}, {4, 2, 16, 32, 3},
+};
 constexpr int kUnalignedShapeCount = sizeof(kUnalignedShapes) / sizeof(kUnalignedShapes[0]);
 
 // One matrix of a batch is [lines][line_size]; strides in elements.

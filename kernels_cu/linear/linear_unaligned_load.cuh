@@ -9,16 +9,18 @@
 
 namespace fx_fuser::unaligned {
 
-// What a thread reads at once: two chunks of a line, and the aligned vectors that they lie in.
-constexpr int kRunChunks = 2;
-constexpr int kRun = kRunChunks * kUnalignedChunk;  // elements
-constexpr int kRunVectors = kRunChunks + 1;
+// What a thread reads at once, a run: of aligned lines a chunk, so that lanes side by side read
+// whole sectors; of others two, and the three aligned vectors that they lie in.
+constexpr int kRunVectors = 3;
 constexpr int kRunWords = 4 * kRunVectors;
 
 // An operand's part of a stage: lines of chunks. kAlongK: lines are rows, and a line's elements are
 // adjacent k; else lines are k, and their elements adjacent rows.
-template <int kRows_, int kStepK_, bool kAlongK_, int kThreads>
+template <int kRows_, int kStepK_, bool kAlongK_, bool kIsAligned_, int kThreads>
 struct Part {
+  static constexpr bool kIsAligned = kIsAligned_;
+  static constexpr int kRunChunks = kIsAligned ? 1 : 2;
+  static constexpr int kRun = kRunChunks * kUnalignedChunk;  // elements
   static constexpr int kRows = kRows_;
   static constexpr int kStepK = kStepK_;
   static constexpr bool kAlongK = kAlongK_;
@@ -59,7 +61,7 @@ __device__ __forceinline__ void shift_down(uint32_t (&word)[kRunWords], int shif
 // Zeros from element `count` on.
 __device__ __forceinline__ void cut_off(uint32_t (&word)[kRunWords], int count) {
 #pragma unroll
-  for (int i = 0; i < kRun / 2; ++i) {
+  for (int i = 0; i < kUnalignedChunk; ++i) {
     if (2 * i + 1 == count) word[i] &= 0xFFFF;
     if (2 * i >= count) word[i] = 0;
   }
@@ -93,8 +95,11 @@ __device__ __forceinline__ void load_vector_until(uint32_t* to, const uint8_t* f
 // Reads an operand's part of each stage. kIsAligned: all lines begin at multiples of 16 bytes, and
 // come by cp.async. Others wait in registers, from `fetch` to `put`. A line is as far from such a
 // multiple in all steps.
-template <class P, bool kIsAligned>
+template <class P>
 struct Loader {
+  static constexpr bool kIsAligned = P::kIsAligned;
+  static constexpr int kRun = P::kRun;
+
   const uint8_t* from;  // of the first run at k = 0
   const uint8_t* end;
   int64_t next_line;  // bytes from a run to the thread's next
@@ -113,7 +118,7 @@ struct Loader {
       : k(all_k) {
     const int thread = static_cast<int>(ptx::thread_index());
     line = thread / P::kRunsOfLine;
-    chunk = thread % P::kRunsOfLine * kRunChunks;
+    chunk = thread % P::kRunsOfLine * P::kRunChunks;
     const uint8_t* matrix = static_cast<const uint8_t*>(operand.data) + 2 * batch_offset;
     end = static_cast<const uint8_t*>(operand.end);
     bytes = end - matrix;
@@ -162,8 +167,6 @@ struct Loader {
   __device__ __forceinline__ uint32_t place(int index) const {
     return P::place(line, chunk) + index * (P::kLinesAtOnce * P::kLineBytes);
   }
-  // Of the run's second chunk.
-  __device__ __forceinline__ uint32_t beside(uint32_t place) const { return place ^ 16; }
 
   __device__ __forceinline__ void copy(int step, uint32_t stage) const {
     if constexpr (kIsAligned) {
@@ -171,20 +174,13 @@ struct Loader {
       const int of_left = left(step);
       if (of_left == P::kStepK && is_inside(step)) {
 #pragma unroll
-        for (int i = 0; i < P::kRuns; ++i) {
-          const uint8_t* run = run_at(step, i);
-          ptx::copy_async_16(stage + place(i), run);
-          ptx::copy_async_16(beside(stage + place(i)), run + 16);
-        }
+        for (int i = 0; i < P::kRuns; ++i) ptx::copy_async_16(stage + place(i), run_at(step, i));
         return;
       }
 #pragma unroll
       for (int i = 0; i < P::kRuns; ++i) {
         const int elements = min(count(i, of_left), width);
-        const uint8_t* run = elements > 0 ? run_at(step, i) : from;
-        const int second = max(elements - kUnalignedChunk, 0);
-        ptx::copy_async_16(stage + place(i), run, 2 * min(elements, kUnalignedChunk));
-        ptx::copy_async_16(beside(stage + place(i)), second > 0 ? run + 16 : run, 2 * second);
+        ptx::copy_async_16(stage + place(i), elements > 0 ? run_at(step, i) : from, 2 * elements);
       }
     }
   }
@@ -230,7 +226,7 @@ struct Loader {
         if (of_left < P::kStepK) cut_off(word[i], count(i, of_left));
         ptx::store_shared(stage + place(i),
                           make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]));
-        ptx::store_shared(beside(stage + place(i)),
+        ptx::store_shared((stage + place(i)) ^ 16,
                           make_uint4(word[i][4], word[i][5], word[i][6], word[i][7]));
       }
     }

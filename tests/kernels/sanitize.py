@@ -22,6 +22,7 @@ import narrow_checks
 import split_planes_checks
 import stem_checks
 import torch
+import unaligned_checks
 from native_cases import SMALL_CASES
 
 from benchmarks import conv_backward_sm90, conv_sm90, linear_sm90
@@ -39,7 +40,8 @@ load.prepare([depthwise_checks.spec_of(*one) for one in depthwise_checks.EXAMPLE
 depthwise_checks.sweep(failures, 40, 0, side=20)
 load.prepare([stem_checks.spec_of(*one) for one in stem_checks.EXAMPLES], "cuda")
 stem_checks.sweep(failures, 40, 0, side=30)
-ran += 80
+unaligned_checks.sweep(failures, 36, 0, 12, 140, 150)
+ran += 116
 if "--racecheck" not in sys.argv:
     load.prepare([implicit_checks.spec_of(*one) for one in implicit_checks.EXAMPLES], "cuda")
     implicit_checks.sweep(failures, 40, 0, side=20)
