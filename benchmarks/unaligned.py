@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ from tabulate import tabulate
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from benchmarks import kernels, measure
+from benchmarks import kernels, measure, results
+from benchmarks.run import commit_here
 from benchmarks.sm90 import CUDA, relative
 from fx_fuser.kernels import unaligned
 from fx_fuser.native import limits, load
@@ -174,8 +175,8 @@ def main() -> int:
     ]
     print(tabulate(shown, head))
     if options.out:
-        said = {**measure.machine(CUDA), "rows": rows}
-        options.out.write_text(json.dumps(said, indent=1) + "\n")
+        commit = os.environ.get("FX_FUSER_COMMIT") or commit_here()
+        results.save(options.out, measure.machine(CUDA), commit, rows=rows)
     return 0
 
 

@@ -38,7 +38,6 @@ from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
 from fx_fuser.kernels.base import SIXTEEN_BITS
 from fx_fuser.kernels.split import is_small
-from fx_fuser.kernels.unaligned import has_many_small
 from fx_fuser.native import limits
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import EARLY_PASS, Options
@@ -91,7 +90,7 @@ class Padding(GemmPass):
         if gemm is None:
             return None
         free = [_is_free(f, gemms) for f in gemm.factors]
-        chosen = gemm.ways[0] if self.on_cpu else _fastest(gemm, free)
+        chosen = _fastest(gemm, free) if not self.on_cpu else PADDED if gemm.pads else UNALIGNED
         if chosen == PADDED:
             gemm.replace(twins)
             return ""
@@ -128,8 +127,6 @@ def _may_be_odd(values: Sequence[Tensor], device: str) -> bool:
     if not values or values[0].dtype not in SIXTEEN_BITS or values[0].device.type != device:
         return False
     dtype = values[0].dtype  # its operands' too, under autocast
-    if any(has_many_small(v.shape) for v in values if v.ndim > 2):
-        return True
     sizes = (n for v in values for n in v.shape[-2:] if isinstance(n, int))
     return any(n > 1 and _zeros(n, dtype) for n in sizes)
 
@@ -149,18 +146,20 @@ def _is_transposed(form: TensorForm) -> bool:
 
 @dataclass(frozen=True)
 class _Gemm:
-    """left [*, M, K] @ right [*, K, N]. zeros: how many go behind M, K and N, if it may be padded.
-    spec: of the kernel that takes it as it lies, if one does."""
+    """left [*, M, K] @ right [*, K, N]. zeros: how many go behind M, K and N of a padded one. pads:
+    may it be padded here? spec: of the kernel that takes it as it lies, if one does and may gain.
+    """
 
     node: Node
     forms: tuple[TensorForm, TensorForm]
     zeros: tuple[int, int, int]
+    pads: bool
     spec: KernelSpec | None
 
     @classmethod
     def of(cls, node: Node, on_cpu: bool) -> _Gemm | None:
-        """The gemm that the node is, if it has 16 bits and something else than the library's call
-        may be faster; else None."""
+        """The gemm that the node is, if it has 16 bits, an odd size and something else than the
+        library's call may be faster; else None."""
         if node.op != "call_function" or node.target not in GEMMS:
             return None
         factors = tuple(node.args[i] for i in GEMMS[node.target])
@@ -178,15 +177,11 @@ class _Gemm:
         assert left is not None and right is not None
         zeros = _zeros_of(left, right)
         leaves_gaps = zeros[2] or (zeros[0] and len(left.size) > 2)
-        if leaves_gaps and _is_returned(node):
-            zeros = 0, 0, 0
+        if not any(zeros):
+            return None
+        pads = not (leaves_gaps and _is_returned(node))
         spec = unaligned.spec_for(node, left, right)
-        return cls(node, (left, right), zeros, spec) if any(zeros) or spec else None
-
-    @property
-    def ways(self) -> list[str]:
-        """To compute it, besides the library's."""
-        return [PADDED] * any(self.zeros) + [UNALIGNED] * (self.spec is not None)
+        return cls(node, (left, right), zeros, pads, spec) if pads or spec else None
 
     @property
     def factors(self) -> tuple[Node, Node]:
@@ -351,22 +346,20 @@ def _fastest(gemm: _Gemm, free: Sequence[bool]) -> str | None:
     times = contest.times(key, functools.partial(_candidates, gemm, free), left.device)
     if isinstance(times, str):
         return None
-    library, *others = (took.gpu for took in times)
-    took = dict(zip(gemm.ways, others, strict=True))
-    log.info("%s @ %s: library %.4g ms, %s", left.size, right.size, library, took)
-    if UNALIGNED in took and contest.gains(took[UNALIGNED], min([library, *others[:-1]])):
+    library, padded, *fused = (took.gpu for took in times)
+    log.info("%s @ %s: library %.4g ms, padded %.4g, unaligned %s",
+             left.size, right.size, library, padded, fused)  # fmt: skip
+    # Where this pass may not pad, Inductor may.
+    if fused and contest.gains(fused[0], min(library, padded)):
         return UNALIGNED
-    if PADDED not in took:
-        return None
-    padded = took[PADDED]
     # Where a reduction comes before the operand, the kernel that pads reads its input once more.
     read = sum(math.prod(form.size) for form, is_free in zip(gemm.forms, free) if is_free)
     padded += 1e3 * read * left.dtype.itemsize / limits.of(left.device).bandwidth
-    return PADDED if padded <= _MOST * library else None
+    return PADDED if gemm.pads and padded <= _MOST * library else None
 
 
 def _candidates(gemm: _Gemm, free: Sequence[bool]) -> list[Candidate]:
-    """The library's, then the gemm's `ways`."""
+    """The library's, padded and, if the gemm has a spec, by that kernel."""
     forms, zeros = gemm.forms, gemm.zeros
     generator = torch.Generator(forms[0].device).manual_seed(0)
     deviations = (1.0, forms[1].size[-2] ** -0.5)
@@ -384,13 +377,11 @@ def _candidates(gemm: _Gemm, free: Sequence[bool]) -> list[Candidate]:
     def padded() -> Sequence[Tensor]:
         return ((operands[0]() @ operands[1]())[..., :m, :n],)
 
-    made = [library]
-    if any(zeros):
-        made.append(padded)
+    made = [library, padded]
+    bench_ops.compare(made, PADDED, forms[0].dtype)
     if gemm.spec is not None:
         made.append(unaligned.candidate(gemm.spec, *values))
-    for way, call_of in zip(gemm.ways, made[1:], strict=True):
-        bench_ops.compare([library, call_of], way, forms[0].dtype)
+        bench_ops.compare(made, UNALIGNED, forms[0].dtype)
     return [*map(Candidate, made)]
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fx_fuser.errors import BuildError
 from fx_fuser.kernels.base import SIXTEEN_BITS
-from fx_fuser.kernels.unaligned import family_for, form_of, gemm_of, has_slow_library, unaligned
+from fx_fuser.kernels.unaligned import family_for, form_of, gemm_of, is_bound_by_bytes, unaligned
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.passes.gemm_pass import GEMMS, call
@@ -29,14 +29,14 @@ PRODUCT = torch.ops.fx_fuser.unaligned_product.default
 
 
 def spec_for(node: Node, left: TensorForm, right: TensorForm) -> KernelSpec | None:
-    """The kernel of left [*, M, K] @ right [*, K, N]; None where it does not take the gemm, or the
-    library is not slow."""
+    """The kernel of left [*, M, K] @ right [*, K, N]; None where it does not take the gemm,
+    or the library is faster behind copies that pad."""
     if left.dtype not in SIXTEEN_BITS or node.kwargs or not _adds_bias(node, right):
         return None
     if len(left.size) != len(right.size) or len(left.size) > 3:
         return None
     (m, k), n = left.size[-2:], right.size[-1]
-    if not has_slow_library(m, n, k, left.size[0] if len(left.size) > 2 else 1):
+    if not is_bound_by_bytes(m, n, k):
         return None
     rows = [form_of(form.size, form.stride) for form in (left, _transposed(right))]
     if None in rows:

@@ -8,6 +8,7 @@ BIAS = "tests/passes/test_attention_bias.py"
 ROWS = f"{BIAS}::test_rows_that_a_kernel_is_not_asked_for"
 BOUNDS = "tests/passes/test_bounds.py"
 PADDING = "tests/passes/test_padding.py"
+UNALIGNED = "tests/passes/test_unaligned_pass.py"
 KEPT = f"{STRIDES}::test_results_keep_eagers_strides_and_values"
 VALUES = f"{FORMS}::test_values_gradients_and_strides"
 APART = f"{FORMS}::test_gradients_reach_the_kernel_with_the_strides_of_its_result"
@@ -172,9 +173,44 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     (
         "padding: what the graph returns has no gaps",
         "passes/padding.py",
-        "if not any(zeros) or (leaves_gaps and _is_returned(node)):",
-        "if not any(zeros):",
-        (f"{PADDING}::test_a_result_that_is_returned_is_left",),
+        "pads = not (leaves_gaps and _is_returned(node))",
+        "pads = True",
+        (f"{PADDING}::test_a_result_that_is_returned_is_not_padded",),
+    ),
+    (
+        "padding: what bytes do not bound stays, where it cannot be padded",
+        "passes/unaligned.py",
+        "if not is_bound_by_bytes(m, n, k):",
+        "if False:",
+        (f"{PADDING}::test_a_result_that_is_returned_is_not_padded",),
+    ),
+    (
+        "unaligned: what is added is a vector of columns",
+        "passes/unaligned.py",
+        "return tuple(value.shape) == (right.size[-1],) and value.stride() == (1,)",
+        "return True",
+        (f"{UNALIGNED}::test_what_it_does_not_take",),
+    ),
+    (
+        "unaligned: rows or k are adjacent",
+        "kernels/unaligned.py",
+        "    elif rows == 1 or stride[-2] == 1:\n",
+        "    elif True:\n",
+        (f"{UNALIGNED}::test_forms",),
+    ),
+    (
+        "unaligned: aligned lines begin at multiples of 16 bytes, wherever the first one does",
+        "kernels/unaligned.py",
+        "for step in (*steps, offset)",
+        "for step in steps",
+        (f"{UNALIGNED}::test_forms",),
+    ),
+    (
+        "unaligned: the library where a padded gemm is faster, though only Inductor may pad it",
+        "passes/padding.py",
+        "min(library, padded)",
+        "library",
+        (f"{UNALIGNED}::test_the_fastest_is_taken",),
     ),
     (
         "padding: in the order of the operand's memory",

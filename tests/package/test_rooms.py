@@ -206,6 +206,7 @@ NAMED = {
     "passes.padding": {"split"},  # gemms of Inductor's graphs, not sites
     "passes.products": {"split", "exact"},
     "passes.provenance": {"split", "exact"},
+    "passes.unaligned": {"unaligned"},
 }
 
 

@@ -1,0 +1,159 @@
+"""16-bit gemms of Inductor's graphs by the kernel that takes operands as they lie: on a CPU where
+they may not be padded (`cpu_ops`). The kernel itself: tests/kernels/unaligned_checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import emulator
+import pytest
+import torch
+import torch.nn.functional as F
+from emulator.device import EmulatedGpu, in_place_of_cuda
+from test_padding import BF16, check, compiled, leaf, own_caches  # noqa: F401
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from fx_fuser.kernels import unaligned
+from fx_fuser.kernels.unaligned import ALIGNED, ALONG_K
+from fx_fuser.native import load
+from fx_fuser.passes import padding
+from fx_fuser.passes.unaligned import PRODUCT
+from fx_fuser.planning.bench_ops import TensorForm
+from fx_fuser.planning.timing import Timing
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)
+
+
+def with_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT
+
+
+def transposed(x: Tensor, w: Tensor) -> Tensor:
+    return (x.mT.contiguous().mT @ w).view(-1, w.shape[1])
+
+
+@pytest.mark.parametrize(
+    "f, sizes, padded, expected",
+    [
+        # Of a gemm whose result is returned there is no padded one; backward's may be padded where
+        # a gradient is returned without gaps.
+        (linear, ((16, 24), (41, 24)), {"mm": 2}, {"mm_unaligned": 1}),
+        (with_bias, ((16, 24), (41, 24), (41,)), {"mm": 2}, {"addmm_unaligned": 1}),
+        (scores, ((6, 27, 16), (6, 27, 16)), {"bmm": 1}, {"bmm_unaligned": 2}),
+        (scores, ((2, 3, 9, 7), (2, 3, 11, 7)), {}, {"bmm_unaligned": 3}),
+        (transposed, ((16, 13), (13, 11)), {"mm": 1}, {"mm_unaligned": 2}),
+    ],
+)
+def test_values_gradients_and_strides(
+    f: Callable[..., Tensor], sizes: Any, padded: dict[str, int], expected: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    check(f, *(leaf(*size, scale=0.5) for size in sizes))
+    assert counters[padding.COUNTERS] == {**padded, **expected}
+
+
+@pytest.mark.slow
+def test_what_it_does_not_take() -> None:
+    """A matrix that is added; operands of which neither rows nor k are adjacent."""
+
+    def adds(a: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return torch.addmm(a, x, w)
+
+    def apart(x: Tensor, w: Tensor) -> Tensor:
+        return x[:, ::2] @ w
+
+    with torch.no_grad():
+        for f, sizes in (
+            (adds, ((16, 41), (16, 24), (24, 41))),
+            (adds, ((41, 1), (41, 24), (24, 41))),
+            (apart, ((16, 48), (24, 41))),
+        ):
+            compiled(f)(*(torch.randn(size, dtype=BF16) for size in sizes))
+            assert not counters[padding.COUNTERS], f.__name__
+
+
+@pytest.mark.parametrize(
+    "size, stride, offset, form",
+    [
+        ((5, 16), (16, 1), 0, ALONG_K | ALIGNED),
+        ((5, 13), (13, 1), 0, ALONG_K),
+        ((5, 13), (16, 1), 0, ALONG_K | ALIGNED),
+        ((5, 16), (16, 1), 3, ALONG_K),
+        ((1, 13), (13, 1), 0, ALONG_K | ALIGNED),  # one row begins where the matrix does
+        ((16, 5), (1, 16), 0, ALIGNED),
+        ((13, 5), (1, 13), 0, 0),
+        ((4, 16, 8), (133, 8, 1), 0, ALONG_K),  # batches too
+        ((4, 16, 8), (0, 8, 1), 0, ALONG_K | ALIGNED),
+        ((5, 1), (7, 7), 0, ALONG_K),
+        ((5, 8), (32, 2), 0, None),
+    ],
+)
+def test_forms(size: Sequence[int], stride: Sequence[int], offset: int, form: int | None) -> None:
+    assert unaligned.form_of(size, stride, offset) == form
+
+
+@pytest.mark.parametrize(
+    "times, pads, expected",
+    [
+        ((1.0, 2.0, 0.5), True, padding.UNALIGNED),
+        ((1.0, 0.6, 0.5), True, padding.UNALIGNED),
+        ((1.0, 0.4, 0.5), True, padding.PADDED),
+        ((1.0, 0.4, 0.5), False, None),  # Inductor may pad it
+        ((1.0, 2.0, 0.99), True, None),
+        ((1.0, 0.9), True, None),
+    ],
+)
+def test_the_fastest_is_taken(
+    monkeypatch: pytest.MonkeyPatch, times: Sequence[float], pads: bool, expected: str | None
+) -> None:
+    gpu = torch.device("cuda", 0)
+    forms = [TensorForm((4096, *size), (size[0] * size[1], size[1], 1), BF16, gpu)
+             for size in ((49, 32), (32, 49))]  # fmt: skip
+    spec = unaligned.gemm_of(unaligned.unaligned(3, 32, 3, 2), BF16) if len(times) == 3 else None
+    gemm: Any = padding._Gemm(None, tuple(forms), (0, 0, 7), pads, spec)  # type: ignore[arg-type]
+    monkeypatch.setattr(padding, "is_small", lambda *_: False)
+    monkeypatch.setattr(padding.contest, "times", lambda *_: [Timing(ms) for ms in times])
+    monkeypatch.setattr(padding.limits, "of", lambda _: padding.limits.H200)
+    assert padding._fastest(gemm, [False, False]) == expected
+
+
+def test_the_op() -> None:
+    a, b = torch.randn(3, 9, 7, dtype=BF16), torch.randn(3, 5, 7, dtype=BF16)
+    for arguments in ((a, b, None), (a[0].mT.contiguous().mT, b[0], torch.randn(5, dtype=BF16))):
+        torch.library.opcheck(PRODUCT, (*arguments, "", [0, 32, 1, 1]))
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+def test_a_kernel_that_nobody_loaded_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Inductor's cache had the graph, no pass has run."""
+    gpu = EmulatedGpu(90, multiprocessors=2)
+    in_place_of_cuda(gpu, monkeypatch, ())
+    a, b = torch.randn(9, 13).bfloat16(), torch.randn(5, 13).bfloat16()
+    family = unaligned.family_of(a, b)
+    assert family is not None
+    asked: list[str] = []
+
+    def prepare(specs: Sequence[Any], device: torch.device) -> None:
+        asked.extend(spec.name for spec in specs)
+        for spec in specs:
+            gpu.handle_of(spec)
+
+    monkeypatch.setattr(load, "prepare", prepare)
+    spec = unaligned.gemm_of(family, BF16)
+    for _ in range(2):
+        launches = emulator.ops.launches.default()
+        with emulator.memory():
+            made = PRODUCT._op_dk(
+                torch._C.DispatchKey.PrivateUse1, a, b, None, spec.name, list(family.sizes)
+            ).clone()
+        assert emulator.ops.launches.default() == launches + 1
+        torch.testing.assert_close(made, F.linear(a, b), rtol=1e-2, atol=1e-2)
+    assert asked == [spec.name]
