@@ -18,6 +18,7 @@ from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.graph.epilogue import parse
 from fx_fuser.kernels.folded import fold_spec
+from fx_fuser.kernels.unaligned import family_of, gemm_of
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.ops import apply
 
@@ -64,6 +65,9 @@ IMPLICIT = (
     ("v0 = relu(z)", (128, 64, 3, 3)),
     ("v0 = add(z, t0); v1 = relu(v0)", (128, 64, 1, 1)),
 )
+# Batches of odd matrices in bf16, on Hopper alone: rows, and columns of a head. DLRM's interactions,
+# Swin's windows, the tokens of a ViT where attention is written out.
+ODD = ((27, 64), (49, 32), (197, 64))
 
 
 def specs(arch: str) -> list[KernelSpec]:
@@ -86,6 +90,8 @@ def _all(arch: str) -> Iterator[KernelSpec]:
             yield from _convolution("stem", "v0 = relu(z)", dtype, _FIRST, stride=2)
         for tail, weight in IMPLICIT:
             yield from _convolution("implicit", tail, _BF16, weight)
+        for rows, width in ODD:
+            yield from _attention_of(rows, width)
 
 
 def _linear(product: str, tail: str, dtype: torch.dtype) -> list[KernelSpec]:
@@ -101,6 +107,16 @@ def _convolution(
     padding = [weight[-1] // 2] * 2
     config = {"stride": [stride] * 2, "padding": padding, "training": False, "eps": 1e-5}
     return _forward("conv2d_batchnorm", product, config, operands, tail, dtype)
+
+
+def _attention_of(rows: int, width: int) -> Iterator[KernelSpec]:
+    """p = q kᵀ, p v, and the gradient pᵀ dy of v; the other gradients have the forms of these."""
+    q = k = v = torch.empty(2, rows, width, dtype=_BF16, device="meta")
+    p = torch.empty(2, rows, rows, dtype=_BF16, device="meta")
+    for a, b in ((q, k), (p, v.mT), (p.mT, v.mT)):
+        family = family_of(a, b)
+        assert family is not None
+        yield gemm_of(family, _BF16)
 
 
 def _forward(

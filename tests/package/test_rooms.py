@@ -198,7 +198,7 @@ NAMED = {
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
     "ops.library": {"folded"},
-    "ops.usual": {"folded"},  # the kernel that folds
+    "ops.usual": {"folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
     "planning.plan": {"folded"},
