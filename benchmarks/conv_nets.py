@@ -217,7 +217,7 @@ def _pair(of_mode: Mapping[str, float], digits: int) -> list[str]:
 
 
 def narrow_table(rows: Sequence[Row]) -> str:
-    """README's, a line a net: speed-ups of what had the machine to itself, and has a fused site."""
+    """A line a net: speed-ups of those that ran on an idle machine, with a fused site."""
     rows = [row for row in rows if row.alone and row.fused and row.inputs in ("bf16", "fp32")]
     if not rows:
         return ""

@@ -1,4 +1,4 @@
-"""What rows of `benchmarks.nets16` show: who is slower, and the tables of README and docs."""
+"""What rows of `benchmarks.nets16` show: who is slower, and the tables of docs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _caption(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """README's; empty until every case was measured, since a mean of some would be a choice."""
+    """A line a step; empty until every case was measured: a mean of some would be a choice."""
     rows = [row for row in rows if ratio(row, "ms") is not None]
     if not {key(row) for row in rows} >= CASES:
         return ""

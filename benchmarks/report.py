@@ -20,6 +20,7 @@ from benchmarks import (
     conv_nets,
     coverage,
     coverage_gpu,
+    expect,
     machines,
     nets16_tables,
     results,
@@ -29,11 +30,12 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.results import Figures, Row
 
 ROOT = Path(__file__).parent.parent
-# Page → the marks between which its generated text stands. README has the narrow table alone.
+# Page → the marks between which its generated text stands. README has the shortest.
 PAGES = {
-    "README.md": ("summary",),
+    "README.md": ("expect",),
     "docs/results.md": (
-        *("whole-nets", "nets16", "conv-nets", "kernelbench", "seed-problems", "linear-fp32"),
+        *("summary", "whole-nets", "nets16", "conv-nets"),
+        *("kernelbench", "seed-problems", "linear-fp32"),
     ),
     "docs/models.md": ("models", "models-gpu"),
     "docs/gpus.md": ("machines",),
@@ -199,10 +201,12 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
     sections = [section(path, rows) for path, rows in files.items()]
     nets, of_tables = conv_nets.read(folder), tables.sections(folder)
     of_16_bits = tables.read(folder / nets16_tables.PATH)
+    whole = [row for rows in tables.read_all(folder, "whole_nets") for row in rows]
     summary = [of_tables.pop("summary"), nets16_tables.summary(of_16_bits)]
     summary.append(conv_nets.narrow_table(nets))
     return {
         **of_tables,
+        "expect": expect.table(whole, of_16_bits, nets),
         "summary": "\n\n".join(filter(None, summary)),
         "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
         "linear-fp32": "\n\n".join(map(linear_section, linear)),

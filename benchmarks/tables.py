@@ -1,4 +1,4 @@
-"""Tables of KernelBench and of whole nets, for the terminal, README and docs/results.md:
+"""Tables of KernelBench and of whole nets, for the terminal and docs/results.md:
 
 python -m benchmarks.tables FILE …  # puts the rows of parts into the files that those pages show
 """
@@ -318,7 +318,7 @@ def whole_nets_section(rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, folded("GPU time by kind, compile times, memory", body)])
 
 
-# ---- README -----------------------------------------------------------------------------------
+# ---- at a glance --------------------------------------------------------------------------------
 
 STEPS = {"eval": "evaluation", "train": "training step"}
 NETS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit_b": "ViT-B"}
@@ -357,7 +357,7 @@ def narrow_kernelbench_table(rows: Sequence[Row]) -> str:
 
 
 def summary(nets: Sequence[Row], kernelbench: Sequence[Row]) -> str:
-    """README's tables of one GPU."""
+    """The tables of one GPU."""
     measured = [row for row in (*nets, *kernelbench) if "error" not in row]
     parts = [narrow_nets_table(nets)] if nets else []
     parts += [found] if (found := narrow_kernelbench_table(kernelbench)) else []

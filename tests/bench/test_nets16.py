@@ -485,7 +485,7 @@ def test_pages_show_nets_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     (last,) = (line for line in section if line.startswith("| resnet50"))
     assert cells(last)[-3:] == ["", "4.0e-03", "1 beyond the contract"]
-    assert report.PAGES["docs/results.md"][1] == "nets16"
+    assert "nets16" in report.PAGES["docs/results.md"]
 
 
 def cells(line: str) -> list[str]:

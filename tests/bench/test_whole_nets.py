@@ -271,8 +271,10 @@ def test_pages_show_whole_nets_and_check_sees_a_change(tmp_path: Path) -> None:
     assert report.main([*arguments, "--check"]) == 1
     assert report.main(arguments) == 0 and report.main([*arguments, "--check"]) == 0
     lines = (tmp_path / "docs/results.md").read_text().splitlines()
-    assert lines[0] == "<!-- whole-nets:begin -->"
-    assert lines[2].startswith("NVIDIA Test, driver 1.2, torch 2.11.0, measured 2026-11-22 at abc")
+    first = lines.index("<!-- whole-nets:begin -->") + 2
+    assert lines[first].startswith(
+        "NVIDIA Test, driver 1.2, torch 2.11.0, measured 2026-11-22 at abc"
+    )
     of_net = [line for line in lines if "| highest" in line]
     (shown, ours) = (cells(line) for line in of_net if "224" in line or "fx_fuser" in line)
     assert shown == [
@@ -281,9 +283,11 @@ def test_pages_show_whole_nets_and_check_sees_a_change(tmp_path: Path) -> None:
     ]
     assert ours[4:10] == ["15.00", "0.00", "0.00", "0.00", "5.00", "0.00"]
     assert ours[-1] == "73 auto_linear, 2 left"
-    narrow = (tmp_path / "README.md").read_text().splitlines()
-    (found,) = (cells(line) for line in narrow if line.startswith("| ViT-B"))
+    (found,) = (cells(line) for line in lines if line.startswith("| ViT-B"))
     assert found == ["ViT-B", "evaluation", "60.0", "20.0", "**3.00×**", "+1.0 %", "1.25×"]
+    shortest = (tmp_path / "README.md").read_text().splitlines()
+    (found,) = (cells(line) for line in shortest if line.startswith("| fp32"))
+    assert found == ["fp32 transformers, inference", "1", "**2.00×**", "", "3.00×", "", "Test"]
 
 
 def cells(line: str) -> list[str]:

@@ -1,0 +1,89 @@
+"""README's table: what a user runs, and what to expect of it, from the rows of all whole nets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import nets16_tables, tables
+from benchmarks.conv_nets import Row as ConvRow
+from benchmarks.nets16_models import NETS
+
+MODES = ("inductor", "fx_fuser")
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of one net: Inductor's time over fx_fuser's."""
+
+    gpu: float
+    wall: float
+    device: str
+
+
+def _whole(rows: Iterable[Mapping[str, Any]], phase: str, precision: str) -> list[Gain]:
+    found = []
+    for row in rows:
+        if (row["phase"], row["precision"]) == (phase, precision):
+            gpu, wall = (tables.ratio(row, field) for field in ("gpu_ms", "wall_ms"))
+            if gpu and wall:
+                found.append(Gain(gpu, wall, row["gpu"]))
+    return found
+
+
+def _of_16_bits(rows: Iterable[Any], step: str, convolutional: bool) -> list[Gain]:
+    found = []
+    for row in rows:
+        net = NETS.get(row["net"])
+        if net is None or row["step"] != step or net.channels_last != convolutional:
+            continue
+        gpu, wall = (nets16_tables.ratio(row, what) for what in ("ms", "wall_ms"))
+        if gpu and wall:
+            found.append(Gain(gpu, wall, row["gpu"]))
+    return found
+
+
+def _convolutional(rows: Iterable[ConvRow], inputs: str) -> list[Gain]:
+    """Those that ran alone."""
+    found = []
+    for row in rows:
+        if row.inputs == inputs and row.alone:
+            gpu = [row.gpu_ms[mode]["all"] for mode in MODES]
+            wall = [row.wall_ms[mode] for mode in MODES]
+            found.append(Gain(gpu[0] / gpu[1], wall[0] / wall[1], row.machine["gpu"]))
+    return found
+
+
+def _cells(values: Sequence[float], bold: bool) -> list[str]:
+    """Their geometric mean, and the range."""
+    mean = tables.factor(tables.mean(values))
+    spread = f"{min(values):.2f}–{max(values):.2f}" if len(values) > 1 else ""
+    return [f"**{mean}**" if bold else mean, spread]
+
+
+def table(
+    whole: Sequence[Mapping[str, Any]], of_16_bits: Sequence[Any], convolutional: Sequence[ConvRow]
+) -> str:
+    """A line a kind of net and step; empty where there are no rows."""
+    kinds = (
+        ("fp32 transformers, training", _whole(whole, "train", "highest")),
+        ("fp32 transformers, inference", _whole(whole, "eval", "highest")),
+        ('the same, training, TF32 allowed (`"high"`)', _whole(whole, "train", "high")),
+        ("AMP: transformers, DLRM, speech, training", _of_16_bits(of_16_bits, "train", False)),
+        ("bf16: the same, inference", _of_16_bits(of_16_bits, "eval", False)),
+        ("AMP: convolutional nets, training", _of_16_bits(of_16_bits, "train", True)),
+        ("bf16: convolutional nets, inference", _of_16_bits(of_16_bits, "eval", True)),
+        ("fp32: torchvision nets, inference", _convolutional(convolutional, "fp32")),
+    )
+    lines = []
+    for name, gains in kinds:
+        if gains:
+            gpus = sorted({tables.short_name(gain.device) for gain in gains})
+            gpu, wall = [g.gpu for g in gains], [g.wall for g in gains]
+            line = [name, str(len(gains)), *_cells(wall, True), *_cells(gpu, False)]
+            lines.append([*line, ", ".join(gpus)])
+    if not lines:
+        return ""
+    heads = ["you run", "nets", "wall time", "range", "GPU time", "range", "measured on"]
+    return tables.table(lines, heads, 1)
