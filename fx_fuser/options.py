@@ -50,8 +50,8 @@ class Options:
         anchor alone, if that gains, and make a gemm of a broadcast product that is summed. None:
         yes, unless `patterns` says what to use, or "inner" is "eager", where a user may
         differentiate twice.
-    masks: run attention without a mask that the graph itself makes and that is causal, or hides
-        nothing; it is evaluated once. Not if "inner" is "eager".
+    masks: run attention without a mask that the graph itself makes and that is causal or all
+        true; it is evaluated once. Not if "inner" is "eager".
     max_structures: how many different grown tails a process compiles kernels for, if it measures
         what gains; from then on a gemm is fused alone.
     cache_size: size of the folder of compiled kernels, in MB; the least recently used go first.

@@ -120,11 +120,11 @@ class Outcome:
         for name, refusals in (("fx_fuser_left", self.left), ("fx_fuser_wrong", self.wrong)):
             for refusal in refusals:
                 counters[name][refusal.pattern.name] += 1
-        for refusals, what in ((self.failed, "fails at"), (self.wrong, "would compute wrongly")):
+        for refusals, what in ((self.failed, "failed"), (self.wrong, "was wrong")):
             if not refusals:
                 continue
             sites = "\n".join(f"{r.pattern.name}{at(r.node)}: {r.reason}" for r in refusals)
-            message = f"fx_fuser leaves what it {what} to the model's own ops:\n{sites}"
+            message = f"fx_fuser {what} at these sites; running them unfused:\n{sites}"
             if strict and refusals is self.wrong:
                 raise VerifyError(message)
             warnings.warn(f"{message}\nPlease report it.", stacklevel=3)

@@ -57,7 +57,7 @@ def fits_a_kernel(match: Match) -> Fault | None:
         ("operations", len(bound.epilogue.steps), MAX_STEPS),
     ):
         if count > limit:
-            reason = f"it has {count} {what}, of which a kernel takes {limit}"
+            reason = f"its {count} {what} exceed a kernel's limit of {limit}"
             return Fault(match.root, reason, "compute some of them before")
     return None
 

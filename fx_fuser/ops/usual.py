@@ -65,8 +65,8 @@ IMPLICIT = (
     ("v0 = relu(z)", (128, 64, 3, 3)),
     ("v0 = add(z, t0); v1 = relu(v0)", (128, 64, 1, 1)),
 )
-# Batches of odd matrices in bf16, on Hopper alone: rows, and columns of a head. DLRM's interactions,
-# Swin's windows, the tokens of a ViT where attention is written out.
+# Batches of odd matrices in bf16, on Hopper alone: rows, and columns of a head. DLRM's
+# interactions, Swin's windows, the tokens of a ViT where attention is written out.
 ODD = ((27, 64), (49, 32), (197, 64))
 
 

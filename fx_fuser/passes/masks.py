@@ -1,4 +1,4 @@
-"""Attention: masks that are causal or hide nothing go, and what no kernel takes gets another form.
+"""Attention: causal and all-true masks go, and what no kernel takes gets another form.
 
 A mask is removed if the graph makes it itself (below); forms are `fx_fuser.passes.attention`'s.
 

@@ -4,10 +4,9 @@ Candidates are fx_fuser's. Baselines stand for what the inner compiler would run
 one run on this machine, side by side, and the answer is kept (`fx_fuser.planning.timing`). A
 candidate's time, with what it costs in its place, a folding at each call, one more pass, a copy
 into a `cat`, must be clearly below the fastest baseline's. The host launches an op while the GPU
-runs the one before. So at a site a candidate that takes the host longer than the GPU counts with
-the host's time, which must beat the GPU's time of what it replaces. Of tails and of gemms of
-Inductor's graph the GPU's time alone is compared: they add no call. (`passes.padding` asks for a
-larger gain.)
+runs the one before. So at a site a launch-bound candidate counts with the host's time, which must
+beat the GPU's time of what it replaces. Of tails and of gemms of Inductor's graph the GPU's time
+alone is compared: they add no call. (`passes.padding` asks for a larger gain.)
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ _FLUSHES = 256
 class Candidate:
     """run: timed on the GPU. call: the op alone, timed on the host, if that time matters.
 
-    is_exact: else it takes forever, whatever it takes, so that nobody takes it; and that is kept
-    and told to other ranks, as times are.
+    is_exact: else it scores infinity, which is kept and sent to other ranks as times are.
     """
 
     run: Callable[[], object]

@@ -168,7 +168,7 @@ class Contents:
         count = Counter(self.masks)
         said = {
             "causal": "mask of attention at {} is causal, and no longer read",
-            "open": "mask of attention at {} hides nothing, and is no longer read",
+            "open": "attention mask at {} is all true, and is no longer read",
             "": "mask of attention at {} stays: {}",
             FORM: "attention at {} is rewritten for a fused kernel: {}",
             FORMULA: "attention at {} is computed by its formula, for no fused kernel takes it: {}",

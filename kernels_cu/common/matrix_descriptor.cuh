@@ -1,4 +1,4 @@
-// How wgmma is told of an operand in shared memory. (PTX ISA 9.7.15.5)
+// wgmma's shared-memory descriptor. (PTX ISA 9.7.15.5)
 #pragma once
 
 #include <cstdint>

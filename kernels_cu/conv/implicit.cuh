@@ -1,5 +1,5 @@
 // out = epilogue(conv2d(x, weight, stride, padding, dilation), operands, scalars) in channels_last,
-// in bf16 and fp16, as an implicit gemm by `mma.sync`: for layers that bytes bound, 1 x 1 above
+// in bf16 and fp16, as an implicit gemm by `mma.sync`: for bandwidth-bound layers, 1 x 1 above
 // all. For sm_80 and later.
 //
 // What tiles, stages and pieces are: implicit_args.h. Persistent blocks walk over the pixels;

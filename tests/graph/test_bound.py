@@ -173,7 +173,7 @@ def test_tensors_that_a_kernel_takes(count: int, bias: bool) -> None:
     left = () if fits else ("linear", "mul")
     expected = {"many": 1, MUL: 1} if fits else {MUL: 1}
     check(model, leaf(4, 8), *operands, fuses=expected, leaves=left)
-    reason = f"it has {count + 1} tensors, of which a kernel takes {MAX_TENSORS}"
+    reason = f"its {count + 1} tensors exceed a kernel's limit of {MAX_TENSORS}"
     assert fits or reason in _reasons(model, torch.randn(4, 8), *operands)
 
 
@@ -216,7 +216,7 @@ def test_numbers_that_a_kernel_takes(count: int) -> None:
     model = _two_sites(lambda z: functools.reduce(lambda e, n: torch.tanh(e * n), numbers, z))
     left = () if fits else ("linear", "mul")
     check(model, leaf(4, 8), fuses={"many": 1, MUL: 1} if fits else {MUL: 1}, leaves=left)
-    reason = f"it has {count} numbers, of which a kernel takes {MAX_NUMBERS}"
+    reason = f"its {count} numbers exceed a kernel's limit of {MAX_NUMBERS}"
     assert fits or reason in _reasons(model, torch.randn(4, 8))
 
 

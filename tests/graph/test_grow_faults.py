@@ -100,7 +100,7 @@ def test_the_other_site_is_grown(place: str, train: bool) -> None:
     assert fused() == {"auto_linear": 1}
     (message,) = said
     head, line, last = message.splitlines()
-    assert head == "fx_fuser leaves what it fails at to the model's own ops:"
+    assert head == "fx_fuser failed at these sites; running them unfused:"
     assert line.startswith("auto_linear, test_grow_faults.py:")
     assert line.endswith(": Boom: our own fault")
     assert last == "Please report it."

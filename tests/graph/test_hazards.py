@@ -335,7 +335,7 @@ def test_more_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     fx_fuser.register_pattern(hazard_test_many)
     model = linear_program(lambda m, x, *t: functools.reduce(operator.mul, t, m.lin(x)))
     inputs = (torch.randn(4, 8), *(torch.rand(4, 6) + 0.5 for _ in range(17)))
-    refused(model, *inputs, reason="it has 18 tensors, of which a kernel takes 16", train=False)
+    refused(model, *inputs, reason="its 18 tensors exceed a kernel's limit of 16", train=False)
     torch._dynamo.reset()
     without = tuple(c for c in checks.CHECKS if c is not checks.fits_a_kernel)
     monkeypatch.setattr(checks, "CHECKS", without)

@@ -107,7 +107,7 @@ def test_the_other_site_fuses(auto: bool, place: str, train: bool) -> None:
     assert fused() == {ADD: 1}
     (message,) = said
     head, line, last = message.splitlines()
-    assert head == "fx_fuser leaves what it fails at to the model's own ops:"
+    assert head == "fx_fuser failed at these sites; running them unfused:"
     assert ", test_site_faults.py:" in line and line.endswith(": Boom: our own fault")
     assert last == "Please report it."
     if train:

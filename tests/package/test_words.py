@@ -1,0 +1,68 @@
+"""Phrases that no native engineer writes stay out of code, messages and pages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Phrase, as a regular expression → what to write.
+BANNED = {
+    r"(bytes|products) (that )?bound\b": "bandwidth-bound, compute-bound",
+    r"that bytes bound|that products bound": "bandwidth-bound, compute-bound",
+    r"hides? nothing": "all true",
+    r"takes? the host (less|longer|more)": "cheaper to dispatch, launch-bound",
+    r"the clock gains": "wall time improves",
+    r"the machine to (itself|themselves)": "ran on an idle machine",
+    r"judges? little": "prove little",
+    r"taken by faith": "every kernel is timed and checked on your GPU",
+    r"of which a kernel takes": "exceed the limit of",
+    r"takes forever": "scores infinity",
+    r"those see it who": "the planner's view",
+    r"of which y alone": "inference",
+    r"is told of an operand": "descriptor",
+    r"by what else they do": "depending on load",
+    r"leaves what it fails at": "running them unfused",
+    r"before anybody|than nobody": "a plain subject",
+}
+FOLDERS = ("fx_fuser", "kernels_cu", "patterns", "benchmarks", "docs", "tests")
+SUFFIXES = (".py", ".md", ".cuh", ".cu", ".h", ".cpp")
+
+
+def found(text: str) -> list[str]:
+    """What stands in the text, over line breaks and comment marks too."""
+    flat = re.sub(r"\s*\n\s*(//|#|\*)?\s*", " ", text)
+    return [m.group() for phrase in BANNED for m in re.finditer(phrase, flat, re.IGNORECASE)]
+
+
+def texts() -> Iterator[Path]:
+    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "demo.py"))
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            # The logs of what was tried are as they were written.
+            is_log = path.name == "NOTES.md"
+            if path.suffix in SUFFIXES and not is_log and path != Path(__file__):
+                yield path
+
+
+def test_no_page_or_source_has_one() -> None:
+    offences = {}
+    for path in texts():
+        if phrases := found(path.read_text()):
+            offences[str(path.relative_to(ROOT))] = phrases
+    assert offences == {}
+
+
+@pytest.mark.parametrize(
+    "text, phrase",
+    [
+        ("layers that bytes bound, 1 x 1", "bytes bound"),
+        ("a mask that\n  // hides\n  // nothing", "hides nothing"),
+        ("# It takes the\n# host longer", "takes the host longer"),
+    ],
+)
+def test_a_planted_one_is_found(text: str, phrase: str) -> None:
+    assert phrase in found(text)
