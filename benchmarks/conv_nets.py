@@ -216,34 +216,6 @@ def _pair(of_mode: Mapping[str, float], digits: int) -> list[str]:
     return [f"{of_mode[mode]:.{digits}f}" for mode in MODES]
 
 
-def narrow_table(rows: Sequence[Row]) -> str:
-    """A line a net: speed-ups of those that ran on an idle machine, with a fused site."""
-    rows = [row for row in rows if row.alone and row.fused and row.inputs in ("bf16", "fp32")]
-    if not rows:
-        return ""
-    cells: dict[str, list[str]] = {row.net: [row.net, "", "", "", ""] for row in rows}
-    for row in rows:
-        gpu, wall = {m: of["all"] for m, of in row.gpu_ms.items()}, row.wall_ms
-        of_gpu, of_wall = (ms["inductor"] / ms["fx_fuser"] for ms in (gpu, wall))
-        place = 1 if row.inputs == "bf16" else 3
-        found = ", ".join(filter(None, (tables.mark(row, rows), f"**{of_gpu:.2f}×**")))
-        cells[row.net][place : place + 2] = [found, f"{of_wall:.2f}×"]
-    heads = ["torchvision, inference", "bf16", "of wall time", "fp32", "of wall time"]
-    align = ("left", *["right"] * 4)
-    lines = tabulate(
-        cells.values(), heads, tablefmt="github", colalign=align, disable_numparse=True
-    )
-    facts = [(f"torch {row.machine['torch']}", row.date) for row in rows]
-    names = ", ".join(", ".join(sorted(set(fact))) for fact in zip(*facts))
-    usual, *others = tables.usual_gpus(rows)
-    gpus = f"{tables.short_name(usual)} where no other is named" if others else usual
-    said = (
-        f"Speed-up in GPU time at {IMAGES} images of {SIZE}², {gpus}, {names}; bf16 in "
-        "channels_last, fp32 at torch's defaults: TF32 in convolutions."
-    )
-    return f"{lines}\n\n{tables.wrapped(said)}"
-
-
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown; empty if there are none."""
     if not rows:

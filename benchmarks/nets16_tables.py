@@ -13,10 +13,8 @@ from benchmarks.nets16_models import NETS
 PATH = Path("nets16", "gpu.json")  # in the folder of results
 LEAST = 0.99  # of Inductor's speed
 SCATTER = 0.96  # the least that was seen of two compilations of one graph (kernels_cu/NOTES.md)
-GAIN = 1.01  # below is none
 MEMORY = 1.01  # of Inductor's peak, at most
 CASES = {(net.name, step) for net in NETS.values() for step in net.phases}
-STEPS = {"train": "training steps in AMP or bf16", "eval": "evaluation in bf16"}
 
 
 def ratio(row: Row, what: str) -> float | None:
@@ -81,35 +79,6 @@ def _caption(rows: Sequence[Row]) -> str:
         f"{all_of('gpu')}, torch {all_of('torch')}, {all_of('date', 10)}, "
         f"commit {all_of('commit', 7)}"
     )
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """A line a step; empty until every case was measured: a mean of some would be a choice."""
-    rows = [row for row in rows if ratio(row, "ms") is not None]
-    if not {key(row) for row in rows} >= CASES:
-        return ""
-    lines = []
-    for step, name in STEPS.items():
-        here = [row for row in rows if row["step"] == step]
-        gpu, wall = ([r for row in here if (r := ratio(row, w))] for w in ("ms", "wall_ms"))
-        if gpu and wall:
-            line = [name, str(len(here)), f"**{tables.factor(tables.mean(gpu))}**"]
-            line.append(tables.factor(min(gpu)))
-            lines.append([*line, tables.factor(tables.mean(wall)), tables.factor(min(wall))])
-    if not lines:
-        return ""
-    heads = ["16 bits, whole nets", "nets", "speed-up, geometric mean", "least"]
-    heads += ["of wall time", "least"]
-    none = [
-        f"{row['net']} ({row['step']}, {value:.2f}×)"
-        for row in rows
-        if (value := ratio(row, "ms")) is not None and value < GAIN
-    ]
-    said = (
-        f"GPU time of unmodified nets by `python -m benchmarks.nets16`, {_caption(rows)}. Nothing "
-        f"is gained in: {', '.join(none) or 'none of them'}."
-    )
-    return f"{tables.table(lines, heads, 1)}\n\n{tables.wrapped(said)}"
 
 
 def _scatter(row: Row) -> str:

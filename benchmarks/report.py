@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {
     "README.md": ("expect",),
     "docs/results.md": (
-        *("summary", "whole-nets", "nets16", "conv-nets"),
+        *("whole-nets", "nets16", "conv-nets"),
         *("kernelbench", "seed-problems", "linear-fp32"),
     ),
     "docs/models.md": ("models", "models-gpu"),
@@ -202,12 +202,9 @@ def generated(files: dict[Path, list[Row]], linear: list[Figures], folder: Path)
     nets, of_tables = conv_nets.read(folder), tables.sections(folder)
     of_16_bits = tables.read(folder / nets16_tables.PATH)
     whole = [row for rows in tables.read_all(folder, "whole_nets") for row in rows]
-    summary = [of_tables.pop("summary"), nets16_tables.summary(of_16_bits)]
-    summary.append(conv_nets.narrow_table(nets))
     return {
         **of_tables,
         "expect": expect.table(whole, of_16_bits, nets),
-        "summary": "\n\n".join(filter(None, summary)),
         "seed-problems": "\n\n".join([*sections, tables.wrapped(LEGEND)] if files else []),
         "linear-fp32": "\n\n".join(map(linear_section, linear)),
         "machines": machines.table(machines.read(folder)),

@@ -318,60 +318,6 @@ def whole_nets_section(rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, folded("GPU time by kind, compile times, memory", body)])
 
 
-# ---- at a glance --------------------------------------------------------------------------------
-
-STEPS = {"eval": "evaluation", "train": "training step"}
-NETS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit_b": "ViT-B"}
-
-
-def narrow_nets_table(rows: Sequence[Row]) -> str:
-    """A row a net and step at torch's default precision, the gain at "high" beside it."""
-    header = ["net", "step", "Inductor", "fx_fuser", "speed-up", "peak memory", 'at "high"']
-    at_high = {
-        (row["net"], row["phase"]): factor(ratio(row, "gpu_ms"))
-        for row in rows
-        if row["precision"] == "high"
-    }
-    lines = []
-    for row in rows:
-        if row["precision"] != "highest":
-            continue
-        name: str = row["net"]
-        line = [NETS.get(name, name), STEPS[row["phase"]]]
-        line += [cell(row, mode, "gpu_ms", ".1f") for mode in ("inductor", "fx_fuser")]
-        gain = factor(ratio(row, "gpu_ms"))
-        line += [f"**{gain}**" if gain else "", peak(row)]
-        lines.append([*line, at_high.get((row["net"], row["phase"]), "")])
-    return table(lines, header, 2)
-
-
-def narrow_kernelbench_table(rows: Sequence[Row]) -> str:
-    header = ["KernelBench", "problems", "speed-up, geometric mean", "least"]
-    lines = []
-    for name, group in kernelbench_groups(rows).items():
-        gains = [r for row in group if (r := ratio(row, "gpu_ms")) is not None]
-        if gains:
-            mean_gain = f"**{factor(mean(gains))}**"
-            lines.append([name, str(len(gains)), mean_gain, factor(min(gains))])
-    return table(lines, header, 1) if lines else ""
-
-
-def summary(nets: Sequence[Row], kernelbench: Sequence[Row]) -> str:
-    """The tables of one GPU."""
-    measured = [row for row in (*nets, *kernelbench) if "error" not in row]
-    parts = [narrow_nets_table(nets)] if nets else []
-    parts += [found] if (found := narrow_kernelbench_table(kernelbench)) else []
-    days = sorted(row["date"][:10] for row in measured)
-    machine = ", ".join(sorted({row["gpu"] for row in measured}))
-    versions = ", ".join(sorted({row["torch"] for row in measured}))
-    said = (
-        f"GPU time in ms of fp32 models, {machine}, torch {versions}, {days[0]} to {days[-1]}. "
-        'Inductor is `torch.compile(model)`; speed-up is its time over fx_fuser\'s. At "high": '
-        'the same speed-up under `torch.set_float32_matmul_precision("high")`, which allows TF32.'
-    )
-    return "\n\n".join([*parts, wrapped(said)])
-
-
 # ---- files ------------------------------------------------------------------------------------
 
 
@@ -387,12 +333,7 @@ def sections(folder: Path) -> dict[str, str]:
     """Mark → text, for `benchmarks.report`; empty texts where there are no results."""
     nets = [rows for rows in read_all(folder, "whole_nets") if rows]
     kernelbench = [rows for rows in read_all(folder, "kernelbench") if rows]
-    of_gpu: dict[str, tuple[list[Row], list[Row]]] = {}
-    for place, files in enumerate((nets, kernelbench)):
-        for rows in files:
-            of_gpu.setdefault(rows[0]["gpu"], ([], []))[place].extend(rows)
     return {
-        "summary": "\n\n".join(summary(*of_gpu[gpu]) for gpu in sorted(of_gpu)),
         "whole-nets": "\n\n".join(map(whole_nets_section, nets)),
         "kernelbench": "\n\n".join(map(kernelbench_section, kernelbench)),
     }

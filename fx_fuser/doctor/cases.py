@@ -46,6 +46,13 @@ class CastUp(nn.Module):
         return F.linear(x.to(wide), self.weight.to(wide))
 
 
+class Scores(nn.Module):
+    """x xᵀ, as it is returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.mT
+
+
 class Convolution(nn.Module):
     """act(BN(conv(x)))"""
 
@@ -117,6 +124,13 @@ CASES = (
         lambda scale: _linear(CastUp, 2 + 2 * scale, BF16),
         is_chosen=True,
         options={"plan": "measure", "fp32": "split"},
+    ),
+    Case(
+        "bf16 batch of 49 × 49 matrices",
+        "unaligned",
+        lambda scale: (Scores().to(BF16), torch.randn(512 * scale, 49, 32).to(BF16)),
+        is_chosen=True,
+        options={"plan": "measure"},
     ),
     Case(
         "fp32 conv of 4 channels + BN + ReLU",

@@ -21,7 +21,7 @@ from fx_fuser.doctor.cases import Case
 from fx_fuser.doctor.findings import FAIL, NOTE, OK
 from fx_fuser.explain import explain
 from fx_fuser.options import SWITCH
-from fx_fuser.passes import products
+from fx_fuser.passes import padding, products
 from fx_fuser.planning import timing
 from fx_fuser.testing import assert_equivalent, observe
 from fx_fuser.verify.accuracy import Observed, compare, errors_of
@@ -155,7 +155,8 @@ def _compiler_with(options: Mapping[str, Any]) -> Callable[[Any], Callable[..., 
 
 
 def _fused_by(case: Case) -> int:
-    return sum(counters[products.COUNTERS if case.is_chosen else "fx_fuser"].values())
+    names = (products.COUNTERS, padding.COUNTERS) if case.is_chosen else ("fx_fuser",)
+    return sum(sum(counters[name].values()) for name in names)
 
 
 def kernel_of(case: Case, model: nn.Module, x: Tensor, options: Mapping[str, Any]) -> str:

@@ -315,8 +315,8 @@ def test_check_needs_no_matplotlib_to_see_a_stale_picture(tmp_path: Path) -> Non
 
 
 def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(SystemExit, match="summary:begin"):
-        report.render("no marks", ("summary",), {"summary": ""})
+    with pytest.raises(SystemExit, match="expect:begin"):
+        report.render("no marks", ("expect",), {"expect": ""})
 
 
 def test_the_seed_models_compute_what_they_are_named_for() -> None:
