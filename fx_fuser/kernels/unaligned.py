@@ -26,7 +26,7 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 UNALIGNED = "unaligned"
 # A block's tile of the result, rows by columns: kUnalignedShapes of linear_unaligned_args.h.
-TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128), (64, 64))
+TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128))
 _LARGE = TILES.index((128, 128))
 _SMALL = 128  # rows or columns that small tiles cover better
 # Multiply-adds an element of operands and result. Above it the library behind padding copies was
@@ -36,7 +36,6 @@ _VECTOR = 8  # elements of 16 bytes
 # Bits of an operand's form: its k are adjacent in memory, not its rows; all lines of what is
 # adjacent begin at multiples of 16 bytes.
 ALONG_K, ALIGNED = 1, 2
-FORMS = tuple(range(4))
 
 
 @functools.cache
@@ -100,7 +99,7 @@ def is_bound_by_bytes(m: int, n: int, k: int) -> bool:
 
 class Unaligned(Kernel):
     name = UNALIGNED
-    sites = "16-bit gemms whose rows are no multiple of 16 bytes, or of many small matrices"
+    sites = "bandwidth-bound 16-bit gemms of odd sizes"
     dtypes = SIXTEEN_BITS
 
     def takes(self, case: Case) -> bool:

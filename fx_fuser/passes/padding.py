@@ -22,6 +22,7 @@ pointwise operation for gemms alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -43,7 +44,7 @@ from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.options import EARLY_PASS, Options
 from fx_fuser.passes import unaligned
 from fx_fuser.passes.gemm_pass import GEMMS, GemmPass, call
-from fx_fuser.planning import bench_ops, contest
+from fx_fuser.planning import bench_ops, contest, plan
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Candidate
 
@@ -82,14 +83,15 @@ class Padding(GemmPass):
     def replacing(self, graph: Graph) -> Callable[[Node], str | None]:
         found = [gemm for node in graph.nodes if (gemm := _Gemm.of(node, self.on_cpu))]
         if not self.on_cpu:
-            _load_kernels(found)
+            found = _with_kernels(found, self.strict)
         return functools.partial(self._replace, _Twins(graph), {gemm.node: gemm for gemm in found})
 
     def _replace(self, twins: _Twins, gemms: dict[Node, _Gemm], node: Node) -> str | None:
         gemm = gemms.get(node)
         if gemm is None:
             return None
-        free = [_is_free(f, gemms) for f in gemm.factors]
+        may_be_padded = {node for node, other in gemms.items() if other.pads}
+        free = [_is_free(f, may_be_padded) for f in gemm.factors]
         chosen = _fastest(gemm, free) if not self.on_cpu else PADDED if gemm.pads else UNALIGNED
         if chosen == PADDED:
             gemm.replace(twins)
@@ -326,14 +328,21 @@ def _is_small(gemm: _Gemm) -> bool:
     return is_small(left.size, (*left.size[:-1], right.size[-1]), left.device)
 
 
-def _load_kernels(gemms: Sequence[_Gemm]) -> None:
-    """Those that are timed, all at once."""
+def _with_kernels(gemms: Sequence[_Gemm], strict: bool) -> list[_Gemm]:
+    """The gemms, each with a spec only where that kernel is loaded; all are built at once."""
     specs: dict[torch.device, dict[KernelSpec, None]] = {}
     for gemm in gemms:
         if gemm.spec is not None and not _is_small(gemm):
             specs.setdefault(gemm.forms[0].device, {})[gemm.spec] = None
+    there: set[tuple[KernelSpec, torch.device]] = set()
     for device, of_device in specs.items():
-        unaligned.prepare(tuple(of_device), device)
+        if plan.unavailable(device) is None:
+            there |= {(s, device) for s in unaligned.loaded([*of_device], device, strict)}
+    found = []
+    for gemm in gemms:
+        has_kernel = (gemm.spec, gemm.forms[0].device) in there
+        found.append(gemm if has_kernel else dataclasses.replace(gemm, spec=None))
+    return [gemm for gemm in found if gemm.pads or gemm.spec]
 
 
 def _fastest(gemm: _Gemm, free: Sequence[bool]) -> str | None:
@@ -349,13 +358,15 @@ def _fastest(gemm: _Gemm, free: Sequence[bool]) -> str | None:
     library, padded, *fused = (took.gpu for took in times)
     log.info("%s @ %s: library %.4g ms, padded %.4g, unaligned %s",
              left.size, right.size, library, padded, fused)  # fmt: skip
-    # Where this pass may not pad, Inductor may.
-    if fused and contest.gains(fused[0], min(library, padded)):
-        return UNALIGNED
     # Where a reduction comes before the operand, the kernel that pads reads its input once more.
     read = sum(math.prod(form.size) for form, is_free in zip(gemm.forms, free) if is_free)
-    padded += 1e3 * read * left.dtype.itemsize / limits.of(left.device).bandwidth
-    return PADDED if gemm.pads and padded <= _MOST * library else None
+    in_place = padded + 1e3 * read * left.dtype.itemsize / limits.of(left.device).bandwidth
+    pads = gemm.pads and in_place <= _MOST * library
+    # Where this pass may not pad, Inductor may.
+    rival = in_place if pads else library if gemm.pads else min(library, padded)
+    if fused and contest.gains(fused[0], rival):
+        return UNALIGNED
+    return PADDED if pads else None
 
 
 def _candidates(gemm: _Gemm, free: Sequence[bool]) -> list[Candidate]:

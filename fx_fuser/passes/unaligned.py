@@ -7,7 +7,6 @@ Inductor's cache has the graph, no pass sees it: then the op asks for its kernel
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -38,7 +37,8 @@ def spec_for(node: Node, left: TensorForm, right: TensorForm) -> KernelSpec | No
     (m, k), n = left.size[-2:], right.size[-1]
     if not is_bound_by_bytes(m, n, k):
         return None
-    rows = [form_of(form.size, form.stride) for form in (left, _transposed(right))]
+    factors = left, _transposed(right)
+    rows = [form_of(form.size, form.stride, form.offset) for form in factors]
     if None in rows:
         return None
     return gemm_of(family_for(m, n, k, *rows), left.dtype)  # type: ignore[arg-type]
@@ -46,13 +46,15 @@ def spec_for(node: Node, left: TensorForm, right: TensorForm) -> KernelSpec | No
 
 def _transposed(form: TensorForm) -> TensorForm:
     size, stride = ((*v[:-2], v[-1], v[-2]) for v in (form.size, form.stride))
-    return TensorForm(size, stride, form.dtype, form.device)
+    return TensorForm(size, stride, form.dtype, form.device, form.offset)
 
 
 def _adds_bias(node: Node, right: TensorForm) -> bool:
-    """Does it add nothing, or a vector of its columns?"""
+    """Does it add nothing, or a vector of a matrix's columns?"""
     if not GEMMS[node.target][0]:
         return True
+    if len(right.size) > 2:
+        return False
     bias = node.args[0]
     value = bias.meta.get("val") if isinstance(bias, Node) else None
     if not isinstance(value, Tensor) or value.dtype != right.dtype:
@@ -80,27 +82,51 @@ def candidate(spec: KernelSpec, left: Tensor, right: Tensor) -> Callable[[], Seq
     return lambda: (PRODUCT(left, right.mT, None, spec.name, sizes),)
 
 
-@functools.cache
-def prepare(specs: tuple[KernelSpec, ...], device: torch.device) -> bool:
-    """Builds and loads them, all at once. False, and one warning, if they do not build."""
+_failed: set[tuple[KernelSpec, torch.device]] = set()  # that do not build
+
+
+def loaded(
+    specs: Sequence[KernelSpec], device: torch.device, strict: bool = False
+) -> set[KernelSpec]:
+    """Builds and loads the kernels, all at once; those that are there. One warning names what does
+    not build, which is not tried again.
+
+    Raises:
+        BuildError: strict, and one does not build.
+    """
+    wanted = [spec for spec in specs if (spec, device) not in _failed]
     try:
-        load.prepare(specs, device)
+        load.prepare(wanted, device)
+        return set(wanted)
     except BuildError as error:
+        if strict:
+            raise
         warnings.warn(
             f"fx_fuser leaves 16-bit gemms to the library: {error}; please report it", stacklevel=2
         )
-        return False
-    return True
+    for spec in wanted:
+        try:
+            load.prepare([spec], device)
+        except BuildError:
+            _failed.add((spec, device))
+    return {spec for spec in wanted if (spec, device) not in _failed}
 
 
 # What the op calls whose kernel nobody has loaded. It returns nothing: if the kernel does not
-# build, the op finds none again, and takes the library.
+# build, the op finds none again, and takes the library from then on.
 _LIBRARY = torch.library.Library("fx_fuser", "FRAGMENT")
 _LIBRARY.define("load_unaligned(Tensor a, int[] sizes) -> ()")
 
 
 def _load(a: Tensor, sizes: Sequence[int]) -> None:
-    prepare((gemm_of(unaligned(*sizes), a.dtype),), a.device)
+    try:
+        loaded([gemm_of(unaligned(*sizes), a.dtype)], a.device)
+    except Exception as error:
+        warnings.warn(
+            f"fx_fuser leaves a 16-bit gemm to the library: {type(error).__name__}: {error}; "
+            "please report it",
+            stacklevel=2,
+        )
 
 
 _LIBRARY.impl("load_unaligned", _load, "CompositeExplicitAutograd")

@@ -37,12 +37,14 @@ from fx_fuser.planning.timing import Candidate
 
 @dataclass(frozen=True)
 class TensorForm:
-    """A tensor without its values."""
+    """A tensor without its values. offset: of its first element from a multiple of 16 bytes, in
+    elements."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    offset: int = 0
 
     @property
     def bytes(self) -> int:
@@ -53,14 +55,15 @@ class TensorForm:
     def random(self, generator: torch.Generator, deviation: float = 1.0) -> Tensor:
         """Normal values around 0; zeros and ones if the dtype is no float."""
         extent = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride))
-        memory = torch.empty(max(extent, 0), dtype=self.dtype, device=self.device)
+        extent = max(extent, 0) + self.offset
+        memory = torch.empty(extent, dtype=self.dtype, device=self.device)
         if self.device != generator.device:
             memory.fill_(1)
         elif self.dtype.is_floating_point:
             memory.normal_(0, deviation, generator=generator)
         else:
             memory.random_(0, 2, generator=generator)
-        return memory.as_strided(self.size, self.stride)
+        return memory.as_strided(self.size, self.stride, self.offset)
 
 
 def form_of(node: Node, dtype: torch.dtype | None = None) -> TensorForm | None:
@@ -76,7 +79,9 @@ def form_of_value(tensor: Any, dtype: torch.dtype | None = None) -> TensorForm |
     size, stride = (tuple(map(hint_of, v)) for v in (tensor.shape, tensor.stride()))
     if None in size or None in stride:
         return None
-    return TensorForm(size, stride, dtype or tensor.dtype, tensor.device)  # type: ignore[arg-type]
+    dtype = dtype or tensor.dtype
+    offset = (hint_of(tensor.storage_offset()) or 0) % max(16 // dtype.itemsize, 1)
+    return TensorForm(size, stride, dtype, tensor.device, offset)  # type: ignore[arg-type]
 
 
 def tensors_of(match: Match) -> list[TensorForm | None] | None:

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -126,14 +128,23 @@ Tensor exact_product(const Tensor& a, const Tensor& b, const std::string& kernel
   return library_product(widened(a), widened(b), std::nullopt);
 }
 
+// A kernel that does not load is asked for once.
+bool is_first_miss(const std::string& kernel, int device) {
+  static std::mutex mutex;
+  static std::set<std::pair<std::string, int>> missed;
+  const std::lock_guard lock(mutex);
+  return missed.insert({kernel, device}).second;
+}
+
 // fx_fuser::unaligned_product on CUDA: a bᵀ + bias of one 16-bit type, of tensors that lie as they
 // may. sizes: of the kernel's family, by which it is loaded if it was not.
 Tensor unaligned_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                          const std::string& kernel, const std::vector<int64_t>& sizes) {
   require_cuda(a, "a");
+  STD_TORCH_CHECK(!bias || b.dim() == 2, "fx_fuser: a batch has no bias");
   const auto find = [&] { return registry<GemmKernel>().find(kernel, a.get_device_index()); };
   const GemmKernel* found = find();
-  if (found == nullptr) {
+  if (found == nullptr && is_first_miss(kernel, a.get_device_index())) {
     std::array<StableIValue, 2> stack{torch::stable::detail::from(a),
                                       torch::stable::detail::from(sizes)};
     TORCH_ERROR_CODE_CHECK(

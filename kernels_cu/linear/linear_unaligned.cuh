@@ -8,7 +8,7 @@
 // aligned comes by cp.async. Results are staged in shared memory as far from a multiple of 16 bytes
 // as they are in memory (linear_unaligned_store.cuh).
 //
-// A block has one tile of one matrix; small matrices have blocks of one to four warps, many of
+// A block has one tile of one matrix; small matrices have blocks of two to four warps, many of
 // which a multiprocessor has at once.
 //
 //   FX_FUSER_LINEAR_UNALIGNED(/*shape*/ 4, /*step of k*/ 64, /*forms of a and b*/ 1, 3, Epilogue,
@@ -69,7 +69,7 @@ template <class P, bool kIsA>
 struct Fragments {
   uint32_t lane_at;
 
-  // first_row: the warp's; a multiple of 32.
+  // first_row: the warp's; a multiple of its rows.
   __device__ __forceinline__ explicit Fragments(int first_row) {
     const int lane = static_cast<int>(ptx::thread_index()) % 32;
     const int row = first_row + (kIsA ? lane / 8 % 2 : lane / 16) * 8;

@@ -137,10 +137,10 @@ struct Loader {
       const int row = first_row + chunk * kUnalignedChunk;
       last_run = P::kRuns - 1;
       width = min(rows - row, kRun);
-      from = matrix + line * line_bytes + 2 * (width > 0 ? row : first_row);
+      from = matrix + line * line_bytes + int64_t{2} * (width > 0 ? row : first_row);
       if (width <= 0) width = min(rows - first_row, kRun);
       next_step = P::kStepK * line_bytes;
-      furthest = next_step - line_bytes + 2 * (first_row + P::kRows) + kSlack;
+      furthest = next_step - line_bytes + int64_t{2} * (first_row + P::kRows) + kSlack;
     }
   }
 

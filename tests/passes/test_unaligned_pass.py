@@ -3,6 +3,7 @@ they may not be padded (`cpu_ops`). The kernel itself: tests/kernels/unaligned_c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,14 @@ from emulator.device import EmulatedGpu, in_place_of_cuda
 from test_padding import BF16, check, compiled, leaf, own_caches  # noqa: F401
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.fx import Graph
 
+from fx_fuser.errors import BuildError
 from fx_fuser.kernels import unaligned
 from fx_fuser.kernels.unaligned import ALIGNED, ALONG_K
 from fx_fuser.native import load
 from fx_fuser.passes import padding
+from fx_fuser.passes import unaligned as unaligned_pass
 from fx_fuser.passes.unaligned import PRODUCT
 from fx_fuser.planning.bench_ops import TensorForm
 from fx_fuser.planning.timing import Timing
@@ -67,12 +71,16 @@ def test_what_it_does_not_take() -> None:
     def adds(a: Tensor, x: Tensor, w: Tensor) -> Tensor:
         return torch.addmm(a, x, w)
 
+    def adds_to_batch(a: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return torch.baddbmm(a, x, w)
+
     def apart(x: Tensor, w: Tensor) -> Tensor:
         return x[:, ::2] @ w
 
     with torch.no_grad():
         for f, sizes in (
             (adds, ((16, 41), (16, 24), (24, 41))),
+            (adds_to_batch, ((11,), (3, 9, 7), (3, 7, 11))),
             (adds, ((41, 1), (41, 24), (24, 41))),
             (apart, ((16, 48), (24, 41))),
         ):
@@ -107,6 +115,7 @@ def test_forms(size: Sequence[int], stride: Sequence[int], offset: int, form: in
         ((1.0, 0.6, 0.5), True, padding.UNALIGNED),
         ((1.0, 0.4, 0.5), True, padding.PADDED),
         ((1.0, 0.4, 0.5), False, None),  # Inductor may pad it
+        ((1.0, 0.8, 0.81), True, padding.UNALIGNED),  # padding would gain too little to be done
         ((1.0, 2.0, 0.99), True, None),
         ((1.0, 0.9), True, None),
     ],
@@ -123,6 +132,76 @@ def test_the_fastest_is_taken(
     monkeypatch.setattr(padding.contest, "times", lambda *_: [Timing(ms) for ms in times])
     monkeypatch.setattr(padding.limits, "of", lambda _: padding.limits.H200)
     assert padding._fastest(gemm, [False, False]) == expected
+
+
+def test_an_operand_that_begins_anywhere_has_another_form() -> None:
+    """Of a slice rows are whole vectors apart, and none begins at one."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return x[:, 1:33] @ w
+
+    seen: list[list[int]] = []
+    original = unaligned_pass.put
+
+    def put(graph: Any, node: Any, spec: Any) -> None:
+        seen.append(list(spec.family.sizes))
+        original(graph, node, spec)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(unaligned_pass, "put", put)
+        compiled(f)(torch.randn(40, 48, dtype=BF16), torch.randn(32, 41, dtype=BF16))
+    assert seen == [[3, 32, ALONG_K, 0]]
+    form = TensorForm((2, 8), (8, 1), BF16, torch.device("cpu"), 3)
+    assert form.random(torch.Generator()).data_ptr() % 16 == 6
+
+
+def test_what_does_not_build_is_left_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    good, bad = (unaligned.gemm_of(unaligned.unaligned(s, 64, 1, 1), BF16) for s in (0, 1))
+    tries: list[int] = []
+
+    def prepare(specs: Sequence[Any], _: torch.device) -> None:
+        tries.append(len(specs))
+        if bad in specs:
+            raise BuildError("no room")
+
+    monkeypatch.setattr(load, "prepare", prepare)
+    monkeypatch.setattr(unaligned_pass, "_failed", set())
+    with pytest.warns(UserWarning, match="16-bit gemms to the library: no room"):
+        assert unaligned_pass.loaded([good, bad], device) == {good}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert unaligned_pass.loaded([bad, good], device) == {good}
+    assert tries == [2, 1, 1, 1]
+    monkeypatch.setattr(unaligned_pass, "_failed", set())
+    with pytest.raises(BuildError):
+        unaligned_pass.loaded([bad], device, strict=True)
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_gemms_keep_only_kernels_that_are_there(monkeypatch: Any, pads: bool) -> None:
+    gpu = torch.device("cuda", 0)
+    forms = [TensorForm(size, (size[1], 1), BF16, gpu) for size in ((490, 32), (32, 491))]
+    spec = unaligned.gemm_of(unaligned.unaligned(3, 32, 3, 2), BF16)
+    gemm: Any = padding._Gemm(None, tuple(forms), (0, 0, 5), pads, spec)  # type: ignore[arg-type]
+    monkeypatch.setattr(padding, "is_small", lambda *_: False)
+    for reason, there in ((None, {spec}), (None, set()), ("no compiler", {spec})):
+        monkeypatch.setattr(padding.plan, "unavailable", lambda _: reason)  # noqa: B023
+        monkeypatch.setattr(unaligned_pass, "loaded", lambda *_: there)  # noqa: B023
+        found = padding._with_kernels([gemm], strict=False)
+        if reason is None and there:
+            assert found == [gemm]
+        else:
+            assert [g.spec for g in found] == ([None] if pads else [])
+
+
+def test_readers_that_keep_an_operand_unpadded_make_a_copy_of_it_dear() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.sin.default, (x,))
+    gemms = [graph.call_function(torch.ops.aten.mm.default, (made, x)) for _ in range(2)]
+    assert padding._is_free(made, set(gemms))
+    assert not padding._is_free(made, {gemms[0]})
 
 
 def test_the_op() -> None:
@@ -157,3 +236,25 @@ def test_a_kernel_that_nobody_loaded_is_loaded(monkeypatch: pytest.MonkeyPatch) 
         assert emulator.ops.launches.default() == launches + 1
         torch.testing.assert_close(made, F.linear(a, b), rtol=1e-2, atol=1e-2)
     assert asked == [spec.name]
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
+def test_a_kernel_that_does_not_build_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_place_of_cuda(EmulatedGpu(90, multiprocessors=2), monkeypatch, ())
+    a, b = torch.randn(9, 12).bfloat16(), torch.randn(5, 12).bfloat16()
+    asked: list[object] = []
+
+    def prepare(specs: object, _: torch.device) -> None:
+        asked.append(specs)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(load, "prepare", prepare)
+    key = torch._C.DispatchKey.PrivateUse1
+    with pytest.warns(UserWarning, match="to the library: OSError: the disk is full"):
+        for _ in range(3):
+            made = PRODUCT._op_dk(key, a, b, None, "no such kernel", [0, 32, 1, 1])
+            torch.testing.assert_close(made, F.linear(a, b))
+    assert len(asked) == 1
+    batch = a.expand(2, 9, 12)
+    with pytest.raises(RuntimeError, match="a batch has no bias"):
+        PRODUCT._op_dk(key, batch, b.expand(2, 5, 12), torch.zeros(5), "none", [0, 32, 1, 1])
