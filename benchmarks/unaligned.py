@@ -5,8 +5,9 @@
 GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data; each
 result is compared with float64's. `ours`: linear_unaligned.cuh, with the tile that is taken, and
 by tile. `library`: torch's gemm of the same operands. `aligned`: of the nearest larger sizes that
-are multiples of 8. `padded`: that behind copies that pad both dimensions where one is odd. `bytes`: reading and
-writing everything once. `python -m pytest tests/kernels/test_unaligned.py` checks the kernel.
+are multiples of 8. `padded`: that behind copies that pad both dimensions where one is odd. `bytes`:
+reading and writing everything once. `python -m pytest tests/kernels/test_unaligned.py` checks the
+kernel.
 """
 
 from __future__ import annotations
