@@ -8,8 +8,8 @@ from fx_fuser.doctor.facts import Gpu
 from fx_fuser.kernels import KERNELS, Kernel
 from fx_fuser.kernels.precision import SPLIT
 
-# Architecture → the GPUs on which these loops were timed (docs/results.md).
-TIMED_ON = {"sm_90a": "H200, H100"}
+# Architecture → the GPUs on one or both of which each loop was timed (docs/results.md).
+TIMED_ON = {"sm_90a": "H200 or H100"}
 
 
 @dataclass(frozen=True)
