@@ -47,18 +47,25 @@ def test_each_kind_has_its_rows() -> None:
     images += [convolutional("bf16", True, 9.0, 9.0)]
     assert cells(expect.table(rows, halves, images)) == [
         [
-            "fp32 transformers, training",
-            "2",
-            "**4.00×**",
-            "2.00–8.00",
-            "2.00×",
-            "1.00–4.00",
-            "Test",
+            *("fp32", "transformers", "training", "**4.00×**", "2.00–8.00"),
+            *("2 of 2", "2.00×", "Test"),
         ],
-        ['the same, training, TF32 allowed (`"high"`)', "1", "**1.25×**", "", "1.50×", "", "Test"],
-        ["bf16: the same, inference", "1", "**1.50×**", "", "2.00×", "", "Other"],
-        ["bf16: convolutional nets, inference", "1", "**0.50×**", "", "1.50×", "", "Other"],
-        ["fp32: torchvision nets, inference", "1", "**2.50×**", "", "3.00×", "", "Third"],
+        [
+            *("fp32, TF32 allowed", "transformers", "training", "**1.25×**", "1.25–1.25"),
+            *("1 of 1", "1.50×", "Test"),
+        ],
+        [
+            *("fp32, TF32 convolutions", "torchvision", "inference", "**2.50×**"),
+            *("2.50–2.50", "1 of 1", "3.00×", "Third"),
+        ],
+        [
+            *("bf16", "transformers, DLRM, speech", "inference", "**1.50×**", "1.50–1.50"),
+            *("1 of 1", "2.00×", "Other"),
+        ],
+        [
+            *("bf16", "convolutional nets", "inference", "**0.50×**", "0.50–0.50"),
+            *("0 of 1", "1.50×", "Other"),
+        ],
     ]
 
 
