@@ -46,6 +46,7 @@ def test_random_sizes_and_operands(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.each_once
 @pytest.mark.parametrize("gpu", [80, 90, 100, 120], indirect=True)
 def test_every_kernel(gpu: EmulatedGpu) -> None:
     check(gpu, 100, 20)
