@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import reprlib
@@ -120,6 +121,14 @@ def names_of(model: Any) -> frozenset[str]:
     parameters = signature.parameters.values() if signature else ()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(p.name for p in parameters if p.kind in named)
+
+
+def near_names(model: Any, named: Mapping[str, Any], own: Sequence[str]) -> str:
+    """A hint for names that the model has not, and that are nearly an argument of ours."""
+    unknown = sorted(named.keys() - names_of(model))
+    near = {name: difflib.get_close_matches(name, own, n=1) for name in unknown}
+    said = [f"is {name!r} meant to be {found[0]!r}?" for name, found in near.items() if found]
+    return "".join(f"; {hint}" for hint in said)
 
 
 def named_inputs(model: Any, kwargs: Any, named: dict[str, Any]) -> dict[str, Any]:

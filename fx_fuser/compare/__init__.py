@@ -23,6 +23,7 @@ from fx_fuser.arguments import (
     fault_of_call,
     for_kwargs,
     named_inputs,
+    near_names,
     refuses_unfit_calls,
     shown,
 )
@@ -159,7 +160,7 @@ def _check(
             f"seconds is {shown(seconds)}; give a number above 0{for_kwargs(model, 'seconds')}"
         )
     if fault := fault_of_call(model, inputs, given):
-        own = "".join(for_kwargs(model, name) for name in _OWN)
+        own = "".join(for_kwargs(model, name) for name in _OWN) + near_names(model, given, _OWN)
         raise OptionError(f"the model does not take these inputs: {fault}; use {_USAGE}{own}")
 
 

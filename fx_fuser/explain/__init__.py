@@ -18,6 +18,7 @@ from fx_fuser.arguments import (
     fault_of_call,
     for_kwargs,
     named_inputs,
+    near_names,
     refuses_unfit_calls,
 )
 from fx_fuser.backend import fuse
@@ -64,7 +65,8 @@ def explain(
         check_flag("train", train, for_kwargs(model, "train"))
     chosen = parsed_options(model, options)
     if fault := fault_of_call(model, inputs, given):
-        own = "".join(for_kwargs(model, name) for name in ("train", "options", "kwargs"))
+        names = ("train", "options", "kwargs")
+        own = "".join(for_kwargs(model, name) for name in names) + near_names(model, given, names)
         raise OptionError(f"the model does not take these inputs: {fault}; use {_USAGE}{own}")
     report = Report()
     seen = [t for t in tree_leaves((inputs, given)) if isinstance(t, torch.Tensor)]

@@ -239,6 +239,10 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no model": (lambda: compared(), "missing|positional"),
     "model": (lambda: compared(3), "the model is 3, an int; give an nn.Module or a function first"),
     "class": (lambda: compared(nn.Linear, X), "the class Linear; give an instance: Linear"),
+    "a misspelt argument": (
+        lambda: compared(LINEAR, torch.randn(2, 4), tain=False),
+        "unexpected keyword argument 'tain'.*; is 'tain' meant to be 'train'\\?",
+    ),
     "no inputs": (lambda: compared(LINEAR), "does not take these inputs: missing .* 'input'.*use"),
     "train": (lambda: compared(LINEAR, X, train="eval"), "train is 'eval', a str; give True or F"),
     "loss": (lambda: compared(LINEAR, X, loss="mse"), "loss is 'mse', a str; give a function of"),
