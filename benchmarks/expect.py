@@ -60,12 +60,13 @@ def table(
     whole: Sequence[Mapping[str, Any]], of_16_bits: Sequence[Any], convolutional: Sequence[ConvRow]
 ) -> str:
     """A line a kind of net and step; empty where there are no rows."""
+    images = _convolutional(convolutional, "fp32")
     transformers, convolutions = "transformers, DLRM, speech", "convolutional nets"
     kinds = (
         ("fp32", "transformers", "training", _whole(whole, "train", "highest")),
         ("fp32", "transformers", "inference", _whole(whole, "eval", "highest")),
         ("fp32, TF32 allowed", "transformers", "training", _whole(whole, "train", "high")),
-        ("fp32, TF32 convolutions", "torchvision", "inference", _convolutional(convolutional, "fp32")),
+        ("fp32, TF32 convolutions", "torchvision", "inference", images),
         ("AMP", transformers, "training", _of_16_bits(of_16_bits, "train", False)),
         ("AMP", convolutions, "training", _of_16_bits(of_16_bits, "train", True)),
         ("bf16", transformers, "inference", _of_16_bits(of_16_bits, "eval", False)),
