@@ -127,6 +127,15 @@ def linear_split_choice(
     return SplitChoice(chunks, bool(weight_first), ours, library)
 
 
+def _taken(op: str, spec: KernelSpec, out: Tensor, *arguments: Any) -> bool:
+    """Does the kernel take the call?"""
+    handle = load.handle_of(spec, out)
+    if handle == load.NO_KERNEL:
+        return False
+    taken: bool = getattr(_ops(), op).default(handle, *arguments)
+    return taken
+
+
 def linear_dense(
     spec: KernelSpec,
     x: Tensor,
@@ -149,10 +158,7 @@ def linear_dense(
 
     Returns, raises: as `linear_split`.
     """
-    handle = load.handle_of(spec, out)
-    if handle == load.NO_KERNEL:
-        return False
-    return _ops().linear_dense.default(handle, x, weight, bias, out, z, operands, scalars)
+    return _taken("linear_dense", spec, out, x, weight, bias, out, z, operands, scalars)
 
 
 def linear_unaligned(
@@ -165,7 +171,7 @@ def linear_unaligned(
     operands: Sequence[Tensor],
     scalars: Sequence[float],
 ) -> bool:
-    """As `linear_dense`, in bfloat16 or float16, of tensors that lie as they may.
+    """As `linear_dense`, in bfloat16 or float16, of tensors with any alignment.
 
     Args:
         spec: a kernel of `fx_fuser.kernels.unaligned.unaligned`, see
@@ -177,10 +183,7 @@ def linear_unaligned(
 
     Returns, raises: as `linear_split`.
     """
-    handle = load.handle_of(spec, out)
-    if handle == load.NO_KERNEL:
-        return False
-    return _ops().linear_unaligned.default(handle, x, weight, bias, out, z, operands, scalars)
+    return _taken("linear_unaligned", spec, out, x, weight, bias, out, z, operands, scalars)
 
 
 def conv_direct(

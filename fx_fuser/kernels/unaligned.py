@@ -1,8 +1,8 @@
-"""A 16-bit gemm of operands that lie as they may: any pitch, any transposition, any address.
+"""A 16-bit gemm of unaligned operands: any pitch, any transposition, any address.
 
-The library has fast kernels for rows of a multiple of 16 bytes only, and none that is fast for many
-small matrices. No site is found for it: `fx_fuser.passes.padding` puts it into Inductor's graphs.
-kernels_cu/linear/linear_unaligned.cuh, launched by kernels_cu/host/linear_unaligned.h.
+The library has fast kernels for rows of a multiple of 16 bytes only. No site is found for it:
+`fx_fuser.passes.padding` puts it into Inductor's graphs. kernels_cu/linear/linear_unaligned.cuh,
+launched by kernels_cu/host/linear_unaligned.h.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ import torch
 from torch import Tensor
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
-from fx_fuser.kernels.base import (
-    SIXTEEN_BITS,
-    Case,
-    Kernel,
-    example,
-    known_sizes,
-)
+from fx_fuser.kernels.base import SIXTEEN_BITS, Case, Kernel, example, known_sizes
 from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 UNALIGNED = "unaligned"
-# A block's tile of the result, rows by columns: kUnalignedShapes of linear_unaligned_args.h.
+# A block's tile of the result, rows by columns: those of kUnalignedShapes, which the contract of
+# kernels_cu/host/contract.h compares when the shim is loaded.
 TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (128, 128))
 _LARGE = TILES.index((128, 128))
-_SMALL = 128  # rows or columns that small tiles cover better
+_SMALL = 128  # up to so many rows or columns, smaller tiles waste less
 # Multiply-adds an element of operands and result. Above it the library behind padding copies was
 # faster at all gemms that were measured (linear/NOTES.md).
 MOST_PER_ELEMENT = 128
 _VECTOR = 8  # elements of 16 bytes
-# Bits of an operand's form: its k are adjacent in memory, not its rows; all lines of what is
-# adjacent begin at multiples of 16 bytes.
+# Bits of an operand's form: see linear_unaligned_args.h.
 ALONG_K, ALIGNED = 1, 2
 
 
@@ -92,8 +86,8 @@ def gemm_of(family: Family, dtype: torch.dtype) -> KernelSpec:
     return kernel_spec(Epilogue(), {"z": dtype}, (), dtype, family)
 
 
-def is_bound_by_bytes(m: int, n: int, k: int) -> bool:
-    """Does a gemm of these sizes do so little with what it reads that the tensor cores wait?"""
+def is_bandwidth_bound(m: int, n: int, k: int) -> bool:
+    """Do the tensor cores wait for memory in a gemm of these sizes?"""
     return m * n * k <= MOST_PER_ELEMENT * (m * k + k * n + m * n)
 
 

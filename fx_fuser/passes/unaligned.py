@@ -1,4 +1,4 @@
-"""16-bit gemms of Inductor's graph by the kernel that takes operands as they lie.
+"""16-bit gemms of Inductor's graph by the kernel for unaligned operands.
 
 `fx_fuser.passes.padding` looks at each of them, pads it, gives it to this kernel or leaves it,
 whichever is faster. Kernels are for forms of operands, which only the graph tells, and if
@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fx_fuser.errors import BuildError
 from fx_fuser.kernels.base import SIXTEEN_BITS
-from fx_fuser.kernels.unaligned import family_for, form_of, gemm_of, is_bound_by_bytes, unaligned
+from fx_fuser.kernels.unaligned import family_for, form_of, gemm_of, is_bandwidth_bound, unaligned
 from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec
 from fx_fuser.passes.gemm_pass import GEMMS, call
@@ -35,7 +35,7 @@ def spec_for(node: Node, left: TensorForm, right: TensorForm) -> KernelSpec | No
     if len(left.size) != len(right.size) or len(left.size) > 3:
         return None
     (m, k), n = left.size[-2:], right.size[-1]
-    if not is_bound_by_bytes(m, n, k):
+    if not is_bandwidth_bound(m, n, k):
         return None
     factors = left, _transposed(right)
     rows = [form_of(form.size, form.stride, form.offset) for form in factors]

@@ -8,6 +8,7 @@
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
+#include "linear/linear_unaligned_args.h"
 
 namespace fx_fuser {
 namespace {
@@ -15,9 +16,13 @@ namespace {
 std::vector<std::string> contract() {
   std::string leaves = "leaves";
   for (const NormLeaf& leaf : kNormLeaves) leaves += std::string(" ") + leaf.name;
+  std::string tiles = "tiles";
+  for (const UnalignedShape& shape : kUnalignedShapes) {
+    tiles += " " + std::to_string(shape.tile_m()) + "x" + std::to_string(shape.tile_n());
+  }
   return {"limit tensors " + std::to_string(kMaxInputs),
           "limit numbers " + std::to_string(kMaxScalars),
-          "limit shared " + std::to_string(kStemShared), leaves + " " + kNormNumber};
+          "limit shared " + std::to_string(kStemShared), leaves + " " + kNormNumber, tiles};
 }
 
 }  // namespace

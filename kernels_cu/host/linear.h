@@ -136,8 +136,8 @@ bool is_first_miss(const std::string& kernel, int device) {
   return missed.insert({kernel, device}).second;
 }
 
-// fx_fuser::unaligned_product on CUDA: a bᵀ + bias of one 16-bit type, of tensors that lie as they
-// may. sizes: of the kernel's family, by which it is loaded if it was not.
+// fx_fuser::unaligned_product on CUDA: a bᵀ + bias of one 16-bit type, of tensors with any strides
+// and alignment. sizes: of the kernel's family, by which it is loaded if it was not.
 Tensor unaligned_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                          const std::string& kernel, const std::vector<int64_t>& sizes) {
   require_cuda(a, "a");

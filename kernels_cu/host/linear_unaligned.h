@@ -1,4 +1,4 @@
-// The gemm of 16-bit operands that lie as they may: which of them, launch.
+// The gemm of unaligned 16-bit operands: which of them, launch.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct LinearUnalignedKernels : GemmKernel, EpilogueTypes {
   Kernel kernel;
   UnalignedShape shape;
   int step_k;
-  int form_a;  // as linear_unaligned.cuh has them
+  int form_a;
   int form_b;
 
   explicit LinearUnalignedKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
@@ -54,7 +54,7 @@ const AddLoader kLinearUnalignedLoader("linear_unaligned", load_linear_unaligned
 std::optional<UnalignedOperand> unaligned_operand(const Tensor& tensor, const MergedRows& merged,
                                                   const MergedRows::Strides& stride, int64_t rows,
                                                   int form) {
-  const bool along_k = form & 1;
+  const bool along_k = is_along_k(form);
   const int64_t k = tensor.size(-1);
   const int64_t stride_k = k == 1 ? 1 : tensor.stride(-1);
   if (along_k ? stride_k != 1 : rows > 1 && stride.row != 1) return std::nullopt;
@@ -68,7 +68,7 @@ std::optional<UnalignedOperand> unaligned_operand(const Tensor& tensor, const Me
   const auto* data = static_cast<const uint8_t*>(tensor.data_ptr());
   const bool is_whole = std::all_of(std::begin(steps), std::end(steps),
                                     [](int64_t step) { return step % kUnalignedChunk == 0; });
-  if ((form & 2) && !(is_whole && is_aligned(data))) return std::nullopt;
+  if (has_aligned_lines(form) && !(is_whole && is_aligned(data))) return std::nullopt;
   return UnalignedOperand{data, data + 2 * (last + 1), {stride.outer, stride.inner}, line_stride};
 }
 

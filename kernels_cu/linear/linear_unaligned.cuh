@@ -1,5 +1,5 @@
 // out[m, n] = epilogue(z, operands...), z = sum over k of a[m, k] b[n, k] + bias[n], of bf16 or
-// fp16 matrices, or batches of them, that lie as they may: any pitch, pointers aligned to an
+// fp16 matrices, or batches of them, of any alignment: any pitch, pointers aligned to an
 // element, k or rows adjacent. By mma.sync, for sm_80 and later.
 //
 // TMA, cp.async and ldmatrix want multiples of 16 bytes, and cuBLAS has no fast kernel for anything
@@ -21,11 +21,6 @@
 
 namespace fx_fuser::unaligned {
 
-// Of an operand: bit 0, are its k adjacent in memory, not its rows? Bit 1, do all lines begin at
-// multiples of 16 bytes?
-constexpr bool is_along_k(int form) { return form & 1; }
-constexpr bool is_aligned(int form) { return form & 2; }
-
 template <class X_, int kShape, int kStepK_, int kFormA, int kFormB>
 struct Shape {
   using X = X_;
@@ -39,8 +34,8 @@ struct Shape {
   static constexpr int kWarpN = kIs.warp_n;
   static constexpr int kInstructionsM = kWarpM / 16;
   static constexpr int kInstructionsN = kWarpN / 8;
-  using PartA = Part<kTileM, kStepK, is_along_k(kFormA), is_aligned(kFormA), kThreads>;
-  using PartB = Part<kTileN, kStepK, is_along_k(kFormB), is_aligned(kFormB), kThreads>;
+  using PartA = Part<kTileM, kStepK, is_along_k(kFormA), has_aligned_lines(kFormA), kThreads>;
+  using PartB = Part<kTileN, kStepK, is_along_k(kFormB), has_aligned_lines(kFormB), kThreads>;
   using LoaderA = Loader<PartA>;
   using LoaderB = Loader<PartB>;
   static constexpr int kStageBytes = PartA::kBytes + PartB::kBytes;
@@ -198,7 +193,7 @@ constexpr int threads_of(int shape) { return kUnalignedShapes[shape].threads(); 
 // What waits in registers of two operands leaves room for fewer blocks.
 constexpr int blocks_of(int shape, int form_a, int form_b) {
   const int resident = kUnalignedShapes[shape].resident;
-  const bool both_wait = !is_aligned(form_a) && !is_aligned(form_b);
+  const bool both_wait = !has_aligned_lines(form_a) && !has_aligned_lines(form_b);
   return kFewRegisters || both_wait ? resident / 2 : resident;
 }
 

@@ -1,4 +1,4 @@
-// What the host tells the gemm of 16-bit operands that lie as they may (linear_unaligned.cuh), and
+// What the host tells the gemm of unaligned 16-bit operands (linear_unaligned.cuh), and
 // how a block's shared memory is divided.
 //
 // A *chunk* is 16 bytes of shared memory, 8 elements. A *line* is what is adjacent in memory of an
@@ -45,6 +45,11 @@ constexpr UnalignedShape kUnalignedShapes[] = {
     {2, 1, 16, 32, 12}, {2, 2, 16, 32, 6}, {4, 1, 16, 32, 6}, {2, 2, 32, 32, 4}, {2, 4, 64, 32, 2},
 };
 constexpr int kUnalignedShapeCount = sizeof(kUnalignedShapes) / sizeof(kUnalignedShapes[0]);
+
+// Bits of an operand's form, which a kernel is compiled for. Are its k adjacent in memory, not its
+// rows? Do all lines begin at multiples of 16 bytes?
+constexpr bool is_along_k(int form) { return form & 1; }
+constexpr bool has_aligned_lines(int form) { return form & 2; }
 
 // One matrix of a batch is [lines][line_size]; strides in elements.
 struct UnalignedOperand {

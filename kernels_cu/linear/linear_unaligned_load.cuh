@@ -1,4 +1,4 @@
-// Of the gemm of operands that lie as they may (linear_unaligned.cuh): from memory to shared
+// Of the gemm of unaligned operands (linear_unaligned.cuh): from memory to shared
 // memory, where all chunks are aligned.
 //
 // Where rows end, garbage is read: what it makes is stored nowhere. Where k ends, there are zeros.

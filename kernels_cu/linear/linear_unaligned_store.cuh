@@ -1,11 +1,10 @@
-// Of the gemm of operands that lie as they may (linear_unaligned.cuh): from a warp's sums through
+// Of the gemm of unaligned operands (linear_unaligned.cuh): from a warp's sums through
 // the epilogue and shared memory to memory.
 //
 // A result's rows begin anywhere. In shared memory they begin as far from a multiple of 16 bytes as
 // in memory, so that aligned vectors there are aligned vectors here, and nothing is shifted.
 #pragma once
 
-#include <cstring>
 #include <utility>
 
 #include "common/convert.cuh"
@@ -127,7 +126,7 @@ struct Tail<S, Epilogue, kScalars, Out, std::index_sequence<kOperand...>, In...>
   const Tile& tile;
   uint8_t* shared;
 
-  // Calls visit(i, r, row, visit_pair) ... for each of the lane's pairs that has an element.
+  // Calls visit(i, j, r, row, column) for each of the lane's pairs that has an element.
   template <class Visit>
   __device__ __forceinline__ void for_pairs(Visit visit) const {
     const Lane<S> lane = Lane<S>::self();

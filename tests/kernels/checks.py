@@ -8,7 +8,7 @@ transformers would take it for Hugging Face's package `kernels`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +88,18 @@ def error_of(value: Tensor, exact: Tensor) -> float:
     """Relative to the exact result, or to one whose elements are 1e-3."""
     exact = exact.double()
     return float((value.double() - exact).norm() / (exact.norm() + 1e-3 * exact.numel() ** 0.5))
+
+
+def judge(
+    failures: list[str], what: str, checked: Iterable[tuple[Tensor, Tensor, Tensor, str]],
+    small: float,
+) -> None:  # fmt: skip
+    """Of each result, ours, the exact one, torch's and its name: is our error at most twice
+    torch's, or `small`?"""
+    for ours, exact, torchs, name in checked:
+        error, bound = error_of(ours, exact), max(2 * error_of(torchs, exact), small)
+        if not error <= bound:
+            failures.append(f"{what}: {name}'s error {error:.2e}, bound {bound:.2e}")
 
 
 def as_ieee(what: str, ours: Tensor, exact: Tensor, most: float, failures: list[str]) -> None:

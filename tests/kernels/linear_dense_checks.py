@@ -12,7 +12,7 @@ from checks import (
     Sizes,
     agree_over_two_streams,
     captured,
-    error_of,
+    judge,
     random_operand,
     strided,
 )
@@ -86,10 +86,7 @@ def sweep(failures: list[str], cases: int, seed: int, sizes: Sizes = sizes) -> N
         what = f"case {case}: {m} x {n} x {k}, {', '.join(example.spec(dtype).signature)}"
         if not bool((outside == sentinel).all()):
             failures.append(f"{what}: wrote outside the result")
-        for ours, exact, torchs, name in checked:
-            error, bound = error_of(ours, exact), max(2 * error_of(torchs, exact), SMALL[dtype])
-            if not error <= bound:
-                failures.append(f"{what}: {name}'s error {error:.2e}, bound {bound:.2e}")
+        judge(failures, what, checked, SMALL[dtype])
 
 
 def special_values(failures: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The gemm of operands that lie as they may, on the CPU emulator, by the checks that are written
+"""The gemm of unaligned operands, on the CPU emulator, by the checks that are written
 for a GPU. A page that nobody may touch lies behind each tensor, or ahead of it."""
 
 from __future__ import annotations

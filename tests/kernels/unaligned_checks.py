@@ -1,4 +1,4 @@
-"""Checks of the gemm of operands that lie as they may: benchmarks/unaligned.py times it."""
+"""Checks of the gemm of unaligned operands: benchmarks/unaligned.py times it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from checks import SENTINEL, agree_over_two_streams, captured, error_of, random_operand
+from checks import SENTINEL, agree_over_two_streams, captured, error_of, judge, random_operand
 from torch import Tensor
 
 from benchmarks import kernels
@@ -31,7 +31,9 @@ def size(choose: random.Random, most: int) -> int:
     return choose.choice(known) if choose.random() < 0.6 else choose.randint(1, most)
 
 
-def lying(sizes: Sequence[int], dtype: torch.dtype, choose: random.Random, form: int) -> Tensor:
+def operand_of_form(
+    sizes: Sequence[int], dtype: torch.dtype, choose: random.Random, form: int
+) -> Tensor:
     """[*, rows, columns] of this form, beside NaN that no result may have seen; some spread over
     the batch."""
     *batches, rows, columns = sizes
@@ -77,8 +79,8 @@ def sweep(
         dtype, (_, _, *forms) = spec.inputs[0], spec.family.sizes
         batches = choose.choice(((), (), (1,), (3,), (2, 3)))
         m, n, k = size(choose, most), size(choose, most), size(choose, most_k)
-        x = lying((*batches, m, k), dtype, choose, forms[0])
-        weight = lying((*batches, n, k), dtype, choose, forms[1])
+        x = operand_of_form((*batches, m, k), dtype, choose, forms[0])
+        weight = operand_of_form((*batches, n, k), dtype, choose, forms[1])
         bias = torch.randn(n, device=CUDA, dtype=dtype) if choose.random() < 0.5 else None
         operands = [random_operand(m, n, t or dtype, choose) for t in example.operands]
         scalars = [choose.uniform(-2, 2) for _ in range(example.scalars)]
@@ -103,10 +105,7 @@ def sweep(
         outside[..., 1:-1, left : left + n] = SENTINEL
         if not bool((outside == torch.tensor(SENTINEL, dtype=frame.dtype, device=CUDA)).all()):
             failures.append(f"{what}: wrote outside the result")
-        for ours, exact, torchs, name in checked:
-            error, bound = error_of(ours, exact), max(2 * error_of(torchs, exact), SMALL[dtype])
-            if not error <= bound:
-                failures.append(f"{what}: {name}'s error {error:.2e}, bound {bound:.2e}")
+        judge(failures, what, checked, SMALL[dtype])
 
 
 def spec_of(example: Example, x: Tensor, weight: Tensor) -> KernelSpec:
@@ -173,7 +172,9 @@ def graphs_and_repeats(failures: list[str], times: int = 100) -> None:
 def refusals(failures: list[str]) -> None:
     x, weight = torch.randn(8, 36, device=CUDA).half(), torch.randn(16, 36, device=CUDA).half()
     spec = spec_of(IDENTITY, x, weight)
-    aligned = lying((8, 32), x.dtype, random.Random(0), unaligned.ALONG_K | unaligned.ALIGNED)
+    aligned = operand_of_form(
+        (8, 32), x.dtype, random.Random(0), unaligned.ALONG_K | unaligned.ALIGNED
+    )
     memory = torch.randn(9 * 40, device=CUDA).half()
     other = torch.randn(16, 32, device=CUDA).half()
     of_aligned = spec_of(IDENTITY, aligned, other)

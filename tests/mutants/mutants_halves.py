@@ -178,9 +178,9 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (f"{PADDING}::test_a_result_that_is_returned_is_not_padded[2-24-False]",),
     ),
     (
-        "padding: what bytes do not bound stays, where it cannot be padded",
+        "padding: a compute-bound gemm that cannot be padded stays",
         "passes/unaligned.py",
-        "if not is_bound_by_bytes(m, n, k):",
+        "if not is_bandwidth_bound(m, n, k):",
         "if False:",
         (f"{PADDING}::test_a_result_that_is_returned_is_not_padded[64-512-True]",),
     ),

@@ -132,8 +132,8 @@ def test_values_gradients_and_strides(
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, k, left", [(2, 24, False), (64, 512, True)])
 def test_a_result_that_is_returned_is_not_padded(rows: int, k: int, left: bool) -> None:
-    """A slice has not eager's strides. The kernel that takes operands as they lie makes it, or
-    Inductor pads it, if it is worth it: bytes do not bound the larger one."""
+    """A slice has not eager's strides. The kernel for unaligned operands makes it, or
+    Inductor pads it, if it is worth it: the larger one is compute-bound."""
 
     def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = F.linear(x, w)

@@ -1,4 +1,4 @@
-"""16-bit gemms of Inductor's graphs by the kernel that takes operands as they lie: on a CPU where
+"""16-bit gemms of Inductor's graphs by the kernel for unaligned operands: on a CPU where
 they may not be padded (`cpu_ops`). The kernel itself: tests/kernels/unaligned_checks.py."""
 
 from __future__ import annotations
