@@ -17,6 +17,7 @@ LINES = [
     "limit numbers 8",
     "limit shared 101376",
     "leaves bias mean var gamma beta eps",
+    "tiles 32x32 32x64 64x32 64x64 128x128",
 ]
 
 
