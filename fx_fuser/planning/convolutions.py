@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,27 +19,27 @@ from fx_fuser.native import limits
 from fx_fuser.options import Options
 from fx_fuser.planning import bench_ops, contest, layout, surroundings
 from fx_fuser.planning.case import device_of, timing_key
+from fx_fuser.planning.timing import Timing
 
 
 def compare(
-    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
+    match: Match,
+    candidates: Sequence[Mapping[str, Any]],
+    options: Options,
+    folds: bool = True,
 ) -> tuple[dict[str, Any] | None, str]:
     """The fastest choices, with the figures; None if the inner compiler's convolution is faster.
 
-    If gradients are asked for, times are of forward and backward together.
+    folds: may the library's fused call win? If gradients are asked for, times are of forward and
+    backward together.
     """
-    library, *fused = map(dict, candidates)
+    library, direct, others = _parts(candidates)
     # The inner compiler calls the library's convolution, too, converts whole graphs to the layout
     # that suits it, and needs as few passes over the result. Only its precision may be wrong.
     asked = options.fp32 in ("split", "ieee") and may_be_tf32(output_of(match))
     otherwise = library if asked else None
-    # What takes one layout alone is beside the library's convolution in either.
-    direct, others = (
-        [c for c in fused if KERNELS[c["product"]].any_layout is any_layout]
-        for any_layout in (False, True)
-    )
     if others and not direct:
-        best, note = _compare_in_layout(match, library, others, options)
+        best, note = _compare_in_layout(match, library, others, options, folds)
         return best or otherwise, note
     candidates = [library, *direct]
     if not direct:
@@ -64,7 +64,7 @@ def compare(
     around = [surroundings.ms_into_cat(match)] * len(direct)
     won = contest.winner(of_direct, least, around, options)
     if won.place is None and others:
-        best, more = _compare_in_layout(match, library, others, options)
+        best, more = _compare_in_layout(match, library, others, options, folds)
         return best or otherwise, f"{note}{won.note}; {more}"
     if won.place is None:
         return otherwise, note + won.note
@@ -73,32 +73,71 @@ def compare(
     return direct[won.place], note
 
 
-def _compare_in_layout(
-    match: Match, library: dict[str, Any], fused: Sequence[dict[str, Any]], options: Options
-) -> tuple[dict[str, Any] | None, str]:
-    """As `compare`, in inference, of candidates that run in the layout that the graph has."""
+def _parts(
+    candidates: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The library's; what takes one layout alone, which is timed beside the library's convolution
+    in either; what takes any."""
+    library, *fused = map(dict, candidates)
+    direct, others = (
+        [c for c in fused if KERNELS[c["product"]].any_layout is any_layout]
+        for any_layout in (False, True)
+    )
+    return library, direct, others
+
+
+class InLayout(NamedTuple):
+    """Times in the layout that the graph has. apart: of the library's convolution and a pass over
+    its result. each: of the candidates, by name."""
+
+    apart: Timing
+    each: dict[str, Timing]
+
+
+def times_in_layout(
+    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
+) -> InLayout | str:
+    """Of what runs in any layout, in inference; or why there are none."""
+    library, _, fused = _parts(candidates)
     if not match.bound.epilogue.steps:
         fused = [choices for choices in fused if choices["product"] != FOLDED]
     if not fused:
-        return None, "no activation follows, and no site adds it"
+        return "no activation follows, and no site adds it"
     tensors = bench_ops.tensors_of(match)
     if tensors is None:
-        return None, "sizes unknown, so not timed"
+        return "sizes unknown, so not timed"
     baseline = {**library, "tf32": may_be_tf32(output_of(match))}
     is_last = layout.is_channels_last(match.view, match.site, options)
     key = ("in layout", is_last, *timing_key(match, [baseline, *fused], tensors))
     benches = functools.partial(bench_ops.in_layout, match, baseline, fused, tensors, is_last)
     found = contest.times(key, benches, device_of(match), options)
     if isinstance(found, str):
-        return None, found
+        return found
     apart, *each = found
-    names = [choices["product"] for choices in fused]
-    times = ", ".join(f"{name} {took}" for name, took in zip(names, each))
+    return InLayout(apart, dict(zip([choices["product"] for choices in fused], each)))
+
+
+def _compare_in_layout(
+    match: Match,
+    library: dict[str, Any],
+    fused: Sequence[dict[str, Any]],
+    options: Options,
+    folds: bool,
+) -> tuple[dict[str, Any] | None, str]:
+    """As `compare`, in inference, of candidates that run in the layout that the graph has."""
+    found = times_in_layout(match, [library, *fused], options)
+    if isinstance(found, str):
+        return None, found
+    named = {c["product"]: c for c in fused if folds or c["product"] != FOLDED}
+    each = {name: took for name, took in found.each.items() if name in named}
+    if not each:
+        return None, f"convolution and a pass {found.apart}"
+    times = ", ".join(f"{name} {took}" for name, took in each.items())
     copy = surroundings.ms_into_cat(match)
-    around = [copy + (_folding_ms(match) if name == FOLDED else 0) for name in names]
-    won = contest.winner(each, apart.gpu, around, options)
-    note = f"convolution and a pass {apart}, {times}"
-    return (None, note + won.note) if won.place is None else (fused[won.place], note)
+    around = [copy + (_folding_ms(match) if name == FOLDED else 0) for name in each]
+    won = contest.winner([*each.values()], found.apart.gpu, around, options)
+    note = f"convolution and a pass {found.apart}, {times}"
+    return (None, note + won.note) if won.place is None else (named[[*each][won.place]], note)
 
 
 def _folding_ms(match: Match) -> float:

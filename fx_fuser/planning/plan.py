@@ -10,7 +10,8 @@ it, as they do by default; the others, which are for inference, in the layout th
 Without a kernel it is fused only if option "fp32" asks for exactness while those settings would let
 the library use TF32.
 
-A Linear's training step that takes the GPU less than the host is left.
+A Linear's training step that takes the GPU less than the host is left, and so is what folds its
+BatchNorm in a graph whose convolutions do (`planning.launches`).
 
 With option "save" as "memory", whatever has a backward is fused.
 
@@ -43,7 +44,7 @@ from fx_fuser.native import load
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
 from fx_fuser.ops import calls
 from fx_fuser.options import Options
-from fx_fuser.planning import bench_ops, contest, convolutions, surroundings
+from fx_fuser.planning import bench_ops, contest, convolutions, launches, surroundings
 from fx_fuser.planning.case import MatchCase, device_of, timing_key
 from fx_fuser.planning.timing import STEP_CALLS, Timing
 
@@ -150,6 +151,13 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
     candidates = at_each(lambda i, m: kernels.candidates(MatchCase(m, options)))
     _build_kernels(matches, candidates, options, failed)
     picked = at_each(lambda i, match: _pick(match, candidates[i], options))
+    folded = {i for i, chosen in enumerate(picked) if _product(chosen) == FOLDED}
+    if folded and (waits := launches.bound(matches, candidates, options)):
+        picked = at_each(
+            lambda i, match: (
+                _pick(match, candidates[i], options, waits) if i in folded else picked[i]
+            )
+        )
     plans = [failed.get(i, plan) for i, plan in enumerate(picked)]
     _add_branches(matches, candidates, plans)
     return plans
@@ -245,8 +253,12 @@ def _title(choices: Mapping[str, Any], match: Match) -> str:
 
 
 def _pick(
-    match: Match, candidates: Sequence[Mapping[str, Any]], options: Options
+    match: Match,
+    candidates: Sequence[Mapping[str, Any]],
+    options: Options,
+    waits: Timing | None = None,
 ) -> Plan | Refusal:
+    """waits: what a launch-bound graph takes, in which nothing is folded."""
     on_kernels = runs_native(match, options)
     *_, preferred = candidates
     if device_of(match).type != "cuda":
@@ -254,7 +266,9 @@ def _pick(
     if options.plan == "always":
         return Plan(on_kernels, preferred, _title(preferred, match))
     if isinstance(ANCHORS[match.site.kind], Conv2d):
-        best, note = convolutions.compare(match, candidates, options)
+        best, note = convolutions.compare(match, candidates, options, folds=waits is None)
+        if waits is not None and best is None:
+            note += launches.note(waits, options)
     else:
         best, note = _compare(match, candidates, options)
     if best is not None and (best["product"] != LIBRARY or not match.pattern.is_grown):
@@ -273,6 +287,10 @@ def _pick(
     return Refusal.of(match, Fault(match.root, reason, help))
 
 
+def _product(chosen: Any) -> str | None:
+    return chosen.choices.get("product") if isinstance(chosen, Plan) else None
+
+
 def _add_branches(
     matches: Sequence[Match],
     candidates: Sequence[list[dict[str, Any]] | None],
@@ -284,7 +302,7 @@ def _add_branches(
     """
     of_root = {match.root: i for i, match in enumerate(matches)}
     for match, chosen in zip(matches, plans):
-        if not isinstance(chosen, Plan) or chosen.choices.get("product") != FOLDED:
+        if _product(chosen) != FOLDED:
             continue
         addend = addend_of_relu(match.bound.epilogue)
         if not addend:
