@@ -29,6 +29,17 @@ ROUNDS = 7  # of GPU time
 RIVALS = tuple(s for s in SYSTEMS if s.name in ("inductor", "fx_fuser"))
 
 
+def again(system: System) -> System:
+    """The same, compiled anew: Dynamo knows compiled code by its backend."""
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return torch._dynamo.lookup_backend("inductor")(gm, inputs)
+
+    return replace(
+        system, name="again", compile=lambda model: torch.compile(model, backend=backend)
+    )
+
+
 class Row(TypedDict):
     """Medians. None: not measured, as GPU time and memory are not on a CPU.
 
@@ -36,8 +47,9 @@ class Row(TypedDict):
     CPU of wall times. error, eager_error: relative Frobenius errors against float64, fx_fuser's
     and eager's, of all outputs as one vector or of all gradients, whichever is the larger; error is
     a text where something raised, or a value is not within the contract. sites: what became of
-    them, by counter. same_graphs: did Inductor lower the same graphs for both? Then how they differ
-    is Inductor's own scatter from compilation to compilation.
+    them, by counter. same_graphs: did Inductor lower the same graphs for both? again: Inductor once
+    more, compiled where the graphs are the same, or where that was asked for: how its two
+    compilations differ is its own scatter.
     """
 
     net: str
@@ -57,6 +69,8 @@ class Row(TypedDict):
     eager_error: float | None
     sites: dict[str, Any]
     same_graphs: bool | None
+    again_ms: float | None
+    again_wall_ms: float | None
     gpu: str
     torch: str
     date: str
@@ -224,11 +238,13 @@ def as_inductors(found: Observed, eager: Observed, inductors: Observed) -> list[
 
 def measured(
     net: Net16, step: str, device: torch.device, small: bool = False,
-    rivals: Sequence[System] = RIVALS, seconds: float = 3.0, place: Turnstile | None = None,
+    rivals: Sequence[System] = RIVALS, seconds: float = 3.0,
+    place: Turnstile | None = None, twice: bool = False,
 ) -> Row:  # fmt: skip
     """One row, without its date and commit. What raises is in its `error`.
 
-    place: among processes that compile meanwhile, so the times of compilations are left out.
+    place: among processes that compile meanwhile, so the times of compilations are left out. twice:
+    is Inductor compiled once more in any case?
     """
     here = measure.machine(device)
     row = Row(
@@ -238,12 +254,13 @@ def measured(
         inductor_compile_s=None, fx_fuser_compile_s=None,
         inductor_peak_mib=None, fx_fuser_peak_mib=None,
         error=None, eager_error=None, sites={}, same_graphs=None,
+        again_ms=None, again_wall_ms=None,
         gpu=here["gpu"], torch=here["torch"], date="", commit="",
     )  # fmt: skip
     measure.free_memory()
     try:
         with ExitStack() as caches:
-            faults = _measure(row, net, step, device, small, rivals, seconds, caches, place)
+            faults = _measure(row, net, step, device, small, rivals, seconds, caches, place, twice)
         if faults:
             row["error"] = f"{len(faults)} beyond the contract: {'; '.join(faults[:3])}"
     except Exception as error:
@@ -254,6 +271,7 @@ def measured(
 def _measure(
     row: Row, net: Net16, step: str, device: torch.device, small: bool,
     rivals: Sequence[System], seconds: float, caches: ExitStack, place: Turnstile | None,
+    twice: bool,
 ) -> list[str]:  # fmt: skip
     case = case_of(net, step, device, small)
     case.step(case.model)  # the libraries load their kernels, which nobody is to be charged for
@@ -269,6 +287,9 @@ def _measure(
             _fill(row, "compile_s", {system.name: taken})
     row["sites"] = {name: found for name, found in sites.items() if found}
     row["same_graphs"] = graphs.get("inductor", []) == graphs.get("fx_fuser") != []
+    if twice or row["same_graphs"]:
+        caches.enter_context(cold_caches())
+        calls["again"], _ = first_call(case, again(rivals[0]))
     steps = {name: partial(case.step, call) for name, call in calls.items()}
     with place.alone() if place else nullcontext():
         time_steps(row, steps, case.leaves(), device, seconds)

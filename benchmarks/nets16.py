@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--check", action="store_true")
     found.add_argument("--list", action="store_true")
     found.add_argument("--gpus", type=int, default=1, metavar="N")
+    found.add_argument("--twice", action="store_true", help="Inductor is compiled once more")
     found.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     found.add_argument("--place", type=int, help=argparse.SUPPRESS)  # at the turnstile
     return found
@@ -70,16 +71,16 @@ def chosen(args: argparse.Namespace) -> Todo:
 
 
 def measure_here(
-    todo: Todo, small: bool, out: Path, commit: str, place: Turnstile | None
+    todo: Todo, args: argparse.Namespace, commit: str, place: Turnstile | None
 ) -> list[str]:
     """One row after the other, in this process; what is wrong with them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     net16.warm_up(device)
     failures = []
     for net, step in todo:
-        row = net16.measured(net, step, device, small, place=place)
+        row = net16.measured(net, step, device, args.small, place=place, twice=args.twice)
         row["date"], row["commit"] = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}", commit
-        results.replace_rows(out, [row], nets16_tables.key, nets16_tables.place)
+        results.replace_rows(args.out, [row], nets16_tables.key, nets16_tables.place)
         print(nets16_tables.line(row), flush=True)
         if isinstance(row["error"], str):
             failures.append(f"{net.name}: {row['error']}")
@@ -140,6 +141,7 @@ def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
             out = args.out if gpu is None else Path(folder, f"{net.name}-{step}.json")
             arguments = ["--only", net.name, "--step", step, "--out", str(out.resolve())]
             arguments += ["--commit", commit, *(["--small"] if args.small else [])]
+            arguments += ["--twice"] if args.twice else []
             wrong = spawn(arguments, min(budget.left(), MOST_S * args.gpus), gpu, place)
             if out != args.out and out.exists():
                 with merging:
@@ -181,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.error("there is no git here: name the commit that is measured with --commit")
     if args.here:
         place = None if args.place is None else Turnstile(args.place)
-        return results.verdict(measure_here(chosen(args), args.small, args.out, commit, place))
+        return results.verdict(measure_here(chosen(args), args, commit, place))
     return results.verdict(measure_all(chosen(args), args, commit))
 
 
