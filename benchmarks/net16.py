@@ -48,8 +48,7 @@ class Row(TypedDict):
     and eager's, of all outputs as one vector or of all gradients, whichever is the larger; error is
     a text where something raised, or a value is not within the contract. sites: what became of
     them, by counter. same_graphs: did Inductor lower the same graphs for both? again: Inductor once
-    more, compiled where the graphs are the same, or where that was asked for: how its two
-    compilations differ is its own scatter.
+    more, compiled where that was asked for: how its two compilations differ is its own scatter.
     """
 
     net: str
@@ -244,7 +243,7 @@ def measured(
     """One row, without its date and commit. What raises is in its `error`.
 
     place: among processes that compile meanwhile, so the times of compilations are left out. twice:
-    is Inductor compiled once more in any case?
+    is Inductor compiled once more?
     """
     here = measure.machine(device)
     row = Row(
@@ -287,7 +286,7 @@ def _measure(
             _fill(row, "compile_s", {system.name: taken})
     row["sites"] = {name: found for name, found in sites.items() if found}
     row["same_graphs"] = graphs.get("inductor", []) == graphs.get("fx_fuser") != []
-    if twice or row["same_graphs"]:
+    if twice:
         caches.enter_context(cold_caches())
         calls["again"], _ = first_call(case, again(rivals[0]))
     steps = {name: partial(case.step, call) for name, call in calls.items()}

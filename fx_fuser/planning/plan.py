@@ -152,7 +152,7 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
     _build_kernels(matches, candidates, options, failed)
     picked = at_each(lambda i, match: _pick(match, candidates[i], options))
     folded = {i for i, chosen in enumerate(picked) if _product(chosen) == FOLDED}
-    if folded and (waits := launches.bound(matches, candidates, options)):
+    if folded and (waits := launches.bound(matches, candidates, folded, options)):
         picked = at_each(
             lambda i, match: (
                 _pick(match, candidates[i], options, waits) if i in folded else picked[i]

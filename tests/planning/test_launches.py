@@ -15,7 +15,7 @@ from fx_fuser.graph.match.pattern import Match, Refusal
 from fx_fuser.options import Options
 from fx_fuser.planning import convolutions, launches, plan
 from fx_fuser.planning.convolutions import InLayout
-from fx_fuser.planning.launches import IN_GRAPH
+from fx_fuser.planning.launches import FOLDING, IN_GRAPH
 from fx_fuser.planning.plan import Plan
 from fx_fuser.planning.timing import Timing
 
@@ -48,7 +48,7 @@ def product(decision: Any) -> Any:
 def test_a_fold_needs_a_graph_that_waits_for_the_gpu(
     block: Match, on_gpu: Callable[..., None], launch_bound: bool
 ) -> None:
-    host = (1.01 if launch_bound else 0.99) * APART / IN_GRAPH
+    host = (1.01 if launch_bound else 0.99) * APART / IN_GRAPH / (1 + FOLDING)
     on_gpu(APART, Timing(FOLDED, host), *OTHERS)
     decision = decide(block)
     assert product(decision) == (None if launch_bound else "folded")
@@ -84,5 +84,5 @@ def test_another_kernel_takes_its_place(block: Match, on_gpu: Callable[..., None
 def test_times(block: Match, on_gpu: Callable[..., None]) -> None:
     on_gpu(APART, Timing(FOLDED, 0.05), *OTHERS)
     offered = plan.kernels.candidates(plan.MatchCase(block, Options()))
-    found = launches.bound([block, block, block], [offered, None, offered], Options())
-    assert found == Timing(2 * APART, pytest.approx(2 * IN_GRAPH * 0.05))
+    found = launches.bound([block, block, block], [offered, None, offered], {2}, Options())
+    assert found == Timing(2 * APART, pytest.approx((2 + FOLDING) * IN_GRAPH * 0.05))
