@@ -159,6 +159,23 @@ def known_sizes(*tensors: Tensor) -> list[list[int]] | None:
     return None if any(None in sizes for sizes in found) else found  # type: ignore[return-value]
 
 
+def short_of_16_bytes(size: int, dtype: torch.dtype) -> int:
+    """How many elements a row of so many lacks to a multiple of 16 bytes. The library has fast
+    16-bit kernels for such multiples only."""
+    return -size % (16 // dtype.itemsize)
+
+
+def odd_rows(tensors: Sequence[Tensor]) -> list[int]:
+    """The lengths of their rows, as they lie in memory, that are no multiple of 16 bytes; at their
+    sizes in this trace."""
+    found = set[int]()
+    for t in tensors:
+        length = hint_of(t.shape[-2 if t.ndim > 1 and t.stride(-1) != 1 else -1]) if t.ndim else 1
+        if length is not None and length > 1 and short_of_16_bytes(length, t.dtype):
+            found.add(length)
+    return sorted(found)
+
+
 def spec_of_site(case: Case, name: str) -> KernelSpec:
     """The main loop of this kernel with the site's epilogue."""
     choices = {"tf32": False, "product": name, "backward": LIBRARY, "again": False}

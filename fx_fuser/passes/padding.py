@@ -37,7 +37,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.source import called_name
-from fx_fuser.kernels.base import SIXTEEN_BITS
+from fx_fuser.kernels.base import SIXTEEN_BITS, short_of_16_bytes
 from fx_fuser.kernels.split import is_small
 from fx_fuser.native import limits
 from fx_fuser.native.kernel_spec import KernelSpec
@@ -53,7 +53,6 @@ log = logging.getLogger("fx_fuser.passes.padding")
 COUNTERS = "fx_fuser_padded"  # in `torch._dynamo.utils.counters`: operation → how many padded
 # How a gemm may be computed, besides by the library's call.
 PADDED, UNALIGNED = "padded", "unaligned"
-_BYTES = 16  # of which rows are to be a multiple
 # Of the library's time, at most. What is timed is the gemm alone: a padded operand takes more
 # memory, and Inductor fuses less across it. DLRM's step was no faster (H100, 2026-11-26) and took
 # 3 % more memory where every gain counted.
@@ -130,15 +129,10 @@ def _may_be_odd(values: Sequence[Tensor], device: str) -> bool:
         return False
     dtype = values[0].dtype  # its operands' too, under autocast
     sizes = (n for v in values for n in v.shape[-2:] if isinstance(n, int))
-    return any(n > 1 and _zeros(n, dtype) for n in sizes)
+    return any(n > 1 and short_of_16_bytes(n, dtype) for n in sizes)
 
 
 # ---- one gemm ----------------------------------------------------------------------------------
-
-
-def _zeros(size: int, dtype: torch.dtype) -> int:
-    """How many elements are missing to a multiple of 16 bytes."""
-    return -size % (_BYTES // dtype.itemsize)
 
 
 def _is_transposed(form: TensorForm) -> bool:
@@ -240,8 +234,12 @@ def _zeros_of(left: TensorForm, right: TensorForm) -> tuple[int, int, int]:
     if 1 in (m, k, n) or 0 in (m, k, n):
         return 0, 0, 0
     reads_k = not _is_transposed(left) or _is_transposed(right)
-    rows = _zeros(m, left.dtype) if _is_transposed(left) else 0
-    return rows, _zeros(k, left.dtype) if reads_k else 0, _zeros(n, left.dtype)
+    rows = short_of_16_bytes(m, left.dtype) if _is_transposed(left) else 0
+    return (
+        rows,
+        short_of_16_bytes(k, left.dtype) if reads_k else 0,
+        short_of_16_bytes(n, left.dtype),
+    )
 
 
 class _Twins:

@@ -38,6 +38,7 @@ from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match.pattern import Fault, Match, Refusal
 from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.kernels import KERNELS
+from fx_fuser.kernels.base import odd_rows
 from fx_fuser.kernels.folded import FOLDED, addend_of_relu
 from fx_fuser.kernels.precision import asked_precision, may_be_tf32
 from fx_fuser.native import load
@@ -110,11 +111,23 @@ def no_gain(match: Match, options: Options) -> str:
     dtype = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
     asked = asked_precision(options)
     if dtype != torch.float32 or asked == "tf32":
+        if dtype != torch.float32 and (rows := _odd_rows(match)):
+            return (
+                f"the library has no fast kernel for rows of {rows} elements; Inductor's graph has "
+                "it padded, or on a kernel for unaligned rows, where that is faster"
+            )
         precision = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
         return f"in {precision} the library's gemm is as fast"
     if asked == "ieee":
         return "option 'fp32' is 'ieee': the library's gemm is the only one"
     return "fx_fuser's fp32 gemms need a result that is row-major"
+
+
+def _odd_rows(match: Match) -> str:
+    site = match.site
+    operands = (site.operands[name] for name in ANCHORS[site.kind].operands if name != "bias")
+    held = (meta_tensor(node) for node in (site.nodes[0], *operands) if node is not None)
+    return " and ".join(map(str, odd_rows([t for t in held if t is not None])))
 
 
 def needs_inference(match: Match, options: Options) -> str:

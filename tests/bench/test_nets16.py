@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from nets16_rows import made_up
 from torch import nn
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import harness, lowered, net16, nets16, nets16_tables, report, results
+from benchmarks import harness, lowered, net16, nets16, nets16_tables, results
 from benchmarks.net16 import Row, as_inductors, case_of, exact_of, measured, spread
 from benchmarks.nets16_models import NETS, STEPS, Net16, without_dropout
 from benchmarks.run import System
@@ -217,46 +218,12 @@ def test_caches_are_cold_and_the_users_come_back(monkeypatch: pytest.MonkeyPatch
     assert "FX_FUSER_CACHE_DIR" not in os.environ
 
 
-# ---- who is slower ------------------------------------------------------------------------------
-
-
-def made_up(name: str = "gpt2", step: str = "train", **other: Any) -> Row:
-    """A fixture: no one measured this."""
-    times = {"inductor_ms": 10.0, "fx_fuser_ms": 8.0, "spread": 0.005}
-    times |= {"inductor_wall_ms": 12.0, "fx_fuser_wall_ms": 10.0}
-    seconds = {"inductor_compile_s": 20.0, "fx_fuser_compile_s": 25.0}
-    memory = {"inductor_peak_mib": 1000.0, "fx_fuser_peak_mib": 1005.0}
-    said: dict[str, Any] = {"error": 3e-3, "eager_error": 4e-3, "sites": {}, "config": "8 × 1024"}
-    of = {"gpu": "NVIDIA Test", "torch": "2.11.0", "date": "2026-11-26 10:00", "commit": "abcdef12"}
-    found = {"net": name, "step": step, "precision": STEPS[step]}
-    return {**found, **times, **seconds, **memory, **said, **of, **other}  # type: ignore[typeddict-item, return-value]
+# ---- what is beside it --------------------------------------------------------------------------
 
 
 def test_the_spread_is_half_the_range_of_the_ratio() -> None:
     assert spread([10.0, 10.2, 9.8], [10.0, 10.0, 10.0]) == 0.02
     assert spread([10.0, 12.0], [5.0, 6.0]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("inductor", "again", "same_graphs", "is_slower"),
-    [
-        (7.8, None, True, True),  # 0.975×, and nothing tells how Inductor's own differ
-        (7.8, 7.8, True, True),
-        (7.8, 8.1, False, False),  # the other one is slower than fx_fuser
-        (8.1, 7.8, False, False),
-        (7.6, 7.8, False, True),
-        (7.5, 7.7, True, True),  # 0.9625× of the slower one, while the two differ by 2.7 %
-        (7.7, 7.9, True, False),  # 0.9875×, by 2.6 %
-        (7.9, 7.7, True, False),
-    ],
-)
-def test_inductors_own_two_compilations_say_what_is_slower(
-    inductor: float, again: float | None, same_graphs: bool, is_slower: bool
-) -> None:
-    gpu = made_up(inductor_ms=inductor, again_ms=again, same_graphs=same_graphs)
-    wall = {"inductor_wall_ms": inductor, "again_wall_ms": again, "fx_fuser_wall_ms": 8.0}
-    for row in (gpu, made_up(**wall, same_graphs=same_graphs)):
-        assert bool(nets16_tables.slower(row)) is is_slower
 
 
 def test_inductor_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,47 +267,6 @@ def test_the_graphs_that_inductor_lowers_are_told_apart(
 
     assert len(graphs()) == 1
     assert (graphs() == graphs(**other)) is (not other)
-
-
-@pytest.mark.parametrize(
-    ("inductor", "spread", "is_slower"),
-    [
-        (8.0, 0.0, False),
-        (7.93, 0.02, False),  # 0.991×: the spread is wide
-        (7.91, 0.02, True),  # 0.989×: below 0.99, however wide it is
-        (7.95, 0.002, True),  # 0.994×: less than 1 by more than the spread
-        (7.99, 0.002, False),
-        (7.95, None, True),
-    ],
-)
-def test_slower_is_below_099_or_below_1_less_the_spread(
-    inductor: float, spread: float | None, is_slower: bool
-) -> None:
-    row = made_up(inductor_ms=inductor, spread=spread)
-    assert bool(nets16_tables.slower(row)) is is_slower
-    wall = made_up(inductor_wall_ms=inductor * 10 / 8, spread=spread)
-    assert bool(nets16_tables.slower(wall)) is is_slower
-    assert all(said.startswith("wall 0.9") for said in nets16_tables.slower(wall))
-
-
-def test_check_lists_the_rows_that_fall_short(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, rows = tmp_path / "gpu.json", [made_up()]
-    out.write_text(json.dumps(rows))
-    assert nets16.main(["--check", "--out", str(out)]) == 0
-    rows.append(made_up("bert", fx_fuser_ms=11.0))
-    rows.append(made_up("llama", fx_fuser_peak_mib=1011.0))
-    rows.append(made_up("dlrm", error="1 beyond the contract: output 0: strides"))
-    rows.append(made_up("unet3d", inductor_ms=None, fx_fuser_ms=None, spread=None))
-    out.write_text(json.dumps(rows))
-    assert nets16.main(["--check", "--out", str(out)]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "FAILED bert train: GPU 0.909×, not 0.995",
-        "FAILED llama train: peak memory 1.01×",
-        "FAILED dlrm train: 1 beyond the contract: output 0: strides",
-    ]
 
 
 def test_merge_takes_rows_of_other_commits(tmp_path: Path) -> None:
@@ -490,39 +416,3 @@ def test_list_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "dlrm train amp: 32768 × 13, 26 tables of 1000 × 64"
     assert len(lines) == 3 and lines[2].startswith("mamba2 eval bf16: ")
-
-
-# ---- the tables ---------------------------------------------------------------------------------
-
-
-def test_without_rows_there_is_no_text() -> None:
-    assert nets16_tables.section([]) == ""
-
-
-def test_pages_show_nets_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [made_up("gpt2"), made_up("bert", fx_fuser_ms=5.0), made_up("hf_vit_b", "eval")]
-    rows.append(made_up("resnet50", fx_fuser_ms=10.0, error="1 beyond the contract"))
-    monkeypatch.setattr(nets16_tables, "CASES", set(map(nets16_tables.key, rows)))
-    path = tmp_path / nets16_tables.PATH
-    path.parent.mkdir()
-    path.write_text(json.dumps(rows))
-    texts = report.generated({}, [], tmp_path)
-    section = texts["nets16"].splitlines()
-    assert section[0] == "## Nets in 16 bits"
-    (first,) = (line for line in section if line.startswith("| gpt2"))
-    assert cells(first) == [
-        *("gpt2", "8 × 1024", "train", "amp", "Test", "10.00", "8.00", "**1.25×**", "± 0.5 %"),
-        *("1.20×", "+0.5 %", "20.0", "25.0", "3.0e-03", "4.0e-03", ""),
-    ]
-    (last,) = (line for line in section if line.startswith("| resnet50"))
-    assert cells(last)[-3:] == ["", "4.0e-03", "1 beyond the contract"]
-    assert "nets16" in report.PAGES["docs/results.md"]
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_what_is_not_measured_is_counted() -> None:
-    rows = [made_up(net, step=step) for net, step in sorted(nets16_tables.CASES)]
-    assert f"Measured: {len(rows) - 1} of the {len(rows)} cases" in nets16_tables.section(rows[1:])
