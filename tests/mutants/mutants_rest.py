@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 CONTEST = "tests/planning/test_contest.py"
+LAUNCHES = "tests/planning/test_launches.py"
 MEMORY = "tests/passes/test_memory.py"
 RATES = "tests/planning/test_architectures.py"
 
@@ -216,6 +217,40 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         (
             "tests/planning/test_offers.py::test_where_times_decide_a_kernel_for_inference_"
             "is_not_offered_in_training[measure-True]",
+        ),
+    ),
+    (
+        "rest: a graph that waits for the host folds nothing",
+        "planning/launches.py",
+        "if host > gpu else None",
+        "if False else None",
+        (f"{LAUNCHES}::test_a_fold_needs_a_graph_that_waits_for_the_gpu[True]",),
+    ),
+    (
+        "rest: folds count with the host",
+        "planning/launches.py",
+        " * (1 + FOLDING * (i in folded))",
+        "",
+        (
+            f"{LAUNCHES}::test_a_fold_needs_a_graph_that_waits_for_the_gpu[True]",
+            f"{LAUNCHES}::test_times",
+        ),
+    ),
+    (
+        "rest: what stands beside a fold is left with it no more",
+        "planning/convolutions.py",
+        'if folds or c["product"] != FOLDED}',
+        "if folds}",
+        (f"{LAUNCHES}::test_another_kernel_takes_its_place",),
+    ),
+    (
+        "rest: the result's rows are odd, too",
+        "planning/plan.py",
+        "for node in (site.nodes[0], *operands) if",
+        "for node in operands if",
+        (
+            "tests/planning/test_plan.py::test_why_no_kernel_may_gain"
+            "[dtype4-sizes4-has no fast kernel for rows of 50257 elements]",
         ),
     ),
 )

@@ -77,7 +77,7 @@ def test_all_convolutions_of_the_graph_count(
 
 def test_another_kernel_takes_its_place(block: Match, on_gpu: Callable[..., None]) -> None:
     """It saves a launch, so the host gains."""
-    on_gpu(APART, Timing(FOLDED, APART), *(Timing(0.04, 0.01),) * 3)
+    on_gpu(APART, Timing(FOLDED, 0.035), *(Timing(0.04, 0.01),) * 3)
     assert product(decide(block)) not in (None, "folded", "library")
 
 
