@@ -65,7 +65,7 @@ def compare(
 ) -> Comparison:
     """Is fx_fuser worth it for this model?  Measures `model(*inputs, **named)` in eager mode, with
     Inductor (`torch.compile(model)`), with fx_fuser and, if it computes in fp32, with Inductor and
-    TF32: on a GPU by turns in this process. On a CPU, where no kernel of fx_fuser's runs, by
+    TF32: on a GPU by turns in this process. On a CPU, where none of fx_fuser's kernels run, by
     default eager mode and Inductor alone.
 
     train: True measures training steps (training mode, forward and backward), False forward passes
