@@ -148,7 +148,7 @@ def test_the_header_says_autocast_and_tf32() -> None:
 
 
 def test_on_a_cpu_nothing_is_said_to_be_fused_or_saved(report: Report) -> None:
-    """No kernel of fx_fuser's runs there."""
+    """None of fx_fuser's kernels run there."""
     page = re.sub("<style>.*</style>", "", report.to_html(), flags=re.DOTALL)
     for text in (str(report), Page(page).text):
         said = re.sub(
