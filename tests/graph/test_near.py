@@ -342,7 +342,7 @@ def test_one_operation_off(body: Body, op: str, reason: str) -> None:
 
 
 def test_a_factor_that_the_match_computes() -> None:
-    """The pattern is there but for its factor: that was "sigmoid(z) is there, but nothing …"."""
+    """The pattern is there but for its factor: that was "only sigmoid(z) is there"."""
 
     def squared(m: Any, x: Tensor) -> Any:
         gate = torch.sigmoid(m.lin(x))
