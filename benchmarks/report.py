@@ -44,10 +44,10 @@ BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 SYSTEMS = ("eager", "inductor", "max-autotune", "inductor-ieee", "fx_fuser")
 SHOWN = ("fp32", "bf16")  # the other precisions are folded away
 LEGEND = (
-    "Medians in ms, the L2 cache cleared before each call. Speed-ups are Inductor's time over "
-    "fx_fuser's, with Inductor = `torch.compile(model)`. Error: relative Frobenius error against "
-    "float64, the largest of the output's and, in fwd+bwd, every gradient's. In #73 Inductor's "
-    "convolution uses TF32, as torch's defaults allow; Inductor ieee is Inductor without it."
+    "Medians in ms, the L2 cache cleared before each call. Inductor is `torch.compile(model)`. "
+    "Error: relative Frobenius error against float64, the largest of the output and, in fwd+bwd, "
+    "every gradient. In #73 Inductor's convolution uses TF32, as torch's defaults allow; "
+    "Inductor ieee is Inductor without TF32."
 )
 
 Group = tuple[str, str, str]  # problem, precision, mode

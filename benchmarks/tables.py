@@ -306,12 +306,11 @@ def kinds_table(rows: Sequence[Row]) -> str:
 
 def whole_nets_section(rows: Sequence[Row]) -> str:
     said = (
-        "Medians in ms; a training step is forward, loss and backward. GPU time is the time the "
-        "GPU is busy. Precision: of `torch.set_float32_matmul_precision`. Error: relative "
-        "Frobenius error of the logits against float64. Accurate: yes where every output and "
-        "gradient is within the bound of [Accuracy](accuracy.md), as Inductor where the rest is "
-        "within the same bound of Inductor's error, because Inductor computes the operations in "
-        "question. Errors are taken without dropout."
+        "Medians in ms; a training step is forward, loss and backward. Precision: the setting of "
+        "`torch.set_float32_matmul_precision`. Error: relative Frobenius error of the logits "
+        "against float64, without dropout. Accurate: yes means that every output and gradient is "
+        "within the [bound](accuracy.md#the-bound); as Inductor means that the others are within "
+        "the same bound of Inductor's error, in operations that Inductor computes."
     )
     body = kinds_table(rows)
     parts = [caption(rows, "whole_nets"), whole_nets_table(rows), wrapped(said)]

@@ -6,12 +6,12 @@ class FxFuserError(Exception):
 
 
 class OptionError(FxFuserError, ValueError):
-    """An option of the backend, or an argument of a function, has an unknown name or an unfit
+    """An option of the backend, or an argument of a function, has an unknown name or an invalid
     value."""
 
 
 class PatternError(FxFuserError, ValueError):
-    """What is given cannot be registered as a pattern."""
+    """The source or name cannot be registered as a pattern."""
 
 
 class BuildError(FxFuserError, RuntimeError):

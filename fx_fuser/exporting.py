@@ -50,19 +50,19 @@ _DEFAULTS = Options()
 def fuse_exported(
     program: ExportedProgram, *, options: Mapping[str, Any] | None = None
 ) -> ExportedProgram:
-    """The program with a call of a fused op at each site where that gains, for inference.
+    """Return the program with fused ops at the sites where they are faster, for inference.
 
-    Pass it to `torch._inductor.aoti_compile_and_package` or `torch.export.save`. A process that
-    loads what they write has to `import fx_fuser`, which defines the ops. Kernels are built on the
-    machine that runs them, once, and kept in its cache folder.
+    Pass the result to `torch._inductor.aoti_compile_and_package` or `torch.export.save`. A process
+    that loads the file must `import fx_fuser`, which defines the ops. Kernels are compiled once on
+    the machine that runs them, and kept in its cache folder.
 
-    program: stays as it is; the two share parameters and buffers. It has to be on the GPU that it
-    will run on, since sites are timed there. options: as for the backend, but for "inner", "mode",
-    "verify" and those of Inductor.
+    program: is not changed; the result shares its parameters and buffers. It must be on the GPU on
+    which it will run, because sites are timed there. options: as for the backend, except "inner",
+    "mode", "verify" and those of Inductor.
 
-    Returns the program itself if nothing is fused. Where fx_fuser fails, one warning says why;
-    `options={"strict": True}` raises instead. Raises OptionError for a bad option, and for what is
-    no exported program.
+    Returns the program itself if nothing is fused. If fx_fuser fails, one warning says why;
+    `options={"strict": True}` raises instead. Raises OptionError for a bad option, and for
+    anything that is not an exported program.
     """
     if not isinstance(program, ExportedProgram):
         raise OptionError(

@@ -64,13 +64,14 @@ class _Block:
 
 @refuses_unfit_calls(OptionError, _ONE_DICT)
 def install(options: Mapping[str, Any] | None = None) -> None:
-    """From now on, `torch.compile(model)` and `backend="inductor"` fuse, in every thread.
+    """Make `torch.compile(model)` and `backend="inductor"` use fx_fuser from now on, in every
+    thread.
 
-    options: as for the backend, but for what is Inductor's own: give `mode` and Inductor's options
-    to `torch.compile`. A second call replaces the options of the first.
+    options: as for the backend, except `inner`, `mode` and Inductor's own, which you pass to
+    `torch.compile`. A second call replaces the options of the first.
 
-    What is already compiled stays as it is; `torch._dynamo.reset()` drops it. Raises OptionError
-    for a bad option.
+    Models that are already compiled stay as they are; `torch._dynamo.reset()` drops them. Raises
+    OptionError for a bad option.
     """
     chosen = _parsed(options)
     if is_off("install() does nothing"):
@@ -82,7 +83,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
 
 @refuses_unfit_calls(OptionError, "it takes no arguments")
 def uninstall() -> None:
-    """End what `install` began, if anything; what is compiled meanwhile stays as it is."""
+    """Undo `install`. Models that are already compiled stay as they are."""
     with _lock:
         _everywhere.clear()
         _step_aside()
@@ -90,9 +91,9 @@ def uninstall() -> None:
 
 @refuses_unfit_calls(OptionError, _ONE_DICT)
 def installed(options: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-    """As `install`, while the block runs; the innermost block's options count.
+    """Do what `install` does while the block runs; of nested blocks the innermost counts.
 
-    A model is compiled when it is first called, so call it in the block.
+    A model is compiled at its first call, so call it in the block.
     """
     return _installed(_parsed(options))
 

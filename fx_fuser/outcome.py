@@ -140,7 +140,7 @@ class Outcome:
         """devices: the kinds of those that the graph's inputs are on."""
         if devices and not ("cuda" in devices or options.cpu_ops or self.matches):
             where = "a CPU" if devices <= {"cpu"} else " and ".join(sorted(devices))
-            return f"{self._said(0, gemms)}: on {where} no kernel of fx_fuser's runs"
+            return f"{self._said(0, gemms)}: on {where} none of fx_fuser's kernels run"
         fused = len(self.matches)
         said, remedy = self._said(fused, gemms), host_note(options)
         bound = sum(remedy in refusal.reason for refusal in self.left) if remedy else 0

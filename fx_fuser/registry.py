@@ -19,14 +19,14 @@ _patterns: list[Pattern] = []
 def register_pattern(
     source: Callable[..., Any], check: Check | None = None, name: str | None = None
 ) -> Pattern:
-    """Add a pattern, for every compilation from now on.
+    """Add a pattern for all later compilations.
 
-    source: an anchor followed by pointwise ops, see `graph.match.trace`; it is traced once.
-    check: `check(match)` returns why a match must not be fused, or None.
-    name: for counters, options and reports; default the function's name.
+    source: a function of an anchor followed by pointwise ops, see `graph.match.trace`; it is traced
+    once. check: `check(match)` returns the reason why a match must not be fused, or None.
+    name: for counters, options and reports; by default the function's name.
 
-    Raises PatternError if the source is no pattern, or another pattern has the name; then all
-    patterns stay as they were.
+    Raises PatternError if the source is not a pattern, or if another pattern has the name; then
+    nothing is added.
     """
     pattern = trace(source, check, name)
     if pattern.name.startswith(AUTO):

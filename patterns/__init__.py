@@ -18,6 +18,11 @@ if __name__ != "fx_fuser.patterns":
     )
 
 
+def names() -> frozenset[str]:
+    """The names of the built-in patterns."""
+    return frozenset(info.name for info in pkgutil.iter_modules(__path__))
+
+
 def discover() -> list[Pattern]:
     """Every pattern of this folder, traced, largest first."""
     found = []

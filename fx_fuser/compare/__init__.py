@@ -63,37 +63,39 @@ def compare(
     kwargs: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> Comparison:
-    """Is fx_fuser worth it for this model?  Measures `model(*inputs, **named)` in eager mode, with
-    Inductor (`torch.compile(model)`), with fx_fuser and, if it computes in fp32, with Inductor and
-    TF32: on a GPU by turns in this process. On a CPU, where no kernel of fx_fuser's runs, by
-    default eager mode and Inductor alone.
+    """Is fx_fuser worth it for this model?
+
+    Measures `model(*inputs, **named)` in eager mode, with Inductor (`torch.compile(model)`), with
+    fx_fuser and, if it computes in fp32, with Inductor and TF32. They take turns in this process.
+    On a CPU, where none of fx_fuser's kernels run, only eager mode and Inductor are measured by
+    default.
 
     train: True measures training steps (training mode, forward and backward), False forward passes
-        in eval mode under `no_grad`. By default modes are as they are, and there is a backward if
-        the model is in training mode and gradients are on. There is no optimizer in a step.
-    options: as for the backend. What of them is Inductor's, its column gets as well.
-    loss: the model's result → one number, from which backward begins. By default it begins from
-        all floating-point outputs that require gradients, with normally distributed random numbers
-        as their gradients, the same in each column.
-    columns: which of "eager", "inductor", "fx_fuser", "inductor_tf32",
+        in eval mode under `no_grad`. By default modes stay as they are, and backward is measured
+        if the model is in training mode and gradients are on. A step has no optimizer.
+    options: as for the backend. Options of Inductor also apply to the Inductor row.
+    loss: maps the model's result to one number, from which backward starts. By default backward
+        starts from all floating-point outputs that require gradients, with normally distributed
+        random gradients, the same for each row.
+    columns: a list of "eager", "inductor", "fx_fuser", "inductor_tf32",
         "inductor_reduce_overhead", "fx_fuser_reduce_overhead".
-    reduce_overhead: also Inductor and fx_fuser with `mode="reduce-overhead"`, which helps where the
-        GPU waits for the host.
+    reduce_overhead: also measure Inductor and fx_fuser with `mode="reduce-overhead"`, which helps
+        if the GPU waits for the host.
     reference: compare outputs and gradients with float64, on a copy of the model.
-    cold: first calls with empty caches on disk, which are dropped afterwards, or with those that
-        there are. By default empty on a GPU.
-    seconds: for the rounds of wall time; compilation comes on top.
-    progress: say on stderr what is under way.
-    kwargs: more of the model's named inputs, for those that are called as an argument here.
+    cold: time first calls with empty, temporary caches on disk instead of the existing ones. By
+        default True on a GPU.
+    seconds: how long to measure wall time; compilation is extra.
+    progress: print progress on stderr.
+    kwargs: named inputs of the model that have the name of an argument here.
 
-    The model is afterwards as it was, also if this raises: parameters, buffers, gradients, modes
-    and attributes, and so are the random states of torch, Python and numpy, torch's settings and
-    what is installed. Inputs are copied. Dynamo is reset before and after: what was compiled is
-    compiled again when it is called next.
+    Afterwards the model is as it was, even if this raises: parameters, buffers, gradients, modes
+    and attributes. So are the random states of torch, Python and numpy, torch's settings, and
+    what is installed. Inputs are copied. Dynamo is reset before and after, so anything that was
+    compiled is compiled again at its next call.
 
-    A column that runs out of memory or fails says so, and the others go on. Returns a `Comparison`:
-    `str()` is a table, `.verdict`, `.use` and `.launch_bound` say what follows. Raises OptionError
-    for a bad argument, and what the model itself raises in eager mode.
+    A row that runs out of memory or fails says so, and the others are still measured. Returns a
+    `Comparison`: `str()` is a table, and `.verdict`, `.use` and `.launch_bound` are the
+    conclusion. Raises OptionError for a bad argument, and any error of the model in eager mode.
     """
     model = getattr(model, "_orig_mod", model)  # already compiled: measure what was
     given = named_inputs(model, kwargs, named)

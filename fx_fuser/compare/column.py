@@ -15,7 +15,7 @@ class Column:
 
     mode: Inductor's, if it is not the default. failed: why it has no figures, in one line.
     out_of_memory: that is the reason. first_s: of the first call, with the compilation. wall: ms of
-    each round, by turns with the other columns. steady_ms: by the clock, of steps run back to
+    each round, by turns with the other columns. steady_ms: wall time, of steps run back to
     back. gpu_ms: how long the GPU is busy in a step; kinds: the same by kind of kernel; cliffs: the
     kernels among them that are known to be slow.
     output_error, grad_error: relative Frobenius errors against float64, of all outputs as one

@@ -35,7 +35,7 @@ class Contents:
 
     @property
     def use(self) -> bool:
-        """Is fx_fuser faster here by the clock, beyond the rounds' spread, and right?"""
+        """Is fx_fuser faster here in wall time, beyond the rounds' spread, and right?"""
         return self.judged.use
 
     @property

@@ -94,8 +94,8 @@ class Race:
 
     def compile_all(self, cold: bool, caches: ExitStack) -> None:
         """cold: with empty caches, each. caches: which are in place until it is closed."""
-        caches_are = "empty" if cold else "as they were"
-        self.notes.append(f"First calls are with caches on disk {caches_are}.")
+        on_disk = "empty caches on disk" if cold else "the caches on disk as they were"
+        self.notes.append(f"First calls include compilation, with {on_disk}.")
         if self.device.type == "cuda":
             self._warm_up()
         for name, variant in self.variants.items():
@@ -164,7 +164,7 @@ class Race:
             return
         rounds = max(_ROUNDS[0], min(_ROUNDS[1], int(1e3 * seconds / one_round)))
         titles = [self.columns[name].title for name in timers]
-        self.say(f"{rounds} rounds by turns of {', '.join(titles)}: {one_round:.3g} ms a round")
+        self.say(f"{rounds} rounds of {', '.join(titles)}, {one_round:.3g} ms each")
         for name, samples in turns.interleaved_rounds(timers, rounds).items():
             if name in self.calls:
                 self.columns[name].wall = [round(ms, 5) for ms in samples]

@@ -12,14 +12,17 @@ from fx_fuser.compare.contents import Contents
 from fx_fuser.compare.verdict import spread
 
 WIDTH = 100
-_FIGURES = ["", "wall ms", "GPU ms", "peak MiB", "first call s", "error", "of gradients"]
+_FIGURES = [
+    "", "wall time\nms", "GPU time\nms", "peak memory\nMiB", "first call\ns", "output\nerror",
+    "gradient\nerror",
+]  # fmt: skip
 
 
 _SITES = {  # of `counting.Sites`
     "fused": "sites fused",
-    "left": "left to Inductor, as nothing is gained",
-    "products": "gemms of Inductor's graphs replaced",
-    "masks": "attention masks taken away",
+    "left": "left to Inductor, where fusing gains nothing",
+    "products": "gemms replaced in Inductor's graphs",
+    "masks": "attention masks removed",
     "contractions": "sums of products computed as gemms",
 }
 
@@ -65,7 +68,10 @@ def figure_rows(found: Contents) -> list[list[str]]:
 
 def kind_rows(found: Contents) -> list[list[str]]:
     """Milliseconds of GPU time by kind of kernel, the names first."""
-    head = ["GPU ms", *(kind if kind != "Triton" else "pointwise (Triton)" for kind in found.kinds)]
+    head = [
+        "GPU time, ms",
+        *(kind if kind != "Triton" else "pointwise (Triton)" for kind in found.kinds),
+    ]
     measured = [c for c in found.columns.values() if c.kinds]
     return [head, *([c.title, *(_figure(c.kinds.get(k)) for k in found.kinds)] for c in measured)]
 
@@ -74,13 +80,13 @@ def remarks(found: Contents) -> Iterator[str]:
     """How the figures were taken, and why a column has none."""
     rounds = max((len(column.wall) for column in found.columns.values()), default=0)
     if rounds:
-        said = f"wall: medians of {rounds} rounds by turns"
+        said = f"Wall time: median of {rounds} rounds, taken in turns"
         rival, mine = (found.columns.get(name) for name in ("inductor", "fx_fuser"))
         if rival and mine and rival.wall and mine.wall:
             varies = spread(rival, mine)
-            said += f", {rival.title} / fx_fuser ± {varies:.1%} (quartiles)"
+            said += f", {rival.title} / fx_fuser ± {varies:.1%} between quartiles"
         errors = any(column.error is not None for column in found.columns.values())
-        yield said + ("; errors: relative, against float64" if errors else "")
+        yield said + (". Errors are relative, against float64." if errors else ".")
     for column in found.columns.values():
         if column.failed:
             yield f"{column.title} failed: {column.failed}"
@@ -91,7 +97,7 @@ def cliff_lines(found: Contents) -> list[str]:
     mine = found.columns.get("fx_fuser")
     cliffs = mine.cliffs if mine else []
     lines = [f"  {cliff.ms:.3g} ms: {cliff.says} ({cliff.kernel})" for cliff in cliffs]
-    return ["still slow with fx_fuser:", *lines] if lines else []
+    return ["Still slow with fx_fuser:", *lines] if lines else []
 
 
 def site_lines(found: Contents) -> Iterator[str]:
@@ -102,7 +108,7 @@ def site_lines(found: Contents) -> Iterator[str]:
     if found.device == "cuda":
         counts = {words: sum(mine.sites.get(key, {}).values()) for key, words in _SITES.items()}
         parts = [f"{count} {words}" for words, count in counts.items() if count]
-        yield f"{', '.join(parts) or 'no site fused'}; explain says why not the rest"
+        yield f"{', '.join(parts) or 'no site fused'}; explain says why the rest is not fused"
     yield from (f"fx_fuser warned: {said}" for said in mine.sites.get("warnings", ()))
 
 

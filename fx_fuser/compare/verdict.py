@@ -8,7 +8,7 @@ from statistics import median, quantiles
 
 from fx_fuser.compare.column import Column
 
-GAIN = 1.05  # times as fast by the clock: below it nothing is gained that a user would notice
+GAIN = 1.05  # times as fast in wall time: below it nothing is gained that a user would notice
 BUSY = 0.8  # of a step, run back to back: a GPU that works less than that waits for the host
 
 GRAPHS = "reduce_overhead"  # what follows a column's name if it replays CUDA graphs
@@ -44,7 +44,7 @@ class Verdict:
 
 def judge(columns: Mapping[str, Column], device: str) -> Verdict:
     """columns: by name: "eager", "inductor", "fx_fuser", "inductor_tf32", and the second and third
-    with "_reduce_overhead". device: "cuda", or nothing of fx_fuser's runs."""
+    with "_reduce_overhead". device: "cuda", or none of fx_fuser's kernels run."""
     mine = columns.get("fx_fuser")
     if columns and all(column.out_of_memory for column in columns.values()):
         said = "no way to run this step fits into memory. Compare with a smaller batch."
@@ -53,7 +53,7 @@ def judge(columns: Mapping[str, Column], device: str) -> Verdict:
         return Verdict("DO NOT USE", wrong)
     if device != "cuda":
         said = (
-            f"no kernel of fx_fuser's runs on a {device.upper()}, so nothing is gained here. Run "
+            f"fx_fuser has no kernels for a {device.upper()}, so nothing is gained here. Run "
             "compare on a machine with an NVIDIA GPU."
         )
         return Verdict("NO GPU", [said])
@@ -109,17 +109,17 @@ def _of_times(mine: Column, rival: Column, columns: Mapping[str, Column]) -> Ver
     if waits:
         gains_in_graphs, said = _in_graphs(mine, rival, columns)
         if gains:
-            faster = f"{speed:.2f} times as fast as {rival.title} by the clock."
+            faster = f"{speed:.2f} times as fast as {rival.title} in wall time."
             return Verdict("USE IT", [faster, _USE, said, *notes], use=True, launch_bound=True)
         return Verdict("LAUNCH-BOUND", [said, *notes], use=gains_in_graphs, launch_bound=True)
     if gains:
-        faster = f"{speed:.2f} times as fast as {rival.title} by the clock{_beside(mine, rival)}."
+        faster = f"{speed:.2f} times as fast as {rival.title} in wall time{_beside(mine, rival)}."
         return Verdict("USE IT", [faster, _USE, *notes], use=True)
     return Verdict("NO GAIN", [_no_gain(mine, rival, speed, sure), *notes])
 
 
 def speed_up(rival: Column, mine: Column) -> tuple[float, bool]:
-    """How many times as fast by the clock, and whether the rounds agree that it is no less than
+    """How many times as fast in wall time, and whether the rounds agree that it is no less than
     once: three quarters of them, taken in pairs."""
     ratios = [theirs / own for theirs, own in zip(rival.wall, mine.wall)]
     lower = quantiles(ratios, n=4)[0] if len(ratios) > 1 else ratios[0]
@@ -165,11 +165,11 @@ def _in_graphs(mine: Column, rival: Column, columns: Mapping[str, Column]) -> tu
 
 def _no_gain(mine: Column, rival: Column, speed: float, sure: bool) -> str:
     if speed_up(mine, rival)[1] and speed <= 1 / GAIN:
-        begin = f"slower by the clock, {speed:.2f} times as fast as {rival.title}"
+        begin = f"slower, {speed:.2f} times as fast as {rival.title} in wall time"
     elif speed >= GAIN and not sure:
         begin = f"{speed:.2f} times as fast as {rival.title}, but within the spread of the rounds"
     else:
-        begin = f"{speed:.2f} times as fast as {rival.title} by the clock"
+        begin = f"{speed:.2f} times as fast as {rival.title} in wall time"
     keep = "keep torch.compile(model)" if rival.title != "eager" else "keep eager mode"
     if not any(mine.sites.get(key) for key in ("fused", "masks", "products", "contractions")):
         return f"{begin}, and nothing was fused: {keep}."

@@ -51,10 +51,10 @@ class Diagnosis:
         warnings = f", with {warned} warning{'s' * (warned != 1)}" if warned else ""
         if not usable(self.facts):
             where = "this is a CPU" if not self.facts.gpus else "no GPU here has any"
-            return f"{works}{warnings}, but no kernel of fx_fuser's runs: {where}."
+            return f"{works}{warnings}, but none of fx_fuser's kernels run: {where}."
         if not self.tests:
             return f"{works}{warnings}."
-        return f"All works{warnings}. Next: print(fx_fuser.compare(model, *inputs))"
+        return f"Everything works{warnings}. Next: print(fx_fuser.compare(model, *inputs))"
 
     def to_json(self) -> str:
         """Without the user's name, as far as it is that of his home."""
@@ -111,7 +111,7 @@ def diagnose(tests: bool, timed: bool, say: Say) -> Diagnosis:
         if gpus:
             told("The first time, a line waits until its kernels are compiled")
         else:
-            told("On a CPU no kernel of fx_fuser's runs: here its ops are plain torch operations")
+            told("On a CPU none of fx_fuser's kernels run: its ops are plain torch operations here")
         for case, device in cases_of(gpus, made.gets):
             made.tests.append(selftest.run(case, device))
             told(made.tests[-1])

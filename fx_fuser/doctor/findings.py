@@ -90,7 +90,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             yield Finding(FAIL, f"{text}: install a torch for CUDA (https://pytorch.org)")
         else:
             text = f"torch {facts.torch} has no CUDA, and no NVIDIA driver is here"
-            yield Finding(NOTE, f"{text}: no kernel of fx_fuser's runs")
+            yield Finding(NOTE, f"{text}: none of fx_fuser's kernels run")
         return
     if not facts.gpus:
         if facts.driver:
@@ -99,7 +99,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             yield Finding(FAIL, f"{text}: {remedy}")
         else:
             text = f"torch for CUDA {facts.cuda} sees no GPU, and no NVIDIA driver is here"
-            yield Finding(NOTE, f"{text}: no kernel of fx_fuser's runs")
+            yield Finding(NOTE, f"{text}: none of fx_fuser's kernels run")
         return
     yield Finding(OK, f"CUDA of torch {facts.cuda}; {driver if facts.driver else 'driver unknown'}")
     told = (facts.compiler_fault, facts.launcher_fault, facts.split_loop_fault, "")

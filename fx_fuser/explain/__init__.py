@@ -43,15 +43,15 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> Report:
-    """Trace `model(*inputs, **named)` and report every site that is fused, or nearly.
+    """Trace `model(*inputs, **named)` and report which sites are fused, and why the rest is not.
 
     The model runs once, unfused, on copies of the inputs. Its buffers, its modes and the random
     state are restored afterwards.
 
+    model: may be a `torch.export.ExportedProgram`, in the mode in which it was exported.
     train: True traces it in training mode with gradients, False in eval mode without; by default
-    modes are as they are. options: as for the backend ("patterns" and "verify" matter here).
-    kwargs: more of the model's named inputs, for those that are called `train`, `options`, `kwargs`
-    or `model`. model: a `torch.export.ExportedProgram` too, in the mode in which it was exported.
+    modes stay as they are. options: as for the backend ("patterns" and "verify" matter here).
+    kwargs: named inputs of the model that are called `train`, `options`, `kwargs` or `model`.
 
     Returns a `Report`: `.fused` and `.refused` list `SiteReport`s, `str()` is a table. Raises
     OptionError for a bad argument.

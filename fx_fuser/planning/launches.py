@@ -63,7 +63,7 @@ def bound(
 def note(waits: Timing, options: Options) -> str:
     return (
         f"; the graph's convolutions take the GPU {waits.gpu:.2g} ms and the host about "
-        f"{waits.host:.2g}, so a fold gains nothing by the clock{contest.host_note(options)}"
+        f"{waits.host:.2g}, so folding BatchNorm saves no wall time{contest.host_note(options)}"
     )
 
 

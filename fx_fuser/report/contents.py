@@ -28,7 +28,7 @@ class SiteReport:
     something else is in the way. native: does an op of fx_fuser's run it? Not on a CPU, where a
     named pattern that is found becomes plain operations again. bytes_saved, launches_saved, kept
     (for backward: node → bytes): see `fx_fuser.report.traffic`; None if sizes are unknown, or
-    nothing of fx_fuser's runs.
+    none of fx_fuser's kernels run.
     """
 
     pattern: str
@@ -87,8 +87,8 @@ class ContractionReport:
 @dataclass(frozen=True)
 class LeftReport:
     """An anchor at which no pattern begins, or a product that is no anchor. kind: "Linear" or
-    "conv1d", say. follows: what reads its value. reason: why no fused kernel may gain there; empty
-    if tails are not grown. where, code: as in SiteReport."""
+    "conv1d", say. follows: the operations that read its value. reason: why no fused kernel may gain
+    there; empty if tails are not grown. where, code: as in SiteReport."""
 
     kind: str
     follows: str
@@ -124,8 +124,8 @@ class GraphReport:
 class Contents:
     """The sites of one or several graphs.
 
-    fused: in the order of the graphs; on a CPU the named patterns that are found there, at which
-    nothing of fx_fuser's runs (`SiteReport.native`). refused: the near misses, the nearest first.
+    fused: in the order of the graphs; on a CPU the named patterns that are found, at which none of
+    fx_fuser's kernels run (`SiteReport.native`). refused: the near misses, the nearest first.
     others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
     of attention. contractions: sums of products. graphs and header: filled by `explain` only.
     """
@@ -141,37 +141,54 @@ class Contents:
 
     @property
     def summary(self) -> str:
-        """One line on the anchors that are not near, or nothing."""
-        count = sum(self.others.values())
-        if not count:
-            return ""
-        other = "other " if self.fused or self.refused else ""
-        kinds = " and ".join(sorted(self.others, reverse=True))
-        sites = "site is" if count == 1 else "sites are"
-        return f"{count} {other}{kinds} {sites} followed by nothing a pattern has"
+        """One line: how many sites are fused, and how many are not, by reason."""
+        native = sum(site.native for site in self.fused)
+        matches = len(self.fused) - native
+        near = sum(bool(site.missing) for site in self.refused)
+        refused, kinds = len(self.refused) - near, Counter(site.kind for site in self.left)
+        if not (self.fused or self.refused or self.left):
+            return "Nothing found that fx_fuser could fuse."
+        done = f"{_counted(native, 'site')} fused" if native or not matches else ""
+        if matches:
+            does = "matches" if matches == 1 else "match"
+            done = f"{_counted(matches, 'site')} {does} a named pattern"
+        parts = [
+            f"{refused} refused" if refused else "",
+            _counted(near, "near miss", "near misses") if near else "",
+            ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+        ]
+        left = ", ".join(filter(None, parts))
+        return f"{done}; {'not matched' if matches else 'not fused'}: {left}" if left else done
 
     @property
     def leftovers(self) -> str:
-        """A line for all anchors of one kind that the same follows, with the first of them."""
-        groups: dict[tuple[str, str, str], list[LeftReport]] = {}
+        """By reason, a line for all anchors of one kind that the same operation follows, with the
+        first of them."""
+        groups: dict[str, dict[tuple[str, str], list[LeftReport]]] = {}
         for site in self.left:
-            groups.setdefault((site.kind, site.follows, site.reason), []).append(site)
-        return "\n".join(
-            f"  {len(sites)} × {kind}, followed by {follows}{f': {reason}' if reason else ''}"
-            + (f"; say {short_place(sites[0].where)} `{sites[0].code}`" if sites[0].code else "")
-            for (kind, follows, reason), sites in groups.items()
-        )
+            alike = groups.setdefault(site.reason, {})
+            alike.setdefault((site.kind, site.follows), []).append(site)
+        lines = []
+        for reason, alike in groups.items():
+            lines.append(f"Not fused: {reason or 'no pattern is near'}")
+            for (kind, follows), sites in alike.items():
+                line, first = f"  {len(sites)} × {kind}, then {follows}", sites[0]
+                example = "; for example" if len(sites) > 1 else ":"
+                place = f"{example} {short_place(first.where)} `{first.code}`" if first.code else ""
+                lines.append(line + place)
+        return "\n".join(lines)
 
     @property
     def attention(self) -> str:
         """A line for each attention and each mask that was examined; equal ones share a line."""
         count = Counter(self.masks)
         said = {
-            "causal": "mask of attention at {} is causal, and no longer read",
-            "open": "attention mask at {} is all true, and is no longer read",
-            "": "mask of attention at {} stays: {}",
-            FORM: "attention at {} is rewritten for a fused kernel: {}",
-            FORMULA: "attention at {} is computed by its formula, for no fused kernel takes it: {}",
+            "causal": "The attention mask at {} is causal, so it is no longer read.",
+            "open": "The attention mask at {} is all true, so it is no longer read.",
+            "": "The attention mask at {} stays: {}",
+            FORM: "The attention at {} is rewritten for a fused kernel: {}",
+            FORMULA: "The attention at {} runs as matmul and softmax, as no fused kernel takes it: "
+            "{}",
         }
         return "\n".join(
             said[mask.done].format(f"{mask.where}{f' ×{n}' if n > 1 else ''}", mask.reason)
@@ -182,7 +199,7 @@ class Contents:
     def contracted(self) -> str:
         """A line for each sum of products that is a gemm now; equal ones share a line."""
         return "\n".join(
-            f"sum of products at {one.where}{f' ×{n}' if n > 1 else ''} is computed as a gemm: "
+            f"The sum of products at {one.where}{f' ×{n}' if n > 1 else ''} runs as a gemm: "
             f"einsum {one.equation}"
             for one, n in Counter(self.contractions).items()
         )
@@ -195,13 +212,17 @@ class Contents:
             return ""
         count = sum(s.bytes_saved or 0 for s in sites)
         launches = sum(s.launches_saved or 0 for s in sites)
-        return f"saved in a forward pass, against op by op: {Saved(count, launches)}"
+        return f"Saved in a forward pass, compared with eager mode: {Saved(count, launches)}"
 
     @property
     def keeping(self) -> str:
         """What all fused sites keep together for backward; a tensor that several keep is one."""
         kept = {(s.graph, name): n for s in self.fused for name, n in (s.kept or {}).items()}
-        return f"kept for the backward pass: {text_of(sum(kept.values()))}" if kept else ""
+        return f"Kept for the backward pass: {text_of(sum(kept.values()))}" if kept else ""
+
+
+def _counted(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def short_place(where: str) -> str:

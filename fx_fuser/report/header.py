@@ -13,13 +13,14 @@ from fx_fuser import versions
 from fx_fuser.kernels.precision import conv_tf32_allowed, matmul_tf32_requested
 from fx_fuser.options import Options
 
+_ON_GPU = "Run explain on a GPU to see what is fused there, and why the rest is not."
 ON_CPU = (
-    "On a CPU nothing of fx_fuser's runs: Inductor compiles the model's own operations. What is "
-    "fused on a GPU is decided there: run explain on it."
+    "fx_fuser has no kernels for a CPU: Inductor compiles your model as it is. This report lists "
+    f"what matches its patterns. {_ON_GPU}"
 )
 _CPU_OPS = (
-    "On a CPU fx_fuser has no kernels: with option 'cpu_ops' its ops run as plain torch "
-    "operations, for tests. What is fused on a GPU is decided there: run explain on it."
+    "fx_fuser has no kernels for a CPU: with option 'cpu_ops' its ops run as plain torch "
+    f"operations, for tests. {_ON_GPU}"
 )
 
 

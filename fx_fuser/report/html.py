@@ -72,7 +72,7 @@ def html_of(report: Contents) -> str:
     ]
     counts = _counts(report)
     head = report.header.lines if report.header else []
-    lines = [*head, counts, report.saving, report.keeping, report.summary]
+    lines = [*head, report.summary, report.saving, report.keeping]
     lines += [*report.attention.splitlines(), *report.contracted.splitlines()]
     drawn = [
         _graph(graph, index, len(report.graphs), [s for s in sites if s.site.graph == index])
@@ -134,8 +134,8 @@ def _outcome(site: SiteReport) -> str:
         help = f'<span class="help">To fuse it, {_prose(site.help)}.</span>' if site.help else ""
         return _prose(site.reason) + help
     if not site.native:
-        return "nothing of fx_fuser's runs on a CPU"
-    saved = f"saves {Saved(site.bytes_saved, site.launches_saved or 0)}, against op by op"
+        return "matches; on a CPU it runs unfused, as Inductor compiles it"
+    saved = f"saves {Saved(site.bytes_saved, site.launches_saved or 0)}, compared with eager mode"
     return "<br>".join(t for t in (escape(site.kernel), saved) if t)
 
 

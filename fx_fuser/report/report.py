@@ -102,7 +102,7 @@ class Report(Contents):
 
     def _add_left(self, kind: str, node: Node, view: View, reason: str) -> None:
         readers = view.readers[node]
-        names = dict.fromkeys("the end" if r.op == "output" else op_of(r) for r in readers)
+        names = dict.fromkeys("return" if r.op == "output" else op_of(r) for r in readers)
         follows = " and ".join(names) or "nothing"
         if not names.keys().isdisjoint(_PARTS):
             follows += " (a packed projection: docs/patterns.md)"

@@ -1,13 +1,15 @@
-"""A report as text, at most `WIDTH` columns wide: the header, a table, and what is left."""
+"""A report as text, at most `WIDTH` columns wide: the header, a summary, a table, and the rest."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
 
 from tabulate import tabulate
 
+from fx_fuser import patterns
 from fx_fuser.report.contents import Contents, SiteReport, short_place
 
 WIDTH = 100
@@ -16,15 +18,20 @@ _WHAT, _WHERE = 34, 48  # columns of the table; the verdict has what is left
 
 def report_text(report: Contents) -> str:
     """What `str()` of a report is."""
-    if report.fused or report.refused:
-        found = [_table(report.fused + report.refused)]
-        lines = [report.saving, report.keeping, report.summary]
-    else:
-        found, lines = [], [f"fx_fuser: {report.summary or 'no site of any pattern found'}"]
-    for said in (report.leftovers, report.attention, report.contracted):
-        lines += said.splitlines()
-    head = [*map(_filled, report.header.lines), ""] if report.header else []
-    return "\n".join([*head, *found, *(_filled(line) for line in lines if line)])
+    near = [site for site in report.refused if _is_near_builtin(site)]
+    rows = report.fused + [site for site in report.refused if not _is_near_builtin(site)]
+    head = [*report.header.lines] if report.header else []
+    rest = [report.attention, report.contracted]
+    parts = [
+        _filled(head),
+        _filled([report.summary]),
+        _table(rows) if rows else "",
+        _filled([report.saving, report.keeping]),
+        _filled(report.leftovers.splitlines()),
+        _filled(_near_misses(near)),
+        _filled(line for said in rest for line in said.splitlines()),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def said_of(site: SiteReport) -> str:
@@ -34,9 +41,37 @@ def said_of(site: SiteReport) -> str:
     return f"{site.reason}; to fuse it, {site.help}" if site.help else site.reason
 
 
+def _is_near_builtin(site: SiteReport) -> bool:
+    """Is it a few operations away from a pattern that the user did not register?"""
+    return bool(site.missing) and site.pattern in patterns.names()
+
+
+def _near_misses(sites: Iterable[SiteReport]) -> list[str]:
+    """Those with the same obstacle, whatever its names and lines are, share a line."""
+    groups: dict[tuple[str, str], list[SiteReport]] = {}
+    for site in sites:
+        obstacle = re.sub(r"`[^`]*`|[\w.]+:\d+", "", site.reason)
+        groups.setdefault((site.pattern, obstacle), []).append(site)
+    lines = [
+        f"  {len(group)} × {pattern}, {_places(group)}: {said_of(group[0])}"
+        for (pattern, _), group in groups.items()
+    ]
+    head = (
+        "Near misses of built-in patterns (nothing to do, unless you meant to write the pattern):"
+    )
+    return [head, *lines] if lines else []
+
+
+def _places(sites: Iterable[SiteReport]) -> str:
+    first, *others = dict.fromkeys(short_place(site.where) for site in sites)
+    if not others:
+        return first
+    return f"{first} and {len(others)} more place{'s' * (len(others) > 1)}"
+
+
 def _table(sites: Iterable[SiteReport]) -> str:
     """Equal sites share a row."""
-    headers = ["", "pattern, dtype, operands", "where, source or why not, kernel"]
+    headers = ["", "pattern, dtype, operands", "where, source line or reason, kernel"]
     rows = Counter((site.verdict, _what(site), _where(site)) for site in sites)
     table = [
         (f"{verdict} ×{n}" if n > 1 else verdict, *cells) for (verdict, *cells), n in rows.items()
@@ -61,6 +96,10 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return [line.replace("\0", " ") for line in lines]
 
 
-def _filled(line: str) -> str:
+def _filled(lines: Iterable[str]) -> str:
+    return "\n".join(_filled_line(line) for line in lines if line)
+
+
+def _filled_line(line: str) -> str:
     start = line[: len(line) - len(line.lstrip())]
     return "\n".join(_wrapped(line, WIDTH, start + "    "))

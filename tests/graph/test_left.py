@@ -17,7 +17,7 @@ import fx_fuser
 Body = Callable[..., Any]
 
 FAR: dict[str, tuple[Body, str]] = {  # and what follows
-    "nothing": (lambda m, x, y: m.lin(x), "the end"),
+    "nothing": (lambda m, x, y: m.lin(x), "return"),
     "relu": (lambda m, x, y: torch.relu(m.lin(x)), "relu"),
     "gelu": (lambda m, x, y: F.gelu(m.lin(x)), "gelu"),
     "a residual after dropout": (lambda m, x, y: F.dropout(m.lin(x), 0.5) + y, "dropout"),
@@ -32,11 +32,11 @@ def test_far_is_in_the_summary(body: Body, follows: str) -> None:
     torch._dynamo.reset()
     report = fx_fuser.explain(linear_program(body), torch.randn(4, 8), torch.randn(4, 6))
     assert (report.fused, report.refused, report.others) == ([], [], {"Linear": 1})
-    (line,) = report.leftovers.splitlines()
-    assert report.summary == "1 Linear site is followed by nothing a pattern has"
-    assert f"\nfx_fuser: {report.summary}\n  1 × Linear, followed by {follows}" in str(report)
-    reason = "on a CPU Inductor does as well by itself"
-    assert line.startswith(f"  1 × Linear, followed by {follows}: {reason}; say ")
+    reason, line = report.leftovers.splitlines()
+    assert report.summary == "0 sites fused; not fused: 1 Linear"
+    assert f"\n\n{report.summary}\n\n{reason}\n  1 × Linear, then {follows}" in str(report)
+    assert reason == "Not fused: on a CPU Inductor does as well by itself"
+    assert line.startswith(f"  1 × Linear, then {follows}: ")
     assert "test_left.py:" in line and "m.lin(x)" in line
     assert type(report).from_json(report.to_json()) == report
 
@@ -45,7 +45,8 @@ def test_what_is_left_is_grouped() -> None:
     """Equal ones share a line, which has the place of the first."""
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.GELU())))
     report = fx_fuser.explain(model, torch.randn(4, 8), options={"auto": False})
-    assert report.leftovers == "  3 × Linear, followed by gelu"  # of no line of the user's
+    # Of no line of the user's.
+    assert report.leftovers == "Not fused: no pattern is near\n  3 × Linear, then gelu"
 
 
 def test_no_advice_that_cannot_help() -> None:
@@ -57,50 +58,60 @@ def test_no_advice_that_cannot_help() -> None:
 
     torch._dynamo.reset()
     said = str(fx_fuser.explain(linear_program(body), torch.randn(4, 8), torch.randn(4, 6)))
-    assert "  1 × Linear, followed by getitem" in said
-    assert "stands in between" not in said and "pattern with" not in said
+    assert "  1 × Linear, then getitem" in said
+    assert "would be" not in said and "pattern with" not in said
 
 
-LEFT: dict[str, tuple[Body, str]] = {
-    "bmm": (lambda m, x: torch.bmm(x, x.mT), "batched matmul, followed by the end: on a CPU"),
+ON_CPU = "on a CPU Inductor does as well by itself"
+NO_KERNEL = "fx_fuser has no kernel for it"
+LEFT: dict[str, tuple[Body, str, str]] = {
+    "bmm": (lambda m, x: torch.bmm(x, x.mT), "batched matmul, then return", ON_CPU),
     "einsum": (
         lambda m, x: torch.einsum("bij,bkj->bik", x, x).softmax(-1),
-        "batched matmul, followed by softmax: on a CPU",
+        "batched matmul, then softmax",
+        ON_CPU,
     ),
     "chunk": (
         lambda m, x: torch.mul(*m.lin(x).chunk(2, -1)),
-        "Linear, followed by chunk (a packed projection: docs/patterns.md): on a CPU",
+        "Linear, then chunk (a packed projection: docs/patterns.md)",
+        ON_CPU,
     ),
     "glu": (
         lambda m, x: F.glu(m.lin(x)),
-        "Linear, followed by glu (a packed projection: docs/patterns.md): on a CPU",
+        "Linear, then glu (a packed projection: docs/patterns.md)",
+        ON_CPU,
     ),
     "conv1d": (
         lambda m, x: F.conv1d(x, m.lin.weight[:, :3, None]).relu(),
-        "conv1d, followed by relu: fx_fuser has no kernel for it",
+        "conv1d, then relu",
+        NO_KERNEL,
     ),
     "tensordot": (
         lambda m, x: torch.tensordot(x, x, ([1, 2], [1, 2])),
-        "tensordot, followed by the end: fx_fuser has no kernel for it",
+        "tensordot, then return",
+        NO_KERNEL,
     ),
     "attention": (
         lambda m, x: F.scaled_dot_product_attention(x, x, x) * 2,
-        "scaled_dot_product_attention, followed by mul: fx_fuser has no kernel for it",
+        "scaled_dot_product_attention, then mul",
+        NO_KERNEL,
     ),
     "a vector": (
         lambda m, x: x @ m.lin.weight[0],
-        "matmul, followed by the end: fx_fuser has no kernel for it",
+        "matmul, then return",
+        NO_KERNEL,
     ),
 }
 
 
-@pytest.mark.parametrize("body, said", LEFT.values(), ids=LEFT.keys())
-def test_every_product_that_is_left_has_a_line(body: Body, said: str) -> None:
+@pytest.mark.parametrize("body, said, why", LEFT.values(), ids=LEFT.keys())
+def test_every_product_that_is_left_has_a_line(body: Body, said: str, why: str) -> None:
     torch._dynamo.reset()
     report = fx_fuser.explain(linear_program(body), torch.randn(2, 3, 8))
-    (line,) = report.leftovers.splitlines()
+    reason, line = report.leftovers.splitlines()
+    assert reason == f"Not fused: {why}"
     assert line.startswith(f"  1 × {said}")
-    assert sum(report.others.values()) == ("no kernel" not in said)
+    assert sum(report.others.values()) == (why == ON_CPU)
     assert type(report).from_json(report.to_json()) == report
 
 
@@ -122,4 +133,4 @@ def test_a_batchnorm_without_a_product_is_in_the_summary(tail: Body) -> None:
 def test_the_summary_counts_kinds() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(96, 3), nn.Linear(3, 3))
     report = fx_fuser.explain(model, images())
-    assert report.summary == "3 Linear and Conv2d sites are followed by nothing a pattern has"
+    assert report.summary == "0 sites fused; not fused: 1 Conv2d, 2 Linear"

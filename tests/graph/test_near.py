@@ -77,9 +77,9 @@ MISSES = {
     "# returned": (MUL_MUL, "the pre-activation `pre` is also returned, ", "leave `pre`"),
     "# written": (MUL_MUL, "may change `x` before the fused op would read it", "move it below"),
     "# no grad": (MUL_MUL, "grad mode, autocast or another mode changes between `v`", "`with`"),
-    "# tanh": (MUL_MUL, "is tanh, where sigmoid(z) * a * b has sigmoid", "pattern with tanh"),
+    "# tanh": (MUL_MUL, "is tanh; with sigmoid in its place, ", "pattern with tanh"),
     "# relu between": (CONV, "`features`, test_near.py:", "pattern with relu"),
-    "# begun": (MUL_ADD, "sigmoid(z) is there, but nothing that makes it sigmoid(z) * a + b", ""),
+    "# begun": (MUL_ADD, "of sigmoid(z) * a + b, only sigmoid(z) is there: ", ""),
 }  # fmt: skip
 
 
@@ -104,7 +104,10 @@ def test_near_misses_are_ranked_and_the_rest_is_one_line(report: Report) -> None
     assert [s.where for s in report.refused] == [line_of(mark) for mark in MISSES]
     assert [s.missing for s in report.refused] == [0, 0, 0, 1, 1, 2]
     assert report.others == {"Linear": 2}
-    assert "\n2 other Linear sites are followed by nothing a pattern has\n  " in str(report)
+    assert report.summary == (
+        "2 sites match a named pattern; not matched: 3 refused, 3 near misses, 2 Linear"
+    )
+    assert f"\n\n{report.summary}\n\n" in str(report)
 
 
 def test_no_name_of_fx_is_in_a_reason(report: Report) -> None:
@@ -309,16 +312,17 @@ def test_a_print_of_an_inner_value(capsys: Any) -> None:
 # ---- what is near, and what is not --------------------------------------------------------------
 
 Body = Callable[..., Any]
-BETWEEN = ", which stands in between: without it, this is sigmoid(z) * a * b"
+WOULD_BE = "this would be sigmoid(z) * a * b"
+BETWEEN = f"; without it, {WOULD_BE}"
 ONE_OFF: dict[str, tuple[Body, str, str]] = {
-    "gelu": (lambda m, x, y: F.gelu(m.lin(x)) * y, "gelu", ", where sigmoid(z) * a * b has silu"),
+    "gelu": (lambda m, x, y: F.gelu(m.lin(x)) * y, "gelu", f"; with silu in its place, {WOULD_BE}"),
     "hardsigmoid": (
         lambda m, x, y: (lambda z: z * F.hardsigmoid(z) * 2.0)(m.lin(x)),
         "hardsigmoid",
-        ", where sigmoid(z) * a * b has sigmoid",
+        f"; with sigmoid in its place, {WOULD_BE}",
     ),
     "division": (
-        lambda m, x, y: F.silu(m.lin(x)) / y, "truediv", ", where sigmoid(z) * a * b has mul"
+        lambda m, x, y: F.silu(m.lin(x)) / y, "truediv", f"; with mul in its place, {WOULD_BE}"
     ),
     "dropout between": (lambda m, x, y: F.dropout(F.silu(m.lin(x)), 0.5) * y, "dropout", BETWEEN),
     "cast between": (lambda m, x, y: F.silu(m.lin(x)).to(torch.float64) * y, "to", BETWEEN),
@@ -338,7 +342,7 @@ def test_one_operation_off(body: Body, op: str, reason: str) -> None:
 
 
 def test_a_factor_that_the_match_computes() -> None:
-    """The pattern is there but for its factor: that was "sigmoid(z) is there, but nothing …"."""
+    """The pattern is there but for its factor: that was "only sigmoid(z) is there"."""
 
     def squared(m: Any, x: Tensor) -> Any:
         gate = torch.sigmoid(m.lin(x))

@@ -307,9 +307,9 @@ def test_other_epilogues_of_linear(body: Body, train: bool) -> None:
 
 
 NEAR_MISSES: dict[str, tuple[Body, str]] = {
-    "silu alone": (lambda m, x: F.silu(m.lin(x)), "is there, but nothing that makes it"),
-    "sigmoid alone": (lambda m, x: m.lin(x).sigmoid().sum(), "sigmoid(z) is there, but nothing"),
-    "sigmoid, add": (lambda m, x: m.lin(x).sigmoid() + 1.0, "sigmoid(z) is there, but nothing"),
+    "silu alone": (lambda m, x: F.silu(m.lin(x)), ", only sigmoid(z) * a is there: "),
+    "sigmoid alone": (lambda m, x: m.lin(x).sigmoid().sum(), "only sigmoid(z) is there: "),
+    "sigmoid, add": (lambda m, x: m.lin(x).sigmoid() + 1.0, "only sigmoid(z) is there: "),
 }
 
 
@@ -365,7 +365,7 @@ def test_other_convolutions(case: Any, train: bool) -> None:
 
 def test_conv_near_miss_has_a_reason() -> None:
     body, conv, norm, _ = OTHER_CONV["relu, then mul"]
-    reason = ", which stands in between: without it, this is z * a"
+    reason = "; without it, this would be z * a"
     refused(Program(body, conv=conv, bn=norm), leaf(3, 4, 7, 7), reason=reason)
 
 

@@ -88,7 +88,7 @@ def test_explain_says_how_much(make: Any, shape: Any, product: int) -> None:
         report = fx_fuser.explain(model, x, options={**CPU_OPS, "save": save})
         (site,) = report.fused
         kept[save] = site.bytes_kept
-        assert "kept for the backward pass: " in str(report)
+        assert "Kept for the backward pass: " in str(report)
     is_frozen = isinstance(model, Block) and not model.norm.training
     vectors = 4 * 2 * 16 if is_frozen else 0  # the running statistics
     assert kept["memory"] == 4 * x.numel() + vectors
@@ -109,7 +109,7 @@ def test_a_tensor_that_two_sites_keep_is_one() -> None:
     report = fx_fuser.explain(lambda x: first(x) * second(x), x, options=CPU_OPS)
     assert len(report.fused) == 2
     elements = M * K + 2 * M * N
-    assert report.keeping == f"kept for the backward pass: {4 * elements / 1000:.3g} kB"
+    assert report.keeping == f"Kept for the backward pass: {4 * elements / 1000:.3g} kB"
 
 
 def test_nothing_is_kept_without_a_backward() -> None:

@@ -118,7 +118,7 @@ def test_a_cache_that_cannot_be_used_is_named(changes: dict[str, str], said: str
 def test_without_a_gpu_nothing_that_kernels_need_is_missed() -> None:
     found = machine(gpus=(), driver="", compiler_fault=FAULT, launcher_fault="g++ was not found")
     assert bad_lines(found) == []
-    assert "no kernel of fx_fuser's runs" in "\n".join(map(str, findings.judged(found)))
+    assert "none of fx_fuser's kernels run" in "\n".join(map(str, findings.judged(found)))
 
 
 def test_kernels_that_came_with_the_package_are_counted() -> None:
@@ -349,12 +349,12 @@ def test_the_verdict_is_one_line() -> None:
     fit = diagnosed()
     assert fit.verdict == "No fault is seen (nothing was run)." and fit.status == 0
     fit.tests = [Result("a", "split", "cuda:0", "ok")]
-    assert fit.verdict == "All works. Next: print(fx_fuser.compare(model, *inputs))"
+    assert fit.verdict == "Everything works. Next: print(fx_fuser.compare(model, *inputs))"
     fit.tests.append(Result("b", "split", "cuda:0", "FAIL", detail="off"))
     assert fit.verdict.startswith("FAIL: 1 of the lines above") and fit.status == 1
     on_cpu = diagnosed(gpus=(), driver="", switch="off")
     on_cpu.tests = [Result("a", "split", "cpu", "ok")]
-    said = "The backend works, with 1 warning, but no kernel of fx_fuser's runs: this is a CPU."
+    said = "The backend works, with 1 warning, but none of fx_fuser's kernels run: this is a CPU."
     assert on_cpu.verdict == said and on_cpu.status == 0
     assert diagnosed(gpus=(T4,)).status == 1
 
@@ -385,7 +385,7 @@ def test_on_a_cpu_the_backend_is_checked(
 ) -> None:
     assert command.main(["--report", str(tmp_path / "report.json")]) == 0
     said = capsys.readouterr().out
-    assert "On a CPU no kernel of fx_fuser's runs" in said and "ok    cpu: Linear: " in said
+    assert "On a CPU none of fx_fuser's kernels run" in said and "ok    cpu: Linear: " in said
     assert "The backend works" in said and "attach it to an issue" in said
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["times"] == [] and data["self_test"][0]["level"] == "ok"

@@ -21,7 +21,7 @@ from fx_fuser.outcome import Outcome
 from fx_fuser.planning import contest
 from fx_fuser.planning.timing import Timing
 
-CPU_ONLY = "on a CPU no kernel of fx_fuser's runs"
+CPU_ONLY = "on a CPU none of fx_fuser's kernels run"
 CUDA = {"cuda"}
 OPTIONS = {"inner": "aot_eager", "cpu_ops": True, "strict": True}
 
@@ -137,7 +137,7 @@ def test_a_graph_without_inputs_is_not_taken_for_a_cpus() -> None:
 
 def test_inputs_of_another_device_are_named() -> None:
     said = Outcome(sites=1).line(Options(), {"cpu", "xpu"}, 0)
-    assert said == "fused 0 of 1 site: on cpu and xpu no kernel of fx_fuser's runs"
+    assert said == "fused 0 of 1 site: on cpu and xpu none of fx_fuser's kernels run"
 
 
 def left_by(reason: str) -> Any:

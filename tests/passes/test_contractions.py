@@ -168,7 +168,7 @@ def test_its_site_is_fused() -> None:
 def test_explain_names_it() -> None:
     a, b = torch.randn(B, M, K), torch.randn(B, K, N)
     report = fx_fuser.explain(rows_times_columns, a, b, options={"cpu_ops": True})
-    said = "is computed as a gemm: einsum abc,acd-"
+    said = "runs as a gemm: einsum abc,acd-"
     assert said in " ".join(str(report).split()) and said in report.to_html()
 
 

@@ -435,7 +435,7 @@ def test_masks_stay_where_that_is_asked_for(options: dict[str, Any]) -> None:
 def test_explain_says_what_becomes_of_masks() -> None:
     report = fx_fuser.explain(Attention(), *qkv(), torch.zeros(S, S))
     causal, other = report.attention.splitlines()
-    assert causal.startswith("mask of attention at ") and "is causal, and no longer read" in causal
+    assert causal.startswith("The attention mask at ") and "is causal, so it is no" in causal
     assert other.endswith("stays: its mask depends on `bias`")
     assert Report.from_json(report.to_json()) == report
 

@@ -88,7 +88,9 @@ def test_the_operands_of_a_pattern_are_in_the_report() -> None:
 
 def test_the_table() -> None:
     text = str(fx_fuser.explain(Gated(), *_inputs()))
-    header, rule, *rows = text.partition("\n\n")[2].splitlines()
+    _, summary, table, *_ = text.split("\n\n")
+    assert summary == "1 site matches a named pattern; not matched: 1 refused"
+    header, rule, *rows = table.splitlines()
     assert "pattern" in header and "where" in header and set(rule) <= set("- ")
     assert any(r.startswith("match") and MUL_MUL in r for r in rows)
     assert any(r.startswith("refused") and MUL_ADD in r for r in rows)
@@ -98,7 +100,7 @@ def test_the_table() -> None:
 def test_nothing_found_is_said() -> None:
     report = fx_fuser.explain(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.ones(2, 3))
     assert (report.fused, report.refused, report.others) == ([], [], {})
-    assert str(report).endswith("\n\nfx_fuser: no site of any pattern found")
+    assert str(report).endswith("\n\nNothing found that fx_fuser could fuse.")
 
 
 def test_several_graphs_make_one_report() -> None:

@@ -79,7 +79,7 @@ def _one_off(
             says = infix(pattern.epilogue)
             found = _supposed(without, site, supposed, check, roots[:-1], work) if without else None
             if found is not None:
-                what = f"which stands in between: without it, this is {says}"
+                what = f"without it, this would be {says}"
                 yield _off(view, node, found, pattern, what)
             for wanted, name in _wanted(pattern, view.canonical(node), node, sources[0]):
                 if size_of(wanted) >= pattern.size:
@@ -87,7 +87,13 @@ def _one_off(
                 as_if = _as_if(view, {node: wanted})
                 found = _supposed(as_if, site, supposed, check, roots, work)
                 if found is not None and node in found.nodes:
-                    yield _off(view, node, found, pattern, f"where {says} has {name}")
+                    yield _off(
+                        view,
+                        node,
+                        found,
+                        pattern,
+                        f"with {name} in its place, this would be {says}",
+                    )
 
 
 def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> Refusal:
@@ -96,7 +102,7 @@ def _off(view: View, node: Node, match: Match, pattern: Pattern, what: str) -> R
     help = f"register a pattern with {op_of(node)} (README, Add a pattern)" if fusible else ""
     value = "" if called(node) == op_of(node) else f"{called(node)}{at(node)}, is "
     place = "" if value else at(node)
-    fault = Fault(node, f"{value}{op_of(node)}{place}, {what}", help)
+    fault = Fault(node, f"{value}{op_of(node)}{place}; {what}", help)
     refusal = Refusal.of(match, fault, missing=1)
     return replace(refusal, pattern=pattern, nodes=match.nodes | {node})
 
@@ -214,7 +220,7 @@ def _begun(view: View, site: Site, patterns: Sequence[Pattern], work: Work) -> I
                     pattern,
                     site,
                     node,
-                    f"{infix(part)} is there, but nothing that makes it {infix(pattern.epilogue)}: "
+                    f"of {infix(pattern.epilogue)}, only {infix(part)} is there: "
                     f"{_next(view, node)}",
                     _help(view, node),
                     binding.nodes | set(site.nodes),
