@@ -1,5 +1,7 @@
 """fx_fuser's exceptions. Every message names the fact, the value and the remedy."""
 
+import torch
+
 
 class FxFuserError(Exception):
     """Base of every error raised by fx_fuser itself."""
@@ -24,3 +26,8 @@ class VerifyError(FxFuserError, RuntimeError):
 
 class VersionError(FxFuserError, ImportError):
     """fx_fuser does not run with the installed torch."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own error, or the shim's (kernels_cu/host/device.h)."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

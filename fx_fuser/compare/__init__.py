@@ -28,12 +28,12 @@ from fx_fuser.arguments import (
     shown,
 )
 from fx_fuser.compare.comparison import Comparison
-from fx_fuser.compare.race import Race, free_memory, is_out_of_memory
+from fx_fuser.compare.race import Race, free_memory
 from fx_fuser.compare.step import Step
 from fx_fuser.compare.untouched import kept, modules_of
 from fx_fuser.compare.values import judge_values, names_of
 from fx_fuser.compare.variants import NAMES, variants_of
-from fx_fuser.errors import OptionError
+from fx_fuser.errors import OptionError, is_out_of_memory
 from fx_fuser.explain import parsed_options
 from fx_fuser.installation import suspended
 from fx_fuser.kernels.base import SIXTEEN_BITS

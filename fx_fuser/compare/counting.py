@@ -10,7 +10,9 @@ from typing import TypedDict
 
 from torch._dynamo.utils import counters
 
-from fx_fuser.passes import contractions, products
+from fx_fuser.passes import contractions, padding, products
+
+_MOST_OF_WARNING = 400  # letters
 
 
 class Sites(TypedDict, total=False):
@@ -20,6 +22,7 @@ class Sites(TypedDict, total=False):
     left: dict[str, int]  # to the inner compiler
     masks: dict[str, int]  # taken away
     products: dict[str, int]  # gemms replaced in Inductor's graphs
+    padded: dict[str, int]  # 16-bit gemms of odd sizes there, padded or by the unaligned kernel
     contractions: dict[str, int]  # sums of products that are gemms now
     warnings: list[str]  # that name fx_fuser
 
@@ -32,6 +35,7 @@ def counted(sites: Sites) -> Iterator[None]:
         "left": "fx_fuser_left",
         "masks": "fx_fuser_masks",
         "products": products.COUNTERS,
+        "padded": padding.COUNTERS,
         "contractions": contractions.COUNTER,
     }
     before = {name: Counter(counters[counter]) for name, counter in names.items()}
@@ -42,6 +46,6 @@ def counted(sites: Sites) -> Iterator[None]:
         finally:
             for name, counter in names.items():
                 sites[name] = dict(Counter(counters[counter]) - before[name])  # type: ignore[literal-required]
-            said = [str(w.message).splitlines()[0] for w in caught if "fx_fuser" in str(w.message)]
+            said = [str(w.message) for w in caught if "fx_fuser" in str(w.message)]
             if said:
-                sites["warnings"] = said
+                sites["warnings"] = [" ".join(text.split())[:_MOST_OF_WARNING] for text in said]

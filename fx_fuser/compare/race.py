@@ -22,6 +22,7 @@ from fx_fuser.compare.kernels import by_kind, cliffs
 from fx_fuser.compare.step import Step
 from fx_fuser.compare.untouched import Kept, cold_caches
 from fx_fuser.compare.variants import Call, Variant
+from fx_fuser.errors import is_out_of_memory
 from fx_fuser.native import load
 
 T = TypeVar("T")
@@ -29,11 +30,6 @@ _ROUNDS = (5, 100)  # of wall time, at least and at most
 _PROFILES = 7  # of GPU time
 _STEPS, _STEADY_MS = (3, 100), 300.0  # back to back: at least and at most, for about so long
 _WARM_UP = 2  # steps after the first: a mode that replays CUDA graphs records its own in them
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own error, or what native ops make of one."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def summary(error: BaseException) -> str:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fx_fuser.compare.race import Race, free_memory, is_out_of_memory, summary
+from fx_fuser.compare.race import Race, free_memory, summary
 from fx_fuser.compare.step import Float64, Step
 from fx_fuser.compare.untouched import Kept, random_state
+from fx_fuser.errors import is_out_of_memory
 from fx_fuser.verify.accuracy import (
     NEIGHBOURS,
     PROMISED,

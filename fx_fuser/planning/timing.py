@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fx_fuser.errors import is_out_of_memory
 from fx_fuser.native import binaries, compilers, store
 from fx_fuser.planning import ranks
 
@@ -130,14 +131,21 @@ def _measure(
         torch.autocast("cuda", enabled=False),
         torch.cuda.device(device),
     ):
+        failures = _allocations_failed(device)
         try:
             return times_of(make_candidates(), device)
-        except RuntimeError as error:  # an OutOfMemoryError, or what native ops make of one
-            if "out of memory" not in str(error):
+        except RuntimeError as error:
+            # Of a library's op that the shim calls, no reason comes through.
+            if not is_out_of_memory(error) and _allocations_failed(device) == failures:
                 raise
             return None
         finally:
             torch.cuda.empty_cache()
+
+
+def _allocations_failed(device: torch.device) -> int:
+    """So far in this process, by torch's allocator."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 def times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Timing]:

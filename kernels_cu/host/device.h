@@ -97,6 +97,15 @@ Stream current_stream(int device) {
   return static_cast<Stream>(stream);
 }
 
+template <class Shape>
+std::string to_string(const Shape& shape) {
+  std::ostringstream text;
+  text << '[';
+  for (size_t d = 0; d < shape.size(); ++d) text << (d ? ", " : "") << shape[d];
+  text << ']';
+  return text.str();
+}
+
 // A tensor on `like`'s device. torch::stable::new_empty goes through the dispatcher by the op's
 // name, which takes 0.8 us for 0.2 (x86-64 build machine, torch 2.13, 2026-11-21).
 Tensor new_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, size_t rank,
@@ -105,8 +114,12 @@ Tensor new_strided(const Tensor& like, const int64_t* sizes, const int64_t* stri
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes, strides, dtype,
-                                                  device_type, like.get_device_index(), &made));
+  const AOTITorchError failed =
+      aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes, strides, dtype, device_type,
+                               like.get_device_index(), &made);
+  // The stable ABI hands the reason to stderr alone. Python looks for these words.
+  STD_TORCH_CHECK(failed == AOTI_TORCH_SUCCESS, "fx_fuser: out of memory: there is no room for ",
+                  to_string(std::vector<int64_t>(sizes, sizes + rank)), " of ", toString(type));
   return Tensor(made);
 }
 
@@ -223,15 +236,6 @@ Registry<Kernels>& registry() {
 
 void require_cuda(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_cuda(), "fx_fuser: ", name, " is not a CUDA tensor");
-}
-
-template <class Shape>
-std::string to_string(const Shape& shape) {
-  std::ostringstream text;
-  text << '[';
-  for (size_t d = 0; d < shape.size(); ++d) text << (d ? ", " : "") << shape[d];
-  text << ']';
-  return text.str();
 }
 
 }  // namespace

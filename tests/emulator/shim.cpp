@@ -8,6 +8,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <new>
+
 #include "memory.h"
 
 namespace torch::stable::accelerator {
@@ -35,7 +37,12 @@ AOTITorchError guarded_strided(int64_t rank, const int64_t* sizes, const int64_t
     last += (sizes[d] - 1) * strides[d];
   }
   const auto bytes = static_cast<size_t>(last + 1) * aoti_torch_dtype_element_size(dtype);
-  void* data = allocate(bytes, misalignment, guard);
+  void* data = nullptr;
+  try {
+    data = allocate(bytes, misalignment, guard);
+  } catch (const std::bad_alloc&) {
+    return AOTI_TORCH_FAILURE;  // as torch's allocators do
+  }
   return aoti_torch_create_tensor_from_blob(data, rank, sizes, strides, 0, dtype, device_type,
                                             device, made);
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks import conv_sm90, depthwise, stem
 from benchmarks.measure import float32_settings
 from benchmarks.sm90 import relative
+from fx_fuser.errors import is_out_of_memory
 from fx_fuser.ops import folded
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
@@ -142,3 +143,18 @@ def test_fold(gpu: EmulatedGpu, of_weight: torch.dtype, out: torch.dtype, missin
     for one, right in zip(found, exact, strict=True):
         assert relative(one, right) < 4 * torch.finfo(out).eps
         assert one.dtype == out
+
+
+def test_what_has_no_room_is_out_of_memory(gpu: EmulatedGpu) -> None:
+    """Of torch's own error only a status gets through the stable ABI."""
+    weight, ones = torch.randn(8, 4, 3, 3), torch.ones(8)
+    spec = folded.fold_spec(torch.float32, torch.float32)
+    gpu.handle_of(spec)
+    places = [0, 4096, 2**55]
+    with pytest.raises(
+        RuntimeError, match=r"out of memory: .* \[36028797018963968\] of Float"
+    ) as said:
+        gpu.fold.default(
+            [weight], [ones, ones], [0], [1e-5], places, spec.name, torch.float32, weight
+        )
+    assert is_out_of_memory(said.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fx_fuser import Comparison
 from fx_fuser.compare import race as race_module
 from fx_fuser.compare import turns
+from fx_fuser.compare.counting import Sites, counted
 from fx_fuser.compare.race import Race
 from fx_fuser.compare.untouched import tf32_allowed
 from fx_fuser.compare.variants import variants_of
@@ -188,3 +190,13 @@ def test_caches_are_cold_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not entered
     compared(nn.Linear(4, 4), torch.ones(2, 4), cold=True)
     assert len(entered) == 2  # not eager mode's
+
+
+def test_a_warning_is_told_with_its_reason() -> None:
+    sites: Sites = {}
+    with counted(sites):
+        warnings.warn(
+            "fx_fuser failed at these sites:\nauto_linear: a reason\nReport it.", stacklevel=1
+        )
+        warnings.warn("another's", stacklevel=1)
+    assert sites["warnings"] == ["fx_fuser failed at these sites: auto_linear: a reason Report it."]

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -294,3 +295,30 @@ def test_too_little_memory_is_not_remembered(
         patch.setattr(timing, "_measure", lambda *_: None)
         assert ask("a") is None
     assert ask("a") == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "failed", "is_short"),
+    [
+        ("CUDA out of memory", 0, True),
+        ("torch_call_dispatcher API call failed", 1, True),  # the allocator knows why
+        ("an illegal instruction was encountered", 0, False),
+    ],
+)
+def test_what_is_too_large_is_not_timed(
+    said: str, failed: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ooms = [3]
+
+    def make() -> list[timing.Candidate]:
+        ooms[0] += failed
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_ooms": ooms[0]})
+    if is_short:
+        assert timing._measure(make, GPU) is None
+    else:
+        with pytest.raises(RuntimeError, match=said):
+            timing._measure(make, GPU)
