@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,8 +225,16 @@ def _is_returned(node: Node) -> bool:
         readers = list(todo.pop().users)
         if any(reader.op == "output" for reader in readers):
             return True
-        todo += [r for r in readers if r.op == "call_function" and r.target in _VIEWS]
+        todo += [reader for reader in readers if _is_view(reader)]
     return False
+
+
+def _is_view(node: Node) -> bool:
+    """May its result be its operand's memory, so that it has strides of the operand's?"""
+    if node.op != "call_function" or node.target is operator.getitem or node.target in _VIEWS:
+        return node.op == "call_function"
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(found.alias_info is not None for found in schema.returns)
 
 
 def _zeros_of(left: TensorForm, right: TensorForm) -> tuple[int, int, int]:

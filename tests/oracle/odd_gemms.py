@@ -1,0 +1,293 @@
+"""Random graphs of 16-bit gemms with odd sizes, before and after `fx_fuser.passes.padding`.
+
+    python tests/oracle/odd_gemms.py --count 10000 [--seed S] [--jobs 2] [--device cuda] [--show]
+
+A program is a tree of gemms over operands that lie in all ways (transposed, sliced, spread, off 16
+bytes), with pointwise operations, views and softmaxes between, whose parts have several readers. Its
+forward and backward are traced together, as Inductor's joint graph is. On a CPU what may be padded
+is padded, and the rest runs on the reference of the unaligned kernel. On a GPU a gemm that the
+kernel takes gets it, whatever the clock says.
+
+Right is: strides and dtypes as before, and the error against float64 within twice that of the graph
+before, or one rounding of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fx_fuser.passes import padding
+
+SIZES = (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 24, 27, 33, 40, 49, 65)
+BATCHES = (1, 2, 3, 5)
+DTYPES = (torch.bfloat16, torch.float16)
+Shape = tuple[int, ...]
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Value:
+    """compute: of the arguments' values. An input has no arguments, and an index."""
+
+    shape: Shape
+    compute: Callable[..., Tensor]
+    args: tuple[Value, ...] = ()
+    index: int = -1
+
+
+@dataclass
+class Program:
+    dtype: torch.dtype
+    inputs: list[Tensor] = field(default_factory=list)
+    results: list[Value] = field(default_factory=list)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        known: dict[int, Tensor] = {}
+
+        def of(value: Value) -> Tensor:
+            if value.index >= 0:
+                return inputs[value.index]
+            if id(value) not in known:
+                known[id(value)] = value.compute(*map(of, value.args))
+            return known[id(value)]
+
+        return [of(result) for result in self.results]
+
+    def joint(self, *inputs: Tensor) -> list[Tensor]:
+        """Results and gradients; of each result's sum with factors that depend on the place."""
+        found = self.run(inputs)
+        if not any(y.requires_grad for y in found):
+            return found
+        leaves = [v for v in inputs if v.requires_grad]
+        total = sum((_factors(y) * y.to(_wide(y))).sum() for y in found if y.requires_grad)
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)  # type: ignore[arg-type]
+        return [*found, *(grad for grad in grads if grad is not None)]
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
+
+
+def _factors(value: Tensor) -> Tensor:
+    count = torch.arange(value.numel(), device=value.device, dtype=_wide(value))
+    return (count.view(value.shape) * 0.7).cos()
+
+
+class Writer:
+    """Values of a wanted shape, from a seed."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.draw = random.Random(seed)
+        self.device = device
+        self.program = Program(self.draw.choice(DTYPES))
+        self.made: dict[Shape, list[Value]] = {}
+
+    def write(self) -> Program:
+        for _ in range(self.draw.choice((1, 1, 2))):
+            batch = self.draw.choice(((), (), (self.draw.choice(BATCHES),)))
+            m, n = self.size(), self.size()
+            result = self.gemm((*batch, m, n), 3)
+            ends = (lambda y: y, lambda y: y.mT, lambda y: y.relu(), lambda y: y[..., 1:])
+            compute = self.draw.choice(ends if n > 1 else ends[:3])
+            self.program.results.append(Value(result.shape, compute, (result,)))
+        return self.program
+
+    def size(self) -> int:
+        return self.draw.choice(SIZES)
+
+    def value(self, shape: Shape, depth: int) -> Value:
+        known = self.made.get(shape, [])
+        if known and self.draw.random() < 0.35:
+            return self.draw.choice(known)
+        made = self.leaf(shape)
+        if depth and self.draw.random() < 0.7:
+            ways = (self.gemm, self.gemm, self.pointwise, self.pointwise, self.turned, self.cut,
+                    self.joined)  # fmt: skip
+            made = self.draw.choice(ways)(shape, depth - 1)
+        self.made.setdefault(shape, []).append(made)
+        return made
+
+    def leaf(self, shape: Shape) -> Value:
+        """Contiguous, transposed, of rows further apart, from any element on, or spread."""
+        ahead, apart = self.draw.choice((0, 0, 1, 3, 8)), self.draw.choice((0, 0, 0, 1, 8))
+        *batch, m, n = shape
+        if self.draw.random() < 0.3:
+            m, n = n, m
+        spread = bool(batch) and self.draw.random() < 0.2
+        held = [1 if spread else b for b in batch]
+        count = max(1, *held) if held else 1
+        memory = torch.randn(ahead + count * m * (n + apart) + 1, device=self.device)
+        memory = (memory * max(n, 2) ** -0.5).to(self.program.dtype)
+        steps = [0 if spread else m * (n + apart)] * len(batch)
+        tensor = memory.as_strided((*batch, m, n), (*steps, n + apart, 1), ahead)
+        tensor = tensor if (m, n) == shape[-2:] else tensor.mT
+        if tensor.shape != shape:  # m and n are equal, or it was turned for nothing
+            tensor = tensor.mT
+        tensor.requires_grad_(self.draw.random() < 0.6 and not spread)
+        self.program.inputs.append(tensor)
+        return Value(shape, lambda: tensor, index=len(self.program.inputs) - 1)
+
+    def gemm(self, shape: Shape, depth: int) -> Value:
+        *batch, m, n = shape
+        k = self.size()
+        left, right = self.value((*batch, m, k), depth), self.value((*batch, k, n), depth)
+        kind = self.draw.choice(("plain", "plain", "added", "linear"))
+        if kind == "linear":
+            rows = self.value((n, k), depth)
+            bias = (self.vector(n),) if self.draw.random() < 0.5 else ()
+            return Value(shape, F.linear, (left, rows, *bias))
+        if kind == "added":
+            add = torch.baddbmm if batch else torch.addmm
+            factors = self.draw.choice(((1, 1), (1, 1), (0.5, 2)))
+            addend = self.addend(shape, depth)
+            return Value(
+                shape,
+                lambda z, x, y: add(z, x, y, beta=factors[0], alpha=factors[1]),
+                (addend, left, right),
+            )
+        return Value(shape, torch.matmul, (left, right))
+
+    def addend(self, shape: Shape, depth: int) -> Value:
+        """Of the result's shape, or spread over one of its dimensions."""
+        *batch, m, n = shape
+        kind = self.draw.choice(("whole", "vector", "row", "column"))
+        if kind == "vector":
+            return self.vector(n)
+        sizes = {"whole": (m, n), "row": (1, n), "column": (m, 1)}[kind]
+        return self.value((*batch, *sizes), depth)
+
+    def vector(self, n: int) -> Value:
+        row = self.leaf((1, n))
+        return Value((n,), lambda y: y[0], (row,))
+
+    def pointwise(self, shape: Shape, depth: int) -> Value:
+        value = self.value(shape, depth)
+        ways: tuple[Callable[[Tensor], Tensor], ...] = (
+            torch.relu, torch.sigmoid, lambda y: y * 0.5, lambda y: y.softmax(-1),
+            lambda y: y.float().tanh().to(y.dtype) if y.dtype != torch.float64 else y.tanh(),
+            lambda y: y.contiguous(),
+        )  # fmt: skip
+        if self.draw.random() < 0.3:
+            return Value(shape, torch.add, (value, self.value(shape, depth)))
+        return Value(shape, self.draw.choice(ways), (value,))
+
+    def turned(self, shape: Shape, depth: int) -> Value:
+        *batch, m, n = shape
+        return Value(shape, lambda y: y.mT, (self.value((*batch, n, m), depth),))
+
+    def cut(self, shape: Shape, depth: int) -> Value:
+        *batch, m, n = shape
+        rows, columns = self.draw.choice((0, 1, 5)), self.draw.choice((0, 1, 5))
+        value = self.value((*batch, m + rows, n + columns), depth)
+        return Value(shape, lambda y: y[..., rows:, columns:], (value,))
+
+    def joined(self, shape: Shape, depth: int) -> Value:
+        *batch, m, n = shape
+        if n < 2:
+            return self.pointwise(shape, depth)
+        at = self.draw.randint(1, n - 1)
+        parts = [self.value((*batch, m, size), depth) for size in (at, n - at)]
+        return Value(shape, lambda a, b: torch.cat([a, b], -1), tuple(parts))
+
+
+def generate(seed: int, device: str = "cpu") -> Program:
+    torch.manual_seed(seed)
+    return Writer(seed, device).write()
+
+
+# ---- is it right? --------------------------------------------------------------------------------
+
+
+def _by_the_kernel(gemm: Any, free: Sequence[bool]) -> str | None:
+    return padding.UNALIGNED if gemm.spec is not None else padding.PADDED if gemm.pads else None
+
+
+def attempt(seed: int, device: str = "cpu", replaced: Counter[str] | None = None) -> list[str]:
+    """What is wrong with a program. replaced: counts the gemms, by operation."""
+    program = generate(seed, device)
+    before = make_fx(program.joint, tracing_mode="fake")(*program.inputs)
+    after = copy.deepcopy(before)
+    counters[padding.COUNTERS].clear()
+    choice = padding._fastest
+    padding._fastest = _by_the_kernel if device == "cuda" else choice
+    try:
+        padding.Padding(strict=True, on_cpu=device == "cpu")(after.graph)
+    finally:
+        padding._fastest = choice
+    if replaced is not None:
+        replaced.update(counters[padding.COUNTERS])
+    for node in after.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # as Inductor lowers it: a slice has gaps
+    after.graph.lint()
+    after.recompile()
+    theirs, mine = before(*program.inputs), after(*program.inputs)
+    doubles = [v.detach().double().requires_grad_(v.requires_grad) for v in program.inputs]
+    faults = []
+    for i, (a, b, e) in enumerate(zip(mine, theirs, program.joint(*doubles), strict=True)):
+        if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+            faults.append(f"{i}: {a.shape}, {a.stride()}, {a.dtype} for {b.shape}, {b.stride()}")
+            continue
+        error, others = ((v.double() - e).norm().item() for v in (a, b))
+        bound = max(2 * others, torch.finfo(a.dtype).eps / 4 * e.norm().item())
+        if not error <= bound:
+            faults.append(f"{i}: error {error:.3g}, bound {bound:.3g}, of {e.norm().item():.3g}")
+    return faults
+
+
+def fuzz(seeds: Sequence[int], device: str = "cpu") -> tuple[dict[int, list[str]], Counter[str]]:
+    """Seed → faults, and the gemms that were replaced."""
+    torch.set_num_threads(1)
+    replaced: Counter[str] = Counter()
+    found = {}
+    for seed in seeds:
+        try:
+            faults = attempt(seed, device, replaced)
+        except Exception as error:
+            faults = [f"{type(error).__name__}: {error}"]
+        if faults:
+            found[seed] = faults
+            print(f"seed {seed}: {faults}", flush=True)
+    return found, replaced
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--show", action="store_true", help="the graph before the pass, no check")
+    given = parser.parse_args()
+    seeds = range(given.seed, given.seed + given.count)
+    if given.show:
+        for seed in seeds:
+            program = generate(seed, given.device)
+            print(make_fx(program.joint, tracing_mode="fake")(*program.inputs).code)
+        return 0
+    parts = [(seeds[i :: given.jobs], given.device) for i in range(given.jobs)]
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+        found = pool.starmap(fuzz, parts)
+    failed = sum(len(faults) for faults, _ in found)
+    replaced = sum((count for _, count in found), Counter[str]())
+    print(f"{given.count} programs, {failed} failed, replaced {dict(replaced)}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
