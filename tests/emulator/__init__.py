@@ -134,7 +134,9 @@ def _shim() -> Job:
     command = binaries.shim_command(host, [f"-I{HERE}", f"-I{benchmarks}"])
     command = tuple("-O0" if part.startswith("-O") else part for part in command)
     parts = (*command, host.version, torch.__version__, binaries.shim_sources())
-    headers = _text_of("driver.h", "memory.h", "machine.h", "emulated_map.h", benchmarks / "kernels.h")
+    headers = _text_of(
+        "driver.h", "memory.h", "machine.h", "emulated_map.h", benchmarks / "kernels.h"
+    )
     text = _text_of("shim.cpp")
     key = hashlib.sha256("\0".join((text, headers, *parts)).encode()).hexdigest()[:32]
     return Job(key, text, ".cpp", ".so", command)
