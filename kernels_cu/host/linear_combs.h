@@ -103,6 +103,11 @@ Combs combs_of(ScalarType type, const Lines& lines, uint32_t box_lines) {
         type, first - ahead, static_cast<uint64_t>(lines.length + combs.offset[j]),
         static_cast<uint64_t>(ceil_div(lines.count - j, kCombs)), kCombs * lines.stride, box_lines);
   }
+  const int64_t eight = (kCombs - 1) * lines.stride + lines.length;
+  combs.all = map_of_lines(
+      type, lines.data - 2 * combs.offset[0], static_cast<uint64_t>(eight + combs.offset[0]),
+      static_cast<uint64_t>(lines.count / kCombs), kCombs * lines.stride, box_lines);
+  combs.pitch = static_cast<int32_t>(lines.stride);
   return combs;
 }
 

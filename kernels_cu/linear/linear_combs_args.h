@@ -30,8 +30,8 @@ struct CombShape {
   int tile_n;
   int cluster;
   int stages;
-  int slots;   // of each warp
-  int cycles;  // that the products of a stage take
+  int slots;    // of each warp
+  bool is_one;  // are boxes away from the edges of one map, not of eight?
 
   constexpr int tile_m() const { return 2 * 64 * subtiles; }
   constexpr int stage_bytes() const { return (tile_m() + tile_n) * kCombSpanBytes; }
@@ -42,14 +42,19 @@ struct CombShape {
 };
 
 constexpr CombShape kCombShapes[] = {
-    {1, 256, 2, 4, 2, 1024}, {1, 256, 2, 3, 4, 1024}, {1, 192, 2, 4, 3, 768},
-    {1, 192, 4, 4, 3, 768},  {2, 192, 2, 3, 2, 1536}, {1, 128, 2, 6, 2, 512},
+    {1, 256, 2, 4, 2, false}, {1, 256, 2, 3, 4, false}, {1, 192, 2, 4, 3, false},
+    {1, 192, 4, 4, 3, false}, {2, 192, 2, 3, 2, false}, {1, 128, 2, 6, 2, false},
+    {1, 256, 2, 4, 2, true},  {2, 192, 2, 3, 2, true},
 };
 constexpr int kCombShapeCount = sizeof(kCombShapes) / sizeof(kCombShapes[0]);
 
 struct Combs {
   TensorMap map[kCombs];
+  // Eight lines as one, so many elements apart; without a rest of less than eight. Where a line
+  // ends, the next one begins.
+  TensorMap all;
   int32_t offset[kCombs];
+  int32_t pitch;
 };
 
 struct CombArgs {

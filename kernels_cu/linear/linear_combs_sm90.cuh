@@ -117,23 +117,40 @@ struct Layout {
   }
 };
 
+// Where a comb's box begins. inside: it ends neither lines nor the comb.
+struct Place {
+  const TensorMap& map;
+  int x;
+};
+
+template <class L>
+__device__ __forceinline__ Place place_of(const Combs& combs, int comb, int x, bool inside) {
+  if (L::kIs.is_one && inside) return {combs.all, combs.offset[0] + comb * combs.pitch + x};
+  return {combs.map[comb], combs.offset[comb] + x};
+}
+
 // ---- producers ----------------------------------------------------------------------------------
 
 // A tile's a of one stage.
 template <class L>
 __device__ __forceinline__ void load_a(const CombArgs& args, uint32_t to, uint32_t full, int m,
                                        int k) {
+  const int lines = L::kAlongA ? args.m : args.k;
+  const int length = L::kAlongA ? args.k : args.m;
+  const bool inside = (L::kAlongA ? m + L::kTileM : k + kCombStepK) <= lines / kCombs * kCombs &&
+                      (L::kAlongA ? k + kCombStepK : m + L::kTileM) <= length;
 #pragma unroll
   for (int j = 0; j < kCombs; ++j) {
-    const int offset = args.a.offset[j];
     if constexpr (L::kAlongA) {
-      ptx::tensor_load(to + j * (L::kCombRows * kCombSpanBytes), args.a.map[j], full,
-                       ptx::kEvictNormal, offset + k, m / kCombs);
+      const Place place = place_of<L>(args.a, j, k, inside);
+      ptx::tensor_load(to + j * (L::kCombRows * kCombSpanBytes), place.map, full, ptx::kEvictNormal,
+                       place.x, m / kCombs);
     } else {
 #pragma unroll
       for (int span = 0; span < L::kTileM / kCombSpan; ++span) {
-        ptx::tensor_load(to + span * kSpanOfK + j * (kCombLines * kCombSpanBytes), args.a.map[j],
-                         full, ptx::kEvictNormal, offset + m + span * kCombSpan, k / kCombs);
+        const Place place = place_of<L>(args.a, j, m + span * kCombSpan, inside);
+        ptx::tensor_load(to + span * kSpanOfK + j * (kCombLines * kCombSpanBytes), place.map, full,
+                         ptx::kEvictNormal, place.x, k / kCombs);
       }
     }
   }
@@ -310,9 +327,10 @@ struct Tail {
   __device__ __forceinline__ void store(const typename L::Tile& tile, int row, int column) const {
     const uint32_t from = ptx::shared_address(slots[slot]);
     if constexpr (L::kAlongA) {
-      const int comb = row / L::kCombRows;
-      ptx::tensor_store(args.out.map[comb], from, args.out.offset[comb] + column,
-                        tile.m / kCombs + row % L::kCombRows);
+      const bool inside =
+          column + kCombSpan <= args.n && tile.m + L::kTileM <= args.m / kCombs * kCombs;
+      const Place place = place_of<L>(args.out, row / L::kCombRows, column, inside);
+      ptx::tensor_store(place.map, from, place.x, tile.m / kCombs + row % L::kCombRows);
     } else {
       ptx::tensor_store(args.out.map[0], from, column, tile.m + row);
     }

@@ -39,7 +39,7 @@ def size(choose: random.Random, least: int, most: int) -> int:
 
 
 def palette(choose: random.Random, shapes: tuple[int, ...]) -> list[tuple[Example, KernelSpec]]:
-    found = []
+    found: list[tuple[Example, KernelSpec]] = []
     for i, shape in enumerate(shapes):
         for form in FORMS:
             example = choose.choice((IDENTITY, IDENTITY, SWISH))
