@@ -46,7 +46,7 @@ def unaligned(shape: int, step_k: int, form_a: int, form_b: int) -> Family:
 # Of kCombShapes: rows and columns of a block's tile.
 COMB_TILES = (
     *((128, 256), (128, 256), (128, 192), (128, 192), (256, 192), (128, 128)),
-    *((128, 256), (256, 192)),
+    *((128, 256), (256, 192), (128, 256), (128, 192)),
 )
 
 

@@ -107,6 +107,7 @@ Combs combs_of(ScalarType type, const Lines& lines, uint32_t box_lines) {
   combs.all = map_of_lines(
       type, lines.data - 2 * combs.offset[0], static_cast<uint64_t>(eight + combs.offset[0]),
       static_cast<uint64_t>(lines.count / kCombs), kCombs * lines.stride, box_lines);
+  combs.data = lines.data;
   combs.pitch = static_cast<int32_t>(lines.stride);
   return combs;
 }

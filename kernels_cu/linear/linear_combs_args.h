@@ -32,6 +32,7 @@ struct CombShape {
   int stages;
   int slots;    // of each warp
   bool is_one;  // are boxes away from the edges of one map, not of eight?
+  bool shifts;  // does a warpgroup load and shift a, not TMA?
 
   constexpr int tile_m() const { return 2 * 64 * subtiles; }
   constexpr int stage_bytes() const { return (tile_m() + tile_n) * kCombSpanBytes; }
@@ -42,9 +43,11 @@ struct CombShape {
 };
 
 constexpr CombShape kCombShapes[] = {
-    {1, 256, 2, 4, 2, false}, {1, 256, 2, 3, 4, false}, {1, 192, 2, 4, 3, false},
-    {1, 192, 4, 4, 3, false}, {2, 192, 2, 3, 2, false}, {1, 128, 2, 6, 2, false},
-    {1, 256, 2, 4, 2, true},  {2, 192, 2, 3, 2, true},
+    {1, 256, 2, 4, 2, false, false}, {1, 256, 2, 3, 4, false, false},
+    {1, 192, 2, 4, 3, false, false}, {1, 192, 4, 4, 3, false, false},
+    {2, 192, 2, 3, 2, false, false}, {1, 128, 2, 6, 2, false, false},
+    {1, 256, 2, 4, 2, true, false},  {2, 192, 2, 3, 2, true, false},
+    {1, 256, 2, 4, 2, false, true},  {1, 192, 2, 4, 3, false, true},
 };
 constexpr int kCombShapeCount = sizeof(kCombShapes) / sizeof(kCombShapes[0]);
 
@@ -53,6 +56,7 @@ struct Combs {
   // Eight lines as one, so many elements apart; without a rest of less than eight. Where a line
   // ends, the next one begins.
   TensorMap all;
+  const void* data;
   int32_t offset[kCombs];
   int32_t pitch;
 };

@@ -27,21 +27,33 @@
 #include "common/ptx_sm90.cuh"
 #include "common/wgmma_sm90.cuh"
 #include "linear/linear_combs_args.h"
+#include "linear/linear_combs_load.cuh"
 
 namespace fx_fuser::combs {
 
 constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
-constexpr int kProducers = 2;  // warps: of a and of b
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+
+// Registers of a thread, of the warpgroups that multiply and of the one that copies, which has a's
+// vectors in registers if it shifts them. Who arrives at a stage: for a and for b.
+struct Roles {
+  int consumer_registers;
+  int producer_registers;
+  int arrivals;
+};
+constexpr Roles roles(bool shifts) {
+  return shifts ? Roles{208, 96, kWarpgroup / 32 + 1} : Roles{232, 40, 1 + 1};
+}
+constexpr bool fits(const Roles& of) {
+  return (of.consumer_registers * kConsumers + of.producer_registers) * kWarpgroup <= 64 * 1024;
+}
+static_assert(fits(roles(false)) && fits(roles(true)));
 constexpr int kSubtileM = 64;  // rows of one wgmma
 constexpr int kInstructionK = 16;
 constexpr int kCombLines = kCombStepK / kCombs;  // of a stage, where lines are k
 // Lines of 64 elements, those of one stage's k.
 constexpr int kSpanOfK = kCombStepK * kCombSpanBytes;
 static_assert(kCombThreads == (kConsumers + 1) * kWarpgroup);
-static_assert((kConsumerRegisters * kConsumers + kProducerRegisters) * kWarpgroup <= 64 * 1024);
 
 // ---- shared memory ------------------------------------------------------------------------------
 
@@ -49,6 +61,7 @@ template <class X_, int kShape, bool kAlongA_, bool kAlongB_>
 struct Layout {
   using X = X_;
   static constexpr CombShape kIs = kCombShapes[kShape];
+  static constexpr Roles kRoles = roles(kIs.shifts);
   static constexpr bool kAlongA = kAlongA_;
   static constexpr bool kAlongB = kAlongB_;
   static constexpr int kTileM = kIs.tile_m();
@@ -209,6 +222,55 @@ __device__ __forceinline__ void feed(const CombArgs& args, typename L::Shared& s
       }
       pipeline.advance();
     }
+  }
+}
+
+// The next stage of a block's.
+template <class L>
+struct Cursor {
+  const CombArgs& args;
+  int unit;
+  int k = 0;
+  typename L::Tile tile;
+
+  __device__ __forceinline__ explicit Cursor(const CombArgs& of)
+      : args(of), unit(L::first_unit()), tile(L::tile_at(of, L::first_unit())) {}
+
+  __device__ __forceinline__ bool is_there() const { return unit < args.all_units; }
+  __device__ __forceinline__ void advance() {
+    k += kCombStepK;
+    if (k < args.k) return;
+    k = 0;
+    unit += L::unit_step();
+    if (is_there()) tile = L::tile_at(args, unit);
+  }
+};
+
+// A warpgroup's part, where it loads a by itself; its first thread has TMA load b.
+template <class L>
+__device__ __forceinline__ void feed_shifted(const CombArgs& args, typename L::Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  Loader<L> loader(args);
+  typename L::PipelineState pipeline;
+  Cursor<L> next(args);
+  loader.fetch(next.tile.m, next.k);
+  while (next.is_there()) {
+    const auto tile = next.tile;
+    const int k = next.k;
+    next.advance();
+    auto& stage = shared.stage[pipeline.slot];
+    const uint32_t full = ptx::shared_address(&shared.full[pipeline.slot]);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
+    if (thread == 0) {
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(stage.b));
+      load_b<L>(args, ptx::shared_address(stage.b), full, tile.n, k);
+    }
+    loader.put(ptx::shared_address(stage.a), tile.m, k);
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (thread % 32 == 0) ptx::mbarrier_arrive(full);
+    if (next.is_there()) loader.fetch(next.tile.m, next.k);
+    pipeline.advance();
   }
 }
 
@@ -373,7 +435,7 @@ __device__ __forceinline__ void run(const CombArgs& args) {
 
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < L::kStages; ++slot) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[slot]), kProducers);
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[slot]), L::kRoles.arrivals);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[slot]), L::kCluster * kCombWarps);
     }
     ptx::fence_mbarrier_init();
@@ -384,13 +446,17 @@ __device__ __forceinline__ void run(const CombArgs& args) {
 
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (warpgroup == kConsumers) {
-    ptx::give_registers<kProducerRegisters>();
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    if (thread == 0) feed<L, true>(args, shared);
-    if (thread == 32) feed<L, false>(args, shared);
+    ptx::give_registers<L::kRoles.producer_registers>();
+    if constexpr (L::kIs.shifts) {
+      feed_shifted<L>(args, shared);
+    } else {
+      const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+      if (thread == 0) feed<L, true>(args, shared);
+      if (thread == 32) feed<L, false>(args, shared);
+    }
     __syncwarp();
   } else {
-    ptx::take_registers<kConsumerRegisters>();
+    ptx::take_registers<L::kRoles.consumer_registers>();
     Tail<L, Epilogue, kScalars, Out> tail(args, shared);
     consume<L>(args, shared, warpgroup, tail);
     // Shared memory is there until TMA has read it.
