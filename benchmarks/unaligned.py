@@ -80,7 +80,8 @@ class Gemm:
         both = self.left_transposed and self.right_transposed
         if self.batches > 1 or pitch % 8 or min(self.m, self.n) <= 64 or both:
             return {}
-        families = {shape: unaligned.combs(shape, *form) for shape in shapes}
+        taken = [shape for shape in shapes if unaligned.comb_takes(shape, form[0])]
+        families = {shape: unaligned.combs(shape, *form) for shape in taken}
         return {i: unaligned.gemm_of(f, torch.bfloat16) for i, f in families.items()}
 
     @property

@@ -44,10 +44,13 @@ def unaligned(shape: int, step_k: int, form_a: int, form_b: int) -> Family:
 
 
 # Of kCombShapes: rows and columns of a block's tile.
-COMB_TILES = (
-    *((128, 256), (128, 256), (128, 192), (128, 192), (256, 192), (128, 128)),
-    *((128, 256), (256, 192), (128, 256), (128, 192)),
-)
+COMB_TILES = ((128, 256), (128, 192), (256, 192), (128, 240))
+
+
+def comb_takes(shape: int, along_a: int) -> bool:
+    """CombShape::takes."""
+    rows, columns = COMB_TILES[shape]
+    return columns % 64 == 0 if along_a else rows == 128
 
 
 @functools.cache

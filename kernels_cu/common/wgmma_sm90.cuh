@@ -34,6 +34,10 @@ struct Wgmma;
   FX_FUSER_TEXT_64                                                                   \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FX_FUSER_TEXT_120                                                            \
+  FX_FUSER_TEXT_96                                                                   \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109" \
+  ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119"
 #define FX_FUSER_TEXT_128                                                                        \
   FX_FUSER_TEXT_64                                                                               \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
@@ -51,6 +55,8 @@ struct Wgmma;
 #define FX_FUSER_D_36(i) FX_FUSER_D_32(i), FX_FUSER_D_4(i + 32)
 #define FX_FUSER_D_64(i) FX_FUSER_D_32(i), FX_FUSER_D_32(i + 32)
 #define FX_FUSER_D_96(i) FX_FUSER_D_64(i), FX_FUSER_D_32(i + 64)
+#define FX_FUSER_D_120(i) \
+  FX_FUSER_D_96(i), FX_FUSER_D_8(i + 96), FX_FUSER_D_8(i + 104), FX_FUSER_D_8(i + 112)
 #define FX_FUSER_D_128(i) FX_FUSER_D_64(i), FX_FUSER_D_64(i + 64)
 
 // `a`, `b` and `p` are the numbers of the operands after the registers; 16-bit types also have
@@ -109,6 +115,7 @@ struct WgmmaOfMajors;
   struct WgmmaOfMajors<T, kTransposedA, kTransposedB> {               \
     FX_FUSER_WGMMA_OF_MAJORS(128, 64, 64, 65, 66, 67, 68, type)       \
     FX_FUSER_WGMMA_OF_MAJORS(192, 96, 96, 97, 98, 99, 100, type)      \
+    FX_FUSER_WGMMA_OF_MAJORS(240, 120, 120, 121, 122, 123, 124, type) \
     FX_FUSER_WGMMA_OF_MAJORS(256, 128, 128, 129, 130, 131, 132, type) \
   };
 FX_FUSER_WGMMA_OF_MAJORS_OF(__nv_bfloat16, "bf16")

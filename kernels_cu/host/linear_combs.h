@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
 
 #include "host/linear_dense.h"
@@ -13,11 +14,13 @@
 namespace fx_fuser {
 namespace {
 
+constexpr int64_t kHighestSize = std::numeric_limits<int32_t>::max() - (1 << 16);
+
 struct LinearCombsKernels : GemmKernel, EpilogueTypes {
   Kernel kernel;
   CombShape shape;
-  bool along_a;  // are its k adjacent, not its rows?
-  bool along_b;
+  bool along_a;      // are k of x adjacent, not its rows?
+  bool along_b;      // and those of the weight?
   int64_t clusters;  // that the device runs at once
 
   explicit LinearCombsKernels(const EpilogueTypes& types) : EpilogueTypes(types) {}
@@ -53,6 +56,8 @@ int64_t load_linear_combs(const Sources& from) {
   kernels->shape = kCombShapes[shape];
   kernels->along_a = types.sizes[1] != 0;
   kernels->along_b = types.sizes[2] != 0;
+  STD_TORCH_CHECK(kernels->shape.takes(kernels->along_a), "fx_fuser: shape ", shape,
+                  " of the gemm by combs is not for this order of k");
   kernels->kernel =
       get_kernel(load_library(from.cubins.at(0)), "fx_fuser_combs", kernels->shape.shared_bytes());
   kernels->clusters =
@@ -85,15 +90,15 @@ struct Lines {
 };
 
 TensorMap map_of_lines(ScalarType type, const void* data, uint64_t length, uint64_t lines,
-                       int64_t stride, uint32_t box_lines) {
+                       int64_t stride, int box_lines) {
   // The stride of a single line is never used, but must be one that TMA takes.
   const int64_t bytes = lines == 1 ? ceil_div(2 * length, 16) * 16 : 2 * stride;
   return tensor_map<2>(copied_as(type), data, {length, lines}, {static_cast<uint64_t>(bytes)},
-                       {kCombSpan, box_lines});
+                       {kCombSpan, static_cast<uint32_t>(box_lines)});
 }
 
 // There are at least kCombs lines.
-Combs combs_of(ScalarType type, const Lines& lines, uint32_t box_lines) {
+Combs combs_of(ScalarType type, const Lines& lines, int box_lines) {
   Combs combs{};
   for (int j = 0; j < kCombs; ++j) {
     uint8_t* first = lines.data + 2 * j * lines.stride;
@@ -103,31 +108,14 @@ Combs combs_of(ScalarType type, const Lines& lines, uint32_t box_lines) {
         type, first - ahead, static_cast<uint64_t>(lines.length + combs.offset[j]),
         static_cast<uint64_t>(ceil_div(lines.count - j, kCombs)), kCombs * lines.stride, box_lines);
   }
-  const int64_t eight = (kCombs - 1) * lines.stride + lines.length;
-  combs.all = map_of_lines(
-      type, lines.data - 2 * combs.offset[0], static_cast<uint64_t>(eight + combs.offset[0]),
-      static_cast<uint64_t>(lines.count / kCombs), kCombs * lines.stride, box_lines);
-  combs.data = lines.data;
-  combs.pitch = static_cast<int32_t>(lines.stride);
   return combs;
 }
 
 // All lines, aligned.
-Combs whole(ScalarType type, const Lines& lines, uint32_t box_lines) {
+Combs whole(ScalarType type, const Lines& lines, int box_lines) {
   Combs combs{};
   combs.map[0] = map_of_lines(type, lines.data, static_cast<uint64_t>(lines.length),
                               static_cast<uint64_t>(lines.count), lines.stride, box_lines);
-  return combs;
-}
-
-// All lines, comb by comb. Their number is a multiple of kCombs.
-Combs whole_by_combs(ScalarType type, const Lines& lines, uint32_t box_combs) {
-  Combs combs{};
-  const uint64_t bytes = 2 * static_cast<uint64_t>(lines.stride);
-  combs.map[0] = tensor_map<3>(
-      copied_as(type), lines.data,
-      {static_cast<uint64_t>(lines.length), static_cast<uint64_t>(lines.count / kCombs), kCombs},
-      {kCombs * bytes, bytes}, {kCombSpan, kCombStepK / kCombs, box_combs});
   return combs;
 }
 
@@ -139,28 +127,55 @@ int64_t group_of(int64_t units, int64_t unit_rows, int64_t k) {
   return std::min(units, std::max(kNearBytes / (unit_rows * k * 2), kLeast));
 }
 
-// The tensor maps. False where the kernel does not take the strides.
-bool set_maps(const LinearCombsKernels& kernels, const Tensor& x, const Tensor& weight,
-              const Tensor& out, CombArgs& args) {
+// Of a product: factors, tensor maps, sizes. False where the kernel does not take the strides.
+bool set_factors(const LinearCombsKernels& kernels, const Tensor& x, const Tensor& weight,
+                 const Tensor& out, CombArgs& args) {
   const CombShape& shape = kernels.shape;
-  const auto a = Lines::of(x, kernels.along_a);
-  const auto b = Lines::of(weight, kernels.along_b);
+  const auto left = Lines::of(x, kernels.along_a);
+  const auto right = Lines::of(weight, kernels.along_b);
   const auto rows = Lines::of(out, true);
-  if (!a || !b || !rows || a->count < kCombs || !b->are_aligned()) return false;
-  const auto of_cluster = [&](int lines) { return static_cast<uint32_t>(lines / shape.cluster); };
-  constexpr uint32_t kLinesOfStage = kCombStepK / kCombs;
-  if (kernels.along_a) {
-    args.a = combs_of(kernels.x, *a, static_cast<uint32_t>(shape.tile_m() / kCombs));
-    args.b = whole(kernels.x, *b, of_cluster(kernels.along_b ? shape.tile_n : kCombStepK));
-    args.out = combs_of(kernels.out, *rows, kCombWarpRows);
+  if (!left || !right || !rows || !right->are_aligned()) return false;
+  args.k = static_cast<int32_t>(x.size(1));
+  if (!kernels.along_a) {
+    if (left->count < kCombs || !rows->are_aligned()) return false;
+    args.m = static_cast<int32_t>(weight.size(0));
+    args.n = static_cast<int32_t>(x.size(0));
+    args.a = combs_of(kernels.x, *right, kCombStepK);
+    args.b = combs_of(kernels.x, *left, kCombStepK / shape.cluster);
+    args.out = whole(kernels.out, *rows, 8);
+    std::iota(args.order, args.order + kCombs, 0);
+    std::stable_sort(args.order, args.order + kCombs,
+                     [&](int i, int j) { return args.b.offset[i] > args.b.offset[j]; });
     return true;
   }
-  if (!rows->are_aligned()) return false;
-  args.a = combs_of(kernels.x, *a, kLinesOfStage);
-  args.b_is_whole = b->count % kCombs == 0;
-  args.b = args.b_is_whole ? whole_by_combs(kernels.x, *b, of_cluster(kCombs))
-                           : combs_of(kernels.x, *b, kLinesOfStage);
-  args.out = whole(kernels.out, *rows, kCombWarpRows);
+  // What begins `offset` earlier is another line of the weight's, if not an element of one.
+  const bool is_one_aligned = kernels.along_b ? left->are_aligned() : rows->are_aligned();
+  if (left->count < kCombs || !is_one_aligned) return false;
+  args.m = static_cast<int32_t>(x.size(0));
+  args.n = static_cast<int32_t>(weight.size(0));
+  args.a = combs_of(kernels.x, *left, shape.tile_m());
+  args.b = whole(kernels.x, *right, (kernels.along_b ? shape.tile_n : kCombStepK) / shape.cluster);
+  args.out = combs_of(kernels.out, *rows, kCombWarpRows);
+  args.out_data = rows->data;
+  args.out_pitch = rows->stride;
+  return true;
+}
+
+// How the result is divided. False where that is too much.
+bool set_units(const CombShape& shape, bool along_a, CombArgs& args) {
+  const int64_t unit_rows = shape.cluster * shape.tile_m();
+  const int64_t rows = along_a ? ceil_div(args.m, kCombs) : args.m;  // of a comb, or all
+  const int64_t units_of_comb = ceil_div(rows, unit_rows);
+  const int64_t units = units_of_comb * (along_a ? kCombs : 1);
+  // Columns begin with the aligned vector that a line begins in.
+  const int64_t before = along_a ? *std::max_element(args.out.offset, args.out.offset + kCombs)
+                                 : args.b.offset[args.order[kCombs - 1]];
+  const int64_t all_units = units * ceil_div(args.n + before, shape.step_n(along_a));
+  if (all_units > kHighestSize) return false;
+  args.units_of_comb = static_cast<int32_t>(units_of_comb);
+  args.units = static_cast<int32_t>(units);
+  args.all_units = static_cast<int32_t>(all_units);
+  args.group = static_cast<int32_t>(group_of(units, unit_rows, args.k));
   return true;
 }
 
@@ -172,30 +187,18 @@ bool run_linear_combs(const LinearCombsKernels& kernels, const Tensor& x, const 
   check_linear(kernels, kernels.x, {kernels.x, kernels.x}, x, weight, bias, out, z, epilogue);
   if (x.dim() != 2 || weight.dim() != 2 || bias || z || x.size(1) == 0) return false;
   if (out.numel() == 0) return true;
-  const int64_t m = x.size(0);
-  const int64_t n = weight.size(0);
-  const int64_t k = x.size(1);
   const CombShape& shape = kernels.shape;
-  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
-  const int64_t unit_rows = shape.cluster * shape.tile_m();
-  const int64_t units = ceil_div(m, unit_rows);
-  const int64_t all_units = units * ceil_div(n, shape.tile_n);
-  if (std::max({m, n, k, all_units}) > kHighest) return false;
+  if (std::max({x.size(0), weight.size(0), x.size(1)}) > kHighestSize) return false;
 
   const OnDevice on_device(out.get_device_index());
   CombArgs args{};
-  if (!set_maps(kernels, x, weight, out, args)) return false;
+  if (!set_factors(kernels, x, weight, out, args)) return false;
+  if (!set_units(shape, kernels.along_a, args)) return false;
   std::copy(epilogue.scalars.begin(), epilogue.scalars.end(), args.scalar);
-  args.m = static_cast<int32_t>(m);
-  args.n = static_cast<int32_t>(n);
-  args.k = static_cast<int32_t>(k);
-  args.units = static_cast<int32_t>(units);
-  args.all_units = static_cast<int32_t>(all_units);
-  args.group = static_cast<int32_t>(group_of(units, unit_rows, k));
   LaunchOptions options;
   options.shared_bytes = shape.shared_bytes();
   options.cluster = shape.cluster;
-  const int64_t clusters = persistent_blocks(all_units, kernels.clusters);
+  const int64_t clusters = persistent_blocks(args.all_units, kernels.clusters);
   launch(kernels.kernel, clusters * shape.cluster, kCombThreads,
          current_stream(out.get_device_index()), args, options);
   return true;

@@ -62,6 +62,10 @@ Box box_of(uint32_t address, const void* map, uint32_t barrier, uint32_t blocks,
            int rank, Where where) {
   const EmulatedMap found = map_at(map, where);
   if (static_cast<int>(found.rank) != rank) fail("a tensor map of other dimensions", where);
+  // Measured on an H100: "illegal instruction" else.
+  if (at[0] * EmulatedMap::kElementBytes % static_cast<int>(kVectorBytes) != 0) {
+    fail("a box begins at no multiple of 16 bytes", where);
+  }
   if (address % kSwizzleRows != 0) fail("a swizzled box is not aligned in shared memory", where);
   return {machine.current, where, map, address, barrier, blocks, {at[0], at[1], at[2]}, 0};
 }

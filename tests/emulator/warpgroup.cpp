@@ -180,6 +180,8 @@ void make(const IssuedProduct& issued) {
       return make<kElement, 128>(issued);
     case 192:
       return make<kElement, 192>(issued);
+    case 240:
+      return make<kElement, 240>(issued);
     case 256:
       return make<kElement, 256>(issued);
     default:

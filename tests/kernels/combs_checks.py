@@ -43,6 +43,8 @@ def palette(choose: random.Random, shapes: tuple[int, ...]) -> list[tuple[Exampl
     found: list[tuple[Example, KernelSpec]] = []
     for i, shape in enumerate(shapes):
         for form in FORMS:
+            if not unaligned.comb_takes(shape, form[0]):
+                continue
             example = choose.choice((IDENTITY, IDENTITY, SWISH))
             dtype = DTYPES[(i + len(found)) % 2]
             found.append((example, example.spec(dtype, unaligned.combs(shape, *form))))
@@ -66,11 +68,14 @@ def sweep(
         example, spec = known[case % len(known)]
         dtype, (_, *form) = spec.inputs[0], spec.family.sizes
         m, n, k = size(choose, 8, most), size(choose, 1, most), size(choose, 8, most_k)
-        x = matrix(m, k, form[0], dtype, choose.choice((0, 0, 1, 3, 8)), choose.randint(0, 8))
+        pitch, ahead = choose.choice((0, 0, 1, 2, 3, 4, 8)), choose.randint(0, 8)
+        if form[1]:
+            pitch, ahead = -k % 8, 8
+        x = matrix(m, k, form[0], dtype, pitch, ahead)
         length = k if form[1] else n
         weight = matrix(n, k, form[1], dtype, -length % 8 + choose.choice((0, 8)), 8)
         left, right = choose.randint(0, 8), choose.choice((0, 5, 8))
-        if not form[0]:
+        if not form[1]:
             left, right = 8, 8 + -n % 8
         frame = torch.full((m + 2, left + n + right), SENTINEL, device=CUDA, dtype=dtype)
         out = frame[1:-1, left : left + n].fill_(float("nan"))
@@ -103,10 +108,11 @@ def special_values(failures: list[str]) -> None:
     """Infinities and NaN are where an exact gemm has them, and nowhere else."""
     for form in FORMS:
         dtype = torch.bfloat16
-        n = 48 if not form[0] else 45
-        x = matrix(67, 131, form[0], dtype, 0, 3)
-        weight = matrix(n, 131, form[1], dtype, -(131 if form[1] else n) % 8, 8)
-        x[3, 7], x[60, 130], weight[5, 8], weight[44, 0] = (
+        n = 45 if form[1] else 48
+        k = 136 if form[1] else 131
+        x = matrix(67, k, form[0], dtype, 0, 8 if form[1] else 3)
+        weight = matrix(n, k, form[1], dtype, -(k if form[1] else n) % 8, 8)
+        x[3, 7], x[60, k - 1], weight[5, 8], weight[44, 0] = (
             *(float("inf"), float("-inf"), float("inf"), float("nan")),
         )
         exact = (x.double() @ weight.double().T).to(dtype)
@@ -123,8 +129,11 @@ def repeats(failures: list[str], times: int = 100) -> None:
     """Launches, over two streams too, agree bit for bit."""
     for shape in range(len(unaligned.COMB_TILES)):
         for form in FORMS:
-            x = matrix(2001, 1999, form[0], torch.bfloat16, 0, 0)
-            weight = matrix(1032, 1999, form[1], torch.bfloat16, 1 if form[1] else 0, 0)
+            if not unaligned.comb_takes(shape, form[0]):
+                continue
+            k, n = (2000, 1031) if form[1] else (1999, 1032)
+            x = matrix(2001, k, form[0], torch.bfloat16, 0, 0)
+            weight = matrix(n, k, form[1], torch.bfloat16, 0, 0)
             step = functools.partial(run, x, weight, form, shape)
             if not agree_over_two_streams(lambda: (step(),), (step(),), times):  # noqa: B023
                 failures.append(f"{shape}, {form}: launches over two streams differ")
@@ -132,7 +141,7 @@ def repeats(failures: list[str], times: int = 100) -> None:
 
 def refusals(failures: list[str]) -> None:
     dtype = torch.float16
-    x, weight = matrix(16, 40, 1, dtype, 1, 1), matrix(24, 40, 1, dtype, 0, 0)
+    x, weight = matrix(16, 40, 1, dtype, 0, 0), matrix(24, 40, 1, dtype, 0, 0)
     of_rows = matrix(16, 40, 0, dtype, 1, 1)
     lines = matrix(24, 40, 0, dtype, 0, 0)
     odd = torch.empty(16, 25, device=CUDA, dtype=dtype)[:, :24]
@@ -141,7 +150,10 @@ def refusals(failures: list[str]) -> None:
         ("rows adjacent, not k", (1, 1), of_rows, weight, out),
         ("k adjacent, not rows", (0, 0), x, lines, out),
         ("a weight that is not aligned", (1, 1), x, matrix(24, 40, 1, dtype, 1, 0), out),
-        ("a result that is not aligned", (0, 0), of_rows, lines, odd),
+        ("an unaligned result of lines that are k", (0, 0), of_rows, lines, odd),
+        ("both unaligned, k adjacent", (1, 0), x, lines, odd),
+        ("an unaligned x beside k that are adjacent", (1, 1), matrix(16, 40, 1, dtype, 1, 0),
+         weight, out),
         ("seven lines", (1, 1), x[:7], weight, out[:7]),
         ("lines on each other", (1, 1), x[:1].expand(16, 40), weight, out),
         ("k = 0", (1, 1), x[:, :0], weight[:, :0], out),

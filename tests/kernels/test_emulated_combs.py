@@ -21,7 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shapes", [(0, 3), (1, 5), (2, 4), (6, 7), (8, 9)])
+@pytest.mark.parametrize("shapes", [(0,), (1,), (2,), (3,)])
 def test_random_sizes_and_pitches(gpu: EmulatedGpu, shapes: tuple[int, ...]) -> None:
     passes(combs_checks.sweep, 12, shapes[0], shapes, 530, 260)
 
