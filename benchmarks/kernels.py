@@ -194,9 +194,10 @@ def linear_combs(
     Args:
         spec: a kernel of `fx_fuser.kernels.unaligned.combs`, see
             kernels_cu/linear/linear_combs_sm90.cuh.
-        x: [M, K], any pitch, from any element on. Its rows or its k are adjacent in memory.
+        x: [M, K], its rows or its k adjacent in memory; any pitch, from any element on, unless k
+            are adjacent in both operands: then 16-byte aligned.
         weight: [N, K], 16-byte aligned. Its rows are adjacent, or its k if x's are.
-        out: [M, N], columns adjacent; 16-byte aligned unless x's k are adjacent.
+        out: [M, N], columns adjacent; 16-byte aligned, or any if k are adjacent in both operands.
         scalars: as `linear_split`'s.
 
     Returns, raises: as `linear_split`.

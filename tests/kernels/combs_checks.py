@@ -59,6 +59,7 @@ def sweep(
     shapes: tuple[int, ...] = tuple(range(len(unaligned.COMB_TILES))),
     most: int = 600,
     most_k: int = 600,
+    more_rows: int = 0,
 ) -> None:
     """Random sizes, pitches and addresses."""
     choose = random.Random(seed)
@@ -68,6 +69,7 @@ def sweep(
         example, spec = known[case % len(known)]
         dtype, (_, *form) = spec.inputs[0], spec.family.sizes
         m, n, k = size(choose, 8, most), size(choose, 1, most), size(choose, 8, most_k)
+        m += more_rows
         pitch, ahead = choose.choice((0, 0, 1, 2, 3, 4, 8)), choose.randint(0, 8)
         if form[1]:
             pitch, ahead = -k % 8, 8
@@ -152,8 +154,7 @@ def refusals(failures: list[str]) -> None:
         ("a weight that is not aligned", (1, 1), x, matrix(24, 40, 1, dtype, 1, 0), out),
         ("an unaligned result of lines that are k", (0, 0), of_rows, lines, odd),
         ("both unaligned, k adjacent", (1, 0), x, lines, odd),
-        ("an unaligned x beside k that are adjacent", (1, 1), matrix(16, 40, 1, dtype, 1, 0),
-         weight, out),
+        ("k adjacent in an unaligned x, too", (1, 1), matrix(16, 40, 1, dtype, 1, 0), weight, out),
         ("seven lines", (1, 1), x[:7], weight, out[:7]),
         ("lines on each other", (1, 1), x[:1].expand(16, 40), weight, out),
         ("k = 0", (1, 1), x[:, :0], weight[:, :0], out),

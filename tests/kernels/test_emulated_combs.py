@@ -21,9 +21,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shapes", [(0,), (1,), (2,), (3,)])
-def test_random_sizes_and_pitches(gpu: EmulatedGpu, shapes: tuple[int, ...]) -> None:
-    passes(combs_checks.sweep, 12, shapes[0], shapes, 530, 260)
+@pytest.mark.parametrize("shape", range(4))
+def test_random_sizes_and_pitches(gpu: EmulatedGpu, shape: int) -> None:
+    passes(combs_checks.sweep, 12, shape, (shape,), 700, 260)
+
+
+@pytest.mark.slow
+def test_several_tiles_of_a_comb(gpu: EmulatedGpu) -> None:
+    passes(combs_checks.sweep, 4, 1, (0, 1), 300, 90, 2100)
 
 
 @pytest.mark.slow
