@@ -11,6 +11,7 @@
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
 #include "host/implicit.h"
+#include "host/linear_combs.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"
@@ -68,6 +69,14 @@ bool linear_unaligned(int64_t handle, const Tensor& x, const Tensor& weight,
                       const std::vector<double>& scalars) {
   return run_linear_unaligned(kernels_of<LinearUnalignedKernels>(handle), x, weight, bias, out, z,
                               {operands, scalars});
+}
+
+bool linear_combs(int64_t handle, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& out,
+                  const std::optional<Tensor>& z, const std::vector<Tensor>& operands,
+                  const std::vector<double>& scalars) {
+  return run_linear_combs(kernels_of<LinearCombsKernels>(handle), x, weight, bias, out, z,
+                          {operands, scalars});
 }
 
 bool conv_direct(int64_t handle, const Tensor& x, const Tensor& weight,
@@ -143,6 +152,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
       "linear_unaligned(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
       "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
   m.def(
+      "linear_combs(int kernels, Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
+      "Tensor(b!)? z, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
       "conv_direct(int kernels, Tensor x, Tensor weight, int[] padding, Tensor(a!) out, "
       "Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
   m.def(
@@ -169,6 +181,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("linear_split_choice", TORCH_BOX(&linear_split_choice));
   m.impl("linear_dense", TORCH_BOX(&linear_dense));
   m.impl("linear_unaligned", TORCH_BOX(&linear_unaligned));
+  m.impl("linear_combs", TORCH_BOX(&linear_combs));
   m.impl("conv_direct", TORCH_BOX(&conv_direct));
   m.impl("conv_direct_statistics", TORCH_BOX(&conv_direct_statistics));
   m.impl("conv_direct_backward", TORCH_BOX(&conv_direct_backward));

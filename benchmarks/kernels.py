@@ -186,6 +186,25 @@ def linear_unaligned(
     return _taken("linear_unaligned", spec, out, x, weight, bias, out, z, operands, scalars)
 
 
+def linear_combs(
+    spec: KernelSpec, x: Tensor, weight: Tensor, out: Tensor, scalars: Sequence[float]
+) -> bool:
+    """As `linear_unaligned`, of matrices with no bias, z or operands.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.unaligned.combs`, see
+            kernels_cu/linear/linear_combs_sm90.cuh.
+        x: [M, K], its rows or its k adjacent in memory; any pitch, from any element on, unless k
+            are adjacent in both operands: then 16-byte aligned.
+        weight: [N, K], 16-byte aligned. Its rows are adjacent, or its k if x's are.
+        out: [M, N], columns adjacent; 16-byte aligned, or any if k are adjacent in both operands.
+        scalars: as `linear_split`'s.
+
+    Returns, raises: as `linear_split`.
+    """
+    return _taken("linear_combs", spec, out, x, weight, None, out, None, [], scalars)
+
+
 def conv_direct(
     spec: KernelSpec,
     x: Tensor,

@@ -1,13 +1,13 @@
 """Times of 16-bit gemms whose rows are no multiple of 16 bytes, and of many small ones:
 
-    python -m benchmarks.unaligned [--only WORD] [--out FILE]
+    python -m benchmarks.unaligned [--only WORD] [--out FILE] [--shapes 0 1 ...]
 
 GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data; each
 result is compared with float64's. `ours`: linear_unaligned.cuh, with the tile that is taken, and
-by tile. `library`: torch's gemm of the same operands. `aligned`: of the nearest larger sizes that
-are multiples of 8. `padded`: that behind copies that pad both dimensions where one is odd. `bytes`:
-reading and writing everything once. `python -m pytest tests/kernels/test_unaligned.py` checks the
-kernel.
+by tile. `combs`: linear_combs_sm90.cuh, with the fastest shape, and by shape. `library`: torch's
+gemm of the same operands. `aligned`: of the nearest larger sizes that are multiples of 8. `padded`:
+that behind copies that pad both dimensions where one is odd. `bytes`: reading and writing
+everything once. `python -m pytest tests/kernels/test_unaligned.py` checks the kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,17 @@ class Gemm:
         families = {t: unaligned.unaligned(t, *others) for t in dict.fromkeys([taken, *rivals])}
         return {t: unaligned.gemm_of(f, torch.bfloat16) for t, f in families.items()}
 
+    def comb_specs(self, shapes: Sequence[int]) -> dict[int, KernelSpec]:
+        """By shape; of gemms that are large, and whose right factor TMA takes."""
+        pitch = self.k if self.right_transposed else self.n
+        form = int(not self.left_transposed), int(self.right_transposed)
+        both = self.left_transposed and self.right_transposed
+        if self.batches > 1 or pitch % 8 or min(self.m, self.n) <= 64 or both:
+            return {}
+        taken = [shape for shape in shapes if unaligned.comb_takes(shape, form[0])]
+        families = {shape: unaligned.combs(shape, *form) for shape in taken}
+        return {i: unaligned.gemm_of(f, torch.bfloat16) for i, f in families.items()}
+
     @property
     def bytes(self) -> int:
         return 2 * self.batches * (self.m * self.k + self.k * self.n + self.m * self.n)
@@ -82,6 +93,9 @@ GEMMS = (
     Gemm("head, forward", 1, 8192, 768, 50257, right_transposed=True),
     Gemm("head, dgrad", 1, 8192, 50257, 768),
     Gemm("head, wgrad", 1, 50257, 8192, 768, left_transposed=True),
+    Gemm("aligned head, forward", 1, 8192, 768, 50264, right_transposed=True),
+    Gemm("aligned head, dgrad", 1, 8192, 50264, 768),
+    Gemm("aligned head, wgrad", 1, 50264, 8192, 768, left_transposed=True),
     Gemm("wide head, forward", 1, 8192, 4096, 50257, right_transposed=True),
     Gemm("wide head, dgrad", 1, 8192, 50257, 4096),
     Gemm("wide head, wgrad", 1, 50257, 8192, 4096, left_transposed=True),
@@ -104,6 +118,10 @@ def ours(spec: KernelSpec, left: Tensor, right: Tensor, out: Tensor) -> None:
     assert kernels.linear_unaligned(spec, left, right.mT, None, out, None, [], [])
 
 
+def by_combs(spec: KernelSpec, left: Tensor, right: Tensor, out: Tensor) -> None:
+    assert kernels.linear_combs(spec, left, right.mT, out, [])
+
+
 def padded(left: Tensor, right: Tensor) -> Tensor:
     def whole(value: Tensor) -> Tensor:
         short = [-size % 8 for size in value.shape[-2:]]
@@ -121,10 +139,14 @@ def _median(call: Callable[[], object]) -> float:
     return measure.median_ms(call, [], CUDA, 3, 20)
 
 
-def timed(gemm: Gemm) -> dict[str, Any]:
+def timed(gemm: Gemm, shapes: Sequence[int]) -> dict[str, Any]:
     left, right = gemm.factors()
     out = torch.full_like(left @ right, float("nan"))
-    few = slice(0, 256)
+    few = torch.arange(
+        min(256, len(left)), device=CUDA
+    )  # of batches, or of rows: the first and the last ones
+    if gemm.batches == 1:
+        few = torch.cat((few, len(left) - 1 - few))
     part = (left[few], right[few]) if gemm.batches > 1 else (left[few], right)
     exact = part[0].double() @ part[1].double()
     theirs = relative((left @ right)[few], exact)
@@ -133,6 +155,14 @@ def timed(gemm: Gemm) -> dict[str, Any]:
         ours(spec, left, right, out.fill_(float("nan")))
         error = relative(out[few], exact)
         assert error <= max(2 * theirs, 4e-3), (gemm, spec, error, theirs)
+    comb_specs = {}
+    for shape, spec in gemm.comb_specs(shapes).items():
+        by_combs(spec, left, right, out.fill_(float("nan")))
+        comb_error = relative(out[few], exact)
+        if comb_error <= max(2 * theirs, 4e-3) and bool(out.isfinite().all()):
+            comb_specs[shape] = spec
+        else:
+            print(f"{gemm.name}, combs, shape {shape}: error {comb_error:.2e}, not timed")
     whole = gemm.factors(8)
     calls: dict[str, Callable[[], object]] = {
         "library": lambda: left @ right,
@@ -141,9 +171,12 @@ def timed(gemm: Gemm) -> dict[str, Any]:
     }
     for tile, spec in specs.items():
         calls[f"tile {tile}"] = functools.partial(ours, spec, left, right, out)
+    for shape, spec in comb_specs.items():
+        calls[f"comb {shape}"] = functools.partial(by_combs, spec, left, right, out)
     timers = {name: functools.partial(_median, call) for name, call in calls.items()}
     ms = measure.interleaved(timers, 3)
     ms["ours"] = ms[f"tile {next(iter(specs))}"]
+    ms["combs"] = min((ms[f"comb {shape}"] for shape in comb_specs), default=float("nan"))
     limit = 1e3 * gemm.bytes / limits.of(CUDA).bandwidth
     return {"gemm": gemm.name, "sizes": [gemm.batches, gemm.m, gemm.k, gemm.n], **ms,
             "bytes": limit, "error": error, "library_error": theirs}  # fmt: skip
@@ -153,26 +186,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
+    known = range(len(unaligned.COMB_TILES))
+    parser.add_argument("--shapes", type=int, nargs="*", default=known, help="of combs")
     options = parser.parse_args()
     gemms = [gemm for gemm in GEMMS if options.only in gemm.name]
-    load.prepare([spec for gemm in gemms for spec in gemm.specs().values()], CUDA)
-    rows = [timed(gemm) for gemm in gemms]
+    specs = [[*gemm.specs().values(), *gemm.comb_specs(options.shapes).values()] for gemm in gemms]
+    load.prepare([spec for of_gemm in specs for spec in of_gemm], CUDA)
+    rows = [timed(gemm, options.shapes) for gemm in gemms]
+    columns = ("ours", "combs", "library", "aligned", "padded", "bytes")
     shown = [
-        [row["gemm"], *(f"{row[n]:.4f}" for n in ("ours", "library", "aligned", "padded", "bytes")),
+        [row["gemm"], *(f"{row[n]:.4f}" for n in columns),
          f"{row['library'] / row['ours']:.2f}×", f"{row['ours'] / row['aligned']:.2f}",
-         " ".join(f"{n[5:]}: {row[n]:.4f}" for n in row if n.startswith("tile"))]
+         f"{row['combs'] / row['aligned']:.2f}",
+         *(" ".join(f"{n[5:]}: {row[n]:.4f}" for n in row if n.startswith(kind))
+           for kind in ("tile", "comb "))]
         for row in rows
     ]  # fmt: skip
     head = [
         "",
-        "ours",
-        "library",
-        "aligned",
-        "padded",
-        "bytes",
+        *columns,
         "library/ours",
         "ours/aligned",
+        "combs/aligned",
         "by tile",
+        "by shape of combs",
     ]
     print(tabulate(shown, head))
     if options.out:

@@ -43,6 +43,28 @@ def unaligned(shape: int, step_k: int, form_a: int, form_b: int) -> Family:
     )
 
 
+# Of kCombShapes: rows and columns of a block's tile.
+COMB_TILES = ((128, 256), (128, 192), (256, 192), (128, 240))
+
+
+def comb_takes(shape: int, along_a: int) -> bool:
+    """CombShape::takes."""
+    rows, columns = COMB_TILES[shape]
+    return columns % 64 == 0 if along_a else rows == 128
+
+
+@functools.cache
+def combs(shape: int, along_a: int, along_b: int) -> Family:
+    """By TMA and wgmma. shape: of COMB_TILES. along: are the operand's k adjacent, not its rows?"""
+    return Family(
+        "linear/linear_combs_sm90.cuh",
+        "FX_FUSER_LINEAR_COMBS",
+        "linear_combs",
+        "sm_90a",
+        sizes=(shape, along_a, along_b),
+    )
+
+
 def shape_for(m: int, n: int) -> int:
     """The tile for a result of m rows and n columns, by its place in TILES."""
     if m > _SMALL and n > _SMALL:

@@ -90,6 +90,34 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap& from, 
       : "memory");
 }
 
+__device__ __forceinline__ void tensor_load_multicast(uint32_t to, const TensorMap& from,
+                                                      uint32_t barrier, uint16_t blocks,
+                                                      uint64_t policy, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7}], [%2], %3, %4;" ::"r"(to),
+      "l"(&from), "r"(barrier), "h"(blocks), "l"(policy), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// Of the box what the tensor has; nothing outside it is written. Of this thread's group.
+__device__ __forceinline__ void tensor_store(const TensorMap& to, uint32_t from, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&to),
+      "r"(from), "r"(x), "r"(y)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until of this thread's groups only the last so many have shared memory still to read.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 // Brings 16-byte aligned memory, in multiples of 16 bytes, to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -30,6 +30,14 @@ struct Wgmma;
   FX_FUSER_TEXT_32                                                                   \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FX_FUSER_TEXT_96                                                             \
+  FX_FUSER_TEXT_64                                                                   \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FX_FUSER_TEXT_120                                                            \
+  FX_FUSER_TEXT_96                                                                   \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109" \
+  ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119"
 #define FX_FUSER_TEXT_128                                                                        \
   FX_FUSER_TEXT_64                                                                               \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
@@ -46,6 +54,9 @@ struct Wgmma;
 #define FX_FUSER_D_12(i) FX_FUSER_D_8(i), FX_FUSER_D_4(i + 8)
 #define FX_FUSER_D_36(i) FX_FUSER_D_32(i), FX_FUSER_D_4(i + 32)
 #define FX_FUSER_D_64(i) FX_FUSER_D_32(i), FX_FUSER_D_32(i + 32)
+#define FX_FUSER_D_96(i) FX_FUSER_D_64(i), FX_FUSER_D_32(i + 64)
+#define FX_FUSER_D_120(i) \
+  FX_FUSER_D_96(i), FX_FUSER_D_8(i + 96), FX_FUSER_D_8(i + 104), FX_FUSER_D_8(i + 112)
 #define FX_FUSER_D_128(i) FX_FUSER_D_64(i), FX_FUSER_D_64(i + 64)
 
 // `a`, `b` and `p` are the numbers of the operands after the registers; 16-bit types also have
@@ -76,6 +87,39 @@ struct Wgmma;
 FX_FUSER_WGMMA_OF(__nv_bfloat16, 16, "bf16", ", 0, 0")
 FX_FUSER_WGMMA_OF(__half, 16, "f16", ", 0, 0")
 FX_FUSER_WGMMA_OF(float, 8, "tf32", "")
+
+// The same of 16-bit T, where rows of a, or b's, may be adjacent and not k: then the descriptor is
+// a transposed_descriptor.
+template <class T, bool kTransposedA, bool kTransposedB>
+struct WgmmaOfMajors;
+
+#define FX_FUSER_WGMMA_OF_MAJORS(n, registers, a, b, p, of_a, of_b, type)                      \
+  static __device__ __forceinline__ void run(float (&d)[registers], uint64_t a_tile,           \
+                                             uint64_t b_tile, bool accumulate) {               \
+    asm volatile(                                                                              \
+        "{\n"                                                                                  \
+        ".reg .pred accumulate;\n"                                                             \
+        "setp.ne.b32 accumulate, %" #p                                                         \
+        ", 0;\n"                                                                               \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                        \
+        " {" FX_FUSER_TEXT_##registers "}, %" #a ", %" #b ", accumulate, 1, 1, %" #of_a        \
+                                       ", %" #of_b                                             \
+                                       ";\n"                                                   \
+                                       "}\n"                                                   \
+        : FX_FUSER_D_##registers(0)                                                            \
+        : "l"(a_tile), "l"(b_tile), "r"(static_cast<int>(accumulate)), "n"(int{kTransposedA}), \
+          "n"(int{kTransposedB}));                                                             \
+  }
+#define FX_FUSER_WGMMA_OF_MAJORS_OF(T, type)                          \
+  template <bool kTransposedA, bool kTransposedB>                     \
+  struct WgmmaOfMajors<T, kTransposedA, kTransposedB> {               \
+    FX_FUSER_WGMMA_OF_MAJORS(128, 64, 64, 65, 66, 67, 68, type)       \
+    FX_FUSER_WGMMA_OF_MAJORS(192, 96, 96, 97, 98, 99, 100, type)      \
+    FX_FUSER_WGMMA_OF_MAJORS(240, 120, 120, 121, 122, 123, 124, type) \
+    FX_FUSER_WGMMA_OF_MAJORS(256, 128, 128, 129, 130, 131, 132, type) \
+  };
+FX_FUSER_WGMMA_OF_MAJORS_OF(__nv_bfloat16, "bf16")
+FX_FUSER_WGMMA_OF_MAJORS_OF(__half, "f16")
 
 // d[64 x N] = a[64 x 16] * b[16 x N] + (accumulate ? d : 0), of 16-bit T, a in registers. `run`: b
 // as above. `run_transposed`: rows of b, not columns, are contiguous; its descriptor has the

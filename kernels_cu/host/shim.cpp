@@ -15,6 +15,7 @@
 #include "host/implicit.h"
 #include "host/kernel.h"
 #include "host/linear.h"
+#include "host/linear_combs.h"
 #include "host/linear_dense.h"
 #include "host/linear_split.h"
 #include "host/linear_unaligned.h"

@@ -115,11 +115,13 @@ def _text_of(*names: str | Path) -> str:
 def _machine() -> Job:
     headers = hashlib.sha256(
         _text_of(
-            *("memory.h", "machine.h", "fibers.h", "tensor_core.h", "device/cuda_fp16.h")
+            *("memory.h", "machine.h", "fibers.h", "tensor_core.h", "emulated_map.h"),
+            "device/cuda_fp16.h",
         ).encode()
     )
     text = f"// of headers {headers.hexdigest()}\n"
     text += _text_of("memory.cpp", "machine.cpp", "calls.cpp", "tensor_core.cpp", "warpgroup.cpp")
+    text += _text_of("tensor_copies.cpp")
     folders = f"-I{HERE}", f"-I{HERE / 'device'}"
     # A fortified longjmp may not change over to another stack.
     flags = ("-O3", "-U_FORTIFY_SOURCE", "-fvisibility=default", "-Wall")
@@ -132,7 +134,9 @@ def _shim() -> Job:
     command = binaries.shim_command(host, [f"-I{HERE}", f"-I{benchmarks}"])
     command = tuple("-O0" if part.startswith("-O") else part for part in command)
     parts = (*command, host.version, torch.__version__, binaries.shim_sources())
-    headers = _text_of("driver.h", "memory.h", "machine.h", benchmarks / "kernels.h")
+    headers = _text_of(
+        "driver.h", "memory.h", "machine.h", "emulated_map.h", benchmarks / "kernels.h"
+    )
     text = _text_of("shim.cpp")
     key = hashlib.sha256("\0".join((text, headers, *parts)).encode()).hexdigest()[:32]
     return Job(key, text, ".cpp", ".so", command)

@@ -158,13 +158,21 @@ uint64_t* mbarrier_at(uint32_t address, Where where) {
 
 void init_mbarrier(uint32_t barrier, uint32_t arrivals, Where where) {
   if (arrivals == 0 || arrivals > 0xFFFFF) fail("no such number of arrivals", where);
-  *mbarrier_at(barrier, where) = Mbarrier{Mbarrier::kMagic, 0, arrivals, arrivals}.word();
+  uint64_t* word = mbarrier_at(barrier, where);
+  *word = Mbarrier{Mbarrier::kMagic, 0, arrivals, arrivals}.word();
+  machine.bytes_due.erase(word);
 }
 
 void arrive_at_mbarrier(uint32_t barrier, Where where) {
   uint64_t* word = mbarrier_at(barrier, where);
   read_mbarrier(word, where);
   arrive(word);
+}
+
+void arrive_at_mbarrier_of(uint32_t barrier, unsigned rank, Where where) {
+  auto* word = static_cast<uint64_t*>(in_block_of_cluster(barrier, rank, sizeof(uint64_t), where));
+  read_mbarrier(word, where);
+  if (!arrive(word)) fail("more arrivals at an mbarrier than it was initialised with", where);
 }
 
 bool is_mbarrier_complete(uint32_t barrier, uint32_t parity, Where where) {

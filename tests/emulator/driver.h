@@ -4,8 +4,11 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 
+#include "emulated_map.h"
 #include "host/driver.h"
 #include "machine.h"
 
@@ -126,6 +129,48 @@ inline int error_text(int, const char** text) {
   return 0;
 }
 
+// As a real one: half as many blocks as multiprocessors, of clusters of two.
+inline int resident_clusters(int* clusters, fx_fuser::Kernel,
+                             const fx_fuser::LaunchConfig* config) {
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->count; ++i) {
+    if (config->attributes[i].id == fx_fuser::kLaunchCluster) {
+      cluster = config->attributes[i].value.cluster.x;
+    }
+  }
+  *clusters = std::max(1, device.multiprocessors / static_cast<int>(cluster));
+  return 0;
+}
+
+// By the driver's rules, as far as maps of 16-bit elements are made here.
+inline int encode(fx_fuser::TensorMap* to, int type, uint32_t rank, void* data,
+                  const uint64_t* sizes, const uint64_t* strides, const uint32_t* box,
+                  const uint32_t* steps, int interleave, int swizzle, int /*promotion*/, int fill) {
+  static_assert(sizeof(EmulatedMap) <= sizeof(fx_fuser::TensorMap));
+  if (type != fx_fuser::kMapFloat16 && type != fx_fuser::kMapBFloat16) {
+    return failed("a tensor map of this type is not emulated");
+  }
+  if (interleave != fx_fuser::kMapNotInterleaved || swizzle != fx_fuser::kMapSwizzle128 ||
+      fill != fx_fuser::kMapZerosOutside) {
+    return failed("a tensor map of this form is not emulated");
+  }
+  EmulatedMap made{EmulatedMap::kMagic, rank, static_cast<unsigned char*>(data), {}, {}, {}};
+  bool fits = rank >= 1 && rank <= 3 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+              box[0] * EmulatedMap::kElementBytes <= 128 &&
+              box[0] * EmulatedMap::kElementBytes % 16 == 0;
+  for (uint32_t d = 0; fits && d < rank; ++d) {
+    fits = sizes[d] > 0 && sizes[d] <= uint64_t{1} << 32 && box[d] > 0 && box[d] <= 256 &&
+           steps[d] == 1;
+    if (d + 1 < rank) fits = fits && strides[d] % 16 == 0 && strides[d] < uint64_t{1} << 40;
+    made.sizes[d] = sizes[d];
+    made.box[d] = box[d];
+    if (d > 0) made.strides[d - 1] = strides[d - 1];
+  }
+  if (!fits) return failed("no such tensor map");
+  std::memcpy(to, &made, sizeof(made));
+  return 0;
+}
+
 inline fx_fuser::Driver driver() {
   fx_fuser::Driver made{};
   made.GetErrorString = error_text;
@@ -143,8 +188,8 @@ inline fx_fuser::Driver driver() {
   made.OccupancyMaxActiveBlocksPerMultiprocessor = resident_blocks;
   made.LaunchKernelEx = launch;
   made.MemHostAlloc = host_memory;
-  made.TensorMapEncodeTiled = [](auto...) { return failed("there is no TMA on the emulated GPU"); };
-  made.OccupancyMaxActiveClusters = [](auto...) { return failed("no such kernel is emulated"); };
+  made.TensorMapEncodeTiled = encode;
+  made.OccupancyMaxActiveClusters = resident_clusters;
   return made;
 }
 

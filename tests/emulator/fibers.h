@@ -93,6 +93,19 @@ struct Copy {
 
 struct Warp;
 struct Block;
+struct Fiber;
+
+// A box of a tensor on its way into a block's shared memory, or out of it.
+struct Box {
+  Fiber* of;  // who asked for it
+  Where where;
+  const void* map;
+  uint32_t address;
+  uint32_t barrier;
+  uint32_t blocks;
+  int at[3];
+  int group;
+};
 
 struct Fiber {
   Thread thread;
@@ -108,6 +121,8 @@ struct Fiber {
   unsigned cluster_phase = 0;  // that it has arrived in
   int group = 0;               // of copies
   std::vector<Copy> copies;    // that have not landed, in order
+  int store_group = 0;         // of TMA's stores
+  std::vector<Box> stores;     // that are not made, in order
 
   bool is_alive = false;  // is on its stack, ready for a kernel
   unsigned char* stack = nullptr;
@@ -189,7 +204,9 @@ struct Machine {
   unsigned cluster_arrived = 0;
   unsigned cluster_phase = 0;
   std::vector<Fiber*> waiting_for_cluster;
-  std::vector<Fiber*> waiting_for_products;  // one of a warp's
+  std::vector<Fiber*> waiting_for_products;      // one of a warp's
+  std::map<const uint64_t*, int64_t> bytes_due;  // that mbarriers expect; less than 0: ahead of it
+  std::vector<Box> boxes;                        // that have not landed
   int alive = 0;
   int64_t ticks = 0;
   Fiber* current = nullptr;
@@ -229,10 +246,15 @@ std::string name_of(const Fiber& fiber);
 
 // At an mbarrier; false where there is none. A copy may arrive, when no thread runs.
 bool arrive(uint64_t* word);
+bool arrive_bytes(uint64_t* word, int64_t bytes);
 
 // A thread has ended; and all of the cluster have: is something of a warpgroup left undone?
 void check_end_of_thread(const Fiber& fiber);
 std::string unfinished_warpgroup();
+
+// tensor_copies.cpp's.
+void land_box(const Box& box);
+void check_stores_at_end(const Fiber& fiber);
 
 // The copy, or of a thread's copies the first so many, is made.
 void land(const Copy& copy);

@@ -21,6 +21,7 @@ void run_fiber() {
     }
     machine.launch.kernel(machine.launch.args);
     check_end_of_thread(*me);
+    check_stores_at_end(*me);
     me->state = State::kDone;
   }
 }
@@ -81,22 +82,35 @@ std::string name_of(const Fiber& fiber) {
 
 // ---- what arrives -------------------------------------------------------------------------------
 
+// A phase ends when all have arrived and all bytes that they expect.
+void settle(uint64_t* word) {
+  Mbarrier found = Mbarrier::of(*word);
+  const auto due = machine.bytes_due.find(word);
+  if (found.pending != 0 || (due != machine.bytes_due.end() && due->second != 0)) return;
+  found.phase ^= 1;
+  found.pending = found.expected;
+  *word = found.word();
+  for (Fiber* fiber : machine.fibers) {
+    if (fiber->state == State::kWaits && fiber->mbarrier == word && fiber->parity != found.phase) {
+      fiber->mbarrier = nullptr;
+      make_ready(*fiber);
+    }
+  }
+}
+
 bool arrive(uint64_t* word) {
   Mbarrier found = Mbarrier::of(*word);
   if (found.magic != Mbarrier::kMagic || found.pending == 0) return false;
-  if (--found.pending == 0) {
-    found.phase ^= 1;
-    found.pending = found.expected;
-    *word = found.word();
-    for (Fiber* fiber : machine.fibers) {
-      if (fiber->state == State::kWaits && fiber->mbarrier == word &&
-          fiber->parity != found.phase) {
-        fiber->mbarrier = nullptr;
-        make_ready(*fiber);
-      }
-    }
-  }
+  --found.pending;
   *word = found.word();
+  settle(word);
+  return true;
+}
+
+bool arrive_bytes(uint64_t* word, int64_t bytes) {
+  if (Mbarrier::of(*word).magic != Mbarrier::kMagic) return false;
+  machine.bytes_due[word] -= bytes;
+  settle(word);
   return true;
 }
 
@@ -120,6 +134,11 @@ void land_first(Fiber& fiber, size_t count) {
 __attribute__((noinline)) void land_beside(Fiber& fiber, size_t count) {
   machine.current = &fiber;
   if (_setjmp(machine.scheduler) == 0) land_first(fiber, count);
+}
+
+__attribute__((noinline)) void land_box_beside(const Box& box) {
+  machine.current = box.of;
+  if (_setjmp(machine.scheduler) == 0) land_box(box);
 }
 
 // Nothing can run: what some thread has copied arrives, as it would by itself.
@@ -154,12 +173,25 @@ bool make_one_product() {
   return true;
 }
 
-// Either may be the later one.
+// Nothing can run: a box arrives that TMA has been asked for.
+bool land_one_box() {
+  auto& boxes = machine.boxes;
+  if (boxes.empty()) return false;
+  size_t chosen = 0;
+  if (machine.settings.order == Order::kReverse) chosen = boxes.size() - 1;
+  if (machine.settings.order == Order::kRandom) chosen = machine.random() % boxes.size();
+  const Box box = boxes[chosen];
+  boxes.erase(boxes.begin() + static_cast<ptrdiff_t>(chosen));
+  land_box_beside(box);
+  return true;
+}
+
+// Any may be the later one.
 bool proceed() {
   bool products_first = machine.settings.order == Order::kReverse;
   if (machine.settings.order == Order::kRandom) products_first = machine.random() % 2 == 0;
-  if (products_first) return make_one_product() || land_one_arrival();
-  return land_one_arrival() || make_one_product();
+  if (products_first) return make_one_product() || land_one_box() || land_one_arrival();
+  return land_one_arrival() || land_one_box() || make_one_product();
 }
 
 // ---- the scheduler ------------------------------------------------------------------------------
@@ -290,6 +322,8 @@ void begin_cluster(unsigned first_block) {
   machine.cluster_phase = 0;
   machine.waiting_for_cluster.clear();
   machine.waiting_for_products.clear();
+  machine.bytes_due.clear();
+  machine.boxes.clear();
   machine.alive = static_cast<int>(machine.fibers.size());
   for (unsigned rank = 0; rank < launch.cluster; ++rank) {
     Block& block = *machine.blocks[rank];
@@ -314,6 +348,8 @@ void begin_cluster(unsigned first_block) {
       fiber.arrived_in_cluster = false;
       fiber.group = 0;
       fiber.copies.clear();
+      fiber.store_group = 0;
+      fiber.stores.clear();
       make_ready(fiber);
     }
   }
@@ -321,6 +357,7 @@ void begin_cluster(unsigned first_block) {
 
 void end_cluster() {
   machine.error = unfinished_warpgroup();
+  if (!machine.boxes.empty()) machine.error = "ends, and nobody has waited for a box of TMA";
   for (Fiber* fiber : machine.fibers) land_beside(*fiber, fiber->copies.size());
   for (const Block* block : machine.blocks) {
     if (block->arena.is_overrun()) machine.error = "written behind the dynamic shared memory";

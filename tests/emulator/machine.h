@@ -94,10 +94,11 @@ void multiply(Element element, int steps, float (&d)[4], const uint32_t* a, cons
 
 // wgmma by a warpgroup: d [64, columns] = a b + (accumulate ? d : 0), which the thread has
 // registers of. a: registers, or null where a_tile describes it. transposed: rows of b are
-// contiguous.
+// contiguous; transposed_a: columns of a are.
 struct WarpgroupProduct {
   Element element;
   int columns;
+  bool transposed_a;
   bool transposed;
   bool accumulate;
   uint64_t a_tile;
@@ -123,6 +124,7 @@ void wait_for_cluster(Where where);
 
 void init_mbarrier(uint32_t barrier, uint32_t arrivals, Where where);
 void arrive_at_mbarrier(uint32_t barrier, Where where);
+void arrive_at_mbarrier_of(uint32_t barrier, unsigned rank, Where where);
 void wait_for_mbarrier(uint32_t barrier, uint32_t parity, Where where);
 bool is_mbarrier_complete(uint32_t barrier, uint32_t parity, Where where);
 
@@ -132,6 +134,15 @@ void commit_copies();
 void wait_for_copies(int pending_groups);
 void wait_for_all_copies();
 void arrive_on_copies(uint32_t barrier, Where where);
+
+// TMA (tensor_copies.cpp). A map is what driver.h's cuTensorMapEncodeTiled makes; coordinates are
+// innermost first, of as many dimensions as it has. blocks: of the cluster, a bit each.
+void expect_bytes(uint32_t barrier, uint32_t bytes, Where where);
+void load_tensor(uint32_t to, const void* map, uint32_t barrier, uint32_t blocks,
+                 const int (&at)[3], int rank, Where where);
+void store_tensor(const void* map, uint32_t from, const int (&at)[3], int rank, Where where);
+void commit_stores();
+void wait_for_stores(int pending_groups);
 
 int64_t clock();
 

@@ -63,8 +63,13 @@ struct Descriptor {
     const uint32_t at = begin + row / 8 * stride + row % 8 * 128 + vector * 16;
     return words(at ^ (at >> 3 & 0x70), where);
   }
+  // Swizzled, the leading offset is from 64 columns to the next 64, else from 8 k to the next 8.
   const uint32_t* of_columns(int k, int vector, Where where) const {
-    if (is_swizzled) fail("a transposed operand with a swizzle is not emulated", where);
+    if (is_swizzled) {
+      const uint32_t at =
+          begin + vector / 8 * leading + k / 8 * stride + k % 8 * 128 + vector % 8 * 16;
+      return words(at ^ (at >> 3 & 0x70), where);
+    }
     return words(begin + vector * stride + k / 8 * leading + k % 8 * 16, where);
   }
 
@@ -82,6 +87,18 @@ void read_rows(const IssuedProduct& issued, double (&a)[16][kK]) {
   constexpr int kOfVector = 4 * kElements;
   const Descriptor tile = Descriptor::of(issued.product.a_tile, issued.where);
   const int first_row = machine.current->warp->number % kWarps * 16;
+  if (issued.product.transposed_a) {
+    if (kElement == Element::kTf32) fail("TF32 cannot be transposed", issued.where);
+    for (int k = 0; k < kK; ++k) {
+      for (int row = 0; row < 16; row += kOfVector) {
+        const uint32_t* word = tile.of_columns(k, (first_row + row) / kOfVector, issued.where);
+        for (int e = 0; e < kOfVector; ++e) {
+          a[row + e][k] = element_of<kElement>(word[e / kElements], e % kElements);
+        }
+      }
+    }
+    return;
+  }
   for (int row = 0; row < 16; ++row) {
     for (int k = 0; k < kK; k += kOfVector) {
       const uint32_t* word = tile.of_row(first_row + row, k / kOfVector, issued.where);
@@ -161,6 +178,10 @@ void make(const IssuedProduct& issued) {
       return make<kElement, 72>(issued);
     case 128:
       return make<kElement, 128>(issued);
+    case 192:
+      return make<kElement, 192>(issued);
+    case 240:
+      return make<kElement, 240>(issued);
     case 256:
       return make<kElement, 256>(issued);
     default:

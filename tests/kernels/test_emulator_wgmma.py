@@ -56,6 +56,40 @@ __device__ void store(float* out, const float (&d)[kRegisters]) {
 
 enum Form { kTiles, kSwizzled, kRegistersByTiles, kRegistersByTransposed };
 
+// out [64, n] = aᵀ b, a [64 of k, 64] or, if not kTransposedA, a [64, 64 of k]; b [64 of k, n]; in
+// lines of 64 elements, swizzled, with a gap behind those of the next 64 columns.
+template <class T, int n, bool kTransposedA>
+__device__ void multiply_transposed(const Args& args) {
+  constexpr int kGap = 64;
+  constexpr int kSpan = 64 * 8 + kGap;
+  uint4* a = shared();
+  uint4* b = a + kSpan;
+  fill<8>(args.a, 64, a, [](int line, int vector) { return line * 8 + (vector ^ line % 8); });
+  fill<n / 8>(args.b, 64, b, [](int k, int vector) {
+    return vector / 8 * kSpan + k * 8 + (vector % 8 ^ k % 8);
+  });
+  ptx::fence_async_proxy();
+  __syncthreads();
+  float d[n / 2];
+  ptx::wgmma_fence();
+  for (int step = 0; step < 4; ++step) {
+    const uint32_t at_a = ptx::shared_address(a), at_b = ptx::shared_address(b);
+    const uint64_t of_a = kTransposedA ? ptx::transposed_descriptor(at_a, 16 * kSpan) + 128 * step
+                                       : ptx::matrix_descriptor(at_a) + 2 * step;
+    ptx::WgmmaOfMajors<T, kTransposedA, true>::run(
+        d, of_a, ptx::transposed_descriptor(at_b, 16 * kSpan) + 128 * step, step > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  store(args.out, d);
+}
+#define FX_FUSER_MAJORS(name, T, n, transposed_a)                         \\
+  extern "C" __global__ void name(const __grid_constant__ Args args) {    \\
+    multiply_transposed<T, n, transposed_a>(args);                        \\
+  }
+FX_FUSER_MAJORS(both_bfloat16_192, __nv_bfloat16, 192, true)
+FX_FUSER_MAJORS(second_float16_256, __half, 256, false)
+
 // out [64, n] = a [64, k] b, of 16 or 32 bytes of k a step; b is [n, k], or transposed [k, n].
 template <class T, int n, Form kForm>
 __device__ void multiply(const Args& args) {
@@ -254,6 +288,18 @@ def test_products(name: str) -> None:
     found = [run(name, settings, torch.empty(64, n), 128, a, b) for settings in SCHEDULES]
     assert all(torch.equal(found[0], other) for other in found)
     # Truncated once an instruction, of which there are four at most.
+    assert (found[0] - exact).abs().max() <= 4 * 2.0**-23 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["both_bfloat16_192", "second_float16_256"])
+def test_transposed_swizzled_products(name: str) -> None:
+    """The two distances of the descriptor differ, so the wrong one would read other columns."""
+    which, dtype_name, columns = name.split("_")
+    torch.manual_seed(0)
+    a, b = (torch.randn(64, n).to(getattr(torch, dtype_name)) for n in (64, int(columns)))
+    exact = (a.double().T if which == "both" else a.double()) @ b.double()
+    found = [run(name, s, torch.empty(64, int(columns)), 128, a, b) for s in SCHEDULES]
+    assert all(torch.equal(found[0], other) for other in found)
     assert (found[0] - exact).abs().max() <= 4 * 2.0**-23 * exact.abs().max()
 
 

@@ -1,11 +1,12 @@
 // In place of kernels_cu/common/ptx_sm90.cuh: the same functions, of the emulated machine, as far
-// as the direct convolution uses them.
+// as the direct convolution and the gemm by combs use them.
 #pragma once
 
 #include <cstdint>
 
 #include "common/matrix_descriptor.cuh"
 #include "common/ptx.cuh"
+#include "common/tensor_map.h"
 
 namespace fx_fuser::ptx {
 
@@ -21,6 +22,46 @@ void give_registers(Where where = Where::here()) {
 template <int kRegisters>
 void take_registers(Where where = Where::here()) {
   give_registers<kRegisters>(where);
+}
+
+// ---- mbarriers and TMA --------------------------------------------------------------------------
+
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes,
+                                      Where where = Where::here()) {
+  emulator::expect_bytes(barrier, bytes, where);
+  emulator::arrive_at_mbarrier(barrier, where);
+}
+inline void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank,
+                                       Where where = Where::here()) {
+  emulator::arrive_at_mbarrier_of(barrier, rank, where);
+}
+
+constexpr uint64_t kEvictNormal = 0;
+constexpr uint64_t kEvictFirst = 1;
+constexpr uint64_t kEvictLast = 2;
+
+inline void tensor_load(uint32_t to, const TensorMap& from, uint32_t barrier, uint64_t /*policy*/,
+                        int x, int y, Where where = Where::here()) {
+  emulator::load_tensor(to, &from, barrier, 1u << cluster_rank(), {x, y, 0}, 2, where);
+}
+inline void tensor_load_multicast(uint32_t to, const TensorMap& from, uint32_t barrier,
+                                  uint16_t blocks, uint64_t /*policy*/, int x, int y,
+                                  Where where = Where::here()) {
+  emulator::load_tensor(to, &from, barrier, blocks, {x, y, 0}, 2, where);
+}
+inline void tensor_load_multicast(uint32_t to, const TensorMap& from, uint32_t barrier,
+                                  uint16_t blocks, uint64_t /*policy*/, int x, int y, int z,
+                                  Where where = Where::here()) {
+  emulator::load_tensor(to, &from, barrier, blocks, {x, y, z}, 3, where);
+}
+inline void tensor_store(const TensorMap& to, uint32_t from, int x, int y,
+                         Where where = Where::here()) {
+  emulator::store_tensor(&to, from, {x, y, 0}, 2, where);
+}
+inline void bulk_commit() { emulator::commit_stores(); }
+template <int kPending>
+void bulk_wait_read() {
+  emulator::wait_for_stores(kPending);
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------

@@ -15,7 +15,20 @@ struct Wgmma {
   template <int kRegisters>
   static void run(float (&d)[kRegisters], uint64_t a_tile, uint64_t b_tile, bool accumulate,
                   Where where = Where::here()) {
-    emulator::issue_product({kElementOf<T>, 2 * kRegisters, /*transposed=*/false, accumulate,
+    emulator::issue_product({kElementOf<T>, 2 * kRegisters, /*transposed_a=*/false,
+                             /*transposed=*/false, accumulate, a_tile, b_tile, /*a=*/nullptr, d},
+                            where);
+  }
+};
+
+template <class T, bool kTransposedA, bool kTransposedB>
+struct WgmmaOfMajors {
+  static_assert(sizeof(T) == 2);
+
+  template <int kRegisters>
+  static void run(float (&d)[kRegisters], uint64_t a_tile, uint64_t b_tile, bool accumulate,
+                  Where where = Where::here()) {
+    emulator::issue_product({kElementOf<T>, 2 * kRegisters, kTransposedA, kTransposedB, accumulate,
                              a_tile, b_tile, /*a=*/nullptr, d},
                             where);
   }
@@ -41,7 +54,9 @@ struct WgmmaOfRegisters {
   static void start(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b_tile,
                     bool transposed, bool accumulate, Where where) {
     emulator::issue_product(
-        {kElementOf<T>, 2 * kRegisters, transposed, accumulate, /*a_tile=*/0, b_tile, a, d}, where);
+        {kElementOf<T>, 2 * kRegisters, /*transposed_a=*/false, transposed, accumulate,
+         /*a_tile=*/0, b_tile, a, d},
+        where);
   }
 };
 

@@ -1,0 +1,21 @@
+// What the emulated driver makes of a tensor map (driver.h), and TMA reads (tensor_copies.cpp).
+#pragma once
+
+#include <cstdint>
+
+namespace emulator {
+
+// Innermost first; strides in bytes, of all dimensions but the innermost. Swizzled by 128 bytes.
+struct EmulatedMap {
+  static constexpr uint32_t kMagic = 0x7E4508;
+  static constexpr uint32_t kElementBytes = 2;
+
+  uint32_t magic;
+  uint32_t rank;
+  unsigned char* data;
+  uint64_t sizes[3];
+  uint64_t strides[2];
+  uint32_t box[3];
+};
+
+}  // namespace emulator
