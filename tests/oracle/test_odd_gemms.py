@@ -1,0 +1,62 @@
+"""Generated graphs of odd 16-bit gemms: a few at each run, and that they find faults.
+
+`python tests/oracle/odd_gemms.py` is the longer run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import odd_gemms
+import pytest
+import torch
+
+from fx_fuser.passes import padding
+
+FIRST = int(os.environ.get("FX_FUSER_FUZZ_SEED", 100_000))
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(400, marks=pytest.mark.slow)])
+def test_programs(count: int) -> None:
+    print(f"odd_gemms: seeds from {FIRST} (FX_FUSER_FUZZ_SEED)")
+    failed, replaced = odd_gemms.fuzz(range(FIRST, FIRST + count))
+    assert not failed
+    assert sum(replaced.values()) > count
+    assert {"mm", "mm_unaligned"} <= replaced.keys()
+
+
+def _pads_with_ones(graph: Any, node: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    if target is torch.ops.aten.constant_pad_nd.default:
+        args = (*args[:-1], 1.0)
+    return CALL(graph, node, target, *args, **kwargs)
+
+
+CALL = padding.call
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("call", _pads_with_ones),
+        ("_is_view", lambda node: node.target in padding._VIEWS),  # as it was: no slice
+    ],
+)
+def test_faults_are_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, name, fault)
+    assert any(_is_wrong(seed) for seed in range(40))
+
+
+def _is_wrong(seed: int) -> bool:
+    try:
+        return bool(odd_gemms.attempt(seed, replaced=Counter()))
+    except Exception:
+        return True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_programs_on_a_gpu() -> None:
+    failed, replaced = odd_gemms.fuzz(range(FIRST, FIRST + 60), "cuda")
+    assert not failed and any("unaligned" in name for name in replaced)
