@@ -2,7 +2,8 @@
 
 The library has fast kernels for rows of a multiple of 16 bytes only. No site is found for it:
 `fx_fuser.passes.padding` puts it into Inductor's graphs. kernels_cu/linear/linear_unaligned.cuh,
-launched by kernels_cu/host/linear_unaligned.h.
+launched by kernels_cu/host/linear_unaligned.h. For large gemms there is one by TMA and wgmma,
+linear_combs_sm90.cuh, which no pass offers until it has been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -125,10 +126,17 @@ class Unaligned(Kernel):
         f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
         operands = (f16, bf16, f32, bf16, torch.bool)
         # The last one needs FEW_REGISTERS.
-        return [
+        examples = [
             gemm_of(unaligned(_LARGE, 64, ALONG_K, ALONG_K), bf16),
             example(unaligned(0, 64, 0, 0), "Swish", 1, f32, f32, bf16),
             gemm_of(unaligned(1, 32, ALONG_K, ALIGNED), f16),
             gemm_of(unaligned(3, 64, ALIGNED, ALONG_K | ALIGNED), bf16),
             example(unaligned(_LARGE, 64, ALONG_K, ALIGNED), "ThreeOperands", 1, f32, *operands),
         ]
+        # Left along k with an aligned result, left along k with another, and left along rows.
+        by_combs = [
+            gemm_of(combs(2, 1, 0), bf16),
+            example(combs(0, 1, 1), "Swish", 1, f32, bf16, bf16),
+            gemm_of(combs(3, 0, 0), f16),
+        ]
+        return [*examples, *(by_combs if arch == "sm_90a" else ())]
