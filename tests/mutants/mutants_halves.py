@@ -247,4 +247,14 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "        elif False:\n            return False",
         (f"{PADDING}::test_what_a_copy_costs_counts_where_others_read_the_operand",),
     ),
+    (
+        "padding: a slice of the result has its strides",
+        "passes/padding.py",
+        "any(found.alias_info is not None for found in schema.returns)",
+        "False",
+        (
+            "tests/passes/test_padding.py::test_nor_is_one_of_which_a_view_is_returned[<lambda>0]",
+            "tests/passes/test_padding.py::test_nor_is_one_of_which_a_view_is_returned[<lambda>1]",
+        ),
+    ),
 )

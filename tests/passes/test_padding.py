@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_fuser import reading
 from fx_fuser.passes import padding
@@ -145,6 +146,23 @@ def test_a_result_that_is_returned_is_not_padded(rows: int, k: int, left: bool) 
     assert made[0].is_contiguous()
     torch.testing.assert_close(made, expected, rtol=2e-2, atol=2e-1)
     assert counters[padding.COUNTERS] == ({} if left else {"mm_unaligned": 1})
+
+
+@pytest.mark.parametrize(
+    "view", [lambda y: y[:, 1:], lambda y: y.split(5, 1)[1], lambda y: y[3], lambda y: y.mT[2:]]
+)
+def test_nor_is_one_of_which_a_view_is_returned(view: Callable[[Tensor], Tensor]) -> None:
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        return view(x @ w)
+
+    x, w = leaf(8, 24), leaf(24, 41)
+    gm = make_fx(part, tracing_mode="fake")(x, w)
+    padding.Padding(strict=True, on_cpu=True)(gm.graph)
+    gm.recompile()
+    assert gm(x, w).stride() == part(x, w).stride()
+    assert (
+        gm.graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default) == []
+    )
 
 
 @pytest.mark.slow
