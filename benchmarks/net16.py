@@ -238,12 +238,13 @@ def as_inductors(found: Observed, eager: Observed, inductors: Observed) -> list[
 def measured(
     net: Net16, step: str, device: torch.device, small: bool = False,
     rivals: Sequence[System] = RIVALS, seconds: float = 3.0,
-    place: Turnstile | None = None, twice: bool = False,
+    place: Turnstile | None = None, twice: bool = False, dropout: bool = True,
 ) -> Row:  # fmt: skip
     """One row, without its date and commit. What raises is in its `error`.
 
     place: among processes that compile meanwhile, so the times of compilations are left out. twice:
-    is Inductor compiled once more?
+    is Inductor compiled once more? dropout: as the net has it; else none, and a net with dropout
+    needs no further compilation for its values.
     """
     here = measure.machine(device)
     row = Row(
@@ -259,7 +260,10 @@ def measured(
     measure.free_memory()
     try:
         with ExitStack() as caches:
-            faults = _measure(row, net, step, device, small, rivals, seconds, caches, place, twice)
+            case = case_of(net, step, device, small)
+            if not dropout and without_dropout(case.model):
+                row["config"] += "; no dropout"
+            faults = _measure(row, case, rivals, seconds, caches, place, twice)
         if faults:
             row["error"] = f"{len(faults)} beyond the contract: {'; '.join(faults[:3])}"
     except Exception as error:
@@ -268,11 +272,10 @@ def measured(
 
 
 def _measure(
-    row: Row, net: Net16, step: str, device: torch.device, small: bool,
-    rivals: Sequence[System], seconds: float, caches: ExitStack, place: Turnstile | None,
-    twice: bool,
+    row: Row, case: Case, rivals: Sequence[System], seconds: float, caches: ExitStack,
+    place: Turnstile | None, twice: bool,
 ) -> list[str]:  # fmt: skip
-    case = case_of(net, step, device, small)
+    device = next(iter(case.batch.values())).device
     case.step(case.model)  # the libraries load their kernels, which nobody is to be charged for
     calls: dict[str, Callable[..., Any]] = {}
     sites: measure.Sites = {}

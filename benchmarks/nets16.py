@@ -9,6 +9,8 @@ Inductor and fx_fuser take turns. A row is written when it is finished, in the
 place of that of the same net and step, so rows may be of different commits, and a call that is cut
 off keeps what it has done.
 `--seconds` are for the whole call: no process begins without time for it, and none outlives it.
+`--twice`: Inductor is compiled once more, so the row shows its own scatter. `--no-dropout`: no net
+has any, so none with dropout is compiled again for its values (EfficientNet, Inception, Swin).
 `--gpus N`: as many processes compile at a time, each for a GPU of its own; while one of them takes
 times, all others wait. How long they compile is not told then.
 docs/results.md shows the rows: `python -m benchmarks.report`.
@@ -56,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--list", action="store_true")
     found.add_argument("--gpus", type=int, default=1, metavar="N")
     found.add_argument("--twice", action="store_true", help="Inductor is compiled once more")
+    found.add_argument("--no-dropout", action="store_true", help="a compilation less")
     found.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     found.add_argument("--place", type=int, help=argparse.SUPPRESS)  # at the turnstile
     return found
@@ -78,7 +81,15 @@ def measure_here(
     net16.warm_up(device)
     failures = []
     for net, step in todo:
-        row = net16.measured(net, step, device, args.small, place=place, twice=args.twice)
+        row = net16.measured(
+            net,
+            step,
+            device,
+            args.small,
+            place=place,
+            twice=args.twice,
+            dropout=not args.no_dropout,
+        )
         row["date"], row["commit"] = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}", commit
         results.replace_rows(args.out, [row], nets16_tables.key, nets16_tables.place)
         print(nets16_tables.line(row), flush=True)
@@ -141,7 +152,7 @@ def measure_all(todo: Todo, args: argparse.Namespace, commit: str) -> list[str]:
             out = args.out if gpu is None else Path(folder, f"{net.name}-{step}.json")
             arguments = ["--only", net.name, "--step", step, "--out", str(out.resolve())]
             arguments += ["--commit", commit, *(["--small"] if args.small else [])]
-            arguments += ["--twice"] if args.twice else []
+            arguments += ["--twice"] * args.twice + ["--no-dropout"] * args.no_dropout
             wrong = spawn(arguments, min(budget.left(), MOST_S * args.gpus), gpu, place)
             if out != args.out and out.exists():
                 with merging:

@@ -190,6 +190,19 @@ def test_a_row_is_judged_without_dropout() -> None:
     assert row["error"] == row["eager_error"] and layers[1].p == 0
 
 
+def test_a_row_without_dropout_compiles_no_net_again() -> None:
+    layers = nn.Linear(13, 32), nn.Dropout(0.5), nn.Linear(32, 3)
+    of = replace(NETS["dlrm"], make=lambda small, dropout: nn.Sequential(*layers))
+    compiled = []
+    ours = System("fx_fuser", lambda m: compiled.append(m) or m, is_ours=True)  # type: ignore[func-returns-value]
+    row = measured(of, "train", CPU, True, (EAGER, ours), 0.01, dropout=False)
+    assert len(compiled) == 1 and row["config"].endswith("; no dropout")
+    assert row["error"] == row["eager_error"]
+    layers[1].p = 0.5
+    measured(of, "train", CPU, True, (EAGER, ours), 0.01)
+    assert len(compiled) == 3
+
+
 def test_float64_of_fewer_items_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = net16.Case.exact
 
