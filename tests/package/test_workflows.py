@@ -27,8 +27,8 @@ ONLY_THERE = {
     'ls "$scratch"/dist/fx_fuser-"${GITHUB_REF_NAME#v}"-*.whl '
     '"$scratch"/dist/fx_fuser-"${GITHUB_REF_NAME#v}".tar.gz': "only a release has a tag",
 }
-# Loops, and variables that .ci/run sets otherwise.
-SYNTAX = re.compile(r"for .*; do$|done$|\w+=(\(.*\)|\$\(\(.*\)\)\S*|\S+)$")
+# Variables that .ci/run sets otherwise.
+SYNTAX = re.compile(r"\w+=(\(.*\)|\$\(\(.*\)\)\S*|\S+)$")
 Workflow = dict[Any, Any]
 
 
