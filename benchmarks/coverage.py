@@ -1,6 +1,6 @@
 """Which anchors of models that people have are fused, and what is in the way of the others:
 
-python -m benchmarks.coverage [NAME …]   # default: every model whose package is installed
+python -m benchmarks.coverage [NAME …] [--commit HASH]   # default: each whose package is there
 
 Random small configurations, no downloads, on a CPU with `cpu_ops`, so that every site is taken
 that can be. Forward and one training step are judged by the accuracy contract against float64. The
@@ -10,6 +10,7 @@ docs/models.md.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import datetime
 import importlib
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 import fx_fuser
 from benchmarks.results import FOLDER
+from benchmarks.run import commit_here
 from fx_fuser.graph.match.grow import AUTO
 from fx_fuser.verify.accuracy import PROMISED
 
@@ -56,6 +58,7 @@ class Row:
     package: str
     torch: str
     date: str
+    commit: str = ""
     anchors: int = 0
     named: int = 0
     grown: int = 0
@@ -413,14 +416,19 @@ def read(folder: Path = FOLDER) -> list[Row]:
     return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Examine these models, and keep the rows of the others."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--commit", default=commit_here() or "", help="where git cannot tell")
+    chosen = parser.parse_args(arguments)
     rows = {row.model: row for row in read()}
-    for name in names or MODELS:
+    for name in chosen.names or MODELS:
         if importlib.util.find_spec(MODELS[name].package) is None:
             print(f"{name}: skipped, {MODELS[name].package} is not installed")
             continue
         rows[name] = row = examined(name)
+        row.commit = chosen.commit
         print(
             f"{name}: {row.failed or f'{row.named + row.grown} of {row.anchors} fused'}", flush=True
         )

@@ -25,7 +25,7 @@ class VerifyError(FxFuserError, RuntimeError):
 
 
 class VersionError(FxFuserError, ImportError):
-    """fx_fuser does not run with the installed torch."""
+    """fx_fuser does not run with this Python or the installed torch."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

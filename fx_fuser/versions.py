@@ -1,8 +1,9 @@
-"""fx_fuser's version, and those of torch that it runs with."""
+"""fx_fuser's version, and those of Python and torch that it runs with."""
 
 from __future__ import annotations
 
 import logging
+import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,6 +11,8 @@ import torch
 
 from fx_fuser.errors import VersionError
 
+OLDEST_PYTHON = (3, 10)
+NEWEST_TESTED_PYTHON = (3, 13)
 OLDEST_TORCH = (2, 11)
 NEWEST_TESTED_TORCH = (2, 15)
 
@@ -21,24 +24,41 @@ except PackageNotFoundError:  # a bare checkout
 log = logging.getLogger("fx_fuser.versions")
 
 
-def check(found: str = torch.__version__) -> None:
-    """Raises VersionError for a torch that is too old. Of one that is newer than all tested ones a
-    line is logged: it may well work.
+def check(torch_version: str = torch.__version__, python_version: str = "") -> None:
+    """Raises VersionError if Python or torch is too old. If one is newer than all tested versions,
+    it logs a line: it may well work.
 
     A build that precedes a release, say 2.11.0a0 in a container of NVIDIA's, counts as the release.
+
+    Args:
+        python_version: default: that of the running interpreter.
     """
+    python_version = python_version or platform.python_version()
+    remedy = "use a newer Python"
+    _check("Python", python_version, OLDEST_PYTHON, NEWEST_TESTED_PYTHON, remedy)
+    remedy = f"pip install 'torch>={_dotted(OLDEST_TORCH)}'"
+    _check("torch", torch_version, OLDEST_TORCH, NEWEST_TESTED_TORCH, remedy)
+
+
+def _check(
+    name: str, found: str, oldest: tuple[int, int], newest: tuple[int, int], remedy: str
+) -> None:
     release = release_of(found)
     if release is None:
-        log.info("torch's version %r is not understood, so not checked", found)
+        log.info("%s's version %r is not understood, so not checked", name, found)
         return
-    oldest, newest = (".".join(map(str, v)) for v in (OLDEST_TORCH, NEWEST_TESTED_TORCH))
-    if release < OLDEST_TORCH:
+    if release < oldest:
         raise VersionError(
-            f"fx_fuser needs torch {oldest} or later (tested up to {newest}), and this is torch "
-            f"{found}; pip install 'torch>={oldest}', or uninstall fx_fuser"
+            f"fx_fuser needs {name} {_dotted(oldest)} or later (tested up to {_dotted(newest)}), "
+            f"and this is {name} {found}; {remedy}, or uninstall fx_fuser"
         )
-    if release > NEWEST_TESTED_TORCH:
-        log.info("torch %s is newer than those fx_fuser is tested with, up to %s", found, newest)
+    if release > newest:
+        text = "%s %s is newer than those fx_fuser is tested with, up to %s"
+        log.info(text, name, found, _dotted(newest))
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
 
 
 def release_of(found: str) -> tuple[int, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import runpy
 import warnings
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import MUL_MUL, fresh  # noqa: F401
-from forked import run_script
 from torch import Tensor, nn
 from torch._inductor import compile_fx
 
@@ -24,11 +22,9 @@ from fx_fuser import (
     OptionError,
     PatternError,
     Report,
-    VersionError,
     backend,
     build,
     registry,
-    versions,
     wheel,
 )
 from fx_fuser.installation import _everywhere
@@ -346,57 +342,3 @@ def test_wheel_says_in_a_line_what_is_wrong(
     assert wheel.main([str(tmp_path / "out")]) == 1
     assert "run this in a checkout of fx_fuser" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-# ---- versions of torch --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", ["2.10.0", "2.10.0+cu128", "1.13.1", "2.9.1"])
-def test_an_older_torch_is_refused(version: str) -> None:
-    said = (
-        rf"needs torch 2\.11 or later .*this is torch {re.escape(version)}; pip install 'torch>=2"
-    )
-    with pytest.raises(VersionError, match=said) as failure:
-        versions.check(version)
-    assert isinstance(failure.value, ImportError)
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+git123", "2.15.0+cpu", torch.__version__])
-def test_a_tested_torch_is_taken_silently(version: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "fx_fuser"):
-        versions.check(version)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("version", ["2.16.0", "3.0.0.dev20270101", "main"])
-def test_a_newer_torch_is_logged(version: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "fx_fuser"):
-        versions.check(version)
-    assert version in caplog.text
-
-
-@pytest.mark.slow
-def test_the_import_checks_the_version(tmp_path: Path) -> None:
-    script = tmp_path / "old.py"
-    script.write_text(
-        "import sys, torch\n"
-        "for name in [n for n in sys.modules if n.split('.')[0] == 'fx_fuser']:\n"
-        "    del sys.modules[name]\n"
-        "torch.__version__ = '2.10.0'\n"
-        "try:\n"
-        "    import fx_fuser\n"
-        "except ImportError as error:\n"
-        "    print(type(error).__name__, error)\n"
-        "assert 'fx_fuser.backend' not in sys.modules\n"
-    )
-    status, said = run_script(script)
-    assert status == 0, said
-    assert said.startswith("VersionError fx_fuser needs torch 2.11 or later")
-
-
-def test_versions_are_those_of_the_package() -> None:
-    oldest, newest = (
-        ".".join(map(str, v)) for v in (versions.OLDEST_TORCH, versions.NEWEST_TESTED_TORCH)
-    )
-    assert f'"torch>={oldest}",\n' in (ROOT / "pyproject.toml").read_text()
-    assert f"torch {oldest} to {newest}," in " ".join((ROOT / "README.md").read_text().split())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,8 +43,29 @@ PYTHON = [
 ]
 
 
+# Packages that users of a page's program have, and that the extra `models` installs.
+OPTIONAL = ("transformers", "accelerate", "torchvision", "timm", "diffusers")
+
+
+def absent(code: str, there: Callable[[str], object] = importlib.util.find_spec) -> list[str]:
+    """Which of them a program needs that are not installed. transformers' Trainer needs accelerate,
+    which no program imports."""
+    found = set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
+    needed = {*found, *(["accelerate"] if "Trainer(" in code else [])}
+    return [name for name in OPTIONAL if name in needed and not there(name)]
+
+
+def test_a_package_that_is_not_installed_is_noticed() -> None:
+    assert absent("import torch\nimport timm\n", lambda name: None) == ["timm"]
+    code = "from transformers import Trainer\nTrainer(model)"
+    assert absent(code, lambda name: name == "transformers" or None) == ["accelerate"]
+    assert absent("import torch\n", lambda name: None) == []
+
+
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_block_runs_by_itself(code: str, tmp_path: Path) -> None:
+    if names := absent(code):
+        pytest.skip(f"not installed: {', '.join(names)}")
     script = tmp_path / "block.py"
     script.write_text(code)
     with socket.socket() as free:
@@ -167,3 +190,11 @@ def test_files_it_names_exist(name: str) -> None:
     folders = "fx_fuser|patterns|kernels_cu|benchmarks|tests"
     paths = re.findall(rf"`((?:{folders})/[\w./]*)`", {**TEXTS, **LOGS}[name])
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_there_are_five_examples() -> None:
+    """Each with the package that it is for."""
+    programs = blocks("python", TEXTS["docs/examples.md"])
+    named = ("transformers", "torchvision", "timm", "diffusers", "fuse_exported")
+    assert [name for name, code in zip(named, programs) if name in code] == list(named)
+    assert len(programs) == len(named)

@@ -1,0 +1,110 @@
+"""Which results are older than the product, by the commits that their rows name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results, stale
+
+
+def git(root: Path, *command: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", *who, *command], cwd=root, check=True, capture_output=True)
+    return done.stdout.decode().strip()
+
+
+def commit(root: Path, path: str, text: str) -> str:
+    """Write a file and commit it; the commit."""
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+    git(root, "add", path)
+    git(root, "commit", "-qm", path)
+    return git(root, "rev-parse", "--short", "HEAD")
+
+
+def keep(folder: Path, name: str, content: object) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    return tmp_path
+
+
+def run(root: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    folder = ("--results", str(root / "results"), "--root", str(root))
+    status = stale.main([*options, *folder])
+    return status, *capsys.readouterr()
+
+
+def test_commits_to_the_product_are_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = commit(root, "fx_fuser/a/b.py", "1")
+    commit(root, "kernels_cu/linear/NOTES.md", "a log")
+    commit(root, "docs/a.md", "a page")
+    second = commit(root, "kernels_cu/linear/a.cuh", "2")
+    commit(root, "fx_fuser/c.py", "3")
+    last = commit(root, "patterns/d.py", "4")
+    rows = [{"commit": first}, {"commit": second}, {"commit": f"{last}-dirty"}]
+    keep(root / "results", "rows.json", rows)
+    keep(root / "results", "record.json", {"commit": first})
+    keep(root / "results", "sweep.json", {"commit": last, "cases": rows[:2]})
+    keep(root / "results", "turns.json", {"old": first, "new": last, "rows": []})
+    status, said, failed = run(root, capsys, "--check")
+    assert said.splitlines() == [
+        "record.json: 3 commits to the product since",
+        "rows.json: 0 to 3 commits to the product since",
+        "sweep.json: 2 to 3 commits to the product since",
+        "turns.json: the product as is",
+    ]
+    assert (status, failed) == (0, "")
+
+
+def test_a_row_without_a_commit_and_an_unknown_one_fail(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = commit(root, "fx_fuser/a.py", "1")
+    rows = [{"commit": known}, {"commit": None}, {"ms": 1.0}, {"commit": "abcdef0"}]
+    keep(root / "results", "rows.json", rows)
+    assert run(root, capsys)[0] == 0  # it informs
+    status, said, failed = run(root, capsys, "--check")
+    assert status == 1
+    assert failed.splitlines() == [
+        "FAILED rows.json: 2 of 4 rows name no commit",
+        "FAILED rows.json: this history has no commit abcdef0",
+    ]
+    assert "2 of 4 rows name no commit; this history has no commit abcdef0; the product" in said
+
+
+def test_without_a_history_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(tmp_path / "results", "record.json", {"commit": "abcdef0"})
+    status, said, failed = run(tmp_path, capsys, "--check")
+    assert status == 0 and not failed
+    assert said.splitlines() == [
+        f"no whole git history at {tmp_path}: how old results are is not known",
+        "record.json: not compared",
+    ]
+
+
+def test_a_shallow_clone_is_no_history(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first = commit(root, "fx_fuser/a.py", "1")
+    commit(root, "fx_fuser/a.py", "2")
+    clone = tmp_path_factory.mktemp("clone") / "shallow"
+    git(root, "clone", "-q", "--depth", "1", root.as_uri(), str(clone))
+    keep(clone / "results", "record.json", {"commit": first})
+    status, said, _ = run(clone, capsys, "--check")
+    assert status == 0 and said.startswith("no whole git history")
+
+
+def test_every_row_of_the_results_names_a_commit() -> None:
+    files = list(results.FOLDER.rglob("*.json"))
+    assert len(files) > 10
+    nameless = {path.name for path in files if stale.commits_of(path.read_text())[""]}
+    assert nameless == set()
