@@ -5,7 +5,7 @@
 Rows name the commit that was measured. The line says how many commits since then changed what a
 benchmark depends on: the least and the most over the file's rows. This is information only: old
 results may still be right. `--check` fails if rows name no commit, or one that is not in this
-history. Without git, or in a shallow clone, it says that commits cannot be looked up.
+history. Without git, in a shallow clone or in another history it compares nothing.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def examined(folder: Path, root: Path) -> list[File]:
     if has_history(root):
         named = {commit for file in files for commit in file.commits if commit}
         since = {commit: commits_since(root, commit) for commit in named}
+        if all(count is None for count in since.values()):
+            return files  # of another history, say a copy's that begins with one commit
         for file in files:
             file.since = {commit: since[commit] for commit in file.commits if commit}
     return files

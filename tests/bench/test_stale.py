@@ -103,6 +103,13 @@ def test_a_shallow_clone_is_no_history(
     assert status == 0 and said.startswith("no whole git history")
 
 
+def test_another_history_knows_no_commit(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(root, "fx_fuser/a.py", "1")
+    keep(root / "results", "record.json", {"commit": "abcdef0"})
+    status, said, _ = run(root, capsys, "--check")
+    assert status == 0 and said.splitlines() == ["record.json: not compared"]
+
+
 def test_every_row_of_the_results_names_a_commit() -> None:
     files = list(results.FOLDER.rglob("*.json"))
     assert len(files) > 10
