@@ -66,18 +66,24 @@ class File:
 
 
 def commits_of(text: str) -> Counter[str]:
-    """Commit → how many rows name it. A record whose rows name none is one row."""
+    """Commit → how many rows name it. A record whose rows name none is one row; a row that names
+    none has the record's, if that names one."""
     content = json.loads(text)
-    rows: list[Mapping[str, Any]] = content if isinstance(content, list) else own(content)
-    return Counter(next((str(row[f]) for f in FIELDS if row.get(f)), "") for row in rows)
+    if isinstance(content, list):
+        return Counter(map(named, content))
+    return Counter(named(row) or named(content) for row in own(content))
+
+
+def named(row: Mapping[str, Any]) -> str:
+    return next((str(row[field]) for field in FIELDS if row.get(field)), "")
 
 
 def own(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Its rows with commits of their own, or itself."""
-    lists = [value for value in record.values() if isinstance(value, list)]
-    rows: list[Mapping[str, Any]]
-    rows = [row for part in lists for row in part if isinstance(row, dict) and "commit" in row]
-    return rows or [record]
+    """The rows of its lists in which one names a commit, or itself."""
+    lists = [
+        [row for row in v if isinstance(row, dict)] for v in record.values() if isinstance(v, list)
+    ]
+    return [row for rows in lists if any(map(named, rows)) for row in rows] or [record]
 
 
 def git(root: Path, *command: str) -> str | None:

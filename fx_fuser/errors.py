@@ -1,5 +1,7 @@
 """fx_fuser's exceptions. Every message names the fact, the value and the remedy."""
 
+import contextlib
+
 import torch
 
 
@@ -28,6 +30,22 @@ class VersionError(FxFuserError, ImportError):
     """fx_fuser does not run with this Python or the installed torch."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own error, or the shim's (kernels_cu/host/device.h)."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+def allocations_failed(device: torch.device) -> int:
+    """On this device, so far; 0 if torch's allocator does not count them."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return 0
+    with contextlib.suppress(RuntimeError):  # of an allocator that was plugged in
+        return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
+    return 0
+
+
+def is_out_of_memory(error: BaseException, device: torch.device, failed_before: int) -> bool:
+    """Did memory run out, by torch's own error or by the shim's?  Of what the shim calls in torch
+    no reason comes through: then the allocator's count decides.
+
+    failed_before: `allocations_failed` from before the call.
+    """
+    said = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in said:
+        return True
+    return "API call failed" in said and allocations_failed(device) > failed_before

@@ -33,7 +33,7 @@ from fx_fuser.compare.step import Step
 from fx_fuser.compare.untouched import kept, modules_of
 from fx_fuser.compare.values import judge_values, names_of
 from fx_fuser.compare.variants import NAMES, variants_of
-from fx_fuser.errors import OptionError, is_out_of_memory
+from fx_fuser.errors import OptionError
 from fx_fuser.explain import parsed_options
 from fx_fuser.installation import suspended
 from fx_fuser.kernels.base import SIXTEEN_BITS
@@ -230,7 +230,7 @@ def _first_step(race: Race, wanted: bool) -> None:
     try:
         step.first(race.model, known, race.held)
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not race.ran_out(error):
             raise
         if "eager" in race.columns:
             race.fail("eager", error)

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from fx_fuser.passes import contractions, padding, products
 
+CHANGED = ("fused", "masks", "products", "padded", "contractions")  # of `Sites`
 _MOST_OF_WARNING = 400  # letters
 
 

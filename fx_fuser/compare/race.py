@@ -22,7 +22,7 @@ from fx_fuser.compare.kernels import by_kind, cliffs
 from fx_fuser.compare.step import Step
 from fx_fuser.compare.untouched import Kept, cold_caches
 from fx_fuser.compare.variants import Call, Variant
-from fx_fuser.errors import is_out_of_memory
+from fx_fuser.errors import allocations_failed, is_out_of_memory
 from fx_fuser.native import load
 
 T = TypeVar("T")
@@ -61,9 +61,15 @@ class Race:
         self.columns = {name: Column(v.title, v.mode) for name, v in variants.items()}
         self.calls: dict[str, Call] = {}
         self.notes: list[str] = []
+        self.allocations_failed = allocations_failed(device)
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Did what was attempted last run out of memory?"""
+        return is_out_of_memory(error, self.device, self.allocations_failed)
 
     def attempt(self, name: str, run: Callable[[], T]) -> T | None:
         """What it returns; None where it raises, which ends the column."""
+        self.allocations_failed = allocations_failed(self.device)
         try:
             with self.variants[name].settings():
                 return run()
@@ -79,7 +85,7 @@ class Race:
             old.title,
             old.mode,
             failed=summary(error),
-            out_of_memory=is_out_of_memory(error),
+            out_of_memory=self.ran_out(error),
             first_s=old.first_s,
             sites=old.sites,
         )

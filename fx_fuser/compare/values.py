@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fx_fuser.compare.race import Race, free_memory, summary
 from fx_fuser.compare.step import Float64, Step
 from fx_fuser.compare.untouched import Kept, random_state
-from fx_fuser.errors import is_out_of_memory
 from fx_fuser.verify.accuracy import (
     NEIGHBOURS,
     PROMISED,
@@ -42,7 +41,7 @@ def judge_values(race: Race) -> None:
     try:
         _judge(race)
     except Exception as error:
-        if is_out_of_memory(error):
+        if race.ran_out(error):
             race.notes.append("Values were not compared with float64: memory is short.")
         else:
             race.notes.append(f"Values were not compared with float64: {summary(error)}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 from fx_fuser.compare.column import Column
+from fx_fuser.compare.counting import CHANGED
 
 GAIN = 1.05  # times as fast in wall time: below it nothing is gained that a user would notice
 BUSY = 0.8  # of a step, run back to back: a GPU that works less than that waits for the host
@@ -171,7 +172,7 @@ def _no_gain(mine: Column, rival: Column, speed: float, sure: bool) -> str:
     else:
         begin = f"{speed:.2f} times as fast as {rival.title} in wall time"
     keep = "keep torch.compile(model)" if rival.title != "eager" else "keep eager mode"
-    if not any(mine.sites.get(key) for key in ("fused", "masks", "products", "contractions")):
+    if not any(mine.sites.get(key) for key in CHANGED):
         return f"{begin}, and nothing was fused: {keep}."
     if mine.kinds and mine.gpu_ms:
         largest = max(mine.kinds, key=lambda kind: mine.kinds[kind])

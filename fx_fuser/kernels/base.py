@@ -165,13 +165,14 @@ def short_of_16_bytes(size: int, dtype: torch.dtype) -> int:
     return -size % (16 // dtype.itemsize)
 
 
-def odd_rows(tensors: Sequence[Tensor]) -> list[int]:
-    """The lengths of their rows, as they lie in memory, that are no multiple of 16 bytes; at their
-    sizes in this trace."""
+def odd_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
+    """The lengths of their rows, as they lie in memory, that are no multiple of 16 bytes in this
+    dtype; at their sizes in this trace."""
     found = set[int]()
     for t in tensors:
-        length = hint_of(t.shape[-2 if t.ndim > 1 and t.stride(-1) != 1 else -1]) if t.ndim else 1
-        if length is not None and length > 1 and short_of_16_bytes(length, t.dtype):
+        sizes, strides = ([hint_of(n) for n in v] for v in (t.shape, t.stride()))
+        length = 1 if not sizes else sizes[-2] if strides[-1] != 1 and t.ndim > 1 else sizes[-1]
+        if length is not None and length > 1 and short_of_16_bytes(length, dtype):
             found.add(length)
     return sorted(found)
 

@@ -9,15 +9,20 @@ loses. A kernel that folds nothing needs one launch where there were two, and st
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fx_fuser.anchors import ANCHORS
+from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.match.pattern import Match
+from fx_fuser.graph.read.sites import ATTENTION_NAMES, CONVOLUTIONS, GEMMS
+from fx_fuser.graph.read.source import called_name
+from fx_fuser.kernels import KERNELS
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.options import Options
-from fx_fuser.planning import contest, convolutions
+from fx_fuser.planning import convolutions
 from fx_fuser.planning.convolutions import InLayout
 from fx_fuser.planning.timing import Timing
 
@@ -30,45 +35,62 @@ IN_GRAPH = 1.5
 # What folding one more layer takes the host, by a call of the library's: 3 us in `fold` and 3.5 for
 # the views of what it makes, beside 26 (same place).
 FOLDING = 0.25
+# Gemms and attentions for each convolution of a graph, at most: a classifier, no transformer.
+OTHERS = 0.25
 
 
-def bound(
-    matches: Sequence[Match],
-    candidates: Sequence[Sequence[Mapping[str, Any]] | None],
-    folded: Collection[int],
-    options: Options,
-) -> Timing | None:
-    """What the graph's convolutions take, the GPU without folds and the host with them, if that is
-    longer; else None.
+def counts(matches: Sequence[Match], options: Options) -> bool:
+    """May the host decide?  Not where CUDA graphs are replayed, where no Inductor makes the pass
+    after a convolution, or where much else in the graph may keep the GPU busy.
 
-    matches: of one graph, timed already, with their candidates; None: failed. folded: the indices
-    of those that would fold.
+    matches: of one graph.
     """
     if options.plan != "measure" or options.inner != "inductor" or options.replays_cuda_graphs:
+        return False
+    called = [called_name(node) for node in matches[0].view.nodes]
+    others = sum(name in GEMMS | ATTENTION_NAMES for name in called)
+    return others <= OTHERS * sum(name in CONVOLUTIONS for name in called)
+
+
+def times_of(
+    match: Match,
+    offered: Sequence[Mapping[str, Any]],
+    chosen: str | None,
+    options: Options,
+) -> InLayout | None:
+    """Of a convolution that was timed in the graph's layout. chosen: what it runs on."""
+    if not isinstance(ANCHORS[match.site.kind], Conv2d) or len(offered) == 1:
         return None
+    if chosen not in (None, LIBRARY) and not KERNELS[chosen].any_layout:
+        return None
+    found = convolutions.times_in_layout(match, offered, options)
+    return found if isinstance(found, InLayout) else None
+
+
+def bound(times: Sequence[InLayout | None], folded: Collection[int]) -> Timing | None:
+    """What a graph's convolutions take, the GPU without folds and the host with them, if that is
+    longer; else None.
+
+    times: of each match, None where it has none. folded: the indices of those that would fold.
+    """
     gpu = host = 0.0
-    for i, (match, offered) in enumerate(zip(matches, candidates)):
-        if offered is None or len(offered) == 1:
-            continue
-        if not isinstance(ANCHORS[match.site.kind], Conv2d):
-            continue
-        found = convolutions.times_in_layout(match, offered, options)
-        if isinstance(found, InLayout):
+    for i, found in enumerate(times):
+        if found is not None and (took := _host_of(found)):
             gpu += found.apart.gpu
-            host += IN_GRAPH * _host_of(found) * (1 + FOLDING * (i in folded))
+            host += IN_GRAPH * took * (1 + FOLDING * (i in folded))
     log.info("convolutions: %.4g ms of the GPU, about %.4g of the host", gpu, host)
     return Timing(gpu, host) if host > gpu else None
 
 
-def note(waits: Timing, options: Options) -> str:
+def note(waits: Timing) -> str:
     return (
         f"; the graph's convolutions take the GPU {waits.gpu:.2g} ms and the host about "
-        f"{waits.host:.2g}, so folding BatchNorm saves no wall time{contest.host_note(options)}"
+        f"{waits.host:.2g}, so folding BatchNorm saves no wall time"
     )
 
 
 def _host_of(found: InLayout) -> float:
     """Of the library's convolution and the pass over its result: as its fused call, where that was
-    timed."""
-    took = found.each.get(FOLDED)
-    return took.host if took is not None else max(each.host for each in found.each.values())
+    timed; 0 if nothing was."""
+    each = {name: took.host for name, took in found.each.items() if math.isfinite(took.gpu)}
+    return each.get(FOLDED) or max(each.values(), default=0.0)

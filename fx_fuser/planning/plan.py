@@ -111,11 +111,12 @@ def no_gain(match: Match, options: Options) -> str:
     dtype = meta_tensor(match.site.nodes[0]).dtype  # type: ignore[union-attr]
     asked = asked_precision(options)
     if dtype != torch.float32 or asked == "tf32":
-        if dtype != torch.float32 and (rows := _odd_rows(match)):
-            return (
-                f"the library has no fast kernel for rows of {rows} elements; Inductor's graph has "
-                "it padded, or on a kernel for unaligned rows, where that is faster"
-            )
+        if dtype != torch.float32 and (rows := _odd_rows(match, dtype)):
+            slow = f"the library has no fast kernel for rows of {rows} elements"
+            # As `passes.padding.settings` asks.
+            if options.inner != "inductor" or not options.users_pass("shape_padding"):
+                return slow
+            return f"{slow}; Inductor's graph may have it padded, or on a kernel for unaligned rows"
         precision = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
         return f"in {precision} the library's gemm is as fast"
     if asked == "ieee":
@@ -123,11 +124,11 @@ def no_gain(match: Match, options: Options) -> str:
     return "fx_fuser's fp32 gemms need a result that is row-major"
 
 
-def _odd_rows(match: Match) -> str:
+def _odd_rows(match: Match, dtype: torch.dtype) -> str:
     site = match.site
     operands = (site.operands[name] for name in ANCHORS[site.kind].operands if name != "bias")
     held = (meta_tensor(node) for node in (site.nodes[0], *operands) if node is not None)
-    return " and ".join(map(str, odd_rows([t for t in held if t is not None])))
+    return " and ".join(map(str, odd_rows([t for t in held if t is not None], dtype)))
 
 
 def needs_inference(match: Match, options: Options) -> str:
@@ -165,12 +166,16 @@ def decide(matches: Sequence[Match], options: Options) -> list[Plan | Refusal]:
     _build_kernels(matches, candidates, options, failed)
     picked = at_each(lambda i, match: _pick(match, candidates[i], options))
     folded = {i for i, chosen in enumerate(picked) if _product(chosen) == FOLDED}
-    if folded and (waits := launches.bound(matches, candidates, folded, options)):
-        picked = at_each(
-            lambda i, match: (
-                _pick(match, candidates[i], options, waits) if i in folded else picked[i]
-            )
+    if folded and launches.counts(matches, options):
+        times = at_each(
+            lambda i, m: launches.times_of(m, candidates[i], _product(picked[i]), options)
         )
+        if waits := launches.bound(times, folded):
+            picked = at_each(
+                lambda i, match: (
+                    _pick(match, candidates[i], options, waits) if i in folded else picked[i]
+                )
+            )
     plans = [failed.get(i, plan) for i, plan in enumerate(picked)]
     _add_branches(matches, candidates, plans)
     return plans
@@ -281,7 +286,9 @@ def _pick(
     if isinstance(ANCHORS[match.site.kind], Conv2d):
         best, note = convolutions.compare(match, candidates, options, folds=waits is None)
         if waits is not None and best is None:
-            note += launches.note(waits, options)
+            note += launches.note(waits)
+            remedy = contest.host_note(options)
+            note += "" if remedy in note else remedy
     else:
         best, note = _compare(match, candidates, options)
     if best is not None and (best["product"] != LIBRARY or not match.pattern.is_grown):

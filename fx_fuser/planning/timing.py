@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fx_fuser.errors import is_out_of_memory
+from fx_fuser.errors import allocations_failed, is_out_of_memory
 from fx_fuser.native import binaries, compilers, store
 from fx_fuser.planning import ranks
 
@@ -131,21 +131,15 @@ def _measure(
         torch.autocast("cuda", enabled=False),
         torch.cuda.device(device),
     ):
-        failures = _allocations_failed(device)
+        failed = allocations_failed(device)
         try:
             return times_of(make_candidates(), device)
         except RuntimeError as error:
-            # Of a library's op that the shim calls, no reason comes through.
-            if not is_out_of_memory(error) and _allocations_failed(device) == failures:
+            if not is_out_of_memory(error, device, failed):
                 raise
             return None
         finally:
             torch.cuda.empty_cache()
-
-
-def _allocations_failed(device: torch.device) -> int:
-    """So far in this process, by torch's allocator."""
-    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 def times_of(candidates: Sequence[Candidate], device: torch.device) -> list[Timing]:

@@ -70,7 +70,7 @@ def html_of(report: Contents) -> str:
             [*(("fused", s) for s in report.fused), *(("near", s) for s in report.refused)], 1
         )
     ]
-    counts = _counts(report)
+    counts = report.summary
     head = report.header.lines if report.header else []
     lines = [*head, report.summary, report.saving, report.keeping]
     lines += [*report.attention.splitlines(), *report.contracted.splitlines()]
@@ -89,14 +89,6 @@ def html_of(report: Contents) -> str:
             "</body>\n</html>\n",
         ]
     )
-
-
-def _counts(report: Contents) -> str:
-    native = sum(site.native for site in report.fused)
-    matches = len(report.fused) - native
-    parts = [f"{native} fused"] if native or not matches else []
-    parts += [f"{matches} match{'' if matches == 1 else 'es'}"] if matches else []
-    return ", ".join([*parts, f"{len(report.refused)} near misses"])
 
 
 # ---- the table ------------------------------------------------------------------------------

@@ -117,9 +117,10 @@ Tensor new_strided(const Tensor& like, const int64_t* sizes, const int64_t* stri
   const AOTITorchError failed =
       aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes, strides, dtype, device_type,
                                like.get_device_index(), &made);
-  // The stable ABI hands the reason to stderr alone. Python looks for these words.
-  STD_TORCH_CHECK(failed == AOTI_TORCH_SUCCESS, "fx_fuser: out of memory: there is no room for ",
-                  to_string(std::vector<int64_t>(sizes, sizes + rank)), " of ", toString(type));
+  // The reason goes to stderr alone. `fx_fuser.errors.is_out_of_memory` knows these words.
+  STD_TORCH_CHECK(failed == AOTI_TORCH_SUCCESS, "fx_fuser: torch could not allocate ",
+                  to_string(std::vector<int64_t>(sizes, sizes + rank)), " of ", toString(type),
+                  ": API call failed");
   return Tensor(made);
 }
 

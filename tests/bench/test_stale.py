@@ -110,6 +110,19 @@ def test_another_history_knows_no_commit(root: Path, capsys: pytest.CaptureFixtu
     assert status == 0 and said.splitlines() == ["record.json: not compared"]
 
 
+@pytest.mark.parametrize(
+    ("record", "commits"),
+    [
+        ({"a": [{"commit": "x"}, {"v": 1}, {"v": 2}]}, {"x": 1, "": 2}),
+        ({"a": [{"new": "x"}, {"new": "y"}]}, {"x": 1, "y": 1}),
+        ({"commit": "c", "a": [{"commit": ""}, {"commit": "d"}]}, {"c": 1, "d": 1}),
+        ({"commit": "c", "a": [{"v": 1}, {"v": 2}]}, {"c": 1}),
+    ],
+)
+def test_rows_of_a_record(record: object, commits: dict[str, int]) -> None:
+    assert stale.commits_of(json.dumps(record)) == commits
+
+
 def test_every_row_of_the_results_names_a_commit() -> None:
     files = list(results.FOLDER.rglob("*.json"))
     assert len(files) > 10

@@ -233,7 +233,7 @@ MUTANTS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "",
         (
             f"{LAUNCHES}::test_a_fold_needs_a_graph_that_waits_for_the_gpu[True]",
-            f"{LAUNCHES}::test_times",
+            f"{LAUNCHES}::test_who_folds_pays_for_it",
         ),
     ),
     (

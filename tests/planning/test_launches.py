@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,8 +83,47 @@ def test_another_kernel_takes_its_place(block: Match, on_gpu: Callable[..., None
     assert product(decide(block)) not in (None, "folded", "library")
 
 
-def test_times(block: Match, on_gpu: Callable[..., None]) -> None:
-    on_gpu(APART, Timing(FOLDED, 0.05), *OTHERS)
-    offered = plan.kernels.candidates(plan.MatchCase(block, Options()))
-    found = launches.bound([block, block, block], [offered, None, offered], {2}, Options())
+def test_who_folds_pays_for_it() -> None:
+    times = InLayout(Timing(APART), {"folded": Timing(FOLDED, 0.05)})
+    found = launches.bound([times, None, times], {2})
     assert found == Timing(2 * APART, pytest.approx((2 + FOLDING) * IN_GRAPH * 0.05))
+    inexact = InLayout(Timing(APART), {"folded": Timing(inf), "implicit": Timing(0.04, 0.06)})
+    assert launches.bound([inexact], ()) == Timing(APART, pytest.approx(IN_GRAPH * 0.06))
+    nothing = InLayout(Timing(APART), {"folded": Timing(inf)})
+    assert launches.bound([nothing, times], ()) == Timing(APART, pytest.approx(IN_GRAPH * 0.05))
+
+
+def test_a_site_that_fails_costs_itself_alone(
+    block: Match, on_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = replace(block)
+    folds = InLayout(Timing(APART), {"folded": Timing(FOLDED, 0.01)})
+
+    def times(match: Match, *_: Any) -> InLayout:
+        if match is fails:
+            raise RuntimeError("planted")
+        return folds
+
+    monkeypatch.setattr(convolutions, "times_in_layout", times)
+    first, second = plan.decide([block, fails], Options())
+    assert product(first) == "folded" and isinstance(second, Refusal)
+    assert second.failed and "planted" in second.reason
+
+
+def test_the_remedy_is_said_once(block: Match, on_gpu: Callable[..., None]) -> None:
+    """Also where another kernel would gain but for the host."""
+    on_gpu(APART, Timing(FOLDED, 0.035), *(Timing(0.03, 0.2),) * 3)
+    decision = decide(block)
+    assert isinstance(decision, Refusal)
+    assert decision.reason.count("mode='reduce-overhead'") == 1
+
+
+@pytest.mark.parametrize(("gemms", "counts"), [(0, True), (1, True), (2, False)])
+def test_in_a_transformer_the_host_is_not_asked(
+    block: Match, gemms: int, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gemms may keep the GPU busy."""
+    names = ["conv2d"] * 4 + ["linear"] * gemms + ["relu"] * 9
+    view = SimpleNamespace(nodes=names)
+    monkeypatch.setattr(launches, "called_name", lambda name: name)
+    assert launches.counts([replace(block, view=view)], Options()) is counts  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ import fx_fuser
 from fx_fuser.anchors.linear import Linear
 from fx_fuser.errors import BuildError, OptionError
 from fx_fuser.graph.match.pattern import Refusal
+from fx_fuser.kernels.base import odd_rows
 from fx_fuser.kernels.split import LINEAR_SPLIT
 from fx_fuser.native import binaries, load
 from fx_fuser.native.kernel_spec import KernelSpec, texts_of
@@ -464,3 +465,10 @@ def test_why_no_kernel_may_gain_in_another_precision(
     words = {"ieee": "'fp32' is 'ieee'", "tf32": "in TF32 the library's gemm is as fast"}
     match = match_of(swish, torch.randn(4096, 512), torch.randn(512, 512))
     assert words[precision] in plan.no_gain(match, Options.parse(None, {"fp32": precision}, []))
+
+
+def test_rows_are_odd_in_the_dtype_of_the_gemm() -> None:
+    """Under autocast its operands are in fp32 in the graph."""
+    x, w = torch.randn(8, 12), torch.randn(12, 20).mT
+    assert odd_rows([x, w], torch.bfloat16) == [12, 20] and odd_rows([x, w], torch.float32) == []
+    assert odd_rows([torch.randn(()), torch.randn(5, 1)], torch.bfloat16) == []

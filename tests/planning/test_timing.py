@@ -302,21 +302,30 @@ def test_too_little_memory_is_not_remembered(
     [
         ("CUDA out of memory", 0, True),
         ("torch_call_dispatcher API call failed", 1, True),  # the allocator knows why
-        ("an illegal instruction was encountered", 0, False),
+        ("torch_call_dispatcher API call failed", 0, False),
+        ("torch_call_dispatcher API call failed", None, False),  # another allocator
+        ("an illegal instruction was encountered", 1, False),
     ],
 )
 def test_what_is_too_large_is_not_timed(
-    said: str, failed: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
+    said: str, failed: int | None, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ooms = [3]
 
     def make() -> list[timing.Candidate]:
-        ooms[0] += failed
+        ooms[0] += failed or 0
         raise RuntimeError(said)
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_ooms": ooms[0]})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def stats(device: torch.device) -> dict[str, int]:
+        if failed is None:
+            raise RuntimeError("CUDAPluggableAllocator does not support getDeviceStats")
+        return {"num_ooms": ooms[0]}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
     if is_short:
         assert timing._measure(make, GPU) is None
     else:
