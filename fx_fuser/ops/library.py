@@ -38,7 +38,7 @@ from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative, wanted_leaves
 from fx_fuser.kernels import KERNELS
 from fx_fuser.kernels.folded import FOLDED
-from fx_fuser.kernels.unaligned import TILES
+from fx_fuser.kernels.unaligned import COMB_TILES, TILES, comb_takes
 from fx_fuser.native import limits, load
 from fx_fuser.native.kernel_spec import MAX_NUMBERS, MAX_TENSORS, KernelSpec
 from fx_fuser.ops import apply, folded, plain, run  # noqa: F401  (plain defines ops)
@@ -463,7 +463,14 @@ def contract() -> list[str]:
         f"limit shared {limits.LEAST_SHARED}",
         f"leaves {' '.join(leaves)}",
         f"tiles {' '.join(f'{m}x{n}' for m, n in TILES)}",
+        f"combs {' '.join(map(_comb, range(len(COMB_TILES))))}",
     ]
+
+
+def _comb(shape: int) -> str:
+    rows, columns = COMB_TILES[shape]
+    along = {(1, 1): "both", (1, 0): "k", (0, 1): "lines"}
+    return f"{rows}x{columns}:{along[comb_takes(shape, 1), comb_takes(shape, 0)]}"
 
 
 load.expect(contract)

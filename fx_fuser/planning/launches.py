@@ -1,9 +1,9 @@
-"""A graph for whose convolutions the host needs longer than the GPU: no fold is worth its launch.
+"""Launch-bound convolutional graphs, in which folding BatchNorm saves no wall time.
 
-The library's fused call takes the host as long as the convolution and the pass that it replaces,
-and folding BatchNorm into the weights comes on top (kernels_cu/NOTES.md, "What a call costs the
-host"). So in a launch-bound graph folded sites save GPU time that nobody waits for, and the clock
-loses. A kernel that folds nothing needs one launch where there were two, and stays.
+On the host, cuDNN's fused call costs as much as the convolution and the pointwise kernel that it
+replaces, and the fold itself is extra (kernels_cu/NOTES.md, "What a call costs the host"). If the
+GPU waits for the host anyway, folding makes the step slower. Kernels that fold nothing stay: they
+need one launch instead of two.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger("fx_fuser.planning.launches")
 # processor's caches, Python and guards are between the calls. ResNeXt-50 1.3, ResNet-18 1.6,
 # Inception 1.8 (H100's hosts, 2026-11-27, kernels_cu/NOTES.md).
 IN_GRAPH = 1.5
-# What folding one more layer takes the host, by a call of the library's: 3 us in `fold` and 3.5 for
-# the views of what it makes, beside 26 (same place).
+# The host's time to fold one more layer, relative to a call of the library's: 3 us in `fold` and
+# 3.5 for views of its result, to 26 us (same place).
 FOLDING = 0.25
 # Gemms and attentions for each convolution of a graph, at most: a classifier, no transformer.
 OTHERS = 0.25

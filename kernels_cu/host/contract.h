@@ -8,6 +8,7 @@
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
+#include "linear/linear_combs_args.h"
 #include "linear/linear_unaligned_args.h"
 
 namespace fx_fuser {
@@ -20,9 +21,17 @@ std::vector<std::string> contract() {
   for (const UnalignedShape& shape : kUnalignedShapes) {
     tiles += " " + std::to_string(shape.tile_m()) + "x" + std::to_string(shape.tile_n());
   }
+  std::string combs = "combs";
+  for (const CombShape& shape : kCombShapes) {
+    combs += " " + std::to_string(shape.tile_m()) + "x" + std::to_string(shape.tile_n);
+    combs += shape.takes(true) ? shape.takes(false) ? ":both" : ":k" : ":lines";
+  }
   return {"limit tensors " + std::to_string(kMaxInputs),
           "limit numbers " + std::to_string(kMaxScalars),
-          "limit shared " + std::to_string(kStemShared), leaves + " " + kNormNumber, tiles};
+          "limit shared " + std::to_string(kStemShared),
+          leaves + " " + kNormNumber,
+          tiles,
+          combs};
 }
 
 }  // namespace

@@ -32,20 +32,6 @@ struct LinearCombsKernels : GemmKernel, EpilogueTypes {
            const EpilogueArgs& args) const override;
 };
 
-int64_t resident_clusters(Kernel kernel, const CombShape& shape, int multiprocessors) {
-  LaunchAttribute cluster = cluster_of(shape.cluster);
-  const LaunchConfig config{{static_cast<unsigned>(shape.cluster * multiprocessors), 1, 1},
-                            {kCombThreads, 1, 1},
-                            static_cast<unsigned>(shape.shared_bytes()),
-                            nullptr,
-                            &cluster,
-                            1};
-  int clusters = 0;
-  check(driver().OccupancyMaxActiveClusters(&clusters, kernel, &config),
-        "cuOccupancyMaxActiveClusters");
-  return std::max(clusters, 1);
-}
-
 int64_t load_linear_combs(const Sources& from) {
   const Signature types(from, 3);
   types.check_operands(0);
@@ -60,8 +46,8 @@ int64_t load_linear_combs(const Sources& from) {
                   " of the gemm by combs is not for this order of k");
   kernels->kernel =
       get_kernel(load_library(from.cubins.at(0)), "fx_fuser_combs", kernels->shape.shared_bytes());
-  kernels->clusters =
-      resident_clusters(kernels->kernel, kernels->shape, multiprocessors_of(from.device));
+  kernels->clusters = resident_clusters(kernels->kernel, kernels->shape, kCombThreads,
+                                        multiprocessors_of(from.device));
   return keep<GemmKernel, LinearCombsKernels>(from, std::move(kernels));
 }
 const AddLoader kLinearCombsLoader("linear_combs", load_linear_combs);

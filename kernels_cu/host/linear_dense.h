@@ -37,11 +37,12 @@ int copied_as(ScalarType type) {
 
 // Clusters of a kernel that are resident at once: some parts of a GPU may have an odd number of
 // multiprocessors.
-int64_t resident_clusters(Kernel kernel, const DenseShape& shape, int multiprocessors) {
+template <class Shape>
+int64_t resident_clusters(Kernel kernel, const Shape& shape, int threads, int multiprocessors) {
   if (shape.cluster == 1) return multiprocessors;
   LaunchAttribute cluster = cluster_of(shape.cluster);
   const LaunchConfig config{{static_cast<unsigned>(shape.cluster * multiprocessors), 1, 1},
-                            {kDenseThreads, 1, 1},
+                            {static_cast<unsigned>(threads), 1, 1},
                             static_cast<unsigned>(shape.shared_bytes()),
                             nullptr,
                             &cluster,
@@ -61,7 +62,8 @@ int64_t load_dense(int shapes, const Sources& from) {
   for (int i = 0; i < shapes; ++i) {
     kernels->kernel[i] =
         get_kernel(library, "fx_fuser_linear_" + std::to_string(i), kDenseShapes[i].shared_bytes());
-    kernels->clusters[i] = resident_clusters(kernels->kernel[i], kDenseShapes[i], multiprocessors);
+    kernels->clusters[i] =
+        resident_clusters(kernels->kernel[i], kDenseShapes[i], kDenseThreads, multiprocessors);
   }
   copied_as(kernels->x);
   return keep<GemmKernel, LinearDenseKernels>(from, std::move(kernels));

@@ -18,6 +18,7 @@ LINES = [
     "limit shared 101376",
     "leaves bias mean var gamma beta eps",
     "tiles 32x32 32x64 64x32 64x64 128x128",
+    "combs 128x256:both 128x192:both 256x192:k 128x240:lines",
 ]
 
 
