@@ -144,7 +144,6 @@ def test_grows(given: dict[str, Any], grows: bool) -> None:
     assert Options.parse(None, given, KNOWN).grows is grows
 
 
-@pytest.mark.slow
 def test_no_patterns() -> None:
     """`[]` is not `None`: nothing is fused, and nothing is explained as if it could be."""
     model, x = linear_program(_gate), leaf(4, 8)
@@ -152,7 +151,7 @@ def test_no_patterns() -> None:
     assert fused() == {}
     torch._dynamo.reset()
     report = fx_fuser.explain(model, x, options={"patterns": []})
-    assert str(report).endswith("\n\nfx_fuser: no site of any pattern found")
+    assert str(report).endswith("\n\nNothing found that fx_fuser could fuse.")
     assert_fused(model, (x,), {}, options={**OPTIONS, "patterns": []})
     with pytest.raises(AssertionError, match=f"{MUL}: 0 fused, 1 expected"):
         assert_fused(model, (x,), {MUL: 1}, options={**OPTIONS, "patterns": []})
