@@ -23,6 +23,7 @@ from benchmarks.sm90 import FLOOR, n_major, relative
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=emulator.missing() or "")
 MODULES = (checks, linear_sm90, linear_split_checks, narrow_checks, split_planes_checks)
 SLOW = {"marks": pytest.mark.slow}
+COMBINATION = {"marks": (pytest.mark.slow, pytest.mark.combination)}
 # Stages in shared memory are 4, 2, 2, 6, 6 and 2; from 90 on there are clusters, and on 90 and 100
 # a stage's first operands are read early. The form of 90 has run on a GPU.
 CAPABILITIES = (80, 86, *(pytest.param(c, **SLOW) for c in (89, 90, 100)), 120)
@@ -99,7 +100,14 @@ def test_special_values(gpu: EmulatedGpu) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gpu", "first"), [(80, "x"), (86, "weight"), (90, "x"), (120, "weight")], indirect=["gpu"]
+    ("gpu", "first"),
+    [
+        pytest.param(86, "weight"),
+        pytest.param(90, "x"),
+        pytest.param(80, "x", **COMBINATION),
+        pytest.param(120, "weight", **COMBINATION),
+    ],
+    indirect=["gpu"],
 )
 def test_wrong_guesses(gpu: EmulatedGpu, first: linear_sm90.First) -> None:
     """Tiles that are done again: one, some and all of a block's."""
