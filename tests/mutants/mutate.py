@@ -2,7 +2,7 @@
 
     python tests/mutants/mutate.py               # all, some seconds each
     python tests/mutants/mutate.py regions       # those whose name contains "regions"
-    python tests/mutants/mutate.py --share 2/6   # the second of six parts, and those of `ALWAYS`
+    python tests/mutants/mutate.py --share 2/6   # the second of six parts
     python tests/mutants/mutate.py --jobs 2      # two at a time
 
 A mutant is a change of one place in a copy of the checkout. One whose tests pass survives: what it
@@ -54,7 +54,6 @@ WRITES, REGIONS = "tests/graph/test_refused_writes.py", "tests/graph/test_refuse
 BETWEEN = f"{WRITES}::test_x_written_in_between"
 BOUND = "tests/graph/test_bound.py"
 UNTOUCHED = "tests/graph/test_untouched.py"
-ALWAYS = (mutants_rest,)  # each share has all of these batches
 
 
 @dataclass(frozen=True)
@@ -223,10 +222,8 @@ def all_mutants() -> list[Mutant]:
 
 
 def in_share(mutants: list[Mutant], part: int, parts: int) -> list[Mutant]:
-    """The part-th of so many parts, by the names, and the whole of `ALWAYS`."""
-    always = {parameters[0] for batch in ALWAYS for parameters in batch.MUTANTS}
-    hashed = ((zlib.crc32(mutant.name.encode()) % parts, mutant) for mutant in mutants)
-    return [mutant for rest, mutant in hashed if rest == part - 1 or mutant.name in always]
+    """The part-th of so many parts, by the names."""
+    return [m for m in mutants if zlib.crc32(m.name.encode()) % parts == part - 1]
 
 
 def _timed(mutant: Mutant, idle: Queue[ForkingServer]) -> tuple[Mutant, bool, float]:

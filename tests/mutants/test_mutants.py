@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutate import ALWAYS, ROOT, Mutant, all_mutants, in_share
+from mutate import ROOT, Mutant, all_mutants, in_share
 
 
 @pytest.mark.parametrize("mutant", all_mutants(), ids=lambda mutant: mutant.name)
@@ -20,10 +20,7 @@ def test_its_tests_exist(mutant: Mutant) -> None:
 
 
 def test_the_shares_are_all_of_them() -> None:
-    """Each mutant is in one, but for those that every share has."""
     whole = all_mutants()
     shares = [in_share(whole, part, 6) for part in range(1, 7)]
-    assert {m.name for share in shares for m in share} == {m.name for m in whole}
-    always = sum(len(batch.MUTANTS) for batch in ALWAYS)
-    assert sum(map(len, shares)) == len(whole) + 5 * always
+    assert sorted(m.name for share in shares for m in share) == sorted(m.name for m in whole)
     assert max(map(len, shares)) < len(whole) / 3
