@@ -56,7 +56,8 @@ CUDA_ROOMS = {
     "pointwise": ("pointwise/", "common/"),
     "linear": ("linear/", "common/"),
     "conv": ("conv/", "common/"),
-    "host": ("host/", r"(common|pointwise|linear|conv)/\w+\.h$"),
+    "attention": ("attention/", "common/"),
+    "host": ("host/", r"(common|pointwise|linear|conv|attention)/\w+\.h$"),
     "nvrtc": (),
 }
 

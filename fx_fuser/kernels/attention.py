@@ -1,0 +1,59 @@
+"""Attention of float32 operands by fp16 halves, as exact as in float32 arithmetic.
+
+No pass offers it until it has been timed on a GPU. kernels_cu/attention/attention_split_sm90.cuh,
+launched by kernels_cu/host/attention_split.h.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fx_fuser.graph.epilogue import Epilogue, kernel_spec
+from fx_fuser.native.kernel_spec import Family, KernelSpec
+
+# Of kAttentionShapes: the largest head, a block's queries and a tile's keys. The contract of
+# kernels_cu/host/contract.h compares them when the shim is loaded.
+SHAPES = ((64, 128, 128), (64, 192, 64), (64, 128, 64), (128, 128, 64))
+USUAL = {64: 0, 128: 3}  # the largest head → its shape
+_VECTOR = 4  # elements of 16 bytes
+
+
+@functools.cache
+def attention_split(shape: int) -> Family:
+    """shape: of SHAPES."""
+    return Family(
+        "attention/attention_split_sm90.cuh",
+        "FX_FUSER_ATTENTION_SPLIT",
+        "attention_split",
+        "sm_90a",
+        sizes=(shape,),
+    )
+
+
+@functools.cache
+def spec_of(shape: int) -> KernelSpec:
+    return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, attention_split(shape))
+
+
+def shape_for(d: int) -> int | None:
+    """The shape for heads of so many elements. None: there is none."""
+    taken = [shape for largest, shape in USUAL.items() if d <= largest and d % 8 == 0]
+    return taken[0] if d > 0 and taken else None
+
+
+def takes(tensor: Tensor) -> bool:
+    """Does the kernel read or write a [batch, head, row, element] tensor of these strides?"""
+    if tensor.dtype != torch.float32 or tensor.ndim != 4 or shape_for(tensor.shape[-1]) is None:
+        return False
+    *strides, step = tensor.stride()
+    steps = [stride for size, stride in zip(tensor.shape, strides) if size != 1]
+    is_aligned = all(s % _VECTOR == 0 for s in (*steps, tensor.storage_offset()))
+    return step == 1 and is_aligned and all(s > 0 for s in steps)
+
+
+def examples(arch: str) -> list[KernelSpec]:
+    """What CI compiles for an architecture."""
+    return [spec_of(shape) for shape in range(len(SHAPES))] if arch == "sm_90a" else []
