@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from checks import SENTINEL
+from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
 
 from benchmarks import kernels
@@ -208,3 +208,31 @@ def refusals(failures: list[str]) -> None:
         out = torch.zeros(tensors[0].shape, device=CUDA)
         if kernels.attention_split(attention.spec_of(0), *tensors, out, None, scale):
             failures.append(f"{what} was not refused")
+
+
+def many_keys(failures: list[str], shape: int) -> None:
+    """The tensor core's truncation must not add up: random values, and values of one sign."""
+    torch.manual_seed(9)
+    for keys in (4096, 16384):
+        q, k, v = one(shape, 300, keys)
+        scale = q.shape[-1] ** -0.5
+        judge(failures, f"{keys} keys, shape {shape}", shape, q, k, v, False, scale)
+        judge(failures, f"{keys} keys, positive, shape {shape}", shape, q, k, v.abs(), False, scale)
+
+
+def repeats(failures: list[str], shape: int, times: int = 100) -> None:
+    """Launches, over two streams too, agree bit for bit."""
+    d = attention.SHAPES[shape][0]
+    for causal in (False, True):
+        q, k, v = (filled(heads(2, 24, 700, d)) for _ in range(3))
+
+        def step() -> tuple[Tensor]:
+            out = torch.full_like(q, float("nan"))  # noqa: B023
+            tensors = q, k, v  # noqa: B023
+            assert kernels.attention_split(
+                attention.spec_of(shape), *tensors, out, is_causal=causal  # noqa: B023
+            )
+            return (out,)
+
+        if not agree_over_two_streams(step, step(), times):
+            failures.append(f"shape {shape}: launches over two streams differ")
