@@ -16,7 +16,10 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 
 # Of kAttentionShapes: the largest head, a block's queries and a tile's keys. The contract of
 # kernels_cu/host/contract.h compares them when the shim is loaded.
-SHAPES = ((64, 128, 128), (64, 192, 64), (64, 128, 64), (128, 128, 64))
+SHAPES = (
+    *((64, 128, 128), (64, 192, 64), (64, 128, 64), (128, 128, 64)),
+    *((64, 128, 128), (64, 128, 64)),  # with two warpgroups that make halves
+)
 USUAL = {64: 0, 128: 3}  # the largest head → its shape
 _VECTOR = 4  # elements of 16 bytes
 

@@ -12,15 +12,18 @@ constexpr int kAttentionRows = 64;       // queries of a consumer warpgroup
 constexpr int kAttentionSpanBytes = 128;  // a line of shared memory, one swizzle span
 constexpr int kAttentionWarpgroup = 128;
 
-// A block has `consumers` warpgroups that multiply, and one that makes halves of keys and values.
+// A block has `consumers` warpgroups that multiply, and `producers` that make halves of keys and
+// values.
 struct AttentionShape {
   int d;          // elements of a head, at most
   int keys;       // of a tile
   int consumers;  // warpgroups
+  int producers;  // likewise
   int staged;     // fp32 tiles on their way
   int slots;      // tiles of halves; keys and values in turn
+  int registers;  // of a consumer's thread; producers have what is left
 
-  constexpr int threads() const { return (consumers + 1) * kAttentionWarpgroup; }
+  constexpr int threads() const { return (consumers + producers) * kAttentionWarpgroup; }
   constexpr int rows() const { return consumers * kAttentionRows; }
   constexpr int tile_bytes() const { return keys * d * 4; }  // fp32, and hi with lo
   // Where registers are too few for both halves of the queries, lo is in shared memory.
@@ -28,15 +31,13 @@ struct AttentionShape {
   constexpr int queries_bytes() const { return keeps_lo() ? 0 : rows() * d * 2; }
   constexpr int shared_bytes() const {
     return (slots + staged) * tile_bytes() + queries_bytes() +
-           slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + staged * 8 + 2 * 4 * 4 /*largest*/;
+           slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + staged * 8 + 2 * 4 * 4 * producers /*largest*/;
   }
 };
 
 constexpr AttentionShape kAttentionShapes[] = {
-    {64, 128, 2, 3, 4},
-    {64, 64, 3, 4, 6},
-    {64, 64, 2, 4, 6},
-    {128, 64, 2, 2, 4},
+    {64, 128, 2, 1, 3, 4, 216}, {64, 64, 3, 1, 4, 6, 152},  {64, 64, 2, 1, 4, 6, 208},
+    {128, 64, 2, 1, 2, 4, 216}, {64, 128, 2, 2, 3, 4, 192}, {64, 64, 2, 2, 4, 6, 192},
 };
 constexpr int kAttentionShapeCount = sizeof(kAttentionShapes) / sizeof(kAttentionShapes[0]);
 

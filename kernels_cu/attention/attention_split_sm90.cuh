@@ -201,12 +201,12 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
   __syncthreads();
 
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  if (warpgroup == L::kConsumers) {
+  if (warpgroup >= L::kConsumers) {
     ptx::give_registers<L::kProducerRegisters>();
-    feed_tiles<L>(args, shared, thread);
+    feed_tiles<L>(args, shared, static_cast<int>(threadIdx.x) - L::kConsumers * kWarpgroup);
   } else {
     ptx::take_registers<L::kConsumerRegisters>();
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     Consumer<L> consumer{args, shared, Place::of(warpgroup, thread), {warpgroup}, {}};
     consumer.turns.begin();
     for (int index = static_cast<int>(blockIdx.x); index < args.units;

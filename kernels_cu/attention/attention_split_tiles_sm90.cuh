@@ -28,6 +28,8 @@ struct Layout {
   static constexpr int kD = kIs.d;
   static constexpr int kKeys = kIs.keys;
   static constexpr int kConsumers = kIs.consumers;
+  static constexpr int kProducers = kIs.producers;
+  static constexpr int kProducerThreads = kProducers * kWarpgroup;
   static constexpr int kStaged = kIs.staged;
   static constexpr int kSlots = kIs.slots;
   static constexpr bool kKeepsLo = kIs.keeps_lo();
@@ -35,12 +37,12 @@ struct Layout {
   static constexpr int kScores = kKeys / 2;  // of a thread and tile
   static constexpr int kSteps = kD / kInstructionK;
   static constexpr int kSpans = kD / kHalves;
-  // Of a thread: what a block is launched with, divided anew. A producer must hold 16 values on
-  // their way and the addresses of both layouts.
+  // Of a thread: what a block is launched with, divided anew.
   static constexpr int kLaunchRegisters = 64 * 1024 / kIs.threads() / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
-  static constexpr int kConsumerRegisters =
-      (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
+  static constexpr int kConsumerRegisters = kIs.registers;
+  static constexpr int kProducerRegisters =
+      (kLaunchRegisters * (kConsumers + kProducers) - kConsumerRegisters * kConsumers) /
+      kProducers / 8 * 8;
 
   // Lines of 128 bytes, swizzled: the 16-byte chunk c of line r lies at chunk c ^ (r % 8). Keys and
   // values alike: a line is 64 elements of one key, and those of all keys are followed by the next
@@ -63,7 +65,7 @@ struct Layout {
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
     float factor[kSlots];  // undoes the scale of keys, or is that of values
-    uint32_t largest[2][4];
+    uint32_t largest[2][4 * kProducers];  // of a producer's warp
   };
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
   static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Shared) == kIs.shared_bytes());
