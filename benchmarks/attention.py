@@ -2,8 +2,8 @@
 
     python -m benchmarks.attention [--only WORD] [--out FILE] [--shapes 0 1 ...]
 
-GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data. `ours`:
-attention_split_sm90.cuh, with the fastest of its shapes, and by shape. `torch`: its
+GPU time in ms, medians, by turns, with the L2 cache cleared before each call, on random data.
+`ours`: attention_split_sm90.cuh, with the fastest of its shapes, and by shape. `torch`: its
 scaled_dot_product_attention of the same fp32 tensors; `bf16`: of those in bf16. Errors are relative
 to float64, of the first batch. `kill`: the ratio below which the kernel is given up (issue 43).
 `python -m pytest tests/kernels/test_attention.py` checks the kernel.
@@ -74,7 +74,8 @@ def ours(shape: int, tensors: Sequence[Tensor], out: Tensor, causal: bool) -> No
 
 
 def torchs(tensors: Sequence[Tensor], causal: bool) -> Tensor:
-    return F.scaled_dot_product_attention(*tensors, is_causal=causal)
+    q, k, v = tensors
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def _median(call: Callable[[], object]) -> float:

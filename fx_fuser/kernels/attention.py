@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from fx_fuser.graph.epilogue import Epilogue, kernel_spec
 from fx_fuser.native.kernel_spec import Family, KernelSpec
@@ -19,9 +18,8 @@ from fx_fuser.native.kernel_spec import Family, KernelSpec
 SHAPES = (
     *((64, 128, 128), (64, 192, 64), (64, 128, 64), (128, 128, 64)),
     *((64, 128, 128), (64, 128, 64)),  # with two warpgroups that make halves
+    (128, 128, 64),  # with more fp32 tiles on their way, and fewer of halves
 )
-USUAL = {64: 0, 128: 3}  # the largest head → its shape
-_VECTOR = 4  # elements of 16 bytes
 
 
 @functools.cache
@@ -39,22 +37,6 @@ def attention_split(shape: int) -> Family:
 @functools.cache
 def spec_of(shape: int) -> KernelSpec:
     return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, attention_split(shape))
-
-
-def shape_for(d: int) -> int | None:
-    """The shape for heads of so many elements. None: there is none."""
-    taken = [shape for largest, shape in USUAL.items() if d <= largest and d % 8 == 0]
-    return taken[0] if d > 0 and taken else None
-
-
-def takes(tensor: Tensor) -> bool:
-    """Does the kernel read or write a [batch, head, row, element] tensor of these strides?"""
-    if tensor.dtype != torch.float32 or tensor.ndim != 4 or shape_for(tensor.shape[-1]) is None:
-        return False
-    *strides, step = tensor.stride()
-    steps = [stride for size, stride in zip(tensor.shape, strides) if size != 1]
-    is_aligned = all(s % _VECTOR == 0 for s in (*steps, tensor.storage_offset()))
-    return step == 1 and is_aligned and all(s > 0 for s in steps)
 
 
 def examples(arch: str) -> list[KernelSpec]:

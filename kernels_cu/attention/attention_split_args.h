@@ -8,7 +8,7 @@
 
 namespace fx_fuser {
 
-constexpr int kAttentionRows = 64;       // queries of a consumer warpgroup
+constexpr int kAttentionRows = 64;        // queries of a consumer warpgroup
 constexpr int kAttentionSpanBytes = 128;  // a line of shared memory, one swizzle span
 constexpr int kAttentionWarpgroup = 128;
 
@@ -30,14 +30,16 @@ struct AttentionShape {
   constexpr bool keeps_lo() const { return d <= 64; }
   constexpr int queries_bytes() const { return keeps_lo() ? 0 : rows() * d * 2; }
   constexpr int shared_bytes() const {
-    return (slots + staged) * tile_bytes() + queries_bytes() +
-           slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + staged * 8 + 2 * 4 * 4 * producers /*largest*/;
+    const int words = slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + staged * 8 +
+                      2 * 4 * 4 * producers /*largest*/;
+    return (slots + staged) * tile_bytes() + queries_bytes() + (words + 7) / 8 * 8;
   }
 };
 
 constexpr AttentionShape kAttentionShapes[] = {
     {64, 128, 2, 1, 3, 4, 216}, {64, 64, 3, 1, 4, 6, 152},  {64, 64, 2, 1, 4, 6, 208},
     {128, 64, 2, 1, 2, 4, 216}, {64, 128, 2, 2, 3, 4, 192}, {64, 64, 2, 2, 4, 6, 192},
+    {128, 64, 2, 1, 3, 3, 216},
 };
 constexpr int kAttentionShapeCount = sizeof(kAttentionShapes) / sizeof(kAttentionShapes[0]);
 
@@ -55,7 +57,7 @@ struct AttentionSplitArgs {
   TensorMap v_map;
   AttentionRows q;
   AttentionRows out;
-  float* lse;  // [batch, head, query], or null
+  float* lse;   // [batch, head, query], or null
   float scale;  // of the logits, by log2(e)
   int32_t d;
   int32_t queries;

@@ -154,7 +154,8 @@ __device__ __forceinline__ float largest_of_all(typename L::Shared& shared, floa
   ptx::barrier_sync<L::kProducerThreads>(kProducerBarrier);
   uint32_t all = shared.largest[parity][0];
 #pragma unroll
-  for (int warp = 1; warp < L::kProducerThreads / 32; ++warp) all = max(all, shared.largest[parity][warp]);
+  for (int warp = 1; warp < L::kProducerThreads / 32; ++warp)
+    all = max(all, shared.largest[parity][warp]);
   return __uint_as_float(all);
 }
 
@@ -193,8 +194,8 @@ __device__ __forceinline__ void feed_tiles(const AttentionSplitArgs& args,
     bool is_done = false;
 #pragma unroll 1
     while (!is_done) {
-      const float mine = make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged],
-                                        guess.scale, thread);
+      const float mine =
+          make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged], guess.scale, thread);
       const float largest = largest_of_all<L>(shared, mine, parity, thread);
       parity ^= 1;
       is_done = guess.confirm(largest, of_values && !is_first);

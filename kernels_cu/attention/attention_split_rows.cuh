@@ -49,9 +49,8 @@ struct QueryHalves {
   uint32_t lo[L::kKeepsLo ? L::kSteps : 1][4];  // or in shared memory
   float unscale[2];                             // with the logits' scale
 
-  __device__ __forceinline__ void load(const AttentionSplitArgs& args,
-                                       typename L::Shared& shared, const Unit& unit,
-                                       const Place& place) {
+  __device__ __forceinline__ void load(const AttentionSplitArgs& args, typename L::Shared& shared,
+                                       const Unit& unit, const Place& place) {
     float2 value[2][L::kD / 8];
     float scale[2];
 #pragma unroll

@@ -2,9 +2,9 @@
 //
 // x = (hi + lo) / scale with two fp16 and a power of two. Each product is three: hi·hi, hi·lo and
 // lo·hi, small ones first, into one fp32 accumulator: lo is not scaled beside hi, since an fp16
-// within its normal range is followed by 2^-25 in its subnormal one. Scales are of the data: one for
-// each row of q, for each tile of k, for each tile of v. Those of q and k go with the logits' scale.
-// That of v goes with the factor by which softmax rescales earlier results, and never grows.
+// within its normal range is followed by 2^-25 in its subnormal one. Scales are of the data: one
+// for each row of q, for each tile of k, for each tile of v. Those of q and k go with the logits'
+// scale. That of v goes with the factor by which softmax rescales earlier results, and never grows.
 //
 // The tensor core truncates where it adds up. So the products p v of each tile of keys begin at
 // zero, and fp32 sums take them: by the multiply-add that rescales, so this costs registers alone.
@@ -67,8 +67,7 @@ __device__ __forceinline__ void issue_scores(float (&score)[L::kScores],
 
 // product = p v of one tile of keys.
 template <class L>
-__device__ __forceinline__ void issue_results(float (&product)[L::kSums],
-                                              const Weights<L>& weights,
+__device__ __forceinline__ void issue_results(float (&product)[L::kSums], const Weights<L>& weights,
                                               const typename L::Tile& tile) {
   constexpr int kStep = kInstructionK * kSpan / 16;
   constexpr int kNextSpan = L::kKeys * kSpan;
@@ -219,8 +218,8 @@ __device__ __forceinline__ void run(const AttentionSplitArgs& args) {
 
 }  // namespace fx_fuser::attention_split
 
-#define FX_FUSER_ATTENTION_SPLIT(shape, ...)                                                      \
-  extern "C" __global__ void __launch_bounds__(fx_fuser::kAttentionShapes[shape].threads(), 1)    \
-      fx_fuser_attention_split(const __grid_constant__ fx_fuser::AttentionSplitArgs args) {       \
-    fx_fuser::attention_split::run<shape>(args);                                                  \
+#define FX_FUSER_ATTENTION_SPLIT(shape, ...)                                                   \
+  extern "C" __global__ void __launch_bounds__(fx_fuser::kAttentionShapes[shape].threads(), 1) \
+      fx_fuser_attention_split(const __grid_constant__ fx_fuser::AttentionSplitArgs args) {    \
+    fx_fuser::attention_split::run<shape>(args);                                               \
   }

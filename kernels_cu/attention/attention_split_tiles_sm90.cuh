@@ -18,8 +18,8 @@ constexpr int kFloats = 32;  // of a span
 constexpr int kInstructionK = 16;
 
 // Named barriers; 0 is __syncthreads'.
-constexpr int kTurnBarrier = 1;      // and those of the further consumers
-constexpr int kQueriesBarrier = 4;   // likewise
+constexpr int kTurnBarrier = 1;     // and those of the further consumers
+constexpr int kQueriesBarrier = 4;  // likewise
 constexpr int kProducerBarrier = 7;
 
 template <int kShape>
@@ -33,7 +33,7 @@ struct Layout {
   static constexpr int kStaged = kIs.staged;
   static constexpr int kSlots = kIs.slots;
   static constexpr bool kKeepsLo = kIs.keeps_lo();
-  static constexpr int kSums = kD / 2;      // of a thread: its rows' results
+  static constexpr int kSums = kD / 2;       // of a thread: its rows' results
   static constexpr int kScores = kKeys / 2;  // of a thread and tile
   static constexpr int kSteps = kD / kInstructionK;
   static constexpr int kSpans = kD / kHalves;
@@ -64,7 +64,7 @@ struct Layout {
     uint64_t full[kSlots];
     uint64_t empty[kSlots];
     uint64_t arrived[kStaged];
-    float factor[kSlots];  // undoes the scale of keys, or is that of values
+    float factor[kSlots];                 // undoes the scale of keys, or is that of values
     uint32_t largest[2][4 * kProducers];  // of a producer's warp
   };
   static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
@@ -102,8 +102,8 @@ __device__ __forceinline__ Unit unit_at(const AttentionSplitArgs& args, int inde
   const int head = group * args.group + inside % width;
   const int batch = head / args.heads;
   const int first_query = block * L::kConsumers * kAttentionRows;
-  const int seen = args.is_causal ? min(args.keys, first_query + L::kConsumers * kAttentionRows)
-                                  : args.keys;
+  const int seen =
+      args.is_causal ? min(args.keys, first_query + L::kConsumers * kAttentionRows) : args.keys;
   return {batch, head - batch * args.heads, first_query, (seen + L::kKeys - 1) / L::kKeys};
 }
 

@@ -69,8 +69,9 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const std::optional<Tensor>& lse) {
   for (const auto& [tensor, name] : {std::pair(&q, "q"), {&k, "k"}, {&v, "v"}, {&out, "out"}}) {
     require_cuda(*tensor, name);
-    STD_TORCH_CHECK(tensor->dim() == 4 && tensor->scalar_type() == ScalarType::Float, "fx_fuser: ",
-                    name, " of attention is not [batch, head, row, element] of float32");
+    STD_TORCH_CHECK(tensor->dim() == 4 && tensor->scalar_type() == ScalarType::Float,
+                    "fx_fuser: ", name,
+                    " of attention is not [batch, head, row, element] of float32");
   }
   const bool fits = k.size(0) == q.size(0) && k.size(3) == q.size(3) && k.size(1) > 0 &&
                     q.size(1) % k.size(1) == 0;

@@ -202,7 +202,7 @@ NAMED = {
     "installation": {"split"},  # of which the environment may choose the loop
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
-    "ops.library": {"folded", "unaligned"},
+    "ops.library": {"attention", "folded", "unaligned"},
     "ops.usual": {"folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},
