@@ -17,6 +17,9 @@ from fx_fuser.kernels import attention
 
 SHAPES = tuple(range(len(attention.SHAPES)))
 MOST = 1.5  # times torch's error, where that is above FLOOR
+# Few results have an error by chance, ours and torch's: below so many, this one passes.
+FEW = 4096
+OF_FEW = 6e-7
 LAYOUTS = ("bhld", "blhd", "hbld")  # the order of memory, d last
 
 
@@ -89,7 +92,8 @@ def judge(
         return
     wanted, sums = exact(q, k, v, scale, causal)
     error = relative(out, wanted)
-    bound = max(MOST * relative(usual(q, k, v, scale, causal), wanted), FLOOR)
+    small = FLOOR if out.numel() >= FEW else OF_FEW
+    bound = max(MOST * relative(usual(q, k, v, scale, causal), wanted), small)
     if not error <= bound:
         failures.append(f"{what}: error {error:.2e}, bound {bound:.2e}")
     if lse is not None and not float((lse - sums).abs().max()) <= 2e-6 * (1 + sums.abs().max()):
