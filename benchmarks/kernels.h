@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "host/attention_split.h"
 #include "host/conv_direct.h"
 #include "host/conv_direct_backward.h"
 #include "host/depthwise.h"
@@ -137,6 +138,13 @@ bool implicit(int64_t handle, const Tensor& x, const Tensor& weight,
   return run_implicit(kernels, x, weight, window, out, c, {operands, scalars});
 }
 
+bool attention_split(int64_t handle, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& out, const std::optional<Tensor>& lse, double scale,
+                     bool is_causal) {
+  return run_attention_split(kernels_of<AttentionSplitKernels>(handle), q, k, v, out, lse, scale,
+                             is_causal);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
@@ -174,6 +182,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fx_fuser_bench, m) {
   m.def(
       "implicit(int kernels, Tensor x, Tensor weight, int[] stride, int[] padding, "
       "int[] dilation, Tensor(a!) out, Tensor(b!)? c, Tensor[] operands, float[] scalars) -> bool");
+  m.def(
+      "attention_split(int kernels, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
+      "float scale, bool is_causal) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
@@ -188,6 +199,7 @@ STABLE_TORCH_LIBRARY_IMPL(fx_fuser_bench, CompositeExplicitAutograd, m) {
   m.impl("depthwise", TORCH_BOX(&depthwise));
   m.impl("stem", TORCH_BOX(&stem));
   m.impl("implicit", TORCH_BOX(&implicit));
+  m.impl("attention_split", TORCH_BOX(&attention_split));
 }
 
 }  // namespace fx_fuser

@@ -410,3 +410,32 @@ def conv_direct_backward(
     return _ops().conv_direct_backward.default(
         handle, dy, x, weight, padding, *of_norm, *results, operands, scalars
     )
+
+
+def attention_split(
+    spec: KernelSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> bool:
+    """out = softmax(scale · q kᵀ) v, as exact as in float32 arithmetic; the softmax is over keys.
+
+    Args:
+        spec: a kernel of `fx_fuser.kernels.attention.spec_of`, see
+            kernels_cu/attention/attention_split_sm90.cuh.
+        q: [B, H, queries, D], float32, D a multiple of 8. Its elements are adjacent, its other
+            strides multiples of 4, in any order, and so are those of all tensors here but lse.
+        k, v: [B, heads, keys, D]; query head h reads head h // (H // heads).
+        out: as q. Shares memory with no other tensor here.
+        lse: [B, H, queries], contiguous, receives log(sum(exp(scale · q kᵀ))) over keys.
+        scale: positive; None: 1 / sqrt(D).
+        is_causal: query i sees keys 0...i.
+
+    Returns, raises: as `linear_split`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _taken("attention_split", spec, out, q, k, v, out, lse, scale, is_causal)

@@ -36,7 +36,7 @@ from fx_fuser.anchors import ANCHORS, Anchor
 from fx_fuser.anchors.base import LIBRARY
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.graph.epilogue import Epilogue, parse, read_by_derivative, wanted_leaves
-from fx_fuser.kernels import KERNELS
+from fx_fuser.kernels import KERNELS, attention
 from fx_fuser.kernels.folded import FOLDED
 from fx_fuser.kernels.unaligned import COMB_TILES, TILES, comb_takes
 from fx_fuser.native import limits, load
@@ -464,6 +464,7 @@ def contract() -> list[str]:
         f"leaves {' '.join(leaves)}",
         f"tiles {' '.join(f'{m}x{n}' for m, n in TILES)}",
         f"combs {' '.join(map(_comb, range(len(COMB_TILES))))}",
+        f"attention {' '.join(f'{d}:{rows}x{keys}' for d, rows, keys in attention.SHAPES)}",
     ]
 
 

@@ -293,6 +293,15 @@ __device__ __forceinline__ void store_shared(uint32_t address, const uint4& valu
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_pair(uint32_t address, const uint2& value) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements, whose rows of 16 bytes begin where lanes 8i...8i + 7 say
 // for matrix i: of each, a lane gets row lane / 4, columns 2 (lane % 4) and the next. (9.7.14.5.15)
 __device__ __forceinline__ void load_matrices(uint32_t (&word)[4], uint32_t row) {

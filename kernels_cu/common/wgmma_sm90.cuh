@@ -144,12 +144,15 @@ struct WgmmaOfRegisters;
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile),                              \
           "r"(static_cast<int>(accumulate)));                                                   \
   }
-#define FX_FUSER_WGMMA_OF_REGISTERS_OF(T, type)                                          \
-  template <>                                                                            \
-  struct WgmmaOfRegisters<T> {                                                           \
-    FX_FUSER_WGMMA_OF_REGISTERS(run, 128, 64, 64, 65, 66, 67, 68, 69, type, 0)           \
-    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 24, 12, 12, 13, 14, 15, 16, 17, type, 1) \
-    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 72, 36, 36, 37, 38, 39, 40, 41, type, 1) \
+#define FX_FUSER_WGMMA_OF_REGISTERS_OF(T, type)                                           \
+  template <>                                                                             \
+  struct WgmmaOfRegisters<T> {                                                            \
+    FX_FUSER_WGMMA_OF_REGISTERS(run, 64, 32, 32, 33, 34, 35, 36, 37, type, 0)             \
+    FX_FUSER_WGMMA_OF_REGISTERS(run, 128, 64, 64, 65, 66, 67, 68, 69, type, 0)            \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 24, 12, 12, 13, 14, 15, 16, 17, type, 1)  \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 64, 32, 32, 33, 34, 35, 36, 37, type, 1)  \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 72, 36, 36, 37, 38, 39, 40, 41, type, 1)  \
+    FX_FUSER_WGMMA_OF_REGISTERS(run_transposed, 128, 64, 64, 65, 66, 67, 68, 69, type, 1) \
   };
 FX_FUSER_WGMMA_OF_REGISTERS_OF(__nv_bfloat16, "bf16")
 FX_FUSER_WGMMA_OF_REGISTERS_OF(__half, "f16")

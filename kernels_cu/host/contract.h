@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/attention_split_args.h"
 #include "conv/stem_args.h"
 #include "host/conv_call.h"
 #include "host/pointwise.h"
@@ -26,12 +27,18 @@ std::vector<std::string> contract() {
     combs += " " + std::to_string(shape.tile_m()) + "x" + std::to_string(shape.tile_n);
     combs += shape.takes(true) ? shape.takes(false) ? ":both" : ":k" : ":lines";
   }
+  std::string attention = "attention";
+  for (const AttentionShape& shape : kAttentionShapes) {
+    attention += " " + std::to_string(shape.d) + ":" + std::to_string(shape.rows()) + "x" +
+                 std::to_string(shape.keys);
+  }
   return {"limit tensors " + std::to_string(kMaxInputs),
           "limit numbers " + std::to_string(kMaxScalars),
           "limit shared " + std::to_string(kStemShared),
           leaves + " " + kNormNumber,
           tiles,
-          combs};
+          combs,
+          attention};
 }
 
 }  // namespace

@@ -155,7 +155,7 @@ inline int encode(fx_fuser::TensorMap* to, int type, uint32_t rank, void* data,
     return failed("a tensor map of this form is not emulated");
   }
   EmulatedMap made{EmulatedMap::kMagic, rank, static_cast<unsigned char*>(data), {}, {}, {}};
-  bool fits = rank >= 1 && rank <= 3 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+  bool fits = rank >= 1 && rank <= 4 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
               box[0] * EmulatedMap::kElementBytes <= 128 &&
               box[0] * EmulatedMap::kElementBytes % 16 == 0;
   for (uint32_t d = 0; fits && d < rank; ++d) {

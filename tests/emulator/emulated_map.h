@@ -13,9 +13,9 @@ struct EmulatedMap {
   uint32_t magic;
   uint32_t rank;
   unsigned char* data;
-  uint64_t sizes[3];
-  uint64_t strides[2];
-  uint32_t box[3];
+  uint64_t sizes[4];
+  uint64_t strides[3];
+  uint32_t box[4];
 };
 
 }  // namespace emulator

@@ -103,7 +103,7 @@ struct Box {
   uint32_t address;
   uint32_t barrier;
   uint32_t blocks;
-  int at[3];
+  int at[4];
   int group;
 };
 

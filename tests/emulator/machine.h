@@ -139,8 +139,8 @@ void arrive_on_copies(uint32_t barrier, Where where);
 // innermost first, of as many dimensions as it has. blocks: of the cluster, a bit each.
 void expect_bytes(uint32_t barrier, uint32_t bytes, Where where);
 void load_tensor(uint32_t to, const void* map, uint32_t barrier, uint32_t blocks,
-                 const int (&at)[3], int rank, Where where);
-void store_tensor(const void* map, uint32_t from, const int (&at)[3], int rank, Where where);
+                 const int (&at)[4], int rank, Where where);
+void store_tensor(const void* map, uint32_t from, const int (&at)[4], int rank, Where where);
 void commit_stores();
 void wait_for_stores(int pending_groups);
 

@@ -31,13 +31,14 @@ uint32_t bytes_of(const EmulatedMap& map) {
 template <class Visit>
 void for_vectors(const EmulatedMap& map, const Box& box, const Visit& visit) {
   constexpr int kElements = kVectorBytes / EmulatedMap::kElementBytes;
+  if (map.rank > 3 && map.box[3] != 1) fail("a box of such a depth is not emulated", box.where);
   const int depth = map.rank > 2 ? static_cast<int>(map.box[2]) : 1;
   const int height = map.rank > 1 ? static_cast<int>(map.box[1]) : 1;
   const auto width = static_cast<int>(map.box[0]);
   uint32_t place = box.address;
   for (int z = 0; z < depth; ++z) {
     for (int y = 0; y < height; ++y) {
-      const int64_t line[2] = {int64_t{box.at[1]} + y, int64_t{box.at[2]} + z};
+      const int64_t line[3] = {int64_t{box.at[1]} + y, int64_t{box.at[2]} + z, box.at[3]};
       bool is_there = true;
       int64_t offset = 0;
       for (uint32_t d = 1; d < map.rank; ++d) {
@@ -58,7 +59,7 @@ void for_vectors(const EmulatedMap& map, const Box& box, const Visit& visit) {
   }
 }
 
-Box box_of(uint32_t address, const void* map, uint32_t barrier, uint32_t blocks, const int (&at)[3],
+Box box_of(uint32_t address, const void* map, uint32_t barrier, uint32_t blocks, const int (&at)[4],
            int rank, Where where) {
   const EmulatedMap found = map_at(map, where);
   if (static_cast<int>(found.rank) != rank) fail("a tensor map of other dimensions", where);
@@ -67,7 +68,7 @@ Box box_of(uint32_t address, const void* map, uint32_t barrier, uint32_t blocks,
     fail("a box begins at no multiple of 16 bytes", where);
   }
   if (address % kSwizzleRows != 0) fail("a swizzled box is not aligned in shared memory", where);
-  return {machine.current, where, map, address, barrier, blocks, {at[0], at[1], at[2]}, 0};
+  return {machine.current, where, map, address, barrier, blocks, {at[0], at[1], at[2], at[3]}, 0};
 }
 
 bool is_late() {
@@ -111,7 +112,7 @@ void land_box(const Box& box) {
 }
 
 void load_tensor(uint32_t to, const void* map, uint32_t barrier, uint32_t blocks,
-                 const int (&at)[3], int rank, Where where) {
+                 const int (&at)[4], int rank, Where where) {
   const Box box = box_of(to, map, barrier, blocks, at, rank, where);
   if (blocks == 0 || blocks >> machine.launch.cluster != 0) {
     fail("the cluster has no such block", where);
@@ -123,7 +124,7 @@ void load_tensor(uint32_t to, const void* map, uint32_t barrier, uint32_t blocks
   }
 }
 
-void store_tensor(const void* map, uint32_t from, const int (&at)[3], int rank, Where where) {
+void store_tensor(const void* map, uint32_t from, const int (&at)[4], int rank, Where where) {
   Box box = box_of(from, map, 0, 0, at, rank, where);
   Fiber& me = *machine.current;
   box.group = me.store_group;

@@ -56,7 +56,8 @@ CUDA_ROOMS = {
     "pointwise": ("pointwise/", "common/"),
     "linear": ("linear/", "common/"),
     "conv": ("conv/", "common/"),
-    "host": ("host/", r"(common|pointwise|linear|conv)/\w+\.h$"),
+    "attention": ("attention/", "common/"),
+    "host": ("host/", r"(common|pointwise|linear|conv|attention)/\w+\.h$"),
     "nvrtc": (),
 }
 
@@ -201,7 +202,7 @@ NAMED = {
     "installation": {"split"},  # of which the environment may choose the loop
     "ops.calls": {"folded"},  # an op of its own, the library's call
     "ops.folded": {"folded"},
-    "ops.library": {"folded", "unaligned"},
+    "ops.library": {"attention", "folded", "unaligned"},
     "ops.usual": {"folded", "unaligned"},  # the kernel that folds
     "planning.bench_ops": {"folded"},
     "planning.convolutions": {"folded"},

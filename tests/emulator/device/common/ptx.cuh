@@ -131,6 +131,13 @@ inline void store_shared(uint32_t address, const uint4& value, Where where = Whe
   *static_cast<uint4*>(emulator::at_address(address, sizeof(uint4), where)) = value;
 }
 
+inline void store_shared_pair(uint32_t address, const uint2& value, Where where = Where::here()) {
+  *static_cast<uint2*>(emulator::at_address(address, sizeof(uint2), where)) = value;
+}
+inline void store_shared_word(uint32_t address, uint32_t value, Where where = Where::here()) {
+  *static_cast<uint32_t*>(emulator::at_address(address, sizeof value, where)) = value;
+}
+
 inline void load_matrices(uint32_t (&word)[4], uint32_t row, Where where = Where::here()) {
   emulator::load_matrices(/*reads=*/true, /*transposed=*/false, word, row, where);
 }

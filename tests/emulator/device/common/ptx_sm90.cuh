@@ -1,5 +1,5 @@
 // In place of kernels_cu/common/ptx_sm90.cuh: the same functions, of the emulated machine, as far
-// as the direct convolution and the gemm by combs use them.
+// as the direct convolution, the gemm by combs and attention use them.
 #pragma once
 
 #include <cstdint>
@@ -42,21 +42,25 @@ constexpr uint64_t kEvictLast = 2;
 
 inline void tensor_load(uint32_t to, const TensorMap& from, uint32_t barrier, uint64_t /*policy*/,
                         int x, int y, Where where = Where::here()) {
-  emulator::load_tensor(to, &from, barrier, 1u << cluster_rank(), {x, y, 0}, 2, where);
+  emulator::load_tensor(to, &from, barrier, 1u << cluster_rank(), {x, y, 0, 0}, 2, where);
+}
+inline void tensor_load(uint32_t to, const TensorMap& from, uint32_t barrier, uint64_t /*policy*/,
+                        int x, int y, int z, int w, Where where = Where::here()) {
+  emulator::load_tensor(to, &from, barrier, 1u << cluster_rank(), {x, y, z, w}, 4, where);
 }
 inline void tensor_load_multicast(uint32_t to, const TensorMap& from, uint32_t barrier,
                                   uint16_t blocks, uint64_t /*policy*/, int x, int y,
                                   Where where = Where::here()) {
-  emulator::load_tensor(to, &from, barrier, blocks, {x, y, 0}, 2, where);
+  emulator::load_tensor(to, &from, barrier, blocks, {x, y, 0, 0}, 2, where);
 }
 inline void tensor_load_multicast(uint32_t to, const TensorMap& from, uint32_t barrier,
                                   uint16_t blocks, uint64_t /*policy*/, int x, int y, int z,
                                   Where where = Where::here()) {
-  emulator::load_tensor(to, &from, barrier, blocks, {x, y, z}, 3, where);
+  emulator::load_tensor(to, &from, barrier, blocks, {x, y, z, 0}, 3, where);
 }
 inline void tensor_store(const TensorMap& to, uint32_t from, int x, int y,
                          Where where = Where::here()) {
-  emulator::store_tensor(&to, from, {x, y, 0}, 2, where);
+  emulator::store_tensor(&to, from, {x, y, 0, 0}, 2, where);
 }
 inline void bulk_commit() { emulator::commit_stores(); }
 template <int kPending>

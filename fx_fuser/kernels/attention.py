@@ -1,0 +1,44 @@
+"""Attention of float32 operands by fp16 halves, as exact as in float32 arithmetic.
+
+No pass offers it until it has been timed on a GPU. kernels_cu/attention/attention_split_sm90.cuh,
+launched by kernels_cu/host/attention_split.h.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fx_fuser.graph.epilogue import Epilogue, kernel_spec
+from fx_fuser.native.kernel_spec import Family, KernelSpec
+
+# Of kAttentionShapes: the largest head, a block's queries and a tile's keys. The contract of
+# kernels_cu/host/contract.h compares them when the shim is loaded.
+SHAPES = (
+    *((64, 128, 128), (64, 192, 64), (64, 128, 64), (128, 128, 64)),
+    *((64, 128, 128), (64, 128, 64)),  # with two warpgroups that make halves
+    (128, 128, 64),  # with more fp32 tiles on their way, and fewer of halves
+)
+
+
+@functools.cache
+def attention_split(shape: int) -> Family:
+    """shape: of SHAPES."""
+    return Family(
+        "attention/attention_split_sm90.cuh",
+        "FX_FUSER_ATTENTION_SPLIT",
+        "attention_split",
+        "sm_90a",
+        sizes=(shape,),
+    )
+
+
+@functools.cache
+def spec_of(shape: int) -> KernelSpec:
+    return kernel_spec(Epilogue(), {"z": torch.float32}, (), torch.float32, attention_split(shape))
+
+
+def examples(arch: str) -> list[KernelSpec]:
+    """What CI compiles for an architecture."""
+    return [spec_of(shape) for shape in range(len(SHAPES))] if arch == "sm_90a" else []

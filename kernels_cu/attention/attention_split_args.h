@@ -1,0 +1,74 @@
+// What the host tells the attention of fp32 operands by fp16 halves (attention_split_sm90.cuh), and
+// how a block's shared memory is divided.
+#pragma once
+
+#include <cstdint>
+
+#include "common/tensor_map.h"
+
+namespace fx_fuser {
+
+constexpr int kAttentionRows = 64;        // queries of a consumer warpgroup
+constexpr int kAttentionSpanBytes = 128;  // a line of shared memory, one swizzle span
+constexpr int kAttentionWarpgroup = 128;
+
+// A block has `consumers` warpgroups that multiply, and `producers` that make halves of keys and
+// values.
+struct AttentionShape {
+  int d;          // elements of a head, at most
+  int keys;       // of a tile
+  int consumers;  // warpgroups
+  int producers;  // likewise
+  int staged;     // fp32 tiles on their way
+  int slots;      // tiles of halves; keys and values in turn
+  int registers;  // of a consumer's thread; producers have what is left
+
+  constexpr int threads() const { return (consumers + producers) * kAttentionWarpgroup; }
+  constexpr int rows() const { return consumers * kAttentionRows; }
+  constexpr int tile_bytes() const { return keys * d * 4; }  // fp32, and hi with lo
+  // Where registers are too few for both halves of the queries, lo is in shared memory.
+  constexpr bool keeps_lo() const { return d <= 64; }
+  constexpr int queries_bytes() const { return keeps_lo() ? 0 : rows() * d * 2; }
+  constexpr int shared_bytes() const {
+    const int words = slots * (2 * 8 /*barriers*/ + 4 /*factor*/) + staged * 8 +
+                      2 * 4 * 4 * producers /*largest*/;
+    return (slots + staged) * tile_bytes() + queries_bytes() + (words + 7) / 8 * 8;
+  }
+};
+
+constexpr AttentionShape kAttentionShapes[] = {
+    {64, 128, 2, 1, 3, 4, 216}, {64, 64, 3, 1, 4, 6, 152},  {64, 64, 2, 1, 4, 6, 208},
+    {128, 64, 2, 1, 2, 4, 216}, {64, 128, 2, 2, 3, 4, 192}, {64, 64, 2, 2, 4, 6, 192},
+    {128, 64, 2, 1, 3, 3, 216},
+};
+constexpr int kAttentionShapeCount = sizeof(kAttentionShapes) / sizeof(kAttentionShapes[0]);
+
+// Tensors are [batch, head, row, element] with adjacent elements; strides in elements.
+struct AttentionRows {
+  float* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
+struct AttentionSplitArgs {
+  // Of k and v as [2 * elements of 16 bits, keys, heads, batches]: TMA copies bits.
+  TensorMap k_map;
+  TensorMap v_map;
+  AttentionRows q;
+  AttentionRows out;
+  float* lse;   // [batch, head, query], or null
+  float scale;  // of the logits, by log2(e)
+  int32_t d;
+  int32_t queries;
+  int32_t keys;
+  int32_t heads;         // of a batch's queries
+  int32_t heads_of_key;  // that share a head of keys
+  int32_t all_heads;     // of all batches
+  int32_t query_blocks;
+  int32_t units;  // a block's queries of one head
+  int32_t group;  // heads whose units are taken before the next heads'
+  int32_t is_causal;
+};
+
+}  // namespace fx_fuser

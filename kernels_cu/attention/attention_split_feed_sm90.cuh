@@ -1,0 +1,220 @@
+// Of the attention by fp16 halves: the warpgroups that bring keys and values as fp32 and make
+// halves of them.
+#pragma once
+
+#include "attention/attention_split_tiles_sm90.cuh"
+#include "common/split_sm90.cuh"
+
+namespace fx_fuser::attention_split {
+
+// Tiles in the order in which consumers want them: of each unit keys, values, the next keys.
+template <class L>
+struct Feed {
+  const AttentionSplitArgs& args;
+  int index = static_cast<int>(blockIdx.x);
+  int tile = 0;
+  bool of_values = false;
+  // Of the unit; its divisions would take longer than half of a tile's work.
+  int tiles = 0;
+  int head = 0;
+  int batch = 0;
+
+  __device__ __forceinline__ explicit Feed(const AttentionSplitArgs& given) : args(given) {
+    find_unit();
+  }
+  __device__ __forceinline__ bool has_tile() const { return index < args.units; }
+  __device__ __forceinline__ void find_unit() {
+    if (!has_tile()) return;
+    const Unit unit = unit_at<L>(args, index);
+    tiles = unit.tiles;
+    head = unit.head / args.heads_of_key;
+    batch = unit.batch;
+  }
+  __device__ __forceinline__ void next() {
+    of_values = !of_values;
+    if (of_values || ++tile < tiles) return;
+    tile = 0;
+    index += static_cast<int>(gridDim.x);
+    find_unit();
+  }
+  // By one thread. Beyond the last key and the last element zeros arrive.
+  __device__ __forceinline__ void bring(typename L::StagedTile& to, uint32_t arrived) const {
+    ptx::mbarrier_arrive_expect_tx(arrived, sizeof(typename L::StagedTile));
+#pragma unroll 1  // few registers are left to this warp
+    for (int box = 0; box < L::kD / kFloats; ++box) {
+      ptx::tensor_load(ptx::shared_address(to.box[box]), of_values ? args.v_map : args.k_map,
+                       arrived, ptx::kEvictNormal, 2 * box * kFloats, tile * L::kKeys, head, batch);
+    }
+  }
+};
+
+// A tile's scale is a guess, which nearly all tiles confirm: they are read from shared memory once,
+// and their largest value is found on the way. Where the halves would overflow, or lose more than
+// 2^-30 of the largest, the tile is done again with a scale of its own.
+struct GuessedScale {
+  static constexpr float kFirst = 0x1p10f;  // for tiles whose largest is from 2^-5 to 2^5
+  static constexpr int kHeadRoom = 5;       // the largest comes to [2^9, 2^10)
+  float scale = kFirst;
+
+  // Is it one for such a tile? Else it becomes one. `keeps_small`: sums of earlier tiles have this
+  // scale, so that it does not grow.
+  __device__ __forceinline__ bool confirm(float largest, bool keeps_small) {
+    const float scaled = largest * scale;
+    const bool is_large_enough = keeps_small || scaled >= 0x1p5f || largest == 0;
+    // Of an infinity no scale makes halves; what is finite beside it keeps its own.
+    const bool is_finite = largest < __uint_as_float(0x7F800000);
+    if (!is_finite || (scaled < 0x1p15f && is_large_enough)) return true;
+    scale = Scale::of(largest, kHeadRoom).scale;
+    return false;
+  }
+};
+
+// Eight keys by 32 elements, swizzled, as a warp turns them into halves; a lane has the same 16
+// bytes of two lines.
+struct Part {
+  // Lines of a half-warp differ in their third bit: then 8-byte stores meet all banks.
+  static __device__ __forceinline__ int line_of(int lane, int i) {
+    return (lane >> 3 & 1) * 4 + (lane >> 4) + 2 * i;
+  }
+  static __device__ __forceinline__ uint32_t from_of(int lane, int i) {
+    const int line = line_of(lane, i);
+    return line * kSpan + (lane % 8 ^ line) * 16;
+  }
+  static __device__ __forceinline__ uint32_t to_of(int lane, int i) {
+    const int line = line_of(lane, i);
+    return line * kSpan + (lane % 8 / 2 ^ line) * 16 + lane % 2 * 8;
+  }
+};
+
+// This thread's part of the tile, with this scale; its largest magnitude, NaN left out.
+template <class L>
+__device__ __forceinline__ float make_halves(typename L::Tile& tile,
+                                             const typename L::StagedTile& staged, float scale,
+                                             int thread) {
+  constexpr int kBoxes = L::kD / kFloats;
+  constexpr int kWarps = L::kProducerThreads / 32;
+  constexpr int kStep = kWarps / kBoxes * 8 * kSpan;  // to a warp's next eight keys
+  constexpr int kParts = L::kKeys / 8 * kBoxes / kWarps;
+  static_assert(kWarps % kBoxes == 0 && kParts % 2 == 0);
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  const int box = warp % kBoxes;
+  const uint32_t first = warp / kBoxes * 8 * kSpan;
+  // Pointers that move, so that all else of an address is in its instruction.
+  uint32_t from[2];
+  uint32_t to[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    from[i] = ptx::shared_address(staged.box[box]) + first + Part::from_of(lane, i);
+    // The second box of a span has its upper chunks.
+    to[i] = ptx::shared_address(tile.part[0][box / 2]) + first +
+            (Part::to_of(lane, i) ^ static_cast<uint32_t>(box % 2 * 64));
+  }
+  float largest = 0;
+  const auto load = [&](float4(&value)[2], int steps) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) value[i] = ptx::load_shared(from[i] + steps * kStep);
+  };
+  const auto halve = [&](const float4(&value)[2], int steps) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest = fmaxf(largest, largest_of(value[i]));
+      const SplitPair left = split(value[i].x * scale, value[i].y * scale);
+      const SplitPair right = split(value[i].z * scale, value[i].w * scale);
+      ptx::store_shared_pair(to[i] + steps * kStep, make_uint2(left.hi, right.hi));
+      ptx::store_shared_pair(to[i] + steps * kStep + sizeof(tile.part[0]),
+                             make_uint2(left.lo, right.lo));
+    }
+  };
+  // The next part is on its way while one is made halves: two warps a scheduler hide no latency.
+  float4 even[2], odd[2];
+  load(even, 0);
+#pragma unroll 1
+  for (int part = 0; part < kParts; part += 2) {
+    load(odd, 1);
+    halve(even, 0);
+    if (part + 2 < kParts) load(even, 2);
+    halve(odd, 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      from[i] += 2 * kStep;
+      to[i] += 2 * kStep;
+    }
+  }
+  return largest;
+}
+
+// The largest of all threads. Behind it all have read what was staged, and written their halves.
+template <class L>
+__device__ __forceinline__ float largest_of_all(typename L::Shared& shared, float largest,
+                                                uint32_t parity, int thread) {
+  const uint32_t of_warp = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(largest));
+  if (thread % 32 == 0) shared.largest[parity][thread / 32] = of_warp;
+  ptx::fence_async_proxy();
+  ptx::barrier_sync<L::kProducerThreads>(kProducerBarrier);
+  uint32_t all = shared.largest[parity][0];
+#pragma unroll
+  for (int warp = 1; warp < L::kProducerThreads / 32; ++warp)
+    all = max(all, shared.largest[parity][warp]);
+  return __uint_as_float(all);
+}
+
+template <class L>
+__device__ __forceinline__ void feed_tiles(const AttentionSplitArgs& args,
+                                           typename L::Shared& shared, int thread) {
+  Feed<L> feed(args);
+  uint32_t firsts = 0;  // of the tiles that are staged, a bit each: is it the first of a unit?
+  int count = 0;
+  const auto bring_next = [&](int slot) {
+    if (!feed.has_tile()) return;
+    if (thread == 0) {
+      feed.bring(shared.staged[slot], ptx::shared_address(&shared.arrived[slot]));
+    }
+    firsts |= (feed.tile == 0 ? 1u : 0u) << count++;
+    feed.next();
+  };
+#pragma unroll 1
+  for (int slot = 0; slot < L::kStaged; ++slot) bring_next(slot);
+  typename L::PipelineState pipeline;
+  int staged = 0;
+  uint32_t staged_phase = 0;
+  uint32_t parity = 0;
+  GuessedScale guess;  // of keys and of values in turn
+  GuessedScale other;
+  bool of_values = false;
+#pragma unroll 1
+  while (count > 0) {
+    // What came before in this block changes no bit of a unit's result.
+    const bool is_first = (firsts & 1) != 0;
+    if (is_first) guess = GuessedScale{};
+    firsts >>= 1;
+    --count;
+    ptx::mbarrier_wait(ptx::shared_address(&shared.arrived[staged]), staged_phase);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.empty[pipeline.slot]), pipeline.phase ^ 1);
+    bool is_done = false;
+#pragma unroll 1
+    while (!is_done) {
+      const float mine =
+          make_halves<L>(shared.tile[pipeline.slot], shared.staged[staged], guess.scale, thread);
+      const float largest = largest_of_all<L>(shared, mine, parity, thread);
+      parity ^= 1;
+      is_done = guess.confirm(largest, of_values && !is_first);
+    }
+    if (thread == 0) {
+      shared.factor[pipeline.slot] = of_values ? guess.scale : Scale::unscale_of(guess.scale);
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.full[pipeline.slot]));
+    }
+    bring_next(staged);
+    const GuessedScale used = guess;
+    guess = other;
+    other = used;
+    of_values = !of_values;
+    pipeline.advance();
+    if (++staged == L::kStaged) {
+      staged = 0;
+      staged_phase ^= 1;
+    }
+  }
+}
+
+}  // namespace fx_fuser::attention_split

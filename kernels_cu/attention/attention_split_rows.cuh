@@ -1,0 +1,216 @@
+// Of the attention by fp16 halves: a thread's rows. Queries as halves, softmax, results.
+//
+// With g = lane / 4 and c = lane % 4 a thread has rows g and g + 8 of its warp's 16, and of each
+// eight columns 2c and 2c + 1.
+#pragma once
+
+#include "attention/attention_split_tiles_sm90.cuh"
+#include "common/split_sm90.cuh"
+
+namespace fx_fuser::attention_split {
+
+// Largest and sum of a row's four lanes.
+__device__ __forceinline__ float largest_of_row(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, 2));
+}
+__device__ __forceinline__ float sum_of_row(float value) {
+  value += __shfl_xor_sync(0xFFFFFFFF, value, 1);
+  return value + __shfl_xor_sync(0xFFFFFFFF, value, 2);
+}
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000); }
+
+// Where this thread's rows are.
+struct Place {
+  int consumer;
+  int row;  // the first of the two, of the warpgroup's 64
+  int g;
+  int c;
+
+  static __device__ __forceinline__ Place of(int consumer, int thread) {
+    const int lane = thread % 32;
+    return {consumer, thread / 32 * 16 + lane / 4, lane / 4, lane % 4};
+  }
+  __device__ __forceinline__ int query(const Unit& unit, int r) const {
+    return unit.first_query + consumer * kAttentionRows + row + 8 * r;
+  }
+};
+
+__device__ __forceinline__ float* row_of(const AttentionRows& rows, const Unit& unit, int query) {
+  return rows.data + unit.batch * rows.batch_stride + unit.head * rows.head_stride +
+         query * rows.row_stride;
+}
+
+// As the first operand of products. A row has a power of two as scale.
+template <class L>
+struct QueryHalves {
+  uint32_t hi[L::kSteps][4];
+  uint32_t lo[L::kKeepsLo ? L::kSteps : 1][4];  // or in shared memory
+  float unscale[2];                             // with the logits' scale
+
+  __device__ __forceinline__ void load(const AttentionSplitArgs& args, typename L::Shared& shared,
+                                       const Unit& unit, const Place& place) {
+    float2 value[2][L::kD / 8];
+    float scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = place.query(unit, r);
+      const float* from = row_of(args.q, unit, query) + 2 * place.c;
+      float largest = 0;
+#pragma unroll
+      for (int i = 0; i < L::kD / 8; ++i) {
+        const bool reads = query < args.queries && 8 * i < args.d;
+        value[r][i] = reads ? *reinterpret_cast<const float2*>(from + 8 * i) : make_float2(0, 0);
+        largest = fmaxf(largest, fmaxf(fabsf(value[r][i].x), fabsf(value[r][i].y)));
+      }
+      const Scale of_row = Scale::of(largest_of_row(largest));
+      scale[r] = of_row.scale;
+      unscale[r] = of_row.unscale * args.scale;
+    }
+    uint32_t to = 0;
+    if constexpr (!L::kKeepsLo) to = ptx::shared_address(shared.query_lo[place.consumer]);
+#pragma unroll
+    for (int i = 0; i < L::kD / 8; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const SplitPair both = split(value[r][i].x * scale[r], value[r][i].y * scale[r]);
+        hi[i / 2][i % 2 * 2 + r] = both.hi;
+        if constexpr (L::kKeepsLo) {
+          lo[i / 2][i % 2 * 2 + r] = both.lo;
+        } else {
+          const uint32_t line = i / 8 * kAttentionRows + place.row + 8 * r;
+          ptx::store_shared_word(to + line * kSpan + (i % 8 ^ place.g) * 16 + place.c * 4, both.lo);
+        }
+      }
+    }
+    if constexpr (!L::kKeepsLo) {
+      ptx::fence_async_proxy();
+      ptx::barrier_sync<kWarpgroup>(kQueriesBarrier + place.consumer);
+    }
+  }
+
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (auto& step : hi) ptx::pin(step);
+    if constexpr (L::kKeepsLo) {
+#pragma unroll
+      for (auto& step : lo) ptx::pin(step);
+    }
+  }
+};
+
+// exp2(score - largest so far) as the first operand of products, times 2^15: fp16 ends at 2^16, and
+// what its halves lose is then 2^-40 of a row's largest.
+template <class L>
+struct Weights {
+  static constexpr int kSteps = L::kKeys / kInstructionK;
+  static constexpr float kExponent = 15;
+  uint32_t hi[kSteps][4];
+  uint32_t lo[kSteps][4];
+
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (auto& step : hi) ptx::pin(step);
+#pragma unroll
+    for (auto& step : lo) ptx::pin(step);
+  }
+};
+
+// Of a row: all that softmax keeps from tile to tile.
+struct RowState {
+  float largest[2];  // logit by log2(e)
+  float sum[2];      // of this thread's columns
+  float rescale[2];  // what earlier results are multiplied by
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = minus_infinity();
+      sum[r] = 0;
+      rescale[r] = 1;
+    }
+  }
+
+  // unscale: what makes a score a logit.
+  template <class L>
+  __device__ __forceinline__ void take(const float (&score)[L::kScores], const float (&unscale)[2],
+                                       Weights<L>& weights) {
+    float offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float high = score[2 * r];
+#pragma unroll
+      for (int i = 0; i < L::kScores; i += 4) {
+        high = fmaxf(high, fmaxf(score[i + 2 * r], score[i + 2 * r + 1]));
+      }
+      const float before = largest[r];
+      largest[r] = fmaxf(before, largest_of_row(high) * unscale[r]);
+      rescale[r] = ptx::exp2(before - largest[r]);
+      offset[r] = largest[r] - Weights<L>::kExponent;
+    }
+    float of_tile[2] = {0, 0};  // a sum of so many terms would lose more
+#pragma unroll
+    for (int i = 0; i < L::kScores; i += 4) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float left = ptx::exp2(fmaf(score[i + 2 * r], unscale[r], -offset[r]));
+        const float right = ptx::exp2(fmaf(score[i + 2 * r + 1], unscale[r], -offset[r]));
+        of_tile[r] += left + right;
+        const SplitPair both = split(left, right);
+        weights.hi[i / 8][i / 4 % 2 * 2 + r] = both.hi;
+        weights.lo[i / 8][i / 4 % 2 * 2 + r] = both.lo;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = fmaf(sum[r], rescale[r], of_tile[r]);
+  }
+};
+
+// Scores of keys that are none, or that a causal row does not see.
+template <class L>
+__device__ __forceinline__ void hide(const AttentionSplitArgs& args, const Unit& unit,
+                                     const Place& place, int first_key,
+                                     float (&score)[L::kScores]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int seen = args.is_causal ? min(args.keys, place.query(unit, r) + 1) : args.keys;
+    const int left = seen - first_key - 2 * place.c;
+#pragma unroll
+    for (int i = 0; i < L::kScores; i += 4) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        if (2 * i + t >= left) score[i + 2 * r + t] = minus_infinity();
+      }
+    }
+  }
+}
+
+// value_scale: of the results so far.
+template <class L>
+__device__ __forceinline__ void store(const AttentionSplitArgs& args, const Unit& unit,
+                                      const Place& place, const RowState& state, float value_scale,
+                                      const float (&result)[L::kSums]) {
+  constexpr float kLn2 = 0.693147180559945309f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = sum_of_row(state.sum[r]);
+    const int query = place.query(unit, r);
+    if (query >= args.queries) continue;
+    const float factor = Scale::unscale_of(value_scale) / sum;
+    float* to = row_of(args.out, unit, query) + 2 * place.c;
+#pragma unroll
+    for (int i = 0; i < L::kSums; i += 4) {
+      if (2 * i < args.d) {
+        *reinterpret_cast<float2*>(to + 2 * i) =
+            make_float2(result[i + 2 * r] * factor, result[i + 2 * r + 1] * factor);
+      }
+    }
+    if (args.lse != nullptr && place.c == 0) {
+      const int64_t row = int64_t{unit.batch * args.heads + unit.head} * args.queries + query;
+      args.lse[row] = (state.largest[r] - Weights<L>::kExponent + log2f(sum)) * kLn2;
+    }
+  }
+}
+
+}  // namespace fx_fuser::attention_split

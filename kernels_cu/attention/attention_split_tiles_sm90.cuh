@@ -1,0 +1,135 @@
+// Of the attention by fp16 halves: shared memory, units of work, turns of the tensor core.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/attention_split_args.h"
+#include "common/ptx_sm90.cuh"
+
+namespace fx_fuser::attention_split {
+
+constexpr int kWarpgroup = kAttentionWarpgroup;
+constexpr int kSpan = kAttentionSpanBytes;
+constexpr int kHalves = 64;  // of a span
+constexpr int kFloats = 32;  // of a span
+constexpr int kInstructionK = 16;
+
+// Named barriers; 0 is __syncthreads'.
+constexpr int kTurnBarrier = 1;     // and those of the further consumers
+constexpr int kQueriesBarrier = 4;  // likewise
+constexpr int kProducerBarrier = 7;
+
+template <int kShape>
+struct Layout {
+  static constexpr AttentionShape kIs = kAttentionShapes[kShape];
+  static constexpr int kD = kIs.d;
+  static constexpr int kKeys = kIs.keys;
+  static constexpr int kConsumers = kIs.consumers;
+  static constexpr int kProducers = kIs.producers;
+  static constexpr int kProducerThreads = kProducers * kWarpgroup;
+  static constexpr int kStaged = kIs.staged;
+  static constexpr int kSlots = kIs.slots;
+  static constexpr bool kKeepsLo = kIs.keeps_lo();
+  static constexpr int kSums = kD / 2;       // of a thread: its rows' results
+  static constexpr int kScores = kKeys / 2;  // of a thread and tile
+  static constexpr int kSteps = kD / kInstructionK;
+  static constexpr int kSpans = kD / kHalves;
+  // Of a thread: what a block is launched with, divided anew.
+  static constexpr int kLaunchRegisters = 64 * 1024 / kIs.threads() / 8 * 8;
+  static constexpr int kConsumerRegisters = kIs.registers;
+  static constexpr int kProducerRegisters =
+      (kLaunchRegisters * (kConsumers + kProducers) - kConsumerRegisters * kConsumers) /
+      kProducers / 8 * 8;
+
+  // Lines of 128 bytes, swizzled: the 16-byte chunk c of line r lies at chunk c ^ (r % 8). Keys and
+  // values alike: a line is 64 elements of one key, and those of all keys are followed by the next
+  // 64. For q kᵀ elements are k, so this is K-major; for p v keys are k, and this is a transposed
+  // operand.
+  struct Tile {
+    __half part[2 /*hi, lo*/][kSpans][kKeys][kHalves];
+  };
+  struct StagedTile {
+    float box[kD / kFloats][kKeys][kFloats];
+  };
+  struct LoOfQueries {
+    __half query_lo[kConsumers][kSpans][kAttentionRows][kHalves];
+  };
+  struct Nothing {};
+  struct Shared : std::conditional_t<kKeepsLo, Nothing, LoOfQueries> {
+    Tile tile[kSlots];
+    StagedTile staged[kStaged];
+    uint64_t full[kSlots];
+    uint64_t empty[kSlots];
+    uint64_t arrived[kStaged];
+    float factor[kSlots];                 // undoes the scale of keys, or is that of values
+    uint32_t largest[2][4 * kProducers];  // of a producer's warp
+  };
+  static_assert(sizeof(Tile) == kIs.tile_bytes() && sizeof(StagedTile) == kIs.tile_bytes());
+  static_assert(sizeof(Tile) % 1024 == 0 && sizeof(Shared) == kIs.shared_bytes());
+
+  struct PipelineState {
+    int slot = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+      if (++slot == kSlots) {
+        slot = 0;
+        phase ^= 1;
+      }
+    }
+  };
+};
+
+// Queries of one head, whose keys are read.
+struct Unit {
+  int batch;
+  int head;
+  int first_query;
+  int tiles;
+};
+
+// The longest units of a group of heads come first. What heads of a group read is in the L2 cache
+// while they are under way.
+template <class L>
+__device__ __forceinline__ Unit unit_at(const AttentionSplitArgs& args, int index) {
+  const int group = index / (args.group * args.query_blocks);
+  const int inside = index - group * args.group * args.query_blocks;
+  const int width = min(args.group, args.all_heads - group * args.group);
+  const int block = args.query_blocks - 1 - inside / width;
+  const int head = group * args.group + inside % width;
+  const int batch = head / args.heads;
+  const int first_query = block * L::kConsumers * kAttentionRows;
+  const int seen =
+      args.is_causal ? min(args.keys, first_query + L::kConsumers * kAttentionRows) : args.keys;
+  return {batch, head - batch * args.heads, first_query, (seen + L::kKeys - 1) / L::kKeys};
+}
+
+// The consumers issue in turn, the first one first: of one softmax the others' products fill the
+// time.
+template <int kConsumers>
+struct Turns {
+  int consumer;
+
+  static __device__ __forceinline__ void wait_for(int of) {
+    ptx::barrier_sync<2 * kWarpgroup>(kTurnBarrier + of);
+  }
+  static __device__ __forceinline__ void pass_to(int next) {
+    ptx::barrier_arrive<2 * kWarpgroup>(kTurnBarrier + next);
+  }
+  __device__ __forceinline__ void begin() const {
+    if (consumer == kConsumers - 1) pass_to(0);
+  }
+  __device__ __forceinline__ void take() const { wait_for(consumer); }
+  __device__ __forceinline__ void pass() const {
+    pass_to(consumer == kConsumers - 1 ? 0 : consumer + 1);
+  }
+  // The last consumer's last pass is still to be met.
+  __device__ __forceinline__ void end() const {
+    if (consumer == 0) wait_for(0);
+  }
+};
+
+}  // namespace fx_fuser::attention_split

@@ -1,0 +1,144 @@
+// Attention of fp32 operands by fp16 halves: which tensors, maps, launch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+
+#include "attention/attention_split_args.h"
+#include "host/linear_split.h"
+
+namespace fx_fuser {
+namespace {
+
+struct AttentionSplitKernels {
+  Kernel kernel;
+  AttentionShape shape;
+  int64_t multiprocessors;
+};
+
+int64_t load_attention_split(const Sources& from) {
+  const Signature types(from, 1);
+  types.check_operands(0);
+  const int shape = types.sizes[0];
+  STD_TORCH_CHECK(shape >= 0 && shape < kAttentionShapeCount, "fx_fuser: there is no shape ", shape,
+                  " of attention by halves");
+  auto kernels = std::make_unique<AttentionSplitKernels>();
+  kernels->shape = kAttentionShapes[shape];
+  kernels->kernel = get_kernel(load_library(from.cubins.at(0)), "fx_fuser_attention_split",
+                               kernels->shape.shared_bytes());
+  kernels->multiprocessors = multiprocessors_of(from.device);
+  return keep<>(from, std::move(kernels));
+}
+const AddLoader kAttentionSplitLoader("attention_split", load_attention_split);
+
+// [batch, head, row, element]: may 16-byte vectors be read from it and written to it?
+bool has_aligned_heads(const Tensor& tensor) {
+  if (!is_aligned(tensor.data_ptr()) || stride_along(tensor, 3) != 1) return false;
+  for (int64_t d = 0; d < 3; ++d) {
+    const int64_t stride = tensor.stride(d);
+    if (tensor.size(d) > 1 && (stride <= 0 || stride % 4 != 0)) return false;
+  }
+  return true;
+}
+
+AttentionRows rows_of(const Tensor& tensor) {
+  return {static_cast<float*>(tensor.data_ptr()), tensor.stride(0), tensor.stride(1),
+          tensor.stride(2)};
+}
+
+// Elements as twice as many of 16 bits, since TMA copies bits.
+TensorMap map_of_heads(const Tensor& tensor, const AttentionShape& shape) {
+  std::array<uint64_t, 4> sizes{};
+  std::array<uint64_t, 3> strides{};
+  for (int64_t d = 0; d < 4; ++d) sizes[d] = static_cast<uint64_t>(tensor.size(3 - d));
+  for (int64_t d = 0; d < 3; ++d) {
+    // The stride of a single row is never used, but must be one that TMA takes.
+    const bool is_single = tensor.size(2 - d) == 1;
+    strides[d] = is_single ? 16 : static_cast<uint64_t>(tensor.stride(2 - d)) * sizeof(float);
+  }
+  sizes[0] *= 2;
+  constexpr uint32_t kSpanElements = kAttentionSpanBytes / 2;
+  return tensor_map<4>(kMapFloat16, tensor.data_ptr(), sizes, strides,
+                       {kSpanElements, static_cast<uint32_t>(shape.keys), 1, 1});
+}
+
+void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                     const std::optional<Tensor>& lse) {
+  for (const auto& [tensor, name] : {std::pair(&q, "q"), {&k, "k"}, {&v, "v"}, {&out, "out"}}) {
+    require_cuda(*tensor, name);
+    STD_TORCH_CHECK(tensor->dim() == 4 && tensor->scalar_type() == ScalarType::Float,
+                    "fx_fuser: ", name,
+                    " of attention is not [batch, head, row, element] of float32");
+  }
+  const bool fits = k.size(0) == q.size(0) && k.size(3) == q.size(3) && k.size(1) > 0 &&
+                    q.size(1) % k.size(1) == 0;
+  STD_TORCH_CHECK(fits && v.sizes().equals(k.sizes()) && out.sizes().equals(q.sizes()),
+                  "fx_fuser: attention of q ", to_string(q.sizes()), ", k ", to_string(k.sizes()),
+                  ", v ", to_string(v.sizes()), " into ", to_string(out.sizes()));
+  if (!lse) return;
+  require_cuda(*lse, "lse");
+  STD_TORCH_CHECK(lse->is_contiguous() && lse->scalar_type() == ScalarType::Float &&
+                      lse->numel() == q.size(0) * q.size(1) * q.size(2),
+                  "fx_fuser: lse of attention is not [batch, head, query] of float32");
+}
+
+// Heads whose keys and values the L2 cache holds beside what else passes.
+int64_t near_heads(const Tensor& k, int64_t heads_of_key) {
+  constexpr int64_t kNearBytes = 24 << 20;
+  const int64_t bytes = 2 * k.size(2) * k.size(3) * int64_t{sizeof(float)};
+  return heads_of_key * std::max<int64_t>(kNearBytes / bytes, 1);
+}
+
+// out = softmax(scale · q kᵀ) v and, if asked for, lse = log(sum(exp(scale · q kᵀ))). Causal: query
+// i sees keys 0...i. False, and nothing is launched, where the kernel does not take these tensors.
+bool run_attention_split(const AttentionSplitKernels& kernels, const Tensor& q, const Tensor& k,
+                         const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
+                         double scale, bool is_causal) {
+  check_attention(q, k, v, out, lse);
+  const AttentionShape& shape = kernels.shape;
+  if (out.numel() == 0) return true;
+  const int64_t d = q.size(3);
+  if (d > shape.d || d % 8 != 0 || k.size(2) == 0 || !(scale > 0)) return false;
+  for (const Tensor* tensor : {&q, &k, &v, &out}) {
+    if (!has_aligned_heads(*tensor)) return false;
+  }
+  const int64_t all_heads = q.size(0) * q.size(1);
+  const int64_t blocks = ceil_div(q.size(2), shape.rows());
+  constexpr int64_t kHighest = std::numeric_limits<int32_t>::max() - (1 << 16);
+  if (std::max(q.size(2), k.size(2)) > kHighest || all_heads > kHighest / blocks) return false;
+
+  const OnDevice on_device(out.get_device_index());
+  AttentionSplitArgs args{};
+  args.k_map = map_of_heads(k, shape);
+  args.v_map = map_of_heads(v, shape);
+  args.q = rows_of(q);
+  args.out = rows_of(out);
+  args.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
+  constexpr double kLog2OfE = 1.4426950408889634;
+  args.scale = static_cast<float>(scale * kLog2OfE);
+  args.d = static_cast<int32_t>(d);
+  args.queries = static_cast<int32_t>(q.size(2));
+  args.keys = static_cast<int32_t>(k.size(2));
+  args.heads = static_cast<int32_t>(q.size(1));
+  args.heads_of_key = static_cast<int32_t>(q.size(1) / k.size(1));
+  args.all_heads = static_cast<int32_t>(all_heads);
+  args.query_blocks = static_cast<int32_t>(blocks);
+  args.units = static_cast<int32_t>(all_heads * blocks);
+  args.group = static_cast<int32_t>(std::min(all_heads, near_heads(k, args.heads_of_key)));
+  args.is_causal = is_causal ? 1 : 0;
+  LaunchOptions options;
+  options.shared_bytes = shape.shared_bytes();
+  // Units of one length go round. Where they differ, a multiprocessor takes the next one when it is
+  // done: as a block of its own.
+  const int64_t grid =
+      is_causal ? args.units : std::min<int64_t>(args.units, kernels.multiprocessors);
+  launch(kernels.kernel, grid, shape.threads(), current_stream(out.get_device_index()), args,
+         options);
+  return true;
+}
+
+}  // namespace
+}  // namespace fx_fuser

@@ -1,0 +1,240 @@
+"""Checks of attention by fp16 halves: benchmarks/attention.py times it."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from checks import SENTINEL, agree_over_two_streams
+from torch import Tensor
+
+from benchmarks import kernels
+from benchmarks.sm90 import CUDA, FLOOR, relative
+from fx_fuser.kernels import attention
+
+SHAPES = tuple(range(len(attention.SHAPES)))
+MOST = 1.5  # times torch's error, where that is above FLOOR
+# Few results have an error by chance, ours and torch's: below so many, this one passes.
+FEW = 4096
+OF_FEW = 6e-7
+LAYOUTS = ("bhld", "blhd", "hbld")  # the order of memory, d last
+
+
+@dataclass(frozen=True)
+class Sizes:
+    batches: int
+    heads: int
+    heads_of_key: int  # query heads that share one
+    queries: int
+    keys: int
+    d: int
+    causal: bool = False
+
+
+def heads(
+    batches: int, count: int, rows: int, d: int, layout: str = "bhld", gap: int = 0
+) -> tuple[Tensor, Tensor]:
+    """[B, H, L, D] in that order of memory, with NaN in gaps of 4 · gap elements and around it;
+    and all of that memory."""
+    sizes = {"b": batches, "h": count, "l": rows}
+    lines = [sizes[name] for name in layout[:3]]
+    whole = torch.full((*lines[:2], lines[2] + 1, d + 4 * gap), float("nan"), device=CUDA)
+    part = whole[:, :, : lines[2], :d]
+    return part.permute(*(layout.index(name) for name in "bhl"), 3), whole
+
+
+def filled(made: tuple[Tensor, Tensor], values: Tensor | None = None) -> Tensor:
+    part, _ = made
+    return part.copy_(torch.randn(part.shape, device=CUDA) if values is None else values)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """In float64, and the logarithm of each row's sum."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    logits = q.double() @ k.mT * scale
+    if causal:
+        hidden = torch.ones(logits.shape[-2:], device=CUDA, dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+def usual(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """Torch's."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def judge(
+    failures: list[str],
+    what: str,
+    shape: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    layout: str = "bhld",
+    with_lse: bool = True,
+) -> None:
+    """Runs the kernel: is its error at most MOST times torch's, and nothing else written?"""
+    batches, count, queries, d = q.shape
+    out, whole = heads(batches, count, queries, d, layout, gap=1)
+    whole.fill_(SENTINEL)
+    out.fill_(float("nan"))
+    lse = torch.full((batches, count, queries), float("nan"), device=CUDA) if with_lse else None
+    if not kernels.attention_split(attention.spec_of(shape), q, k, v, out, lse, scale, causal):
+        failures.append(f"{what}: refused")
+        return
+    wanted, sums = exact(q, k, v, scale, causal)
+    error = relative(out, wanted)
+    small = FLOOR if out.numel() >= FEW else OF_FEW
+    bound = max(MOST * relative(usual(q, k, v, scale, causal), wanted), small)
+    if not error <= bound:
+        failures.append(f"{what}: error {error:.2e}, bound {bound:.2e}")
+    if lse is not None and not float((lse - sums).abs().max()) <= 2e-6 * (1 + sums.abs().max()):
+        failures.append(f"{what}: lse is off by {float((lse - sums).abs().max()):.2e}")
+    out.fill_(SENTINEL)
+    if not bool((whole == SENTINEL).all()):
+        failures.append(f"{what}: wrote outside the result")
+
+
+def random_sizes(choose: random.Random, most_d: int, most: int) -> Sizes:
+    lengths = (1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 197, 256, 257, 384, 515)
+    queries, keys = (choose.choice([n for n in lengths if n <= most]) for _ in range(2))
+    if choose.random() < 0.5:
+        keys = queries
+    group = choose.choice((1, 1, 2, 3))
+    d = choose.choice((most_d, most_d, most_d - 8, most_d // 2 + 8))
+    causal = choose.random() < 0.5
+    batches, kv = choose.randint(1, 2), choose.randint(1, 2)
+    return Sizes(batches, group * kv, group, queries, keys, d, causal)
+
+
+def sweep(failures: list[str], cases: int, seed: int, shape: int, most: int = 515) -> None:
+    """Random sizes and strides."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    for case in range(cases):
+        sizes = random_sizes(choose, attention.SHAPES[shape][0], most)
+        kv = sizes.heads // sizes.heads_of_key
+        q, k, v = (
+            filled(heads(sizes.batches, count, rows, sizes.d, choose.choice(LAYOUTS),
+                         choose.choice((0, 1, 3))))
+            for count, rows in (
+                (sizes.heads, sizes.queries), (kv, sizes.keys), (kv, sizes.keys)
+            )
+        )  # fmt: skip
+        scale = choose.choice((sizes.d**-0.5, 1.0, 0.3))
+        judge(failures, f"case {case}: {sizes}, scale {scale:.3f}", shape, q, k, v, sizes.causal,
+              scale, choose.choice(LAYOUTS), choose.random() < 0.7)  # fmt: skip
+
+
+def one(shape: int, queries: int, keys: int, count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    d = attention.SHAPES[shape][0]
+    return tuple(filled(heads(1, count, rows, d)) for rows in (queries, keys, keys))  # type: ignore[return-value]
+
+
+def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
+    """Data that a careless softmax, or careless halves, get wrong."""
+    torch.manual_seed(5)
+    d = attention.SHAPES[shape][0]
+    q, k, v = one(shape, 66, keys)
+    cases: dict[str, tuple[Tensor, Tensor, Tensor, float]] = {
+        "a dominating key": (q, k.clone().index_fill_(2, torch.tensor([keys - 1], device=CUDA), 0)
+                             + 40 * q[:, :, :1] * (torch.arange(keys, device=CUDA) == keys - 1)
+                             [:, None], v, d**-0.5),
+        "logits to ±60": (q * 8, k * 2, v, d**-0.5),
+        "equal logits": (q * 0, k, v.abs() + 1, d**-0.5),
+        "tiny values": (q, k, v * 1e-20, d**-0.5),
+        "large values": (q, k, v * 1e20, d**-0.5),
+        "large keys, small queries": (q * 1e-6, k * 1e6, v, d**-0.5),
+        "beyond fp16": (q * 1e-9, k * 1e5, v * 1e6, 1e4),
+        "growing values": (q, k, v * 10 ** torch.linspace(-6, 6, keys, device=CUDA)[:, None],
+                           d**-0.5),
+        "growing keys": (q, k * torch.linspace(0.01, 30, keys, device=CUDA)[:, None], v, d**-0.5),
+        "zeros ahead": (q, k, v * (torch.arange(keys, device=CUDA) > 150)[:, None], d**-0.5),
+        "no keys but zeros": (q, k * 0, v * 0 + 3, d**-0.5),
+    }  # fmt: skip
+    for what, (a, b, c, scale) in cases.items():
+        judge(failures, f"{what}, shape {shape}", shape, a, b, c, False, scale)
+
+
+def one_key(failures: list[str], shape: int) -> None:
+    """Softmax over one key is 1: the value comes out, as its halves have it."""
+    q, k, v = one(shape, 5, 1)
+    for causal in (False, True):
+        out = made(shape, q, k, v, causal)
+        if not torch.allclose(out, v.expand_as(out), rtol=6e-7, atol=0):
+            failures.append(f"one key, shape {shape}: not its value")
+
+
+def special_values(failures: list[str], shape: int) -> None:
+    """A NaN comes out in the rows, or the columns, that see it, and nowhere else."""
+    nan = float("nan")
+    for what, where in (("q", (0, 0, 3, 1)), ("k", (0, 0, 5, 2)), ("v", (0, 0, 5, 2))):
+        tensors = dict(zip("qkv", one(shape, 9, 9)))
+        tensors[what][where] = nan
+        out = made(shape, *tensors.values(), causal=True)
+        rows, columns = slice(where[2], None if what != "q" else where[2] + 1), slice(None)
+        expected = torch.zeros_like(out, dtype=torch.bool)
+        if what == "v":
+            columns = slice(where[3], where[3] + 1)
+        expected[0, 0, :, :][rows, columns] = True
+        # A hidden value's weight is zero, and zero times NaN is one, here as in torch.
+        if what == "v":
+            expected[0, 0, :, :][:, columns] = True
+        if not torch.equal(out.isnan(), expected):
+            failures.append(f"NaN in {what}, shape {shape}: {out.isnan().nonzero()[:4].tolist()}")
+
+
+def refusals(failures: list[str]) -> None:
+    q, k, v = one(0, 9, 9)
+    padded = torch.zeros(1, 1, 9, 65, device=CUDA)[..., :64]
+    short = torch.zeros(1, 1, 9, 12, device=CUDA)
+    long = torch.zeros(1, 1, 9, 72, device=CUDA)
+    shifted = torch.zeros(1 + 9 * 64, device=CUDA)[1:].view(1, 1, 9, 64)
+    for what, tensors, scale in (
+        ("rows that are not aligned", (q, padded, v), 1.0),
+        ("an address that is not aligned", (q, k, shifted), 1.0),
+        ("elements that are not adjacent", (q.mT.contiguous().mT, k, v), 1.0),
+        ("shared memory of rows", (q, k[:, :, :1].expand_as(k), v), 1.0),
+        ("d no multiple of 8", (short, short, short), 1.0),
+        ("d too large", (long, long, long), 1.0),
+        ("no keys", (q, k[:, :, :0], v[:, :, :0]), 1.0),
+        ("a negative scale", (q, k, v), -1.0),
+    ):
+        out = torch.zeros(tensors[0].shape, device=CUDA)
+        if kernels.attention_split(attention.spec_of(0), *tensors, out, None, scale):
+            failures.append(f"{what} was not refused")
+
+
+def many_keys(failures: list[str], shape: int) -> None:
+    """The tensor core's truncation must not add up: random values, and values of one sign."""
+    torch.manual_seed(9)
+    for keys in (4096, 16384):
+        q, k, v = one(shape, 300, keys)
+        scale = q.shape[-1] ** -0.5
+        judge(failures, f"{keys} keys, shape {shape}", shape, q, k, v, False, scale)
+        judge(failures, f"{keys} keys, positive, shape {shape}", shape, q, k, v.abs(), False, scale)
+
+
+def made(shape: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    out = torch.full_like(q, float("nan"))
+    assert kernels.attention_split(attention.spec_of(shape), q, k, v, out, is_causal=causal)
+    return out
+
+
+def repeats(failures: list[str], shape: int, times: int = 100) -> None:
+    """Launches, over two streams too, agree bit for bit."""
+    d = attention.SHAPES[shape][0]
+    for causal in (False, True):
+        q, k, v = (filled(heads(2, 24, 700, d)) for _ in range(3))
+
+        step = functools.partial(made, shape, q, k, v, causal)
+        if not agree_over_two_streams(lambda: (step(),), (step(),), times):  # noqa: B023
+            failures.append(f"shape {shape}: launches over two streams differ")
