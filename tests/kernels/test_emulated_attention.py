@@ -32,7 +32,10 @@ def test_hard_values(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_checks.hard_values, shape)
 
 
-@pytest.mark.parametrize("shape", attention_checks.SHAPES)
+@pytest.mark.parametrize(  # by habit the shape whose queries' lo is in shared memory
+    "shape",
+    [s if s == 3 else pytest.param(s, marks=pytest.mark.slow) for s in attention_checks.SHAPES],
+)
 def test_one_key(gpu: EmulatedGpu, shape: int) -> None:
     passes(attention_checks.one_key, shape)
 
