@@ -98,10 +98,13 @@ def assert_described(one: Traced, autocast: bool = False) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         mine, theirs = (outcome(one, by, autocast) for by in (True, False))
-    for a, b in zip(mine, theirs, strict=True):
+    # A sum of a few terms in another order; in bf16 what is rounded after it differs by a bit.
+    eps = 2.0**-8 if autocast or mine[0].itemsize == 2 else 2.0**-23
+    largest = max(b.double().nan_to_num().norm() for b in theirs)
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert torch.equal(a.isnan(), b.isnan())
         a, b = a.double().nan_to_num(), b.double().nan_to_num()
-        # A sum of a few terms in another order; in bf16 what is rounded after it differs by a bit.
-        eps = 2.0**-8 if autocast or mine[0].itemsize == 2 else 2.0**-23
-        assert (a - b).norm() <= 8 * eps * b.norm() + 1e-30, (a - b).norm() / b.norm()
+        # A gradient may be what is left of larger terms: of a bias that all keys have, nothing.
+        bound = 8 * eps * b.norm() + 2 * eps * largest
+        assert (a - b).norm() <= bound, f"{i}: {(a - b).norm() / b.norm()}"
