@@ -278,3 +278,14 @@ def v_written_between(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def test_a_value_written_before_it_is_read_is_the_value_that_is_read() -> None:
     assert_described(traced(v_written_between, *qkv()))
+
+
+def untaken(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    return torch.baddbmm(b, q, k.mT, beta=0).softmax(-1) @ v
+
+
+def test_an_addend_of_beta_0_has_a_gradient_of_zeros() -> None:
+    b = torch.randn(B * H, L, L)
+    assert traced(untaken, *qkv(), b).sites
+    assert traced(untaken, *qkv(), b.requires_grad_()).reasons

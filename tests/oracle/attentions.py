@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from describing import assert_described, traced
+from describing import assert_described, outcome, traced
 from torch import Tensor
 
 Atom = tuple[str, int]  # B, H, L, K or a part of one; its size
@@ -266,7 +266,8 @@ class Writer:
         self.say(
             self.draw.choice((
                 "o = o.contiguous()", "o = o.transpose(0, 1)", "o = o * 2",
-                "o = o.transpose(-1, -2).flatten(-2)", "o = o.transpose(1, 2).contiguous().flatten(-2)", "pass",
+                "o = o.transpose(-1, -2).flatten(-2)", "pass",
+                "o = o.transpose(1, 2).contiguous().flatten(-2)",
             ))
         )  # fmt: skip
         last = {"return p": ", p", "return s": ", s"}.get(self.program.trap, "")
@@ -294,6 +295,10 @@ def attempt(seed: int, seen: Counter[str] | None = None) -> str:
     if program.is_sure and len(one.sites) != 1:
         return f"it is refused: {one.reasons}"
     if one.sites:
+        try:
+            outcome(one, False, program.autocast)
+        except RuntimeError:  # a write to what backward needs
+            return "" if program.trap else "it has no gradient"
         try:
             assert_described(one, program.autocast)
         except AssertionError as error:

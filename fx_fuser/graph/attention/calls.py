@@ -123,6 +123,9 @@ def _baddbmm(view: View, node: Node) -> Product | None:
     alpha, beta = (float(named.get(name, 1.0)) for name in ("alpha", "beta"))  # type: ignore[arg-type]
     if alpha == 0:  # the libraries then read neither factor, whose NaN would spread
         return None
+    unread = meta_tensor(addend)
+    if beta == 0 and (unread is None or unread.requires_grad):
+        return None  # its gradient is zeros, which is not none
     read = None if beta == 0 else view.value(node, addend)
     return Product(node, plain.factors, plain.labels, plain.out, alpha, beta, read)
 

@@ -238,8 +238,8 @@ class _Finder:
             elif is_number(given):
                 args.append(float(given))  # type: ignore[arg-type]
             else:
-                why = "takes scores twice, or a number that changes from call to call"
-                raise RefusedError(node, f"{statement(node)}, {why}")
+                why = "scores twice" if given is before else "what changes from call to call"
+                raise RefusedError(node, f"{statement(node)}, takes {why}")
         return [Step(written.op, tuple(args), _tensor(node).dtype)], dims
 
     def _operand(self, node: Node, given: Node, dims: list[Dim]) -> Operand:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_fuser.graph.attention.axes import Dim
+from fx_fuser.graph.attention.calls import ATTENTIONS
 from fx_fuser.graph.prepare.reindex import Size
 from fx_fuser.graph.read.canonical import Arg
 
@@ -92,6 +93,11 @@ class AttentionSite:
     is_safe: bool = False
 
     @property
+    def is_by_hand(self) -> bool:
+        """Is it written as products and a softmax, and not as torch's own call?"""
+        return self.node.target not in ATTENTIONS
+
+    @property
     def is_random(self) -> bool:
         """Does a dropout drop anything?"""
         return any(step.op == "dropout" for step in self.post)
@@ -111,6 +117,10 @@ class Refused:
     node: Node
     at: Node
     reason: str
+
+    @property
+    def is_by_hand(self) -> bool:
+        return self.node.target not in ATTENTIONS
 
 
 class RefusedError(Exception):
