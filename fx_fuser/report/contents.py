@@ -77,8 +77,8 @@ class MaskReport:
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """An attention that is written by hand. formula: what its softmax is of, over q·kᵀ; empty if
-    no description was found, and then reason says why."""
+    """An attention that is written by hand. formula: what it computes, over q·kᵀ and v; empty if no
+    description was found, and then reason says why."""
 
     where: str
     code: str
@@ -206,8 +206,8 @@ class Contents:
                     f"The softmax at {where} is no attention that fx_fuser describes: {one.reason}"
                 )
             else:
-                said = f"The attention at {where} is written by hand, softmax({one.formula}) · v; "
-                said += "it runs as two gemms with a softmax between them"
+                said = f"The attention at {where} is written by hand, {one.formula}; it runs as "
+                said += "two gemms with a softmax between them"
             lines.append(said)
         return "\n".join(lines)
 

@@ -192,13 +192,14 @@ class Report(Contents):
 
 
 def _formula(site: AttentionSite) -> str:
-    """The scores as one would write them, without casts: `q·kᵀ * 0.125 + mask`."""
+    """As one would write it, without casts: `softmax(q·kᵀ * 0.125 + mask) · v`."""
     score: Operand = Arg("q·kᵀ")
     for step in site.tail:
         if step.op != "cast":
             given = (score if a is SCORE else _leaf(a) for a in step.args)
             score = Expr(step.op, tuple(given))
-    return infix(score)
+    weights = f"softmax({infix(score)})"
+    return f"{f'dropout({weights})' if site.is_random else weights} · v"
 
 
 def _leaf(given: Any) -> Operand:

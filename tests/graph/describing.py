@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from fx_fuser.graph.attention.find import find
 from fx_fuser.graph.attention.reference import reference
 from fx_fuser.graph.attention.site import AttentionSite, Refused
+from fx_fuser.graph.read.nodes import meta_tensor
 from fx_fuser.graph.read.view import View
 
 Attend = Callable[..., Any]
@@ -42,7 +43,13 @@ def traced(attend: Attend, *inputs: Any, autocast: bool = False, **options: Any)
     graphs: list[Traced] = []
 
     def backend(module: GraphModule, given: Sequence[Any]) -> Any:
+        known = next(
+            n.meta["example_value"] for n in module.graph.nodes if meta_tensor(n) is not None
+        )
+        guards = known.fake_mode.shape_env.guards
+        before = len(guards)
         graphs.append(Traced(module, given, find(View(module.graph))))
+        assert len(guards) == before  # a guard on a size would compile anew for another
         return module.forward
 
     torch._dynamo.reset()

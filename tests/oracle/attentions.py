@@ -155,6 +155,8 @@ class Writer:
             self.dims = flat
             x = self.input(b * h, self.draw.choice((1, m)), n)
             beta = self.draw.choice((0, 1, 0.5))
+            # Of what is not read the gradient is zeros, not none: such a program is refused.
+            self.program.inputs[x].requires_grad_(beta != 0)
             call = f"torch.baddbmm({x}, {q3}, {k3}.mT, beta={beta}, alpha=0.3)"
             self.say(f"s = {call}")
         else:

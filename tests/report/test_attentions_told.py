@@ -8,6 +8,8 @@ from torch import Tensor, nn
 import fx_fuser
 from fx_fuser.report.report import Report
 
+FORMULA = "softmax(q·kᵀ * 0.5 + mask) · v"
+
 
 class Layer(nn.Module):
     def __init__(self, mixed: bool = False) -> None:
@@ -38,12 +40,20 @@ def explained(mixed: bool = False) -> Report:
 
 def test_alike_attentions_share_a_line_with_their_formula() -> None:
     report = explained()
-    assert len(report.attentions) == 2 and report.attentions[0].formula == "q·kᵀ * 0.5 + mask"
+    assert len(report.attentions) == 2 and report.attentions[0].formula == FORMULA
     (line,) = report.attention.splitlines()
     assert line.startswith("The attention at test_attentions_told.py:")
-    assert "×2 is written by hand, softmax(q·kᵀ * 0.5 + mask) · v; it runs as two gemms" in line
+    assert "×2 is written by hand, softmax(q·kᵀ * 0.5 + mask) · v; it runs as two" in line
     assert "written by hand" in str(report) and "written by hand" in report.to_html()
     assert Report.from_json(report.to_json()).attentions == report.attentions
+
+
+def test_a_dropout_is_said() -> None:
+    def attend(q: Tensor) -> Tensor:
+        return torch.dropout((q @ q.mT).softmax(-1), 0.1, True) @ q
+
+    (one,) = fx_fuser.explain(attend, torch.randn(2, 5, 4)).attentions
+    assert one.formula == "dropout(softmax(q·kᵀ)) · v"
 
 
 def test_why_a_softmax_is_no_attention() -> None:

@@ -47,6 +47,7 @@ from fx_fuser.graph.read.view import View
 TAIL = frozenset({"identity", "cast", "add", "sub", "mul", "div", "tanh", "where"})
 # What may stand between the weights of an attention and the product, so that it is reported.
 _PASSED_BY_A_CANDIDATE = frozenset({"getitem", "mul", "conv2d", "masked_fill", "nan_to_num"})
+_INPUTS = ("placeholder", "get_attr")
 _LONGEST = 32  # operations between the product and the softmax, or the softmax and the product
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -157,7 +158,8 @@ class _Finder:
             try:
                 return [*self._path(before, node, most - 1), node]
             except RefusedError as error:
-                refused = refused or error
+                if refused is None or refused.at.op in _INPUTS:  # a bias, most likely
+                    refused = error
         raise refused or RefusedError(node, self._why_no_step(node))
 
     def _befores(self, node: Node) -> list[Node]:
@@ -174,7 +176,7 @@ class _Finder:
         return [n for n, t in tensors if t is not None and same_sizes(t.shape, shape)]
 
     def _why_no_step(self, node: Node) -> str:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in _INPUTS:
             return f"no product of two tensors makes its scores, but {called(node)}"
         if called_name(node) == "linear":
             mixed = _reaches_product(self.view, node)

@@ -103,7 +103,8 @@ def _writes_stay_inside(view: View, site: AttentionSite) -> None:
 
 
 def _operands_unchanged(view: View, site: AttentionSite) -> None:
-    """An operand is read where it was; a call in place of the site reads it at the site's end.
+    """An operand is read where it was; a call in place of the site reads it at the site's end, and
+    its backward later, which computes S anew from operands that eager mode does not keep.
 
     A write to an input of the graph may reach an operand through an alias that only the caller
     knows; an integer counter does not.
@@ -114,6 +115,10 @@ def _operands_unchanged(view: View, site: AttentionSite) -> None:
     for node in operands:
         if is_written(view, node, node, end):
             reason = f"{called(node)} may be changed in place before the attention ends"
+            raise RefusedError(node, reason)
+        trained = end.meta["example_value"].requires_grad
+        if trained and is_written(view, node, node, view.nodes[-1]):
+            reason = f"{called(node)} may be changed in place before the backward reads it"
             raise RefusedError(node, reason)
     for place in view.writer_places:
         if not first <= place <= order[end]:

@@ -32,14 +32,14 @@ def moved(view: View, node: Node) -> tuple[Node, reindex.Step | None] | None:
 
 
 def origin(view: View, axes: Axes, operand: Operand, end: Node) -> Operand:
-    """The tensor behind the operand's views, copies and repetitions, if its values are the same
-    until `end`. A head of keys that several heads of queries share is one then."""
+    """The tensor behind the operand's views, copies and repetitions, if nothing writes to it later:
+    a backward reads it, too. A head of keys that several heads of queries share is one then."""
     while (found := _before(view, axes, operand.node, operand.dims)) is not None:
         source, dims = found
         # A view that is taken under no_grad has no gradient.
         if view.region[operand.node] != view.region[end]:
             break
-        if is_written(view, source, operand.node, end):
+        if is_written(view, source, operand.node, view.nodes[-1]):
             break
         operand = replace(operand, node=source, dims=tuple(dims))
     return operand
