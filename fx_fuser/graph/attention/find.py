@@ -36,7 +36,7 @@ from fx_fuser.graph.attention.site import (
     Step,
 )
 from fx_fuser.graph.attention.torchs import torchs_attention
-from fx_fuser.graph.prepare.reindex import is_same, same_sizes
+from fx_fuser.graph.prepare.reindex import Permutation, is_same, same_sizes
 from fx_fuser.graph.read.canonical import Arg, is_number
 from fx_fuser.graph.read.naming import called, statement
 from fx_fuser.graph.read.nodes import argument_of, input_of, meta_tensor
@@ -71,26 +71,27 @@ def find(view: View) -> list[AttentionSite | Refused]:
 
 
 def _is_candidate(view: View, softmax: Node) -> bool:
-    """Does a product of two tensors, or a mixture of heads, follow?  A softmax of classes or of
+    """Does a product of two tensors follow, or a Linear over the heads?  A softmax of classes or of
     experts is no attention."""
     queue, seen = [softmax], {softmax}
     while queue and len(seen) < _LONGEST:
-        for reader in view.readers[queue.pop(0)]:
+        node = queue.pop(0)
+        for reader in view.readers[node]:
             if reader in seen or meta_tensor(reader) is None:
                 continue
             seen.add(reader)
-            if product_at(view, reader) is not None or called_name(reader) == "linear":
+            is_mixed = called_name(reader) == "linear" and _is_permuted(view, node)
+            if is_mixed or product_at(view, reader) is not None:
                 return True
-            passes = called_name(reader) in (
-                "getitem",
-                "mul",
-                "conv2d",
-                "masked_fill",
-                "nan_to_num",
-            )
+            passes = called_name(reader) in _PASSED_BY_A_CANDIDATE
             if passes or _is_post(view, reader) or moved(view, reader) is not None:
                 queue.append(reader)
     return False
+
+
+def _is_permuted(view: View, node: Node) -> bool:
+    found = moved(view, node)
+    return found is not None and isinstance(found[1], Permutation)
 
 
 def _is_post(view: View, node: Node) -> bool:
