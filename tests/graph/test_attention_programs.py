@@ -240,6 +240,8 @@ def test_a_wide_bias_added_in_place_to_narrow_scores() -> None:
     site = the_site(one)
     assert site.tail[0].dtype is torch.bfloat16
     assert_described(one)
+    wide = the_site(traced(lambda q, k, v, b: (q @ k.mT + b).softmax(-1) @ v.float(), *given, bias))
+    assert wide.tail[0].dtype is torch.float32
     assert traced(in_place_and_read, *given, bias).reasons
 
 
@@ -314,3 +316,37 @@ def test_symbolic_sizes_are_followed_without_a_guard() -> None:
     for each in (plain, one):
         the_site(each)
     assert not all(isinstance(n, int) for n in the_site(one).sizes)
+
+
+def test_a_scaled_sum_is_rounded_once() -> None:
+    given = [torch.randn(B * H, L, D, dtype=torch.bfloat16) for _ in range(3)]
+    bias = torch.randn(B * H, L, L, dtype=torch.bfloat16)
+    one = traced(
+        lambda q, k, v, b: torch.baddbmm(b, q, k.mT, alpha=0.3).softmax(-1) @ v, *given, bias
+    )
+    site = the_site(one)
+    dtypes = [step.dtype for step in site.tail]
+    assert site.scores is torch.float32
+    assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
+    assert_described(one)
+
+
+def viewed_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        w = k.transpose(-2, -1)
+    return (q @ w).softmax(-1) @ v
+
+
+def copied_and_written(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    w = k * 1
+    c = w.transpose(-2, -1).contiguous()
+    s = q @ c
+    w.mul_(2)
+    return s.softmax(-1) @ v, w
+
+
+@pytest.mark.parametrize("run", [viewed_without_gradient, copied_and_written])
+def test_what_a_view_is_of_is_not_always_read(run: Any) -> None:
+    one = traced(run, *qkv())
+    the_site(one)
+    assert_described(one)

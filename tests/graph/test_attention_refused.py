@@ -150,6 +150,12 @@ def in_place_through_a_view(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return s.softmax(-1) @ v
 
 
+def into_a_bias(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    bias = k * 2
+    seen = bias.view(-1)
+    return bias.add_(q @ k.mT).softmax(-1) @ v, seen
+
+
 def q_written_between(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     w = q * 2
     s = w @ k.mT
@@ -220,6 +226,7 @@ REFUSED: dict[str, tuple[Attend, str]] = {
     "a gather": (banded, "gather"),
     "in place, seen before": (in_place_seen, "`s` is also used by view"),
     "in place, through a view": (in_place_through_a_view, "also used by view"),
+    "scores added into a bias": (into_a_bias, "works in place on memory that"),
     "q written between": (q_written_between, "`w` may be changed in place"),
     "an input written between": (input_written_between, "changes the graph input `x`"),
     "a bias written after": (bias_written_after, "before the backward reads it"),

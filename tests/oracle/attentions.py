@@ -29,7 +29,7 @@ from torch import Tensor
 Atom = tuple[str, int]  # B, H, L, K or a part of one; its size
 Dim = tuple[Atom, ...]
 TRAPS = ("return p", "return s", "softmax dim", "transposed", "relu", "write", "view in place",
-         "amax", "read s", "no grad")  # fmt: skip
+         "amax", "read s", "no grad", "into a bias")  # fmt: skip
 
 
 @dataclass
@@ -232,7 +232,13 @@ class Writer:
             self.say("s[..., :1].add_(1)" if self.draw.random() < 0.5 else "s.view_as(s).mul_(0.5)")
         if trap == "no grad":
             self.say("with torch.no_grad(): s = s * 2")
-        self.say("r = s.sum()" if trap == "read s" else "r = 0")
+        if trap == "into a bias":
+            x = self.input(*self.sizes(self.dims), dtype=torch.float32)
+            self.say(f"b = {x} * 2")
+            self.say("c = b.view(-1)")
+            self.say("s = b.add_(s)")
+        summed = {"read s": "s.sum()", "into a bias": "c.sum()"}.get(trap, "0")
+        self.say(f"r = {summed}")
         self.say(
             self.draw.choice((
                 f"p = s.softmax({dim})", f"p = F.softmax(s, dim={dim - len(self.dims)})",

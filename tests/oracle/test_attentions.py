@@ -74,8 +74,6 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "q and k are exchanged": (find._Finder, "_orientation", _takes_the_other_for_q),
     "heads are repeated in another order": (read_through, "_repeated", _repeats_the_other_way),
     "others may read within": (hazards, "alone", _reads_alone),
-    "others may write within": (hazards, "_writes_stay_inside", lambda view, site: None),
-    "operands may change": (hazards, "_operands_unchanged", lambda view, site: None),
 }
 
 
