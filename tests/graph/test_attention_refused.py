@@ -304,3 +304,14 @@ def test_an_addend_of_beta_0_has_a_gradient_of_zeros() -> None:
     b = torch.randn(B * H, L, L)
     assert traced(untaken, *qkv(), b).sites
     assert traced(untaken, *qkv(), b.requires_grad_()).reasons
+
+
+def sums_of_sums(x: Tensor, v: Tensor) -> Tensor:
+    for _ in range(30):
+        x = x + x * 0.5
+    return x.softmax(-1) @ v
+
+
+def test_many_paths_that_lead_to_no_product_are_walked_once() -> None:
+    (reason,) = traced(sums_of_sums, *qkv()[:2]).reasons
+    assert "no product of two tensors makes its scores" in reason or "is no step" in reason

@@ -118,10 +118,11 @@ class _Finder:
         self.view = view
         self.softmax = softmax
         self.axes = Axes()
+        self.failed: dict[Node, RefusedError] = {}
 
     def site(self) -> AttentionSite:
         view, softmax = self.view, self.softmax
-        path = self._path(softmax.input, softmax.node)
+        path = self._path(softmax.input)
         first = self._labelled(path[0])
         scores, tail, dims = self._start(first)
         for before, node in itertools.pairwise(path):
@@ -150,18 +151,21 @@ class _Finder:
 
     # ---- from the softmax back to the product of q and k ------------------------------------
 
-    def _path(self, node: Node, reader: Node, most: int = _LONGEST) -> list[Node]:
+    def _path(self, node: Node, most: int = _LONGEST) -> list[Node]:
         """The nodes from the product to this one."""
         if product_at(self.view, node) is not None:
             return [node]
+        if node in self.failed:  # else sums of sums would be walked along each of their paths
+            raise self.failed[node]
         refused: RefusedError | None = None
         for before in self._befores(node) if most else ():
             try:
-                return [*self._path(before, node, most - 1), node]
+                return [*self._path(before, most - 1), node]
             except RefusedError as error:
                 if refused is None or refused.at.op in _INPUTS:  # a bias, most likely
                     refused = error
-        raise refused or RefusedError(node, self._why_no_step(node))
+        self.failed[node] = refused or RefusedError(node, self._why_no_step(node))
+        raise self.failed[node]
 
     def _befores(self, node: Node) -> list[Node]:
         """What may be the score before this step: of its size, and the first that is one."""
