@@ -32,7 +32,7 @@ from fx_fuser.passes import contractions, folding, masks, padding, provenance
 from fx_fuser.planning import gate, plan, reads
 from fx_fuser.planning.ahead import Kernels
 from fx_fuser.planning.layout import FORCED
-from fx_fuser.reading import Reading, add_what_is_left, read_graph
+from fx_fuser.reading import Reading, add_what_is_left, attentions_by_hand, read_graph
 from fx_fuser.registry import registered_patterns
 from fx_fuser.report.report import Report
 from fx_fuser.report.traffic import kept, saved
@@ -209,9 +209,10 @@ def _search(
         attended = reader.simplify(module, graph, options.cpu_ops) if options.takes_masks else []
         hidden = is_cast and module is not gm  # the autocast that a body is called under
         sums = contractions.contract(graph, options) if options.contracts and not hidden else []
+        by_hand = attentions_by_hand(graph, options.strict) if active and is_told else []
         prepared = Prepared(graph)
         read = read_graph(View(graph, end_of(module)), active, options)
-        read.masks, read.contractions = attended, sums
+        read.masks, read.contractions, read.attentions = attended, sums, by_hand
         if active and is_told:
             add_what_is_left(read, active, options)
         searched.append(_Searched(module, prepared, read))

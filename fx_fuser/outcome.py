@@ -86,6 +86,8 @@ class Outcome:
         for contraction in read.contractions:
             report.add_contraction(contraction)
         self.contractions += read.contractions
+        for attention in read.attentions:
+            report.add_attention(attention)
         self.is_edited |= read.is_edited
         self.sites += _count_of_sites(read)
         for site in sites:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.anchors.conv2d import Conv2d
 from fx_fuser.errors import OptionError
+from fx_fuser.graph.attention.find import find as find_attentions
+from fx_fuser.graph.attention.site import AttentionSite, Refused
 from fx_fuser.graph.match.grow import Grown, alone, auto_pattern, grow, reach
 from fx_fuser.graph.match.match import find
 from fx_fuser.graph.match.near_misses import near_miss
@@ -36,7 +38,7 @@ class Reading:
     """What was found in one graph. No node belongs to two matches. others: anchors that no part of
     a pattern follows. gainless: z of an anchor → why no fused kernel may gain there. products:
     what is no anchor though it multiplies. masks: of attention. contractions: sums of products that
-    are gemms now."""
+    are gemms now. attentions: those written by hand, and what looks like one and why it is none."""
 
     view: View
     matches: list[Match] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Reading:
     products: list[Node] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
+    attentions: list[AttentionSite | Refused] = field(default_factory=list)
 
     @property
     def is_edited(self) -> bool:
@@ -189,6 +192,18 @@ def _failure_at(
     if site is None or pattern is None:
         return None
     return Refusal(pattern, site, node, f"{type(error).__name__}: {error}", failed=True)
+
+
+def attentions_by_hand(graph: Graph, strict: bool) -> list[AttentionSite | Refused]:
+    """The attentions of a graph but for calls of torch's own, before the graph is prepared."""
+    try:
+        found = find_attentions(View(graph))
+    except Exception:  # it only explains, and no fusion may be lost to that
+        if strict:
+            raise
+        log.info("no attention is looked for", exc_info=True)
+        return []
+    return [one for one in found if one.is_by_hand]
 
 
 def add_what_is_left(read: Reading, active: Sequence[Pattern], options: Options) -> None:

@@ -1,1 +1,1 @@
-"""Reading and rewriting FX graphs, in three rooms: `read`, then `prepare`, then `match`."""
+"""Reading and rewriting FX graphs, in rooms: `read`, then `prepare`, `attention` and `match`."""

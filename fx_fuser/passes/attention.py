@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from fx_fuser.graph.attention.calls import ATTENTION_ARGUMENTS
 from fx_fuser.graph.read.nodes import argument_of, meta_tensor, storages
 from fx_fuser.graph.read.view import Region
 from fx_fuser.kernels.base import SIXTEEN_BITS
@@ -30,14 +30,6 @@ from fx_fuser.ops.attention import (
 )
 from fx_fuser.passes import strides
 from fx_fuser.passes.bounds import Held, Known, always_taken, held, is_torchs
-
-ATTENTIONS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
-# The op's arguments, where they stand and what they are by default.
-_ARGUMENTS: tuple[tuple[str, Any], ...] = (
-    ("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0),
-    ("is_causal", False), ("scale", None), ("enable_gqa", False),
-)  # fmt: skip
-
 
 # What a mask's form depends on → the nodes of `MASK` and of `ROWS`.
 Forms = dict[Any, tuple[Node, Node]]
@@ -133,8 +125,8 @@ def _may_absorb(numbers: Held | None, dtype: torch.dtype) -> bool:
 
 
 def _call_of(node: Node) -> Attention:
-    given = [argument_of(node, i, name) for i, (name, _) in enumerate(_ARGUMENTS)]
-    return Attention(*(d if g is None else g for g, (_, d) in zip(given, _ARGUMENTS)))
+    given = [argument_of(node, i, name) for i, (name, _) in enumerate(ATTENTION_ARGUMENTS)]
+    return Attention(*(d if g is None else g for g, (_, d) in zip(given, ATTENTION_ARGUMENTS)))
 
 
 def _keeps_strides(node: Node, was: Tensor, now: Tensor) -> str:

@@ -24,6 +24,7 @@ from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
+from fx_fuser.graph.attention.calls import ATTENTIONS
 from fx_fuser.graph.read.naming import called, statement
 from fx_fuser.graph.read.nodes import (
     argument_of,
@@ -35,7 +36,6 @@ from fx_fuser.graph.read.nodes import (
 )
 from fx_fuser.graph.read.view import Region
 from fx_fuser.passes import attention, strides
-from fx_fuser.passes.attention import ATTENTIONS
 from fx_fuser.passes.bounds import Known, is_torchs, name_of_call
 
 # The operations that masks are made of: none is random, waits for another process, or returns

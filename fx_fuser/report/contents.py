@@ -76,6 +76,17 @@ class MaskReport:
 
 
 @dataclass(frozen=True)
+class AttentionReport:
+    """An attention that is written by hand. formula: what it computes, over q·kᵀ and v; empty if no
+    description was found, and then reason says why."""
+
+    where: str
+    code: str
+    formula: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class ContractionReport:
     """A sum of products that is computed as a gemm. equation: of the einsum that it is now."""
 
@@ -127,7 +138,8 @@ class Contents:
     fused: in the order of the graphs; on a CPU the named patterns that are found, at which none of
     fx_fuser's kernels run (`SiteReport.native`). refused: the near misses, the nearest first.
     others: kind → number of anchors that no part of a pattern follows. left: each of these. masks:
-    of attention. contractions: sums of products. graphs and header: filled by `explain` only.
+    of attention. contractions: sums of products. attentions: written by hand. graphs and header:
+    filled by `explain` only.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -138,6 +150,7 @@ class Contents:
     contractions: list[ContractionReport] = field(default_factory=list)
     left: list[LeftReport] = field(default_factory=list)
     header: Header | None = None
+    attentions: list[AttentionReport] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
@@ -181,6 +194,25 @@ class Contents:
     @property
     def attention(self) -> str:
         """A line for each attention and each mask that was examined; equal ones share a line."""
+        return "\n".join(filter(None, (self._masks, self._by_hand)))
+
+    @property
+    def _by_hand(self) -> str:
+        lines = []
+        for one, n in Counter(self.attentions).items():
+            where = f"{one.where}{f' ×{n}' if n > 1 else ''}"
+            if one.reason:
+                said = (
+                    f"The softmax at {where} is no attention that fx_fuser describes: {one.reason}"
+                )
+            else:
+                said = f"The attention at {where} is written by hand, {one.formula}; it runs as "
+                said += "two gemms with a softmax between them"
+            lines.append(said)
+        return "\n".join(lines)
+
+    @property
+    def _masks(self) -> str:
         count = Counter(self.masks)
         said = {
             "causal": "The attention mask at {} is causal, so it is no longer read.",

@@ -14,8 +14,10 @@ from torch.fx import Node
 from fx_fuser.anchors import ANCHORS
 from fx_fuser.arguments import shown
 from fx_fuser.errors import OptionError
+from fx_fuser.graph.attention.site import SCORE, AttentionSite, Refused
+from fx_fuser.graph.attention.site import Operand as AttentionOperand
 from fx_fuser.graph.match.pattern import Match, Refusal
-from fx_fuser.graph.read.canonical import is_number
+from fx_fuser.graph.read.canonical import Arg, Expr, Operand, is_number
 from fx_fuser.graph.read.naming import called, dtype_of, infix, place_of, shape_of
 from fx_fuser.graph.read.nodes import inputs_of, meta_tensor
 from fx_fuser.graph.read.sites import Site
@@ -24,6 +26,7 @@ from fx_fuser.graph.read.view import View
 from fx_fuser.passes.contractions import Contraction
 from fx_fuser.passes.masks import Mask
 from fx_fuser.report.contents import (
+    AttentionReport,
     Contents,
     ContractionReport,
     GraphReport,
@@ -118,6 +121,12 @@ class Report(Contents):
         report = ContractionReport(place_of(contraction.node), code, contraction.equation)
         self.contractions.append(report)
 
+    def add_attention(self, found: AttentionSite | Refused) -> None:
+        _, code = source_line(found.node)
+        formula = "" if isinstance(found, Refused) else _formula(found)
+        reason = found.reason if isinstance(found, Refused) else ""
+        self.attentions.append(AttentionReport(place_of(found.node), code, formula, reason))
+
     def add_graph(self, view: View) -> None:
         ends = f"{view.end.place}: {view.end.why}" if view.end and view.end.breaks else ""
         self.graphs.append(GraphReport([_node(n) for n in view.nodes], ends))
@@ -148,8 +157,10 @@ class Report(Contents):
         masks = [MaskReport(**m) for m in data["masks"]]
         contractions = [ContractionReport(**c) for c in data["contractions"]]
         left = [LeftReport(**site) for site in data["left"]]
+        attentions = [AttentionReport(**one) for one in data["attentions"]]
         header = Header(**data["header"]) if data["header"] else None
-        return cls(fused, refused, data["others"], graphs, masks, contractions, left, header)
+        of_all = data["others"], graphs, masks, contractions, left, header, attentions
+        return cls(fused, refused, *of_all)
 
     def to_html(self) -> str:
         """One page that needs no other file: the table, and the graphs with the sites coloured."""
@@ -178,6 +189,23 @@ class Report(Contents):
             metadata_fn=lambda: {"name": "fx_fuser_report", "encoding": "json"},
             payload_fn=self.to_json,
         )
+
+
+def _formula(site: AttentionSite) -> str:
+    """As one would write it, without casts: `softmax(q·kᵀ * 0.125 + mask) · v`."""
+    score: Operand = Arg("q·kᵀ")
+    for step in site.tail:
+        if step.op != "cast":
+            given = (score if a is SCORE else _leaf(a) for a in step.args)
+            score = Expr(step.op, tuple(given))
+    weights = f"softmax({infix(score)})"
+    return f"{f'dropout({weights})' if site.is_random else weights} · v"
+
+
+def _leaf(given: Any) -> Operand:
+    if isinstance(given, AttentionOperand):
+        return given.node
+    return Arg(f"{given:.4g}")
 
 
 def _names(nodes: frozenset[Node], view: View) -> list[str]:

@@ -22,6 +22,7 @@ FLOORS = (
     ("graph.__init__", "graph.read"),
     ("graph.epilogue",),
     ("graph.prepare",),
+    ("graph.attention",),
     ("graph.match",),
     ("anchors",),
     ("kernels",),

@@ -38,13 +38,10 @@ def classify(
 
     The ranks are needed if there is an ellipsis.
     """
-    found = _EQUATION.fullmatch(equation.replace(" ", ""))
+    found = labels(equation, left_rank, right_rank)
     if found is None:
         return None
-    a, b = _labels(found[1], left_rank), _labels(found[2], right_rank)
-    if a is None or b is None or len({*a}) < len(a) or len({*b}) < len(b):  # a diagonal
-        return None
-    out = _implicit(a, b) if found[3] is None else _result(found[3], a, b)
+    a, b, out = found
     batch = [label for label in a if label in b and label in out]
     summed = [label for label in a if label in b and label not in out]
     rows = [label for label in a if label not in b]
@@ -67,6 +64,21 @@ def classify(
         tuple(map(b.index, right)),
         contracted,
     )
+
+
+def labels(
+    equation: str, left_rank: int | None = None, right_rank: int | None = None
+) -> tuple[list[str], list[str], list[str]] | None:
+    """The labels of the dimensions of both operands and of the result; None of what takes a
+    diagonal, or has not two operands. Those of an ellipsis are `.1`, `.2`, from its end.
+    """
+    found = _EQUATION.fullmatch(equation.replace(" ", ""))
+    if found is None:
+        return None
+    a, b = _labels(found[1], left_rank), _labels(found[2], right_rank)
+    if a is None or b is None or len({*a}) < len(a) or len({*b}) < len(b):  # a diagonal
+        return None
+    return a, b, _implicit(a, b) if found[3] is None else _result(found[3], a, b)
 
 
 def _labels(text: str, rank: int | None) -> list[str] | None:

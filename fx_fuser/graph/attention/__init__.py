@@ -1,0 +1,1 @@
+"""Attention in a graph, as a description. Imports `graph.read` and `graph.prepare.reindex`."""
