@@ -176,18 +176,17 @@ def one_key(failures: list[str], shape: int) -> None:
 def special_values(failures: list[str], shape: int) -> None:
     """A NaN comes out in the rows, or the columns, that see it, and nowhere else."""
     nan = float("nan")
-    for what, where in (("q", (0, 0, 3, 1)), ("k", (0, 0, 5, 2)), ("v", (0, 0, 5, 2))):
-        tensors = dict(zip("qkv", one(shape, 9, 9)))
-        tensors[what][where] = nan
-        out = made(shape, *tensors.values(), causal=True)
-        rows, columns = slice(where[2], None if what != "q" else where[2] + 1), slice(None)
+    for what, row, column in (("q", 3, 1), ("k", 5, 2), ("v", 5, 2)):
+        q, k, v = one(shape, 9, 9)
+        {"q": q, "k": k, "v": v}[what][0, 0, row, column] = nan
+        out = made(shape, q, k, v, causal=True)
         expected = torch.zeros_like(out, dtype=torch.bool)
-        if what == "v":
-            columns = slice(where[3], where[3] + 1)
-        expected[0, 0, :, :][rows, columns] = True
-        # A hidden value's weight is zero, and zero times NaN is one, here as in torch.
-        if what == "v":
-            expected[0, 0, :, :][:, columns] = True
+        if what == "q":
+            expected[0, 0, row] = True
+        elif what == "k":
+            expected[0, 0, row:] = True
+        else:  # a hidden value's weight is zero, and zero times NaN is one, here as in torch
+            expected[0, 0, :, column] = True
         if not torch.equal(out.isnan(), expected):
             failures.append(f"NaN in {what}, shape {shape}: {out.isnan().nonzero()[:4].tolist()}")
 
