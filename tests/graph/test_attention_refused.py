@@ -39,6 +39,11 @@ def p_used_twice(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return p @ v, p @ k
 
 
+def added_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = weights(q, k).flatten(0, 1)
+    return torch.baddbmm(q.flatten(0, 1), p, v.flatten(0, 1))
+
+
 def s_returned(q: Tensor, k: Tensor, v: Tensor) -> Any:
     s = q @ k.mT
     return s.softmax(-1) @ v, s
@@ -218,6 +223,7 @@ REFUSED: dict[str, tuple[Attend, str]] = {
     "P transposed": (transposed_between, "does not sum over the keys"),
     "heads taken for keys": (heads_for_keys, "does not sum over the keys"),
     "a softmax of half of the keys": (part_of_keys, "does not sum over the keys"),
+    "a sum with v": (added_to, "is no plain product with v"),
     "a sink": (with_sink, "adds columns to its scores"),
     "no keys": (outlook, "makes its scores, no q · kᵀ"),
     "no queries": (lambda_layer, "no product of two tensors makes its scores, but `k`"),
