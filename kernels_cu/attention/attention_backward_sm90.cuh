@@ -169,6 +169,7 @@ struct Consumer {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.slot]), at.phase);
   }
   __device__ __forceinline__ void release(const State& at) const {
+    __syncwarp();  // all lanes have read what lies beside the tile: its factor, its queries
     if (threadIdx.x % 32 == 0) {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.slot]));
     }

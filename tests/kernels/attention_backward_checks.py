@@ -6,7 +6,7 @@ import functools
 import random
 
 import torch
-from attention_checks import FEW, LAYOUTS, MOST, OF_FEW, exact, filled, heads, random_sizes, usual
+from attention_checks import FEW, LAYOUTS, MOST, exact, filled, heads, random_sizes, usual
 from checks import SENTINEL, agree_over_two_streams
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from fx_fuser.kernels import attention
 
 SHAPES = tuple(range(len(attention.BACKWARD_SHAPES)))
 NAMES = ("dq", "dk", "dv")
+# What is left of dO vᵀ - delta, where the first cancels most, has the error of what was there.
+OF_FEW = 2e-6  # where a head has fewer than FEW values of queries, or of keys
 
 
 def gradients(
@@ -52,6 +54,7 @@ def judge(
     causal: bool,
     scale: float,
     layout: str = "bhld",
+    few: bool = False,
 ) -> None:
     """Runs the kernels: is no error above MOST times torch's, and nothing else written?"""
     batches, count, queries, d = q.shape
@@ -67,6 +70,8 @@ def judge(
         return
     wanted = gradients(q, k, v, d_out, scale, causal, wide=True)
     theirs = gradients(q, k, v, d_out, scale, causal, wide=False)
+    # A row's weights are off by as much as its lse: half of a last bit, twice rounded.
+    of_lse = 2**-24 * float(lse.abs().max())
     for name, value, right, other in zip(NAMES, to, wanted, theirs):
         if not bool(value.isfinite().all()):
             failures.append(f"{what}: {name} is not finite")
@@ -75,7 +80,8 @@ def judge(
                 failures.append(f"{what}: {name} is not nearly zero")
             continue
         error, usual_error = relative(value, right), relative(other, right)
-        bound = max(MOST * usual_error, FLOOR if value.numel() >= FEW else OF_FEW)
+        is_small = few or min(queries, k.shape[2]) * d < FEW
+        bound = max(MOST * usual_error, OF_FEW if is_small else FLOOR, of_lse)
         if not error <= bound:
             failures.append(f"{what}: {name}'s error {error:.2e}, torch's {usual_error:.2e}")
     for name, (part, whole) in zip(NAMES, made):
@@ -131,7 +137,8 @@ def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
         "no dO": (q, k, v, d_out * 0),
     }
     for what, tensors in cases.items():
-        judge(failures, f"{what}, shape {shape}", shape, *tensors, False, scale)
+        few = what == "growing dO"  # that of the last queries is all that counts
+        judge(failures, f"{what}, shape {shape}", shape, *tensors, False, scale, few=few)
 
 
 def lengths(failures: list[str], shape: int) -> None:
