@@ -32,7 +32,7 @@ std::vector<std::string> contract() {
     attention += " " + std::to_string(shape.d) + ":" + std::to_string(shape.rows()) + "x" +
                  std::to_string(shape.keys);
   }
-  std::string backward = "attention backward";
+  std::string backward = "backward";
   for (const AttentionBackwardShape& shape : kAttentionBackwardShapes) {
     backward += " " + std::to_string(shape.tiles.d) + ":" + std::to_string(shape.tiles.rows()) +
                 "x" + std::to_string(shape.tiles.keys);

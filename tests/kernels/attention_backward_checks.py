@@ -27,7 +27,8 @@ def gradients(
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     leaves = [(t.double() if wide else t.clone()).detach().requires_grad_() for t in (q, k, v)]
-    out = exact(*leaves, scale, causal)[0] if wide else usual(*leaves, scale, causal)
+    a, b, c = leaves
+    out = exact(a, b, c, scale, causal)[0] if wide else usual(a, b, c, scale, causal)
     return list(torch.autograd.grad(out, leaves, d_out.to(out.dtype)))
 
 
@@ -123,7 +124,7 @@ def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
     scale = q.shape[-1] ** -0.5
     last = (torch.arange(keys, device=CUDA) == keys - 1)[:, None]
     growing = 10 ** torch.linspace(-4, 4, 66, device=CUDA)[:, None]
-    cases: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {
+    cases = {
         "a dominating key": (q, torch.where(last, q[:, :, :1] * 1.5, k), v, d_out),
         "logits to ±60": (q * 8, k * 2, v, d_out),
         "equal logits": (q * 0, k, v.abs() + 1, d_out),
@@ -136,18 +137,18 @@ def hard_values(failures: list[str], shape: int, keys: int = 197) -> None:
         "dO that ends": (q, k, v, d_out * (torch.arange(66, device=CUDA) < 20)[:, None]),
         "no dO": (q, k, v, d_out * 0),
     }
-    for what, tensors in cases.items():
+    for what, (a, b, c, d) in cases.items():
         few = what == "growing dO"  # that of the last queries is all that counts
-        judge(failures, f"{what}, shape {shape}", shape, *tensors, False, scale, few=few)
+        judge(failures, f"{what}, shape {shape}", shape, a, b, c, d, False, scale, few=few)
 
 
 def lengths(failures: list[str], shape: int) -> None:
     """Keys that no causal query sees have no gradient; one key has none but its value's."""
     torch.manual_seed(6)
     for queries, keys, causal in ((3, 130, True), (130, 3, True), (1, 1, False), (65, 129, True)):
-        tensors = one(shape, queries, keys)
+        q, k, v, d_out = one(shape, queries, keys)
         what = f"{queries} queries, {keys} keys, shape {shape}"
-        judge(failures, what, shape, *tensors, causal, 0.125)
+        judge(failures, what, shape, q, k, v, d_out, causal, 0.125)
 
 
 def made(shape: int, tensors: list[Tensor], causal: bool) -> list[Tensor]:
@@ -165,13 +166,14 @@ def refusals(failures: list[str]) -> None:
     q, k, v, d_out = one(0, 9, 9)
     shifted = torch.zeros(1 + 9 * 64, device=CUDA)[1:].view(1, 1, 9, 64)
     lse = torch.zeros(1, 1, 9, device=CUDA)
-    for what, tensors, scale in (
-        ("an address of dO that is not aligned", (q, k, v, q, lse, shifted), 1.0),
-        ("elements that are not adjacent", (q.mT.contiguous().mT, k, v, q, lse, d_out), 1.0),
-        ("a negative scale", (q, k, v, q, lse, d_out), -1.0),
+    spec = attention.backward_spec_of(0)
+    for what, queries, gradient, scale in (
+        ("an address of dO that is not aligned", q, shifted, 1.0),
+        ("elements that are not adjacent", q.mT.contiguous().mT, d_out, 1.0),
+        ("a negative scale", q, d_out, -1.0),
     ):
         to = [torch.zeros(t.shape, device=CUDA) for t in (q, k, v)]
-        if kernels.attention_backward(attention.backward_spec_of(0), *tensors, to, scale):
+        if kernels.attention_backward(spec, queries, k, v, q, lse, gradient, to, scale):
             failures.append(f"{what} was not refused")
 
 
