@@ -217,10 +217,10 @@ struct Consumer {
   }
 
   // S of the first tile, and D of the second.
-  __device__ __forceinline__ void multiply_rows(const State& keys, const State& values,
+  __device__ __forceinline__ void multiply_rows(const State& of_first, const State& of_second,
                                                 Scores<L>& scores) {
-    wait(keys);
-    if constexpr (L::kMakesRows) wait(values);
+    wait(of_first);
+    if constexpr (L::kMakesRows) wait(of_second);
     // Pinned, else ptxas moves what made them between the products, and serialises those.
     ptx::pin(scores.score);
     first.pin();
@@ -230,10 +230,11 @@ struct Consumer {
     }
     turns.take();
     ptx::wgmma_fence();
-    issue_scores(scores.score, first, nullptr, shared.first_lo.of[number], shared.tile[keys.slot]);
+    issue_scores(scores.score, first, nullptr, shared.first_lo.of[number],
+                 shared.tile[of_first.slot]);
     if constexpr (L::kMakesRows) {
       issue_scores(scores.other, second, second_hi(), shared.second_lo.of[number],
-                   shared.tile[values.slot]);
+                   shared.tile[of_second.slot]);
     }
     ptx::wgmma_commit();
     turns.pass();
@@ -265,24 +266,24 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void weigh(const State& keys, float of_values, Scores<L>& scores,
-                                        Weights<L>& weights, Weights<L>& gradient,
-                                        float (&unscale)[2]) const {
+  __device__ __forceinline__ void weigh(const State& of_first, float second_factor,
+                                        Scores<L>& scores, Weights<L>& weights,
+                                        Weights<L>& gradient, float (&unscale)[2]) const {
     float largest[2] = {0, 0};
     const Place place = place_here();
     const uint32_t unscale_at = ptx::shared_address(&shared.unscale[place.consumer][place.row]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t at = unscale_at + 8 * r * sizeof(float2);
-      const float of_tile = shared.factor[keys.slot] * args.log_scale;
+      const float of_tile = shared.factor[of_first.slot] * args.log_scale;
       // Where it is nothing at all, a hidden score must stay an infinity.
       scores.score_unscale[r] = fmaxf(ptx::load_shared_word(at) * of_tile, 0x1p-126f);
       if constexpr (L::kMakesRows) {
-        scores.other_unscale[r] = ptx::load_shared_word(at + 4) * of_values;
+        scores.other_unscale[r] = ptx::load_shared_word(at + 4) * second_factor;
       }
     }
     if constexpr (L::kHasColumns) {
-      const uint32_t at = ptx::shared_address(shared.column[keys.slot]) +
+      const uint32_t at = ptx::shared_address(shared.column[of_first.slot]) +
                           2 * place.c * uint32_t{sizeof(AttentionOfQuery)};
       scores.make(
           [&](int i) {
@@ -333,29 +334,29 @@ struct Consumer {
     for (float& one : d_rows) one = 0;
 #pragma unroll 1
     for (int tile = unit.first_tile; tile < unit.tiles; ++tile) {
-      const State keys = pipeline;
+      const State of_first = pipeline;  // keys for q, queries for k
       pipeline.advance();
-      const State values = pipeline;
+      const State of_second = pipeline;  // values for dO, dO for v
       pipeline.advance();
       Scores<L> scores;
-      multiply_rows(keys, values, scores);
-      const float of_values = L::kMakesRows ? shared.factor[values.slot] : 0;
-      if constexpr (!L::kMakesValues) release(values);
+      multiply_rows(of_first, of_second, scores);
+      const float second_factor = L::kMakesRows ? shared.factor[of_second.slot] : 0;
+      if constexpr (!L::kMakesValues) release(of_second);
       hide(unit, tile, scores);
       Weights<L> weights;
       Weights<L> gradient;
       float unscale[2];
-      weigh(keys, of_values, scores, weights, gradient, unscale);
+      weigh(of_first, second_factor, scores, weights, gradient, unscale);
       if constexpr (!L::kMakesRows) {
-        release(keys);
-        wait(values);
+        release(of_first);
+        wait(of_second);
       }
       if constexpr (L::kMakesValues) {
         constexpr float kUnscale = Weights<L>::kUnscale;
-        add_product(d_values, weights, values, kUnscale, kUnscale);
+        add_product(d_values, weights, of_second, kUnscale, kUnscale);
       }
       if constexpr (L::kMakesRows) {
-        add_product(d_rows, gradient, keys, unscale[0], unscale[1]);
+        add_product(d_rows, gradient, of_first, unscale[0], unscale[1]);
       }
     }
     // Found anew, so that no register holds it meanwhile.
